@@ -26,6 +26,8 @@ me = psutil.Process()
 family = [me, *me.children(recursive=True)]
 ends = [end.laddr.ip for one in family for end in one.net_connections("inet") if end.status == psutil.CONN_LISTEN]
 assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "Ray's handler would end a sweep at once"
+parts = {word.rpartition("/")[2] for one in family for word in one.cmdline()[:3]}
+assert not parts & {"dashboard.py", "monitor.py", "log_monitor.py"}, "a sweep needs none of them"
 print(len(family), pool.wait(0), *sorted(set(ends)))
 pool.close()
 """

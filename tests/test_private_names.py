@@ -1,6 +1,7 @@
 """Private names of Optuna, Ray and MLflow: each use stands in an adapter file and works with the installed version."""
 
 import ast
+import inspect
 import json
 from pathlib import Path
 
@@ -166,9 +167,28 @@ def test_ray_has_the_setting_that_keeps_the_loopback_address():
     constants = ray._private.ray_constants
     before = constants.ENABLE_RAY_CLUSTER
     assert isinstance(before, bool)
-    with ray_private.loopback_kept(ray):
+    with ray_private.as_one_machine(ray):
         assert constants.ENABLE_RAY_CLUSTER is False
     assert constants.ENABLE_RAY_CLUSTER is before
+
+
+def test_ray_starts_the_services_of_clusters_by_methods_of_its_node_and_leaves_out_what_the_adapter_overrides():
+    import ray
+
+    before = ray._private.node.Node
+    with ray_private.as_one_machine(ray):
+        reduced = ray._private.node.Node
+    assert ray._private.node.Node is before
+    assert reduced.__mro__[1] is before
+    overridden = [name for name in vars(reduced) if not name.startswith("__")]
+    assert sorted(overridden) == ["start_api_server", "start_log_monitor", "start_monitor"]
+    for name in overridden:
+        assert inspect.signature(getattr(reduced, name)).parameters.keys() == (
+            inspect.signature(getattr(before, name)).parameters.keys()
+        )
+    source = inspect.getsource(before)
+    assert all(source.count(f"self.{name}(") == 1 for name in overridden)
+    assert "self._webui_url" in inspect.getsource(before.webui_url.fget)
 
 
 def test_ray_describes_the_arguments_that_are_passed(monkeypatch):

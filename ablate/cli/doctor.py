@@ -24,6 +24,7 @@ from ablate.engines import ENGINES, parity_record
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError, nearest
 from ablate.numerics.spec import VERSION
+from ablate.verification import passed_checks
 
 if TYPE_CHECKING:
     from ablate.verification.check_result import Check, Row
@@ -231,7 +232,7 @@ class Unfit(Exception):
 
 class Checkup:
     """The quick checks, in a child process, in parallel with the start of a sweep. It ends with this process,
-    or at `close`.
+    or at `close`. Checks that passed here within a day are not repeated.
 
     Args:
         command: Command of the checks.
@@ -242,10 +243,12 @@ class Checkup:
     def __init__(self, command: Sequence[str] = COMMAND, timeout: float = _TIMEOUT_SECONDS) -> None:
         self._command, self._timeout = command, timeout
         self._process: subprocess.Popen[str] | None = None
+        self._subject = passed_checks.subject() if command == COMMAND else None
+        self._known = self._subject is not None and passed_checks.known(self._subject)
 
     def start(self) -> None:
-        """Start the process, unless that was done."""
-        if self._process is None:
+        """Start the process, unless that was done or need not be."""
+        if self._process is None and not self._known:
             self._output, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes them
             self._process = subprocess.Popen(
                 self._command,
@@ -258,6 +261,8 @@ class Checkup:
 
     def passed(self) -> None:
         """Wait until the checks end; Unfit if one is off or they exceed the time limit."""
+        if self._known:
+            return
         if self._process is None:
             raise RuntimeError("the checks have not been started")
         try:
@@ -268,6 +273,9 @@ class Checkup:
             ) from None
         if status != DONE:
             raise Unfit(_complaint(_problems(_text(self._output)) or [_failure(status, _text(self._errors))]))
+        self._known = True
+        if self._subject is not None:
+            passed_checks.keep(self._subject)
 
     def close(self) -> None:
         """End the process if it runs."""

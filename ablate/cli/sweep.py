@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -41,17 +40,15 @@ from ablate.cli.settings import Settings, find_settings, writable
 from ablate.errors import InputError, redact
 from ablate.execution.controller import Controller
 from ablate.execution.notify import Hook
-from ablate.execution.progress import Executor, Outcome, Progress, RunOptions
+from ablate.execution.progress import Outcome, Progress, RunOptions
 from ablate.execution.sweep_control import check, holder
 from ablate.execution.tracking import check_login
 from ablate.experiment.load import Experiment, load
-from ablate.experiment.schema import Resources
 from ablate.files import Busy, Json, lock
 from ablate.results.databases import network_file_system
 from ablate.results.unmet_phases import never_began
 
 if TYPE_CHECKING:
-    from ablate.cli.doctor import Checkup
     from ablate.results.headline import Headline
     from ablate.results.summary import ArmSummary
 
@@ -258,17 +255,19 @@ class SweepRun:
 
     def _steps(self, options: RunOptions) -> str:
         from ablate.cli.doctor import Checkup, Unfit
+        from ablate.cli.executor import StartingExecutor
         from ablate.cli.live_view import View
         from ablate.execution.workers import ClusterError, ClusterLost
 
         checkup = Checkup(shlex.split(self.check_command)) if self.check_command else Checkup()
         settings = self.settings
+        executor = StartingExecutor(settings, self.experiment.resources, checkup)
         outcome: Outcome | None = None
         controller = Controller(
             self.experiment,
             settings.state,
             settings.device,
-            partial(_connect, settings, self.experiment.resources, checkup),
+            executor,
             settings.mlflow,
             options,
         )
@@ -277,13 +276,14 @@ class SweepRun:
                 View(self.screen, self.quiet).open() as view,
                 closing(controller.run()) as steps,
                 closing(checkup),
+                closing(executor),
             ):
                 for step in steps:
                     if isinstance(step, Outcome):
                         outcome = step
                     else:
                         if step.done < step.total:
-                            checkup.start()  # runs in parallel with the imports that follow, and with Ray
+                            executor.begin()  # in parallel with the imports that follow
                         view.show(step)
                         self._notify_failure(step)
         except ClusterLost as error:
@@ -343,31 +343,6 @@ class SweepRun:
             self.hook.tell(
                 _message(self.experiment, self.settings, event, status, time.time() - self.started)
             )
-
-
-def _connect(settings: Settings, resources: Resources, checkup: "Checkup") -> Executor:
-    """Start the executor, when the first trial has to run, and return it once the check of the numerics has
-    passed.
-    """
-    from ablate.execution.workers import Inline, Pool
-
-    checkup.start()
-    inline = settings.executor == "inline"
-    gpus, ranks = resources.gpus_of(settings.device), resources.layout(settings.device).ranks
-    if inline and ranks > 1:
-        console().print(
-            f"Executor inline computes each trial on one rank instead of {ranks}: results differ "
-            "only by the order of additions."
-        )
-    pool: Executor = (
-        Inline() if inline else Pool(settings.ray, settings.workers, gpus, settings.priority, ranks)
-    )
-    try:
-        checkup.passed()
-    except BaseException:
-        pool.close()
-        raise
-    return pool
 
 
 def _message(

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TypedDict
 
-from ablate.execution.workers.ray_private import LOOPBACK_ARGUMENT, loopback_kept, temporary_folder_argument
+from ablate.execution.workers.ray_private import LOOPBACK_ARGUMENT, as_one_machine, temporary_folder_argument
 from ablate.files import keep_file
 
 LOOK_SECONDS = 2.0
@@ -157,7 +157,7 @@ def connect(address: str | None, workers: int | None) -> ModuleType:
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
             _private_token()
-            with loopback_kept(ray):
+            with as_one_machine(ray):
                 ray.init(address="local", num_cpus=workers or os.cpu_count(), **local, **quiet)
     except (ConnectionError, ImportError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         action = f"reached at {address}" if address else "started here"

@@ -1,7 +1,8 @@
 """Private names of Ray: the only file that may use them.
 
-Ray's public interface has no way to keep a local Ray on the loopback interface, or to choose its temporary
-folder. A new version of Ray may rename any of these; each has a test in tests/test_private_names.py.
+Ray's public interface has no way to keep a local Ray on the loopback interface, to choose its temporary
+folder, or to start it without services that no sweep uses. A new version of Ray may rename any of these; each
+has a test in tests/test_private_names.py.
 """
 
 import os
@@ -24,17 +25,37 @@ def temporary_folder_argument() -> dict[str, str]:
 
 
 @contextmanager
-def loopback_kept(ray: ModuleType) -> Iterator[None]:
-    """Make Ray keep the address 127.0.0.1 while it starts here.
+def as_one_machine(ray: ModuleType) -> Iterator[None]:
+    """Make Ray start here for one machine: on the address 127.0.0.1, and without services of clusters.
 
     On Linux Ray replaces a loopback address by that of a network interface, and all its servers then listen
-    on all interfaces. With ENABLE_RAY_CLUSTER false, its setting on macOS, it does not. The setting is
-    restored since connections to other machines need it.
+    on all interfaces. With ENABLE_RAY_CLUSTER false, its setting on macOS, it does not. The settings are
+    restored since connections to other machines need them.
     """
-    constants = ray._private.ray_constants
-    enabled = constants.ENABLE_RAY_CLUSTER
-    constants.ENABLE_RAY_CLUSTER = False
+    constants, node = ray._private.ray_constants, ray._private.node
+    enabled, complete = constants.ENABLE_RAY_CLUSTER, node.Node
+    constants.ENABLE_RAY_CLUSTER, node.Node = False, _reduced(complete)
     try:
         yield
     finally:
-        constants.ENABLE_RAY_CLUSTER = enabled
+        constants.ENABLE_RAY_CLUSTER, node.Node = enabled, complete
+
+
+def _reduced(node: type) -> type:
+    """Return a class of nodes without dashboard, autoscaler and collection of logs.
+
+    `ray.init` starts them even if told to include no dashboard: three processes, 250 MB and a second.
+    """
+
+    class Reduced(node):  # type: ignore[misc,valid-type]
+        def start_monitor(self) -> None:
+            """Start no autoscaler."""
+
+        def start_log_monitor(self) -> None:
+            """Start no collection of logs: `ray.init` is called with `log_to_driver=False`."""
+
+        def start_api_server(self, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+            """Start no dashboard, and report no address of one."""
+            self._webui_url = ""
+
+    return Reduced

@@ -1,0 +1,98 @@
+"""Record that the quick checks have passed here, so that the next sweep need not repeat them. Torch-free.
+
+The checks compare code with itself and with known answers, so their result follows from the files of this
+package, torch, the processor and the environment variables that choose instructions. A record is named by a
+hash of these, and a day later it no longer counts.
+"""
+
+import hashlib
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import ablate
+from ablate.cache import key_of, root
+from ablate.files import write
+
+_VALID_SECONDS = 86_400.0
+_LIBRARIES = ("torch", "numpy")
+_PREFIXES = (
+    "ABLATE_",
+    "ATEN_",
+    "DNNL_",
+    "KMP_",
+    "LD_",
+    "MKL_",
+    "OMP_",
+    "ONEDNN_",
+    "OPENBLAS_",
+    "PYTHON",
+    "TORCH",
+)
+"""Beginnings of environment variables that may change what is computed, or which code."""
+
+
+def subject() -> dict[str, object]:
+    """Return all that the result of the checks depends on."""
+    return {
+        "files": _digest(),
+        "libraries": {name: _installed(name) for name in _LIBRARIES},
+        "python": sys.version,
+        "path": sys.path,
+        "processor": _processor(),
+        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIXES)},
+    }
+
+
+def known(checked: Mapping[str, object]) -> bool:
+    """Return True if the checks of a `subject` passed within the last day."""
+    try:
+        return time.time() - _record(checked).stat().st_mtime < _VALID_SECONDS
+    except OSError:
+        return False
+
+
+def keep(checked: Mapping[str, object]) -> None:
+    """Record that they passed. A cache that cannot be written is no error: the next sweep checks again."""
+    try:
+        path = _record(checked)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, checked)
+    except OSError:
+        return
+
+
+def _record(checked: Mapping[str, object]) -> Path:
+    return root() / "checks" / f"{key_of(checked)}.json"
+
+
+def _digest() -> str:
+    """Return a hash of this package's code and kernels."""
+    folder, digest = Path(ablate.__file__).parent, hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".so")):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _installed(name: str) -> list[object]:
+    """Return a library's version and place, and the time of its installation."""
+    try:
+        found = distribution(name)
+    except PackageNotFoundError:
+        return []
+    record = Path(str(found.locate_file(f"{name}/__init__.py")))
+    return [found.version, str(record), record.stat().st_mtime_ns if record.exists() else None]
+
+
+def _processor() -> list[str]:
+    """Return the processor's model and instructions."""
+    lines = [platform.machine(), platform.processor()]
+    try:
+        described = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return lines
+    return lines + [line for line in described if line.startswith(("model name", "flags", "Features"))]

@@ -1,0 +1,159 @@
+"""Start of a sweep: the executor begins early and once, and checks that passed here are not repeated."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from types import SimpleNamespace
+
+import pytest
+
+from ablate.cli import doctor, executor
+from ablate.cli.doctor import Checkup, Unfit
+from ablate.cli.executor import StartingExecutor
+from ablate.execution.workers import ClusterError
+from ablate.experiment.schema import Resources
+from ablate.verification import passed_checks
+
+PASSING, FAILING = ((sys.executable, "-c", f"raise SystemExit({status})") for status in (0, 1))
+
+
+class Started:
+    """A pool that records what is done to it."""
+
+    made: list["Started"]
+
+    def __init__(self, *arguments: object) -> None:
+        self.closed = 0
+        self.made.append(self)
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture
+def pools(monkeypatch) -> list[Started]:
+    Started.made = []
+    monkeypatch.setattr(executor, "Pool", Started)
+    return Started.made
+
+
+@pytest.fixture
+def starting() -> Iterator[Callable[..., StartingExecutor]]:
+    """A maker of executors with the checks given."""
+    settings = SimpleNamespace(executor="ray", ray=None, workers=2, priority=0, device="cpu")
+    with ExitStack() as stack:
+        yield lambda checks=PASSING: StartingExecutor(
+            settings, Resources(), stack.enter_context(closing(Checkup(checks)))
+        )
+
+
+def test_however_often_it_is_begun_one_pool_starts_and_belongs_to_the_caller(starting, pools):
+    both = starting()
+    both.begin()
+    both.begin()
+    pool = both()
+    both.begin()
+    both.close()
+    assert pools == [pool]
+    assert pool.closed == 0
+
+
+def test_a_pool_that_nobody_asked_for_is_closed(starting, pools):
+    both = starting()
+    both.begin()
+    both.close()
+    assert [pool.closed for pool in pools] == [1]
+
+
+def test_what_was_never_begun_starts_nothing(starting, pools):
+    starting().close()
+    assert pools == []
+
+
+def test_a_failed_check_closes_the_pool_once(starting, pools):
+    both = starting(FAILING)
+    with pytest.raises(Unfit):
+        both()
+    both.close()
+    assert [pool.closed for pool in pools] == [1]
+
+
+def test_a_cluster_that_cannot_be_reached_is_told_to_who_asks_and_only_then(starting, monkeypatch):
+    def unreachable(*arguments):
+        raise ClusterError("Ray cannot be reached")
+
+    monkeypatch.setattr(executor, "Pool", unreachable)
+    both = starting()
+    with pytest.raises(ClusterError):
+        both()
+    unasked = starting()
+    unasked.begin()
+    unasked.close()
+
+
+# Checks that passed
+
+
+def runs_of(monkeypatch, command) -> int:
+    """The number of processes that a sweep's checks start, if `command` is what they are."""
+    monkeypatch.setattr(doctor, "COMMAND", command)
+    checkup = Checkup(command)
+    checkup.start()
+    started = checkup._process is not None
+    try:
+        checkup.passed()
+    except Unfit:
+        pass
+    finally:
+        checkup.close()
+    return int(started)
+
+
+def test_checks_run_once_until_something_changes_that_they_depend_on(cache, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert [runs_of(monkeypatch, PASSING) for _ in range(3)] == [1, 0, 0]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert [runs_of(monkeypatch, PASSING) for _ in range(2)] == [1, 0]
+    monkeypatch.setattr(passed_checks, "_processor", lambda: ["another"])
+    assert [runs_of(monkeypatch, PASSING) for _ in range(2)] == [1, 0]
+    monkeypatch.setattr(passed_checks, "_digest", lambda: "other code")
+    assert [runs_of(monkeypatch, PASSING) for _ in range(2)] == [1, 0]
+
+
+def test_checks_that_are_off_run_again(cache, monkeypatch):
+    assert [runs_of(monkeypatch, FAILING) for _ in range(3)] == [1, 1, 1]
+
+
+def test_other_commands_than_the_checks_own_are_never_taken_for_them(cache):
+    for _ in range(2):
+        checkup = Checkup(PASSING)
+        checkup.start()
+        assert checkup._process is not None
+        checkup.passed()
+        checkup.close()
+
+
+def test_a_record_counts_for_a_day(cache, monkeypatch):
+    assert runs_of(monkeypatch, PASSING) == 1
+    (record,) = (cache / "checks").iterdir()
+    later = record.stat().st_mtime - 86_401
+    os.utime(record, (later, later))
+    assert [runs_of(monkeypatch, PASSING) for _ in range(2)] == [1, 0]
+
+
+def test_a_cache_that_cannot_be_written_costs_a_check_a_sweep_and_nothing_else(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "file" / "below"))
+    assert [runs_of(monkeypatch, PASSING) for _ in range(2)] == [1, 1]
+
+
+def test_the_record_follows_every_file_of_code_and_every_kernel(tmp_path, monkeypatch):
+    (tmp_path / "numerics").mkdir()
+    (tmp_path / "__init__.py").write_text("")
+    monkeypatch.setattr(passed_checks.ablate, "__file__", str(tmp_path / "__init__.py"))
+    seen = {passed_checks._digest()}
+    for name, text in (("numerics/a.py", "1"), ("numerics/a.py", "2"), ("numerics/b.so", "1"), ("b.py", "")):
+        (tmp_path / name).write_text(text)
+        seen.add(passed_checks._digest())
+    assert len(seen) == 5
