@@ -58,18 +58,18 @@ def half(path: Path) -> Path:
 
 
 def copying(folder: Path) -> bool:
-    """Return True while a migration copies a table of a database in the folder, or of one in the making there."""
-    paths = (folder / "mlflow.db", *folder.glob(".mlflow-*.new"))
-    return any(table.startswith("_alembic_tmp_") for path in paths for table in tables(path))
+    """Return True while a migration copies a table of a database below the folder."""
+    return any(
+        table.startswith("_alembic_tmp_") for path in folder.rglob("mlflow.db") for table in tables(path)
+    )
 
 
 def test_a_driver_killed_while_mlflow_migrates_its_database_leaves_a_folder_that_works(tmp_path):
     store = tmp_path / "mlflow.db"
     paths = [*sys.path, str(Path(__file__).parent)]
     command = [sys.executable, "-c", DRIVER, str(tmp_path), url(store)]
-    child = subprocess.Popen(
-        command, env=environment(PYTHONPATH=os.pathsep.join(paths)), start_new_session=True
-    )
+    own = environment(PYTHONPATH=os.pathsep.join(paths), ABLATE_CACHE=str(tmp_path / "cache"))
+    child = subprocess.Popen(command, env=own, start_new_session=True)
     try:
         while True:
             until(lambda: copying(tmp_path) or child.poll() is not None, 60, every=0.001)
@@ -81,16 +81,44 @@ def test_a_driver_killed_while_mlflow_migrates_its_database_leaves_a_folder_that
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         assert child.wait(30) == -signal.SIGKILL
-    assert (
-        subprocess.run(command, env=environment(PYTHONPATH=os.pathsep.join(paths)), check=False).returncode
-        == 0
-    )
+    assert subprocess.run(command, env=own, check=False).returncode == 0
     done = here(
         "sync", "--state", tmp_path, "--mlflow", url(store)
     )  # a sweep waits 30 s for MLflow, which a busy machine exceeds
     assert done.returncode == 0, done.stdout + done.stderr
     assert statuses(store) == ["FINISHED"] * 4  # of 3 arms and the sweep
     assert not list(tmp_path.glob(".mlflow-*"))
+
+
+def content(path: Path) -> list[list[str]]:
+    """The tables, indices and rows of a database, without moments, whatever their order: that of a table's constraints varies."""
+    with closing(sqlite3.connect(path)) as db:
+        db.execute("UPDATE experiments SET creation_time = 0, last_update_time = 0")
+        return sorted(sorted(line.strip("\t, ") for line in lines.splitlines()) for lines in db.iterdump())
+
+
+def test_a_database_that_is_copied_holds_what_mlflow_makes_and_is_used_by_it(tmp_path, cache):
+    database.migrate(tmp_path / "own.db", tmp_path / "artifacts")
+    for name in ("first", "second"):
+        database.prepare(url(tmp_path / name / "mlflow.db"), tmp_path / "artifacts")
+    assert len(list((cache / "mlflow").glob("*/mlflow.db"))) == 1
+    assert content(tmp_path / "second" / "mlflow.db") == content(tmp_path / "own.db")
+    assert database.unusable(tmp_path / "first" / "mlflow.db") is None
+
+
+def test_where_nothing_can_be_cached_and_where_the_copy_is_damaged_mlflow_makes_the_database(
+    tmp_path, cache, monkeypatch
+):
+    database.prepare(url(tmp_path / "a" / "mlflow.db"), tmp_path)
+    (empty,) = (cache / "mlflow").glob("*/mlflow.db")
+    empty.write_bytes(b"SQLite format 3" + b"?" * 4000)
+    database.prepare(url(tmp_path / "b" / "mlflow.db"), tmp_path)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "file" / "below"))
+    database.prepare(url(tmp_path / "c" / "mlflow.db"), tmp_path)
+    whole = content(tmp_path / "a" / "mlflow.db")
+    assert content(tmp_path / "b" / "mlflow.db") == whole
+    assert content(tmp_path / "c" / "mlflow.db") == whole
 
 
 def test_a_half_made_database_that_an_earlier_version_left_is_put_aside_and_made_again(tmp_path):

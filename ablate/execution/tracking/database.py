@@ -1,25 +1,32 @@
 """MLflow's own SQLite database: made beside its place and renamed in, so that a process killed meanwhile
 leaves nothing half-made there.
 
-MLflow migrates a fresh database through some hundred revisions, which takes seconds. Killed within them, it
-leaves a file that no MLflow opens again. A database that such a kill left (by an earlier version, or by a
-server of the user's) holds no experiment, not even the one that every complete database begins with: it is
-put aside. Whatever holds an experiment is never touched here.
+MLflow migrates a fresh database through some hundred revisions, which takes seconds; so an empty one of each
+version of MLflow is cached and copied. Killed while it migrates, it leaves a file that no MLflow opens again.
+A database that such a kill left (by an earlier version, or by a server of the user's) holds no experiment,
+not even the one that every complete database begins with: it is put aside. Whatever holds an experiment is
+never touched here.
 
 Call `prepare` with `lock_path` locked, and before a client is made: two processes that open a fresh database
 crash each other.
 """
 
 import os
+import shutil
 import sqlite3
+import time
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 
+from ablate.cache import kept, key_of
 from ablate.errors import InputError
 from ablate.execution.sweep_control import damage, put_aside
 from ablate.execution.tracking.mlflow_private import close_database
 from ablate.results.databases import open_readonly, path_of, tables, url
 
+_EMPTY = "mlflow.db"
+"""Name of the empty database in the cache."""
 _TABLES = {"alembic_version", "experiments", "runs", "metrics", "params", "tags"}
 """Tables by which a database is known as MLflow's; which of them are there depends on how far a migration
 came.
@@ -87,10 +94,10 @@ def prepare(uri: str, artifacts: Path) -> Path | None:
     if path is None:
         return None
     _check_address(uri, path)
-    kept = put_aside(path) if half_made(path) else None
+    aside = put_aside(path) if half_made(path) else None
     if not path.exists() or not path.stat().st_size:
         _make(path, artifacts)
-    return kept
+    return aside
 
 
 def _check_address(uri: str, path: Path) -> None:
@@ -109,14 +116,25 @@ def _check_address(uri: str, path: Path) -> None:
 
 
 def _make(path: Path, artifacts: Path) -> None:
-    """Migrate a database under another name, and rename it in. What an earlier process left under such names
-    goes: the lock is held.
+    """Copy an empty database under another name, and rename it in. What an earlier process left under such
+    names goes: the lock is held.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     for old in path.parent.glob(f".{path.stem}-*.new*"):
         old.unlink()
     fresh = path.with_name(f".{path.stem}-{os.getpid()}.new")
-    migrate(fresh, artifacts)
+    try:
+        made = kept("mlflow", key_of(version("mlflow")), lambda folder: migrate(folder / _EMPTY, artifacts))
+        shutil.copyfile(made / _EMPTY, fresh)
+        with closing(sqlite3.connect(fresh)) as db, db:
+            place, now = artifacts.resolve().as_uri() + "/0", int(time.time() * 1000)
+            db.execute(
+                "UPDATE experiments SET artifact_location = ?, creation_time = ?, last_update_time = ?",
+                (place, now, now),
+            )
+    except (OSError, sqlite3.DatabaseError):  # a cache that cannot be written, or is damaged
+        fresh.unlink(missing_ok=True)
+        migrate(fresh, artifacts)
     fresh.replace(path)
 
 
