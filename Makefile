@@ -4,6 +4,8 @@ VENV ?= .venv
 PEERS ?= .venv-peers
 PLATFORM ?= .venv-platform
 BIN := $(VENV)/bin
+# uv, if it is installed, takes a fraction of pip's time; its indices are its own settings, not pip's.
+INSTALL = $(if $(shell command -v uv),uv pip install --quiet --python $(1)/bin/python,$(1)/bin/python -m pip install --quiet)
 JOBS ?= 2
 SOURCES := hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
 
@@ -49,22 +51,22 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt $(SOURCES)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(call INSTALL,$(VENV)) --constraint constraints.txt --editable .
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(call INSTALL,$(VENV)) --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 $(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/requirements.txt $(SOURCES)
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --editable .
-	SKIP_CUDA_BUILD=1 $(PEERS)/bin/python -m pip install --quiet --constraint constraints.txt --no-build-isolation --requirement benchmarks/requirements.txt
+	$(call INSTALL,$(PEERS)) --constraint constraints.txt --editable .
+	SKIP_CUDA_BUILD=1 $(call INSTALL,$(PEERS)) --constraint constraints.txt --no-build-isolation --requirement benchmarks/requirements.txt
 	@touch $@
 
 $(PLATFORM)/.installed: pyproject.toml constraints.txt benchmarks/platform-requirements.txt $(SOURCES)
 	$(PYTHON) -m venv $(PLATFORM)
-	$(PLATFORM)/bin/python -m pip install --quiet --constraint constraints.txt --editable . --requirement benchmarks/platform-requirements.txt
+	$(call INSTALL,$(PLATFORM)) --constraint constraints.txt --editable . --requirement benchmarks/platform-requirements.txt
 	@touch $@
 
 clean:
