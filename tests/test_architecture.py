@@ -396,6 +396,10 @@ PATTERNS = {
         "paths of that dashboard's requests",
     ],
     "experiment.schema": ["a share or a number, as a user writes it"],
+    "execution.job_array": [
+        "options of sbatch, as a user writes them",
+        "characters that the name of a job does not keep",
+    ],
     "execution.tracking.login": ["why a connection failed, in urllib3's message"],
     "cli.report_server": ["the Host header of a request"],
     "training.workloads.command": ["absolute paths in a command line, as a user writes it"],

@@ -14,6 +14,7 @@ from ablate.cli.compare import compare
 from ablate.cli.doctor import doctor
 from ablate.cli.export import evidence, export_tables
 from ablate.cli.init import init
+from ablate.cli.jobs import collect, run_task
 from ablate.cli.leaderboard import leaderboard
 from ablate.cli.plan import plan
 from ablate.cli.rebuild import rebuild
@@ -32,8 +33,9 @@ from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 app = new_app()
 _SWEEPS, _FILES, _MACHINE = "Sweeps", "Recipes and files", "This machine"
 _VERBS = (sweep, plan, calibrate, report, status, ui, compare, evidence, export_tables, leaderboard)
-for command in (*_VERBS, stop, workers, sync, rebuild):
+for command in (*_VERBS, collect, stop, workers, sync, rebuild):
     app.command(rich_help_panel=_SWEEPS)(command)
+app.command(hidden=True)(run_task)
 app.command(rich_help_panel=_FILES)(init)
 app.command(rich_help_panel=_FILES)(check)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=_FILES)

@@ -15,7 +15,13 @@ from ablate.cli.common import run
 FILES = {
     **{verb: verb for verb in ("sweep", "plan", "calibrate", "report", "status", "ui", "compare")},
     **{verb: verb for verb in ("leaderboard", "sync", "rebuild", "init", "check", "doctor", "stop")},
-    **{"evidence": "export", "export-tables": "export", "workers": "stop"},
+    **{
+        "evidence": "export",
+        "export-tables": "export",
+        "workers": "stop",
+        "collect": "jobs",
+        "run-task": "jobs",
+    },
 }
 """Files of the verbs that are one function, in `ablate.cli`."""
 

@@ -146,6 +146,21 @@ def sweep(
             envvar="ABLATE_REPORT", show_envvar=False, help="Write the report at the end. (ABLATE_REPORT)"
         ),
     ] = True,
+    export_jobs: Annotated[
+        Path | None,
+        typer.Option(
+            "--export-jobs",
+            help="Run nothing: write the missing trials into this folder as job arrays of SLURM.",
+            rich_help_panel=WHERE,
+        ),
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Option of sbatch for these jobs, such as --partition=gpu; repeatable.",
+            rich_help_panel=WHERE,
+        ),
+    ] = None,
     check_command: Annotated[
         str | None,
         typer.Option(
@@ -183,11 +198,18 @@ def sweep(
     folder = settings.state / "sweeps" / experiment.name
     hook = Hook(settings.notify) if settings.notify else None
     options = RunOptions(fork, fresh, accept_version, settings.price)
+    if sbatch and export_jobs is None:
+        raise InputError(["--sbatch: its options are those of job arrays; add --export-jobs FOLDER"])
     if detach:
         raise typer.Exit(_detach(file, folder, settings, options, report, seeds))
     try:
         with lock(folder / "lock", wait=False), raise_on_sigterm():
             check(folder, str(file))
+            if export_jobs is not None:
+                from ablate.cli import jobs
+
+                jobs.export_jobs(file, experiment, settings, options, seeds, export_jobs, sbatch or [])
+                raise typer.Exit(DONE)
             ray = "" if settings.executor == "inline" else ", Ray and its workers"
             print_starting(
                 f"reading finished trials; if some are missing, torch, a check of the numerics{ray}",

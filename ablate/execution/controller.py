@@ -161,6 +161,27 @@ class Controller:
         self.ledger.close()
         return self.news + self.scheduler.news
 
+    def stages(self) -> list[list[TrialRequest]]:
+        """Return requests for the missing trials without running any, and close the ledger.
+
+        The trials of a stage may run at the same time; those of the next one start from states that they
+        leave. The number of the attempt is 0: a task takes the next one when it begins.
+
+        Raises:
+            InputError: as `run`.
+        """
+        self._want()
+        stages: list[list[TrialRequest]] = []
+        while self.scheduler.queue:
+            coming: set[str] = set()
+            stage = []
+            while work := self.scheduler.queue.next(coming):
+                stage.append(self._request(work, 0))
+                coming |= {name for _, name in stage[-1].fork}
+            stages.append(stage)
+        self.ledger.close()
+        return stages
+
     @property
     def projections(self) -> "Projections":
         """Projections of this run's ledger. RuntimeError before `run` has made them."""
@@ -315,18 +336,7 @@ class Controller:
             self.projections.settled(work.trial)
             return
         attempt = self.scheduler.start(work.trial, work.spec.id, time.time())
-        request = TrialRequest(
-            id=work.spec.id,
-            spec=work.spec.wire,
-            root=str(self.state.resolve()),
-            attempt=attempt,
-            telemetry=self.experiment.telemetry.model_dump(),
-            fork=tuple(self.scheduler.queue.fork_points(work.spec)),
-            patience=self.experiment.patience,
-            ranks=self._layout.ranks,
-            sharded=self._layout.sharded,
-            imports=work.spec.config.imports,
-        )
+        request = self._request(work, attempt)
         estimate = work.part * self.scheduler.queue.countdown.pace.seconds(work.load)
         self._running[work.spec.id] = Running(
             one_line(work.arm.name),
@@ -340,6 +350,20 @@ class Controller:
             work,
         )
         executor.submit(request)
+
+    def _request(self, work: Work, attempt: int) -> TrialRequest:
+        return TrialRequest(
+            id=work.spec.id,
+            spec=work.spec.wire,
+            root=str(self.state.resolve()),
+            attempt=attempt,
+            telemetry=self.experiment.telemetry.model_dump(),
+            fork=tuple(self.scheduler.queue.fork_points(work.spec)),
+            patience=self.experiment.patience,
+            ranks=self._layout.ranks,
+            sharded=self._layout.sharded,
+            imports=work.spec.config.imports,
+        )
 
     # Orders
 

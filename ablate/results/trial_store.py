@@ -227,13 +227,17 @@ class Store:
         """
         folder = self.folder(trial)
         folder.mkdir(parents=True, exist_ok=True)
-        attempt = max(map(_number, folder.glob("log-*.txt")), default=0) + 1
+        attempt = self.last_attempt(trial) + 1
         while True:
             try:
                 (folder / f"log-{attempt}.txt").touch(exist_ok=False)
                 return attempt
             except FileExistsError:  # two controllers ask at the same moment
                 attempt += 1
+
+    def last_attempt(self, trial: str) -> int:
+        """Return the number of the latest attempt that has begun; 0 if none has."""
+        return max(map(_number, self.folder(trial).glob("log-*.txt")), default=0)
 
     def retire(self, trial: str) -> Path | None:
         """Move the trial's folder to `retired/`, so that the trial is run again from the start.

@@ -1,0 +1,155 @@
+"""Sweeps as job arrays of SLURM: `ablate sweep X.yaml --export-jobs FOLDER`, `run-task` and `collect`."""
+
+import math
+import shlex
+import signal
+import sys
+import time
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from ablate.cli.common import DONE, FAILED, Profile, State, console
+from ablate.cli.settings import Settings, find_settings, writable
+from ablate.errors import InputError
+from ablate.execution.controller import Controller
+from ablate.execution.job_array import REQUEUE, Jobs, Need, Task, export, request_of
+from ablate.execution.job_array import collect as copy_trials
+from ablate.execution.messages import Ended, Events, Waiting
+from ablate.execution.progress import RunOptions
+from ablate.experiment.load import Experiment, load
+from ablate.files import Busy, lock
+from ablate.results.number_text import counted
+from ablate.results.trial_store import Store
+
+_REPORT_SECONDS = 30.0
+
+
+def export_jobs(
+    file: Path,
+    experiment: Experiment,
+    settings: Settings,
+    options: RunOptions,
+    seeds: int | None,
+    folder: Path,
+    sbatch: list[str],
+) -> None:
+    """Write the missing trials of a sweep as job arrays, and print what to type next.
+
+    Raises:
+        InputError: the sweep is a search, nothing is missing, or the folder cannot be written.
+    """
+    if experiment.search:
+        raise InputError(
+            [
+                f"{file}: search: a search chooses trials by the results of earlier ones, which a job array"
+                " cannot; run it with --address, or name its arms"
+            ]
+        )
+    controller = Controller(experiment, settings.state, settings.device, _nothing_runs, None, options)
+    stages = controller.stages()
+    if not stages:
+        raise InputError([f"{file}: all trials are finished; `ablate sweep {file}` shows the answer"])
+    resources = experiment.resources
+    layout, gpus = resources.layout(settings.device), math.ceil(resources.gpus_of(settings.device))
+    jobs = Jobs(
+        experiment.name,
+        str(file.resolve()),
+        seeds,
+        settings.device,
+        tuple(tuple(request.id for request in stage) for stage in stages),
+    )
+    export(folder, jobs, stages, Need(1 if gpus else layout.ranks, gpus), sbatch)
+    screen = console()
+    for number, stage in enumerate(stages, 1):
+        after = f", after stage {number - 1}: they start from its states" if number > 1 else ""
+        screen.print(f"stage {number}: {counted(len(stage), 'trial')}{after}", soft_wrap=True, markup=False)
+    if experiment.growth:
+        screen.print(
+            "Seeds are added by results: after `ablate collect`, export the next ones.", markup=False
+        )
+    screen.print(f"{folder}/submit.sh --time=4:00:00   submits them, with options of sbatch", markup=False)
+    screen.print(f"ablate collect {folder}   adopts what is finished, at any time", markup=False)
+
+
+def collect(
+    folder: Annotated[Path, typer.Argument(help="Folder that `ablate sweep X.yaml --export-jobs` wrote.")],
+    state: State = None,
+    profile: Profile = None,
+) -> None:
+    """Adopt the finished trials of a job array, and say what is missing.
+
+    The results are the same files as those of any sweep; `ablate sweep X.yaml` then prints the answer. Exit
+    status: 0 all trials are there, 1 some are not.
+    """
+    jobs = Jobs.read(folder)
+    settings = find_settings(profile, state=state, device=jobs.device)
+    writable(settings.state, settings.shared_state)
+    experiment = load(Path(jobs.file), jobs.device, jobs.seeds)
+    place = settings.state / "sweeps" / experiment.name
+    try:
+        with lock(place / "lock", wait=False):
+            found = list(copy_trials(folder, jobs, Store(settings.state)))
+            controller = Controller(experiment, settings.state, jobs.device, _nothing_runs, None)
+            with closing(controller.ledger):
+                news = controller.adopt()
+    except Busy as busy:
+        raise InputError([f"{jobs.file}: another process ({busy}) runs this sweep"]) from None
+    screen, counts = console(), Counter(each.status for each in found)
+    screen.print(", ".join(f"{number} {status}" for status, number in counts.items()), markup=False)
+    for each in found:
+        if each.status in ("not finished", "damaged"):
+            screen.print(f"  {each.trial} {each.status}: {each.detail}", soft_wrap=True, markup=False)
+    for line in news:
+        screen.print(line, soft_wrap=True, markup=False)
+    screen.print(
+        f"`ablate sweep {jobs.file}` prints the answer, and runs here what is missing.", markup=False
+    )
+    missing = counts.keys() - {"copied", "there already"}
+    raise typer.Exit(FAILED if missing else DONE)
+
+
+def run_task(
+    folder: Annotated[Path, typer.Argument(help="Folder that `ablate sweep X.yaml --export-jobs` wrote.")],
+    stage: Annotated[int, typer.Argument(help="Number of the stage, from 1 on.")],
+    task: Annotated[int, typer.Argument(help="Index of the task in the stage's array, from 0 on.")],
+    check_command: Annotated[str | None, typer.Option("--check-command", hidden=True)] = None,
+) -> None:
+    """Run one task of an exported sweep; the scripts in the folder call this.
+
+    Exit status: 0 the trial is over, 1 it failed, 2 there is no such task, 75 the task was told to end
+    (SIGTERM) and is to be queued again; its trial then goes on from its last checkpoint.
+    """
+    from ablate.cli.doctor import Checkup, Unfit
+
+    with closing(Checkup(shlex.split(check_command)) if check_command else Checkup()) as checkup:
+        checkup.start()
+        job = Task(request_of(folder, stage, task))
+        signal.signal(signal.SIGTERM, lambda number, frame: job.end())
+        try:
+            checkup.passed()
+        except Unfit as error:
+            print(error, file=sys.stderr)
+            raise typer.Exit(FAILED) from None
+    print(f"trial {job.request.id}, attempt {job.request.attempt}", flush=True)
+    reported = 0.0
+    with closing(job.run()) as messages:
+        for message in messages:
+            if isinstance(message, Events) and time.monotonic() - reported >= _REPORT_SECONDS:
+                reported, last = time.monotonic(), message.events[-1]
+                loss = last["metrics"].get("train/loss")
+                print(f"step {last['step']}" + ("" if loss is None else f", loss {loss:.4f}"), flush=True)
+            elif isinstance(message, Waiting):
+                print(f"waits for {message.holder}, which runs the same trial", flush=True)
+            elif isinstance(message, Ended) and (message.result or not job.told):
+                print(message.reason or message.status, *filter(None, [message.log]), sep="\n", flush=True)
+                raise typer.Exit(DONE if message.result else FAILED)
+    print("told to end; the trial goes on when the task is queued again", flush=True)
+    raise typer.Exit(REQUEUE)
+
+
+def _nothing_runs() -> NoReturn:
+    raise AssertionError("a job array is run by its batch system")
