@@ -3,7 +3,8 @@
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -95,65 +96,66 @@ def test_a_cluster_that_cannot_be_reached_is_told_to_who_asks_and_only_then(star
 # Checks that passed
 
 
-def runs_of(monkeypatch, command) -> int:
-    """The number of processes that a sweep's checks start, if `command` is what they are."""
-    monkeypatch.setattr(doctor, "COMMAND", command)
-    checkup = Checkup(command)
-    checkup.start()
-    started = checkup._process is not None
-    try:
-        checkup.passed()
-    except Unfit:
-        pass
-    finally:
-        checkup.close()
-    return int(started)
+@pytest.fixture
+def ran(tmp_path, monkeypatch) -> Callable[..., int]:
+    """A call that starts the checks of a sweep, and returns how often they have run by now."""
+    count = tmp_path / "count"
+    count.touch()
+    code = f"open({str(count)!r}, 'a').write('x'); raise SystemExit({{status}})"
+
+    def checked(status: int = 0, as_sweeps_do: bool = True) -> int:
+        command = (sys.executable, "-c", code.format(status=status))
+        if as_sweeps_do:
+            monkeypatch.setattr(doctor, "COMMAND", command)
+        with closing(Checkup(command)) as checkup:
+            checkup.start()
+            with suppress(Unfit):
+                checkup.passed()
+        return count.stat().st_size
+
+    return checked
 
 
-def test_checks_run_once_until_something_changes_that_they_depend_on(cache, monkeypatch):
+def test_checks_run_once_until_something_changes_that_they_depend_on(ran, cache, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert [runs_of(monkeypatch, PASSING) for _ in range(3)] == [1, 0, 0]
+    assert [ran() for _ in range(3)] == [1, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert [runs_of(monkeypatch, PASSING) for _ in range(2)] == [1, 0]
-    monkeypatch.setattr(passed_checks, "_processor", lambda: ["another"])
-    assert [runs_of(monkeypatch, PASSING) for _ in range(2)] == [1, 0]
-    monkeypatch.setattr(passed_checks, "_digest", lambda: "other code")
-    assert [runs_of(monkeypatch, PASSING) for _ in range(2)] == [1, 0]
+    assert [ran() for _ in range(2)] == [2, 2]
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert ran() == 2
 
 
-def test_checks_that_are_off_run_again(cache, monkeypatch):
-    assert [runs_of(monkeypatch, FAILING) for _ in range(3)] == [1, 1, 1]
+def test_checks_that_are_off_run_again(ran, cache):
+    assert [ran(1) for _ in range(3)] == [1, 2, 3]
 
 
-def test_other_commands_than_the_checks_own_are_never_taken_for_them(cache):
-    for _ in range(2):
-        checkup = Checkup(PASSING)
-        checkup.start()
-        assert checkup._process is not None
-        checkup.passed()
-        checkup.close()
+def test_other_commands_than_the_checks_own_are_never_taken_for_them(ran, cache):
+    assert [ran(as_sweeps_do=False) for _ in range(2)] == [1, 2]
 
 
-def test_a_record_counts_for_a_day(cache, monkeypatch):
-    assert runs_of(monkeypatch, PASSING) == 1
+def test_a_record_counts_for_a_day(ran, cache):
+    assert ran() == 1
     (record,) = (cache / "checks").iterdir()
     later = record.stat().st_mtime - 86_401
     os.utime(record, (later, later))
-    assert [runs_of(monkeypatch, PASSING) for _ in range(2)] == [1, 0]
+    assert [ran() for _ in range(2)] == [2, 2]
 
 
-def test_a_cache_that_cannot_be_written_costs_a_check_a_sweep_and_nothing_else(tmp_path, monkeypatch):
+def test_a_cache_that_cannot_be_written_costs_a_check_a_sweep_and_nothing_else(ran, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "file" / "below"))
-    assert [runs_of(monkeypatch, PASSING) for _ in range(2)] == [1, 1]
+    assert [ran() for _ in range(2)] == [1, 2]
 
 
-def test_the_record_follows_every_file_of_code_and_every_kernel(tmp_path, monkeypatch):
+def test_the_subject_of_the_checks_has_this_processor_torch_and_every_file(tmp_path, monkeypatch):
+    subject = passed_checks.subject()
+    assert subject["libraries"]["torch"][0] == version("torch")
+    assert any(line.startswith(("flags", "Features")) for line in subject["processor"])
     (tmp_path / "numerics").mkdir()
     (tmp_path / "__init__.py").write_text("")
     monkeypatch.setattr(passed_checks.ablate, "__file__", str(tmp_path / "__init__.py"))
-    seen = {passed_checks._digest()}
+    seen = {passed_checks.subject()["files"]}
     for name, text in (("numerics/a.py", "1"), ("numerics/a.py", "2"), ("numerics/b.so", "1"), ("b.py", "")):
         (tmp_path / name).write_text(text)
-        seen.add(passed_checks._digest())
+        seen.add(passed_checks.subject()["files"])
     assert len(seen) == 5
