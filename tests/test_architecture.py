@@ -387,6 +387,12 @@ PATTERNS = {
     ],
     "verification.gpu_peaks": ["GPU names, as the driver spells them"],
     "cli.settings": ["$NAME in a user's profile"],
+    "cli.recipe_targets": [
+        "`export NAME=value` in a user's script",
+        "`unset NAME` in it",
+        "comments of a shell",
+        "its quotes and brackets",
+    ],
     "results.plain_text": ["spreadsheet formulas in a user's text", "tags in a user's text"],
     "cli.rebuild": ["identities in the bytes of a damaged database"],
     "recipes.recipe": ["a phase's start, as a user writes it"],

@@ -16,8 +16,8 @@ from support.experiments import ablate
 from ablate import provenance
 from ablate.engines import hardware
 from ablate.engines.hardware import Machine
-from ablate.engines.te_mapping import recipe_refusals
 from ablate.recipes import PRESETS
+from ablate.recipes.te_mapping import recipe_refusals
 from ablate.results.figures.parity import overlay
 from ablate.verification import parity, peers
 from ablate.verification.parity.bench import Bench, recipes, to_nearest

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ablate import __version__
-from ablate.cli import bench, data, recipe
+from ablate.cli import bench, data, recipe, recipe_targets
 from ablate.cli.calibrate import calibrate
 from ablate.cli.check import check
 from ablate.cli.common import Device, Mlflow, Profile, State, console
@@ -38,6 +38,9 @@ for command in (*_VERBS, collect, stop, workers, sync, rebuild):
 app.command(hidden=True)(run_task)
 app.command(rich_help_panel=_FILES)(init)
 app.command(rich_help_panel=_FILES)(check)
+recipe.app.command()(recipe_targets.export)
+recipe.app.command("import")(recipe_targets.import_recipe)
+recipe.app.command()(recipe_targets.audit)
 app.add_typer(recipe.app, name="recipe", rich_help_panel=_FILES)
 app.add_typer(data.app, name="data", rich_help_panel=_FILES)
 app.command(rich_help_panel=_MACHINE)(doctor)

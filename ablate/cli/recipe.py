@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -103,6 +104,13 @@ def diff(
     if not changes:
         screen.print(f"{first} and {second} are the same recipe.")
         return
+    print_differences(screen, changes, first, second)
+
+
+def print_differences(
+    screen: Console, changes: Sequence[tuple[str, str, str]], first: str, second: str
+) -> None:
+    """Print what `differences` found, under the names of the two recipes."""
     table = _table("recipe.", first, second)
     for path, *values in changes:
         table.add_row(path, *map(Text, values))

@@ -3,7 +3,7 @@
 import ctypes
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -121,9 +121,9 @@ _STRAYS = (
 approximate reciprocals in casts, errors of Four Over Six computed in fp16."""
 
 
-def stray_switch() -> str | None:
-    """Return an environment variable that is set and changes TE's numbers whatever the recipe is, or None."""
-    return next((name for name in _STRAYS if os.environ.get(name, "0") != "0"), None)
+def stray_switch(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Return a variable of an environment that changes TE's numbers whatever the recipe is, or None."""
+    return next((name for name in _STRAYS if environment.get(name, "0") != "0"), None)
 
 
 def driver() -> str | None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ablate.engines.te_mapping import CopyFormat
 from ablate.engines.transformer_engine import TeObject, quantiser
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.stored import unpack
+from ablate.recipes.te_mapping import CopyFormat
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from ablate.engines.emulated import Engine, quantisable, replaced
 from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
 from ablate.engines.hardware import refusal, stray_switch, this_machine
-from ablate.engines.te_mapping import (
+from ablate.numerics.history import History
+from ablate.numerics.philox import Clock
+from ablate.numerics.product import first_order
+from ablate.numerics.quantize import Operand
+from ablate.numerics.scaling import encode_scale
+from ablate.numerics.spec import Outer, Quant
+from ablate.recipes.recipe import Products, Recipe, Run
+from ablate.recipes.te_mapping import (
     MULTIPLE,
     TE_ELEMENTS,
     TENSORS,
@@ -32,13 +39,6 @@ from ablate.engines.te_mapping import (
     te_recipe,
     variants,
 )
-from ablate.numerics.history import History
-from ablate.numerics.philox import Clock
-from ablate.numerics.product import first_order
-from ablate.numerics.quantize import Operand
-from ablate.numerics.scaling import encode_scale
-from ablate.numerics.spec import Outer, Quant
-from ablate.recipes.recipe import Products, Recipe, Run
 
 TeObject: TypeAlias = Any
 """Object of Transformer Engine, which has no type annotations: a recipe, a quantiser, a quantised tensor."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from ablate.engines import AUTO, ENGINES, parity_record
 from ablate.engines.hardware import EMULATE, NAMES, Machine, Refusal, refusal, stray_switch, this_machine
-from ablate.engines.te_mapping import MULTIPLE, Family, families, recipe_refusals, refusals, variants
 from ablate.errors import nearest
 from ablate.experiment.arms import Arm
 from ablate.recipes.recipe import Products
+from ablate.recipes.te_mapping import MULTIPLE, Family, families, recipe_refusals, refusals, variants
 from ablate.training.hyperparameters import Training
 from ablate.training.rank_layout import Layout
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from ablate.engines.te_import import TERecipe, is_te_recipe, recipe_of
 from ablate.errors import nearest
 from ablate.experiment.arms import KnobError, StartingPoint, reason
 from ablate.experiment.yaml_document import read
 from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.te_import import TERecipe, is_te_recipe, recipe_of
 
 RecipeSource = str | Path | Mapping[str, Json] | Recipe | TERecipe
 SUFFIXES = (".yaml", ".yml", ".json")

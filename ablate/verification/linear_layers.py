@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ablate import provenance
 from ablate.engines.hardware import Machine, Refusal, refusal
-from ablate.engines.te_mapping import MULTIPLE, families, recipe_refusals, variants
 from ablate.numerics.choices import DTYPES
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import DIRECTIONS, Product, Products
+from ablate.recipes.te_mapping import MULTIPLE, families, recipe_refusals, variants
 from ablate.verification.gpu_peaks import Peaks, known, share
 
 if TYPE_CHECKING:

@@ -19,7 +19,6 @@ TE = te_double.install()
 from ablate.engines import transformer_engine as native  # noqa: E402
 from ablate.engines.emulated_layer import EmulatedLinear  # noqa: E402
 from ablate.engines.hardware import Machine  # noqa: E402
-from ablate.engines.te_mapping import Builtin, recipe_refusals, te_recipe  # noqa: E402
 from ablate.experiment import engine_selection  # noqa: E402
 from ablate.experiment.arms import Arm, StartingPoint  # noqa: E402
 from ablate.numerics.philox import Clock  # noqa: E402
@@ -27,6 +26,7 @@ from ablate.numerics.scaling import encode_scale  # noqa: E402
 from ablate.numerics.spec import Hadamard, Outer, Quant, Select  # noqa: E402
 from ablate.recipes import PRESETS  # noqa: E402
 from ablate.recipes.recipe import Dgrad, Fprop, Layers, Phase, Products, Recipe, Wgrad  # noqa: E402
+from ablate.recipes.te_mapping import Builtin, recipe_refusals, te_recipe  # noqa: E402
 from ablate.training.checkpoints import Checkpoints  # noqa: E402
 from ablate.training.loop import Telemetry  # noqa: E402
 from ablate.training.workloads import WORKLOADS  # noqa: E402

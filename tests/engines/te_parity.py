@@ -24,11 +24,11 @@ from ablate.cli import doctor  # noqa: E402
 from ablate.engines import parity_record, te_casts  # noqa: E402
 from ablate.engines import transformer_engine as native  # noqa: E402
 from ablate.engines.hardware import Machine  # noqa: E402
-from ablate.engines.te_mapping import CopyFormat  # noqa: E402
 from ablate.execution.trial_runner import run  # noqa: E402
 from ablate.experiment import engine_selection  # noqa: E402
 from ablate.experiment.arms import StartingPoint  # noqa: E402
 from ablate.experiment.trial_spec import TrialSpec  # noqa: E402
+from ablate.recipes.te_mapping import CopyFormat  # noqa: E402
 from ablate.results.trial_store import Store  # noqa: E402
 from ablate.training.workloads import WORKLOADS  # noqa: E402
 from ablate.verification import parity  # noqa: E402

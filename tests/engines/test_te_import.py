@@ -7,9 +7,9 @@ import itertools
 import pytest
 
 import ablate
-from ablate.engines.te_import import recipe_of
-from ablate.engines.te_mapping import te_recipe
 from ablate.recipes import PRESETS
+from ablate.recipes.te_import import recipe_of
+from ablate.recipes.te_mapping import te_recipe
 from ablate.verification.peer_comparison import shells
 
 

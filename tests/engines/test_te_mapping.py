@@ -2,7 +2,10 @@
 
 import pytest
 
-from ablate.engines.te_mapping import (
+from ablate.numerics.spec import Hadamard, Outer, Quant, Select
+from ablate.recipes import KNOBS, PRESETS
+from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Phase, Products, Wgrad
+from ablate.recipes.te_mapping import (
     TENSORS,
     Builtin,
     Copies,
@@ -14,9 +17,6 @@ from ablate.engines.te_mapping import (
     te_recipe,
     variants,
 )
-from ablate.numerics.spec import Hadamard, Outer, Quant, Select
-from ablate.recipes import KNOBS, PRESETS
-from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Phase, Products, Wgrad
 
 NVFP4 = {
     "disable_rht": False,

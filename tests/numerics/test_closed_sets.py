@@ -165,11 +165,11 @@ REGISTRIES = ("numerics/formats.py", "numerics/choices.py", "numerics/spec.py")
 OTHERS_FACTS = "what another implementation can compute"
 PASSES = "the passes of a training step"
 EXCEPTIONS = {
-    ("engines/te_mapping.py", "element"): OTHERS_FACTS,
-    ("engines/te_mapping.py", "block"): OTHERS_FACTS,
-    ("engines/te_mapping.py", "rounding"): OTHERS_FACTS,
-    ("engines/te_mapping.py", "statistic"): OTHERS_FACTS,
-    ("engines/te_mapping.py", "signs"): OTHERS_FACTS,
+    ("recipes/te_mapping.py", "element"): OTHERS_FACTS,
+    ("recipes/te_mapping.py", "block"): OTHERS_FACTS,
+    ("recipes/te_mapping.py", "rounding"): OTHERS_FACTS,
+    ("recipes/te_mapping.py", "statistic"): OTHERS_FACTS,
+    ("recipes/te_mapping.py", "signs"): OTHERS_FACTS,
     ("verification/parity/bench.py", "criterion"): OTHERS_FACTS,
     ("verification/peers.py", "element"): OTHERS_FACTS,
     ("verification/peers.py", "format"): OTHERS_FACTS,

@@ -19,8 +19,8 @@ import torch
 from ablate import provenance
 from ablate.engines import parity_record
 from ablate.engines.hardware import Machine, driver, refusal, stray_switch, this_machine
-from ablate.engines.te_mapping import Family
 from ablate.engines.transformer_engine import library
+from ablate.recipes.te_mapping import Family
 from ablate.results.figures.parity import overlay
 from ablate.verification.check_result import Check, Row
 from ablate.verification.parity.bench import NAMES, Bench

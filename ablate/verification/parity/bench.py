@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ablate.engines.te_mapping import Family, recipe_refusals, variants
-from ablate.engines.te_mapping import families as families_of
 from ablate.numerics.spec import Outer, Quant, Select
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Fprop, Products
+from ablate.recipes.te_mapping import Family, recipe_refusals, variants
+from ablate.recipes.te_mapping import families as families_of
 
 NAMES: dict[Family, str] = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "fp8": "FP8"}
 """The families of formats that are compared, in this order."""

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ablate.engines.te_casts import Cast, casts
-from ablate.engines.te_mapping import CopyFormat, Family
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Select
+from ablate.recipes.te_mapping import CopyFormat, Family
 from ablate.verification.check_result import Check, Row, present
 from ablate.verification.parity.bench import Bench, data
 

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from ablate.engines import transformer_engine as native
 from ablate.engines.te_casts import casts
-from ablate.engines.te_mapping import CopyFormat, Family
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Hadamard, Quant
+from ablate.recipes.te_mapping import CopyFormat, Family
 from ablate.verification.check_result import Check, Row, present
 from ablate.verification.parity.bench import Bench
 from ablate.verification.parity.casts import grid

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.engines.te_mapping import Family, families
 from ablate.engines.transformer_engine import Draws, NativeLinear
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes.recipe import Products
+from ablate.recipes.te_mapping import Family, families
 from ablate.verification.check_result import Check, Row
 from ablate.verification.parity.bench import Bench, recipes
 

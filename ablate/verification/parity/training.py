@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
-from ablate.engines.te_mapping import Family
 from ablate.numerics.product import split_product
 from ablate.numerics.quantize import Operand
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Products, Recipe, Run
+from ablate.recipes.te_mapping import Family
 from ablate.training.loop import PreparedRun, Record, Telemetry
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.trained import Trained

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
-from ablate.engines.te_mapping import Builtin, te_recipe
 from ablate.numerics.spec import Outer, Quant, Select
 from ablate.recipes.presets import fp8_current, fp8_delayed, mxfp8, nvfp4
 from ablate.recipes.recipe import Dgrad, Recipe, Wgrad
+from ablate.recipes.te_mapping import Builtin, te_recipe
 
 PACKAGE = "transformer_engine"
 _SCOPES = {"none": "", "activations": "x", "weights": "w", "all": "xw"}

@@ -1,0 +1,276 @@
+"""Python for Transformer Engine: recipe objects with every argument, and functions that choose among them.
+
+TE's classes take defaults from environment variables when they are imported, and Float8CurrentScaling takes
+its quantisers' parameters from them whatever its arguments say. So every argument is written, and those
+parameters are set on the object.
+"""
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from itertools import product
+
+from ablate.numerics.spec import argument, tag
+from ablate.recipes.recipe import Phase, Products, Recipe
+from ablate.recipes.targets.model import Lost, Model, unheld
+from ablate.recipes.te_mapping import (
+    TE_ELEMENTS,
+    TENSORS,
+    Builtin,
+    Copies,
+    CopyFormat,
+    Custom,
+    recipe_refusals,
+    te_recipe,
+)
+
+_MOST_PHASES = 3
+_ATTENTION = ("fp8_dpa=False", "fp8_mha=False")
+_USUAL = {
+    "NVFP4BlockScaling": ("fp4_format=Format.E2M1", "fp8_format=Format.E4M3", *_ATTENTION),
+    "MXFP8BlockScaling": ("margin=0", *_ATTENTION),
+    "Float8CurrentScaling": (
+        "fp8_gemm_fprop=MMParams(use_split_accumulator=False)",
+        "fp8_gemm_dgrad=MMParams(use_split_accumulator=True)",
+        "fp8_gemm_wgrad=MMParams(use_split_accumulator=True)",
+        *_ATTENTION,
+    ),
+}
+"""Arguments of TE's classes that no recipe changes."""
+_QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+
+
+def write(recipe: Recipe, model: Model) -> str:
+    """Return Python code that makes the recipe of each layer and step; Lost for what TE does not compute."""
+    reasons = [*unheld(recipe, "Transformer Engine", schedule=True, rules=bool(model.layers))]
+    reasons += [
+        reason
+        for reason in recipe_refusals(recipe)
+        if not reason.startswith("weights.")  # `unheld` has them
+    ]
+    reasons += _delayed(recipe)
+    if recipe.layers.rules and not model.layers:
+        reasons.append("layers.rules: the layers that they select are not known; give --model")
+    if len(recipe.schedule) > _MOST_PHASES:
+        reasons.append(f"schedule: {len(recipe.schedule)} phases; {_MOST_PHASES} at most are written out")
+    if reasons:
+        raise Lost(list(dict.fromkeys(reasons)))
+    objects = _Objects()
+    own = _by_phase(recipe.products, recipe.schedule, objects)
+    rules = [
+        None if rule.use is None else _by_phase(rule.use, recipe.schedule, objects)
+        for rule in recipe.layers.rules
+    ]
+    return "\n".join(
+        [
+            f'"""Transformer Engine 2.20.2: recipe objects of {model.label}.',
+            "",
+            "Every argument is written: environment variables (NVTE_*) change TE's defaults.",
+            "",
+            "    with autocast(block, blocks, step, steps):",
+            "        y = layer(x)",
+            '"""',
+            "",
+            *objects.text(),
+            *_functions(recipe, model, own, rules),
+            "",
+        ]
+    )
+
+
+class _Objects:
+    """Recipe objects of a file, each made once."""
+
+    def __init__(self) -> None:
+        self._names: dict[Builtin | Custom, str] = {}
+
+    def name(self, products: Products) -> str:
+        """Return the name of the object that computes these products; `None` if nothing is quantised."""
+        description = te_recipe(products)
+        if description is None:
+            return "None"
+        if description not in self._names:
+            self._names[description] = f"RECIPE_{len(self._names) + 1}" if self._names else "RECIPE"
+        return self._names[description]
+
+    def text(self) -> Iterator[str]:
+        """Yield the lines that import TE and make the objects."""
+        classes = {each.name if isinstance(each, Builtin) else "CustomRecipe" for each in self._names}
+        names = sorted(classes | {"Format"})
+        if "Float8CurrentScaling" in classes:
+            names = sorted({*names, "MMParams", "QParams"})
+        yield "import transformer_engine.pytorch as te"
+        yield f"from transformer_engine.common.recipe import {', '.join(names)}"
+        yield ""
+        for description, name in self._names.items():
+            yield from (
+                _made(description, name) if isinstance(description, Builtin) else _custom(description, name)
+            )
+            yield ""
+
+
+def _made(description: Builtin, name: str) -> Iterator[str]:
+    options = {
+        key: f"Format.{value}" if key == "fp8_format" else repr(value) for key, value in description.options
+    }
+    yield f"{name} = {description.name}("
+    for option in (*(f"{key}={value}" for key, value in options.items()), *_USUAL[description.name]):
+        yield f"    {option},"
+    yield ")"
+    if description.name == "Float8CurrentScaling":
+        for params in _QPARAMS:
+            yield f"{name}.{params} = QParams(power_2_scale=False, amax_epsilon=0.0)"
+
+
+def _custom(description: Custom, name: str) -> Iterator[str]:
+    function = f"quantizer_of_{name.lower()}"
+    yield f"def {function}(role):"
+    yield '    """Return the quantizer of one tensor of a linear layer."""'
+    yield '    tensor = role.tensor_type if role is not None else ""'
+    for tensor in TENSORS:
+        yield f'    if tensor == "{tensor}":'
+        yield f"        return {_pair(getattr(description, tensor))}"
+    yield "    return te.IdentityQuantizer()"
+    yield ""
+    yield ""
+    yield f"{name} = CustomRecipe("
+    yield f"    qfactory={function},"
+    yield "    fp8_format=Format.HYBRID,"
+    yield "    fp8_dpa=False,"
+    yield "    fp8_mha=False,"
+    yield "    backward_override=None,"
+    yield "    quantization_alignment=128,"
+    yield ")"
+
+
+def _pair(copies: Copies) -> str:
+    source = "rowwise_dequantized" if copies.requantised else "original"
+    return (
+        f"te.HybridQuantizer(rowwise_quantizer={_quantizer(copies.row)},"
+        f' columnwise_quantizer={_quantizer(copies.column)}, columnwise_source="{source}")'
+    )
+
+
+def _quantizer(copy: CopyFormat) -> str:
+    """Return the constructor call of TE's quantizer of one format."""
+    match copy.family:
+        case "nvfp4":
+            options = {
+                "fp4_dtype": "te.DType.kFloat4E2M1",
+                "with_rht": copy.rotated,
+                "with_post_rht_amax": copy.rotated,
+                "with_2d_quantization": copy.square,
+                "stochastic_rounding": copy.stochastic,
+                "row_scaled_nvfp4": copy.rows,
+                "nvfp4_use_4over6": bool(copy.chosen),
+                "nvfp4_e4m3_max": copy.bound,
+                "nvfp4_4over6_err_mode": repr(copy.chosen or "MAE"),
+                "with_random_sign_mask": copy.signs,
+            }
+            return f"te.NVFP4Quantizer({', '.join(f'{key}={value}' for key, value in options.items())})"
+        case "mxfp8":
+            return f"te.MXFP8Quantizer({_dtype(copy)}, with_2d_quantization={copy.square})"
+        case "fp8":
+            return (
+                f'te.Float8CurrentScalingQuantizer({_dtype(copy)}, device="cuda", force_pow_2_scales=False)'
+            )
+    return "te.IdentityQuantizer()"
+
+
+def _dtype(copy: CopyFormat) -> str:
+    return f"te.DType.{TE_ELEMENTS[copy.element]}"
+
+
+def _delayed(recipe: Recipe) -> Iterator[str]:
+    for slot, quant in recipe.quantised():
+        if quant.outer and tag(quant.outer.statistic) == "delayed":
+            yield (
+                f"{slot}.outer.statistic {quant.outer.statistic}: TE's DelayedScaling advances its histories"
+                " at each autocast region, not once a step, and begins at 1; use amax"
+            )
+            return
+
+
+# --- which recipe, where and when -----------------------------------------------------------------
+
+
+def _by_phase(
+    products: Products, schedule: Sequence[Phase], objects: _Objects
+) -> dict[tuple[bool, ...], str]:
+    """Return the object's name for every combination of active phases; later ones override earlier ones."""
+    names = {}
+    for active in product((False, True), repeat=len(schedule)):
+        current = products
+        for phase, on in zip(schedule, active, strict=True):
+            if on:
+                current = current.replaced(phase.slots, phase.use or Products())
+        names[active] = objects.name(current)
+    return names
+
+
+def _condition(phase: Phase) -> str:
+    number = Fraction(argument(phase.start) or 0)
+    match tag(phase.start):
+        case "step":
+            return f"step >= {int(number)}"
+        case "tokens":
+            return f"step * tokens_per_step >= {int(number)}"
+        case "fraction":
+            return f"step * {number.denominator} >= {number.numerator} * steps"
+    return "decay is not None and step >= decay"
+
+
+def _functions(
+    recipe: Recipe,
+    model: Model,
+    own: dict[tuple[bool, ...], str],
+    rules: Sequence[dict[tuple[bool, ...], str] | None],
+) -> Iterator[str]:
+    counts = recipe.layers
+    yield ""
+    yield "def quantised(block, blocks):"
+    yield '    """Return True if a block is quantised; it is counted from 0."""'
+    share = Fraction(repr(counts.last_fraction))
+    yield f"    last = max({counts.skip_last}, -(-{share.numerator} * blocks // {share.denominator}))"
+    yield f"    return {counts.skip_first} <= block < blocks - last"
+    yield ""
+    yield ""
+    if rules:
+        deciders = counts.deciders(model.layers)
+        named = {layer.name: deciders[layer.name] for layer in model.layers}
+        yield "RULES = {  # number of the rule that decides, by layer"
+        yield from (f"    {name!r}: {rule}," for name, rule in named.items() if isinstance(rule, int))
+        yield "}"
+        yield "BY_RULE = ["
+        yield from (f"    {'None' if each is None else _mapping(each)}," for each in rules)
+        yield "]"
+    yield f"OWN = {_mapping(own)}"
+    yield '"""Recipe by the phases that are active."""'
+    yield ""
+    yield ""
+    yield 'def recipe(block, blocks, step=0, steps=1, *, name="", tokens_per_step=1, decay=None):'
+    yield '    """Return the recipe of a layer at a step, both counted from 0; None: high precision.'
+    yield ""
+    yield "    Args:"
+    yield "        block, blocks: number of the layer's block, and of all blocks."
+    yield "        step, steps: optimizer step, and length of the run."
+    yield "        name: qualified name of the layer."
+    yield "        tokens_per_step: tokens of an optimizer step."
+    yield "        decay: step at which the learning rate begins to fall."
+    yield '    """'
+    conditions = "".join(f"{_condition(phase)}, " for phase in recipe.schedule)
+    yield f"    active = ({conditions})"
+    if rules:
+        yield "    if name in RULES:"
+        yield "        chosen = BY_RULE[RULES[name]]"
+        yield "        return None if chosen is None else chosen[active]"
+    yield "    return OWN[active] if quantised(block, blocks) else None"
+    yield ""
+    yield ""
+    yield "def autocast(block, blocks, step=0, steps=1, **more):"
+    yield '    """Return TE\'s context for a layer at a step; the arguments are those of `recipe`."""'
+    yield "    chosen = recipe(block, blocks, step, steps, **more)"
+    yield "    return te.autocast(enabled=chosen is not None, recipe=chosen)"
+
+
+def _mapping(names: dict[tuple[bool, ...], str]) -> str:
+    return "{" + ", ".join(f"{active!r}: {name}" for active, name in names.items()) + "}"

@@ -1,0 +1,566 @@
+"""Recipes written for training stacks, read back, and audited: over TE's own classes, torchao itself, and bash."""
+
+import importlib
+import itertools
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from support.cases import every
+from support.commands import here
+from torch import nn
+
+from ablate.cli.recipe import resolve
+from ablate.engines import transformer_engine as engine
+from ablate.numerics.hadamard import TE_SIGNS
+from ablate.numerics.philox import Clock
+from ablate.numerics.quantize import quantize
+from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.layers import Layer
+from ablate.recipes.recipe import Run
+from ablate.recipes.targets import TARGETS, Lost, Model
+from ablate.recipes.targets.megatron import VARIABLES, from_environment, read, standing_in
+from ablate.recipes.targets.torchao import SIGNS
+from ablate.recipes.te_import import recipe_of
+from ablate.recipes.te_mapping import TENSORS, Custom, te_recipe
+from ablate.verification import peers
+from ablate.verification.peer_comparison import shells
+
+BLOCKS = 8
+HELD = {
+    "te": {
+        "bf16", "fp8_current", "mxfp8", "nvfp4", "nvfp4_paper", "healing",
+    },
+    "megatron": {"bf16", "fp8_current", "mxfp8", "nvfp4", "nvfp4_paper"},
+    "bridge": {"bf16", "fp8_current", "mxfp8", "nvfp4", "nvfp4_paper"},
+    "torchao": {"fp8_current", "mxfp8", "nvfp4", "nvfp4_paper"},
+    "torchtitan": {"nvfp4", "nvfp4_paper"},
+}  # fmt: skip
+"""Presets that each target holds; all others are refused with the fields that would be lost."""
+
+
+def quantizer(kind: str):
+    """A stand-in for a class of TE's native part: what it was made with."""
+    return lambda *args, **options: (kind, args, tuple(sorted(options.items(), key=str)))
+
+
+KINDS = (
+    "NVFP4Quantizer",
+    "MXFP8Quantizer",
+    "Float8CurrentScalingQuantizer",
+    "HybridQuantizer",
+    "IdentityQuantizer",
+)
+
+
+@pytest.fixture
+def te() -> Iterator[ModuleType]:
+    """TE's own recipe classes, beside a stand-in for what needs its native part."""
+    types = SimpleNamespace(kFloat4E2M1="e2m1", kFloat8E4M3="e4m3", kFloat8E5M2="e5m2")
+    stub = ModuleType("transformer_engine.pytorch")
+    for kind in KINDS:
+        setattr(stub, kind, quantizer(kind))
+    stub.DType, stub.autocast = types, lambda enabled, recipe: (enabled, recipe)
+    with shells("transformer_engine", "common"):
+        recipes = importlib.import_module("transformer_engine.common.recipe")
+        sys.modules["transformer_engine.pytorch"] = stub
+        sys.modules["transformer_engine"].pytorch = stub
+        yield recipes
+
+
+def run(text: str) -> dict[str, object]:
+    """The names that a Python file defines."""
+    names: dict[str, object] = {"__name__": "exported"}
+    exec(compile(text, "exported.py", "exec"), names)
+    return names
+
+
+@every(name=PRESETS, target=TARGETS)
+def test_a_preset_is_written_or_every_field_that_would_be_lost_is_named(name, target):
+    recipe, write = PRESETS[name](), TARGETS[target].write
+    if name in HELD[target]:
+        text = write(recipe, Model(name, BLOCKS))
+        assert text.endswith("\n")
+        assert max(map(len, text.splitlines())) < 400
+        return
+    with pytest.raises(Lost) as lost:
+        write(recipe, Model(name, BLOCKS))
+    fields = {"fprop", "dgrad", "wgrad", "weights", "layers", "schedule", "dtype"}
+    assert {reason.split()[0].partition(".")[0].strip(",:") for reason in lost.value.reasons} <= fields
+    assert len(set(lost.value.reasons)) == len(lost.value.reasons)
+
+
+# Transformer Engine
+
+
+def expected(recipe: Recipe, layer: Layer, step: int, run: Run, layers: tuple[Layer, ...]):
+    """The products of a layer at a step; None if none is quantised."""
+    now = recipe.at(step, run)
+    products = now.decided(now.layers.deciders(layers)[layer.name])
+    return None if products is None or products.plain else products
+
+
+TE_RECIPES = {
+    **{name: PRESETS[name]() for name in HELD["te"]},
+    "two phases": resolve(
+        "nvfp4",
+        [
+            'recipe.schedule=[{start: "step:5", slots: backward}, {start: "fraction:0.9"}]',
+            "skip_first=1",
+        ],
+    ),
+    "decay": resolve("nvfp4", ['recipe.schedule=[{start: decay, slots: forward}, {start: "tokens:120"}]']),
+    "rules": resolve(
+        "nvfp4",
+        ['recipe.layers.rules=[{match: "*.down", use: null}, {match: {blocks: "first:1"}, use: null}]'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TE_RECIPES)
+def test_every_layer_at_every_step_has_the_recipes_own_products(te, name):
+    recipe = TE_RECIPES[name]
+    layers = tuple(
+        Layer(f"blocks.{block}.{part}", block, frozenset({"Linear"}))
+        for block in range(7)
+        for part in ("up", "down")
+    )
+    made = run(TARGETS["te"].write(recipe, Model(name, layers=layers)))
+    facts, compared = Run(10, 20, 8), 0
+    for layer, step in itertools.product(layers, range(10)):
+        more = {"name": layer.name, "tokens_per_step": 20, "decay": 8}
+        found = made["recipe"](layer.block, 7, step, 10, **more)
+        wanted = expected(recipe, layer, step, facts, layers)
+        assert made["autocast"](layer.block, 7, step, 10, **more) == (found is not None, found)
+        if wanted is None or found is None:
+            assert found is wanted is None
+            continue
+        assert recipe_of(found).products == wanted
+        compared += 1
+    assert compared or recipe.plain
+
+
+HOSTILE = {
+    "NVTE_NVFP4_DISABLE_RHT": "1",
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1",
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": "1",
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": "1",
+    "NVTE_NVFP4_4OVER6": "all",
+    "NVTE_NVFP4_4OVER6_E4M3_USE_256": "none",
+    "NVTE_NVFP4_4OVER6_ERR_MODE": "MSE",
+    "NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES": "1",
+    "NVTE_BACKWARD_OVERRIDE": "dequantized",
+}
+
+
+@pytest.mark.parametrize("name", sorted(HELD["te"] - {"bf16"}))
+def test_what_is_written_for_te_holds_whatever_the_environment_says(name, monkeypatch):
+    assert HOSTILE.keys() == VARIABLES.keys()
+    for variable, value in HOSTILE.items():
+        monkeypatch.setenv(variable, value)
+    text = TARGETS["te"].write(PRESETS[name](), Model(name, BLOCKS))
+    with shells("transformer_engine", "common"):
+        recipes = importlib.import_module("transformer_engine.common.recipe")
+        assert recipes.NVFP4BlockScaling().disable_rht
+        stub = ModuleType("transformer_engine.pytorch")
+        stub.autocast = lambda enabled, recipe: (enabled, recipe)
+        sys.modules["transformer_engine.pytorch"] = stub
+        sys.modules["transformer_engine"].pytorch = stub
+        made = run(text)
+        assert recipe_of(made["RECIPE"]).products == PRESETS[name]().products
+        params = [
+            getattr(made.get("RECIPE_2", made["RECIPE"]), f"fp8_quant_{part}", None)
+            for part in ("fwd_inp", "bwd_grad")
+        ]
+        assert not any(each.power_2_scale for each in params if each)
+
+
+CUSTOM = {
+    "wgrad in bf16": ["recipe.wgrad=null"],
+    "fp8 backward": ["recipe.dgrad.g.rounding=nearest"],
+    "weights in rows forward": ["recipe.fprop.w.block=1x16"],
+    "from the forward copy": ["recipe.dgrad.w.source=forward"],
+    "signs none": ["recipe.wgrad.hadamard.signs=none"],
+}
+
+
+@pytest.mark.parametrize("name", CUSTOM)
+def test_quantizers_of_a_custom_recipe_are_those_of_the_engine(te, name, monkeypatch):
+    if name == "wgrad in bf16":
+        recipe = PRESETS["nvfp4"]().model_copy(update={"wgrad": PRESETS["bf16"]().wgrad})
+    else:
+        recipe = resolve("nvfp4", CUSTOM[name])
+    description = te_recipe(recipe.products)
+    assert isinstance(description, Custom)
+    made = run(TARGETS["te"].write(recipe, Model(name)))
+    stub = sys.modules["transformer_engine.pytorch"]
+    monkeypatch.setattr(engine, "library", lambda: SimpleNamespace(te=stub, recipes=te))
+    theirs, ours = engine.factory(description), made["RECIPE"].qfactory
+    for tensor in (*TENSORS, ""):
+        role = SimpleNamespace(tensor_type=tensor)
+        assert copies(ours(role)) == copies(theirs(role))
+    assert ours(None) == theirs(None)
+
+
+def copies(made: tuple) -> tuple:
+    """What both copies of a tensor are made by; TE rotates the columnwise copy alone, so one quantizer may make both."""
+    kind, _, options = made
+    if kind == "HybridQuantizer":
+        options = dict(options)
+        if options["columnwise_source"] == "original":
+            return without_rotation(options["rowwise_quantizer"]), options["columnwise_quantizer"]
+        return made
+    return without_rotation(made), made
+
+
+def without_rotation(made: tuple) -> tuple:
+    off = {"with_rht": False, "with_post_rht_amax": False, "with_random_sign_mask": True}
+    kind, args, options = made
+    return kind, args, tuple((key, off.get(key, value)) for key, value in options)
+
+
+@pytest.mark.slow
+def test_what_is_written_computes_in_tes_own_layer_what_the_emulator_computes():
+    """Over TE's reference quantizers, which the double of its native part calls: sums may run in another order."""
+    if peers.version("transformer_engine") != "2.20.2":
+        pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
+    program = Path(__file__).parent / "engines" / "te_exported.py"
+    paths = os.pathsep.join((str(program.parents[2]), str(program.parent)))
+    more = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(program), "6"],
+        capture_output=True,
+        text=True,
+        env=os.environ | more,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 12
+    for name, each in found.items():
+        differing, elements = (sum(column) for column in zip(*each, strict=True))
+        assert elements > 100_000
+        assert differing < 1e-3 * elements, name
+
+
+# Megatron
+
+
+def sourced(script: Path) -> tuple[list[str], dict[str, str]]:
+    """The arguments and TE's variables after a script, in a shell where all variables said something else."""
+    command = (
+        f'source {script}; for a in "${{PRECISION_ARGS[@]}}"; do echo "$a"; done; echo; env | grep ^NVTE_'
+    )
+    done = subprocess.run(
+        ["bash", "-c", command],
+        capture_output=True,
+        text=True,
+        env=HOSTILE | {"PATH": "/usr/bin:/bin"},
+        check=True,
+    )
+    arguments, _, variables = done.stdout.partition("\n\n")
+    return arguments.splitlines(), dict(line.split("=", 1) for line in variables.splitlines())
+
+
+@pytest.mark.parametrize("name", sorted(HELD["megatron"]))
+def test_megatrons_script_is_read_back_as_the_recipe_by_bash_and_by_us(name, tmp_path):
+    recipe, script = PRESETS[name](), tmp_path / "precision.sh"
+    script.write_text(TARGETS["megatron"].write(recipe, Model(name, BLOCKS)))
+    arguments, variables = sourced(script)
+    found = read(arguments, variables)
+    assert found.products == recipe.products
+    assert [found.layers.quantises(block, BLOCKS) for block in range(BLOCKS)] == [
+        recipe.layers.quantises(block, BLOCKS) for block in range(BLOCKS)
+    ]
+    done = here("recipe", "audit", name, "--script", script, "--blocks", BLOCKS)
+    assert (done.returncode, "The job trains by" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", sorted(HELD["bridge"]))
+def test_bridges_file_sets_the_variables_before_and_the_fields_of_its_config(name, monkeypatch):
+    config = SimpleNamespace()
+    stub = ModuleType("megatron.bridge.training.mixed_precision")
+    stub.bf16_mixed = lambda: config
+    for module in ("megatron", "megatron.bridge", "megatron.bridge.training"):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    for variable, value in HOSTILE.items():
+        monkeypatch.setenv(variable, value)
+    made = run(TARGETS["bridge"].write(PRESETS[name](), Model(name, BLOCKS)))
+    assert made["precision"] is config
+    words = (
+        [f"--fp8-format {config.fp8}"] if config.fp8 else [f"--fp4-format {config.fp4}"] if config.fp4 else []
+    )
+    words += [f"--fp8-recipe {config.fp8_recipe}"] if config.fp8 else []
+    if config.first_last_layers_bf16:
+        words += ["--first-last-layers-bf16"]
+        words += [f"--num-layers-at-start-in-bf16 {config.num_layers_at_start_in_bf16}"]
+        words += [f"--num-layers-at-end-in-bf16 {config.num_layers_at_end_in_bf16}"]
+    assert read(words, dict(os.environ)).products == PRESETS[name]().products
+    last = PRESETS[name]().layers.last_fraction
+    assert config.num_layers_at_end_in_bf16 == (2 if last else 0)  # ceil(.15 * 8)
+
+
+MATTERS = {
+    "NVTE_NVFP4_DISABLE_RHT": ["1"],
+    "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": ["1"],
+    "NVTE_NVFP4_DISABLE_2D_QUANTIZATION": ["1"],
+    "NVTE_NVFP4_ROW_SCALED_ACTIVATION": ["1"],
+    "NVTE_NVFP4_4OVER6": ["all", "weights", "activations"],
+    "NVTE_BACKWARD_OVERRIDE": ["high_precision", "dequantized"],
+    "--fp4-format e2m1": [
+        "",
+        "--fp8-format hybrid --fp8-recipe mxfp8",
+        "--fp8-format e4m3 --fp8-recipe tensorwise",
+    ],
+    "--num-layers-at-end-in-bf16 2": ["", "--num-layers-at-end-in-bf16 3", "--num-layers-at-end-in-bf16 0"],
+    "--first-last-layers-bf16": [""],
+    "--num-layers-at-start-in-bf16 0": ["", "--num-layers-at-start-in-bf16 2"],
+}
+
+
+def test_100_changed_jobs_are_all_found_by_the_audit(tmp_path):
+    script, generator = tmp_path / "job.sh", random.Random(0)
+    text = TARGETS["megatron"].write(PRESETS["nvfp4_paper"](), Model("it", BLOCKS))
+    missed = []
+    for _ in range(100):
+        chosen = generator.sample(sorted(MATTERS), generator.choice((1, 1, 2)))
+        changed = text
+        for key in chosen:
+            value = generator.choice(MATTERS[key])
+            if key.startswith("--"):
+                changed = changed.replace(f"    {key}\n", f"    {value}\n")
+            else:
+                changed += f"export {key}={value}\n"
+        script.write_text(changed)
+        done = here("recipe", "audit", "nvfp4_paper", "--script", script, "--blocks", BLOCKS)
+        if done.returncode == 0 or not done.stdout + done.stderr:
+            missed.append((chosen, done.stdout))
+        assert "Traceback" not in done.stderr
+    assert missed == []
+
+
+@every(variable=VARIABLES)
+def test_a_variable_means_here_what_it_means_to_tes_classes(variable, monkeypatch):
+    owner, option, default = VARIABLES[variable]
+    values = {"0": ("0", "1", "true"), "none": ("weights", "all"), "all": ("none",), "MAE": ("mse",)}
+    for value in values.get(default, ("high_precision",)):
+        for other in VARIABLES:
+            monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(variable, value)
+        with shells("transformer_engine", "common"):
+            recipes = importlib.import_module("transformer_engine.common.recipe")
+            for name in [owner] if owner else ["NVFP4BlockScaling", "MXFP8BlockScaling"]:
+                theirs = getattr(getattr(recipes, name)(), option)
+                ours = from_environment(name, {variable: value})[option]
+                assert ours == theirs
+                assert getattr(standing_in(name, {option: ours}), option) == theirs
+
+
+# torchao, torchtitan
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (
+            nn.Linear(128, 128, dtype=torch.bfloat16),
+            nn.Linear(128, 128, dtype=torch.bfloat16),
+        )
+
+
+class Tiny(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(128, 128, dtype=torch.bfloat16)
+
+
+def converted(layer: nn.Module) -> bool:
+    return type(layer) is not nn.Linear or type(layer.weight.data) is not torch.Tensor
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", sorted(HELD["torchao"]))
+@pytest.mark.parametrize("known", [True, False])
+def test_torchao_itself_converts_the_layers_that_the_recipe_quantises(name, known):
+    recipe = PRESETS[name]()
+    if not known and recipe.layers.last_fraction:
+        with pytest.raises(Lost, match="--blocks"):
+            TARGETS["torchao"].write(recipe, Model(name))
+        return
+    made = run(TARGETS["torchao"].write(recipe, Model(name, BLOCKS if known else None)))
+    model = Tiny(BLOCKS)
+    made["convert"](model, *([] if known else [BLOCKS]))
+    assert [converted(block.down) and converted(block.up) for block in model.layers] == [
+        recipe.layers.quantises(block, BLOCKS) for block in range(BLOCKS)
+    ]
+    assert not converted(model.head)
+
+
+def test_the_signs_that_torchao_is_given_are_transformer_engines():
+    assert SIGNS == TE_SIGNS
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchaos_fp8_and_mxfp8_casts_are_ours_bit_for_bit():
+    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
+    from torchao.float8.float8_training_tensor import GemmInputRole, LinearMMConfig, ScaledMMConfig
+    from torchao.prototype.mx_formats.config import ScaleCalculationMode
+    from torchao.prototype.mx_formats.mx_tensor import to_mx
+
+    generator = torch.Generator().manual_seed(0)
+    one = ScaledMMConfig(True, False, False, False)
+    config, compared = LinearMMConfig(one, one, one), 0
+    for number in range(60):
+        spread = torch.exp(4 * torch.randn(64, 1, generator=generator)) * 10.0 ** (number % 11 - 6)
+        x = (torch.randn(64, 128, generator=generator) * spread).bfloat16()
+        for slot, dtype in (("fprop.x", torch.float8_e4m3fn), ("dgrad.g", torch.float8_e5m2)):
+            ours = quantize(x, PRESETS["fp8_current"]().slot(slot), clock=Clock(0)).values
+            theirs = hp_tensor_to_float8_dynamic(x, dtype, config, gemm_input_role=GemmInputRole.INPUT)
+            assert torch.equal(ours.float(), theirs._data.float())
+            compared += x.numel()
+        ours = quantize(x, PRESETS["mxfp8"]().slot("fprop.x"), clock=Clock(0)).values
+        scales, codes = to_mx(x, torch.float8_e4m3fn, 32, ScaleCalculationMode.RCEIL)
+        theirs = (codes.float().view(64, 4, 32) * scales.float().view(64, 4, 1)).view(64, 128)
+        assert torch.equal(ours.float(), theirs)
+        compared += x.numel()
+    assert compared == 60 * 3 * 64 * 128
+
+
+def test_torchtitan_gets_the_blocks_that_are_quantised(monkeypatch):
+    stub = ModuleType("torchtitan.components.quantization.nvfp4")
+    stub.NVFP4LinearConverter = SimpleNamespace(Config=lambda fqns: fqns)
+    for module in ("torchtitan", "torchtitan.components", "torchtitan.components.quantization"):
+        monkeypatch.setitem(sys.modules, module, ModuleType(module))
+    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    made = run(TARGETS["torchtitan"].write(PRESETS["nvfp4_paper"](), Model("it", 20)))
+    assert made["CONVERTER"] == [f"layers.{block}." for block in range(17)]
+    with pytest.raises(Lost, match="would then convert every layer"):
+        TARGETS["torchtitan"].write(resolve("nvfp4", ["skip_last=20"]), Model("it", 20))
+
+
+# What is lost
+
+
+LACKED = [
+    ("fprop.x.block=1x32", "fprop.x.block"),
+    ("fprop.w.block=1x32", "fprop.w.block"),
+    ("dgrad.g.bits=16", "dgrad.g.bits"),
+    ("wgrad.g.bits=24", "wgrad.g.bits"),
+    ("fprop.x.scale.format=ue5m3", "fprop.x.scale"),
+    ("fprop.x.scale.rounding=ceil", "fprop.x.scale"),
+    ("fprop.w.scale.zero=one", "fprop.w.scale"),
+    ("fprop.x.outer.statistic=percentile:0.999", "fprop.x.outer.statistic"),
+    ("fprop.x.outer.statistic=hold:50", "fprop.x.outer.statistic"),
+    ("fprop.w.outer.statistic=static:3", "fprop.w.outer.statistic"),
+    ("wgrad.x.outer.granularity=row", "wgrad.x.outer.granularity"),
+    ("fprop.x.outer.granularity=block:128", "fprop.x.outer.granularity"),
+    ("fprop.x.outer.bound=256", "fprop.x.outer.bound"),
+    ("fprop.x.range.headroom=1.0625", "fprop.x.range.headroom"),
+    ("fprop.x.range.prescale=0.5", "fprop.x.range.prescale"),
+    ("fprop.x.range.map_to=4", "fprop.x.range"),
+    ("fprop.x.range.statistic=rms:3", "fprop.x.range"),
+    ("fprop.w.rounding=stochastic", "fprop.w.rounding"),
+    ("fprop.x.rounding=away", "fprop.x.rounding"),
+    ("fprop.x.element=int4", "fprop.x.element"),
+    ("fprop.x.estimator=clip_mask", "fprop.x.estimator"),
+    ("fprop.x.transform={mean: true}", "fprop.x.transform"),
+    ("fprop.gemm=fp32_out", "fprop.gemm"),
+    ("wgrad.dw=fp32", "wgrad.dw"),
+    ("wgrad.hadamard.size=32", "wgrad.hadamard"),
+    ("wgrad.hadamard.signs=per_step", "wgrad.hadamard"),
+    ("fprop.hadamard={size: 16}", "fprop.hadamard"),
+    ("weights.master=bf16", "weights.master"),
+    ("weights.q_ema={}", "weights.q_ema"),
+    ("weights.osci_reset={}", "weights.osci_reset"),
+    ('schedule=[{start: "noise_ratio:1"}]', "schedule.0.start"),
+    ("wgrad.x.select={among: scales}", "wgrad.x.select"),
+]
+
+
+@every(change=LACKED)
+def test_a_recipe_with_one_field_that_the_target_lacks_is_refused_by_that_field(change):
+    recipe, field = resolve("nvfp4", [f"recipe.{change[0]}"]), change[1]
+    for target in ("te", "megatron", "bridge"):
+        with pytest.raises(Lost) as lost:
+            TARGETS[target].write(recipe, Model("it", BLOCKS))
+        assert any(reason.startswith(field) for reason in lost.value.reasons), (
+            target,
+            field,
+            lost.value.reasons,
+        )
+    for target in ("torchao", "torchtitan"):
+        with pytest.raises(Lost) as lost:
+            TARGETS[target].write(recipe, Model("it", BLOCKS))
+        assert any(field.split(".")[0] in reason for reason in lost.value.reasons), (target, field)
+
+
+# The command
+
+
+def test_what_is_written_as_a_recipe_file_is_the_recipe(tmp_path):
+    for suffix in ("yaml", "json"):
+        file = tmp_path / f"mine.{suffix}"
+        assert here("recipe", "export", "quartet2", "--to", suffix, "-o", file).returncode == 0
+        assert resolve(str(file), []) == PRESETS["quartet2"]()
+
+
+def test_arguments_are_imported_as_a_recipe_file(tmp_path):
+    file = tmp_path / "mine.yaml"
+    words = (
+        "--bf16 --fp4-format e2m1 --fp4-recipe nvfp4 --first-last-layers-bf16 --num-layers-at-end-in-bf16 4"
+    )
+    done = here("recipe", "import", "--megatron-args", f"--lr 1e-3 {words} --micro-batch-size 2", "-o", file)
+    assert done.returncode == 0, done.stderr
+    found = resolve(str(file), [])
+    assert found.products == PRESETS["nvfp4"]().products
+    assert (found.layers.skip_first, found.layers.skip_last) == (
+        1,
+        4,
+    )  # Megatron's default keeps one at the start
+
+
+def test_the_environment_decides_what_a_class_without_arguments_is(tmp_path):
+    for value, status in (("1", 1), ("0", 0)):
+        done = here("recipe", "audit", "nvfp4", "--te", "NVFP4BlockScaling", NVTE_NVFP4_DISABLE_RHT=value)
+        assert done.returncode == status
+        assert ("NVTE_NVFP4_DISABLE_RHT=1 sets disable_rht" in done.stdout) == (value == "1")
+        assert ("wgrad.hadamard" in done.stdout) == (value == "1")
+    stray = here("recipe", "audit", "nvfp4", "--te", "NVFP4BlockScaling", NVTE_USE_FAST_MATH="1")
+    assert (stray.returncode, "NVTE_USE_FAST_MATH is set" in stray.stdout) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("export", "nvfp4_paper", "--to", "megatron"), "give --blocks N or --model"),
+        (("export", "mxfp4", "--to", "te"), "fprop.x.block 1x32"),
+        (("export", "nvfp5", "--to", "te"), "nvfp4"),
+        (("import",), "give one of"),
+        (("import", "--te", "NVFP4BlockScaling", "--megatron-args", "--bf16"), "give one of"),
+        (("import", "--te", "Float8BlockScaling"), "one of NVFP4BlockScaling"),
+        (("import", "--object", "recipe.pkl"), "not unpickled"),
+        (("import", "--object", "no_such_module:RECIPE"), "no_such_module"),
+        (("import", "--object", "json:dumps"), "no recipe object"),
+        (("import", "--object", "json"), "write module:name"),
+        (("import", "--script", "state.pt"), "not unpickled"),
+        (("import", "--script", "nowhere.sh"), "No such file"),
+        (("import", "--megatron-args", "--fp4-format"), "its value is missing"),
+        (("import", "--megatron-args", "--fp4-format e2m1 --fp8-format hybrid"), "takes one of them"),
+        (("import", "--megatron-args", "--fp8-format hybrid --fp8-recipe blockwise"), "tensorwise, delayed or mxfp8"),
+        (("import", "--megatron-args", "--fp8-format e5m2 --fp8-recipe mxfp8"), "e4m3 or hybrid"),
+        (("import", "--megatron-args", "--fp4-format e2m1 --te-precision-config-file x.yaml"), "not read here"),
+        (("import", "--megatron-args", "--fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-end-in-bf16 x"), "a number"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_written_or_read_is_said_in_a_sentence(words, why):
+    done = here("recipe", *words)
+    assert (done.returncode, why in done.stderr, "Traceback" in done.stderr) == (2, True, False), done.stderr
