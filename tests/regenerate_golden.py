@@ -6,7 +6,7 @@ experiments and layer rules that have none yet. It never changes an id that is t
 
 tests/golden/ids.json has four tables:
     gpt: ids of one trial of a tiny gpt for each preset, by device class, and the name of its checkpoint after the last step.
-    recipes: for each preset, the id of a trial without data and fields, and a hash of the recipe as JSON.
+    recipes: for each preset, the id of a trial without data and fields, and a hash of the recipe as canonical JSON.
     rules: the same for layer rules in their first spelling, from before they had fields.
     experiments: the same for each arm of each shipped experiment, and a hash of its workload's fields.
 """
@@ -119,7 +119,8 @@ def gpt_ids() -> dict[str, dict[str, str]]:
 def recipe_id(recipe: Recipe) -> str:
     """Return the id of a trial that has a recipe, but neither data nor fields, and a hash of the recipe as JSON."""
     spec = TrialSpec(workload="idle", config=Idle(), recipe=recipe, seed=0, engine="emulated", device="cpu")
-    return f"{spec.id} {short_hash(recipe.model_dump_json())}"
+    content = json.dumps(recipe.canonical(), separators=(",", ":"))
+    return f"{spec.id} {short_hash(content)}"
 
 
 def short_hash(text: str) -> str:

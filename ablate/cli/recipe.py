@@ -210,8 +210,8 @@ def extras(quant: Quant) -> Iterator[str]:
     ):
         if value != usual:
             yield f"{name} {value:.4g}"
-    if quant.source == "forward":
-        yield "from the forward copy"
+    if quant.from_forward:
+        yield "from the forward copy" + (" in bf16" if quant.source == "forward_bf16" else "")
     if quant.transform:
         changed = quant.transform.model_dump(exclude_defaults=True)
         yield "takes out " + ", ".join(
@@ -229,6 +229,8 @@ def outline(product: Fprop | Dgrad | Wgrad) -> str:
         if hadamard is None
         else f"both operands rotated by {hadamard.size}, signs {hadamard.signs}"
     )
+    if getattr(product, "dequantised", False):
+        turned = "in bf16, on the forward copy dequantised"
     return (
         f"{turned}; {f'dw in {product.dw}' if isinstance(product, Wgrad) else GEMM_OUTPUTS[product.gemm][1]}"
     )

@@ -370,7 +370,7 @@ class EmulatedLinear(nn.Linear):
             self.target is None
             or slot not in ("fprop.w", "dgrad.w")
             or quant.rounding != "nearest"
-            or quant.source == "forward"
+            or quant.from_forward
         ):
             return None
         return self.target if slot == "fprop.w" else self.target.t()
@@ -502,7 +502,10 @@ def forward(layer: EmulatedLinear, products: Products, x: Tensor, w: Tensor) -> 
     sources = {"fprop.x": xb, "fprop.w": w}
     for slot, copied in FORWARD_COPY.items():
         if _from_forward(products, slot):
-            sources[copied] = layer.whole(operands[copied], copied, spec.hadamard, sources[copied].shape[1])
+            copy = layer.whole(operands[copied], copied, spec.hadamard, sources[copied].shape[1])
+            quant = products.slot(slot)
+            exact = quant is not None and quant.source == "forward"
+            sources[copied] = copy if exact else copy.to(torch.bfloat16)
     slopes = {
         slot: slope(parts[0])
         for slot, parts in operands.items()
@@ -559,7 +562,7 @@ def backward(
 def _from_forward(products: Products, slot: str) -> bool:
     """Return True if a backward operand starts from the forward pass's quantised copy."""
     quant = products.slot(slot)
-    return quant is not None and quant.source == "forward"
+    return products.dequantised(slot) or (quant is not None and quant.from_forward)
 
 
 def _through(

@@ -174,7 +174,7 @@ def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, partitio
     It cannot if the cast depends on the micro-batch, which differs between ranks, or if its statistic has a
     history or hides a NaN.
     """
-    if quant is None or quant.source == "forward" or quant.estimator is not None or quant.outer is None:
+    if quant is None or quant.from_forward or quant.estimator is not None or quant.outer is None:
         return False
     if (
         quant.draws

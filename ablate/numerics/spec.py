@@ -307,8 +307,9 @@ class Quant(Spec):
     bits: Literal[8, 16, 24] = 8
     """Random bits per element under stochastic rounding: P(up) = floor(2^bits f) / 2^bits. TE uses 8; 24 is
     exact."""
-    source: Literal["original", "forward"] = "original"
-    """Tensor that is quantised for the backward pass: the original, or the forward pass's quantised copy."""
+    source: Literal["original", "forward", "forward_bf16"] = "original"
+    """Tensor that is quantised for the backward pass: the original, or the forward pass's quantised copy, in
+    fp32 or rounded to bf16 first, as Transformer Engine does."""
     transform: Transform | None = None
     estimator: Literal["clip_mask"] | Dge | None = None
     """The gradient of the forward cast: null passes it straight through; `clip_mask` stops it where the cast
@@ -328,6 +329,11 @@ class Quant(Spec):
         return ROUNDINGS[self.rounding].draws or (
             self.scale is not None and ROUNDINGS[self.scale.rounding].draws
         )
+
+    @property
+    def from_forward(self) -> bool:
+        """Return True if the forward pass's quantised copy is quantised again."""
+        return self.source != "original"
 
     @property
     def four_bits(self) -> bool:

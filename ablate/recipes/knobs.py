@@ -165,6 +165,27 @@ def _skip(end: str) -> Callable[[int, Turn], Paths]:
     return lambda count, turn: {f"layers.skip_{end}": count} if turn.anything() else {}
 
 
+def _backward(how: str, turn: Turn) -> Paths:
+    if taken := [
+        name
+        for name in ("rht", "rht_size", "rht_signs", "sr", "sr_bits", "sr_headroom")
+        if name in turn.others
+    ]:
+        raise ValueError(
+            f"{', '.join(taken)} and backward are about the same products; name such arms under arms"
+        )
+    if how == "quantised":
+        turn.quantised(*GRADIENTS)
+        return {}
+    turn.quantised()  # raises if there is nothing to turn
+    if how == "dequantised":
+        turn.quantised("fprop.x")
+        turn.quantised("fprop.w")
+    slots = ("dgrad.g", "dgrad.w", "dgrad.hadamard", "wgrad.g", "wgrad.x", "wgrad.hadamard")
+    flags = dict.fromkeys(("dgrad.dequantised", "wgrad.dequantised"), True) if how == "dequantised" else {}
+    return {**dict.fromkeys(slots), **flags}
+
+
 def _choice(
     words: Any, example: Value, text: str, paths: Callable[[Value, Turn], Paths], none: bool = False
 ) -> Knob[Value]:
@@ -218,6 +239,13 @@ KNOBS: dict[str, Knob[Any]] = {
         "Room above the block maximum of the gradients: 1 as Transformer Engine, "
         "17/16 leaves stochastic rounding unbiased.",
         _of_gradients("range.headroom"),
+    ),
+    "backward": _choice(
+        Literal["quantised", "bf16", "dequantised"],
+        "dequantised",
+        "Products of the backward pass: as the recipe has them, in bf16, or in bf16 on the forward pass's"
+        " quantised x and w.",
+        _backward,
     ),
     "weights_2d": Knob(
         bool,

@@ -279,11 +279,111 @@ def healing() -> Recipe:
     return _recipe(_nvfp4(), schedule=(Phase(start="fraction:0.9", use=fp8),))
 
 
+# --- Transformer Engine's mixed recipes (custom_recipes/quantizer_factory_zoo.py, 2.20.2) --------------
+
+
+def _dequantised(fprop: Fprop) -> Recipe:
+    return Recipe(fprop=fprop, dgrad=Dgrad(dequantised=True), wgrad=Wgrad(dequantised=True))
+
+
+def nvfp4_dequantised() -> Recipe:
+    """`nvfp4` forward; the backward products in bf16, on the forward pass's quantised x and w.
+
+    Transformer Engine's `NVFP4BlockScaling(backward_override="dequantized")`, used in reinforcement learning.
+    Not modelled: grouped layers of experts, to which Transformer Engine applies it as well.
+    """
+    return _dequantised(_nvfp4().fprop)
+
+
+def nvfp4_1d_weight() -> Recipe:
+    """`nvfp4` with weights in blocks of 1x16; dgrad's weight is quantised from its forward copy (Transformer
+    Engine's example).
+
+    Not modelled: grouped layers of experts, to which Transformer Engine applies it as well.
+    """
+    products = _nvfp4()
+    return Recipe(
+        fprop=Fprop(x=Quant(), w=Quant()),
+        dgrad=Dgrad(g=products.dgrad.g, w=Quant(source="forward_bf16")),
+        wgrad=products.wgrad,
+    )
+
+
+def mxfp8_fwd_nvfp4_bwd() -> Recipe:
+    """MXFP8 forward, NVFP4 backward (Transformer Engine's example of a mixed recipe).
+
+    Gradients are rounded stochastically, wgrad is rotated, and dgrad's weight is quantised in 1x16 blocks
+    from its MXFP8 copy. Not modelled: grouped layers of experts, to which Transformer Engine
+    applies it as well.
+    """
+    products = _nvfp4()
+    return Recipe(
+        fprop=mxfp8().fprop,
+        dgrad=Dgrad(g=products.dgrad.g, w=Quant(source="forward_bf16")),
+        wgrad=products.wgrad,
+    )
+
+
+def mxfp8_fwd_high_precision_bwd() -> Recipe:
+    """MXFP8 forward; the backward products in bf16, on the forward pass's quantised x and w (Transformer
+    Engine's example, and its `backward_override="dequantized"`).
+
+    Not modelled: grouped layers of experts, to which Transformer Engine applies it as well.
+    """
+    return _dequantised(mxfp8().fprop)
+
+
+def high_precision_fwd_mxfp8_bwd() -> Recipe:
+    """Forward in bf16; the backward products in MXFP8 (Transformer Engine's example).
+
+    Not modelled: grouped layers of experts, to which Transformer Engine applies it as well.
+    """
+    return _recipe(mxfp8().products.high_precision("forward"))
+
+
+def nvfp4_row_scaled_fwd_mxfp8_bwd() -> Recipe:
+    """Row-scaled NVFP4 forward, MXFP8 backward on the forward pass's quantised x and w.
+
+    After the report on Composer 2 (arXiv 2603.24477), which trains experts that way. Not modelled: that its
+    other linear layers use MXFP8 throughout; write that as a layer rule.
+    """
+    quant = mxfp8().dgrad.g
+    assert quant is not None
+    again = quant.model_copy(update={"source": "forward_bf16"})
+    return Recipe(fprop=_BY_ROWS, dgrad=Dgrad(g=quant, w=again), wgrad=Wgrad(g=quant, x=again))
+
+
+def nvfp4_row_scaled_fwd_high_precision_bwd() -> Recipe:
+    """Row-scaled NVFP4 forward; the backward products in bf16, on the forward pass's quantised x and w
+    (Transformer Engine's example).
+
+    Not modelled: grouped layers of experts, to which Transformer Engine applies it as well.
+    """
+    return _dequantised(_BY_ROWS)
+
+
+_BY_ROWS = Fprop(x=Quant(outer=Outer(granularity="row")), w=Quant())
+
+
+def mxfp4_amd() -> Recipe:
+    """AMD's MXFP4 (arXiv 2605.09825, from secondary sources): wgrad rotated by 32, everything to nearest.
+
+    Not modelled: whatever else the paper does; the direction of the block scales, which is that of `mxfp4`
+    here, was not checked against it.
+    """
+    products = mxfp4().products
+    wgrad = products.wgrad.model_copy(update={"hadamard": Hadamard(size=32)})
+    return _recipe(products.model_copy(update={"wgrad": wgrad}))
+
+
 PRESETS = {
     preset.__name__: preset
     for preset in (
         *(bf16, fp32, fp8_current, fp8_delayed, mxfp8, mxfp4),
         *(nvfp4, nvfp4_paper, fp4_all_the_way, mxfp4_backward, quartet, quartet2, tetrajet2),
         *(four_over_six, microsoft_fp4, ufp4, ue5m3, row_scaled, healing),
+        *(nvfp4_dequantised, nvfp4_1d_weight, mxfp8_fwd_nvfp4_bwd, mxfp8_fwd_high_precision_bwd),
+        *(high_precision_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd),
+        *(nvfp4_row_scaled_fwd_high_precision_bwd, mxfp4_amd),
     )
 }

@@ -24,7 +24,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -56,8 +56,11 @@ class Product(Spec):
 
     @property
     def plain(self) -> bool:
-        """True if the product is neither quantised nor rotated."""
-        return self.hadamard is None and all(getattr(self, slot) is None for slot in self.operands)
+        """True if the product is neither quantised nor rotated, and takes no quantised copy."""
+        quantised = self.hadamard is not None or any(
+            getattr(self, slot) is not None for slot in self.operands
+        )
+        return not quantised and not getattr(self, "dequantised", False)
 
     @property
     def fp4(self) -> bool:
@@ -73,7 +76,10 @@ class Product(Spec):
 
     def high_precision(self) -> "Product":
         """Return the product without quantisation or rotation."""
-        return self.model_copy(update=dict.fromkeys((*self.operands, "hadamard")))
+        update: dict[str, object] = dict.fromkeys((*self.operands, "hadamard"))
+        if getattr(self, "dequantised", False):
+            update["dequantised"] = False
+        return self.model_copy(update=update)
 
     @model_validator(mode="after")
     def _rotated_enough(self) -> "Product":
@@ -102,7 +108,26 @@ class Fprop(Product):
     gemm: GemmOutput = "bf16_out"
 
 
-class Dgrad(Product):
+class Backward(Product):
+    """Fields of both products of the backward pass."""
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"dequantised"})
+
+    dequantised: bool = False
+    """Take w (dgrad) or x (wgrad) as the forward pass quantised it, dequantised and rounded to bf16, instead
+    of the original; the product itself is in bf16. Transformer Engine: `backward_override="dequantized"`."""
+
+    @model_validator(mode="after")
+    def _in_bf16(self) -> "Backward":
+        if self.dequantised and (self.hadamard or any(getattr(self, name) for name in self.operands)):
+            raise ValueError(
+                "dequantised multiplies in bf16, so the product's operands and hadamard must be null; to"
+                " quantise the forward copy again, write source: forward on the operand"
+            )
+        return self
+
+
+class Dgrad(Backward):
     """dx = dy w, contracting out-features."""
 
     g: Quant | None = None
@@ -110,7 +135,7 @@ class Dgrad(Product):
     gemm: GemmOutput = "bf16_out"
 
 
-class Wgrad(Product):
+class Wgrad(Backward):
     """dw = dy^T x, contracting tokens. `dw` is the dtype of the GEMM's output; gradients add up in fp32."""
 
     g: Quant | None = None
@@ -154,9 +179,15 @@ class Products(Spec):
         """Name of what the backward pass needs of the forward pass besides x and w; None for nothing."""
         if any(quant and quant.estimator for quant in (self.fprop.x, self.fprop.w)):
             return "the slope of a cast (estimator)"
-        if any((quant := self.slot(name)) and quant.source == "forward" for name in FORWARD_COPY):
+        if any((quant := self.slot(name)) and quant.from_forward for name in FORWARD_COPY):
             return "a quantised copy (source: forward)"
+        if any(self.dequantised(name) for name in FORWARD_COPY):
+            return "a quantised copy (dequantised)"
         return None
+
+    def dequantised(self, slot: str) -> bool:
+        """Return True if a backward operand is the forward copy, dequantised to bf16."""
+        return slot in FORWARD_COPY and getattr(self, slot.partition(".")[0]).dequantised
 
     def slot(self, name: str) -> Quant | None:
         """Return the quantiser of an operand; None if it stays in bf16.
@@ -213,6 +244,8 @@ class Products(Spec):
                 update={operand: getattr(getattr(other, name), operand) for operand in operands}
             )
             quantised = any(getattr(changed, operand) for operand in changed.operands)
+            if quantised and getattr(changed, "dequantised", False):
+                changed = changed.model_copy(update={"dequantised": False})
             update[name] = changed if quantised or not operands else changed.high_precision()
         return self.model_copy(update=update)._without_lost_copies()
 
@@ -221,13 +254,27 @@ class Products(Spec):
         changed = self
         for slot, forward in FORWARD_COPY.items():
             quant = changed.slot(slot)
-            if quant and quant.source == "forward" and changed.slot(forward) is None:
+            if quant and quant.from_forward and changed.slot(forward) is None:
                 product, operand = slot.split(".")
                 original = quant.model_copy(update={"source": "original"})
                 changed = changed.model_copy(
                     update={product: getattr(changed, product).model_copy(update={operand: original})}
                 )
+            if changed.dequantised(slot) and changed.slot(forward) is None:
+                product = slot.partition(".")[0]
+                original_only = getattr(changed, product).model_copy(update={"dequantised": False})
+                changed = changed.model_copy(update={product: original_only})
         return changed
+
+    @model_validator(mode="after")
+    def _copies_exist(self) -> "Products":
+        for slot, forward in FORWARD_COPY.items():
+            if self.dequantised(slot) and self.slot(forward) is None:
+                raise ValueError(
+                    f"{slot.partition('.')[0]}.dequantised: {forward} is not quantised, so there is no copy"
+                    " to dequantise"
+                )
+        return self
 
     @model_validator(mode="after")
     def _slots_make_sense(self) -> "Products":
@@ -236,14 +283,14 @@ class Products(Spec):
                 raise ValueError(
                     f"{name}.estimator is the gradient of a forward cast: only fprop.x and fprop.w have one"
                 )
-            if quant.source == "forward" and name not in FORWARD_COPY:
+            if quant.from_forward and name not in FORWARD_COPY:
                 raise ValueError(
-                    f"{name}.source forward: the forward pass has no copy of it; "
+                    f"{name}.source {quant.source}: the forward pass has no copy of it; "
                     f"only {' and '.join(FORWARD_COPY)} have one"
                 )
-            if quant.source == "forward" and self.slot(FORWARD_COPY[name]) is None:
+            if quant.from_forward and self.slot(FORWARD_COPY[name]) is None:
                 raise ValueError(
-                    f"{name}.source forward: {FORWARD_COPY[name]} is not quantised, "
+                    f"{name}.source {quant.source}: {FORWARD_COPY[name]} is not quantised, "
                     "so there is no copy to start from"
                 )
         return self

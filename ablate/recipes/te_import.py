@@ -177,12 +177,10 @@ def _without_backward(recipe: Recipe, options: _Options, name: str) -> Recipe:
     override = options.get("backward_override", None)
     if override is None:
         return recipe
-    if override != "high_precision":
-        raise ValueError(
-            f"{name}.backward_override {override}: a backward pass in bf16 on quantised operands is not"
-            " emulated; the nearest is high_precision"
-        )
-    return recipe.model_copy(update={"dgrad": Dgrad(), "wgrad": Wgrad()})
+    if override not in ("high_precision", "dequantized"):
+        raise ValueError(f"{name}.backward_override {override}: None, high_precision or dequantized")
+    copied = override == "dequantized"
+    return recipe.model_copy(update={"dgrad": Dgrad(dequantised=copied), "wgrad": Wgrad(dequantised=copied)})
 
 
 def _check(recipe: Recipe, options: _Options, name: str) -> None:

@@ -181,6 +181,18 @@ def refusals(products: Products) -> Iterator[str]:
         for name in DIRECTIONS["all"]:
             yield from (f"{name}{why}" for why in _product_refusals(name, getattr(products, name)))
         yield from _together(products)
+    for slot, forward in FORWARD_COPY.items():
+        again, copied = products.slot(slot), products.slot(forward)
+        if again and again.source == "forward" and copied and not _exact_in_bf16(copied):
+            yield (
+                f"{slot}.source forward: Transformer Engine rounds the dequantised copy to bf16 before it"
+                " quantises it again; write forward_bf16"
+            )
+
+
+def _exact_in_bf16(quant: Quant) -> bool:
+    """Return True if code times scale is a number of bf16: with scales that are powers of two alone."""
+    return quant.outer is None and quant.scale is not None and quant.scale.format == "e8m0"
 
 
 def _family(quant: Quant | None) -> Family:
@@ -357,7 +369,8 @@ def _together(products: Products) -> Iterator[str]:
 
 def _requantised(products: Products, slot: str) -> bool:
     quant = products.slot(slot)
-    return slot in FORWARD_COPY and quant is not None and quant.source == "forward"
+    again = slot in FORWARD_COPY and quant is not None and quant.from_forward
+    return again or products.dequantised(slot)
 
 
 def _format(products: Products, slot: str) -> CopyFormat:
@@ -394,13 +407,17 @@ def _builtin(custom: Custom) -> Builtin | None:
         custom.grad_output.row.family,
         custom.grad_output.column.family,
     }
-    requantised = custom.input.requantised or custom.weight.requantised
-    if len(forward) > 1 or "high" in forward or requantised or backward not in (forward, {"high"}):
+    requantised = {custom.input.requantised, custom.weight.requantised}
+    dequantised = requantised == {True} and backward == {"high"}
+    if len(forward) > 1 or "high" in forward or backward not in (forward, {"high"}):
+        return None
+    if requantised != {False} and not dequantised:
         return None
     (family,) = forward
     if family == "fp8_delayed":
         return None  # TE's DelayedScaling advances its histories with each autocast region, not once a step
-    override = (("backward_override", None if backward == forward else "high_precision"),)
+    word = "dequantized" if dequantised else None if backward == forward else "high_precision"
+    override = (("backward_override", word),)
     options = _nvfp4_options(custom) if family == "nvfp4" else _fp8_options(custom, family)
     names = {"fp8": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
     return None if options is None else Builtin(names[family], (*options, *override))

@@ -57,7 +57,17 @@ RECIPES = {
     "Four Over Six forward": Products(fprop=Fprop(x=CHOSEN, w=CHOSEN)),
     "Four Over Six forward, rotated backward": WHOLE.model_copy(update={"fprop": Fprop(x=BETTER, w=BETTER)}),
     "weights from their forward copy": WHOLE.model_copy(
-        update={"dgrad": Dgrad(g=Quant(), w=Quant(block="16x16", source="forward"))}
+        update={"dgrad": Dgrad(g=Quant(), w=Quant(block="16x16", source="forward_bf16"))}
+    ),
+    "weights in rows from their forward copy": WHOLE.model_copy(
+        update={
+            "fprop": Fprop(x=Quant(), w=Quant()),
+            "dgrad": Dgrad(g=Quant(), w=Quant(source="forward_bf16")),
+        }
+    ),
+    "dequantised backward": PRESETS["nvfp4_dequantised"]().products,
+    "activations by rows, dequantised backward": (
+        PRESETS["nvfp4_row_scaled_fwd_high_precision_bwd"]().products
     ),
     "activations by rows": Products(fprop=Fprop(x=Quant(outer=Outer(granularity="row")), w=Quant())),
 }

@@ -234,7 +234,8 @@ def _dequantized(quantised, *, dtype):
 
     codes = cast_from_fp4x2(quantised.data, torch.float32)
     scales = quantised.scale.float().repeat_interleave(codes.shape[1] // quantised.scale.shape[1], dim=1)
-    return (codes * (scales * quantised.global_amax_row * torch.tensor(1 / 2688))).to(dtype)
+    amax = quantised.global_amax_row.view(-1, 1)  # of the tensor, or of each row
+    return (codes * (scales * amax * torch.tensor(1 / 2688))).to(dtype)
 
 
 def _multiplied(a, a_turned, b, b_turned, *_, **__):

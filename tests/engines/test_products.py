@@ -211,6 +211,76 @@ def test_a_backward_operand_from_the_forward_copy_is_that_copy_rotated_back(sign
         assert np.abs(source - array(tensor).T).max() > 1e-3
 
 
+@pytest.mark.parametrize("signs", [None, "none", "fixed"])
+def test_a_dequantised_backward_multiplies_the_forward_copies_rounded_to_bf16(signs):
+    """The oracle quantises, rotates and multiplies by itself, in float64."""
+    rotation = signs and Hadamard(size=16, signs=signs)
+    recipe = Recipe(
+        fprop=Fprop(x=Quant(), w=Quant(block="16x16"), hadamard=rotation),
+        dgrad=Dgrad(dequantised=True),
+        wgrad=Wgrad(dequantised=True),
+    )
+    x, w, dy = drawn(48, 64, seed=1), drawn(80, 64, seed=2), drawn(48, 80, seed=3)
+    _, dx, dw = run(layer(recipe, w), x, dy)
+    copies = {}
+    for slot, tensor in (("fprop.x", x), ("fprop.w", w)):
+        if rotation:
+            r = hadamard(16, TE_SIGNS if signs == "fixed" else None)
+            copy = turned(quantised(bf16(turned(array(tensor), r)), recipe.slot(slot)), r.T)
+        else:
+            copy = quantised(array(tensor), recipe.slot(slot))
+        copies[slot] = bf16(copy)
+    for ours, theirs in ((dx, array(dy) @ copies["fprop.w"]), (dw, array(dy).T @ copies["fprop.x"])):
+        assert np.abs(array(ours) - theirs).max() <= 2**-8 * np.abs(theirs).max()  # one rounding to bf16
+    exact, originals = array(dy) @ copies["fprop.w"], array(dy) @ array(w)
+    assert np.abs(array(dx) - exact).mean() < 0.1 * np.abs(array(dx) - originals).mean()
+
+
+def test_requantising_the_copy_in_bf16_rounds_it_first():
+    x, w, dy = drawn(48, 64, seed=1), drawn(80, 64, seed=2), drawn(48, 80, seed=3)
+    sources = {}
+    for source in ("forward", "forward_bf16"):
+        again = Quant(source=source)
+        recipe = Recipe(
+            fprop=Fprop(x=Quant(), w=Quant()), dgrad=Dgrad(w=again), wgrad=Wgrad(g=Quant(), x=again)
+        )
+        module = layer(recipe, w)
+        module.probe = Watch()
+        run(module, x, dy)
+        sources[source] = {slot: module.probe.seen[slot].source.float() for slot in ("dgrad.w", "wgrad.x")}
+    for slot in ("dgrad.w", "wgrad.x"):
+        exact, rounded = (sources[source][slot] for source in ("forward", "forward_bf16"))
+        assert torch.equal(exact.bfloat16().float(), rounded)
+        assert not torch.equal(exact, rounded)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"dgrad": {"dequantised": True}}, "fprop.w is not quantised"),
+        ({"fprop": {"x": {}, "w": {}}, "dgrad": {"dequantised": True, "g": {}}}, "must be null"),
+        (
+            {"fprop": {"x": {}, "w": {}}, "wgrad": {"dequantised": True, "hadamard": {"size": 16}}},
+            "must be null",
+        ),
+        ({"fprop": {"x": {}, "w": {}, "dequantised": True}}, "dequantised"),
+    ],
+)
+def test_a_dequantised_copy_needs_a_forward_copy_and_a_product_in_bf16(fields, why):
+    with pytest.raises(ValueError, match=why):
+        Recipe.model_validate(fields, strict=False)
+
+
+def test_a_phase_that_takes_the_forward_copy_away_leaves_the_originals():
+    recipe = Recipe(
+        fprop=Fprop(x=Quant(), w=Quant()), dgrad=Dgrad(dequantised=True), wgrad=Wgrad(dequantised=True)
+    )
+    assert recipe.products.high_precision("forward").plain
+    assert recipe.products.high_precision("backward") == Recipe(fprop=recipe.fprop).products
+    assert not recipe.dgrad.plain
+    assert recipe.products.backward_needs == "a quantised copy (dequantised)"
+
+
 def test_without_source_forward_the_original_is_quantised():
     recipe = Recipe(fprop=Fprop(x=Quant(), w=Quant()), wgrad=Wgrad(x=Quant()))
     x = drawn(48, 64, seed=1)

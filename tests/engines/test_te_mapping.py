@@ -48,6 +48,17 @@ MAPPED = {
         ),
     ],
     "healing": [("NVFP4BlockScaling", NVFP4), ("Float8CurrentScaling", HYBRID)],
+    "nvfp4_dequantised": [
+        ("NVFP4BlockScaling", {"disable_2d_quantization": False, "backward_override": "dequantized"})
+    ],
+    "mxfp8_fwd_high_precision_bwd": [("MXFP8BlockScaling", {"backward_override": "dequantized"})],
+    "nvfp4_row_scaled_fwd_high_precision_bwd": [
+        ("NVFP4BlockScaling", {"row_scaled_activation": True, "backward_override": "dequantized"})
+    ],
+    "nvfp4_1d_weight": ["custom"],
+    "mxfp8_fwd_nvfp4_bwd": ["custom"],
+    "high_precision_fwd_mxfp8_bwd": ["custom"],
+    "nvfp4_row_scaled_fwd_mxfp8_bwd": ["custom"],
 }
 """What each preset is in turn, over its schedule; of TE's own recipes, arguments that matter."""
 REFUSED = {
@@ -60,6 +71,7 @@ REFUSED = {
     "microsoft_fp4": "fprop.x.block None",
     "ufp4": "fprop.x.element int4: Transformer Engine multiplies e2m1, e4m3 and e5m2",
     "ue5m3": "fprop.x.scale: Transformer Engine's E2M1 has E4M3 block scales",
+    "mxfp4_amd": "fprop.x.block 1x32",
     "row_scaled": "fprop.w.outer.granularity row: Transformer Engine scales only the forward pass's activations by rows",
 }
 
@@ -117,6 +129,15 @@ def test_the_short_knobs_of_nvfp4_are_arguments_of_its_recipe(knobs, option, val
     assert set(knobs) <= set(KNOBS)
 
 
+def test_a_copy_in_fp32_is_refused_where_bf16_would_round_it():
+    """TE dequantises to the tensor's type before it quantises again; scales that are powers of two lose nothing."""
+    for fprop, exact in ((Quant(), False), (PRESETS["mxfp8"]().fprop.w, True)):
+        for source in ("forward", "forward_bf16"):
+            products = one(fprop=Fprop(x=fprop, w=fprop), dgrad=Dgrad(g=Quant(), w=Quant(source=source)))
+            refused = [reason for reason in refusals(products) if "rounds the dequantised copy" in reason]
+            assert bool(refused) == (source == "forward" and not exact)
+
+
 def test_forward_in_bf16_and_backward_in_nvfp4_is_a_recipe_of_single_quantisers():
     nvfp4 = PRESETS["nvfp4"]().products
     found = te_recipe(nvfp4.high_precision("forward"))
@@ -147,7 +168,7 @@ def test_a_rotation_without_signs_is_one_too():
 
 
 def test_requantising_from_the_forward_copy_is_said():
-    again = Quant(source="forward")
+    again = Quant(source="forward_bf16")
     found = te_recipe(
         one(
             fprop=Fprop(x=Quant(), w=Quant()),
@@ -182,7 +203,7 @@ def test_delayed_scaling_is_a_recipe_of_single_quantisers_with_histories_of_each
     ("slot", "change"),
     [
         ("wgrad.x", {"outer": {"statistic": "delayed:16"}}),
-        ("wgrad.x", {"source": "forward"}),
+        ("wgrad.x", {"source": "forward_bf16"}),
         ("dgrad.w", None),
     ],
 )

@@ -66,13 +66,16 @@ def test_what_needs_a_quantiser_a_slot_is_a_custom_recipe_and_the_rest_is_its_ow
         "dgrad in bf16",
         "Four Over Six forward, rotated backward",
         "weights from their forward copy",
+        "weights in rows from their forward copy",
     }
     assert {told for name, told in found["told"].items() if name not in custom} == {BUILTIN}
 
 
 def test_the_recipes_of_its_own_are_built_as_transformer_engine_reads_them(found):
     built = found["built"]
-    assert set(built) == {"fp8_current", "mxfp8", "nvfp4", "nvfp4_paper", "healing"}
+    dequantised = {"nvfp4_dequantised", "mxfp8_fwd_high_precision_bwd"}
+    dequantised.add("nvfp4_row_scaled_fwd_high_precision_bwd")
+    assert set(built) == {"fp8_current", "mxfp8", "nvfp4", "nvfp4_paper", "healing"} | dequantised
     assert "format=HYBRID" in built["fp8_current"]
     assert "power_2_scale=True" not in built["fp8_current"]
     assert built["mxfp8"].startswith(

@@ -129,6 +129,8 @@ RANDOM = {
     "ufp4": GRADIENTS,
     "ue5m3": GRADIENTS,
     "healing": GRADIENTS,
+    "nvfp4_1d_weight": GRADIENTS,
+    "mxfp8_fwd_nvfp4_bwd": GRADIENTS,
 }
 """The operands that are rounded at random (MS-EDEN: whose scales are)."""
 ROTATED = {
@@ -138,10 +140,23 @@ ROTATED = {
     "quartet2": {"dgrad": (128, "per_step"), "wgrad": (128, "per_step")},
     "tetrajet2": {"dgrad": (16, "per_call"), "wgrad": (16, "per_call")},
     "ufp4": {"fprop": (16, "fixed"), "dgrad": (16, "fixed"), "wgrad": (16, "fixed")},
+    **{key: {"wgrad": (16, "fixed")} for key in ("nvfp4_1d_weight", "mxfp8_fwd_nvfp4_bwd")},
+    "mxfp4_amd": {"wgrad": (32, "fixed")},
 }
-AGAIN = {key: {"dgrad.w", "wgrad.x"} for key in ("quartet", "quartet2", "tetrajet2")}
-TILED = {key: {"fprop.w", "dgrad.w"} for key in ("nvfp4", "nvfp4_paper", "healing", "ue5m3")}
-QUANTISED = {"bf16": set(), "fp32": set(), "mxfp4_backward": BACKWARD, "row_scaled": FORWARD}
+AGAIN = {
+    **{key: {"dgrad.w", "wgrad.x"} for key in ("quartet", "quartet2", "tetrajet2")},
+    **{key: {"dgrad.w"} for key in ("nvfp4_1d_weight", "mxfp8_fwd_nvfp4_bwd")},
+    "nvfp4_row_scaled_fwd_mxfp8_bwd": {"dgrad.w", "wgrad.x"},
+}
+DEQUANTISED = ("nvfp4_dequantised", "mxfp8_fwd_high_precision_bwd", "nvfp4_row_scaled_fwd_high_precision_bwd")
+TILED = {
+    **{key: {"fprop.w", "dgrad.w"} for key in ("nvfp4", "nvfp4_paper", "healing", "ue5m3")},
+    "nvfp4_dequantised": {"fprop.w"},
+}
+QUANTISED = {
+    **{"bf16": set(), "fp32": set(), "row_scaled": FORWARD, **dict.fromkeys(DEQUANTISED, FORWARD)},
+    **dict.fromkeys(("mxfp4_backward", "high_precision_fwd_mxfp8_bwd"), BACKWARD),
+}
 
 
 @every(name=PRESETS)
@@ -150,7 +165,9 @@ def test_a_preset_rounds_rotates_and_requantises_what_its_paper_does(name):
     quants = dict(recipe.quantised())
     assert set(quants) == QUANTISED.get(name, set(SLOTS))
     assert {slot for slot, quant in quants.items() if quant.rounding != "nearest"} == RANDOM.get(name, set())
-    assert {slot for slot, quant in quants.items() if quant.source == "forward"} == AGAIN.get(name, set())
+    assert {slot for slot, quant in quants.items() if quant.from_forward} == AGAIN.get(name, set())
+    copies = {slot for slot in ("dgrad.w", "wgrad.x") if recipe.dequantised(slot)}
+    assert copies == ({"dgrad.w", "wgrad.x"} if name in DEQUANTISED else set())
     assert {slot for slot, quant in quants.items() if quant.tile[0] > 1} == TILED.get(name, set())
     products = {product: getattr(recipe, product).hadamard for product in ("fprop", "dgrad", "wgrad")}
     assert {product: (h.size, h.signs) for product, h in products.items() if h} == ROTATED.get(name, {})

@@ -128,7 +128,7 @@ def _custom(description: Custom, name: str) -> Iterator[str]:
     yield '    tensor = role.tensor_type if role is not None else ""'
     for tensor in TENSORS:
         yield f'    if tensor == "{tensor}":'
-        yield f"        return {_pair(getattr(description, tensor))}"
+        yield from _pair(getattr(description, tensor))
     yield "    return te.IdentityQuantizer()"
     yield ""
     yield ""
@@ -142,16 +142,23 @@ def _custom(description: Custom, name: str) -> Iterator[str]:
     yield ")"
 
 
-def _pair(copies: Copies) -> str:
-    source = "rowwise_dequantized" if copies.requantised else "original"
-    return (
-        f"te.HybridQuantizer(rowwise_quantizer={_quantizer(copies.row)},"
-        f' columnwise_quantizer={_quantizer(copies.column)}, columnwise_source="{source}")'
-    )
+def _pair(copies: Copies) -> Iterator[str]:
+    """Yield the lines of the quantizer of a tensor's two copies."""
+    yield "        return te.HybridQuantizer("
+    for name, copy in (("rowwise", copies.row), ("columnwise", copies.column)):
+        kind, options = _quantizer(copy)
+        if options:
+            yield f"            {name}_quantizer=te.{kind}("
+            yield from (f"                {option}," for option in options)
+            yield "            ),"
+        else:
+            yield f"            {name}_quantizer=te.{kind}(),"
+    yield f'            columnwise_source="{"rowwise_dequantized" if copies.requantised else "original"}",'
+    yield "        )"
 
 
-def _quantizer(copy: CopyFormat) -> str:
-    """Return the constructor call of TE's quantizer of one format."""
+def _quantizer(copy: CopyFormat) -> tuple[str, list[str]]:
+    """Return TE's quantizer of one format, and its arguments."""
     match copy.family:
         case "nvfp4":
             options = {
@@ -166,14 +173,13 @@ def _quantizer(copy: CopyFormat) -> str:
                 "nvfp4_4over6_err_mode": repr(copy.chosen or "MAE"),
                 "with_random_sign_mask": copy.signs,
             }
-            return f"te.NVFP4Quantizer({', '.join(f'{key}={value}' for key, value in options.items())})"
+            return "NVFP4Quantizer", [f"{key}={value}" for key, value in options.items()]
         case "mxfp8":
-            return f"te.MXFP8Quantizer({_dtype(copy)}, with_2d_quantization={copy.square})"
+            return "MXFP8Quantizer", [_dtype(copy), f"with_2d_quantization={copy.square}"]
         case "fp8":
-            return (
-                f'te.Float8CurrentScalingQuantizer({_dtype(copy)}, device="cuda", force_pow_2_scales=False)'
-            )
-    return "te.IdentityQuantizer()"
+            fixed = ['device="cuda"', "force_pow_2_scales=False"]
+            return "Float8CurrentScalingQuantizer", [_dtype(copy), *fixed]
+    return "IdentityQuantizer", []
 
 
 def _dtype(copy: CopyFormat) -> str:
