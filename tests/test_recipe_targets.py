@@ -114,7 +114,7 @@ def expected(recipe: Recipe, layer: Layer, step: int, run: Run, layers: tuple[La
 
 
 TE_RECIPES = {
-    **{name: PRESETS[name]() for name in HELD["te"] - ZOO},
+    **{name: PRESETS[name]() for name in sorted(HELD["te"] - ZOO)},
     "two phases": resolve(
         "nvfp4",
         [
