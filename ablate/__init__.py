@@ -19,11 +19,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ablate.experiment import integrations
-    from ablate.experiment.python_api import convert, diff, log, presets, quantize, recipe
+    from ablate.experiment.python_api import convert, diff, export_model, log, presets, quantize, recipe
     from ablate.recipes.recipe import Recipe
 
 __version__ = "0.1.0"
-__all__ = ["Recipe", "convert", "diff", "integrations", "log", "presets", "quantize", "recipe", "results"]
+__all__ = [
+    "Recipe",
+    "convert",
+    "diff",
+    "export_model",
+    "integrations",
+    "log",
+    "presets",
+    "quantize",
+    "recipe",
+    "results",
+]
 
 _INTERFACE = "ablate.experiment.python_api"
 _HOMES = {"Recipe": "ablate.recipes.recipe"} | dict.fromkeys(__all__[1:], _INTERFACE)

@@ -1,0 +1,247 @@
+"""Packed NVFP4 checkpoints of a trained model, for serving: `export_model`.
+
+The problem. A model that was trained in NVFP4 is saved in bf16, and packed again by another tool with rules
+of its own: other scales, other roundings, another model than the one that was trained and evaluated.
+
+The idea. Write codes, block scales and outer scale as the recipe's own forward pass has them.
+
+    format               weight of layer L                   outer scale
+    compressed-tensors   L.weight_packed, L.weight_scale     L.weight_global_scale = 6 bound / amax
+    modelopt             L.weight (uint8), L.weight_scale    L.weight_scale_2 = amax / (6 bound)
+
+Two codes share a byte, the even column in the low nibble; `weight_scale` is E4M3 [out, in / 16]. Square
+blocks of 16x16 are written as rows that repeat their scale. Facts: compressed-tensors 0.20.0, nvidia-modelopt
+0.47.0.
+
+Refused: weights that the layout cannot hold (other elements, scales and blocks than NVFP4's, rotated ones),
+and sharded models. Not written: tokenizers, and anything of activations unless `calibrate` measures them.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ablate import provenance
+from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.files import Json, write
+from ablate.numerics.stored import Packed, packed
+from ablate.training.conversion import Conversion
+
+Format = Literal["compressed-tensors", "modelopt"]
+FORMATS: tuple[Format, ...] = ("compressed-tensors", "modelopt")
+_BLOCK = 16
+_ELEMENT_MAX = 6.0
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """Result of `export_model`."""
+
+    files: tuple[Path, ...]
+    packed: tuple[str, ...]
+    """Names of the layers whose weights are packed."""
+    high_precision: tuple[str, ...]
+    """Names of the linear layers whose weights stay as they are."""
+    calibrated: bool
+    """True if scales of activations are written."""
+
+
+def export_model(
+    run: Conversion,
+    folder: str | Path,
+    to: Format = "compressed-tensors",
+    *,
+    calibrate: Callable[[], object] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> ExportedModel:
+    """Write a model's weights as its recipe quantises them, packed, with a serving stack's configuration.
+
+    Args:
+        run: handle of the trained model, from `convert`. The recipe of its last step decides which layers are
+            packed: those of whose products the forward weight is quantised then.
+        folder: folder for `model.safetensors` and `config.json`; made if it does not exist.
+        to: `compressed-tensors` (vLLM), or `modelopt` (TensorRT-LLM, vLLM).
+        calibrate: calls the model on some batches, whose largest inputs become the static scales of the
+            activations. Without it only weights are quantised when the model is served (W4A16).
+        dtype: dtype of all other floating-point tensors.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ValueError: the format is unknown, nothing is packed, or a weight cannot be held.
+    """
+    if to not in FORMATS:
+        raise ValueError(f"to={to!r}: formats are {' and '.join(FORMATS)}")
+    layers = run.engine.layers
+    with run.evaluation():
+        casts = {name: _packed(name, layer) for name, layer in layers.items() if layer.products.fprop.w}
+        amaxes = _calibrated(layers, casts, calibrate) if calibrate else {}
+    if not casts:
+        raise ValueError(
+            "no layer's weight is quantised by the recipe of the last step; there is nothing to pack"
+        )
+    tensors = dict(_others(run.model, casts, dtype))
+    for name, cast in casts.items():
+        tensors |= {f"{name}.{key}": value for key, value in _LAYOUTS[to](cast, amaxes.get(name)).items()}
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    from safetensors.torch import save_file
+
+    weights = target / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt", "producer": f"ablate {_version()}"})
+    rest = [
+        name
+        for name, module in run.model.named_modules()
+        if isinstance(module, nn.Linear) and name not in casts
+    ]
+    files = [weights]
+    for name, content in _configurations(run.model, to, rest, bool(amaxes)).items():
+        write(target / name, content)
+        files.append(target / name)
+    return ExportedModel(tuple(files), tuple(casts), tuple(rest), bool(amaxes))
+
+
+def _packed(name: str, layer: EmulatedLinear) -> Packed:
+    """Return a layer's present weight as its forward product takes it."""
+    product = layer.products.fprop
+    quant = product.w
+    assert quant is not None
+    if layer.sharded:
+        raise ValueError(f"{name}: the model is sharded over ranks; gather it on one rank first")
+    if product.hadamard is not None:
+        raise ValueError(f"{name}: fprop.hadamard: the rotation of the inputs would be missing when served")
+    if quant.tile[1] != _BLOCK:
+        raise ValueError(f"{name}: fprop.w.block {quant.block}: NVFP4 has one scale for {_BLOCK} elements")
+    if layer.in_features % _BLOCK:
+        raise ValueError(f"{name}: {layer.in_features} input features are no multiple of {_BLOCK}")
+    try:
+        return packed(layer.weight_cast(), layer.in_features)
+    except ValueError as error:
+        raise ValueError(f"{name}: fprop.w: {error}") from None
+
+
+def _calibrated(
+    layers: Mapping[str, EmulatedLinear], casts: Mapping[str, Packed], calibrate: Callable[[], object]
+) -> dict[str, float]:
+    """Return the largest magnitude of each packed layer's inputs while `calibrate` calls the model."""
+    with ExitStack() as stack:
+        amaxes = {name: stack.enter_context(_watched(layers[name])) for name in casts}
+        with torch.no_grad():
+            calibrate()
+    missing = [name for name, seen in amaxes.items() if not seen]
+    if missing:
+        raise ValueError(f"{missing[0]}: calibrate did not call this layer; call the whole model")
+    found = {name: max(seen) for name, seen in amaxes.items()}
+    for name, amax in found.items():
+        if not 0 < amax < float("inf"):
+            raise ValueError(f"{name}: the largest input under calibrate is {amax:g}, which gives no scale")
+    return found
+
+
+@contextmanager
+def _watched(layer: nn.Module) -> Iterator[list[float]]:
+    """Inside this context, collect the largest magnitude of each input of a layer."""
+    seen: list[float] = []
+
+    def watch(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        seen.append(float(arguments[0].detach().abs().amax()))
+
+    hook = layer.register_forward_pre_hook(watch)
+    try:
+        yield seen
+    finally:
+        hook.remove()
+
+
+def _others(
+    model: nn.Module, casts: Mapping[str, Packed], dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield all entries of a state dict but the packed weights, each in memory of its own."""
+    skipped = {f"{name}.weight" for name in casts}
+    for name, value in model.state_dict().items():
+        if name not in skipped:
+            plain = value.detach().to(dtype if value.is_floating_point() else value.dtype)
+            yield name, plain.clone().contiguous()
+
+
+def _compressed_tensors(cast: Packed, amax: float | None) -> dict[str, Tensor]:
+    inverse = {"weight_global_scale": (_bound(cast) / cast.amax).reshape(1)}
+    if amax is not None:
+        inverse["input_global_scale"] = torch.tensor([_ELEMENT_MAX * 448 / amax], dtype=torch.float32)
+    return {
+        "weight_packed": cast.codes.contiguous(),
+        "weight_scale": cast.row_scales().contiguous(),
+    } | inverse
+
+
+def _modelopt(cast: Packed, amax: float | None) -> dict[str, Tensor]:
+    scales = {"weight_scale_2": cast.amax / _bound(cast)}
+    if amax is not None:
+        scales["input_scale"] = torch.tensor(amax / (_ELEMENT_MAX * 448), dtype=torch.float32)
+    return {"weight": cast.codes.contiguous(), "weight_scale": cast.row_scales().contiguous()} | scales
+
+
+def _bound(cast: Packed) -> Tensor:
+    """Return the divisor of the outer scale, fp32: 6 times the bound of the block scales."""
+    outer = cast.quant.outer
+    assert outer is not None
+    return torch.tensor(_ELEMENT_MAX * outer.bound * cast.quant.range.prescale, dtype=torch.float32)
+
+
+def _version() -> str:
+    return provenance.environment().get("ablate-fp4", "unknown")
+
+
+def _configurations(
+    model: nn.Module, to: Format, high_precision: list[str], calibrated: bool
+) -> dict[str, dict[str, Json]]:
+    """Return the configuration files by name."""
+    own: Any = getattr(model, "config", None)
+    config: dict[str, Json] = (
+        json.loads(json.dumps(own.to_dict(), default=str)) if hasattr(own, "to_dict") else {}
+    )
+    if to == "modelopt":
+        quantization: dict[str, Json] = {
+            "quant_algo": "NVFP4" if calibrated else "W4A16_NVFP4",
+            "kv_cache_quant_algo": None,
+            "group_size": _BLOCK,
+            "exclude_modules": list(high_precision),
+        }
+        whole: dict[str, Json] = {
+            "producer": {"name": "ablate", "version": _version()},
+            "quantization": quantization,
+        }
+        return {"hf_quant_config.json": whole} | ({"config.json": config} if config else {})
+    group: dict[str, Json] = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": _BLOCK,
+        "symmetric": True,
+    }
+    scheme: dict[str, Json] = {
+        "targets": ["Linear"],
+        "weights": group | {"dynamic": False},
+        "input_activations": group | {"dynamic": "local"} if calibrated else None,
+    }
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": scheme},
+        "ignore": list(high_precision),
+    }
+    return {"config.json": config}
+
+
+_LAYOUTS: Mapping[str, Callable[[Packed, float | None], dict[str, Tensor]]] = {
+    "compressed-tensors": _compressed_tensors,
+    "modelopt": _modelopt,
+}
