@@ -62,7 +62,7 @@ def test_a_sound_engine_agrees_in_every_row_and_says_so(found):
     assert run["status"] == 0, run["said"]
     said = " ".join(run["said"].split())
     assert (
-        "Transformer Engine 2.20.2 on this machine computes what the emulator computes in NVFP4 and MXFP8 and FP8: all 67 checks"
+        "Transformer Engine 2.20.2 on this machine computes what the emulator computes in NVFP4 and MXFP8 and FP8: all 73 checks"
         in said
     )
     written = document(found, "parity-no-gpu-2.20.2.json")
@@ -93,7 +93,7 @@ def test_every_preset_that_te_computes_is_among_the_layers(found):
     }
     covered = {products for _, _, products in recipes(("nvfp4", "mxfp8", "fp8"))}
     assert all(to_nearest(PRESETS[name]().products) in covered for name in computed)
-    assert len(found["layers"]) == len(covered) == 18
+    assert len(found["layers"]) == len(covered) == 24
 
 
 def test_what_is_read_is_what_te_own_storage_holds_whatever_its_padding(found):
