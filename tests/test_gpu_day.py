@@ -121,6 +121,7 @@ def test_a_step_that_fails_stops_no_other_and_is_in_the_summary(tmp_path):
     assert rows[-1] == ["| fine", "prints", "ok", f"{results['fine']['seconds']:.0f}", "1/2 |"]
 
 
+@pytest.mark.slow
 def test_what_a_hanging_command_started_ends_with_it(tmp_path):
     child = "import time, pathlib; time.sleep(3); pathlib.Path('{}').touch()".format(tmp_path / "late")
     code = (

@@ -237,6 +237,7 @@ def test_a_task_that_is_not_there_and_a_folder_that_is_none_are_told(tmp_path):
     assert (done.returncode, "not a manifest of jobs" in done.stderr) == (2, True)
 
 
+@pytest.mark.slow
 def test_a_damaged_result_is_told_and_not_copied(tmp_path):
     path = write(tmp_path, workload={"idle": {"steps": 2}}, seeds=1)
     folder, state = tmp_path / "jobs", tmp_path / "state"

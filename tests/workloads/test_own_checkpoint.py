@@ -164,6 +164,7 @@ def test_a_window_that_was_interrupted_goes_on_bit_for_bit(folder, tmp_path):
     assert taken[0].step < rest[0].step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [

@@ -404,6 +404,7 @@ def test_check_says_what_is_broken_and_its_status_says_whether(code):
 # --- the metric that is compared ----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_metric_that_the_code_does_not_log_is_refused_with_those_that_it_does(code, tmp_path):
     """By `check` before a sweep; by the sweep after its first trial, whose results are kept for the right name."""
     text = (
@@ -428,6 +429,7 @@ def test_a_metric_that_the_code_does_not_log_is_refused_with_those_that_it_does(
     assert "1 trials run, 1 already done" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_generator_is_part_of_a_checkpoint_and_what_has_no_state_is_named(code):
     changed(
         code,
