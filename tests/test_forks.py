@@ -25,7 +25,7 @@ from ablate.training.checkpoints import Checkpoints
 from ablate.training.fork_design import Forks
 from ablate.training.forked_training import train_forks
 from ablate.training.loop import Loop, Telemetry, Twin
-from ablate.training.metric_names import cell_of
+from ablate.training.metric_names import QUANTITIES, cell_of
 from ablate.training.rank_layout import Layout
 from ablate.training.workloads.gpt import Gpt
 
@@ -118,6 +118,18 @@ def test_the_last_record_has_the_means_of_the_longest_windows_over_positions_and
         assert metrics[f"val/{reading}"] == pytest.approx(sum(longest) / 2, rel=1e-12)
         assert len(parts) == 20
         assert sum(parts) / 20 == pytest.approx(metrics[f"val/{reading}"], rel=1e-12)
+
+
+def test_windows_are_read_by_other_recipes_too(tmp_path):
+    spec = trial(tmp_path, config=gpt(tmp_path, steps=STEPS, evaluate=["nvfp4"]))
+    records = list(spec.records(SELDOM))
+    every = {name: value for record in records for name, value in record.metrics.items()}
+    for quantity in QUANTITIES:
+        cells = [every[f"fork/{position}/4/{quantity}@nvfp4"] for position in FORKS.positions]
+        assert every[f"val/{quantity}@nvfp4"] == pytest.approx(sum(cells) / 2, rel=1e-12)
+    assert "val/loss@nvfp4" in records[-1].metrics
+    windows = [record for record in records if record.step > FORKS.trunk_steps]
+    assert not any("val/loss@nvfp4" in record.metrics for record in windows[:-1])
 
 
 def test_levels_are_recorded_at_the_end_alone(tmp_path):

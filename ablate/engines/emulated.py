@@ -25,7 +25,7 @@ are left alone. emulated_layer.py computes the products of one layer.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import partial
@@ -39,10 +39,11 @@ from torch.utils.checkpoint import checkpoint
 from ablate.engines.emulated_layer import DTYPES, HIGH, UNSET, EmulatedLinear, NotInForce, Probe
 from ablate.engines.ranks import Divided, Sharded
 from ablate.engines.weights import RulesState, WeightRules
+from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand
 from ablate.recipes.layers import LISTS, Layer, Match, block_name, block_of, located, select
-from ablate.recipes.recipe import Products, Recipe, Run, Trigger
+from ablate.recipes.recipe import SLOTS, Decider, Products, Recipe, Run, Trigger
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -156,13 +157,18 @@ class Engine:
         )
 
     def _in_force(self, recipe: Recipe, name: str) -> Products:
-        products, *others = (recipe.decided(self._deciders[alias]) or HIGH for alias in self.names[name])
+        products = self._agreed(recipe, self._deciders, name)
+        return self._fallback[1](products) if self._fallback and name in self._fallback[0] else products
+
+    def _agreed(self, recipe: Recipe, deciders: Mapping[str, Decider], name: str) -> Products:
+        """Return the products that a recipe gives to all names of a layer."""
+        products, *others = (recipe.decided(deciders[alias]) or HIGH for alias in self.names[name])
         if any(other != products for other in others):
             raise ValueError(
                 f"{' and '.join(self.names[name])} are one layer, and the recipe quantises them differently;"
                 " give each a layer of its own, or change the recipe's layers"
             )
-        return self._fallback[1](products) if self._fallback and name in self._fallback[0] else products
+        return products
 
     def fp4_share(self) -> float:
         """Return the fraction, in [0, 1], of the training FLOPs so far that were in FP4.
@@ -236,6 +242,34 @@ class Engine:
         finally:
             for name, layer in self.layers.items():
                 layer.products = before[name]
+
+    @contextmanager
+    def reading(self, recipe: Recipe):
+        """Inside this context, compute the forward pass by another recipe over the same weights.
+
+        Nothing of the training is used or changed: scales that depend on earlier steps are those of a first
+        step, and a weight is rounded without regard to its target.
+
+        Args:
+            recipe: products and layer rules; its schedule and weight rules have no part.
+
+        Raises:
+            ValueError: a layer's names are quantised differently.
+        """
+        deciders = recipe.layers.deciders(self.placed)
+        before = {
+            name: (layer.products, layer.histories, layer.target) for name, layer in self.layers.items()
+        }
+        products = {name: self._agreed(recipe, deciders, name) for name in self.layers}
+        try:
+            with self.unrecorded():
+                for name, layer in self.layers.items():
+                    layer.products, layer.target = products[name], None
+                    layer.histories = {slot: History() for slot in SLOTS}
+                yield
+        finally:
+            for name, layer in self.layers.items():
+                layer.products, layer.histories, layer.target = before[name]
 
     def nonfinite(self) -> int:
         """Return the number of operands so far, over all layers, that held a NaN or an infinity."""

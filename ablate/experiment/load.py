@@ -350,7 +350,8 @@ def _check_design(
             " damage depends on the window; write an experiment for each",
         )
     for metric in metrics:
-        if metric.name not in _LEVELS and (isinstance(base.config, Trained) or target_of(metric.name)):
+        levels = {*_LEVELS, *(base.config.of_readings if isinstance(base.config, Trained) else ())}
+        if metric.name not in levels and (isinstance(base.config, Trained) or target_of(metric.name)):
             document.problem(
                 ("metric",),
                 f"a forked trial is compared at the end of its windows, by {' or '.join(_LEVELS)}",
@@ -547,6 +548,8 @@ def _refuse_unknown(
     name: str, path: tuple[str | int, ...], base: StartingPoint | None, document: Document
 ) -> None:
     metrics = WORKLOADS[base.workload].METRICS if base is not None else None
+    if base is not None and metrics is not None and isinstance(base.config, Trained):
+        metrics |= base.config.of_readings
     if target_of(name) is not None:
         if path == ("metric", "name") or path[:2] == ("metric", 0) or path[0] != "metric":
             document.problem(

@@ -48,6 +48,7 @@ from ablate.engines.ranks import whole
 from ablate.numerics.choices import STATISTICS
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import tag
+from ablate.recipes.readings import reading
 from ablate.recipes.recipe import Recipe, Run, Weights
 from ablate.training.alarms import Alert, alerts
 from ablate.training.calls import Calls
@@ -188,7 +189,7 @@ class Conversion:
         self.steps_done += 1
 
     @contextmanager
-    def evaluation(self, *, high_precision: bool = False) -> Iterator["Conversion"]:
+    def evaluation(self, *, high_precision: bool = False, by: str | None = None) -> Iterator["Conversion"]:
         """Inside this context, the model is evaluated in the precision of the last step.
 
         Random bits come from a stream of their own, the same in every evaluation after the same step; no
@@ -196,7 +197,15 @@ class Conversion:
 
         Args:
             high_precision: compute without quantisation instead.
+            by: compute by the forward pass of another recipe instead: a preset, such as `nvfp4`, or one with
+                the ending `_weights_only`.
+
+        Raises:
+            ValueError: `by` is no such name, or is given beside `high_precision`.
         """
+        if by is not None and high_precision:
+            raise ValueError(f"evaluation(by={by!r}) is not in high precision; leave one of the two out")
+        other = None if by is None else reading(by)
         self._refuse_nesting("evaluation")
         outer, engine = self._within, self.engine
         clock, calls = engine.clock, self._calls
@@ -213,6 +222,8 @@ class Conversion:
                     stack.enter_context(engine.still_weights())
                 if high_precision:
                     stack.enter_context(engine.high_precision())
+                if other:
+                    stack.enter_context(engine.reading(other))
                 yield self
         finally:
             self._within, self._calls = outer, calls

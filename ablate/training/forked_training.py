@@ -20,10 +20,9 @@ from ablate.training.hyperparameters import Training
 from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Telemetry, Twin
 from ablate.training.metric_names import ENDINGS, part_metric, plain_metric
 
-_READINGS = ("loss", "loss_bf16")
-_LEVELS = ("train/loss", "val/loss", "val/loss_bf16")
-"""Metrics that are not recorded within windows: at a falling rate, and with a jump from each window to the
-next, a curve of them says nothing."""
+_TRAIN_LOSS = "train/loss"
+"""Not recorded within windows, as no metric of an evaluation is: at a falling rate, and with a jump from each
+window to the next, a curve of them says nothing."""
 
 
 class Trunk:
@@ -147,9 +146,9 @@ def train_forks(
                 return
             if loop.over:
                 readings[window.key] = _reading(loop.evaluated)
-                record = _ended(record, window, readings, forks)
             if record:
-                yield record._replace(metrics=_without_levels(record.metrics, window == forks.cells[-1]))
+                record = record._replace(metrics=_without_levels(record.metrics, loop.evaluated))
+            yield from filter(None, [_ended(record, window, readings, forks) if loop.over else record])
 
 
 def _missing(trunk: Trunk, left: Sequence[Window]) -> list[int]:
@@ -212,7 +211,7 @@ def _begin(
 def _reading(evaluation: Evaluation | None) -> dict[str, list[float]]:
     """Return a window's last losses by reading, one a part of the validation data."""
     assert evaluation is not None, "a window ends with an evaluation"
-    return dict(zip(_READINGS, evaluation, strict=True))
+    return dict(evaluation)
 
 
 def _ended(record: Record | None, window: Window, readings: Readings, forks: Forks) -> Record:
@@ -223,7 +222,7 @@ def _ended(record: Record | None, window: Window, readings: Readings, forks: For
         return record._replace(metrics=record.metrics | own)
     keys = [Window(position, forks.windows[-1], 0).key for position in forks.positions]
     parts: dict[str, float] = {}
-    for name in _READINGS:
+    for name in readings[window.key]:
         batches = [fmean(each) for each in zip(*(readings[key][name] for key in keys), strict=True)]
         parts[plain_metric(name)] = fmean(batches)
         shares = parts_of(batches)
@@ -232,7 +231,7 @@ def _ended(record: Record | None, window: Window, readings: Readings, forks: For
     return record._replace(metrics=record.metrics | own | parts)
 
 
-def _without_levels(metrics: Mapping[str, float], last: bool) -> dict[str, float]:
+def _without_levels(metrics: Mapping[str, float], evaluation: Evaluation | None) -> dict[str, float]:
     """Return a window's metrics without those of levels, which only the trial's last record has."""
-    kept = tuple(map(plain_metric, _READINGS)) if last else ()
-    return {name: value for name, value in metrics.items() if name not in _LEVELS or name in kept}
+    levels = {_TRAIN_LOSS, *map(plain_metric, evaluation or ())}
+    return {name: value for name, value in metrics.items() if name not in levels}

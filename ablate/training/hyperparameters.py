@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer, blocks_in
 from ablate.recipes.presets import fp8_current
+from ablate.recipes.readings import BF16
 from ablate.recipes.recipe import SLOTS, Products, Recipe
 
 MOST_STEPS, MOST_SEQUENCES, MOST_TOKENS = 10**9, 1 << 20, 1 << 40
@@ -119,7 +120,10 @@ class Training(Spec):
     SAME_BITS: ClassVar[frozenset[str]] = frozenset({"recompute", "token_budget"})
     """Fields that change how a run is written down or computed, but none of its numbers."""
     LATER: ClassVar[frozenset[str]] = frozenset(
-        {"compile", "time_budget", "optimizer", "optimizer_state", "momentum", "guard", "deterministic"}
+        {
+            *("compile", "time_budget", "optimizer", "optimizer_state", "momentum", "guard", "deterministic"),
+            "evaluate",
+        }
     )
 
     steps: int = Field(300, ge=1, le=MOST_STEPS)
@@ -168,6 +172,16 @@ class Training(Spec):
     eval_tokens: int = Field(16384, ge=1, le=MOST_TOKENS)
     eval_batch: int = Field(16, ge=1, le=MOST_SEQUENCES)
     """Sequences in a batch of the evaluation."""
+    evaluate: tuple[str, ...] = Field((), strict=False)
+    """Recipes by which every evaluation also reads the weights: presets, or a preset with `_weights_only`.
+
+    Each is a metric, such as `val/loss@nvfp4`. The training is the same with and without.
+    """
+
+    @field_validator("evaluate")
+    @classmethod
+    def _once_each(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(sorted({*names} - {BF16}))
 
     @model_validator(mode="after")
     def _steps_cover_the_budget(self) -> "Training":
@@ -191,6 +205,14 @@ class Training(Spec):
     def tokens_per_step(self) -> int:
         """Return the number of tokens (or image patches) that one optimizer step processes."""
         return self.batch * self.accumulate
+
+    def evaluations(self, quantised: bool) -> int:
+        """Return how often an evaluation passes its tokens through the model.
+
+        Args:
+            quantised: True if the recipe quantises any product.
+        """
+        return (2 if quantised else 1) + len(self.evaluate) + bool(self.evaluate)
 
     @property
     def extents(self) -> dict[str, int]:

@@ -21,7 +21,7 @@ it raises no error.
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -34,8 +34,8 @@ from ablate.engines.ranks import whole
 from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe, Run
 from ablate.training.checkpoints import Checkpoints, MeterState, RunState, Standing
-from ablate.training.data.batches import Batch
 from ablate.training.distributed import RankPart, clip, placed, world
+from ablate.training.evaluation import Evaluation, PreparedRun, evaluate, means
 from ablate.training.fork_design import Forks, Window
 from ablate.training.guard import GuardDecision, Watch
 from ablate.training.hyperparameters import Training
@@ -167,21 +167,6 @@ class Meter:
             "throughput/step_ms": 1000 * seconds / count,
             "throughput/tokens_per_s": count * self.tokens_per_step / seconds,
         }
-
-
-class PreparedRun(NamedTuple):
-    """Inputs of the training loop: a model with a recipe applied, and its data."""
-
-    model: nn.Module
-    """The converted model, in training mode, on the device that it is trained on."""
-    engine: Engine
-    """The engine that converted it."""
-    batch: Callable[[int, int], Batch]
-    """Function of step and micro-batch, both from 0, that returns a batch on the model's device."""
-    validation: Sequence[Batch]
-    """Batches of the evaluation, on the model's device."""
-    loss: Callable[..., Tensor] | None = None
-    """Function that returns the mean loss of a batch; None: the model returns it."""
 
 
 class Twin(NamedTuple):
@@ -384,7 +369,7 @@ class Loop:
             self.meter.reset()
         if evaluates:
             self.evaluated = evaluate(self.run, recipe, self.part)
-            metrics |= self.evaluated.metrics
+            metrics |= means(self.evaluated)
         if self.over:
             metrics["flops/fp4_share"] = self.run.engine.fp4_share()
         if stopped:
@@ -477,48 +462,3 @@ def _timed(look: Look, work: Callable[[], T]) -> T:
     result = work()
     look.seconds += time.perf_counter() - start
     return result
-
-
-class Evaluation(NamedTuple):
-    """Losses of the validation batches, in the unit of the loss."""
-
-    own: list[float]
-    """In the precision in force."""
-    high: list[float]
-    """With all layers in high precision."""
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return the means over the batches: `val/loss` and `val/loss_bf16`."""
-        own, high = (math.fsum(losses) / len(losses) for losses in self)
-        return {"val/loss": own, "val/loss_bf16": high}
-
-
-@torch.no_grad()
-def evaluate(run: PreparedRun, recipe: Recipe, part: RankPart) -> Evaluation:
-    """Return the losses of all validation batches, in the precision now in force and in high precision.
-
-    Ranks share out whole batches, so the values are the same on any number of ranks. Collective.
-
-    Args:
-        run: model, engine and validation batches.
-        recipe: the recipe now in force; without quantisation, both values are the same.
-        part: this rank's part.
-    """
-    run.engine.clock.stream = "evaluation"
-    run.model.eval()
-    own = high = _losses(run, part)
-    if not recipe.plain:
-        with run.engine.high_precision():
-            high = _losses(run, part)
-    run.model.train()
-    return Evaluation(own, high)
-
-
-def _losses(run: PreparedRun, part: RankPart) -> list[float]:
-    losses = []
-    with run.engine.still_weights():
-        for number in part.shares(len(run.validation)):
-            run.engine.clock.micro_batch = number
-            losses.append((run.loss or run.model)(*run.validation[number]).item())
-    return part.in_order(losses, len(run.validation))

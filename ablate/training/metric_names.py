@@ -47,6 +47,11 @@ EVALUATED = "evaluated"
 
 They are means over positions at the longest window."""
 
+LOSS, KL, EXTREME = QUANTITIES = ("loss", "kl", "extreme")
+"""Readings of an evaluation by another recipe: the mean loss; the divergence KL(bf16 || reading) of its
+distributions of the next token from those of bf16 on the same weights, nats a token; and the share of the
+data's tokens whose probability differs from bf16's by more than a factor of 2."""
+
 _OF_WINDOWS = frozenset({FORK, EVALUATED})
 _WITH_SLOTS = frozenset({"quant", "gemm", "mean"})
 _OF_DATA = frozenset({"train", "val"})
@@ -165,6 +170,16 @@ def is_added(text: str) -> bool:
 def reading(metric: str) -> str:
     """Return the name of a metric among the readings of a window: `loss` for `val/loss`."""
     return metric.removeprefix("val/")
+
+
+def by_recipe(quantity: str, recipe: str) -> str:
+    """Return the name of a reading of the weights by another recipe: `loss@nvfp4`.
+
+    Args:
+        quantity: one of `QUANTITIES`.
+        recipe: name of the reading (`recipes.readings`).
+    """
+    return f"{quantity}@{recipe}"
 
 
 def target_of(metric: str) -> float | None:

@@ -242,11 +242,19 @@ class Trial:
                 self._metrics |= conversion.metrics()
 
     @contextmanager
-    def evaluation(self, *, high_precision: bool = False) -> Iterator[None]:
-        """Inside this context, the models are evaluated in the precision of the last step."""
+    def evaluation(self, *, high_precision: bool = False, by: str | None = None) -> Iterator[None]:
+        """Inside this context, the models are evaluated in the precision of the last step.
+
+        Args:
+            high_precision: without quantisation instead.
+            by: by the forward pass of another recipe instead, as `Conversion.evaluation` has it.
+
+        Raises:
+            ValueError: `by` is no such name, or is given beside `high_precision`.
+        """
         with ExitStack() as stack:
             for conversion in self._conversions:
-                stack.enter_context(conversion.evaluation(high_precision=high_precision))
+                stack.enter_context(conversion.evaluation(high_precision=high_precision, by=by))
             yield
 
     def compare_gradient(self, closure: Callable[[], object]) -> None:

@@ -222,7 +222,12 @@ def _pretrained(source: str) -> nn.Module:
 
 
 def loss(clock: Clock, dtype: torch.dtype, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy of a batch in nats, an fp32 scalar.
+    """Return the mean cross-entropy of a batch in nats, fp32, of arguments as `logits` has them."""
+    return F.cross_entropy(logits(clock, dtype, model, tokens, targets).float(), targets.flatten())
+
+
+def logits(clock: Clock, dtype: torch.dtype, model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Return the logits of all tokens of a batch [batch * tokens, vocabulary].
 
     Args:
         clock: determines the draws of dropout.
@@ -237,5 +242,4 @@ def loss(clock: Clock, dtype: torch.dtype, model: nn.Module, tokens: Tensor, tar
         tokens.device.type, torch.bfloat16, enabled=cuda is not None and dtype == torch.bfloat16
     )
     with drawn(clock, cuda), autocast:
-        logits = model(input_ids=tokens, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        return model(input_ids=tokens, use_cache=False).logits.flatten(0, 1)

@@ -132,13 +132,20 @@ class Transformer(nn.Module):
         self.head = nn.Linear(shape.width, vocab, bias=False)
         self.angles = (shape.context, shape.width // shape.heads, shape.rope_theta)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return the mean loss in nats; without targets, the logits [batch * tokens, vocabulary]."""
         rotation = rotary_table(*self.angles, tokens.device)
         x = self.embedding(tokens).to(self.dtype)
         for block in self.blocks:
             x = block(x, rotation)
-        logits = linear(self.norm(x), self.head.weight.to(self.dtype))
-        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+        logits = linear(self.norm(x), self.head.weight.to(self.dtype)).flatten(0, 1)
+        return logits if targets is None else F.cross_entropy(logits.float(), targets.flatten())
+
+
+def logits(model: Transformer, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Return the logits of a batch [batch * tokens, vocabulary], whatever its targets, in the dtype of
+    activations."""
+    return model(tokens)
 
 
 def rotary_table(context: int, head: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:

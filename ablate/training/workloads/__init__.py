@@ -52,7 +52,7 @@ def unit(spec: str, metric: str) -> str:
         metric: name of the metric.
     """
     workload = WORKLOADS.get(next(iter(json.loads(spec).get("workload", {})), ""))
-    return workload.UNITS.get(metric, "") if workload else ""
+    return workload.UNITS.get(metric.partition("@")[0], "") if workload else ""
 
 
 CONTEXT_FREE = ("data/unigram_entropy", "data/blank_loss")

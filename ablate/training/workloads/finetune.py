@@ -253,14 +253,15 @@ class Finetune(TextWorkload):
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
         """Return the model, with the weights from which it starts, and windows of the text."""
         from ablate.engines.emulated_layer import DTYPES
-        from ablate.training.models.causal import build, loss
+        from ablate.training.models.causal import build, logits, loss
 
         model = (
             self._start(self.base, clock, device)
             if self.base
             else build(self.model, self.corpus.vocab, clock.seed, device)
         )
-        return Subject(model, *self.windows(clock.seed, device), partial(loss, clock, DTYPES[recipe.dtype]))
+        parts = (partial(part, clock, DTYPES[recipe.dtype]) for part in (loss, logits))
+        return Subject(model, *self.windows(clock.seed, device), *parts)
 
     def with_adapters(self, subject: Subject, clock: Clock) -> Subject:
         """Return the subject with adapters, if they are to be trained."""

@@ -172,15 +172,19 @@ class Gpt(TextWorkload):
         import torch
 
         from ablate.engines.emulated_layer import DTYPES
-        from ablate.training.models.transformer import Transformer, initialise
+        from ablate.training.models.transformer import Transformer, initialise, logits
 
         if self.model is not None:
-            from ablate.training.models.causal import build, loss
+            from ablate.training.models import causal
 
-            model = build(self.model, self.corpus.vocab, clock.seed, device, weights=False)
+            model = causal.build(self.model, self.corpus.vocab, clock.seed, device, weights=False)
             return Subject(
-                model, *self.windows(clock.seed, device), partial(loss, clock, DTYPES[recipe.dtype])
+                model,
+                *self.windows(clock.seed, device),
+                *(partial(part, clock, DTYPES[recipe.dtype]) for part in (causal.loss, causal.logits)),
             )
         with torch.device("meta"):
             model = Transformer(self, self.corpus.vocab, DTYPES[recipe.dtype])
-        return Subject(initialise(model, clock.seed, device), *self.windows(clock.seed, device))
+        return Subject(
+            initialise(model, clock.seed, device), *self.windows(clock.seed, device), logits=logits
+        )

@@ -234,7 +234,7 @@ class Mae(Trained):
 
         The encoder processes only the visible patches.
         """
-        evaluated = self.steps // self.eval_every * self.eval_tokens * (2 if quantised else 1)
+        evaluated = self.steps // self.eval_every * self.eval_tokens * self.evaluations(quantised)
         images = (self.steps * self.tokens_per_step + evaluated / 3) / self.patches
         passes = ((self.encoder, images * (self.visible + 1)), (self.decoder, images * (self.patches + 1)))
         multiplied = sum(6 * stack.parameters * tokens for stack, tokens in passes)

@@ -13,6 +13,7 @@ from ablate.files import Json
 from ablate.training.data import Corpus, open_corpus, without_places
 from ablate.training.data.corpus import TextSource
 from ablate.training.hyperparameters import METRICS
+from ablate.training.metric_names import QUANTITIES
 from ablate.training.workloads.trained import Trained
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class TextWorkload(Trained):
     """Training on windows of a corpus."""
 
     METRICS: ClassVar[frozenset[str]] = METRICS | {"val/bits_per_byte"}
+    QUANTITIES: ClassVar[tuple[str, ...]] = QUANTITIES
 
     data: TextSource = "stdlib"
     """`stdlib`: source of Python's standard library as bytes; `prose`: 40 kB of English; or your own data.
@@ -125,7 +127,7 @@ class TextWorkload(Trained):
             blocks: number of transformer blocks.
             quantised: True if the recipe quantises any product.
         """
-        evaluated = self.steps // self.eval_every * self.eval_tokens * (2 if quantised else 1)
+        evaluated = self.steps // self.eval_every * self.eval_tokens * self.evaluations(quantised)
         tokens = self.steps * self.tokens_per_step + evaluated / 3
         return (
             6 * parameters * tokens / 200e9

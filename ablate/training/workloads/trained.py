@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ablate.files import Json
 from ablate.recipes.layers import Match, select
+from ablate.recipes.readings import problems, reading
 from ablate.recipes.recipe import Recipe
 from ablate.training.hyperparameters import Training
-from ablate.training.metric_names import ENDINGS
+from ablate.training.metric_names import ENDINGS, LOSS, by_recipe, plain_metric
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +35,9 @@ class Subject(NamedTuple):
     validation: list[Batch]
     loss: Callable[..., Tensor] | None = None
     """Function that returns the mean loss, given the model and a batch; None: the model returns it."""
+    logits: Callable[..., Tensor] | None = None
+    """Function that returns logits [tokens, vocabulary], given the model and a batch whose last tensor holds
+    the tokens to predict; None: the model has none."""
 
 
 class Trained(Training):
@@ -42,7 +46,20 @@ class Trained(Training):
     A subclass defines `subject`. It may also define metrics derived from a record, and files left at the end.
     """
 
-    UNITS: ClassVar[dict[str, str]] = {"train/loss": "nats", "val/loss": "nats", "val/loss_bf16": "nats"}
+    UNITS: ClassVar[dict[str, str]] = {
+        "train/loss": "nats",
+        "val/loss": "nats",
+        "val/loss_bf16": "nats",
+        "val/kl": "nats",
+    }
+
+    QUANTITIES: ClassVar[tuple[str, ...]] = (LOSS,)
+    """Readings of an evaluation by another recipe."""
+
+    @property
+    def of_readings(self) -> frozenset[str]:
+        """Return the metrics of the recipes by which evaluations also read the weights."""
+        return frozenset(plain_metric(by_recipe(q, name)) for name in self.evaluate for q in self.QUANTITIES)
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -51,6 +68,7 @@ class Trained(Training):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, reason) for each field that cannot run."""
+        yield from (("evaluate", reason) for reason in problems(self.evaluate))
         named = [pattern for pattern in self.guard.fallback.layers if pattern != "*"]
         try:
             layers = self.linear_layers if named else ()
@@ -178,6 +196,8 @@ class Trained(Training):
             subject.batch,
             subject.validation,
             subject.loss and partial(subject.loss, subject.model),
+            subject.logits and partial(subject.logits, subject.model),
+            {name: reading(name) for name in self.evaluate},
         )
 
     def train(
