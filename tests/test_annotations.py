@@ -6,6 +6,7 @@ import math
 import threading
 
 import optuna
+import plotly.io
 import pytest
 from optuna.storages import JournalStorage
 from support.experiments import ledger, sweep, tiny
@@ -125,7 +126,11 @@ def test_a_study_gets_a_note_each_arm_its_own_and_the_gaps_as_a_picture(copied):
     (points,) = json.loads(figure)["data"]
     assert points["y"] == sorted(points["y"], key=lambda name: -arms[name].gap.mean)
     assert len(points["y"]) == 2
-    assert json.loads(figure)["layout"]["title"]["text"] == "How far is each arm from its baseline?"
+    drawn = plotly.io.from_json(figure)  # which refuses what plotly has not
+    assert drawn.layout.title.text == "How far is each arm from its baseline?"
+    assert [shape.x1 for shape in drawn.layout.shapes if shape.type == "rect"] == list(
+        {arm.margin for arm in arms.values() if arm.margin}
+    )
 
 
 def test_the_same_answer_again_adds_no_more_than_its_picture_and_another_is_the_one_that_stays(copied):

@@ -63,7 +63,7 @@ FOREIGN = {
     "_quantizer": "Transformer Engine's tensors",
     "_recover_swizzled_scales": "Transformer Engine's reference",
     "_replace": "named tuples",
-    "_repr_mimebundle_": "IPython's protocol",
+    "_repr_mimebundle_": "Jupyter's protocol",
     "_rowwise_data": "Transformer Engine's tensors",
     "_rowwise_scale_inv": "Transformer Engine's tensors",
     "_scale_inv": "Transformer Engine's tensors",

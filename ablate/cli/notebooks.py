@@ -1,27 +1,22 @@
 """Run a notebook in this process and render it as a page: no kernel, no port, nothing of the user's IPython.
 
-The notebooks in `analysis/` open in Jupyter as they are. A report needs their outputs only, and starting a
-kernel for each takes longer than all that they compute. Only this file uses IPython's shell.
+The notebooks in `analysis/` open in Jupyter as they are. A report needs their outputs only, and a kernel for
+each takes longer than all that they compute. Their cells are plain Python, without IPython's magics: a cell
+is executed, and the value of its last expression is what it shows.
 """
 
-import atexit
+import ast
+import io
 import json
-import os
 import re
-import sys
-import tempfile
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ablate.results.page import slug
-
-if TYPE_CHECKING:
-    from IPython.core.interactiveshell import InteractiveShell
 
 
 class NotebookError(Exception):
@@ -55,59 +50,52 @@ def run(path: Path, parameters: Mapping[str, object]) -> list[Cell]:
     Raises:
         NotebookError: a cell failed.
     """
-    from IPython.utils.capture import capture_output
-
-    cells, number = [], 0
+    cells, number, names = [], 0, dict[str, Any](__name__=path.stem)
     # Warnings and standard error are left out: they name files of this machine, but the page is for others.
-    with _shell() as shell, warnings.catch_warnings(action="ignore"):
+    with warnings.catch_warnings(action="ignore"):
         for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
             source = "".join(cell["source"])  # one text, or its lines
             if cell["cell_type"] != "code":
                 cells.append(Cell(cell["cell_type"] == "markdown", source))
                 continue
             number += 1
-            # The trap's hook gives way to that of the capture only if the trap is set before.
-            with shell.display_trap, capture_output() as captured:
-                result = shell.run_cell(source)
-            if isinstance(result.error_in_exec, KeyboardInterrupt):  # the user's, which the shell has caught
-                raise result.error_in_exec
-            if error := result.error_before_exec or result.error_in_exec:
+            try:
+                with redirect_stdout(io.StringIO()) as printed, redirect_stderr(io.StringIO()):
+                    value = _executed(source, f"{path.stem}, cell {number}", names)
+            except Exception as error:
                 raise NotebookError(
                     f"notebook {path.stem} stopped in cell {number}: {type(error).__name__}: {error}; "
                     f"run it in Jupyter to see more: {path}"
-                )
+                ) from error
             if hidden := "parameters" in cell["metadata"].get("tags", ()):
-                shell.user_ns.update({key: parameters[key] for key in parameters if key in shell.user_ns})
-            printed = [{"text/plain": captured.stdout}] if captured.stdout.strip() else []
-            outputs = (*printed, *(output.data for output in captured.outputs))
-            cells.append(Cell(False, source, outputs, hidden))
+                names.update({key: parameters[key] for key in parameters if key in names})
+            outputs = [{"text/plain": printed.getvalue()}] if printed.getvalue().strip() else []
+            cells.append(Cell(False, source, (*outputs, *_shown(value)), hidden))
     return cells
 
 
-@contextmanager
-def _shell() -> "Iterator[InteractiveShell]":
-    """Yield a shell with an empty namespace, without history, profile or start-up files."""
-    from IPython.core.interactiveshell import InteractiveShell
-    from traitlets.config import Config
+def _executed(source: str, name: str, names: dict[str, Any]) -> object:
+    """Execute a cell in a namespace, and return the value of its last expression; None if it ends otherwise.
 
-    before = os.environ.get("IPYTHONDIR")
-    with tempfile.TemporaryDirectory(prefix="ablate-ipython-") as folder:
-        os.environ["IPYTHONDIR"] = folder
-        InteractiveShell.clear_instance()
-        # A module of its own: IPython would put one in the place of this program's __main__.
-        module = ModuleType("ablate_notebook")
-        config = Config({"HistoryManager": {"enabled": False}})
-        shell = InteractiveShell.instance(config=config, user_module=module, user_ns=module.__dict__)
-        try:
-            yield shell
-        finally:
-            atexit.unregister(shell.atexit_operations)  # what it would do then is done now
-            shell.atexit_operations()
-            InteractiveShell.clear_instance()
-            sys.modules.pop(module.__name__, None)
-            os.environ.pop("IPYTHONDIR")
-            if before is not None:
-                os.environ["IPYTHONDIR"] = before
+    Args:
+        source: Python.
+        name: what a traceback calls it.
+        names: the namespace, which is changed.
+    """
+    tree = ast.parse(source, name)
+    last = tree.body[-1] if tree.body else None
+    if not isinstance(last, ast.Expr):
+        last = None
+    exec(compile(ast.Module(tree.body[:-1] if last else tree.body, []), name, "exec"), names)
+    return eval(compile(ast.Expression(last.value), name, "eval"), names) if last else None
+
+
+def _shown(value: object) -> list[Mapping[str, Any]]:
+    """Return what Jupyter shows of a value, by media type, as a list: an empty one for None."""
+    if value is None:
+        return []
+    bundle = getattr(value, "_repr_mimebundle_", None)
+    return [bundle() if bundle else {"text/plain": repr(value)}]
 
 
 def page(cells: list[Cell], template: Path, **values: object) -> str:

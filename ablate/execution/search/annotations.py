@@ -6,10 +6,11 @@ written by users in the dashboard stay.
 """
 
 import hashlib
+import json
 import math
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import Any, TypedDict
 
 import optuna
 from optuna.storages import JournalStorage
@@ -22,9 +23,6 @@ from ablate.experiment.schema import Metric
 from ablate.results.number_text import interval
 from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import verdict_text
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 _FEWEST = 8
 """Number of finished arms below which an importance is noise."""
@@ -70,7 +68,9 @@ def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], m
             notes.save(trial_id(trial), _note(arm, trial.user_attrs))
     notes.close()
     if any(arm.gap and arm.gap.pairs for arm in arms):
-        save_figure(storage, storage.get_study_id_from_name(sweep), _FIGURE, _forest(arms, metric).to_json())
+        save_figure(
+            storage, storage.get_study_id_from_name(sweep), _FIGURE, json.dumps(_forest(arms, metric))
+        )
 
 
 def _load(journal: Path, sweep: str) -> tuple[optuna.Study, JournalStorage] | None:
@@ -127,38 +127,46 @@ def _note(arm: ArmSummary, facts: TrialFacts) -> str:
     return f"{note}\n\nMLflow: {', '.join(runs)}" if runs else note
 
 
-def _forest(arms: list[ArmSummary], metric: Metric) -> "Figure":
+def _forest(arms: list[ArmSummary], metric: Metric) -> dict[str, Any]:
     """Draw every arm's gap to its baseline with its interval, the best on top; the grey band is the margin of
     no effect.
-    """
-    from plotly.graph_objects import Figure, Scatter
 
+    Returns:
+        The figure as plotly's JSON, written out here: importing plotly takes a third of a second.
+    """
     sign = 1 if metric.direction == "minimize" else -1
     gaps = [(arm, arm.gap) for arm in arms if arm.gap and arm.gap.pairs]
     gaps.sort(key=lambda pair: -sign * pair[1].mean)
     shown = [arm for arm, _ in gaps]
     half = [gap.high - gap.mean if gap.has_interval else 0 for _, gap in gaps]
-    figure = Figure(
-        Scatter(
-            x=[gap.mean for _, gap in gaps],
-            y=[arm.name if len(arm.name) <= _SHORT else f"{arm.name[:_SHORT]}..." for arm in shown],
-            error_x={"type": "data", "array": [width if math.isfinite(width) else 0 for width in half]},
-            mode="markers",
-            marker={"size": 9, "color": "#0173b2"},
-            hovertext=[verdict_text(arm.verdict) for arm in shown],
-        )
-    )
-    figure.add_vline(0, line_color="#595959")
+    points = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [gap.mean for _, gap in gaps],
+        "y": [arm.name if len(arm.name) <= _SHORT else f"{arm.name[:_SHORT]}..." for arm in shown],
+        "error_x": {"type": "data", "array": [width if math.isfinite(width) else 0 for width in half]},
+        "marker": {"size": 9, "color": "#0173b2"},
+        "hovertext": [verdict_text(arm.verdict) for arm in shown],
+    }
+    height = {"yref": "paper", "y0": 0, "y1": 1}
+    shapes = [{"type": "line", "x0": 0, "x1": 0, "line": {"color": "#595959"}, **height}]
     margins = {arm.margin for arm in shown}
     if len(margins) == 1 and (margin := margins.pop()):
-        figure.add_vrect(-margin, margin, fillcolor="#cccccc", opacity=0.4, line_width=0, layer="below")
-    figure.update_layout(
-        title="How far is each arm from its baseline?",
-        xaxis_title=f"{metric.name}: arm minus baseline, paired, {shown[0].interval}",
-        yaxis={"type": "category", "automargin": True},
-        template="plotly_white",
-    )
-    return figure
+        band = {"fillcolor": "#cccccc", "opacity": 0.4, "line": {"width": 0}, "layer": "below"}
+        shapes.append({"type": "rect", "x0": -margin, "x1": margin, **band, **height})
+    grid = {"gridcolor": "#ebebeb", "zerolinecolor": "#ebebeb"}
+    layout = {
+        "title": {"text": "How far is each arm from its baseline?"},
+        "xaxis": {
+            "title": {"text": f"{metric.name}: arm minus baseline, paired, {shown[0].interval}"},
+            **grid,
+        },
+        "yaxis": {"type": "category", "automargin": True, **grid},
+        "shapes": shapes,
+        "plot_bgcolor": "white",
+        "paper_bgcolor": "white",
+    }
+    return {"data": [points], "layout": layout}
 
 
 # Which knob mattered
