@@ -1,5 +1,7 @@
 """What a plan remarks: knobs that turn nothing that is computed, and models of which a recipe reaches little."""
 
+import json
+
 import pytest
 import torch
 from support.commands import here
@@ -156,3 +158,21 @@ def test_a_plan_counts_the_layers_of_arms_with_a_layer_policy(tmp_path):
 def test_arms_whose_policies_select_alike_are_told_together(tmp_path):
     (told,) = policies(tiny(tmp_path, shape={"layers": 3}, ablate={"skip_last": [1], "rht": [True, False]}))
     assert (told[0].count("skip_last=1"), len(told[1])) == (2, 2)
+
+
+def test_a_plan_for_another_machine_takes_its_gpu_and_refuses_what_that_cannot_train(tmp_path):
+    shape = {"width": 64, "heads": 2, "context": 32}
+    path = write(tmp_path, shape=shape, recipe="nvfp4", engine="transformer_engine", against="bf16")
+    found = here("plan", path, "--capability", "10.0", "--json", "--state", tmp_path / "runs")
+    assert found.returncode == 0, found.stderr
+    plan = json.loads(found.stdout)
+    assert (plan["engine"], plan["device"], plan["to_run"]) == ("transformer_engine", "cuda", 6)
+    for words, part in (
+        (("--device", "cuda"), "no GPU"),
+        (("--capability", "9.0"), "9.0"),
+        (("--capability", "12.0"), "12.0"),
+        (("--capability", "B200"), "B200"),
+        (("--capability", "10.0", "--device", "cpu"), "--device"),
+    ):
+        done = here("plan", path, *words, "--state", tmp_path / "runs")
+        assert (done.returncode, part in done.stderr) == (2, True), (words, done.stderr)

@@ -15,10 +15,11 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import Device, JsonOption, Profile, Seeds, State, console, duration
+from ablate.cli.common import WHERE, Device, JsonOption, Profile, Seeds, State, console, duration
 from ablate.cli.recipe import placements
 from ablate.cli.settings import Settings, find_settings
-from ablate.errors import one_line
+from ablate.engines.hardware import rented_machine
+from ablate.errors import InputError, one_line
 from ablate.execution.estimate import Load, TimeModel, time_left, unproposed
 from ablate.execution.shared_prefixes import Family, note
 from ablate.experiment.arms import Arm, KnobError
@@ -58,12 +59,28 @@ def plan(
     state: State = None,
     profile: Profile = None,
     device: Device = None,
+    capability: Annotated[
+        str | None,
+        typer.Option(
+            help="Plan for another machine: one with Transformer Engine and a GPU of this compute "
+            "capability, such as 10.0 for a B200.",
+            rich_help_panel=WHERE,
+        ),
+    ] = None,
 ) -> None:
     """Show the arms and trials of an experiment, how many are done, and an estimate of the time for the rest.
     Runs nothing.
     """
+    machine = None
+    if capability is not None:
+        if device == "cpu":
+            raise InputError(["--capability: describes a machine with a GPU, and --device is cpu"])
+        try:
+            machine, device = rented_machine(capability), "cuda"
+        except ValueError as error:
+            raise InputError([f"--capability: {error}"]) from None
     settings = find_settings(profile, state=state, device=device)
-    experiment = load(file, settings.device, seeds)
+    experiment = load(file, settings.device, seeds, machine)
     if as_json:
         print(json.dumps(as_data(experiment, settings), indent=2))
     else:

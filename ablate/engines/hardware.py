@@ -43,6 +43,19 @@ def this_machine() -> Machine:
     return Machine(installed("transformer-engine"), native, _capability())
 
 
+def rented_machine(capability: str) -> Machine:
+    """Return the properties of a machine with a GPU of this compute capability, such as `10.0`, and with the
+    oldest Transformer Engine that the engine takes; it need not be this machine.
+
+    Raises:
+        ValueError: The text is not two numbers with a point between them.
+    """
+    match = re.fullmatch(r"(\d+)\.(\d+)", capability)
+    if match is None:
+        raise ValueError(f"{capability!r} is no compute capability; one is 10.0, that of a B200")
+    return Machine(".".join(map(str, OLDEST)), True, (int(match[1]), int(match[2])))
+
+
 def installed(package: str) -> str | None:
     """Return the installed version of a package, None if it is not installed; imports nothing."""
     try:

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from ablate.engines.hardware import Machine
 from ablate.errors import InputError, nearest
 from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint, reason
 from ablate.experiment.asked import check_asked
@@ -190,7 +191,9 @@ def sweep_name(path: Path) -> str:
     raise InputError([f"{str(path)!r}: {why}; rename the file, to rht_sr.yaml for example"])
 
 
-def load(path: Path, device: str | None = None, count: int | None = None) -> Experiment:
+def load(
+    path: Path, device: str | None = None, count: int | None = None, machine: Machine | None = None
+) -> Experiment:
     """Read, check and expand an experiment file.
 
     Args:
@@ -198,6 +201,7 @@ def load(path: Path, device: str | None = None, count: int | None = None) -> Exp
         device: class of device that trials will run on (`cpu` or `cuda`), on which `engine: auto` depends;
             None: that of this machine.
         count: number of seeds in place of the file's, as if it were written there; None: the file's.
+        machine: description of the machine that the engine is chosen for; None: this machine.
 
     Returns:
         The experiment. Every arm that it names can be built and computed by its engine.
@@ -236,7 +240,7 @@ def load(path: Path, device: str | None = None, count: int | None = None) -> Exp
             ("seeds",), f"make {trials} trials of all arms; an experiment has at most {MOST_TRIALS}"
         )
     _refuse_unmeasured(file, base, [arm.name for arm in every_arm], document)
-    choice = _engine(file, (*every_arm, *ends), device, document)
+    choice = _engine(file, (*every_arm, *ends), device, machine, document)
     _refuse_misfits(file, every_arm, choice, document)
     return Experiment(
         name=name,
@@ -419,10 +423,16 @@ def _check_engine(file: ExperimentFile, document: Document) -> None:
         document.problem(("engine",), str(error), file.engine)
 
 
-def _engine(file: ExperimentFile, arms: tuple[Arm, ...], device: str | None, document: Document) -> Choice:
+def _engine(
+    file: ExperimentFile,
+    arms: tuple[Arm, ...],
+    device: str | None,
+    machine: Machine | None,
+    document: Document,
+) -> Choice:
     """Return the engine of all arms. InputError if the requested engine cannot compute them."""
     try:
-        return choose(file.engine, arms, device, layout=file.resources.most)
+        return choose(file.engine, arms, device, layout=file.resources.most, machine=machine)
     except ValueError as error:
         document.problem(("engine",), str(error), file.engine)
         document.check()
