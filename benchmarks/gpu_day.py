@@ -3,6 +3,7 @@
     benchmarks/gpu_day.sh                      # sets up an environment, then runs this file
     benchmarks/gpu_day.sh --dry-run            # lists the steps, and checks every option of their commands
     benchmarks/gpu_day.sh --only kernels
+    benchmarks/gpu_day.sh --resume --out DAY   # runs the steps that DAY has no good result of yet
 
 The problem. The project is developed without a GPU, and who lends one has an afternoon. Nothing may stop half
 way, and a command whose option was renamed since must be found before that afternoon.
@@ -481,15 +482,29 @@ def summarize(results: Sequence[Result], chosen: Sequence[Step], machine: Machin
     (out / "results.json").write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
 
 
-def run_all(chosen: Sequence[Step], machine: Machine, out: Path) -> int:
-    """Run the steps one after another. Return the exit status: 1 if one failed."""
+def earlier(out: Path) -> list[Result]:
+    """Return the results of an earlier run in this folder that ended well; [] if there was none."""
+    try:
+        rows = json.loads((out / "results.json").read_text())
+    except FileNotFoundError:
+        return []
+    return [result for result in (Result(**row) for row in rows) if result.result == "ok"]
+
+
+def run_all(chosen: Sequence[Step], machine: Machine, out: Path, done: Sequence[Result] = ()) -> int:
+    """Run the steps one after another, except for those that are done. Return the exit status: 1 if one
+    failed.
+    """
     out.mkdir(parents=True, exist_ok=True)
     machine = replace(machine, facts=machine.facts | checkout())
     record(out, machine)
-    results: list[Result] = []
+    results = [result for result in done if result.step in {step.name for step in chosen}]
+    finished = {result.step for result in results}
     # A cache of its own: a comparison that is stored there would change the engine of later sweeps.
     with tempfile.TemporaryDirectory(prefix="gpu-day-") as cache:
         for number, step in enumerate(chosen, 1):
+            if step.name in finished:
+                continue
             reason = step.obstacle(machine)
             print(f"[{number}/{len(chosen)}] {step.name}: {step.about} ...", flush=True)
             result = (
@@ -516,6 +531,9 @@ def main(
     """
     parser = argparse.ArgumentParser(prog="benchmarks/gpu_day.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--dry-run", action="store_true", help="list the steps and check their commands")
+    parser.add_argument(
+        "--resume", action="store_true", help="skip steps that ended well in the folder of --out"
+    )
     parser.add_argument("--only", action="append", metavar="STEP", help="run this step alone; repeatable")
     default = Path(time.strftime("gpu-day-%Y%m%d-%H%M%S"))
     parser.add_argument("--out", type=Path, default=default, metavar="FOLDER", help="folder for the results")
@@ -527,7 +545,9 @@ def main(
         parser.error(f"--only {', '.join(unknown)}: no such step; there are {', '.join(names)}")
     chosen = [step for step in chosen if not asked.only or step.name in asked.only]
     machine = describe()
-    return dry_run(chosen, machine) if asked.dry_run else run_all(chosen, machine, out)
+    if asked.dry_run:
+        return dry_run(chosen, machine)
+    return run_all(chosen, machine, out, earlier(out) if asked.resume else ())
 
 
 if __name__ == "__main__":

@@ -145,6 +145,25 @@ def test_one_step_can_be_chosen_and_a_name_that_is_not_there_is_refused(tmp_path
     assert "no such step; there are one, two" in capsys.readouterr().err
 
 
+def test_a_resumed_day_runs_what_has_no_good_result_yet(tmp_path):
+    def steps(count):
+        note = f"open({str(tmp_path / 'runs')!r}, 'a').write('{{}}'); raise SystemExit({count})"
+        return (
+            Step("good", "", python(note.format("g").replace(f"({count})", "(0)")), 60),
+            Step("flaky", "", python(note.format("f")), 60),
+            Step("elsewhere", "", python("1"), 60, (gpu_day.gpu,)),
+        )
+
+    out = tmp_path / "day"
+    assert day(out, *steps(1), words=("--resume",))[0] == 1
+    status, results, summary = day(out, *steps(0), words=("--resume",))
+    assert (status, (tmp_path / "runs").read_text()) == (0, "gff")
+    assert results.keys() == {"good", "flaky", "elsewhere"}
+    assert summary.count("\n| ") == 4
+    assert day(out, *steps(0))[1]["good"]["result"] == "ok"  # without the option everything runs again
+    assert (tmp_path / "runs").read_text() == "gffgf"
+
+
 def test_the_machine_is_recorded(tmp_path):
     day(tmp_path, Step("one", "", python("print(1)"), 60))
     machine = json.loads((tmp_path / "machine.json").read_text())
