@@ -9,11 +9,14 @@ RUN python3 -m venv --system-site-packages --without-pip /opt/venv
 WORKDIR /opt/ablate
 
 # Torch and all that was built against it stay at what the image has: `kept.txt`; everything else is at this project's pins.
+# TESTS=yes adds what the tests import, some of which benchmarks/gpu_day.sh runs.
+ARG TESTS=""
 COPY pyproject.toml constraints.txt ./
 COPY docker/pins.py docker/pins.py
 RUN python docker/pins.py kept > /opt/kept.txt \
     && python docker/pins.py merged /opt/kept.txt > /opt/constraints.txt \
     && python docker/pins.py requirements server hf > /tmp/requirements.txt \
+    && if [ -n "$TESTS" ]; then python docker/pins.py tests >> /tmp/requirements.txt; fi \
     && python -m pip install --constraint /opt/constraints.txt --requirement /tmp/requirements.txt \
     && python docker/pins.py unchanged /opt/kept.txt
 

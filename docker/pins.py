@@ -1,6 +1,7 @@
 """Requirements of an image, for the Dockerfiles: from pyproject.toml, constraints.txt and the installation.
 
 requirements EXTRA...        the requirements of the package and these extras, one per line
+tests                        the requirements of the tests, without all that is built against torch
 kept                         the installed versions of torch and all that is built against it, as constraints
 merged FILE                  constraints.txt, with the versions of FILE instead of its own
 unchanged FILE               fails if a version of FILE is no longer installed
@@ -41,6 +42,11 @@ def requirements(*extras: str) -> list[str]:
             inner = re.fullmatch(rf"{OWN}\[([\w,-]+)\]", requirement)
             packages += requirements("only", *inner[1].split(",")) if inner else [requirement]
     return packages
+
+
+def tests() -> list[str]:
+    """Return the requirements of the tests without those built against torch: the image has its own."""
+    return [one for one in requirements("only", "dev") if not BUILT_TOGETHER.fullmatch(name_of(one))]
 
 
 def constraints() -> dict[str, str]:
@@ -143,8 +149,8 @@ def incomplete() -> list[str]:
 def main(verb: str, *arguments: str) -> None:
     """Print what the verb names; exit status 1, with the reasons, if a check fails."""
     match verb:
-        case "requirements":
-            print(*requirements(*arguments), sep="\n")
+        case "requirements" | "tests":
+            print(*(requirements(*arguments) if verb == "requirements" else tests()), sep="\n")
         case "kept" | "merged":
             print(
                 *(

@@ -78,6 +78,7 @@ OTHERS = {
     "python benchmarks/calibration_line.py": "test_fork_benchmarks.py",
     "python benchmarks/demo_design.py": "test_fork_benchmarks.py",
     "python benchmarks/equal_compute.py": "test_fork_benchmarks.py",
+    "python docker/cloud/rent.py": "test_cloud.py",
     "python benchmarks/validity.py": "test_fork_benchmarks.py",
     "python benchmarks/fork_designs.py": "test_fork_benchmarks.py",
     "python benchmarks/fuzz_yaml.py": "test_fuzz.py",
