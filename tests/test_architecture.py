@@ -72,6 +72,7 @@ SQL = {
     "results.ledger_trials",
     "results.databases",  # any SQLite file: its pages, its tables, its journal
     "execution.tracking.database",  # MLflow's own
+    "execution.tracking.local_database",  # the same: its rows
     "verification.audit",  # compares what was written with queries of its own, independent of the code that wrote
 }
 """Files that may contain SQL: everybody else asks the ledger, and gets its rows."""
@@ -404,6 +405,7 @@ PATTERNS = {
         "options of sbatch, as a user writes them",
         "characters that the name of a job does not keep",
     ],
+    "execution.tracking.local_database": ["names that MLflow allows"],
     "execution.tracking.login": ["why a connection failed, in urllib3's message"],
     "cli.report_server": ["the Host header of a request"],
     "training.workloads.command": ["absolute paths in a command line, as a user writes it"],

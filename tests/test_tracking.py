@@ -14,6 +14,7 @@ from ablate.execution import controller
 from ablate.execution.controller import Controller
 from ablate.execution.projections import Mirror
 from ablate.execution.tracking import log_report
+from ablate.execution.tracking.local_database import LocalDatabase
 from ablate.execution.workers import Inline
 from ablate.results.ledger import Ledger
 
@@ -113,11 +114,9 @@ def test_every_run_has_its_data_as_input_by_fingerprint_and_counts(client, drawn
 
 
 def test_a_run_says_its_data_in_one_call_and_once(client, store, tmp_path, monkeypatch):
-    from mlflow import MlflowClient
-
-    told, say = [], MlflowClient.log_inputs
+    told, say = [], LocalDatabase.dataset
     monkeypatch.setattr(
-        MlflowClient, "log_inputs", lambda self, run, *words: told.append(run) or say(self, run, *words)
+        LocalDatabase, "dataset", lambda self, run, words: told.append(run) or say(self, run, words)
     )
     sweep(tiny(tmp_path, "given", seeds=1), tmp_path, store)
     forget(tmp_path, "given", LOST["the runs"])

@@ -1,8 +1,9 @@
 """Projection of the ledger into MLflow by a thread, and import of a sweep from MLflow. The only folder that
 imports MLflow.
 
-`runs` names and tags runs; `projector` writes; `reader` reads back; `database` makes a SQLite database;
-`attach` adds a report's files; `login` checks the access to a server.
+`runs` names and tags runs; `projector` decides what is written; `tracker` writes it by MLflow's client, and
+`local_database` without it into a database of this machine; `reader` reads back; `database` makes a SQLite
+database; `attach` adds a report's files; `login` checks the access to a server.
 """
 
 from ablate.execution.tracking.attach import log_report

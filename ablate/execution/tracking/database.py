@@ -104,6 +104,8 @@ def _check_address(uri: str, path: Path) -> None:
     """Raise InputError if SQLAlchemy reads another file out of the address: MLflow would write it outside of
     the state folder.
     """
+    if "%" not in uri:  # how `?` and `%` are written in an address; SQLAlchemy takes long to import
+        return
     from sqlalchemy import make_url
 
     if make_url(uri).database != str(path):
