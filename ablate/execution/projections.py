@@ -6,6 +6,7 @@ The sweep never reads anything back from them: either can be deleted and is made
 
 import hashlib
 import json
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -103,12 +104,18 @@ class Mirror:
         """Ship the rest and close the parent run, waiting at most `seconds`; return a sentence about missing
         records, or None.
         """
-        if self.projector is None or self.projector.finish(status, summary_markdown(self._ledger), seconds):
-            self.collect_news()
+        if self.projector is None:
+            return None
+        deadline, note, again = time.monotonic() + seconds, summary_markdown(self._ledger), True
+        complete = False
+        while again:
+            complete = self.projector.finish(status, note, max(0.0, deadline - time.monotonic()))
+            again = self.projector.forgotten
+            self.collect_news()  # starts another projector if MLflow has forgotten this sweep's runs
+        if complete:
             return None
         from ablate.execution.tracking import behind
 
-        self.collect_news()
         why = f"{self.trouble or 'no answer yet'}; {redact(self._target[0])}"
         return (
             f"MLflow {behind(self._ledger):,} records behind ({why}):"
