@@ -22,6 +22,7 @@ Refused: a line that is no TrialRequest; the answer is Exited with the reason, a
 """
 
 import faulthandler
+import gc
 import importlib
 import os
 import select
@@ -53,6 +54,9 @@ def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:
         tune_process()
         rehearse()
         provenance.environment()  # reads every version from the file system: once for all trials
+        # A trial's collector would write into every object of these imports, and so copy their pages.
+        gc.collect()
+        gc.freeze()
     with open(0, "rb", buffering=0, closefd=False) as requests:  # a fork would copy the content of a buffer
         for line in iter(requests.readline, b""):
             send(sys.stdout.buffer, _run_request(line, parse))
@@ -79,24 +83,26 @@ def _ending_early() -> Iterator[None]:
 
     One thread is left after it.
     """
-    warm = threading.Event()
+    warm = os.eventfd(0)
     watcher = threading.Thread(target=_end_early, args=(warm,), daemon=True)
     watcher.start()
     yield
-    warm.set()
+    os.eventfd_write(warm, 1)  # wakes the watcher at once: every trial waits for its end
     watcher.join()
+    os.close(warm)
 
 
-def _end_early(warm: threading.Event) -> None:
-    """Exit if the supervisor is gone before `warm` is set.
+def _end_early(warm: int) -> None:
+    """Exit if the supervisor is gone before the event `warm` is set.
 
     POLLHUP alone is watched: a waiting request does not count.
     """
-    hangup = select.poll()
-    hangup.register(0, 0)
-    while not warm.is_set():
-        if hangup.poll(50):
-            os._exit(1)
+    events = select.poll()
+    events.register(0, 0)
+    events.register(warm, select.POLLIN)
+    ready = [descriptor for descriptor, _ in events.poll()]
+    if warm not in ready:
+        os._exit(1)
 
 
 def tune_process() -> None:

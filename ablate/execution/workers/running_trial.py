@@ -216,7 +216,12 @@ class RunningTrial:
     def _described(self, nonce: str) -> Generator[Waits, None, list[WorkerFacts]]:
         """Wait until all actors have started; return their `describe`, or an empty list if the trial was
         stopped.
+
+        A single actor is asked once: its answers hold while its trials have results, and asking takes a
+        round trip. The actors of a gang draw a free port at each call.
         """
+        if self.actors.facts:
+            return self.actors.facts
         self._pending = {
             actor.describe.remote(self.request.root, nonce): number
             for number, actor in enumerate(self.actors.actors)
@@ -231,6 +236,7 @@ class RunningTrial:
         for node, fact in zip(self.actors.nodes, facts, strict=True):
             if why := skew(versions(), fact["versions"]):
                 raise Unusable(node, f"node {fact['address']} {why}")
+        self.actors.facts = facts if len(facts) == 1 else None
         return facts
 
     def _claim(self, remote: RemoteStore) -> Iterator[Waits]:
@@ -284,6 +290,8 @@ class RunningTrial:
         end, available = self._outcome()
         if self._remote and 0 in self._ended:
             end = yield from self._in_thread(self._remote.finish, self._scratch(0), end, available)
+        if end.result is None:  # its worker may not see the state folder any more
+            self.actors.facts = None
         self._out.append(end)
 
     def _pass_on(self, messages: list[Message]) -> bool:

@@ -73,6 +73,9 @@ class TrialActors:
         trial's events."""
         self._group = self._placement_group(addresses) if need.ranks > 1 else None
         self.actors = [self._start_actor(number, node) for number, node in enumerate(self.nodes)]
+        self.facts: list[WorkerFacts] | None = None
+        """Answers of the actors' `describe`; None before the first one, and after a trial without a
+        result."""
         for actor in self.actors:
             actor.warm.remote()
 
