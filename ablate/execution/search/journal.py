@@ -5,6 +5,8 @@ append.
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ class StudyJournal(BaseJournalBackend):
         self._unread = _intact(path)
         self._first = 0
         """Number of the first operation that was not read yet."""
+        self._held: list[Operation] | None = None
+        """Operations within `together` that are not in the file yet; None outside of it."""
 
     def read_logs(self, log_number_from: int) -> list[Operation]:
         """Return the operations from this number on; earlier ones are not requested again."""
@@ -45,10 +49,26 @@ class StudyJournal(BaseJournalBackend):
 
     def append_logs(self, logs: list[Operation]) -> None:
         """Write all operations at once, so that lines appended by a dashboard stay whole."""
+        self._unread += logs
+        if self._held is None:
+            self._write(logs)
+        else:
+            self._held += logs
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Write all operations of the block at its end, in one write. The process sees them at once."""
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            self._write(held)
+
+    def _write(self, logs: list[Operation]) -> None:
         lines = "".join(json.dumps(log, separators=(",", ":")) + "\n" for log in logs)
         with self._path.open("ab", buffering=0) as file:
             file.write(lines.encode())
-        self._unread += logs
 
 
 def _intact(journal: Path) -> list[Operation]:

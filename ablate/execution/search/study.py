@@ -126,7 +126,8 @@ class Study:
     def _open(self) -> optuna.Study:
         """Open the journal's study or create it; an existing study keeps its directions."""
         objectives = self._experiment.objectives
-        self._storage = JournalStorage(StudyJournal(self._journal))
+        self._file = StudyJournal(self._journal)
+        self._storage = JournalStorage(self._file)
         study = optuna.create_study(
             storage=self._storage,
             study_name=self._experiment.name,
@@ -310,6 +311,18 @@ class Study:
             violations: amount by which it breaks each constraint, the last of which is ENDED.
             pruned: True if the pruner gave it up; it then has no values.
         """
+        with self._file.together():  # about thirty operations
+            self._tell(number, values, steps, facts, violations, pruned)
+
+    def _tell(
+        self,
+        number: int,
+        values: Sequence[float],
+        steps: Mapping[int, float],
+        facts: Mapping[str, Json],
+        violations: Sequence[float],
+        pruned: bool,
+    ) -> None:
         trial = self._trial(number)  # of the storage, since to make an optuna.Trial is to ask the sampler
         known = self._storage.get_trial(trial)  # told by a driver that died before it could tell the rest
         for key, fact in facts.items():
