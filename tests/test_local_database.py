@@ -142,6 +142,9 @@ def write(tracker: Tracker, folder: Path, together: bool) -> None:
     tracker.resume(other.id)
     tracker.end(run.id, "FINISHED", run.start_ms + 1234)
     tracker.files(run, [folder / "spec.json"])
+    for _ in range(2):
+        tracker.tree(run, folder / "report", "report")
+    assert (tracker.note(parent.id), tracker.note(run.id)) == ("Why? ünï", "")
     gone = tracker.create(number, "gone", tags | {"ablate.trial": "t3"})
     tracker.discard(number, parent.id, "t3", "1/0", gone.start_ms + 1)
     assert [tracker.has(one) for one in (run.id, gone.id, "0" * 32)] == [True, False, False]
@@ -167,6 +170,8 @@ def test_the_rows_are_those_of_mlflows_client(folders, together):
     found = []
     for folder, tracker in zip(folders, (direct(folders[0]), MlflowTracker(uri(folders[1]))), strict=True):
         (folder / "spec.json").write_text('{"a": 1}')
+        (folder / "report" / "figures").mkdir(parents=True)
+        (folder / "report" / "figures" / "gap.svg").write_text("<svg/>")
         write(tracker, folder, together)
         ids = ids_in(folder)
         files = {
@@ -179,7 +184,7 @@ def test_the_rows_are_those_of_mlflows_client(folders, together):
         assert found[0][0][table] == found[1][0][table], table
         assert found[0][0][table] != []
     assert found[0][1] == found[1][1]
-    assert len(found[0][1]) == 2
+    assert len(found[0][1]) == 3
 
 
 def test_the_installed_mlflow_makes_tables_of_a_known_revision(folders):

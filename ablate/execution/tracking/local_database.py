@@ -33,7 +33,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ablate.execution.tracking.tracker import Child, MlflowTracker, Point, Run
+from ablate.execution.tracking.tracker import NOTE, Child, MlflowTracker, Point, Run
 from ablate.results.databases import path_of, set_journal
 
 REVISIONS = frozenset({"dc11669786a5"})
@@ -188,7 +188,7 @@ class LocalDatabase:
         (location,) = self._db.execute(query, (int(experiment),)).fetchone()
         place, mark, options = location.partition("?")
         number, now = uuid.uuid4().hex, _now()
-        run = Run(number, now, f"{place.rstrip('/')}/{number}/artifacts{mark}{options}")
+        run = Run(number, now, f"{place.rstrip('/')}/{number}/artifacts{mark}{options}", experiment)
         with self._writing():
             self._db.execute(
                 "INSERT INTO runs (run_uuid, name, source_type, source_name, entry_point_name, user_id,"
@@ -202,7 +202,10 @@ class LocalDatabase:
 
     def run(self, run: str) -> Run:
         """Return a run by its id."""
-        query = "SELECT run_uuid, start_time, artifact_uri FROM runs WHERE run_uuid = ?"
+        query = (
+            "SELECT run_uuid, start_time, artifact_uri, CAST(experiment_id AS TEXT) FROM runs"
+            " WHERE run_uuid = ?"
+        )
         found = self._db.execute(query, (run,)).fetchone()
         if found is None:
             raise LookupError(f"MLflow has no run {run}")
@@ -341,6 +344,20 @@ class LocalDatabase:
         folder.mkdir(parents=True, exist_ok=True)
         for path in paths:
             shutil.copy2(path, folder / path.name)
+
+    def tree(self, run: Run, folder: Path, name: str) -> None:
+        """Store all files of a folder as artifacts of a run below `name`."""
+        place = self._folder(run)
+        if place is None:
+            MlflowTracker(self._uri).tree(run, folder, name)
+            return
+        shutil.copytree(folder, place / name, dirs_exist_ok=True)
+
+    def note(self, run: str) -> str:
+        """Return the description of a run, empty if it has none."""
+        query = "SELECT value FROM tags WHERE run_uuid = ? AND key = ?"
+        (text,) = self._db.execute(query, (run, NOTE)).fetchone() or ("",)
+        return text
 
     @staticmethod
     def _folder(run: Run) -> Path | None:

@@ -69,13 +69,13 @@ def fetch(uri: str, sweep: str, path: Path) -> Ledger:
 @contextmanager
 def errors_explained(uri: str) -> Iterator[None]:
     """Convert errors of MLflow within the block to InputError, in one sentence and without passwords."""
-    from alembic.util.exc import CommandError
-    from mlflow.exceptions import MlflowException
-    from sqlalchemy.exc import SQLAlchemyError
-
     try:
         yield
-    except (OSError, MlflowException, SQLAlchemyError, CommandError) as error:  # requests' are OSErrors
+    except InputError:
+        raise
+    except Exception as error:
+        if not isinstance(error, _errors()):
+            raise
         first = plainly(error) or next(
             (line for line in str(error).splitlines() if line.strip()), type(error).__name__
         )
@@ -93,6 +93,16 @@ def errors_explained(uri: str) -> Iterator[None]:
                 )
             ]
         ) from error
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """Return the classes of MLflow's errors; they are imported only once there is an error."""
+    from alembic.util.exc import CommandError
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    # requests' are OSErrors
+    return OSError, sqlite3.Error, MlflowException, SQLAlchemyError, CommandError
 
 
 def look(uri: str) -> None:

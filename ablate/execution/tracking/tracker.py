@@ -32,6 +32,8 @@ class Run:
     start_ms: int
     artifacts: str
     """URI of the folder of its artifacts."""
+    experiment: str
+    """Id of its experiment."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,16 @@ class Tracker(Protocol):
     def files(self, run: Run, paths: Sequence[Path]) -> None:
         """Store files as artifacts of a run."""
 
+    def tree(self, run: Run, folder: Path, name: str) -> None:
+        """Store all files of a folder, at any depth, as artifacts of a run below `name`."""
+
+    def note(self, run: str) -> str:
+        """Return the description of a run, empty if it has none."""
+
+
+NOTE = "mlflow.note.content"
+"""Tag with the description of a run."""
+
 
 class MlflowTracker:
     """Operations by MLflow's own client."""
@@ -173,12 +185,12 @@ class MlflowTracker:
     def create(self, experiment: str, name: str, tags: Mapping[str, str]) -> Run:
         """Create a run that is running from now on."""
         info = self._client.create_run(experiment, tags=dict(tags), run_name=name).info
-        return Run(info.run_id, info.start_time, info.artifact_uri)
+        return Run(info.run_id, info.start_time, info.artifact_uri, info.experiment_id)
 
     def run(self, run: str) -> Run:
         """Return a run by its id."""
         info = self._client.get_run(run).info
-        return Run(info.run_id, info.start_time, info.artifact_uri)
+        return Run(info.run_id, info.start_time, info.artifact_uri, info.experiment_id)
 
     def log(
         self,
@@ -227,3 +239,11 @@ class MlflowTracker:
         artifacts = get_artifact_repository(run.artifacts, tracking_uri=self._uri)
         for path in paths:
             artifacts.log_artifact(str(path))
+
+    def tree(self, run: Run, folder: Path, name: str) -> None:
+        """Store all files of a folder as artifacts of a run below `name`."""
+        self._client.log_artifacts(run.id, str(folder), name)
+
+    def note(self, run: str) -> str:
+        """Return the description of a run, empty if it has none."""
+        return self._client.get_run(run).data.tags.get(NOTE, "")
