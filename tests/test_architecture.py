@@ -365,6 +365,7 @@ PATTERNS = {
     "engines.hardware": [
         "the driver's version in /proc",
         "a library's version: its leading numbers",
+        "a compute capability, as a user writes it",
     ],
     "results.figures.style": [
         "SVG's metadata, which holds a date",

@@ -478,8 +478,8 @@ def test_a_result_that_appears_during_a_copy_waits_for_its_records(tmp_path):
     home, kept = tmp_path / "home", tmp_path / "kept"
 
     class Slow(Mirror):
-        def _copy_one(self, path):
-            super()._copy_one(path)
+        def copy_one(self, path):
+            super().copy_one(path)
             if path.name == "events.jsonl":  # the trial ends behind the copy's back
                 with (home / path).open("a") as file:
                     file.write("last\n")

@@ -208,14 +208,14 @@ class Mirror:
         changed.sort(key=lambda path: (not _is_database(self.home / path), path))
         for path in changed:
             with suppress(FileNotFoundError):  # removed since
-                self._copy_one(path)
+                self.copy_one(path)
                 self._copied[path] = listed[path]
         for path in self._copied.keys() - listed.keys():
             (self.kept / path).unlink(missing_ok=True)
             del self._copied[path]
         return len(changed)
 
-    def _copy_one(self, path: Path) -> None:
+    def copy_one(self, path: Path) -> None:
         source, target = self.home / path, self.kept / path
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.copying")
