@@ -25,7 +25,7 @@ def _machine() -> dict[str, str]:
         "python": sys.version.split()[0],
         "platform": platform.platform(),
         "host": platform.node(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": str(os.cpu_count()),
     }
     for package in ("ablate-fp4", *_PACKAGES):
@@ -54,7 +54,8 @@ def _kernels() -> dict[str, str]:
     return {"fp4_backend": f"cublaslt {number}", **switches}
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the name of this machine's processor."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
     return next(

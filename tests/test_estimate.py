@@ -12,6 +12,8 @@ from ablate.cli import status
 from ablate.cli.plan import forecast
 from ablate.execution.controller import Controller
 from ablate.execution.estimate import Load, TimeModel, time_left, trial_left, unproposed
+from ablate.execution.machine_paces import MachinePaces
+from ablate.execution.progress import RunOptions
 from ablate.execution.workers import Inline
 from ablate.results.trial_store import Store
 
@@ -202,3 +204,68 @@ def test_the_clock_of_a_run_agrees_with_the_plan(tmp_path):
     with closing(steps):
         assert next(steps).seconds_left == pytest.approx(time_left(planned.seconds, planned.longest, [], 1))
         assert next(step for step in steps if step.running).total == planned.trials
+
+
+# What this machine has measured
+
+
+def shaped(folder, name, **shape):
+    return tiny(folder, name, ablate={"recipe": ["nvfp4"]}, seeds=[5], shape=shape)
+
+
+def seconds_of(state) -> list[float]:
+    return [json.loads(path.read_text())["seconds"] for path in (state / "trials").glob("*/result.json")]
+
+
+def test_a_new_state_folder_is_planned_by_what_the_machine_ran_for_another(tmp_path, cache):
+    paces = MachinePaces("cpu")
+    options = RunOptions(paces=paces)
+    list(Controller(shaped(tmp_path, "first"), tmp_path / "first", "cpu", Inline, None, options).run())
+    longer = shaped(tmp_path, "longer", steps=40)  # ten times the steps
+    blind = forecast(longer, tmp_path / "new", "cpu")
+    taught = forecast(longer, tmp_path / "new", "cpu", paces)
+    assert (blind.measured, blind.recalled, taught.measured, taught.recalled) == (0, 0, 0, 2)
+    assert taught.seconds == pytest.approx(10 * sum(seconds_of(tmp_path / "first")), rel=0.2)
+    # A state folder's own trials count where they are as near.
+    timed(tmp_path / "first", lambda quantised: 70.0)
+    own = forecast(longer, tmp_path / "first", "cpu", paces)
+    assert (own.measured, own.recalled) == (2, 0)
+    assert own.seconds == pytest.approx(2 * 700, rel=0.2)
+
+
+def test_paces_are_kept_apart_by_kind_device_and_load_and_bounded(cache):
+    kind = ("gpt", "emulated", "cpu")
+    small, large = Load(kind, "a", False, 1.0, 10), Load(kind, "b", True, 50.0, 10)
+    MachinePaces("cpu").keep([(small, float(number)) for number in range(20)])
+    MachinePaces("cpu").keep([(large, 0.5), (small, 99.0)])
+    MachinePaces("cuda").keep([(Load(("gpt", "emulated", "cuda"), "a", False, 1.0, 10), 7.0)])
+    found = MachinePaces("cpu").read()
+    assert [ratio for load, ratio in found if load == small] == [*map(float, range(13, 20)), 99.0]
+    assert [ratio for load, ratio in found if load == large] == [0.5]
+    assert [ratio for _, ratio in MachinePaces("cuda").read()] == [7.0]
+    MachinePaces("cpu").keep([(Load(kind, str(number), False, 1.0, 10), 1.0) for number in range(400)])
+    kept = {load.recipe for load, _ in MachinePaces("cpu").read()}
+    assert kept == {str(number) for number in range(100, 400)}
+
+
+@pytest.mark.parametrize("content", ['{"half": ', "[1]", '{"paces": [{"load": 1}, {}]}'])
+def test_damaged_paces_and_a_cache_that_cannot_be_written_change_nothing(
+    content, tmp_path, cache, monkeypatch
+):
+    pairs = [(Load(("gpt", "emulated", "cpu"), "a", False, 1.0, 10), 2.0)]
+    MachinePaces("cpu").keep(pairs)
+    (file,) = (cache / "paces").glob("*.json")
+    file.write_text(content)
+    assert MachinePaces("cpu").read() == []
+    MachinePaces("cpu").keep(pairs)
+    assert MachinePaces("cpu").read() == pairs
+    monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "file" / "below"))
+    (tmp_path / "file").touch()
+    MachinePaces("cpu").keep(pairs)
+    assert MachinePaces("cpu").read() == []
+
+
+def test_paces_of_a_cluster_and_of_own_code_are_not_compared(tmp_path, cache):
+    experiment = tiny(tmp_path)
+    assert MachinePaces.of(experiment, "cpu", cluster=False) is not None
+    assert MachinePaces.of(experiment, "cpu", cluster=True) is None

@@ -21,6 +21,7 @@ from ablate.cli.settings import Settings, find_settings
 from ablate.engines.hardware import rented_machine
 from ablate.errors import InputError, one_line
 from ablate.execution.estimate import Load, TimeModel, time_left, unproposed
+from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.shared_prefixes import Family, note
 from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.edits import PlannedTrial, redefined, redefinition
@@ -117,16 +118,23 @@ class Forecast:
     """Duration of the longest trial, in seconds."""
     measured: int = 0
     """Number of trials in the state folder on which the estimate of the seconds is based."""
+    recalled: int = 0
+    """Number of trials of other state folders on this machine on which it is based, too."""
     known: bool = True
     """False for a user's own code, of whose speed nothing is known before a trial has run."""
 
 
-def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
-    """Forecast a run of the experiment, from the trial store and the ledger of the sweep alone."""
+def forecast(experiment: Experiment, state: Path, device: str, paces: MachinePaces | None = None) -> Forecast:
+    """Forecast a run of the experiment, from the trial store and the ledger of the sweep.
+
+    `paces`: what this machine has measured for other state folders; None to leave it out.
+    """
     store = Store(state)
     result = Forecast(known=not isinstance(experiment.base.config, OwnCode))
     recorded = _recorded(experiment, state / "sweeps" / experiment.name / "ledger.db", store, device)
     pace, family = TimeModel(experiment, store, device), Family(note=note(experiment.telemetry))
+    if paces:
+        pace.recall(paces.read())
     todo: dict[str, float] = {}
     finished = set(recorded.finished)
     for position, (arm, seeds) in enumerate(recorded.arms):
@@ -160,6 +168,7 @@ def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
     result.alone, result.steps = sum(whole.values()), sum(computed.values())
     result.resumed = sum(step for trial, step in family.resumed.items() if trial in todo)
     result.seconds, result.longest = sum(parts), max(parts, default=0.0)
+    result.recalled = pace.recalled
     if recorded.ended and not todo:
         return result
     if experiment.growth:
@@ -169,6 +178,7 @@ def forecast(experiment: Experiment, state: Path, device: str) -> Forecast:
         result.later += count
         result.seconds += count * pace.seconds(each)
         result.longest = max(result.longest, pace.seconds(each) if count else 0.0)
+    result.recalled = pace.recalled
     return result
 
 
@@ -244,7 +254,7 @@ def show(experiment: Experiment, settings: Settings) -> None:
     """Print the plan: arms, trials, how many are done, and the time for the rest on this class of device."""
     screen = console()
     screen.print(Text(experiment.question, "bold"), "")
-    result = forecast(experiment, settings.state, settings.device)
+    result = forecast(experiment, settings.state, settings.device, _paces(experiment, settings))
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("arm", "baseline", "trials", "done", "ids"):
         table.add_column(name)
@@ -295,6 +305,10 @@ def show(experiment: Experiment, settings: Settings) -> None:
         screen.print(f"At most {result.grown} more trials, on more seeds, if arms stay undecided.")
 
 
+def _paces(experiment: Experiment, settings: Settings) -> MachinePaces | None:
+    return MachinePaces.of(experiment, settings.device, settings.ray is not None)
+
+
 def _windows(forks: Forks) -> str:
     """Return the windows of a forked design in words."""
     *rest, last = map(str, forks.windows)
@@ -336,7 +350,7 @@ def _planned(experiment: Experiment, state: Path) -> "Candidate | None":
 
 def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
     """Return the plan as JSON data: what `show` prints."""
-    result = forecast(experiment, settings.state, settings.device)
+    result = forecast(experiment, settings.state, settings.device, _paces(experiment, settings))
     layout = experiment.resources.layout(settings.device)
     time = _time_needed(result, settings, layout.ranks)
     return {
@@ -365,6 +379,7 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
         "seconds": time.seconds if time else None,
         "at_once": time.at_once if time else None,
         "measured_trials": result.measured,
+        "recalled_trials": result.recalled,
         "changed_arms": list(result.redefined),
         "expected_half_width": width.half_width(len(experiment.seeds))
         if (width := _planned(experiment, settings.state))
@@ -489,6 +504,9 @@ def _duration_text(result: Forecast, settings: Settings, ranks: int) -> str:
         if result.measured
         else "not based on measurements yet"
     )
+    if result.recalled:
+        also = f"{basis} and on " if result.measured else "based on "
+        basis = f"{also}{result.recalled} trials measured on this machine before"
     return f"Roughly {duration(time.seconds)} with {at_once}; {basis}."
 
 
@@ -498,13 +516,12 @@ def _time_needed(result: Forecast, settings: Settings, ranks: int) -> _Time | No
     if not missing:
         return _Time(0.0, 1)
     local_cpu = settings.device == "cpu" and not settings.ray
-    if not result.measured and (settings.device == "cuda" or not result.known):
+    measured = result.measured + result.recalled
+    if not measured and (settings.device == "cuda" or not result.known):
         return None
     own = max(1, (os.cpu_count() or 1) // ranks) if local_cpu else 1
     slots = min(missing, 1 if settings.executor == "inline" else settings.workers or own)
-    unmeasured = (
-        1 if result.measured else ranks
-    )  # without measurements, the cost of a workload is that of one core
+    unmeasured = 1 if measured else ranks  # without measurements, the cost of a workload is that of one core
     seconds = (
         time_left(result.seconds / unmeasured, result.longest / unmeasured, (), slots)
         + _START_SECONDS[settings.executor]

@@ -39,6 +39,7 @@ from ablate.cli.plan import expected_width, remarks, show
 from ablate.cli.settings import Settings, find_settings, writable
 from ablate.errors import InputError, redact
 from ablate.execution.controller import Controller
+from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.notify import Hook
 from ablate.execution.progress import Outcome, Progress, RunOptions
 from ablate.execution.sweep_control import check, holder
@@ -197,7 +198,8 @@ def sweep(
     check_login(settings.mlflow)
     folder = settings.state / "sweeps" / experiment.name
     hook = Hook(settings.notify) if settings.notify else None
-    options = RunOptions(fork, fresh, accept_version, settings.price)
+    paces = MachinePaces.of(experiment, settings.device, settings.ray is not None)
+    options = RunOptions(fork, fresh, accept_version, settings.price, paces)
     if sbatch and export_jobs is None:
         raise InputError(["--sbatch: its options are those of job arrays; add --export-jobs FOLDER"])
     if detach:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ablate.errors import InputError, nearest, one_line
 from ablate.execution import sweep_control
+from ablate.execution.estimate import TimeModel
 from ablate.execution.messages import Ended, Event, Events, Message, Notice, Result, TrialRequest, Waiting
 from ablate.execution.progress import Executor, Outcome, Progress, Running, RunOptions, Status
 from ablate.execution.scheduler import Scheduler
@@ -72,6 +73,8 @@ class Controller:
         self._started = time.time()
         fresh = self._started if options.fresh else None
         self.scheduler = Scheduler(experiment, self.ledger, self.store, device, options.fork, fresh)
+        if options.paces:
+            self._pace.recall(options.paces.read())
         self._projections: Projections | None = None
         self._running: dict[str, Running] = {}
         self.news: list[str] = []
@@ -119,6 +122,8 @@ class Controller:
             if status in ("done", "failed"):
                 self.scheduler.queue.tidy()
             self.ledger.describe(ended=status)
+            if self.options.paces:
+                self.options.paces.keep(self._pace.learnt)
             ending = {"failed": "FAILED", "stopped": "KILLED"}.get(status, "FINISHED")
             if behind := self.projections.finish(ending, MLFLOW_GRACE_SECONDS):
                 self._say(behind)
@@ -188,6 +193,11 @@ class Controller:
         if self._projections is None:
             raise RuntimeError("the controller has no projections before it runs")
         return self._projections
+
+    @property
+    def _pace(self) -> TimeModel:
+        """Estimated seconds of trials, learnt from those that have run."""
+        return self.scheduler.queue.countdown.pace
 
     def _want(self, points: Sequence[Mapping[str, Json]] = ()) -> None:
         requeued = self.ledger.requeue(time.time())
@@ -337,7 +347,7 @@ class Controller:
             return
         attempt = self.scheduler.start(work.trial, work.spec.id, time.time())
         request = self._request(work, attempt)
-        estimate = work.part * self.scheduler.queue.countdown.pace.seconds(work.load)
+        estimate = work.part * self._pace.seconds(work.load)
         self._running[work.spec.id] = Running(
             one_line(work.arm.name),
             work.seed,
@@ -452,7 +462,7 @@ class Controller:
     ) -> None:
         self._ran += 1
         if outcome == "done" and running.steps > running.begun:
-            self.scheduler.queue.countdown.pace.learn(
+            self._pace.learn(
                 running.work.load, result["seconds"] * running.steps / (running.steps - running.begun)
             )
         self.scheduler.settle(running.trial, outcome, reason, result["seconds"])

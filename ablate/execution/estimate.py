@@ -3,8 +3,9 @@
 A workload's `cost` counts products and elements for an average processor core. It knows neither this machine
 nor the kernels that a recipe needs, so it may be off by a factor of 10. `TimeModel` corrects it by
 measurement: the seconds of finished trials in the state folder over the cost of the same trials, from those
-most like the trial in question. Of a trial that went on from a state that another one left, only the steps
-that it computed itself count. `time_left` turns seconds of trials into a time until the end.
+most like the trial in question. Where the state folder has nothing as near, trials count that this machine
+ran for other state folders (`machine_paces`). Of a trial that went on from a state that another one left,
+only the steps that it computed itself count. `time_left` turns seconds of trials into a time until the end.
 
 Trials of other workloads, engines, classes of device or data say nothing and are not read.
 """
@@ -99,10 +100,17 @@ class TimeModel:
     def __init__(self, experiment: Experiment, store: Store, device: str) -> None:
         self._measured: list[tuple[Load, float]] = []
         """Load, and seconds divided by cost, oldest first."""
+        self._recalled: list[tuple[Load, float]] = []
+        """The same of trials of other state folders on this machine, oldest first."""
+        self.recalled = 0
+        """Number of these trials, once an estimate is based on them."""
+        self.learnt: list[tuple[Load, float]] = []
+        """Load, and seconds divided by cost, of the trials that ran since."""
         self._scales: dict[Load, tuple[int, float]] = {}
         kind = (experiment.base.workload, experiment.engine, device)
+        self._kind = kind
         for load, seconds in reversed(list(_results(store.root, kind, experiment.base.config))):
-            self.learn(load, seconds)
+            self._measured.append((load, _ratio(load, seconds)))
 
     @property
     def measured(self) -> int:
@@ -110,23 +118,47 @@ class TimeModel:
         return len(self._measured)
 
     def learn(self, load: Load, seconds: float) -> None:
-        """Add a measured trial that took `seconds` for all of its steps."""
-        self._measured.append((load, seconds / max(load.cost, 1e-9)))
+        """Add a trial that has just run and took `seconds` for all of its steps."""
+        self._measured.append((load, _ratio(load, seconds)))
+        self.learnt.append(self._measured[-1])
+
+    def recall(self, paces: Iterable[tuple[Load, float]]) -> None:
+        """Use trials of other state folders where this one has none as near.
+
+        Args:
+            paces: load, and seconds divided by cost, of trials on this machine, oldest first.
+        """
+        self._recalled = [(load, ratio) for load, ratio in paces if load.kind == self._kind]
+        self._scales = {}
 
     def seconds(self, load: Load) -> float:
         """Return the estimated seconds of one trial that starts at its first step."""
-        count, scale = self._scales.get(load, (0, 1.0))
-        if self.measured > 1.1 * count:  # each new trial among few, fewer and fewer times among many
+        count, scale = self._scales.get(load, (-1, 1.0))
+        if (
+            count < 0 or self.measured > 1.1 * count
+        ):  # each new trial among few, fewer and fewer times among many
             scale = self._scale(load)
             self._scales[load] = self.measured, scale
         return scale * load.cost
 
     def _scale(self, load: Load) -> float:
-        """Return the median of seconds over cost among the trials most like this one."""
-        near = sorted(
-            (load.distance(other), -order, ratio) for order, (other, ratio) in enumerate(self._measured)
-        )
-        return median(ratio for distance, _, ratio in near[:_NEAREST] if distance <= near[0][0] + _AS_NEAR)
+        """Return the median of seconds over cost among the trials most like this one; 1 if there are none."""
+        near = _nearest(load, self._measured)
+        if not near or near[0][0] > _AS_NEAR:
+            recalled = _nearest(load, self._recalled)
+            if recalled and (not near or recalled[0][0] < near[0][0]):
+                near, self.recalled = recalled, len(self._recalled)
+        return median(ratio for _, ratio in near) if near else 1.0
+
+
+def _ratio(load: Load, seconds: float) -> float:
+    return seconds / max(load.cost, 1e-9)
+
+
+def _nearest(load: Load, trials: list[tuple[Load, float]]) -> list[tuple[float, float]]:
+    """Return distance, and seconds over cost, of the trials most like a load, the latest of equal ones."""
+    near = sorted((load.distance(other), -order, ratio) for order, (other, ratio) in enumerate(trials))
+    return [(distance, ratio) for distance, _, ratio in near[:_NEAREST] if distance <= near[0][0] + _AS_NEAR]
 
 
 def trial_left(estimate: float, spent: float, done: float) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.messages import Message, TrialRequest
 from ablate.execution.trial_queue import Work
 
@@ -96,3 +97,5 @@ class RunOptions:
     """Run a sweep that was begun with other versions of the code again as a whole."""
     price: float | None = None
     """Cost of one slot-hour, in the unit of the experiment's `budget: {cost: ...}`."""
+    paces: MachinePaces | None = None
+    """Measurements of this machine for estimates; trials that ran are added. None to leave them out."""
