@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-_PACKAGES = ("torch", "numpy", "ray", "optuna", "mlflow", "transformer-engine")
+_PACKAGES = ("torch", "numpy", "ray", "optuna", "mlflow", "transformer-engine", "flashinfer-python")
 _LARGEST_DIFF = 1 << 20
 
 

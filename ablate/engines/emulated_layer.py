@@ -334,6 +334,10 @@ class EmulatedLinear(nn.Linear):
         self._count(parts)
         return [parts[0].transposed()]
 
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
+        """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
+        return split_product(a, b, out)
+
     def _count(self, parts: Iterable[Operand]) -> None:
         for largest in (part.largest for part in parts if part.largest is not None):
             if largest.device.type != "cpu":  # stays on the GPU: reading it here would wait for the GPU
@@ -511,7 +515,7 @@ def forward(layer: EmulatedLinear, products: Products, x: Tensor, w: Tensor) -> 
         for slot, parts in operands.items()
         if parts[0].quant and parts[0].quant.estimator
     }
-    y = split_product(operands["fprop.x"], operands["fprop.w"], DTYPES[spec.gemm]).to(x.dtype)
+    y = layer.multiply(operands["fprop.x"], operands["fprop.w"], DTYPES[spec.gemm]).to(x.dtype)
     return y, (*sources.values(), slopes.get("fprop.x"), slopes.get("fprop.w"))
 
 
@@ -543,11 +547,11 @@ def backward(
             wt = layer.operand(w.t(), "dgrad.w", spec.w, spec.hadamard)
         else:
             wt = layer.weight_operand("dgrad.w", spec.w, spec.hadamard, w)
-        dx = _through(split_product(g, wt, DTYPES[spec.gemm]), x_slope, layer, "fprop.x", products)
+        dx = _through(layer.multiply(g, wt, DTYPES[spec.gemm]), x_slope, layer, "fprop.x", products)
     if needs[1]:
         wgrad = products.wgrad
         xt = layer.operand(x.t(), "wgrad.x", wgrad.x, wgrad.hadamard)
-        total = split_product(gt, xt, torch.float32 if layer.divided else DTYPES[wgrad.dw])
+        total = layer.multiply(gt, xt, torch.float32 if layer.divided else DTYPES[wgrad.dw])
         dw = _through(
             layer.divided.total(total, DTYPES[wgrad.dw]) if layer.divided else total,
             w_slope,

@@ -35,12 +35,22 @@ class Machine:
     """True if its native part is installed."""
     capability: tuple[int, int] | None = None
     """Compute capability of the first GPU; None without a GPU."""
+    torch: str | None = None
+    """Version of torch."""
+    flashinfer: str | None = None
+    """Version of FlashInfer; None if it is not installed."""
 
 
 def this_machine() -> Machine:
     """Return the properties of this machine; takes milliseconds and loads no library but CUDA's driver."""
     native = installed(PARTS[0]) is not None or find_spec("transformer_engine_torch") is not None
-    return Machine(installed("transformer-engine"), native, _capability())
+    return Machine(
+        installed("transformer-engine"),
+        native,
+        _capability(),
+        installed("torch"),
+        installed(FLASHINFER_PACKAGE),
+    )
 
 
 def rented_machine(capability: str) -> Machine:
@@ -123,6 +133,66 @@ def _alternative(capability: tuple[int, int]) -> str:
     if capability >= (12, 0):
         return " (Transformer Engine runs NVFP4 inference on it, and trains FP8 with one scale a tensor)"
     return " (it trains FP8 with one scale a tensor)" if capability >= (8, 9) else ""
+
+
+SCALED_TORCH = (2, 10)
+"""First version of torch with `torch.nn.functional.scaled_mm`."""
+FLASHINFER_PACKAGE = "flashinfer-python"
+FLASHINFER_INSTALL = "pip install 'ablate-fp4[flashinfer]'"
+SCALED_NAMES = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "fp8": "FP8", "mxfp8": "MXFP8"}
+"""Names of the families that torch's scaled products multiply, in messages."""
+
+
+def scaled_refusal(
+    machine: Machine, device: str, families: Collection[str], backend: str = "cublaslt"
+) -> Refusal | None:
+    """Return the reason why torch's scaled products cannot multiply some families; None if they can.
+
+    torch 2.13.0 multiplies FP8 on CPUs and from SM 8.9 on; MXFP8 and NVFP4 from SM 10.0 on; MXFP4 on SM 10.0
+    and 10.3 alone, by MSLK's kernels. FlashInfer's `mm_fp4` takes SM 10.0, 10.3, 11.0, 12.0 and 12.1.
+
+    Args:
+        machine: from `this_machine`, or another machine's.
+        device: class of device, `cpu` or `cuda`.
+        families: keys of SCALED_NAMES.
+        backend: library that multiplies FP4 operands.
+    """
+    if machine.torch is not None and _number(machine.torch) < SCALED_TORCH:
+        least = ".".join(map(str, SCALED_TORCH))
+        return Refusal(
+            f"torch {machine.torch} has no scaled_mm", f"install torch {least} or later, or {EMULATE}"
+        )
+    four = {"nvfp4", "mxfp4"} & {*families}
+    if backend != "cublaslt" and four and machine.flashinfer is None:
+        return Refusal("FlashInfer is not installed", FLASHINFER_INSTALL)
+    if device != "cuda":
+        missing = sorted({*families} - {"fp8"})
+        why = f"torch multiplies {_listed(missing)} on GPUs alone, and this runs on a CPU"
+        return Refusal(why, EMULATE) if missing else None
+    if machine.capability is None:
+        return Refusal("there is no GPU with CUDA here", EMULATE)
+    missing = sorted({*families} - scaled_families(machine.capability, backend))
+    if not missing:
+        return None
+    gpu = f"SM {machine.capability[0]}.{machine.capability[1]}"
+    cudnn = " (FlashInfer's does: engine: scaled_mm:cudnn)" * (
+        missing == ["mxfp4"] and "mxfp4" in scaled_families(machine.capability, "cudnn")
+    )
+    return Refusal(f"this GPU, {gpu}, does not multiply {_listed(missing)}{cudnn}", EMULATE)
+
+
+def scaled_families(capability: tuple[int, int], backend: str = "cublaslt") -> set[str]:
+    """Return the families that torch's scaled products, and a back end's for FP4, multiply on a GPU."""
+    if capability < (8, 9):
+        return set()
+    if capability < (10, 0):
+        return {"fp8"}
+    mxfp4 = backend == "cudnn" or (backend == "cublaslt" and capability[0] == 10)
+    return {"fp8", "mxfp8", "nvfp4", *(["mxfp4"] if mxfp4 else [])}
+
+
+def _listed(families: Collection[str]) -> str:
+    return " and ".join(SCALED_NAMES[family] for family in families)
 
 
 _STRAYS = (

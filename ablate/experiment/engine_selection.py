@@ -6,11 +6,21 @@ of this machine. Nothing is computed, and torch is not imported.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ablate.engines import AUTO, ENGINES, parity_record
-from ablate.engines.hardware import EMULATE, NAMES, Machine, Refusal, refusal, stray_switch, this_machine
+from ablate.engines import AUTO, ENGINES, SCALED, backend_of, module_name, parity_record
+from ablate.engines.hardware import (
+    EMULATE,
+    NAMES,
+    Machine,
+    Refusal,
+    refusal,
+    scaled_refusal,
+    stray_switch,
+    this_machine,
+)
 from ablate.errors import nearest
 from ablate.experiment.arms import Arm
-from ablate.recipes.recipe import Products
+from ablate.recipes import scaled_mapping
+from ablate.recipes.recipe import Products, Recipe
 from ablate.recipes.te_mapping import MULTIPLE, Family, families, recipe_refusals, refusals, variants
 from ablate.training.hyperparameters import Training
 from ablate.training.rank_layout import Layout
@@ -24,7 +34,8 @@ UNPROVEN = (
 @dataclass(frozen=True)
 class Choice:
     """Engine of all trials of an experiment (arms are compared on one engine), and the reason why `auto` did
-    not select Transformer Engine; empty if there is none."""
+    not select Transformer Engine; empty if there is none, or if another engine of tensor cores computes them.
+    """
 
     engine: str
     why: str = ""
@@ -46,9 +57,10 @@ def choose(
 ) -> Choice:
     """Return the engine for these arms.
 
-    `auto` selects the emulator, with the reason, unless Transformer Engine can compute all arms and a
-    comparison found that its kernels agree with the emulator: on such a GPU, in these versions, for every
-    family of kernels that the arms need.
+    `auto` selects Transformer Engine if it can compute all arms and a comparison found that its kernels agree
+    with the emulator: on such a GPU, in these versions, for every family of kernels that the arms need.
+    Otherwise it selects `scaled_mm`, on the same condition, if tensor cores can multiply a product of an arm.
+    Else the emulator, with the reason why it is not Transformer Engine.
 
     Args:
         asked: name of an engine, or `auto`.
@@ -62,11 +74,15 @@ def choose(
         The engine, and the reason why `auto` did not select Transformer Engine.
 
     Raises:
-        ValueError: Transformer Engine was requested and cannot compute the arms; with the reason.
+        ValueError: the requested engine cannot compute the arms; with the reason.
     """
-    if asked not in (AUTO, NATIVE):
+    if asked == "emulated":
         return Choice(asked)
     arms = list(arms)
+    if module_name(asked) == SCALED:
+        if reason := next(_scaled_refusals(asked, arms, device, layout, machine or this_machine()), None):
+            raise ValueError(str(reason))
+        return Choice(asked)
     if asked == AUTO and all(arm.recipe.plain for arm in arms):
         return Choice("emulated", "no arm quantises anything")
     machine = machine or this_machine()
@@ -74,6 +90,8 @@ def choose(
     if asked == NATIVE and reason:
         raise ValueError(str(reason))
     why = None if asked == NATIVE else reason.why if reason else _doubt(arms, machine)
+    if why and _takes_scaled(arms, device, layout, machine):
+        return Choice(SCALED)
     return Choice("emulated", why) if why else Choice(NATIVE)
 
 
@@ -92,6 +110,55 @@ def _doubt(arms: list[Arm], machine: Machine) -> str | None:
     )
 
 
+def _takes_scaled(arms: list[Arm], device: str | None, layout: Layout, machine: Machine) -> bool:
+    """Return True if `auto` selects `scaled_mm` for these arms: they use tensor cores, and a comparison on
+    such a machine found that all families agree with the emulator."""
+    needed = _scaled_families(SCALED, arms)
+    if device == "cpu" or machine.capability is None or not needed:
+        return False
+    refused = next(_scaled_refusals(SCALED, arms, "cuda", layout, machine), None)
+    return refused is None and needed <= parity_record.agreed(machine, SCALED)
+
+
+def _scaled_families(engine: str, arms: list[Arm]) -> set[str]:
+    """Return the families that tensor cores multiply for these arms, also after a guard fell back."""
+    backend = backend_of(engine)
+    recipes = [arm.recipe for arm in arms]
+    recipes += [_recipe(products) for arm in arms for products in _fallen_back(arm)]
+    return {family for recipe in recipes for family in scaled_mapping.families(recipe, backend)}
+
+
+def _recipe(products: Products) -> Recipe:
+    return Recipe(fprop=products.fprop, dgrad=products.dgrad, wgrad=products.wgrad)
+
+
+def _scaled_refusals(
+    engine: str, arms: list[Arm], device: str | None, layout: Layout, machine: Machine
+) -> Iterator[Refusal]:
+    """Yield each reason why these arms cannot run on an engine `scaled_mm` here."""
+    where = device or ("cuda" if machine.capability else "cpu")
+    if reason := scaled_refusal(machine, where, _scaled_families(engine, arms), backend_of(engine)):
+        yield reason
+    for arm in arms:
+        if why := next(_scaled_arm_refusals(engine, arm, layout), None):
+            yield Refusal(f"arm {arm.name!r}: {why}", EMULATE)
+
+
+def _scaled_arm_refusals(engine: str, arm: Arm, layout: Layout) -> Iterator[str]:
+    yield from scaled_mapping.refusals(arm.recipe, backend_of(engine))
+    if not isinstance(arm.config, Training):
+        yield f"workload {type(arm.config).__name__.lower()}: it is computed by the emulator alone"
+        return
+    yield from layout.misfits(arm.config, arm.recipe, engine)
+    backend = backend_of(engine)
+    fp4 = scaled_mapping.families(arm.recipe, backend) & {*scaled_mapping.FP4}
+    if backend in scaled_mapping.FLASHINFER and fp4 and layout.splits(arm.config.accumulate) > 1:
+        yield (
+            f"{layout.ranks} ranks share a micro-batch and add up wgrad in fp32, and FlashInfer writes bf16;"
+            " use engine: scaled_mm, or a workload.accumulate that is a multiple of the ranks"
+        )
+
+
 def _families(arms: list[Arm]) -> set[Family]:
     return families(
         products for arm in arms for products in (*variants(arm.recipe), *_fallen_back(arm))
@@ -106,6 +173,8 @@ def _fallen_back(arm: Arm) -> Iterator[Products]:
 
 def misfit(engine: str, arm: Arm, layout: Layout) -> str | None:
     """Return the reason why the engine of a search cannot compute this arm of it; None if it can."""
+    if module_name(engine) == SCALED:
+        return next(_scaled_arm_refusals(engine, arm, layout), None)
     return next(_arm_refusals(arm, layout), None) if engine == NATIVE else None
 
 

@@ -29,6 +29,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
+from ablate.engines import makes_operands
 from ablate.engines.emulated import Engine
 from ablate.engines.ranks import whole
 from ablate.numerics.spec import Spec
@@ -182,7 +183,7 @@ class Twin(NamedTuple):
     @classmethod
     def of(cls, recipe: Recipe, engine: str) -> "Twin":
         """Return the difference for a recipe: other draws where it draws by the clock, else other weights."""
-        return cls(recipe.draws and engine == "emulated")
+        return cls(recipe.draws and makes_operands(engine))
 
 
 def move_by_ulp(parameters: Iterable[nn.Parameter], seed: int) -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from ablate.engines import makes_operands
 from ablate.numerics.spec import Quant, grain, tag
 from ablate.recipes.recipe import SLOTS, TOKEN_AXES, Products, Recipe
 from ablate.training.hyperparameters import Training
@@ -76,7 +77,7 @@ class Layout:
         if config.batch % splits:
             yield f"{many}, and {splits} does not divide workload.batch {config.batch}; {way_out}"
             return
-        if engine != "emulated":
+        if not makes_operands(engine):
             yield (
                 f"{many}, so their amaxes would have to be reduced, "
                 f"which engine {engine} does not do; {way_out}"
@@ -97,7 +98,7 @@ class Layout:
 
 
 def _sharding_misfits(config: Training, recipe: Recipe, engine: str) -> Iterator[str]:
-    if engine != "emulated":
+    if not makes_operands(engine):
         yield f"sharded: engine {engine} keeps whole weights; leave sharded out"
     if not config.shardable:
         yield (

@@ -10,8 +10,8 @@ import psutil
 import torch
 
 from ablate import provenance
-from ablate.engines import ENGINES
-from ablate.engines.hardware import PARTS, TRAINS_FP4, installed, this_machine
+from ablate.engines import ENGINES, SCALED, backend_of, module_name
+from ablate.engines.hardware import PARTS, TRAINS_FP4, installed, scaled_refusal, this_machine
 from ablate.engines.hardware import refusal as refused
 
 Fact = tuple[str, str, str]
@@ -80,5 +80,10 @@ def library() -> str:
 
 def refusal(engine: str) -> str | None:
     """Return the reason why an engine cannot train NVFP4 on this machine; None if it can."""
-    reason = refused(this_machine(), {"nvfp4"}) if engine == NATIVE else None
+    machine = this_machine()
+    if module_name(engine) == SCALED:
+        device = "cuda" if machine.capability else "cpu"
+        reason = scaled_refusal(machine, device, {"nvfp4"}, backend_of(engine))
+    else:
+        reason = refused(machine, {"nvfp4"}) if engine == NATIVE else None
     return str(reason) if reason else None

@@ -24,7 +24,13 @@ from ablate.results.figures.style import (
 
 Line = Mapping[str, Any]
 """One measurement: values of any kind by column name."""
-_ENGINES = {"transformer_engine": " (TE)", "emulated": " (emulated)"}
+_ENGINES = {
+    "transformer_engine": " (TE)",
+    "emulated": " (emulated)",
+    "scaled_mm": " (scaled_mm)",
+    "scaled_mm:cudnn": " (cudnn)",
+    "scaled_mm:cutlass": " (cutlass)",
+}
 
 
 def _look(position: int) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -173,7 +172,7 @@ class Trained(Training):
         """
         import torch
 
-        from ablate.engines import ENGINES
+        from ablate.engines import converter
         from ablate.engines.emulated import recompute
         from ablate.numerics.philox import Clock
         from ablate.training.distributed import shard
@@ -181,7 +180,7 @@ class Trained(Training):
 
         clock = Clock(seed)
         subject = self.subject(recipe, clock, torch.device(device))
-        driver = import_module(ENGINES[engine]).convert(subject.model, recipe, clock)
+        driver = converter(engine)(subject.model, recipe, clock)
         if self.recompute:
             recompute(subject.model, driver)
         subject = self.with_adapters(subject, clock)

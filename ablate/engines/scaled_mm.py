@@ -1,0 +1,283 @@
+"""The engine `scaled_mm`: every product whose operands tensor cores can hold is multiplied by them.
+
+The problem. Transformer Engine computes a recipe as a whole or not at all, since it makes the operands
+itself. Most published recipes differ from it in how operands are made (another rotation, rounding, choice of
+scales), not in what is multiplied.
+
+The idea. The operands are the emulator's own, made by this package's quantisers. `numerics/encoded.py` writes
+them as bytes, and torch's scaled product (`torch.nn.functional.scaled_mm`) multiplies those. Products that do
+not fit (recipes/scaled_mapping.py) are computed as the emulator computes them, one by one, so a recipe loses
+speed there and nothing else. Random bits, histories, telemetry, checkpoints, forks and readings are the
+emulator's.
+
+What the native product does, and what the emulator does:
+
+    family                 native                                      emulated
+    nvfp4                  alpha times the sum in fp32, in the         the same, after the product
+                           product's epilogue; one rounding
+    fp8                    the same, as scale of the first operand     the same, after the product
+    nvfp4, rows            the sum in fp32, then times alpha, one      the same
+                           rounding
+    fp8, rows              times the scale of the row, then times      times their product
+                           that of the column, one rounding
+    mxfp8, mxfp4           no factor; one rounding. With a factor      the same
+                           (mxfp8 alone): as nvfp4 with rows
+
+Alpha is `product.alpha` in all but one line of the table, so it has the emulator's bits; there its two halves
+are applied one after the other, which differs by at most 2^-22. The order of fp32 additions is the device's.
+
+The name of the engine says which library multiplies FP4: `scaled_mm` is torch's own choice (cuBLASLt for
+NVFP4, CUTLASS kernels of MSLK for MXFP4), `scaled_mm:cudnn` and `scaled_mm:cutlass` are those of FlashInfer's
+`mm_fp4`.
+
+On a CPU, torch multiplies FP8 alone, and the engine takes recipes that need nothing else. Refused, with a
+ValueError: a device that lacks a family which the recipe needs, and what FlashInfer cannot write. Nothing of
+this file has run on a GPU: docs/blackwell.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ablate.engines.emulated import Engine, quantisable, replaced
+from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
+from ablate.engines.hardware import Machine, scaled_refusal, this_machine
+from ablate.numerics.encoded import COLUMNS, Encoded, encode
+from ablate.numerics.philox import Clock
+from ablate.numerics.product import alpha
+from ablate.numerics.quantize import Operand
+from ablate.recipes.recipe import Recipe
+from ablate.recipes.scaled_mapping import FLASHINFER, FP4, Backend, eight_bits, families, refusals, verdict
+
+ScaledMm = Callable[..., Tensor]
+"""Function with the arguments of `torch.nn.functional.scaled_mm`."""
+MmFp4 = Callable[..., Tensor]
+"""Function with the arguments of FlashInfer's `mm_fp4`."""
+
+
+def _torch_scaled_mm(*arguments: object, **options: object) -> Tensor:
+    return F.scaled_mm(*arguments, **options)
+
+
+def _flashinfer_mm_fp4(*arguments: object, **options: object) -> Tensor:
+    from flashinfer import mm_fp4
+
+    return mm_fp4(*arguments, **options)
+
+
+@dataclass(frozen=True)
+class Native:
+    """Library that multiplies FP4, and the two functions that multiply."""
+
+    backend: Backend = "cublaslt"
+    scaled_mm: ScaledMm = _torch_scaled_mm
+    mm_fp4: MmFp4 = _flashinfer_mm_fp4
+
+    def product(self, a: Encoded, b: Encoded, scales: "Factors", out: torch.dtype) -> Tensor:
+        """Return a b^T times its factor, [rows of a, rows of b], rounded once to `out`."""
+        if a.family in FP4 and self.backend in FLASHINFER:
+            y = self._by_flashinfer(a, b, scales.scalar, out)
+        else:
+            y = self._by_torch(a, b, scales, out)
+        return y[: a.rows, : b.rows].contiguous()
+
+    def _by_torch(self, a: Encoded, b: Encoded, scales: "Factors", out: torch.dtype) -> Tensor:
+        kinds, swizzles = F.ScalingType, F.SwizzleType
+        left, right = a.data, b.data.t()
+        one = torch.ones((), dtype=torch.float32, device=left.device)
+        tiled, flat = swizzles.SWIZZLE_32_4_4, swizzles.NO_SWIZZLE
+        if a.family == "fp8" and scales.rows is not None:
+            own, other = (_column(scale, part) for scale, part in zip(scales.rows, (a, b), strict=True))
+            kind = kinds.RowWise
+            return self.scaled_mm(left, right, own, kind, other.t(), kind, output_dtype=out)
+        if a.family == "fp8":
+            own = one if scales.scalar is None else scales.scalar
+            kind = kinds.TensorWise
+            return self.scaled_mm(left, right, own, kind, one, kind, output_dtype=out)
+        if a.family == "nvfp4":
+            # The whole factor is the first operand's: torch multiplies the two, and by 1 exactly.
+            own = one if scales.scalar is None else scales.scalar
+            kind, swizzle = [kinds.BlockWise1x16, kinds.TensorWise], [tiled, flat]
+            later = scales.matrix
+            left_scales, right_scales = [a.scales, own], [b.scales, one]
+        else:
+            kind, swizzle = kinds.BlockWise1x32, tiled
+            later = scales.matrix if scales.scalar is None else scales.scalar
+            left_scales, right_scales = a.scales, b.scales
+        wide = out if later is None else torch.float32
+        y = self.scaled_mm(
+            left,
+            right,
+            left_scales,
+            kind,
+            right_scales,
+            kind,
+            swizzle_a=swizzle,
+            swizzle_b=swizzle,
+            output_dtype=wide,
+        )
+        if later is None:
+            return y
+        # Cropped first: a factor of rows has no padding.
+        return (y[: a.rows, : b.rows] * later).to(out)
+
+    def _by_flashinfer(self, a: Encoded, b: Encoded, scalar: Tensor | None, out: torch.dtype) -> Tensor:
+        if out == torch.float32:
+            raise ValueError(
+                "FlashInfer's FP4 products write bf16, and fp32 is wanted; use engine: scaled_mm"
+            )
+        assert a.tiled_scales is not None
+        assert b.tiled_scales is not None
+        one = torch.ones((), dtype=torch.float32, device=a.data.device)
+        nvidia = a.family == "nvfp4"
+        return self.mm_fp4(
+            a.data.view(torch.uint8),
+            b.data.view(torch.uint8).t(),
+            a.tiled_scales,
+            b.tiled_scales.t(),
+            one if scalar is None else scalar,
+            out,
+            block_size=16 if nvidia else 32,
+            use_8x4_sf_layout=False,
+            backend=self.backend,
+            use_nvfp4=nvidia,
+        )
+
+
+@dataclass(frozen=True)
+class Factors:
+    """Factor of a product, fp32: one number, or a matrix that is a column times a row; none if it is 1."""
+
+    scalar: Tensor | None = None
+    matrix: Tensor | None = None
+    """[M, N], or a shape that broadcasts to it."""
+    rows: tuple[Tensor, Tensor] | None = None
+    """The factors of both operands apart, each a scalar or [rows, 1]; given with `matrix`."""
+
+    @classmethod
+    def of(cls, a: Operand, b: Operand) -> "Factors":
+        """Return the factor of the product of two operands: that of the emulator."""
+        whole = alpha(a, b)
+        if whole is None or whole.numel() == 1:
+            return cls(None if whole is None else whole.reshape(()))
+        return cls(None, whole, (_own_factor(a), _own_factor(b)))
+
+
+def _own_factor(operand: Operand) -> Tensor:
+    """Return amax / divisor of one operand, fp32, a scalar or [rows, 1]."""
+    amax = operand.amax
+    if amax is None:
+        amax = torch.ones((), dtype=torch.float32, device=operand.values.device)
+    return amax / torch.full_like(amax, operand.divisor)
+
+
+def _column(factor: Tensor, part: Encoded) -> Tensor:
+    """Return a factor for every padded row of an operand, [padded rows, 1]; 1 in the padding."""
+    column = torch.ones(part.data.shape[0], 1, dtype=torch.float32, device=part.data.device)
+    column[: part.rows] = factor
+    return column
+
+
+class ScaledLinear(EmulatedLinear):
+    """A layer whose products are multiplied by tensor cores where its operands fit.
+
+    Args:
+        linear: the layer to replace.
+        name: qualified name in the model.
+        clock: the clock that the layer draws by.
+        dtype: dtype of the products that are not quantised.
+        native: the functions that multiply.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype, native: Native
+    ) -> None:
+        super().__init__(linear, name, clock, dtype)
+        self.native = native
+        self._kept: list[tuple[Operand, Encoded]] = []
+        """Bytes of the weight's casts that `casts` holds."""
+
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
+        """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
+        if len(a) > 1 or len(b) > 1 or not (a[0].values.numel() and b[0].values.numel()):
+            return super().multiply(a, b, out)
+        (left,), (right,) = a, b
+        family = verdict(left.quant, right.quant, out == torch.float32, self.native.backend).family
+        if family is None:
+            return super().multiply(a, b, out)
+        columns = max(left.values.shape[1], right.values.shape[1])
+        columns += -columns % COLUMNS
+        encoded = [self._encoded(operand, family, columns) for operand in (left, right)]
+        return self.native.product(*encoded, Factors.of(left, right), out)
+
+    def _encoded(self, operand: Operand, family: str, columns: int) -> Encoded:
+        """Return an operand's bytes, kept as long as `casts` keeps the operand."""
+        assert operand.quant is not None
+        lasting = [parts[0] for _, parts in (self.casts or {}).values()]
+        self._kept = [(one, made) for one, made in self._kept if any(one is kept for kept in lasting)]
+        for one, made in self._kept:
+            if one is operand and made.family == family and made.columns == columns:
+                return made
+        made = encode(operand, family, eight_bits(operand.quant.element) or "e4m3", columns)
+        if any(operand is kept for kept in lasting):
+            self._kept.append((operand, made))
+        return made
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "ScaledLinear":
+        """Return a layer with copied parameters that follows the steps of this one."""
+        kept, self._kept = self._kept, []
+        try:
+            copied = super().__deepcopy__(memo)
+        finally:
+            self._kept = kept
+        return copied
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe,
+    clock: Clock,
+    backend: Backend = "cublaslt",
+    *,
+    native: Native | None = None,
+    machine: Machine | None = None,
+) -> Engine:
+    """Replace every nn.Linear inside a transformer block, in place, and return the engine that drives them.
+
+    Args:
+        model: a model whose blocks are numbered; changed in place. Names and state dicts stay. Its device
+            decides what can be multiplied.
+        recipe: the recipe to apply.
+        clock: seed, step and micro-batch of all random draws; advance it as training advances.
+        backend: library that multiplies FP4 operands.
+        native: the functions that multiply; None: those of the library.
+        machine: the machine; None: this one.
+
+    Returns:
+        The engine. Call `Engine.at` before each step.
+
+    Raises:
+        ValueError: the device lacks a family that the recipe needs, the back end cannot write what the recipe
+            wants, or as the emulated engine's `convert` does.
+    """
+    native = native or Native(backend)
+    device = next(model.parameters()).device.type
+    reason = next(refusals(recipe, native.backend), None) or scaled_refusal(
+        machine or this_machine(), device, families(recipe, native.backend), native.backend
+    )
+    if reason:
+        raise ValueError(f"engine {engine_name(native.backend)}: {reason}")
+    replaced(
+        model,
+        quantisable(model),
+        lambda linear, name: ScaledLinear(linear, name, clock, DTYPES[recipe.dtype], native),
+    )
+    return Engine(model, recipe, clock)
+
+
+def engine_name(backend: Backend) -> str:
+    """Return the engine's name with its back end, as an experiment writes it."""
+    return "scaled_mm" if backend == "cublaslt" else f"scaled_mm:{backend}"

@@ -1,0 +1,231 @@
+"""A recipe's products as torch's scaled products compute them on tensor cores, or the reason why they cannot.
+
+The problem. A tensor core multiplies elements of a few formats, with block scales of a few formats, and sums
+in fp32. A recipe here may ask for more. One field that the hardware lacks must not send a whole model to the
+emulator, and must not be replaced by a similar one either.
+
+The idea. Each product of a layer is judged alone. An operand fits if its numbers, code times block scale, can
+be written in a layout that tensor cores read, exactly:
+
+    family   elements                 block scales             outer scale
+    nvfp4    e2m1                     e4m3 of 16 elements      none, one a tensor, one a row
+    mxfp4    e2m1                     e8m0 of 32 elements      none, one a tensor, one a row
+    fp8      e4m3, e5m2, smaller      none                     one a tensor, one a row
+    mxfp8    e4m3, e5m2, smaller      e8m0 of 32 elements      none, one a tensor, one a row
+
+A smaller element is one whose every value e4m3 has too (e2m1, int4, six bits). A longer or a square block
+repeats its scale, and a missing scale is a scale of 1. How scales and codes were found (rounding, rotation,
+selection, statistic of the outer scale) does not matter: the operands are the emulator's own. A product runs
+on tensor cores if both operands fit in one family, the first of this list that they share. All others are
+computed as the emulator computes them, and named with the field in the way.
+
+    plan(PRESETS["nvfp4"]().products)["wgrad"]    Verdict("native", "nvfp4")
+    plan(PRESETS["ue5m3"]().products)["fprop"]    Verdict("emulated", None, "fprop.x.scale.format ue5m3: ...")
+
+`refusals` lists what a back end cannot compute at all. Facts: torch 2.13.0 (`torch.nn.functional.scaled_mm`),
+FlashInfer 0.7.2 (`mm_fp4`). This file imports neither.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from ablate.numerics.formats import ELEMENTS
+from ablate.numerics.spec import Quant, tag
+from ablate.recipes.recipe import DIRECTIONS, Product, Products, Recipe
+from ablate.recipes.te_mapping import variants
+
+Family = Literal["nvfp4", "mxfp4", "mxfp8", "fp8"]
+Backend = Literal["cublaslt", "cudnn", "cutlass"]
+Runs = Literal["native", "emulated", "bf16"]
+NAMES: dict[Family, str] = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "fp8": "FP8", "mxfp8": "MXFP8"}
+"""The families, in the order in which a product takes the first that fits, with their names in messages."""
+FP4: tuple[Family, ...] = ("nvfp4", "mxfp4")
+FLASHINFER: tuple[Backend, ...] = ("cudnn", "cutlass")
+"""Back ends of FP4 products in FlashInfer. Products of FP8 and MXFP8 are torch's in any case."""
+BLOCK: dict[Family, int] = {"nvfp4": 16, "mxfp4": 32, "mxfp8": 32}
+"""Elements that share a block scale in the hardware's layout."""
+SCALES: dict[str, tuple[Family, ...]] = {"e4m3": ("nvfp4",), "e8m0": ("mxfp4", "mxfp8")}
+"""Families by the format of their block scales."""
+_ALONG_ROWS = ("tensor", "row", "rows")
+"""Words of outer granularities that are constant along the contraction."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The way in which one product is computed."""
+
+    runs: Runs
+    """`native`: on tensor cores, in `family`; `emulated`: by the emulator; `bf16`: nothing is quantised."""
+    family: Family | None = None
+    why: str = ""
+    """The field in the way, and why; empty if the product is native."""
+
+
+def eight_bits(element: str) -> str | None:
+    """Return the eight-bit element that has every value of an element, `e4m3` or `e5m2`; None if none has."""
+    form, eight = ELEMENTS[element], ELEMENTS["e4m3"]
+    if element == "e5m2":
+        return element
+    smallest, least = form.emin - form.mantissa, eight.emin - eight.mantissa
+    return "e4m3" if form.mantissa <= eight.mantissa and smallest >= least and form.max <= eight.max else None
+
+
+def fit(quant: Quant) -> tuple[tuple[Family, ...], str]:
+    """Return the families whose layouts hold an operand's numbers exactly, or the field in the way."""
+    scale, outer, eight = quant.scale, quant.outer, eight_bits(quant.element)
+    if quant.transform is not None:
+        return (), "transform: the operand is a sum of parts, multiplied one by one"
+    if quant.element != "e2m1" and eight is None:
+        return (), f"element {quant.element}: tensor cores multiply e2m1, e4m3 and e5m2"
+    if outer is not None and tag(outer.granularity) not in _ALONG_ROWS:
+        return (), f"outer.granularity {outer.granularity}: it changes along the contraction"
+    if quant.select is not None and quant.select.among == "grids":
+        return (), "select.among grids: e2m1 and int4 elements in one operand"
+    if quant.wide:
+        return (), f"scale.format {scale and scale.format}: code times scale has more bits than bf16"
+    own: tuple[Family, ...] = tuple(NAMES) if quant.element == "e2m1" else ("fp8", "mxfp8")
+    if scale is None:
+        return own, ""
+    if scale.format not in SCALES:
+        return (), f"scale.format {scale.format}: tensor cores take e4m3 and e8m0"
+    families = tuple(family for family in own if family in SCALES[scale.format])
+    if not families:
+        return (), f"element {quant.element}: tensor cores take {scale.format} scales with e2m1 alone"
+    if quant.tile[1] % BLOCK[families[0]]:
+        return (), f"block {quant.block}: an {scale.format} scale is for {BLOCK[families[0]]} elements"
+    return families, ""
+
+
+@lru_cache(maxsize=4096)
+def verdict(a: Quant | None, b: Quant | None, wide: bool, backend: Backend = "cublaslt") -> Verdict:
+    """Return how a back end computes the product of two operands.
+
+    Args:
+        a: quantiser of the first operand; None: it stays in bf16.
+        b: quantiser of the second one.
+        wide: True if the product is written in fp32.
+        backend: library that multiplies FP4 operands.
+
+    Returns:
+        The verdict. `why` begins with `0.` or `1.` if one operand is in the way, and with a colon otherwise.
+    """
+    if a is None and b is None:
+        return Verdict("bf16", None, ": no operand is quantised")
+    if a is None or b is None:
+        return Verdict("emulated", None, f"{0 if a is None else 1}: not quantised, and the other operand is")
+    (left, left_why), (right, right_why) = fit(a), fit(b)
+    if not left or not right:
+        return Verdict("emulated", None, f"1.{right_why}" if left else f"0.{left_why}")
+    why = f": tensor cores multiply two operands of one kind, not {_words(left)} and {_words(right)}"
+    for family in (family for family in NAMES if family in left and family in right):
+        why = _obstacle(family, a, b, wide, backend)
+        if not why:
+            return Verdict("native", family)
+    return Verdict("emulated", None, why)
+
+
+def _words(families: tuple[Family, ...]) -> str:
+    return " or ".join(NAMES[family] for family in families)
+
+
+def _obstacle(family: Family, a: Quant, b: Quant, wide: bool, backend: Backend) -> str:
+    """Return why a back end cannot multiply in a family, or apply the factor before its one rounding."""
+    rows = [quant.outer is not None and tag(quant.outer.granularity) != "tensor" for quant in (a, b)]
+    row = next((number for number, has in enumerate(rows) if has), None)
+    second = eight_bits(b.element)
+    if family not in FP4 and eight_bits(a.element) == second == "e5m2":
+        return ": tensor cores multiply no e5m2 with e5m2"
+    if family == "fp8" and row is not None and second != "e4m3":
+        return f"{row}.outer.granularity: torch's FP8 product by rows takes e4m3 as second operand"
+    if family == "mxfp4" and backend == "cutlass":
+        return ": FlashInfer multiplies MXFP4 by cudnn alone"
+    if family in FP4 and backend in FLASHINFER and row is not None:
+        return f"{row}.outer.granularity: FlashInfer writes bf16, and factors of rows would round it again"
+    if family != "mxfp4" or backend in FLASHINFER:
+        return ""
+    if wide:
+        return ": torch's MXFP4 product writes bf16, and fp32 is wanted"
+    for number, quant in enumerate((a, b)):
+        if quant.outer is not None or quant.range.prescale != 1:
+            field = "outer" if quant.outer is not None else "range.prescale"
+            return f"{number}.{field}: torch's MXFP4 product writes bf16, and a factor would round it again"
+    return ""
+
+
+def plan(products: Products, backend: Backend = "cublaslt") -> dict[str, Verdict]:
+    """Return how a back end computes each product of a layer, by its name; reasons begin with the slot."""
+    return {name: _named(name, getattr(products, name), backend) for name in DIRECTIONS["all"]}
+
+
+def _named(name: str, product: Product, backend: Backend) -> Verdict:
+    first, second = product.operands
+    given = verdict(getattr(product, first), getattr(product, second), writes_fp32(product), backend)
+    number, why = given.why[:1], given.why[1:]
+    if not given.why:
+        return given
+    slot = {"0": f"{name}.{first}", "1": f"{name}.{second}"}.get(number, name)
+    return Verdict(given.runs, given.family, f"{slot}{why}" if number != ":" else f"{slot}:{why}")
+
+
+def writes_fp32(product: Product) -> bool:
+    """Return True if a product's output type is fp32."""
+    return getattr(product, "gemm", None) == "fp32_out" or getattr(product, "dw", None) == "fp32"
+
+
+def slots(products: Products, backend: Backend = "cublaslt") -> dict[str, Verdict]:
+    """Return how each operand is multiplied, by its slot; both operands of a product have one verdict."""
+    return {
+        f"{name}.{operand}": given
+        for name, given in plan(products, backend).items()
+        for operand in getattr(products, name).operands
+    }
+
+
+def parts(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[dict[str, Verdict], ...]:
+    """Return the plans of all products that may be in force in some layer at some step, each once.
+
+    The first is that of the recipe's own products.
+    """
+    found: list[dict[str, Verdict]] = []
+    for products in variants(recipe):
+        if (one := plan(products, backend)) not in found:
+            found.append(one)
+    return tuple(found)
+
+
+def entirely_native(recipe: Recipe, backend: Backend = "cublaslt") -> bool:
+    """Return True if the recipe quantises something, and no product of it is ever emulated."""
+    runs = {given.runs for one in parts(recipe, backend) for given in one.values()}
+    return "native" in runs and "emulated" not in runs
+
+
+def families(recipe: Recipe, backend: Backend = "cublaslt") -> set[Family]:
+    """Return the families of formats that a recipe multiplies on tensor cores."""
+    found = (given.family for one in parts(recipe, backend) for given in one.values())
+    return {family for family in found if family is not None}
+
+
+def emulated(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[str, ...]:
+    """Return the products that are emulated, each once, as `slot.field value: reason`."""
+    return tuple(
+        dict.fromkeys(
+            given.why for one in parts(recipe, backend) for given in one.values() if given.runs == "emulated"
+        )
+    )
+
+
+def refusals(recipe: Recipe, backend: Backend = "cublaslt") -> Iterator[str]:
+    """Yield every product that a back end would have to multiply and whose output type it cannot write."""
+    if backend not in FLASHINFER:
+        return
+    wanted = dict.fromkeys(
+        (name, "dw fp32" if name == "wgrad" else "gemm fp32_out")
+        for products in variants(recipe)
+        for name in DIRECTIONS["all"]
+        if writes_fp32(product := getattr(products, name)) and _named(name, product, backend).family in FP4
+    )
+    for name, field in wanted:
+        other = "dw: bf16" if name == "wgrad" else "gemm: bf16_out"
+        yield f"{name}.{field}: FlashInfer's FP4 products write bf16; write {other}, or engine: scaled_mm"
