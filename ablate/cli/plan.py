@@ -18,6 +18,8 @@ from rich.text import Text
 from ablate.cli.common import WHERE, Device, JsonOption, Profile, Seeds, State, console, duration
 from ablate.cli.recipe import placements
 from ablate.cli.settings import Settings, find_settings
+from ablate.cli.tensor_cores import as_data as multiplied_data
+from ablate.cli.tensor_cores import multiplied
 from ablate.engines.hardware import rented_machine
 from ablate.errors import InputError, one_line
 from ablate.execution.estimate import Load, TimeModel, time_left, unproposed
@@ -278,6 +280,8 @@ def show(experiment: Experiment, settings: Settings) -> None:
     if layout.ranks > 1:
         sharded = ", each with a part of the model" * layout.sharded
         screen.print(f"\nEach trial is computed by {layout.ranks} ranks{sharded}.")
+    for arms, lines in multiplied(experiment):
+        screen.print(f"Products of arm {arms}:", *(f"  {line}" for line in lines), sep="\n", markup=False)
     for arms, lines in policies(experiment):
         screen.print(
             f"\nLayers of arm {arms}:",
@@ -357,6 +361,7 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
         "sweep": experiment.name,
         "question": experiment.question,
         "engine": experiment.engine,
+        "products": multiplied_data(experiment),
         "device": settings.device,
         "ranks": layout.ranks,
         "arms": [

@@ -36,6 +36,7 @@ this file has run on a GPU: docs/blackwell.md.
 """
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -197,12 +198,14 @@ class ScaledLinear(EmulatedLinear):
     ) -> None:
         super().__init__(linear, name, clock, dtype)
         self.native = native
+        self.emulated = False
+        """True while the emulation computes this layer."""
         self._kept: list[tuple[Operand, Encoded]] = []
         """Bytes of the weight's casts that `casts` holds."""
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
-        if len(a) > 1 or len(b) > 1 or not (a[0].values.numel() and b[0].values.numel()):
+        if self.emulated or len(a) > 1 or len(b) > 1 or not (a[0].values.numel() and b[0].values.numel()):
             return super().multiply(a, b, out)
         (left,), (right,) = a, b
         family = verdict(left.quant, right.quant, out == torch.float32, self.native.backend).family
@@ -236,6 +239,23 @@ class ScaledLinear(EmulatedLinear):
         return copied
 
 
+class ScaledEngine(Engine):
+    """An engine of `ScaledLinear` layers."""
+
+    @contextmanager
+    def reading(self, recipe: Recipe):
+        """Inside this context, emulate the forward pass of another recipe, which this device may lack."""
+        layers = [layer for layer in self.layers.values() if isinstance(layer, ScaledLinear)]
+        try:
+            for layer in layers:
+                layer.emulated = True
+            with super().reading(recipe):
+                yield
+        finally:
+            for layer in layers:
+                layer.emulated = False
+
+
 def convert(
     model: nn.Module,
     recipe: Recipe,
@@ -244,7 +264,7 @@ def convert(
     *,
     native: Native | None = None,
     machine: Machine | None = None,
-) -> Engine:
+) -> ScaledEngine:
     """Replace every nn.Linear inside a transformer block, in place, and return the engine that drives them.
 
     Args:
@@ -275,7 +295,7 @@ def convert(
         quantisable(model),
         lambda linear, name: ScaledLinear(linear, name, clock, DTYPES[recipe.dtype], native),
     )
-    return Engine(model, recipe, clock)
+    return ScaledEngine(model, recipe, clock)
 
 
 def engine_name(backend: Backend) -> str:

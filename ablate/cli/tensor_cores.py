@@ -1,0 +1,123 @@
+"""Products that an engine `scaled_mm` multiplies on tensor cores, for `ablate plan` and for a page of docs."""
+
+from collections.abc import Iterable, Iterator
+
+from ablate.engines import SCALED, backend_of, module_name
+from ablate.errors import one_line
+from ablate.experiment.load import Experiment
+from ablate.files import Json
+from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.recipe import SLOTS
+from ablate.recipes.scaled_mapping import NAMES, Backend, Verdict, emulated, entirely_native, parts
+from ablate.recipes.te_mapping import recipe_refusals
+
+_SHOWN = 3
+"""Names of arms that a line shows."""
+_BACKENDS: tuple[Backend, ...] = ("cublaslt", "cudnn", "cutlass")
+
+
+def multiplied(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield names of arms with equal plans and a line for each part of the plan, on an engine `scaled_mm`.
+
+    Arms that quantise nothing are left out. Other engines yield nothing.
+    """
+    if module_name(experiment.engine) != SCALED:
+        return
+    backend = backend_of(experiment.engine)
+    arms: dict[tuple[str, ...], list[str]] = {}
+    for arm in experiment.arms:
+        if not arm.recipe.plain:
+            arms.setdefault(tuple(lines(arm.recipe, backend)), []).append(one_line(arm.name))
+    for said, names in arms.items():
+        more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
+        yield ", ".join(map(repr, names[:_SHOWN])) + more, said
+
+
+def lines(recipe: Recipe, backend: Backend) -> Iterator[str]:
+    """Yield a line for each set of products of a recipe, then a line for each reason why one is emulated."""
+    for one in parts(recipe, backend):
+        yield ", ".join(f"{name} {words(given)}" for name, given in one.items())
+    yield from (f"emulated: {why}" for why in emulated(recipe, backend))
+
+
+def words(given: Verdict) -> str:
+    """Return how a product is computed: its family, `emulated` or `bf16`."""
+    return NAMES[given.family] if given.family else given.runs
+
+
+def as_data(experiment: Experiment) -> list[Json]:
+    """Return how the products of each arm are computed, by name; empty for other engines."""
+    if module_name(experiment.engine) != SCALED:
+        return []
+    backend = backend_of(experiment.engine)
+    return [
+        {
+            "arm": arm.name,
+            "parts": [
+                {
+                    name: {"runs": given.runs, "family": given.family, "why": given.why}
+                    for name, given in one.items()
+                }
+                for one in parts(arm.recipe, backend)
+            ],
+        }
+        for arm in experiment.arms
+    ]
+
+
+# --- the page of docs -----------------------------------------------------------------------------
+
+_PREFACE = """\
+# Presets on tensor cores
+
+This page is generated (`make pages`). It says how the engine `scaled_mm` multiplies the operands of every
+preset: on tensor cores, with the format, or as the emulator does, with the field that the hardware lacks. A
+preset whose schedule changes its products has several rows. [Blackwell](blackwell.md#the-engine-scaled_mm)
+describes the engine; `ablate plan` prints the same for the arms of an experiment.
+
+Nothing on this page was measured: it states which products are sent to tensor cores. What has run is in
+[status.md](status.md#engines-and-formats).
+"""
+
+
+def page() -> str:
+    """Return the text of docs/tensor_cores.md."""
+    quantised = {name: make() for name, make in PRESETS.items() if not make().plain}
+    blocks = [_PREFACE, "## Counts\n", *_counts(quantised), "\n## Every preset\n", *_rows(quantised), ""]
+    return "\n".join(blocks)
+
+
+def _counts(quantised: dict[str, Recipe]) -> Iterator[str]:
+    by_te = [name for name, recipe in quantised.items() if not any(recipe_refusals(recipe))]
+    yield f"Of {len(PRESETS)} presets {len(quantised)} quantise something.\n"
+    yield "| engine | presets whose quantised products are all on tensor cores | some of them | none |"
+    yield "|---|---|---|---|"
+    yield f"| `transformer_engine` | {len(by_te)} | | {len(quantised) - len(by_te)} |"
+    for backend in _BACKENDS:
+        whole = [name for name, recipe in quantised.items() if entirely_native(recipe, backend)]
+        some = [
+            name
+            for name, recipe in quantised.items()
+            if name not in whole and _runs(recipe, backend) >= {"native", "emulated"}
+        ]
+        name = SCALED if backend == "cublaslt" else f"{SCALED}:{backend}"
+        yield f"| `{name}` | {len(whole)} | {len(some)} | {len(quantised) - len(whole) - len(some)} |"
+
+
+def _runs(recipe: Recipe, backend: Backend) -> set[str]:
+    return {given.runs for one in parts(recipe, backend) for given in one.values()}
+
+
+def _rows(quantised: dict[str, Recipe]) -> Iterator[str]:
+    yield f"| preset | {' | '.join(f'`{slot}`' for slot in SLOTS)} | emulated because | TE |"
+    yield f"|---|{'---|' * len(SLOTS)}---|---|"
+    for name, recipe in quantised.items():
+        by_te = "no" if any(recipe_refusals(recipe)) else "yes"
+        for number, one in enumerate(parts(recipe)):
+            title = f"`{name}`" if number == 0 else f"`{name}`, later"
+            cells = [words(one[slot.partition(".")[0]]) for slot in SLOTS]
+            yield f"| {title} | {' | '.join(cells)} | {_reasons(one.values())} | {by_te} |"
+
+
+def _reasons(given: Iterable[Verdict]) -> str:
+    return "; ".join(one.why for one in given if one.runs == "emulated").replace("|", "/")

@@ -1,0 +1,18 @@
+"""Write docs/tensor_cores.md: every preset and operand, on tensor cores or emulated.
+
+`python docs/generate_tensor_cores.py [--check]`. With `--check` nothing is written: exit status 1 if the page
+differs from what would be written.
+"""
+
+import sys
+from pathlib import Path
+
+from ablate.cli.tensor_cores import page
+
+PAGE = Path(__file__).parent / "tensor_cores.md"
+
+if __name__ == "__main__":
+    text = page()
+    if "--check" in sys.argv[1:]:
+        sys.exit(0 if PAGE.exists() and PAGE.read_text() == text else f"{PAGE.name} is stale: run make pages")
+    PAGE.write_text(text)

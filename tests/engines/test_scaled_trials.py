@@ -1,0 +1,149 @@
+"""Trials by the engine `scaled_mm`: in FP8, which torch multiplies on a CPU, they run here as on a GPU."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.experiments import shards
+from support.ranks import in_ranks
+
+from ablate.engines.scaled_mm import ScaledLinear
+from ablate.execution.trial_runner import run
+from ablate.experiment.trial_spec import TrialSpec
+from ablate.recipes import PRESETS, Recipe
+from ablate.results.trial_store import Store
+from ablate.training import distributed
+from ablate.training.fork_design import Forks
+from ablate.training.loop import Telemetry, Twin
+from ablate.training.rank_layout import Layout
+from ablate.training.workloads.gpt import Gpt
+
+SIZE = {
+    "layers": 2,
+    "width": 32,
+    "heads": 2,
+    "context": 16,
+    "batch": 2,
+    "steps": 8,
+    "eval_tokens": 64,
+    "eval_every": 4,
+    "eval_batch": 2,
+    "lr": 3e-3,
+}
+FORKS = Forks(trunk=PRESETS["bf16"](), positions=(3, 5), windows=(2,))
+OFTEN = {"log": 1, "every": 100, "shadow": 100, "checkpoint": 0}
+CLOCKS = ("throughput/", "memory/", "comm/")
+
+
+def config(folder: Path, **fields: Any) -> Gpt:
+    return Gpt(**({"data": shards(folder)} | SIZE | fields))
+
+
+def records(
+    gpt: Gpt, engine: str = "scaled_mm", recipe: Recipe | None = None, **telemetry: int
+) -> list[dict]:
+    """Metrics of each record, without those of clocks and allocators."""
+    often = Telemetry(**({"every": 4, "shadow": 4, "log": 1} | telemetry))
+    told = gpt.records(recipe or PRESETS["fp8_current"](), 0, engine, "cpu", often)
+    return [{k: v for k, v in one.metrics.items() if not k.startswith(CLOCKS)} for one in told]
+
+
+def test_a_trial_has_the_emulators_metrics_and_losses(tmp_path):
+    """Telemetry of operands included: they are the same, as long as the weights are."""
+    gpt = config(tmp_path, evaluate=["nvfp4"])
+    mine, its = records(gpt), records(gpt, "emulated")
+    assert [sorted(one) for one in mine] == [sorted(one) for one in its]
+    for a, b in zip(mine, its, strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2e-3)
+    measured = next(one for one in mine if any(name.startswith("quant/") for name in one))
+    assert len([name for name in measured if name.startswith("quant/")]) > 50
+    assert mine[-1]["val/loss@nvfp4"] == pytest.approx(its[-1]["val/loss@nvfp4"], rel=2e-3)
+
+
+def test_the_layers_of_a_trial_are_the_engines(tmp_path):
+    prepared = config(tmp_path).prepare(PRESETS["fp8_current"](), 0, "cpu", "scaled_mm")
+    assert {type(layer) for layer in prepared.engine.layers.values()} == {ScaledLinear}
+
+
+def test_a_cpu_refuses_a_trial_in_fp4(tmp_path):
+    with pytest.raises(ValueError, match="engine scaled_mm: torch multiplies NVFP4 on GPUs alone"):
+        config(tmp_path).prepare(PRESETS["nvfp4"](), 0, "cpu", "scaled_mm")
+
+
+def test_activations_that_are_recomputed_give_the_same_losses(tmp_path):
+    assert records(config(tmp_path, recompute=True)) == records(config(tmp_path))
+
+
+def spec(folder: Path, **fields: Any) -> TrialSpec:
+    fields = {"config": config(folder), "engine": "scaled_mm"} | fields
+    return TrialSpec(workload="gpt", recipe=PRESETS["fp8_delayed"](), seed=0, device="cpu", **fields)
+
+
+def own(events: Any) -> list[str]:
+    """What events say, without what two runs of anything differ in."""
+    return [
+        json.dumps([event["step"], {k: v for k, v in event["metrics"].items() if not k.startswith(CLOCKS)}])
+        for event in events
+    ]
+
+
+@pytest.mark.parametrize("forks", [None, FORKS], ids=["full", "forked"])
+def test_a_trial_that_is_ended_half_way_goes_on_as_if_undisturbed(forks, tmp_path):
+    """Amax histories and the states of a trunk included."""
+    trial = spec(tmp_path, forks=forks)
+    alone = own(run(trial, Store(tmp_path / "alone"), 1, OFTEN))
+    store = Store(tmp_path / "runs")
+    for _ in range(trial.steps + 1):
+        events = run(trial, store, store.begin(trial.id), OFTEN, [])
+        fresh = (event for event in events if "again" not in event)
+        if next(fresh, None) is None:
+            break
+        next(fresh, None)
+        events.close()
+    assert own(run(trial, store, store.begin(trial.id), OFTEN, [])) == alone
+
+
+def test_engines_and_back_ends_have_ids_of_their_own(tmp_path):
+    names = ("emulated", "transformer_engine", "scaled_mm", "scaled_mm:cudnn", "scaled_mm:cutlass")
+    trials = [spec(tmp_path, engine=name) for name in names]
+    assert len({trial.id for trial in trials}) == len({trial.history(3) for trial in trials}) == len(names)
+    assert TrialSpec.parse(trials[-1].wire) == trials[-1]
+
+
+def test_a_twin_draws_other_bits_as_the_emulators_does():
+    for engine in ("emulated", "scaled_mm", "scaled_mm:cudnn"):
+        assert Twin.of(PRESETS["nvfp4"](), engine).stream
+    assert not Twin.of(PRESETS["nvfp4"](), "transformer_engine").stream
+
+
+def on_ranks(gpt: Gpt, sharded: bool) -> list[float]:
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    world = distributed.become(distributed.World(Layout(ranks, sharded and ranks > 1), rank, "cpu"))
+    world.begun = True
+    return [one["train/loss"] for one in records(gpt)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize("shape", [{"batch": 1, "accumulate": 4}, {"batch": 4, "accumulate": 1}])
+def test_two_ranks_train_as_one(shape, sharded, tmp_path):
+    """With micro-batches of their own, and with the sequences of one, whose amaxes they share."""
+    gpt = config(tmp_path, **shape)
+    wanted = on_ranks(gpt, False)
+    everybody = in_ranks(2, lambda: on_ranks(gpt, sharded))
+    assert everybody[0] == pytest.approx(wanted, rel=2e-4)
+
+
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler here")
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_trial_has_the_eager_losses(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch._dynamo.reset()
+    mine, eager = records(config(tmp_path, compile=True)), records(config(tmp_path))
+    for a, b in zip(mine, eager, strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2e-3)
