@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, console, duration, print_starting
-from ablate.engines import ENGINES, parity_record
+from ablate.engines import ENGINES, SCALED, module_name, parity_record
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError, nearest
 from ablate.numerics.spec import VERSION
@@ -41,7 +41,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     engine: Annotated[
         str | None,
-        typer.Option(help="Compare the kernels of this engine, on this GPU, with the emulator instead."),
+        typer.Option(help="Compare the kernels of this engine, on this machine, with the emulator instead."),
     ] = None,
     record: Annotated[
         Path | None,
@@ -56,14 +56,14 @@ def doctor(
     """Show what this machine can run, and check its numerics.
 
     The numerics are compared with published figures, known answers, and every public implementation that is
-    installed. With --engine transformer_engine, compare its kernels with the emulator; --fast skips
-    the training runs. Exit status: 0 all checks agree, 1 one does not, 2 bad input, or the comparison is
+    installed. With --engine transformer_engine or scaled_mm, compare its kernels with the emulator; --fast
+    skips the training runs. Exit status: 0 all checks agree, 1 one does not, 2 bad input, or the comparison is
     impossible here.
     """
     if lifeline:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
     if engine is None and record is not None:
-        raise InputError(["--record needs --engine transformer_engine: it names the file of that comparison"])
+        raise InputError(["--record needs --engine: it names the file of that comparison"])
     if engine is not None:
         _compare(engine, record, fast, as_json)
     print_starting("importing torch, then checking the numerics", quiet=as_json)
@@ -102,12 +102,8 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
     if not os.access(folder, os.W_OK):
         raise InputError([f"--record: {folder} is not writable; name a file in another folder"])
     print_starting("importing torch, then comparing the engine with the emulator", quiet=as_json)
-    from ablate.verification import parity
-
-    if reason := parity.obstacle():
-        raise InputError([f"--engine {engine} cannot be compared here: {reason}"])
     machine = this_machine()
-    comparison = parity.ParityRun(machine, parity.bench_of(machine), fast)
+    comparison = _comparison(engine, machine, fast)
     screen = Console(quiet=True) if as_json else console()
     with nullcontext() if as_json or not screen.is_terminal else screen.status("[dim]torch ...[/]") as status:
         for number, (group, group_rows) in enumerate(comparison.groups(status.update if status else None)):
@@ -125,17 +121,36 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
     raise typer.Exit(DONE if comparison.agrees else FAILED)
 
 
+def _comparison(engine: str, machine: Machine, fast: bool) -> "ParityRun":
+    """Return the comparison of an engine. InputError if nothing of it can be compared here."""
+    from ablate.verification import parity
+
+    if module_name(engine) != SCALED:
+        if reason := parity.obstacle():
+            raise InputError([f"--engine {engine} cannot be compared here: {reason}"])
+        return parity.ParityRun(machine, parity.bench_of(machine), fast)
+    from ablate.verification.parity import scaled
+
+    if reason := scaled.obstacle(engine):
+        raise InputError([f"--engine {engine} cannot be compared here: {reason}"])
+    return scaled.ScaledRun(machine, scaled.bench_of(engine, machine), fast)
+
+
 def _kept(document: "ParityDocument", machine: Machine) -> str:
     """Keep the result for `engine: auto`, and return the end of a sentence about that."""
+    if machine.capability is None:
+        return ""  # `auto` selects no other engine on a CPU
     try:
-        return f"; kept for `engine: auto` in {parity_record.keep(document, machine)}"
+        return f"; kept for `engine: auto` in {parity_record.keep(document, machine, document['engine'])}"
     except OSError as error:
         return f"; not kept for `engine: auto`: {error}"
 
 
 def _written(comparison: "ParityRun", document: "ParityDocument", record: Path | None) -> list[Path]:
     """Write the document and a figure of its losses, and return their paths."""
-    parts = (document["environment"].get("gpu", "no-gpu"), document["compared"]["transformer_engine"])
+    compared = document["compared"]
+    version = compared.get("transformer_engine") or f"{document['engine']} torch {compared['torch']}"
+    parts = (document["environment"].get("gpu", "no-gpu"), version)
     path = record or Path(
         "-".join(["parity", *(re.sub(r"[^\w.]+", "-", str(part)) for part in parts)]) + ".json"
     )

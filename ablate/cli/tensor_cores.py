@@ -1,4 +1,4 @@
-"""Products that an engine `scaled_mm` multiplies on tensor cores, for `ablate plan` and for a page of docs."""
+"""Products that an engine `scaled_mm` multiplies on tensor cores, for `ablate plan` and for a page."""
 
 from collections.abc import Iterable, Iterator
 

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from ablate.engines.emulated import Engine, quantisable, replaced
 from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
 from ablate.engines.hardware import Machine, scaled_refusal, this_machine
-from ablate.numerics.encoded import COLUMNS, Encoded, encode
+from ablate.numerics.encoded import COLUMNS, Encoded, Family, encode
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha
 from ablate.numerics.quantize import Operand
@@ -205,18 +205,23 @@ class ScaledLinear(EmulatedLinear):
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
-        if self.emulated or len(a) > 1 or len(b) > 1 or not (a[0].values.numel() and b[0].values.numel()):
-            return super().multiply(a, b, out)
-        (left,), (right,) = a, b
-        family = verdict(left.quant, right.quant, out == torch.float32, self.native.backend).family
+        family = self.family_of(a, b, out)
         if family is None:
             return super().multiply(a, b, out)
+        (left,), (right,) = a, b
         columns = max(left.values.shape[1], right.values.shape[1])
         columns += -columns % COLUMNS
         encoded = [self._encoded(operand, family, columns) for operand in (left, right)]
         return self.native.product(*encoded, Factors.of(left, right), out)
 
-    def _encoded(self, operand: Operand, family: str, columns: int) -> Encoded:
+    def family_of(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Family | None:
+        """Return the family in which tensor cores multiply two operands; None if the product is emulated."""
+        if self.emulated or len(a) > 1 or len(b) > 1 or not (a[0].values.numel() and b[0].values.numel()):
+            return None
+        wide = out == torch.float32
+        return verdict(a[0].quant, b[0].quant, wide, self.native.backend).family
+
+    def _encoded(self, operand: Operand, family: Family, columns: int) -> Encoded:
         """Return an operand's bytes, kept as long as `casts` keeps the operand."""
         assert operand.quant is not None
         lasting = [parts[0] for _, parts in (self.casts or {}).values()]

@@ -430,8 +430,8 @@ class ExperimentFile(Spec):
     engine: str = AUTO
     """Engine that computes the linear layers: emulated (any device), transformer_engine (its kernels),
     scaled_mm (torch's scaled products where operands fit; scaled_mm:cudnn and scaled_mm:cutlass take those of
-    FlashInfer for FP4), or auto: Transformer Engine, else scaled_mm, if found to agree with the emulator here,
-    else the emulator."""
+    FlashInfer for FP4), or auto: Transformer Engine, else scaled_mm, if found to agree with the emulator
+    here, else the emulator."""
     retry: int = Field(2, ge=0, le=100)
     """Largest number of restarts of a trial that died."""
     patience: float = Field(60.0, gt=0)

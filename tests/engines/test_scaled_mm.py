@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.cases import every
 from support.linears import drawn, run
-from support.tensor_cores import TensorCores
+from support.tensor_cores import FAULTS, Broken, TensorCores
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -371,32 +371,7 @@ def test_a_layer_without_tokens_has_an_empty_output_and_no_gradient(shape):
 # --- faults that the comparison finds -------------------------------------------------------------
 
 
-class Broken(TensorCores):
-    """Tensor cores that get something else than the engine sent."""
-
-    def __init__(self, fault: str) -> None:
-        super().__init__()
-        self.fault = fault
-
-    def scaled_mm(self, a, b, scale_a, kind_a, scale_b, kind_b, **options) -> Tensor:
-        if self.fault == "nibbles" and a.dtype == torch.float4_e2m1fn_x2:
-            codes = a.view(torch.uint8)
-            a = (codes >> 4 | (codes & 15) << 4).view(a.dtype)
-        if self.fault == "plain scales" and isinstance(scale_a, list):
-            blocks = 2 * a.shape[1] // 16
-            tall = len(a) + -len(a) % 128
-            plain = unswizzle(scale_a[0], tall, blocks + -blocks % 4).reshape(-1)
-            scale_a = [plain, scale_a[1]]
-        if self.fault == "alpha twice" and isinstance(scale_a, list):
-            scale_b = [scale_b[0], scale_a[1]]
-        if self.fault == "no alpha" and isinstance(scale_a, list):
-            scale_a = [scale_a[0], torch.ones(())]
-        if self.fault == "upside down":
-            a = a.view(torch.uint8).flip(0).view(a.dtype)
-        return super().scaled_mm(a, b, scale_a, kind_a, scale_b, kind_b, **options)
-
-
-@every(fault=("nibbles", "plain scales", "alpha twice", "no alpha", "upside down"))
+@every(fault=FAULTS)
 def test_a_fault_would_be_seen(fault):
     with pytest.raises(AssertionError):
         compared(PRESETS["nvfp4"]().products, SHAPES[0], cores=Broken(fault))

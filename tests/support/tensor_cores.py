@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ablate.numerics.stored import unswizzle
+
 KIND, SWIZZLE = F.ScalingType, F.SwizzleType
 FP4 = torch.float4_e2m1fn_x2
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -143,6 +145,35 @@ class TensorCores:
         call = Call(left, right_values, alpha, out_dtype, (a, b, a_descale, b_descale), {"backend": backend})
         self.calls.append(call)
         return _product(call)
+
+
+FAULTS = ("nibbles", "plain scales", "alpha twice", "no alpha", "upside down")
+"""What `Broken` can do."""
+
+
+class Broken(TensorCores):
+    """Tensor cores that get something else than the engine sent."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault = fault
+
+    def scaled_mm(self, a, b, scale_a, kind_a, scale_b, kind_b, **options) -> Tensor:
+        if self.fault == "nibbles" and a.dtype == torch.float4_e2m1fn_x2:
+            codes = a.view(torch.uint8)
+            a = (codes >> 4 | (codes & 15) << 4).view(a.dtype)
+        if self.fault == "plain scales" and isinstance(scale_a, list):
+            blocks = 2 * a.shape[1] // 16
+            tall = len(a) + -len(a) % 128
+            plain = unswizzle(scale_a[0], tall, blocks + -blocks % 4).reshape(-1)
+            scale_a = [plain, scale_a[1]]
+        if self.fault == "alpha twice" and isinstance(scale_a, list):
+            scale_b = [scale_b[0], scale_a[1]]
+        if self.fault == "no alpha" and isinstance(scale_a, list):
+            scale_a = [scale_a[0], torch.ones(())]
+        if self.fault == "upside down":
+            a = a.view(torch.uint8).flip(0).view(a.dtype)
+        return super().scaled_mm(a, b, scale_a, kind_a, scale_b, kind_b, **options)
 
 
 def _need(true: bool, what: str) -> None:

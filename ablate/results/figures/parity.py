@@ -10,15 +10,18 @@ from matplotlib.ticker import MaxNLocator
 
 from ablate.results.figures.style import COLOURS, GREY, Picture, canvas, finished, house, legend, panels
 
-_QUESTION = "Does Transformer Engine train as the emulator does?"
-
 
 @house
-def overlay(losses: Mapping[str, Mapping[str, Sequence[float]]]) -> Picture | None:
+def overlay(
+    losses: Mapping[str, Mapping[str, Sequence[float]]],
+    question: str = "Does Transformer Engine train as the emulator does?",
+) -> Picture | None:
     """Draw losses over steps in two panels for each recipe: the curves, and their distances from `emulated`.
 
     Args:
         losses: Losses by step, by title of the recipe and name of the run. Each recipe has a run `emulated`.
+        question: Title of the picture.
+        question: Title.
 
     Returns:
         The picture; None without losses.
@@ -39,7 +42,7 @@ def overlay(losses: Mapping[str, Mapping[str, Sequence[float]]]) -> Picture | No
     ]
     data = pd.DataFrame(lines)
     body = canvas(
-        _QUESTION,
+        question,
         4.6 * len(losses) + 0.4,
         5.2,
         "Grey: emulated runs that differ in the last bits of their fp32 sums alone.",
@@ -59,7 +62,7 @@ def overlay(losses: Mapping[str, Mapping[str, Sequence[float]]]) -> Picture | No
         axes[len(losses) + column].set_xlabel("step")
         axes[column].xaxis.set_major_locator(MaxNLocator(integer=True))
     legend(body, list(handles.values()), list(handles), "outside lower center")
-    return finished("parity", _QUESTION, body, data)
+    return finished("parity", question, body, data)
 
 
 def _line(axes: Axes, run: str, steps: pd.Series, values: pd.Series) -> tuple[str, Line2D]:

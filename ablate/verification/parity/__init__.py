@@ -1,4 +1,4 @@
-"""Parity of Transformer Engine's kernels and the emulator on this machine.
+"""Parity of an engine's kernels and the emulator on this machine: Transformer Engine's; scaled.py has others.
 
 Casts are compared bit for bit, layers up to the order of additions, stochastic rounding by its statistics,
 and a short training run by its losses. This package prints and stores nothing; `ablate doctor --engine
@@ -9,10 +9,10 @@ kernels.
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -20,7 +20,6 @@ from ablate import provenance
 from ablate.engines import parity_record
 from ablate.engines.hardware import Machine, driver, refusal, stray_switch, this_machine
 from ablate.engines.transformer_engine import library
-from ablate.recipes.te_mapping import Family
 from ablate.results.figures.parity import overlay
 from ablate.verification.check_result import Check, Row
 from ablate.verification.parity.bench import NAMES, Bench
@@ -64,7 +63,7 @@ class ParityDocument(TypedDict):
     verdict: str
     sentence: str
     compared: dict[str, object]
-    families: dict[Family, str]
+    families: dict[str, str]
     fast: bool
     environment: dict[str, str]
     started: float
@@ -78,19 +77,27 @@ class ParityDocument(TypedDict):
 class ParityRun:
     """One run of all parity checks: yields rows as checks end, then has a verdict and a document."""
 
+    names: Mapping[str, str] = NAMES
+    """Families that can be compared, with their names in messages."""
+    question = "Does Transformer Engine train as the emulator does?"
+    """Title of the figure."""
+
     def __init__(self, machine: Machine, bench: Bench, fast: bool = False) -> None:
         self.machine, self.bench, self.fast = machine, bench, fast
-        self.rows: list[tuple[Family | None, str, Row]] = []
+        self.rows: list[tuple[str | None, str, Row]] = []
         self.curves: list[Curves] = []
         self._started, self._clock = time.time(), time.monotonic()
 
-    def checks(self) -> list[tuple[Family | None, Check]]:
+    def suites(self) -> list[Callable[[Bench, Any], Iterator[Check]]]:
+        """Return the functions that yield the checks of a family, apart from the training."""
+        return [exact_casts, exact_products, stochastic_draws]
+
+    def checks(self) -> list[tuple[str | None, Check]]:
         """Return all checks with their families of formats, in the order of the headings."""
-        suites: list[Callable[[Bench, Family], Iterator[Check]]]
-        suites = [exact_casts, exact_products, stochastic_draws]
+        suites = self.suites()
         if not self.fast:
             suites.append(partial(short_training, curves=self.curves))
-        subject: list[tuple[Family | None, Check]] = [(None, Check("What is compared", self.subject))]
+        subject: list[tuple[str | None, Check]] = [(None, Check("What is compared", self.subject))]
         return subject + [
             (family, check)
             for suite in suites
@@ -115,6 +122,11 @@ class ParityRun:
                         self.rows.append((family, group, row))
             if rows:
                 yield group, rows
+
+    @property
+    def label(self) -> str:
+        """Name and version of what is compared."""
+        return f"Transformer Engine {self.machine.version}"
 
     def subject(self) -> Iterator[Row]:
         """Yield the GPU, versions, and the families that are left out, with the reason."""
@@ -141,7 +153,7 @@ class ParityRun:
             facts["driver"] = version
         return facts
 
-    def families(self) -> dict[Family, str]:
+    def families(self) -> dict[str, str]:
         """Return the verdict on each compared family: off if one of its rows is."""
         off = {family for family, _, row in self.rows if row.ok is False}
         return {
@@ -160,10 +172,8 @@ class ParityRun:
         """
         judged = [row for _, _, row in self.rows if row.ok is not None]
         off = [(family, row) for family, _, row in self.rows if row.ok is False]
-        subject = (
-            f"Transformer Engine {self.machine.version} on {self.environment().get('gpu', 'this machine')}"
-        )
-        names = {family: NAMES[family] for family in self.bench.families}
+        subject = f"{self.label} on {self.environment().get('gpu', 'this machine')}"
+        names = {family: self.names[family] for family in self.bench.families}
         if off:
             families = dict.fromkeys(names.get(family, "all") if family else "all" for family, _ in off)
             row = off[0][1]
@@ -172,7 +182,7 @@ class ParityRun:
                 f" {len(off)} of {len(judged)} checks are "
                 f"off, first {row.what}: {row.measured}; expected {row.expected}. Use the emulator."
             )
-        missing = [name for family, name in NAMES.items() if family not in names]
+        missing = [name for family, name in self.names.items() if family not in names]
         more = f" Not compared: {' and '.join(missing)}." if missing else ""
         short = (
             " No training was compared (--fast), so that `engine: auto` stays with the emulator."
@@ -187,10 +197,10 @@ class ParityRun:
     def document(self) -> ParityDocument:
         """Return the whole run as JSON values."""
         return {
-            "engine": "transformer_engine",
+            "engine": self.bench.engine,
             "verdict": parity_record.AGREES if self.agrees else parity_record.OFF,
             "sentence": self.verdict(),
-            "compared": dict(parity_record.subject(self.machine)),
+            "compared": dict(parity_record.subject(self.machine, self.bench.engine)),
             "families": self.families(),
             "fast": self.fast,
             "environment": self.environment(),
@@ -204,7 +214,8 @@ class ParityRun:
 
     def draw(self, path: Path) -> Path | None:
         """Draw the losses to a PNG file and return its path; None if nothing was trained."""
-        figure = overlay({TRAINED[curves.family]: curves.losses for curves in self.curves})
+        losses = {TRAINED[curves.family]: curves.losses for curves in self.curves}
+        figure = overlay(losses, self.question)
         if figure is None:
             return None
         figure.write(path)

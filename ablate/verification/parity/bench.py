@@ -22,8 +22,10 @@ NAMES: dict[Family, str] = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "fp8": "FP8"}
 class Bench:
     """Device and sizes of a comparison."""
 
-    families: tuple[Family, ...]
+    families: tuple[str, ...]
     device: torch.device
+    engine: str = "transformer_engine"
+    """Name of the engine that is compared with the emulator."""
     fast_sums: bool = False
     """True if FP8 products may accumulate with 14 bits, as Hopper's tensor cores do in TE's fprop."""
     shapes: tuple[tuple[int, int], ...] = ((32, 64), (96, 160), (128, 128), (256, 1024), (2048, 512))

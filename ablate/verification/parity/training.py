@@ -29,7 +29,6 @@ from ablate.numerics.product import split_product
 from ablate.numerics.quantize import Operand
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Products, Recipe, Run
-from ablate.recipes.te_mapping import Family
 from ablate.training.loop import PreparedRun, Record, Telemetry
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.trained import Trained
@@ -40,7 +39,7 @@ SLACK = 3.0
 FIRST, CLOSE = 5, 1e-3
 """Number of first steps in which losses must agree, and the relative tolerance. The output layer starts at
 zero, so that the first loss is the logarithm of the vocabulary size."""
-TRAINED: dict[Family, str] = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "fp8": "fp8_current"}
+TRAINED = {"nvfp4": "nvfp4", "mxfp4": "mxfp4", "mxfp8": "mxfp8", "fp8": "fp8_current"}
 """Preset that represents a family."""
 ENDS, FAST_ENDS = 2.0**-20, 2.0**-13
 """Largest relative error of a tensor core's sum of some hundred terms; the second one in Hopper's fast FP8
@@ -73,9 +72,10 @@ TWINS = tuple(twins(ENDS))
 
 @dataclass(frozen=True)
 class Curves:
-    """Losses and gradients of the runs of one family: `te`, `emulated`, `bf16`, and one for each twin."""
+    """Losses and gradients of the runs of one family: `te` (the compared engine), `emulated`, `bf16`, and one
+    for each twin."""
 
-    family: Family
+    family: str
     losses: dict[str, list[float]]
     """Training loss of each step, by run."""
     gradients: dict[str, list[float]]
@@ -106,14 +106,14 @@ class Curves:
         return fmean(far / limit for far, limit in zip(self.gradients[name], furthest, strict=True))
 
 
-def short_training(bench: Bench, family: Family, curves: list[Curves]) -> Iterator[Check]:
+def short_training(bench: Bench, family: str, curves: list[Curves]) -> Iterator[Check]:
     """Yield the check of a family's preset; its losses are appended to `curves`."""
     yield Check(
         "A short training", partial(_compared, bench, family, curves), title=f"training, {TRAINED[family]}"
     )
 
 
-def _compared(bench: Bench, family: Family, curves: list[Curves]) -> Iterator[Row]:
+def _compared(bench: Bench, family: str, curves: list[Curves]) -> Iterator[Row]:
     """Train, and yield three rows with a verdict and the rows that they are to be compared with."""
     runs = trained(bench, family)
     curves.append(runs)
@@ -148,13 +148,13 @@ def _compared(bench: Bench, family: Family, curves: list[Curves]) -> Iterator[Ro
     yield Row(f"{name}: bf16, for comparison", far)
 
 
-def trained(bench: Bench, family: Family) -> Curves:
+def trained(bench: Bench, family: str) -> Curves:
     """Train all runs with one seed; return their losses, and gradients from the emulated run's states."""
     recipe = PRESETS[TRAINED[family]]()
     recipe = recipe.model_copy(update=dict(to_nearest(recipe.products)))
     ends = FAST_ENDS if bench.fast_sums and family == "fp8" else ENDS
     kinds: dict[str, tuple[Recipe, str, Twin | None]]
-    kinds = {"te": (recipe, "transformer_engine", None), "bf16": (PRESETS["bf16"](), "emulated", None)}
+    kinds = {"te": (recipe, bench.engine, None), "bf16": (PRESETS["bf16"](), "emulated", None)}
     kinds |= {name: (recipe, "emulated", twin) for name, twin in twins(ends).items()}
     config = Gpt.model_validate(bench.model | {"steps": bench.steps, "eval_every": bench.steps})
 

@@ -1,0 +1,266 @@
+"""Parity of torch's scaled products, or FlashInfer's, and the emulator on this machine.
+
+The operands of an engine `scaled_mm` are the emulator's own, so two things are left to compare:
+
+- bytes: codes and block scales as they are sent, made on this device, equal those made on a CPU from the same
+  operand, and read back they are code times scale of the emulator;
+- products: the native product of such operands, and the emulator's of the same ones. Both sum the same terms
+  in fp32, in another order; linears.py explains the two limits.
+
+A short training follows, as for Transformer Engine. On a CPU, where torch multiplies FP8 alone, the
+comparison runs in small sizes.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ablate.engines import SCALED, backend_of
+from ablate.engines.hardware import Machine, scaled_refusal, this_machine
+from ablate.engines.scaled_mm import Native, ScaledLinear
+from ablate.numerics.encoded import Family, decode, encode
+from ablate.numerics.philox import Clock
+from ablate.numerics.product import split_product
+from ablate.numerics.quantize import Operand
+from ablate.recipes import PRESETS
+from ablate.recipes.recipe import Products
+from ablate.recipes.scaled_mapping import FP4, NAMES, eight_bits, plan
+from ablate.recipes.te_mapping import variants
+from ablate.verification.check_result import Check, Row
+from ablate.verification.parity import ParityRun
+from ablate.verification.parity.bench import Bench
+from ablate.verification.parity.linears import STEP, Sample, draw_sample
+
+_SMALL = {
+    "shapes": ((32, 64), (96, 160)),
+    "products": ((32, 32, 32), (96, 160, 64), (40, 81, 48)),
+    "steps": 40,
+    "model": {
+        "layers": 2,
+        "width": 64,
+        "heads": 2,
+        "batch": 4,
+        "context": 64,
+        "eval_tokens": 512,
+        "eval_batch": 2,
+    },
+}
+"""Sizes of a comparison on a CPU."""
+
+
+def left_out(engine: str, machine: Machine, device: str) -> dict[str, str]:
+    """Return the reason for each family that an engine cannot multiply on a device."""
+    backend = backend_of(engine)
+    refusals = {family: scaled_refusal(machine, device, [family], backend) for family in NAMES}
+    return {family: reason.why for family, reason in refusals.items() if reason}
+
+
+def obstacle(engine: str, machine: Machine | None = None) -> str | None:
+    """Return the reason why nothing of an engine can be compared on this machine; None if something can."""
+    machine = machine or this_machine()
+    if machine.capability is not None:
+        try:
+            torch.cuda.init()
+        except (RuntimeError, AssertionError) as error:  # driver too old, or torch without CUDA
+            return f"torch finds no usable GPU: {(str(error).strip() or 'no CUDA').splitlines()[0]}"
+    backend = backend_of(engine)
+    wanted = FP4 if engine != SCALED else tuple(NAMES)
+    reasons = [scaled_refusal(machine, _device(machine), [family], backend) for family in wanted]
+    return str(reasons[0]) if all(reasons) else None
+
+
+def _device(machine: Machine) -> str:
+    return "cuda" if machine.capability else "cpu"
+
+
+def bench_of(engine: str, machine: Machine) -> Bench:
+    """Return the bench with all families that an engine multiplies on this machine."""
+    device = _device(machine)
+    families = tuple(family for family in NAMES if family not in left_out(engine, machine, device))
+    fast = machine.capability is not None and machine.capability < (10, 0)
+    small: dict[str, Any] = _SMALL if device == "cpu" else {}
+    return Bench(families, torch.device(device), engine, fast, **small)
+
+
+class ScaledRun(ParityRun):
+    """One comparison of an engine `scaled_mm`.
+
+    Args:
+        machine: the machine, for the record.
+        bench: device, families and sizes.
+        fast: True to leave out the training.
+        native: the functions that multiply; None: those of the libraries.
+    """
+
+    names = NAMES
+    question = "Does scaled_mm train as the emulator does?"
+
+    def __init__(
+        self, machine: Machine, bench: Bench, fast: bool = False, native: Native | None = None
+    ) -> None:
+        super().__init__(machine, bench, fast)
+        self.native = native or Native(backend_of(bench.engine))
+
+    @property
+    def label(self) -> str:
+        """Name and version of what is compared."""
+        library = f" with FlashInfer {self.machine.flashinfer}" if self.bench.engine != SCALED else ""
+        return f"{self.bench.engine} of torch {torch.__version__}{library}"
+
+    def suites(self) -> list[Callable[[Bench, Any], Iterator[Check]]]:
+        """Return the functions that yield the checks of a family, apart from the training."""
+        return [partial(exact_bytes, self.native), partial(native_products, self.native)]
+
+    def subject(self) -> Iterator[Row]:
+        """Yield device, versions, and the families that are left out, with the reason."""
+        facts = self.environment()
+        device = facts.get("gpu") or facts.get("cpu", "")
+        yield Row("device", ", ".join(filter(None, [device, facts.get("capability")])))
+        yield Row("torch", str(torch.__version__))
+        if self.bench.engine != SCALED:
+            yield Row("FlashInfer", str(self.machine.flashinfer))
+        for family, why in left_out(self.bench.engine, self.machine, self.bench.device.type).items():
+            yield Row(NAMES[family], f"left out: {why}")  # type: ignore[index]
+        if self.fast:
+            yield Row("a short training", "left out: --fast")
+
+    def environment(self) -> dict[str, str]:
+        """Return versions and hardware, without Transformer Engine's."""
+        return {name: fact for name, fact in super().environment().items() if name != "transformer-engine"}
+
+
+# --- the products that are compared ---------------------------------------------------------------
+
+
+class Recorded(ScaledLinear):
+    """A layer that computes each native product a second time as the emulator does, and keeps both."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.seen: list[tuple[Operand, Operand, Family, torch.dtype, Tensor, Tensor]] = []
+
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
+        """Return the product as the engine computes it."""
+        result, family = super().multiply(a, b, out), self.family_of(a, b, out)
+        if family is not None:
+            other = split_product(a, b, out)
+            self.seen.append((a[0], b[0], family, out, result.detach(), other.detach()))
+        return result
+
+
+def recipes(bench: Bench, family: str) -> Iterator[tuple[str, Products]]:
+    """Yield names and products of every preset whose native products are in these families, each once.
+
+    A preset stands under the first family that it needs.
+    """
+    backend = backend_of(bench.engine)
+    seen: set[Products] = set()
+    for name, make in PRESETS.items():
+        for number, products in enumerate(variants(make())):
+            given = {one.family for one in plan(products, backend).values() if one.family}
+            first = next((one for one in NAMES if one in given), None)
+            if first == family and given <= {*bench.families} and products not in seen:
+                seen.add(products)
+                yield name if number == 0 else f"{name}, later", products
+
+
+def _layer(native: Native, sample: Sample, products: Products) -> Recorded:
+    linear = nn.Linear(sample.w.shape[1], sample.w.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(sample.w.float())
+    layer = Recorded(linear, "blocks.0.a", Clock(0), torch.bfloat16, native)
+    layer.products = products
+    return layer
+
+
+def _ran(native: Native, bench: Bench, products: Products) -> Iterator[tuple[str, Recorded]]:
+    """Yield the shape and the layer, after a forward and a backward pass."""
+    for number, shape in enumerate(bench.products):
+        sample = draw_sample(shape, number, bench.device)
+        layer = _layer(native, sample, products)
+        x = sample.x.clone().requires_grad_()
+        layer(x).backward(sample.dy)
+        yield " x ".join(map(str, shape)), layer
+
+
+def exact_bytes(native: Native, bench: Bench, family: str) -> Iterator[Check]:
+    """Yield a check of the bytes of each recipe's operands."""
+    for name, products in recipes(bench, family):
+        yield Check("Operands, byte for byte", partial(_bytes, native, bench, name, products), title=name)
+
+
+def _bytes(native: Native, bench: Bench, name: str, products: Products) -> Iterator[Row]:
+    wrong, total, where = 0, 0, ""
+    for shape, layer in _ran(native, bench, products):
+        for a, b, family, *_ in layer.seen:
+            for operand in (a, b):
+                assert operand.quant is not None
+                eight = eight_bits(operand.quant.element) or "e4m3"
+                here = encode(operand, family, eight)
+                there = encode(_on_cpu(operand), family, eight)
+                rows, columns = operand.values.shape
+                back = decode(here)[:rows, :columns]
+                differ = int((back != operand.values.float()).sum()) + _differing(here.data, there.data)
+                if here.scales is not None and there.scales is not None:
+                    differ += _differing(here.scales, there.scales)
+                wrong, total = wrong + differ, total + operand.values.numel()
+                where = where or shape * bool(differ)
+    first = f", first at {where}" if where else ""
+    yield Row(f"{name}: operands", f"{wrong:,} of {total:,} differ{first}", "0 differ", wrong == 0)
+
+
+def _on_cpu(operand: Operand) -> Operand:
+    scale = None if operand.block_scale is None else operand.block_scale.cpu()
+    return Operand(operand.values.cpu(), operand.quant, None, scale)
+
+
+def _differing(here: Tensor, there: Tensor) -> int:
+    return int((here.view(torch.uint8).cpu() != there.view(torch.uint8)).sum())
+
+
+def native_products(native: Native, bench: Bench, family: str) -> Iterator[Check]:
+    """Yield a check of each recipe's products over all shapes."""
+    for name, products in recipes(bench, family):
+        yield Check(
+            "Products, forward and backward", partial(_products, native, bench, name, products), title=name
+        )
+
+
+def _products(native: Native, bench: Bench, name: str, products: Products) -> Iterator[Row]:
+    worst, crossed, differing, total, where = 0.0, "", 0, 0, ""
+    for shape, layer in _ran(native, bench, products):
+        for a, b, family, out, theirs, ours in layer.seen:
+            magnitudes = _padded(a, b).detach()
+            length = max(a.values.shape[1], b.values.shape[1])
+            fast = bench.fast_sums and family == "fp8"
+            steps, cut = (-(-length // 32), 2.0**-13) if fast else (length, 2.0**-23)
+            step = STEP if out == torch.bfloat16 else 0.0
+            one, other = ours.double(), theirs.double()
+            limit = step * torch.maximum(one.abs(), other.abs()) + 2 * steps * cut * magnitudes
+            far = (one - other).abs() / limit.clamp(min=torch.finfo(torch.float32).tiny)
+            excess = float(far.nan_to_num(torch.inf).max())
+            if excess > worst:
+                worst, where = excess, shape
+            differing, total = differing + int((one != other).sum()), total + one.numel()
+            if step:
+                usual = 2 * steps**0.5 * cut * magnitudes
+                likely = float((usual / (step / 2 * one.abs()).clamp(min=1e-300)).clamp(max=1).mean())
+                share = float((one != other).double().mean())
+                crossed = crossed or shape * (share > likely)
+    summary = f"{worst:.2g} of the tolerance, {differing:,} of {total:,} differ"
+    at = crossed or where * (worst > 1)
+    yield Row(
+        f"{name}: products",
+        summary + (f", at {at}" if at else ""),
+        "at most 1, and as many as the order of additions explains",
+        worst <= 1 and not crossed,
+    )
+
+
+def _padded(a: Operand, b: Operand) -> Tensor:
+    """Return the sums of the magnitudes of all terms of a product, with its factor, fp64."""
+    left, right = (part.dequantize().abs().double() for part in (a, b))
+    width = min(left.shape[1], right.shape[1])  # beyond it one of them is zero
+    return left[:, :width] @ right[:, :width].t()
