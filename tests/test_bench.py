@@ -225,9 +225,42 @@ def test_transformer_engine_is_timed_by_the_same_code_over_the_double_of_its_nat
     assert all(one[f"{way} ms"] > 0 for one in lines for way in ("forward", "backward"))
 
 
+@pytest.mark.slow
+def test_several_engines_are_timed_side_by_side_and_what_one_cannot_run_is_skipped_with_the_reason():
+    words = (
+        "--engine",
+        "scaled_mm,transformer_engine,emulated",
+        "--shape",
+        "32x64x48",
+        "--rounds",
+        1,
+        "--json",
+    )
+    done = ablate("bench", "linear", "fp8_current", "nvfp4", *words)
+    assert done.returncode == 0, done.stderr
+    lines = json.loads(done.stdout)["lines"]
+    assert [(one["preset"], one["engine"]) for one in lines] == [
+        ("bf16", "torch"),
+        ("fp8_current", "scaled_mm"),
+        ("fp8_current", "emulated"),
+        ("nvfp4", "emulated"),
+    ]
+    assert lines[1]["multiplies"] == dict.fromkeys(("fprop", "dgrad", "wgrad"), "fp8")
+    assert lines[0]["forward casts"] is None
+    assert all(one[f"{way} casts"] > 0 for one in lines[1:] for way in ("forward", "backward"))
+    skipped = [line.split(": ")[1:3] for line in done.stderr.splitlines() if line.startswith("skipped")]
+    assert skipped == [["--engine scaled_mm", "nvfp4"], ["--engine transformer_engine", "fp8_current, nvfp4"]]
+
+
 @pytest.mark.parametrize(
     ("preset", "engine", "formats"),
     [
+        ("nvfp4", "scaled_mm", ["fp4"] * 3),
+        ("mxfp4_backward", "scaled_mm", ["bf16", "fp8", "fp8"]),
+        ("mxfp4_backward", "scaled_mm:cudnn", ["bf16", "fp4", "fp4"]),
+        ("row_scaled", "scaled_mm", ["fp4", "bf16", "bf16"]),
+        ("row_scaled", "scaled_mm:cutlass", ["bf16"] * 3),
+        ("tetrajet2", "scaled_mm", ["fp32"] * 3),
         ("bf16", "torch", ["bf16"] * 3),
         ("fp32", "torch", ["fp32"] * 3),
         ("nvfp4", "emulated", ["bf16"] * 3),
@@ -349,6 +382,11 @@ def test_the_start_of_a_trial_is_timed():
         (
             ("linear", "--engine", "transformer_engine"),
             "--engine transformer_engine: nvfp4, mxfp8, fp8_current: there is no GPU with CUDA here; --engine emulated computes it",
+        ),
+        (("linear", "--engine", "scaled"), "--engine scaled: no such engine; 'scaled_mm'"),
+        (
+            ("linear", "--engine", "scaled_mm:cudnn", "nvfp4"),
+            "--engine scaled_mm:cudnn: nvfp4: FlashInfer is not installed; pip install",
         ),
         (("linear", "--device", "cuda"), "--device cuda: torch sees no GPU with CUDA here; use --device cpu"),
         (("step", "--device", "cuda"), "--device cuda: torch sees no GPU with CUDA here"),

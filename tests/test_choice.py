@@ -370,3 +370,79 @@ def test_looking_at_the_machine_imports_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False"]
     assert isinstance(this_machine(), Machine)
+
+
+# --- the engine of torch's scaled products --------------------------------------------------------
+
+BLACKWELL = Machine(capability=(10, 0), torch="2.13.0")
+HOPPER = Machine(capability=(9, 0), torch="2.13.0")
+SCALED = {"nvfp4": "agrees", "mxfp4": "agrees", "fp8": "agrees", "mxfp8": "agrees"}
+
+
+def agreed(machine=BLACKWELL, families=SCALED) -> None:
+    document = {"compared": parity_record.subject(machine, "scaled_mm"), "families": families, "fast": False}
+    parity_record.keep(document, machine, "scaled_mm")
+
+
+def test_scaled_mm_is_taken_where_it_is_asked_for_whatever_a_recipe_leaves_to_the_emulator():
+    for preset in ("nvfp4", "quartet2", "mxfp4_backward", "ue5m3", "bf16"):
+        assert choose("scaled_mm", arms(preset), "cuda", machine=BLACKWELL) == Choice("scaled_mm")
+    assert choose("scaled_mm", arms("fp8_current"), "cpu", machine=Machine()) == Choice("scaled_mm")
+
+
+@pytest.mark.parametrize(
+    ("engine", "preset", "machine", "device", "why"),
+    [
+        ("scaled_mm", "nvfp4", HOPPER, "cuda", "this GPU, SM 9.0, does not multiply NVFP4"),
+        ("scaled_mm", "nvfp4", Machine(), "cpu", "torch multiplies NVFP4 on GPUs alone"),
+        ("scaled_mm", "nvfp4", Machine(), None, "torch multiplies NVFP4 on GPUs alone"),
+        (
+            "scaled_mm",
+            "mxfp4",
+            replace(BLACKWELL, capability=(12, 0)),
+            "cuda",
+            "SM 12.0, does not multiply MXFP4",
+        ),
+        ("scaled_mm:cudnn", "nvfp4", BLACKWELL, "cuda", "FlashInfer is not installed"),
+        ("scaled_mm", "nvfp4", replace(BLACKWELL, torch="2.9.0"), "cuda", "torch 2.9.0 has no scaled_mm"),
+    ],
+)
+def test_scaled_mm_is_refused_with_the_reason(engine, preset, machine, device, why):
+    with pytest.raises(ValueError, match=why):
+        choose(engine, arms("bf16", preset), device, machine=machine)
+
+
+def test_an_arm_that_flashinfer_cannot_write_is_refused_and_a_workload_without_an_engine():
+    own = [StartingPoint("gpt", {}, "nvfp4").arm({"recipe.wgrad.dw": "fp32"})]
+    machine = replace(BLACKWELL, flashinfer="0.7.2")
+    with pytest.raises(ValueError, match=r"wgrad\.dw fp32: FlashInfer"):
+        choose("scaled_mm:cutlass", own, "cuda", machine=machine)
+    assert engine_selection.misfit("scaled_mm:cutlass", own[0], Layout()).startswith("wgrad.dw fp32")
+    assert engine_selection.misfit("scaled_mm", own[0], Layout()) is None
+    assert choose("scaled_mm", own, "cuda", machine=machine) == Choice("scaled_mm")
+    with pytest.raises(ValueError, match="workload tensors: it is computed by the emulator alone"):
+        choose("scaled_mm", [StartingPoint("tensors", {}, "nvfp4").arm({})], "cuda", machine=machine)
+    shared = arms("nvfp4", accumulate=1, batch=4)
+    with pytest.raises(ValueError, match="FlashInfer writes bf16"):
+        choose("scaled_mm:cudnn", shared, "cuda", layout=Layout(2), machine=machine)
+    assert choose("scaled_mm", shared, "cuda", layout=Layout(2), machine=machine) == Choice("scaled_mm")
+
+
+def test_auto_takes_scaled_mm_after_a_kept_comparison_where_transformer_engine_cannot_compute_all_arms():
+    own = arms("bf16", "nvfp4", "quartet2", "ue5m3")
+    assert choose("auto", own, "cuda", machine=BLACKWELL).engine == "emulated"
+    agreed()
+    assert choose("auto", own, "cuda", machine=BLACKWELL) == Choice("scaled_mm")
+    assert choose("auto", own, "cpu", machine=BLACKWELL).engine == "emulated"
+    assert choose("auto", own, "cuda", machine=HOPPER).engine == "emulated"
+    assert (
+        choose("auto", arms("bf16", "ue5m3"), "cuda", machine=BLACKWELL).engine == "emulated"
+    )  # nothing fits
+    parity_record.keep(compared(), B200)
+    assert choose("auto", arms("nvfp4"), "cuda", machine=B200) == Choice("transformer_engine")
+
+
+def test_auto_leaves_a_family_that_was_off_to_the_emulator():
+    agreed(families=SCALED | {"mxfp8": "off"})
+    assert choose("auto", arms("quartet2"), "cuda", machine=BLACKWELL) == Choice("scaled_mm")
+    assert choose("auto", arms("mxfp4_backward"), "cuda", machine=BLACKWELL).engine == "emulated"

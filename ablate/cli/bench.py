@@ -16,6 +16,7 @@ from rich.table import Table
 
 from ablate.cli.bench_workloads import back_ends, forked, in_both_modes, operations, stepper, with_build
 from ablate.cli.common import console, print_starting
+from ablate.engines import AUTO, ENGINES
 from ablate.engines.hardware import Refusal, this_machine
 from ablate.errors import InputError, nearest
 from ablate.recipes import PRESETS, Recipe
@@ -49,7 +50,7 @@ FORMS |= {
 }
 FORMS |= {"peak MiB": "{:,.0f}", "joules": "{:.2f}"} | dict.fromkeys((*timing.GROUPS, "rest"), "{:.0%}")
 FORMS |= {f"{way} {unit}": "{:,.0f}" for way in ("forward", "backward") for unit in ("GFLOP/s", "TFLOP/s")}
-FORMS |= {f"{way} of peak": "{:.0%}" for way in ("forward", "backward")}
+FORMS |= {f"{way} {share}": "{:.0%}" for way in ("forward", "backward") for share in ("of peak", "casts")}
 """Format of each numeric column."""
 
 
@@ -203,9 +204,13 @@ def linear(
         int | None, typer.Option(min=16, help="Tokens for --model; default: 512 on a CPU, 8192 on a GPU.")
     ] = None,
     engine: Annotated[
-        Literal["auto", "emulated", "transformer_engine"],
-        typer.Option(help="Engine to time; auto: Transformer Engine if preset and machine allow it."),
-    ] = "auto",
+        str,
+        typer.Option(
+            metavar="ENGINE[,ENGINE]...",
+            help="Engines to time; auto: Transformer Engine if preset and machine allow it. Of several, "
+            "those that cannot run a preset here are skipped, with the reason.",
+        ),
+    ] = AUTO,
     weights: Annotated[
         Literal["bf16", "fp32"],
         typer.Option(help="Type of the weights; fp32, as in training, is cast to bf16 in every pass."),
@@ -225,7 +230,8 @@ def linear(
 
     Default shapes: 2048 tokens through square layers of width 1024 and 2048, and 512 tokens through a layer
     from 4096 to 14336. The peak is the dense one of each product's format in NVIDIA's datasheet; on CPUs and
-    other GPUs, the measured speed of torch's bf16 product.
+    other GPUs, the measured speed of torch's bf16 product. Casts: the fraction of the time that making the
+    operands takes by itself, for engines that show them.
     """
     names = _presets(presets or ["nvfp4", "mxfp8", "fp8_current"])
     print_starting("importing torch, then timing layers", quiet=as_json)
@@ -250,13 +256,15 @@ def linear(
         stick = stick._replace(description=linear_layers.measured_yardstick(side, target))
         beside = {None: linear_layers.matmul(side, target)}
     for shape in sizes:
-        seconds = timing.stretches(
-            linear_layers.passes(chosen, shape, target, weights) | beside, rounds, clock, least
-        )
+        layers = linear_layers.passes(chosen, shape, target, weights)
+        calls = layers.whole | {("casts", *case): call for case, call in layers.casts.items()} | beside
+        seconds = timing.stretches(calls, rounds, clock, least)
         peaks = stick.peaks or linear_layers.measured(2 * side**3 / seconds[None][0])
-        for name, (recipe, by) in chosen.items():
-            line = linear_layers.line(shape, name, recipe, by, seconds[name], peaks, unit)
-            lines.append(line | {"of bf16": sum(seconds[name]) / sum(seconds["bf16"])})
+        bf16 = sum(seconds["bf16", linear_layers.PLAIN])
+        for (name, by), recipe in chosen.items():
+            spent, casts = seconds[name, by], seconds.get(("casts", name, by))
+            line = linear_layers.line(shape, name, recipe, by, spent, peaks, unit, casts)
+            lines.append(line | {"of bf16": sum(spent) / bf16})
     _draw(png, "speeds", lines, unit[0], f"Lines: {stick.description}.")
     if as_json:
         about = {
@@ -272,8 +280,8 @@ def linear(
     _show(
         [{name: value for name, value in line.items() if name not in hidden} for line in lines], as_json=False
     )
-    bf16 = [line["forward peak"] for line in lines if line["preset"] == "bf16"]
-    tops = [peak for peak in bf16 if isinstance(peak, float)]
+    own = [line["forward peak"] for line in lines if line["preset"] == "bf16"]
+    tops = [peak for peak in own if isinstance(peak, float)]
     figure = f": {min(tops):,.0f} to {max(tops):,.0f} {unit[0]}" if not stick.peaks else ""
     console().print(f"Of peak: a share of {stick.description}{figure}.", soft_wrap=True, markup=False)
 
@@ -367,31 +375,43 @@ def _layers(
 
 def _engines(
     asked: str, recipes: dict[str, Recipe], shapes: list[linear_layers.Shape], device: str
-) -> dict[str, tuple[Recipe, str]]:
-    """Return each recipe with its engine. InputError if the given engine cannot run one; `auto` prints why it
-    uses the emulator.
+) -> dict[linear_layers.Case, Recipe]:
+    """Return the recipes to time, by their names and engines.
+
+    `auto` prints why it uses the emulator, and several engines what each of them skips. InputError if the one
+    given engine cannot run a recipe, if nothing is left of several, or if there is no such engine.
     """
-    here = this_machine()
-    reasons = (
-        {name: linear_layers.refused(recipe, shapes, device, here) for name, recipe in recipes.items()}
-        if asked != "emulated"
-        else {}
-    )
-    refusals: dict[Refusal, list[str]] = {}
-    for name, reason in reasons.items():
-        if reason:
-            refusals.setdefault(reason, []).append(name)
-    if asked == linear_layers.NATIVE and refusals:
-        raise InputError(
-            [f"--engine {asked}: {', '.join(names)}: {reason}" for reason, names in refusals.items()]
-        )
-    for reason, names in refusals.items():
-        print(f"{', '.join(names)}: emulated, since {reason.why}", file=sys.stderr)
-    native = {name for name in recipes if name in reasons and not reasons[name]}
-    by = {name: linear_layers.NATIVE if name in native else linear_layers.EMULATED for name in recipes}
-    return {
-        name: (recipe, linear_layers.PLAIN if recipe.plain else by[name]) for name, recipe in recipes.items()
-    }
+    names = list(dict.fromkeys(asked.split(",")))
+    known = [AUTO, *ENGINES]
+    if wrong := [
+        f"--engine {name}: no such engine; {nearest(name, known)}" for name in names if name not in known
+    ]:
+        raise InputError(wrong)
+    if AUTO in names and len(names) > 1:
+        raise InputError([f"--engine {asked}: auto stands alone"])
+    chosen = {(name, linear_layers.PLAIN): recipe for name, recipe in recipes.items() if recipe.plain}
+    here, quantised = this_machine(), {name: one for name, one in recipes.items() if not one.plain}
+    skipped: list[str] = []
+    for engine in names:
+        by = linear_layers.NATIVE if engine == AUTO else engine
+        refusals: dict[Refusal, list[str]] = {}
+        for name, recipe in quantised.items():
+            if reason := linear_layers.refused(recipe, shapes, device, here, by):
+                refusals.setdefault(reason, []).append(name)
+                if engine == AUTO:
+                    chosen[name, linear_layers.EMULATED] = recipe
+            else:
+                chosen[name, by] = recipe
+        for reason, refused in refusals.items():
+            if engine == AUTO:
+                print(f"{', '.join(refused)}: emulated, since {reason.why}", file=sys.stderr)
+            else:
+                skipped.append(f"--engine {engine}: {', '.join(refused)}: {reason}")
+    if skipped and (len(names) == 1 or not any(by in names for _, by in chosen)):
+        raise InputError(skipped)
+    for line in skipped:
+        print(f"skipped: {line}", file=sys.stderr)
+    return {case: recipe for name in recipes for case, recipe in chosen.items() if case[0] == name}
 
 
 def _presets(names: list[str]) -> list[str]:

@@ -57,8 +57,8 @@ def doctor(
 
     The numerics are compared with published figures, known answers, and every public implementation that is
     installed. With --engine transformer_engine or scaled_mm, compare its kernels with the emulator; --fast
-    skips the training runs. Exit status: 0 all checks agree, 1 one does not, 2 bad input, or the comparison is
-    impossible here.
+    skips the training runs. Exit status: 0 all checks agree, 1 one does not, 2 bad input, or the comparison
+    is impossible here.
     """
     if lifeline:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()

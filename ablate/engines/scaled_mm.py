@@ -210,8 +210,7 @@ class ScaledLinear(EmulatedLinear):
             return super().multiply(a, b, out)
         (left,), (right,) = a, b
         columns = max(left.values.shape[1], right.values.shape[1])
-        columns += -columns % COLUMNS
-        encoded = [self._encoded(operand, family, columns) for operand in (left, right)]
+        encoded = [self.bytes_of(operand, family, columns) for operand in (left, right)]
         return self.native.product(*encoded, Factors.of(left, right), out)
 
     def family_of(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Family | None:
@@ -221,9 +220,10 @@ class ScaledLinear(EmulatedLinear):
         wide = out == torch.float32
         return verdict(a[0].quant, b[0].quant, wide, self.native.backend).family
 
-    def _encoded(self, operand: Operand, family: Family, columns: int) -> Encoded:
-        """Return an operand's bytes, kept as long as `casts` keeps the operand."""
+    def bytes_of(self, operand: Operand, family: Family, columns: int) -> Encoded:
+        """Return an operand's bytes, with as many columns; kept as long as `casts` keeps the operand."""
         assert operand.quant is not None
+        columns += -columns % COLUMNS
         lasting = [parts[0] for _, parts in (self.casts or {}).values()]
         self._kept = [(one, made) for one, made in self._kept if any(one is kept for kept in lasting)]
         for one, made in self._kept:

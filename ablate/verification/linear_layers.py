@@ -1,4 +1,4 @@
-"""Linear layers of `ablate bench linear`: shapes of real models, forward and backward, by either engine.
+"""Linear layers of `ablate bench linear`: shapes of real models, forward and backward, by every engine.
 
 This file does not measure. It decides which engine computes a preset on this machine, builds the layers, and
 turns measured seconds into lines of the table.
@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ablate import provenance
-from ablate.engines.hardware import Machine, Refusal, refusal
+from ablate.engines import SCALED, backend_of, makes_operands, module_name
+from ablate.engines.hardware import Machine, Refusal, refusal, scaled_refusal
 from ablate.numerics.choices import DTYPES
-from ablate.recipes import Recipe
+from ablate.recipes import Recipe, scaled_mapping
 from ablate.recipes.recipe import DIRECTIONS, Product, Products
 from ablate.recipes.te_mapping import MULTIPLE, families, recipe_refusals, variants
 from ablate.verification.gpu_peaks import Peaks, known, share
@@ -97,14 +98,22 @@ def shapes_of(model: str, tokens: int) -> list[Shape]:
 # --- choice of the engine -------------------------------------------------------------------------
 
 
-def refused(recipe: Recipe, shapes: Sequence[Shape], device: str, machine: Machine) -> Refusal | None:
-    """Return the reason why Transformer Engine cannot compute a recipe at these shapes on this machine.
+def refused(
+    recipe: Recipe, shapes: Sequence[Shape], device: str, machine: Machine, engine: str = NATIVE
+) -> Refusal | None:
+    """Return the reason why an engine cannot compute a recipe at these shapes on this machine.
 
     None if it can, or if nothing is quantised.
     """
     other = "--engine emulated computes it on any device"
-    if recipe.plain:
+    if recipe.plain or engine == EMULATED:
         return None
+    if module_name(engine) == SCALED:
+        backend = backend_of(engine)
+        if why := next(scaled_mapping.refusals(recipe, backend), None):
+            return Refusal(why, other)
+        reason = scaled_refusal(machine, device, scaled_mapping.families(recipe, backend), backend)
+        return reason and Refusal(reason.why, reason.out if reason.out.startswith("pip") else other)
     if reason := refusal(machine, families(variants(recipe))):
         return Refusal(reason.why, reason.out if reason.out.startswith("pip") else other)
     if device != GPU:
@@ -118,9 +127,14 @@ def refused(recipe: Recipe, shapes: Sequence[Shape], device: str, machine: Machi
 def multiplied(products: Products, engine: str, dtype: str) -> dict[str, str]:
     """Return the format in which each of the three products is multiplied, by its name.
 
-    The emulator multiplies in its storage type, Transformer Engine in the format of the operands.
+    The emulator multiplies in its storage type, the others in the format of the operands where they fit.
     """
-    return {name: _format(getattr(products, name), engine, dtype) for name in DIRECTIONS["all"]}
+    formats = {name: _format(getattr(products, name), engine, dtype) for name in DIRECTIONS["all"]}
+    if module_name(engine) == SCALED:
+        for name, given in scaled_mapping.plan(products, backend_of(engine)).items():
+            if given.family:
+                formats[name] = "fp4" if given.family in scaled_mapping.FP4 else "fp8"
+    return formats
 
 
 def _format(product: Product, engine: str, dtype: str) -> str:
@@ -136,10 +150,20 @@ Passes = Callable[[Callable[[], None]], None]
 """Forward and backward pass of a layer; it calls its argument before, between and after the two."""
 
 
-def passes(
-    recipes: Mapping[str, tuple[Recipe, str]], shape: Shape, device: str, weights: str
-) -> dict[str, Passes]:
-    """Return the passes of a layer of this shape for each recipe and engine, by name.
+Case = tuple[str, str]
+"""Names of a recipe and of the engine that computes it."""
+
+
+class LayerPasses(NamedTuple):
+    """The passes of some layers, by case."""
+
+    whole: dict[Case, Passes]
+    casts: dict[Case, Passes]
+    """The operands alone, made as for the products; of engines that show them."""
+
+
+def passes(recipes: Mapping[Case, Recipe], shape: Shape, device: str, weights: str) -> LayerPasses:
+    """Return the passes of a layer of this shape for each recipe and engine.
 
     All layers have the same weight, of type `weights`, and the same bf16 input and gradient.
     """
@@ -154,10 +178,15 @@ def passes(
     bare = torch.nn.Linear(inputs, outputs, bias=False, device="meta")
     weight = torch.empty(outputs, inputs, device=device, dtype=getattr(torch, DTYPES[weights]))
     bare.weight = torch.nn.Parameter(weight.normal_(0, 0.02, generator=generator))
-    return {
-        name: _passes(_layer(bare, recipe, engine), x.requires_grad_(), dy)
-        for name, (recipe, engine) in recipes.items()
-    }
+    layers = {case: _layer(bare, recipe, case[1]) for case, recipe in recipes.items()}
+    return LayerPasses(
+        {case: _passes(layer, x.requires_grad_(), dy) for case, layer in layers.items()},
+        {
+            case: _casts(layer, x.detach(), dy)
+            for case, layer in layers.items()
+            if makes_operands(case[1]) and not recipes[case].plain
+        },
+    )
 
 
 def _layer(bare: "nn.Linear", recipe: Recipe, engine: str) -> "EmulatedLinear":
@@ -169,6 +198,11 @@ def _layer(bare: "nn.Linear", recipe: Recipe, engine: str) -> "EmulatedLinear":
         from ablate.engines.transformer_engine import Draws, NativeLinear
 
         layer: EmulatedLinear = NativeLinear(bare, "linear", clock, DTYPES[recipe.dtype], Draws(clock))
+    elif module_name(engine) == SCALED:
+        from ablate.engines.scaled_mm import Native, ScaledLinear
+
+        native = Native(backend_of(engine))
+        layer = ScaledLinear(bare, "linear", clock, DTYPES[recipe.dtype], native)
     else:
         layer = EmulatedLinear(bare, "linear", clock, DTYPES[recipe.dtype])
     layer.products = recipe.products
@@ -183,6 +217,43 @@ def _passes(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> Passes:
         mark()
         y.backward(dy)
         mark()
+
+    return both
+
+
+def _casts(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> Passes:
+    """Return passes that make the operands of the three products, and multiply nothing.
+
+    On an engine `scaled_mm` also their bytes. An operand that starts from the forward pass's quantised copy
+    is made from the original, which takes as long.
+    """
+    import torch
+
+    from ablate.engines.emulated_layer import DTYPES
+
+    products = layer.products
+    forward, rows, columns = products.fprop, products.dgrad, products.wgrad
+
+    def bytes_of(a: list, b: list, out: str) -> None:
+        family_of = getattr(layer, "family_of", None)
+        if family_of and (family := family_of(a, b, DTYPES[out])):
+            width = max(a[0].values.shape[1], b[0].values.shape[1])
+            for operand in (a[0], b[0]):
+                layer.bytes_of(operand, family, width)  # type: ignore[operator]
+
+    def both(mark: Callable[[], None]) -> None:
+        with torch.no_grad():
+            mark()
+            a = layer.operand(x, "fprop.x", forward.x, forward.hadamard)
+            b = layer.weight_operand("fprop.w", forward.w, forward.hadamard, layer.weight)
+            bytes_of(a, b, forward.gemm)
+            mark()
+            g, gt = layer.gradients(dy, products, True, True)
+            wt = layer.weight_operand("dgrad.w", rows.w, rows.hadamard, layer.weight)
+            xt = layer.operand(x.t(), "wgrad.x", columns.x, columns.hadamard)
+            bytes_of(g, wt, rows.gemm)
+            bytes_of(gt, xt, columns.dw)
+            mark()
 
     return both
 
@@ -276,6 +347,7 @@ def line(
     seconds: Sequence[float],
     peaks: Peaks,
     unit: tuple[str, float],
+    casts: Sequence[float] | None = None,
 ) -> Line:
     """Return a line of the table, by column.
 
@@ -287,6 +359,8 @@ def line(
         seconds: Measured seconds of the forward and the backward pass.
         peaks: Reference speeds, FLOP/s by format.
         unit: Name of the unit of speed, and its FLOP/s.
+        casts: Measured seconds of the operands alone, forward and backward; None if the engine does not show
+            them, or there are none.
     """
     formats = multiplied(recipe.products, engine, recipe.dtype)
     columns: Line = {"shape": shape.name, "size": shape.size, "preset": preset, "engine": engine}
@@ -297,6 +371,8 @@ def line(
     columns |= {f"{way} ms": 1000 * spent for way, _, spent in directions}
     columns |= {f"{way} {unit[0]}": sum(flops.values()) / spent / unit[1] for way, flops, spent in directions}
     columns |= {f"{way} of peak": share(flops, spent, peaks) for way, flops, spent in directions}
+    for number, (way, _, spent) in enumerate(directions):
+        columns[f"{way} casts"] = casts[number] / spent if casts else None
     columns["multiplies"] = formats
     for way, flops, _ in directions:
         ideal = share(flops, 1.0, peaks)

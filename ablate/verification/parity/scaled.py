@@ -37,14 +37,14 @@ from ablate.verification.parity.linears import STEP, Sample, draw_sample
 _SMALL = {
     "shapes": ((32, 64), (96, 160)),
     "products": ((32, 32, 32), (96, 160, 64), (40, 81, 48)),
-    "steps": 40,
+    "steps": 20,
     "model": {
         "layers": 2,
         "width": 64,
         "heads": 2,
         "batch": 4,
-        "context": 64,
-        "eval_tokens": 512,
+        "context": 32,
+        "eval_tokens": 128,
         "eval_batch": 2,
     },
 }
