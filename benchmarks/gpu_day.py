@@ -49,6 +49,8 @@ class Machine:
     """Reason why Transformer Engine cannot train here, by family of formats; None if it can."""
     facts: dict[str, object] = field(default_factory=dict)
     """Versions and names, for the record."""
+    scaled: dict[str, str | None] = field(default_factory=dict)
+    """Reason why an engine `scaled_mm` cannot multiply here, by `ENGINE FAMILY`; None if it can."""
 
 
 Need = Callable[[Machine], str | None]
@@ -117,6 +119,11 @@ def memory(gib: float) -> Need:
 def trains(family: str) -> Need:
     """Need a Transformer Engine that trains in a family of formats on this GPU."""
     return lambda machine: machine.refusals.get(family, "Transformer Engine was not examined")
+
+
+def multiplies(engine: str, family: str) -> Need:
+    """Need an engine `scaled_mm` that multiplies a family of formats on this GPU."""
+    return lambda machine: machine.scaled.get(f"{engine} {family}", f"{engine} was not examined")
 
 
 # --- main figures ---------------------------------------------------------------------------------
@@ -218,6 +225,7 @@ def steps(out: Path) -> list[Step]:
     wide = ("--layers", "2", "--width", "4096", "--tokens", "8192")
     parity = ("--engine", "transformer_engine", "--record", str(out / "te-parity" / "parity.json"), "--json")
     native, emulated = (("--engine", name, *llama) for name in ("transformer_engine", "emulated"))
+    backends = "scaled_mm,scaled_mm:cudnn,scaled_mm:cutlass,transformer_engine,emulated"
     return [
         Step("gpu-tests", "GPU tests", pytest("--ignore", ranks), 2400, (gpu,), last_line),
         Step("doctor", "numerics, GPU bits included", ablate("doctor", "--json"), 1200, (gpu,), checks),
@@ -296,6 +304,46 @@ def steps(out: Path) -> list[Step]:
         trials(
             "te-trials", "12 trials by NVFP4 hardware", out, 1, "transformer_engine", gpu, trains("nvfp4")
         ),
+        *(
+            Step(
+                name,
+                f"{engine} beside the emulator",
+                ablate("doctor", "--engine", engine, "--record", str(out / name / "parity.json"), "--json"),
+                3600,
+                (gpu, multiplies(engine, family)),
+                sentence,
+            )
+            for name, engine, family in (
+                ("scaled-parity", "scaled_mm", "fp8"),
+                ("cudnn-parity", "scaled_mm:cudnn", "nvfp4"),
+                ("cutlass-parity", "scaled_mm:cutlass", "nvfp4"),
+            )
+        ),
+        Step(
+            "scaled-fp8",
+            "FP8 layers by torch's scaled products",
+            (*linear, "fp8_current", "--engine", "scaled_mm,emulated", *llama),
+            1200,
+            (gpu, multiplies("scaled_mm", "fp8")),
+            of_bf16_layers,
+        ),
+        Step(
+            "scaled-fp4",
+            "FP4 and MXFP8 layers by every engine",
+            (*linear, "nvfp4", "quartet2", "mxfp4", "mxfp8", "--engine", backends, *llama),
+            3600,
+            (gpu, multiplies("scaled_mm", "nvfp4")),
+            of_bf16_layers,
+        ),
+        trials(
+            "scaled-trials",
+            "12 trials by torch's scaled products",
+            out,
+            1,
+            "scaled_mm",
+            gpu,
+            multiplies("scaled_mm", "nvfp4"),
+        ),
     ]
 
 
@@ -304,7 +352,7 @@ def steps(out: Path) -> list[Step]:
 PROBE = """
 import json, torch
 from ablate import provenance
-from ablate.engines.hardware import driver, refusal, this_machine
+from ablate.engines.hardware import driver, refusal, scaled_refusal, this_machine
 here, count = this_machine(), torch.cuda.device_count() if torch.cuda.is_available() else 0
 facts = {name: fact for name, fact in provenance.environment().items() if name != "host"}
 facts |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver()}
@@ -312,7 +360,14 @@ facts |= {"capability": here.capability, "transformer engine": here.version, "na
 refused = {family: refusal(here, {family}) for family in ("fp8", "nvfp4")}
 refusals = {family: reason and reason.why for family, reason in refused.items()}
 memory = torch.cuda.get_device_properties(0).total_memory / 2**30 if count else 0
-print(json.dumps({"gpus": count, "memory": memory, "refusals": refusals, "facts": facts}))
+tried = [("scaled_mm", "cublaslt", "fp8"), ("scaled_mm", "cublaslt", "nvfp4")]
+tried += [(f"scaled_mm:{name}", name, "nvfp4") for name in ("cudnn", "cutlass")]
+scaled = {}
+for engine, backend, family in tried:
+    reason = scaled_refusal(here, "cuda", [family], backend)
+    scaled[f"{engine} {family}"] = reason and reason.why
+document = {"gpus": count, "memory": memory, "refusals": refusals, "facts": facts, "scaled": scaled}
+print(json.dumps(document))
 """
 """Program that describes the machine. It runs in a process of its own, since a broken torch may end it."""
 

@@ -21,8 +21,15 @@ from ablate.experiment.load import load
 
 ROOT = Path(__file__).parents[1]
 HERE = Machine(facts={"torch": "none"})
-BLACKWELL = Machine(1, 180.0, {"fp8": None, "nvfp4": None})
-HOPPER = Machine(1, 79.2, {"fp8": None, "nvfp4": "this GPU, SM 9.0, does not train NVFP4"})
+SCALED = ("scaled_mm fp8", "scaled_mm nvfp4", "scaled_mm:cudnn nvfp4", "scaled_mm:cutlass nvfp4")
+OLDER = "this GPU, SM 9.0, does not multiply NVFP4"
+BLACKWELL = Machine(1, 180.0, {"fp8": None, "nvfp4": None}, scaled=dict.fromkeys(SCALED))
+HOPPER = Machine(
+    1,
+    79.2,
+    {"fp8": None, "nvfp4": "this GPU, SM 9.0, does not train NVFP4"},
+    scaled={"scaled_mm fp8": None} | dict.fromkeys(SCALED[1:], OLDER),
+)
 TINY = ("--layers", "1", "--width", "64", "--tokens", "128", "--rounds", "1", "--json")
 
 
@@ -36,6 +43,24 @@ def day(out: Path, *chosen: Step, words: tuple[str, ...] = ()) -> tuple[int, dic
     status = gpu_day.main(["--out", str(out), *words], lambda out: list(chosen), lambda: HERE)
     results = {one["step"]: one for one in json.loads((out / "results.json").read_text())}
     return status, results, (out / "summary.md").read_text()
+
+
+def test_steps_of_the_scaled_engines_follow_what_this_gpu_multiplies(tmp_path):
+    """FP8 alone on Hopper, FP4 by torch without FlashInfer, and all of them with it."""
+    names = ("scaled-parity", "scaled-fp8", "scaled-fp4", "scaled-trials", "cudnn-parity", "cutlass-parity")
+    steps = {step.name: step for step in gpu_day.steps(tmp_path) if step.name in names}
+    assert {*steps} == {*names}
+    fp8 = {"scaled_mm fp8": None}
+    fp4 = fp8 | {"scaled_mm nvfp4": None, "scaled_mm:cudnn nvfp4": "FlashInfer is not installed"}
+    for scaled, runs in (
+        ({}, ()),
+        (fp8 | {"scaled_mm nvfp4": "this GPU, SM 9.0, does not multiply NVFP4"}, names[:2]),
+        (fp4, names[:4]),
+        (fp4 | {"scaled_mm:cudnn nvfp4": None, "scaled_mm:cutlass nvfp4": None}, names),
+    ):
+        machine = replace(BLACKWELL, scaled=scaled)
+        assert {name for name, step in steps.items() if step.obstacle(machine) is None} == {*runs}
+        assert all(step.obstacle(HERE) for step in steps.values())
 
 
 @pytest.mark.slow
@@ -180,6 +205,7 @@ def test_this_machine_is_described():
     machine = gpu_day.probe()
     assert machine.facts["torch"]
     assert {*machine.refusals} == {"fp8", "nvfp4"}
+    assert {*machine.scaled} == {*SCALED}
     assert (machine.gpus == 0) == (gpu_day.gpu(machine) is not None)
 
 
@@ -190,14 +216,14 @@ def test_a_step_is_skipped_where_a_gpu_cannot_run_it(tmp_path):
     assert skipped(BLACKWELL) == {"trials-ranks": "needs 2 GPUs, and there are 1"}
     assert skipped(HOPPER) == skipped(BLACKWELL) | dict.fromkeys(
         ("te-nvfp4", "te-trials"), "this GPU, SM 9.0, does not train NVFP4"
-    )
+    ) | dict.fromkeys(("scaled-fp4", "scaled-trials", "cudnn-parity", "cutlass-parity"), OLDER)
     assert {*skipped(Machine())} == {step.name for step in gpu_day.steps(tmp_path)}
     assert (
         {"presets-4096"} < {*skipped(replace(BLACKWELL, memory=31.8))} < {"presets-4096", *skipped(Machine())}
     )
 
 
-@every(name=["trials-alone", "trials-shared", "trials-ranks", "te-trials"])
+@every(name=["trials-alone", "trials-shared", "trials-ranks", "te-trials", "scaled-trials"])
 def test_an_experiment_of_the_day_loads(tmp_path, name):
     (step,) = (step for step in gpu_day.steps(tmp_path) if step.name == name)
     ((file, text),) = step.files.items()

@@ -8,6 +8,7 @@ from support.cases import every
 from support.commands import here
 from support.tensor_cores import FAULTS, Broken, TensorCores
 
+from ablate.engines import hardware
 from ablate.engines.hardware import Machine
 from ablate.engines.scaled_mm import Native
 from ablate.recipes.scaled_mapping import NAMES
@@ -79,6 +80,18 @@ def test_each_device_is_asked_for_what_it_multiplies(machine, engine, families):
 def test_a_missing_flashinfer_is_an_obstacle():
     assert scaled.obstacle("scaled_mm", CPU) is None
     assert scaled.obstacle("scaled_mm:cudnn", CPU).startswith("FlashInfer is not installed")
+
+
+@pytest.mark.gpu
+@every(engine=("scaled_mm", "scaled_mm:cudnn", "scaled_mm:cutlass"))
+def test_this_gpu_computes_what_the_emulator_computes(engine):
+    machine = hardware.this_machine()
+    if scaled.obstacle(engine, machine):
+        return
+    one = scaled.ScaledRun(machine, scaled.bench_of(engine, machine), fast=True)
+    for _ in one.groups():
+        pass
+    assert one.agrees, one.verdict()
 
 
 @pytest.mark.slow
