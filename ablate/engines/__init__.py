@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 SCALED = "scaled_mm"
 """Name of the engine of torch's scaled products; a colon and another word name the library for FP4."""
@@ -15,6 +15,8 @@ ENGINES = {
     f"{SCALED}:cutlass": "ablate.engines.scaled_mm",
 }
 """Engine names and their modules, each with `convert(model, recipe, clock) -> Engine`."""
+Backend = Literal["cublaslt", "cudnn", "cutlass"]
+_BACKENDS: dict[str, Backend] = {"": "cublaslt", "cudnn": "cudnn", "cutlass": "cutlass"}
 AUTO = "auto"
 """Engine name of an experiment that leaves the choice to the machine."""
 
@@ -30,9 +32,9 @@ def module_name(engine: str) -> str:
     return engine.partition(":")[0]
 
 
-def backend_of(engine: str) -> str:
-    """Return the library that multiplies FP4 for an engine `scaled_mm`: `cublaslt`, `cudnn` or `cutlass`."""
-    return engine.partition(":")[2] or "cublaslt"
+def backend_of(engine: str) -> Backend:
+    """Return the library that multiplies FP4 for an engine `scaled_mm`."""
+    return _BACKENDS[engine.partition(":")[2]]
 
 
 def makes_operands(engine: str) -> bool:

@@ -38,6 +38,7 @@ this file has run on a GPU: docs/blackwell.md.
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
@@ -64,9 +65,7 @@ def _torch_scaled_mm(*arguments: object, **options: object) -> Tensor:
 
 
 def _flashinfer_mm_fp4(*arguments: object, **options: object) -> Tensor:
-    from flashinfer import mm_fp4
-
-    return mm_fp4(*arguments, **options)
+    return import_module("flashinfer").mm_fp4(*arguments, **options)
 
 
 @dataclass(frozen=True)
@@ -95,19 +94,18 @@ class Native:
             kind = kinds.RowWise
             return self.scaled_mm(left, right, own, kind, other.t(), kind, output_dtype=out)
         if a.family == "fp8":
-            own = one if scales.scalar is None else scales.scalar
             kind = kinds.TensorWise
-            return self.scaled_mm(left, right, own, kind, one, kind, output_dtype=out)
+            return self.scaled_mm(left, right, scales.scalar_or(one), kind, one, kind, output_dtype=out)
+        left_scales: list[Tensor | None] = [a.scales]
+        right_scales: list[Tensor | None] = [b.scales]
         if a.family == "nvfp4":
             # The whole factor is the first operand's: torch multiplies the two, and by 1 exactly.
-            own = one if scales.scalar is None else scales.scalar
             kind, swizzle = [kinds.BlockWise1x16, kinds.TensorWise], [tiled, flat]
+            left_scales, right_scales = [*left_scales, scales.scalar_or(one)], [*right_scales, one]
             later = scales.matrix
-            left_scales, right_scales = [a.scales, own], [b.scales, one]
         else:
-            kind, swizzle = kinds.BlockWise1x32, tiled
+            kind, swizzle = [kinds.BlockWise1x32], [tiled]
             later = scales.matrix if scales.scalar is None else scales.scalar
-            left_scales, right_scales = a.scales, b.scales
         wide = out if later is None else torch.float32
         y = self.scaled_mm(
             left,
@@ -157,6 +155,10 @@ class Factors:
     """[M, N], or a shape that broadcasts to it."""
     rows: tuple[Tensor, Tensor] | None = None
     """The factors of both operands apart, each a scalar or [rows, 1]; given with `matrix`."""
+
+    def scalar_or(self, other: Tensor) -> Tensor:
+        """Return the factor if it is one number, else `other`."""
+        return other if self.scalar is None else self.scalar
 
     @classmethod
     def of(cls, a: Operand, b: Operand) -> "Factors":
@@ -210,8 +212,8 @@ class ScaledLinear(EmulatedLinear):
             return super().multiply(a, b, out)
         (left,), (right,) = a, b
         columns = max(left.values.shape[1], right.values.shape[1])
-        encoded = [self.bytes_of(operand, family, columns) for operand in (left, right)]
-        return self.native.product(*encoded, Factors.of(left, right), out)
+        first, second = (self.bytes_of(operand, family, columns) for operand in (left, right))
+        return self.native.product(first, second, Factors.of(left, right), out)
 
     def family_of(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Family | None:
         """Return the family in which tensor cores multiply two operands; None if the product is emulated."""

@@ -230,7 +230,7 @@ def test_the_installed_torchs_shape_function_takes_every_call(all_presets):
             mat_a, _, _, kind, *_ = call.arguments
             sort = (mat_a.dtype, str(kind), call.a.shape, call.b.shape, call.out)
             if sort in checked or (
-                mat_a.dtype == torch.float4_e2m1fn_x2 and kind == F.ScalingType.BlockWise1x32
+                mat_a.dtype == torch.float4_e2m1fn_x2 and kind == [F.ScalingType.BlockWise1x32]
             ):
                 continue
             result = F.scaled_mm(*map(on_gpu, call.arguments), **call.options)
@@ -489,8 +489,7 @@ def test_a_weight_is_encoded_once_while_it_stays_still():
     assert weights[1] == weights[4]
     scaled.weight.data.mul_(2)
     scaled.casts = {}
-    run(scaled, x, dy)
-    assert len(scaled._kept) == 2
+    assert torch.equal(run(scaled, x, dy)[0], 2 * first[0])  # all scales double, the old bytes are gone
 
 
 def test_the_presets_need_every_family():

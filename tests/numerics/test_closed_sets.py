@@ -170,6 +170,8 @@ EXCEPTIONS = {
     ("recipes/te_mapping.py", "rounding"): OTHERS_FACTS,
     ("recipes/te_mapping.py", "statistic"): OTHERS_FACTS,
     ("recipes/te_mapping.py", "signs"): OTHERS_FACTS,
+    ("recipes/scaled_mapping.py", "format"): OTHERS_FACTS,
+    ("recipes/scaled_mapping.py", "granularity"): OTHERS_FACTS,
     ("verification/parity/bench.py", "criterion"): OTHERS_FACTS,
     ("verification/peers.py", "element"): OTHERS_FACTS,
     ("verification/peers.py", "format"): OTHERS_FACTS,

@@ -162,14 +162,14 @@ class Broken(TensorCores):
         if self.fault == "nibbles" and a.dtype == torch.float4_e2m1fn_x2:
             codes = a.view(torch.uint8)
             a = (codes >> 4 | (codes & 15) << 4).view(a.dtype)
-        if self.fault == "plain scales" and isinstance(scale_a, list):
+        if self.fault == "plain scales" and isinstance(scale_a, list) and len(scale_a) == 2:
             blocks = 2 * a.shape[1] // 16
             tall = len(a) + -len(a) % 128
             plain = unswizzle(scale_a[0], tall, blocks + -blocks % 4).reshape(-1)
             scale_a = [plain, scale_a[1]]
-        if self.fault == "alpha twice" and isinstance(scale_a, list):
+        if self.fault == "alpha twice" and isinstance(scale_a, list) and len(scale_a) == 2:
             scale_b = [scale_b[0], scale_a[1]]
-        if self.fault == "no alpha" and isinstance(scale_a, list):
+        if self.fault == "no alpha" and isinstance(scale_a, list) and len(scale_a) == 2:
             scale_a = [scale_a[0], torch.ones(())]
         if self.fault == "upside down":
             a = a.view(torch.uint8).flip(0).view(a.dtype)

@@ -77,7 +77,7 @@ class ParityDocument(TypedDict):
 class ParityRun:
     """One run of all parity checks: yields rows as checks end, then has a verdict and a document."""
 
-    names: Mapping[str, str] = NAMES
+    names: Mapping[Any, str] = NAMES
     """Families that can be compared, with their names in messages."""
     question = "Does Transformer Engine train as the emulator does?"
     """Title of the figure."""

@@ -70,7 +70,7 @@ def data(rows: int, columns: int, device: torch.device) -> Iterator[tuple[str, T
     yield from ((name, kind.bfloat16().to(device)) for name, kind in kinds.items())
 
 
-def recipes(wanted: tuple[Family, ...]) -> Iterator[tuple[Family, str, Products]]:
+def recipes(wanted: tuple[str, ...]) -> Iterator[tuple[Family, str, Products]]:
     """Yield (family, name, products) of every preset that TE computes, and of variants, all rounded to
     nearest.
 

@@ -11,7 +11,7 @@ A short training follows, as for Transformer Engine. On a CPU, where torch multi
 comparison runs in small sizes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -95,7 +95,7 @@ class ScaledRun(ParityRun):
         native: the functions that multiply; None: those of the libraries.
     """
 
-    names = NAMES
+    names: Mapping[Any, str] = NAMES
     question = "Does scaled_mm train as the emulator does?"
 
     def __init__(
