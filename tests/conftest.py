@@ -1,6 +1,8 @@
 """What every test shares: an order, one thread, and a small synthetic corpus that is the same on every machine."""
 
+import os
 import signal
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from support.corpus import write_shards
 from ablate.training.data import Shards
 
 torch.set_num_threads(1)
+# Times of tests' trials belong to no estimate of the user's. Checks that passed and empty databases are kept here too.
+os.environ.setdefault("ABLATE_CACHE", str(Path(tempfile.gettempdir()) / f"ablate-tests-{os.getuid()}"))
 if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # a shell's background job, which every command under test would inherit

@@ -162,8 +162,13 @@ def statuses(state: Path, name: str = "tiny") -> dict[tuple[str, int], str]:
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The process's environment without what would tell ablate where things are. Reports take seconds: only who asks gets one."""
-    kept = {key: value for key, value in os.environ.items() if not key.startswith("ABLATE_")}
+    """The process's environment without what would tell ablate where things are, but for the tests' own cache. Reports take
+    seconds: only who asks gets one."""
+    kept = {
+        key: value
+        for key, value in os.environ.items()
+        if key == "ABLATE_CACHE" or not key.startswith("ABLATE_")
+    }
     return kept | {"COLUMNS": "200", "ABLATE_REPORT": "false"} | extra
 
 
