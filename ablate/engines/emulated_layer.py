@@ -321,9 +321,13 @@ class EmulatedLinear(nn.Linear):
     def _transposed(
         self, casts: Casts, slot: str, quant: Quant, rotation: Hadamard | None, source: "Source"
     ) -> list[Operand] | None:
-        """Return dgrad's weight as fprop's transposed, which is the same for unrotated blocks of 16x16."""
+        """Return dgrad's weight as fprop's transposed, which is the same for unrotated blocks of 16x16.
+
+        An outer scale of rows is not: those of the transpose are other sets of elements.
+        """
         spec, parts = casts.get("fprop.w", (None, []))
-        square = quant.block == "16x16" and rotation is None and quant.transform is None
+        one_outer = quant.outer is None or quant.outer.rows is None
+        square = quant.block == "16x16" and rotation is None and quant.transform is None and one_outer
         if (
             slot != "dgrad.w"
             or not square

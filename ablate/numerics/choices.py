@@ -36,21 +36,27 @@ ROUNDINGS = {
 
 
 @dataclass(frozen=True)
-class Statistic:
-    """Statistic of a tensor or a block: a word, or a word, a colon and a number from `least` to `most`."""
+class Tagged:
+    """Word of a field: the word alone, or the word, a colon and a number from `least` to `most`."""
 
     form: str
     """Spelling shown in errors."""
     number: type[int] | type[float] | None = None
     least: float = 0.0
     most: float = 0.0
+
+
+@dataclass(frozen=True)
+class Statistic(Tagged):
+    """Statistic of a tensor or a block."""
+
     per_tensor: bool = False
     """True if it is defined for a tensor only, not for rows or groups of 128."""
     earlier: bool = False
     """True if it depends on earlier steps."""
 
 
-_TINY, _HUGE, _MOST_STEPS = 1e-30, 1e30, 10**6
+_TINY, _HUGE, _MOST_STEPS, _MOST_ROWS = 1e-30, 1e30, 10**6, 10**6
 STATISTICS = {
     "amax": Statistic("'amax'"),
     "percentile": Statistic("'percentile:p' with p in (0, 1]", float, _TINY, 1),
@@ -59,6 +65,13 @@ STATISTICS = {
     "static": Statistic("'static:v' (a magnitude above 0)", float, _TINY, _HUGE, per_tensor=True),
 }
 """Statistics of the outer scale."""
+GRANULARITIES = {
+    "tensor": Tagged("'tensor'"),
+    "row": Tagged("'row'"),
+    "block": Tagged("'block:128'", int, 128, 128),
+    "rows": Tagged("'rows:n' (n rows, 2 or more; one row is 'row')", int, 2, _MOST_ROWS),
+}
+"""Sets of elements that share an outer scale."""
 BLOCK_STATISTICS = {
     "amax": Statistic("'amax'"),
     "rms": Statistic("'rms:c' (c times the block's root mean square)", float, _TINY, 1e3),

@@ -89,7 +89,10 @@ class Operand:
         return ELEMENTS[self.quant.element].max * self.quant.outer.bound * self.quant.range.prescale
 
     def transposed(self) -> "Operand":
-        """Return the operand of the transpose. Only valid for square blocks without padding."""
+        """Return the operand of the transpose.
+
+        Only valid for square blocks without padding, with one outer scale or none.
+        """
         assert self.block_scale is not None
         return Operand(
             self.values.t(), self.quant, self.amax, self.block_scale.permute(2, 1, 0, 3), self.largest
@@ -106,13 +109,18 @@ class Operand:
         assert self.quant is not None
         assert self.source is not None
         one = torch.ones((), dtype=torch.float32, device=self.source.device)
-        scale = one if self.amax is None else encode_scale(self.amax.view(-1, 1, 1, 1), self.quant)
+        scale = one if self.amax is None else encode_scale(self._amax_of_tiles(self.amax), self.quant)
         factor = scale if self.block_scale is None else element_scales(self.block_scale, scale)
         (rows, columns), (high, wide) = self.source.shape, self.quant.tile
         scaled = self.source.to(torch.float32).view(rows // high, high, columns // wide, wide) * factor
         if self.quant.range.prescale != 1:
             scaled = scaled * self.quant.range.prescale
         return scaled.view(rows, columns)
+
+    def _amax_of_tiles(self, amax: Tensor) -> Tensor:
+        """Return the outer statistic so that it broadcasts to the block scales: that of each row of tiles."""
+        assert self.quant is not None
+        return amax.reshape(-1)[:: self.quant.tile[0]].view(-1, 1, 1, 1)
 
     def dequantize(self) -> Tensor:
         """Return value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
@@ -129,7 +137,7 @@ class Operand:
         padded = pad(values, tile_rows, 1).contiguous()
         tiles = padded.view(padded.shape[0] // tile_rows, tile_rows, columns // tile_columns, tile_columns)
         codes = torch.where(self.block_scale == 0, tiles, tiles / self.block_scale)  # zeros keep their sign
-        decode = self.block_scale if self.amax is None else self.block_scale * self.amax.reshape(-1, 1, 1, 1)
+        decode = self.block_scale if self.amax is None else self.block_scale * self._amax_of_tiles(self.amax)
         return (codes * (decode * factor)).reshape(padded.shape)[:rows]
 
 
@@ -455,7 +463,7 @@ def _operand(
             divisor = torch.tensor(ELEMENTS[quant.element].max * quant.outer.bound, dtype=torch.float32)
             values, amax = values * (amax * (1.0 / divisor)), None
         else:
-            amax = amax.view(-1, 1)
+            amax = amax.view(-1).repeat_interleave(quant.tile[0])[: x.shape[0], None]
     shape = (tiles.shape[0] * tiles.shape[1], tiles.shape[2] * tiles.shape[3])
     rows = slice(x.shape[0])
     values = values.to(torch.float32 if quant.wide else torch.bfloat16).view(shape)[rows]

@@ -194,14 +194,18 @@ def outer_statistic(
             (collective).
 
     Returns:
-        fp32: a scalar (`tensor`), [rows, 1, 1, 1] (`row`) or [rows, 1, column tiles, 1] (`block:128`); 0 for
-            an empty tensor.
+        fp32: a scalar (`tensor`), [row tiles, 1, 1, 1] (`row`, `rows:n`) or [rows, 1, column tiles, 1]
+            (`block:128`); 0 for an empty tensor.
     """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     grouped = amaxes.flatten()
     if outer.granularity == "row":
         grouped = amaxes.amax(dim=2, keepdim=True)
+    elif tag(outer.granularity) == "rows":
+        assert tiles is not None
+        assert outer.rows is not None
+        grouped = _of_rows(amaxes.amax(dim=2).flatten(), outer.rows // tiles.shape[1]).view(-1, 1, 1, 1)
     elif outer.granularity == "block:128":
         assert tiles is not None
         blocks = 128 // tiles.shape[3]
@@ -217,6 +221,12 @@ def outer_statistic(
         else:
             grouped = partition.largest(grouped.amax(dim=0, keepdim=True) if grouped.ndim == 1 else grouped)
     return STATISTICS[tag(outer.statistic)](x, grouped, argument(outer.statistic), history, clock)
+
+
+def _of_rows(amaxes: Tensor, each: int) -> Tensor:
+    """Return the largest of every `each` consecutive amaxes, at each of their places; fp32 [row tiles]."""
+    groups = torch.nn.functional.pad(amaxes, (0, -len(amaxes) % each)).view(-1, each)
+    return groups.amax(dim=1).repeat_interleave(each)[: len(amaxes)]
 
 
 # --- scales ---------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from ablate.numerics.choices import (
     CANDIDATES,
     CHANNELS,
     CRITERIA,
+    GRANULARITIES,
     ROUNDINGS,
     SIGNS,
     STATISTICS,
-    Statistic,
+    Tagged,
 )
 from ablate.numerics.formats import ELEMENTS, SCALES
 
@@ -146,7 +147,7 @@ def argument(tagged: str) -> Fraction | None:
     return Fraction(text) if colon else None
 
 
-def _statistic(value: str, words: Mapping[str, Statistic]) -> str:
+def _tagged(value: str, words: Mapping[str, Tagged]) -> str:
     """Return `value` with its number, if any, in canonical form; ValueError for an unknown word."""
     word, colon, text = value.partition(":")
     entry = words.get(word)
@@ -165,11 +166,15 @@ def _statistic(value: str, words: Mapping[str, Statistic]) -> str:
 
 
 def _outer_statistic(value: str) -> str:
-    return _statistic(value, STATISTICS)
+    return _tagged(value, STATISTICS)
 
 
 def _block_statistic(value: str) -> str:
-    return _statistic(value, BLOCK_STATISTICS)
+    return _tagged(value, BLOCK_STATISTICS)
+
+
+def _granularity(value: str) -> str:
+    return _tagged(value, GRANULARITIES)
 
 
 def _listed(words: Collection[str], between: str = "or") -> str:
@@ -220,14 +225,22 @@ class Range(Spec):
 class Outer(Spec):
     """Second level of the scaling, in fp32."""
 
-    granularity: Literal["tensor", "row", "block:128"] = "tensor"
-    """`row`: one a token or output channel; `block:128`: one for 128 elements along the contraction."""
+    granularity: Annotated[str, AfterValidator(_granularity)] = "tensor"
+    """`tensor`; `row`: one a token or output channel; `rows:n`: one for n consecutive rows, counted from the
+    first; `block:128`: one for 128 elements along the contraction."""
     statistic: Annotated[str, AfterValidator(_outer_statistic)] = "amax"
     """`amax`; `percentile:p`: the order statistic ceil(p n) of the magnitudes of the copy that is quantised;
     `delayed:n`: the largest amax of the n steps before; `hold:n`: the amax of the first of every n steps;
     `static:v`: v."""
     bound: float = Field(448.0, gt=0)
     """Largest block scale used; 448 is the maximum of E4M3. 1 if there is no block scale."""
+
+    @property
+    def rows(self) -> int | None:
+        """Number of consecutive rows that share an outer scale; None: all of them."""
+        if self.granularity == "tensor":
+            return None
+        return int(argument(self.granularity) or 1) if tag(self.granularity) == "rows" else 1
 
     @model_validator(mode="after")
     def _consistent(self) -> "Outer":
@@ -241,6 +254,11 @@ class Outer(Spec):
             raise ValueError(
                 "outer.statistic percentile needs granularity tensor or row; "
                 "a block of 128 is too short for one"
+            )
+        if word == "percentile" and tag(self.granularity) == "rows":
+            raise ValueError(
+                "outer.statistic percentile is defined for granularity tensor or row; "
+                f"granularity {self.granularity} takes amax"
             )
         return self
 
@@ -376,9 +394,15 @@ class Quant(Spec):
         return None
 
     def _outer(self) -> str | None:
-        if self.outer and self.outer.granularity != "tensor" and self.tile[0] != 1:
-            return f"outer.granularity {self.outer.granularity} needs blocks of one row, not {self.block}"
-        return None
+        rows = self.outer.rows if self.outer else None
+        if self.outer is None or rows is None or rows % self.tile[0] == 0:
+            return None
+        if tag(self.outer.granularity) == "rows":
+            return (
+                f"outer.granularity {self.outer.granularity} would cut blocks of {self.block}: "
+                f"the number of rows must be a multiple of {self.tile[0]}"
+            )
+        return f"outer.granularity {self.outer.granularity} needs blocks of one row, not {self.block}"
 
     def _selection(self) -> str | None:
         if self.select is None:
@@ -437,6 +461,7 @@ def grain(quant: Quant, rotation: Hadamard | None, axis: int) -> int:
     Only then can the part be quantised to the same bits as the whole matrix.
     """
     if axis == 0:
-        return quant.tile[0]
+        shared = quant.outer is not None and tag(quant.outer.granularity) == "rows"
+        return (quant.outer.rows if shared and quant.outer else None) or quant.tile[0]
     blocks = 128 if quant.outer and quant.outer.granularity == "block:128" else quant.tile[1]
     return max(blocks, rotation.size if rotation else 1, 16)  # 16 elements share one call of the generator

@@ -274,6 +274,11 @@ def _outer_refusals(slot: str, outer: Outer, selects: bool) -> Iterator[str]:
         )
     if outer.granularity == "block:128":
         yield "outer.granularity block:128: Transformer Engine has one fp32 scale a tensor; use tensor"
+    if tag(outer.granularity) == "rows":
+        yield (
+            f"outer.granularity {outer.granularity}: Transformer Engine has one fp32 scale a tensor,"
+            " or one a row of the forward pass's activations; use tensor"
+        )
     if outer.granularity == "row" and slot != "fprop.x":
         yield (
             "outer.granularity row: Transformer Engine scales only the forward pass's activations by rows;"

@@ -234,6 +234,8 @@ CHANGES = {
     "wgrad.x.transform": ("wgrad.x", {"transform": {"mean": True}}),
     "fprop.w.estimator": ("fprop.w", {"estimator": "clip_mask"}),
     "wgrad.x.outer.granularity row": ("wgrad.x", {"outer": {"granularity": "row"}}),
+    "fprop.x.outer.granularity rows:16": ("fprop.x", {"outer": {"granularity": "rows:16"}}),
+    "dgrad.w.outer.granularity rows:32": ("dgrad.w", {"outer": {"granularity": "rows:32"}}),
     "fprop: Transformer Engine multiplies two operands of one kind": ("fprop.x", None),
 }
 

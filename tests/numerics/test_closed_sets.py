@@ -13,7 +13,7 @@ import torch
 from oracles import grids
 from pydantic import ValidationError
 from support.cases import every
-from support.quantisers import ARGUMENTS, BLOCK_ARGUMENTS, reachable
+from support.quantisers import ARGUMENTS, BLOCK_ARGUMENTS, ROWS, reachable
 
 import ablate
 from ablate.engines.emulated_layer import DTYPES
@@ -27,6 +27,7 @@ from ablate.recipes.recipe import DIRECTIONS, Fprop, Products, Recipe
 PACKAGE = Path(ablate.__file__).parent
 TAGGED = {
     (Outer, "statistic"): (choices.STATISTICS, ARGUMENTS),
+    (Outer, "granularity"): (choices.GRANULARITIES, ROWS),
     (Range, "statistic"): (choices.BLOCK_STATISTICS, BLOCK_ARGUMENTS),
 }
 """Fields whose words may take a number, with their registry and numbers to try."""

@@ -50,6 +50,7 @@ def test_the_tables_of_words_are_the_registries():
     }
     assert {name: cells[1:] for name, cells in table("rounding").items()} == roundings
     assert list(table("outer statistic")) == list(choices.STATISTICS)
+    assert list(table("granularity of the outer scale")) == list(choices.GRANULARITIES)
     assert table("signs") == {name: [yes(how.drawn), yes(how.lasting)] for name, how in choices.SIGNS.items()}
     assert list(table("candidates")) == list(choices.CANDIDATES)
     assert all(block in PAGE for block in choices.BLOCKS)

@@ -28,6 +28,8 @@ def cases() -> dict[str, tuple[Quant, Hadamard | None]]:
     found["percentile"] = Quant(outer=Outer(statistic="percentile:0.99")), None
     found["rows"] = Quant(outer=Outer(granularity="row")), None
     found["rows, rotated"] = Quant(outer=Outer(granularity="row")), ROTATED
+    found["32 rows"] = Quant(block="16x16", outer=Outer(granularity="rows:32")), None
+    found["16 rows, rotated"] = Quant(outer=Outer(granularity="rows:16")), ROTATED
     found["held"] = Quant(outer=Outer(statistic="hold:4")), None
     return {
         name: case

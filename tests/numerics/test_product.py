@@ -159,6 +159,7 @@ WIDE = {
     "bf16 scales": Quant(scale=BlockScale(format="bf16"), outer=None),
     "two grids": Quant(select=Select(among="grids")),
     "rows": Quant(outer=Outer(granularity="row")),
+    "16 rows": Quant(block="16x16", outer=Outer(granularity="rows:16")),
     "fp8 per tensor": Quant(element="e4m3", block=None, scale=None, outer=Outer(bound=1.0)),
     "mxfp4": Quant(block="1x32", scale=BlockScale(format="e8m0", rounding="ceil"), outer=None),
     "16x16": Quant(block="16x16"),

@@ -53,7 +53,7 @@ def _cases() -> dict[str, Quant]:
     cases |= {word: Quant(range=Range(statistic=word)) for word in ("rms:2.5", "std:2.92")}
     cases |= {
         f"outer {granularity}": Quant(outer=Outer(granularity=granularity))
-        for granularity in ("row", "block:128")
+        for granularity in ("row", "rows:16", "block:128")
     }
     cases |= {f"{bits} bits": Quant(rounding="stochastic", bits=bits, range=ROOM) for bits in (8, 16, 24)}
     cases["16x16 stochastic"] = Quant(block="16x16", rounding="stochastic")

@@ -193,7 +193,11 @@ def consistent() -> list[Quant]:
     ]
     outers = [
         None,
-        *(Outer(granularity=g, bound=b) for g in ("tensor", "row", "block:128") for b in (256.0, 1.0)),
+        *(
+            Outer(granularity=g, bound=b)
+            for g in ("tensor", "row", "rows:16", "block:128")
+            for b in (256.0, 1.0)
+        ),
     ]
     selects = [None, *(Select(among=among) for among in CANDIDATES)]
     found = []

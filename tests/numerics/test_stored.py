@@ -227,6 +227,7 @@ FOREIGN = {
     "scale None": Quant(block=None, scale=None, outer=Outer(bound=1.0)),
     "outer None": Quant(outer=None),
     "outer row": Quant(outer=Outer(granularity="row")),
+    "outer rows:16": Quant(outer=Outer(granularity="rows:16")),
     "outer block:128": Quant(outer=Outer(granularity="block:128")),
     "select among grids": Quant(select=Select(among="grids")),
     "transform mean": Quant(transform=Transform(mean=True)),

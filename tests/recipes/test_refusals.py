@@ -137,6 +137,14 @@ REFUSED = {
         lambda: Quant(block="16x16", outer=Outer(granularity="row")),
         "outer.granularity row needs blocks of one row",
     ),
+    "rows that cut tiles": (
+        lambda: Quant(block="16x16", outer=Outer(granularity="rows:8")),
+        "outer.granularity rows:8 would cut blocks of 16x16",
+    ),
+    "one row in another spelling": (
+        lambda: Outer(granularity="rows:1"),
+        "2 or more; one row is 'row'",
+    ),
     "selection among random roundings": (
         lambda: Quant(select=Select(among="scales"), rounding="stochastic"),
         "select chooses by error",

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from ablate.numerics.census import census
+from ablate.numerics.choices import GRANULARITIES
 from ablate.numerics.history import History
 from ablate.numerics.kernels import builds, cpu, general
 from ablate.numerics.partition import Partition
@@ -61,6 +62,8 @@ ARGUMENTS = {
 }
 """Arguments of outer statistics that take one."""
 BLOCK_ARGUMENTS = {"rms": ("2.5",), "std": ("2.92",)}
+ROWS = {"rows": ("2", "3", "16", "32", "48"), "block": ("128",)}
+"""Arguments of granularities that take one."""
 HEADROOM = (17 / 16, 17 / 16 * 0.93, 0.25, 4.0)
 BOUNDS = (448.0, 448.0, 256.0, 100.0, 1.0, 0.01, 1e-30)
 
@@ -72,6 +75,12 @@ def statistics(words: Mapping[str, Any], arguments: Mapping[str, Sequence[str]])
     }
     spelled["amax"] = ["amax"]
     return lambda random: random.choice(spelled[random.choice(list(spelled))])
+
+
+def granularity(random: Random) -> str:
+    """Draw a granularity of the registry. KeyError where a new one has no argument here."""
+    word = random.choice(list(GRANULARITIES))
+    return f"{word}:{random.choice(ROWS[word])}" if GRANULARITIES[word].number else word
 
 
 FIELDS: dict[type[Spec], dict[str, Draw]] = {
@@ -98,7 +107,11 @@ FIELDS: dict[type[Spec], dict[str, Draw]] = {
         "headroom": choices(1.0, *HEADROOM),
         "prescale": choices(1.0, 0.75),
     },
-    Outer: {"statistic": statistics(STATISTICS, ARGUMENTS), "bound": choices(*BOUNDS)},
+    Outer: {
+        "granularity": granularity,
+        "statistic": statistics(STATISTICS, ARGUMENTS),
+        "bound": choices(*BOUNDS),
+    },
     Select: {},
     Hadamard: {},
 }
@@ -132,8 +145,12 @@ def unseen_values(seen: Mapping[str, Counter]) -> list[str]:
     for spec in reachable(Quant) | {Hadamard}:
         for name in spec.model_fields:
             values = seen.get(f"{spec.__name__}.{name}", Counter())
-            registry = {Outer: STATISTICS, Range: BLOCK_STATISTICS}.get(spec, ())
-            words = registry if name == "statistic" else literal_values(spec, name)
+            registries = {
+                (Outer, "statistic"): STATISTICS,
+                (Outer, "granularity"): GRANULARITIES,
+                (Range, "statistic"): BLOCK_STATISTICS,
+            }
+            words = registries.get((spec, name), literal_values(spec, name))
             lacking += [f"{spec.__name__}.{name} {word}" for word in words if word not in values]
             kind = spec.model_fields[name].annotation
             nested = isinstance(kind, type) and issubclass(kind, Spec)
@@ -195,8 +212,7 @@ def any_form(random: Random) -> Quant:
         fields = {name: value_of(Quant, name, random) for name in names}
         outer = fields.get("outer")
         if outer and random.random() < 0.5:  # the statistic that every granularity takes
-            granularity = random.choice(literal_values(Outer, "granularity"))
-            fields["outer"] = Outer(granularity=granularity, bound=outer.bound)
+            fields["outer"] = Outer(granularity=granularity(random), bound=outer.bound)
         try:
             return Quant(**fields)
         except ValidationError:
@@ -449,18 +465,22 @@ class Half(Partition):
     """Half of a matrix that this process knows whole, in place of asking another process."""
 
     whole: Tensor
+    rows: int | None
+    """Rows that share an outer scale; None: all."""
 
     def largest(self, amax: Tensor) -> Tensor:
-        """The largest magnitude of the whole; of each of its rows where the statistic is one of rows."""
-        if amax.numel() == len(self.whole) > 1:
-            return self.whole.abs().amax(1).to(torch.float32).view(amax.shape)
-        return self.whole.abs().amax().to(torch.float32).expand(amax.shape)
+        """The largest magnitude of the whole; of each group of its rows where the statistic is one of rows."""
+        if self.rows is None:
+            return self.whole.abs().amax().to(torch.float32).expand(amax.shape)
+        groups = [group.abs().amax().expand(len(group)) for group in self.whole.split(self.rows)]
+        return torch.cat(groups)[:: len(self.whole) // amax.numel()].to(torch.float32).view(amax.shape)
 
 
-def half_of(x: Tensor, part: tuple[int, int]) -> Half:
+def half_of(x: Tensor, part: tuple[int, int], quant: Quant) -> Half:
     """One of the halves of x along an axis."""
     partition = Half(part[0], part[1], 2)
     object.__setattr__(partition, "whole", x)
+    object.__setattr__(partition, "rows", quant.outer.rows if quant.outer else None)
     return partition
 
 
@@ -468,7 +488,7 @@ def operands(one: Case, keep: Keep, history: History, whole: bool = False) -> It
     """What the calls of a case give: with `whole`, of all of x, even where the case quantises a part."""
     for clock, factor in zip(one.clocks, one.factors, strict=True):
         x = one.x * factor if factor != 1 else one.x
-        partition = half_of(x, one.part) if one.part and not whole else None
+        partition = half_of(x, one.part, one.quant) if one.part and not whole else None
         options = {"clock": clock, "where": one.where, "product": one.product, "history": history}
         yield quantize(
             partition.local(x) if partition else x,
@@ -530,7 +550,11 @@ def _count(values: dict[str, Counter], spec: Spec) -> None:
     for name in type(spec).model_fields:
         value = getattr(spec, name)
         word = (
-            type(value).__name__ if isinstance(value, Spec) else tag(value) if name == "statistic" else value
+            type(value).__name__
+            if isinstance(value, Spec)
+            else tag(value)
+            if name in ("statistic", "granularity")
+            else value
         )
         values.setdefault(f"{type(spec).__name__}.{name}", Counter())[word] += 1
         if isinstance(value, Spec):

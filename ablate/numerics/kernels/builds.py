@@ -68,6 +68,7 @@ class Form(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("bf16", "wide")),
         *(("key", ctypes.c_uint32 * 2), ("clock", ctypes.c_uint32 * 3)),
         *((name, ctypes.c_float) for name in ("amax", "largest")),
+        ("outer_rows", ctypes.c_int32),
     )
 
 
@@ -131,8 +132,15 @@ def path(name: str) -> Path:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load one build and declare its functions. OSError if it is missing or for another machine."""
+    """Load one build and declare its functions.
+
+    Raises:
+        OSError: the build is missing, for another machine, or of other sources: another version of `form`
+            would be read at wrong places, which would give wrong numbers.
+    """
     library, pointer, integer = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_int64
+    if not hasattr(library, "form_size") or library.form_size() != ctypes.sizeof(Form):
+        raise OSError(f"{path.name} was compiled from other sources")
     for name in ("rows", "columns", "tiles"):
         getattr(library, name).restype = ctypes.c_int
         getattr(library, name).argtypes = (

@@ -1,4 +1,4 @@
-/* Quantisation to every other form: any grid, block scales of any format, outer scales of a tensor, a row or 128 elements.
+/* Quantisation to every other form: any grid, block scales of any format, outer scales of a tensor, some rows or 128 elements.
 
    One kernel for all of them, over a description of the form. It takes a matrix row by row, blocks along the row: a row, or the rows
    of square blocks, lies in a buffer as fp32 while its maxima, scales and codes are made one after the other. The arithmetic is the
@@ -11,7 +11,7 @@
 
 enum { NEAREST, AWAY, FLOOR, CEIL, STOCHASTIC };     /* roundings */
 enum { GRID, POWER_OF_TWO, BF16, FP32 };             /* formats of block scales */
-enum { NO_OUTER, TENSOR, ROW, BLOCK_128 };           /* what shares an outer scale */
+enum { NO_OUTER, TENSOR, ROW, BLOCK_128, ROWS };     /* what shares an outer scale */
 enum { AMAX, RMS, STD };                             /* statistics of blocks */
 enum { NO_SELECTION, MSE, MAE, ABSMAX };             /* Four Over Six's criteria */
 
@@ -36,7 +36,11 @@ typedef struct {
     uint32_t key[2], clock[3];            /* Philox: seed and stream; step, micro-batch, site */
     float amax;                           /* of the tensor, or what counts as that */
     float largest;                        /* filled in: the largest magnitude */
+    int32_t outer_rows;                   /* that share an outer scale of rows, a multiple of those of a block */
 } form;
+
+/* By which a caller sees that its description is this one. */
+int32_t form_size(void) { return sizeof(form); }
 
 /* --- maxima ------------------------------------------------------------------------------------------------------------------- */
 
@@ -191,6 +195,7 @@ typedef struct {
     float *amax, *scale, *factor;        /* of each block: what stands for S, the block scale, the elements' factor */
     drawn elements, scales;
     int64_t width, blocks;
+    float shared;                        /* the outer statistic, where the blocks of the band have one */
     int32_t lost;                        /* whether a factor is not finite, which the reference must treat */
 } band;
 
@@ -289,7 +294,7 @@ INLINE void outer_of_blocks(band *b, const form *f, float *row_amax) {
     int64_t each = f->outer == ROW ? maxima : f->outer == BLOCK_128 ? 128 / f->tile_columns : 0;
     for (int64_t first = 0; first < maxima; first += each ? each : maxima) {
         int64_t end = each && first + each < maxima ? first + each : maxima;
-        float largest = f->amax;
+        float largest = b->shared;
         for (int64_t block = first; each && block < end; block++)
             largest = larger_of(largest, b->groups[block]);
         for (int64_t block = first; block < end; block++)
@@ -485,11 +490,17 @@ int quantize(const void *x, int64_t rows, int64_t columns, int64_t width, form *
     float *memory = calloc(high * width + 4 * most, sizeof(float));
     if (!memory)
         return 0;
-    band b = {.z = memory, .width = width, .blocks = blocks, .elements = drawn_by(f->key, f->clock, f->bits, 0), .scales = drawn_by(f->key, f->clock, 24, 1)};
+    band b = {.z = memory, .width = width, .blocks = blocks, .shared = f->amax, .elements = drawn_by(f->key, f->clock, f->bits, 0), .scales = drawn_by(f->key, f->clock, 24, 1)};
     b.groups = memory + high * width, b.amax = b.groups + most, b.scale = b.amax + most, b.factor = b.scale + most;
     u32 seen = {0};
     for (int64_t row = 0, number = 0; row < rows; row += high, number++) {
         int64_t here = rows - row < high ? rows - row : high;
+        if (f->outer == ROWS && row % f->outer_rows == 0) {
+            int64_t together = rows - row < f->outer_rows ? rows - row : f->outer_rows;
+            b.shared = largest((const char *)x + row * columns * (f->bf16 ? 2 : 4), together * columns, f->bf16);
+        }
+        for (int64_t r = 0; f->outer == ROWS && r < here; r++)
+            row_amax[row + r] = b.shared;
         if (f->bf16)
             load_band(x, row, here, columns, &b, 1);
         else

@@ -1,14 +1,13 @@
 """Quantiser for CPU tensors of every form but NVIDIA's, compiled from general.c, and the rotation of rows.
 
 One kernel takes a description of the form: any grid of elements with a mantissa, block scales of any format
-and rounding, outer scales of a tensor, a row or 128 elements, Four Over Six and MS-EDEN. `covers` says what
-is left to the reference.
+and rounding, outer scales of a tensor, some rows or 128 elements, Four Over Six and MS-EDEN. `covers` says
+what is left to the reference.
 """
 
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import get_args
 
 import torch
 from torch import Tensor
@@ -20,10 +19,10 @@ from ablate.numerics.kernels.builds import Form, Grid, Turn
 from ablate.numerics.kernels.cpu import Made
 from ablate.numerics.philox import GROUP, Clock, philox_key
 from ablate.numerics.scaling import round_scale
-from ablate.numerics.spec import Outer, Quant, argument, tag
+from ablate.numerics.spec import Quant, argument, tag
 
 ROUNDINGS, STATISTICS = (*choices.ROUNDINGS,), (*choices.BLOCK_STATISTICS,)
-OUTERS = (None, *get_args(Outer.model_fields["granularity"].annotation))
+OUTERS = (None, *choices.GRANULARITIES)
 CRITERIA = (None, *choices.CRITERIA)
 """Numbers of words in general.c: their places in the registries."""
 _GRID, _POWER_OF_TWO, _BF16, _FP32 = range(4)
@@ -117,7 +116,9 @@ def quantize(
     pointers = (values.data_ptr(), scales.data_ptr(), by_row.data_ptr())
     if not kernels.quantize(x.data_ptr(), rows, columns, width, form, *pointers):
         return None
-    per_row = quant.outer is not None and quant.outer.granularity == "row"
+    per_row = (
+        quant.outer is not None and quant.outer.rows is not None and quant.outer.granularity != "block:128"
+    )
     return Made(
         values,
         by_row if per_row else whole,
@@ -149,7 +150,8 @@ def _form(quant: Quant, group: int) -> bytes:
         prescale=quant.range.prescale,
         statistic=STATISTICS.index(tag(quant.range.statistic)),
         spread=float(argument(quant.range.statistic) or 1),
-        outer=OUTERS.index(quant.outer and quant.outer.granularity),
+        outer=OUTERS.index(quant.outer and tag(quant.outer.granularity)),
+        outer_rows=(quant.outer.rows if quant.outer else None) or 0,
         selection=CRITERIA.index(quant.select and quant.select.criterion),
         group=group if quant.rounding == "ms_eden" else 0,
         wide=quant.wide,
