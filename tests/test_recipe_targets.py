@@ -491,6 +491,7 @@ LACKED = [
     ("weights.osci_reset={}", "weights.osci_reset"),
     ('schedule=[{start: "noise_ratio:1"}]', "schedule.0.start"),
     ("wgrad.x.select={among: scales}", "wgrad.x.select"),
+    ("fprop.x.select={among: scales, map_to: [6, 12]}", "fprop.x.select.map_to"),
 ]
 
 

@@ -67,6 +67,9 @@ ELEMENTS = {
     "int4": Format(mantissa=2, emin=2, max=7.0, bits=4),
     # 0 and 2^-2 ... 2^4: code 0 is zero, the other seven codes are powers of two.
     "e3m0": Format(mantissa=0, emin=-2, max=16.0, bits=4),
+    # OCP's six-bit elements, without NaN and infinities.
+    "e2m3": Format(mantissa=3, emin=0, max=7.5, bits=6),
+    "e3m2": Format(mantissa=2, emin=-2, max=28.0, bits=6),
     # OCP's variant with NaN and without infinities.
     "e4m3": Format(mantissa=3, emin=-6, max=448.0, bits=8, dtype="float8_e4m3fn"),
     "e5m2": Format(mantissa=2, emin=-14, max=57344.0, bits=8, dtype="float8_e5m2"),

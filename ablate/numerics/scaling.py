@@ -270,7 +270,12 @@ def block_scales(largest: Tensor, scale: Tensor, quant: Quant, bits: Tensor | No
     multiplier = scale * torch.full_like(scale, 1 / top)
     if quant.range.headroom != 1:
         multiplier = multiplier * quant.range.headroom
-    return round_scale((largest * multiplier).clamp(max=FLT_MAX), quant.scale, bits)
+    exact = (largest * multiplier).clamp(max=FLT_MAX)
+    rounded = round_scale(exact, quant.scale, bits)
+    if quant.scale.halve_below is None:
+        return rounded
+    below = exact / rounded < torch.full_like(exact, quant.scale.halve_below)
+    return torch.where(below, (rounded / 2).clamp(min=_SMALLEST), rounded)
 
 
 def round_scale(scale: Tensor, to: BlockScale, bits: Tensor | None = None) -> Tensor:

@@ -62,12 +62,15 @@ def select(tiles: Tensor, amaxes: Tensor, scale: Tensor, amax: Tensor | None, qu
 def scales(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterator[Candidate]:
     """Yield Four Over Six's two candidates (arXiv 2512.02010): the largest magnitude maps to 6, or to 4.
 
-    Its order of operations: (amax / 6) * S, and 1.5 times that.
+    Its order of operations: (amax / 6) * S, and 1.5 times that; for another pair of `select.map_to`, 6 over
+    its values times that.
     """
     assert quant.scale is not None
-    base = _base(amaxes, scale)
-    for block_scale in (base, base * 1.5):
-        yield _candidate(tiles, round_scale(block_scale, quant.scale), scale, ELEMENTS["e2m1"])
+    assert quant.select is not None
+    base, grid = _base(amaxes, scale), ELEMENTS["e2m1"]
+    for value in quant.select.map_to:
+        factor = torch.full_like(base, grid.max / value)
+        yield _candidate(tiles, round_scale(base * factor, quant.scale), scale, grid)
 
 
 def grids(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterator[Candidate]:

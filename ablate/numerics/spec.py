@@ -193,6 +193,11 @@ class BlockScale(Spec):
     zero: Literal["zero", "one", "min_normal"] = "zero"
     """Value of a scale that rounds to zero. Transformer Engine keeps 0, which loses the block; E8M0 has no
     zero."""
+    halve_below: float | None = Field(None, gt=0.5, le=1)
+    """Halve an E8M0 scale that was rounded up if the number that was rounded is less than this part of it:
+    the block's largest elements then saturate, and the others are twice as fine (0.87 in MXFP4-v4)."""
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"halve_below"})
 
     @model_validator(mode="after")
     def _consistent(self) -> "BlockScale":
@@ -203,6 +208,11 @@ class BlockScale(Spec):
             )
         if not SCALES[self.format].zero and self.zero != "zero":
             raise ValueError(f"scale.zero does not apply to {self.format}, which has no zero; leave it out")
+        if self.halve_below is not None and (self.format, self.rounding) != ("e8m0", "ceil"):
+            raise ValueError(
+                "scale.halve_below halves powers of two that were rounded up: it needs scale.format e8m0 and"
+                f" scale.rounding ceil, not {self.format} and {self.rounding}"
+            )
         return self
 
 
@@ -217,9 +227,10 @@ class Range(Spec):
     headroom: float = Field(1.0, gt=0, le=4)
     """Factor of the block scale: 1 in Transformer Engine; 17/16 leaves stochastic rounding unbiased
     (docs/numerics.md, section 3)."""
-    prescale: float = Field(1.0, gt=0, le=1)
+    prescale: float = Field(1.0, gt=0, le=8)
     """Factor of the scaled elements, by which the product is divided: 3/4 keeps OCP's floor rule from
-    saturating (arXiv 2502.20586)."""
+    saturating (arXiv 2502.20586); 6 with `map_to` 1 scales a block by the power of two above its largest
+    magnitude, and divides by 6 afterwards (MXFP4-v4)."""
 
 
 class Outer(Spec):
@@ -270,6 +281,22 @@ class Select(Spec):
     """`scales`: the largest magnitude mapped to 6 or to 4 (Four Over Six, arXiv 2512.02010); `grids`: E2M1 or
     INT4 (IF4); `search`: every scale code near the first guess, the best that a block scale can do."""
     criterion: Criterion = "mse"
+    map_to: tuple[float, float] = Field((6.0, 4.0), strict=False)
+    """Values to which the two candidates of `scales` map the block's largest magnitude. Beyond 6 it
+    saturates, and the block's other elements are finer: `[6, 12]`. The first wins where errors are equal."""
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"map_to"})
+
+    @model_validator(mode="after")
+    def _pair(self) -> "Select":
+        if self.among != "scales" and self.map_to != (6.0, 4.0):
+            raise ValueError(
+                f"select.map_to is the pair of among scales; {self.among} has none: leave it out"
+            )
+        first, second = self.map_to
+        if first == second or not all(1 <= value <= 48 for value in self.map_to):
+            raise ValueError("select.map_to takes two different values from 1 to 48")
+        return self
 
 
 class Dge(Spec):

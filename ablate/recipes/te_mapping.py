@@ -257,6 +257,8 @@ def _nvfp4_refusals(slot: str, quant: Quant) -> Iterator[str]:
         )
     if quant.select and (quant.select.among != "scales" or quant.select.criterion == "absmax"):
         yield "select: Transformer Engine selects among scales, by mse or mae"
+    elif quant.select and quant.select.map_to != (6.0, 4.0):
+        yield "select.map_to: Transformer Engine maps a block's largest magnitude to 6 or to 4; leave it out"
     if quant.select and slot.endswith(".g"):
         yield "select: Transformer Engine never applies Four Over Six to gradients"
 
@@ -295,6 +297,8 @@ def _mxfp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
             f"block {quant.block}: Transformer Engine's {quant.element} has blocks of 1x32"
             " (weights: 32x32 too), or one scale a tensor"
         )
+    if quant.scale is not None and quant.scale.halve_below is not None:
+        yield "scale.halve_below: Transformer Engine halves no block scale; leave it out"
     if quant.scale is None or quant.scale.format != "e8m0" or quant.scale.rounding != "ceil":
         yield "scale: MXFP8 has e8m0 block scales, which Transformer Engine rounds by ceil"
     if quant.outer is not None:

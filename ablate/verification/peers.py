@@ -170,10 +170,10 @@ def torchao() -> Iterator[PeerComparison]:
     Its NVFP4 divides in another order.
     """
     with quiet():
-        from torchao.prototype.mx_formats import kernels, mx_tensor, nvfp4_tensor
+        from torchao.prototype.mx_formats import constants, kernels, mx_tensor, nvfp4_tensor
         from torchao.prototype.mx_formats.config import ScaleCalculationMode as Mode
 
-    def theirs(dtype: torch.dtype, mode: Mode, x: Tensor) -> Arrays:
+    def theirs(dtype: torch.dtype | str, mode: Mode, x: Tensor) -> Arrays:
         scale, data = mx_tensor.to_mx(x, dtype, 32, mode)
         return mx_tensor.to_dtype(data, scale, dtype, 32, torch.float32), scale
 
@@ -185,7 +185,8 @@ def torchao() -> Iterator[PeerComparison]:
             kernels.f4_unpacked_to_f32(kernels.unpack_uint4(data)) * scale.float().repeat_interleave(16, 1),
         )
 
-    for element, dtype in HARDWARE.items():
+    six_bits = {"e2m3": constants.DTYPE_FP6_E2M3, "e3m2": constants.DTYPE_FP6_E3M2}
+    for element, dtype in {**HARDWARE, **six_bits}.items():
         for rule, mode in {"floor": Mode.FLOOR, "ceil": Mode.RCEIL}.items():
             # torchao stores 2^-127 as the smallest scale, but divides by 2^-126 (floor) or by 1 (ceil).
             what, ours = f"MX {element} 1x32, {rule}", partial(quantized, mx(element, rule))
@@ -252,6 +253,8 @@ def gfloat() -> Iterator[PeerComparison]:
     nearest, floor, ceil = RoundMode.TiesToEven, RoundMode.TowardZero, RoundMode.TowardPositive
     elements = {
         "e2m1": formats.format_info_ocp_e2m1,
+        "e2m3": formats.format_info_ocp_e2m3,
+        "e3m2": formats.format_info_ocp_e3m2,
         "e4m3": formats.format_info_ocp_e4m3,
         "e5m2": formats.format_info_ocp_e5m2,
     }
@@ -287,14 +290,20 @@ def ml_dtypes() -> Iterator[PeerComparison]:
     """Compare with the number types of JAX and TensorFlow: grids, casts, and NVFP4 in NumPy with them."""
     import ml_dtypes as md
 
-    types = {"e2m1": md.float4_e2m1fn, "e4m3": md.float8_e4m3fn, "e5m2": md.float8_e5m2}
+    types = {
+        "e2m1": md.float4_e2m1fn,
+        "e2m3": md.float6_e2m3fn,
+        "e3m2": md.float6_e3m2fn,
+        "e4m3": md.float8_e4m3fn,
+        "e5m2": md.float8_e5m2,
+    }
 
     def theirs(name: str, y: np.ndarray) -> np.ndarray:
         top = np.float32(ELEMENTS[name].max)  # their FP8 casts overflow to NaN or infinity
         return np.clip(y, -top, top).astype(types[name]).astype(np.float32)
 
     for name, dtype in types.items():
-        codes = np.arange(16 if name == "e2m1" else 256, dtype=np.uint8).view(dtype).astype(np.float32)
+        codes = np.arange(2 ** ELEMENTS[name].bits, dtype=np.uint8).view(dtype).astype(np.float32)
         points = torch.from_numpy(codes[np.isfinite(codes)])
         yield count(f"every code of {name} stays itself", [(cast(name)(points), points)])
         yield on_values(

@@ -11,8 +11,14 @@ TABLES = {
     "e3m0": [0, 0.25, 0.5, 1, 2, 4, 8, 16],
 }
 """The eight magnitudes of each four-bit format, by their codes, written out."""
-FIELDS = {"e4m3": (4, 3, 7, 126), "e5m2": (5, 2, 15, 123), "ue5m3": (5, 3, 15, 247)}
-"""Exponent bits, mantissa bits, bias, and the last finite code: OCP's e4m3fn and e5m2, and UE5M3 with its top exponent reserved."""
+FIELDS = {
+    "e2m3": (2, 3, 1, 31),
+    "e3m2": (3, 2, 3, 31),
+    "e4m3": (4, 3, 7, 126),
+    "e5m2": (5, 2, 15, 123),
+    "ue5m3": (5, 3, 15, 247),
+}
+"""Exponent bits, mantissa bits, bias, and the last finite code: OCP's formats, and UE5M3 with its top exponent reserved."""
 
 
 def magnitudes(mantissa: int, emin: int, top: float) -> np.ndarray:

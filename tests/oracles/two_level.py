@@ -67,3 +67,70 @@ def _tile(
     result.scales[top // high, left // wide] = block
     result.values[place] = codes * block
     result.decoded[place] = codes * ((block * amax) * (FP32(1) / FP32(2688))) if block else 0
+
+
+def powers_of_two(
+    x: np.ndarray, tile: tuple[int, int], below: float | None, times: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Quantise to E2M1 with the power of two at or above each block's amax, times a factor: MXFP4-v4's rule, in float64.
+
+    Args:
+        x: fp32 [rows, columns], whole tiles.
+        tile: rows and columns that share a scale.
+        below: halve the scale where the amax is less than this part of it, compared in fp32; None: never.
+        times: what the block's scale is mapped to.
+
+    Returns:
+        Codes times scales [rows, columns], and the scales [row tiles, column tiles], float64.
+    """
+    (height, width), (high, wide) = x.shape, tile
+    values, scales = np.zeros(x.shape), np.zeros((height // high, width // wide))
+    for top in range(0, height, high):
+        for left in range(0, width, wide):
+            place = slice(top, top + high), slice(left, left + wide)
+            amax = float(np.abs(x[place]).max())
+            mantissa, exponent = np.frexp(amax)
+            scale = 2.0 ** max(int(exponent) - (mantissa == 0.5), -127) if amax else 2.0**-127
+            if below is not None and FP32(amax / scale) < FP32(below):
+                scale = max(scale / 2, 2.0**-127)
+            scaled = (x[place].astype(np.float64) * times / scale).astype(FP32)
+            values[place] = grids.nearest(scaled, grids.named("e2m1")) * scale
+            scales[top // high, left // wide] = scale
+    return values, scales
+
+
+def selected(
+    x: np.ndarray, pair: tuple[float, float], criterion: str, bound: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Quantise blocks of 1x16 in two ways, and keep the one that errs less: Four Over Six's rule for any pair of values.
+
+    Args:
+        x: fp32 [rows, 16 n].
+        pair: values to which the candidates map a block's largest magnitude.
+        criterion: `mse`, `mae` or `absmax`.
+        bound: largest block scale that is used.
+
+    Returns:
+        Codes times scales [rows, 16 n] and scales [rows, n], fp32.
+    """
+    amax = FP32(np.abs(x).max())
+    scale = FP32(1) if amax == 0 else min(FP32(6 * bound) / amax, FLT_MAX)
+    values, scales = np.zeros_like(x), np.zeros((len(x), x.shape[1] // 16), FP32)
+    for row in range(len(x)):
+        for column in range(0, x.shape[1], 16):
+            block = x[row, column : column + 16]
+            base = FP32(np.abs(block).max()) / FP32(6) * scale
+            best = None
+            for value in pair:
+                s = FP32(grids.nearest(np.array([base * FP32(6 / value)]), grids.named("e4m3"))[0])
+                with np.errstate(divide="ignore", over="ignore"):
+                    factor = min(FP32(1) / (s * (FP32(1) / scale)), FLT_MAX)
+                    codes = grids.nearest(block * factor, grids.named("e2m1")).astype(FP32)
+                difference = codes * s * amax / FP32(6 * bound) - block
+                error = FP32(0)
+                for one in np.abs(difference) if criterion != "mse" else difference * difference:
+                    error = max(error, one) if criterion == "absmax" else FP32(error + one)
+                if best is None or error < best[0]:
+                    best = error, codes * s, s
+            values[row, column : column + 16], scales[row, column // 16] = best[1:]
+    return values, scales

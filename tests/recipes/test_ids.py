@@ -41,8 +41,8 @@ def ids_with_a_new_field(folder: Path, later: str) -> dict[str, dict[str, str]]:
         header = re.compile(r"^class \w+\((?!BaseModel|NamedTuple).*\):\n", re.MULTILINE)
         text, count = header.subn(rf"\g<0>    added: int = 1\n{later}", path.read_text())
         assert count > 5
-        if later:  # a class that has fields of its own there
-            text = text.replace('frozenset({"dequantised"})', "frozenset({'added', 'dequantised'})")
+        if later:  # classes that have fields of their own there
+            text = re.sub(r"( LATER: ClassVar\[frozenset\[str\]\] = frozenset\(\{)", r"\1'added', ", text)
         path.write_text(text.replace("\nfrom ", "\nimport typing\nfrom ", 1))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(Path(__file__).parents[1])))}
     done = subprocess.run(

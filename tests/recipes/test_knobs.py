@@ -357,7 +357,7 @@ def test_rules_that_quantise_count_where_every_block_is_kept():
 
 
 def test_a_mistyped_word_is_refused_with_all_that_would_be_right_and_the_nearest():
-    wrong = refused({"element": "e2ml", "recipe.fprop.x.outer.statistic": "percentil:0.9"})
+    wrong = refused({"element": "e2m1x", "recipe.fprop.x.outer.statistic": "percentil:0.9"})
     assert all(repr(word) in wrong["element"] for word in ELEMENTS)
     assert wrong["element"].endswith("; 'e2m1' is the nearest")
     assert all(entry.form in wrong["recipe.fprop.x.outer.statistic"] for entry in STATISTICS.values())

@@ -137,6 +137,19 @@ REFUSED = {
         lambda: Quant(block="16x16", outer=Outer(granularity="row")),
         "outer.granularity row needs blocks of one row",
     ),
+    "halves of a fine scale": (
+        lambda: BlockScale(halve_below=0.87),
+        "scale.halve_below halves powers of two that were rounded up",
+    ),
+    "halves of a scale that was rounded down": (
+        lambda: BlockScale(format="e8m0", rounding="floor", halve_below=0.87),
+        "scale.rounding ceil, not e8m0 and floor",
+    ),
+    "a pair of other candidates": (
+        lambda: Select(among="grids", map_to=(6.0, 12.0)),
+        "select.map_to is the pair of among scales",
+    ),
+    "a pair of one": (lambda: Select(among="scales", map_to=(6.0, 6.0)), "two different values from 1 to 48"),
     "rows that cut tiles": (
         lambda: Quant(block="16x16", outer=Outer(granularity="rows:8")),
         "outer.granularity rows:8 would cut blocks of 16x16",

@@ -100,19 +100,19 @@ FIELDS: dict[type[Spec], dict[str, Draw]] = {
         "residual": choices(True, False),
     },
     Dge: {"k": choices(1.0, 5.0), "clip": choices(2.0, 3.0)},
-    BlockScale: {},
+    BlockScale: {"halve_below": choices(None, 0.87, 1.0)},
     Range: {
         "statistic": statistics(BLOCK_STATISTICS, BLOCK_ARGUMENTS),
-        "map_to": choices(None, 4.0),
+        "map_to": choices(None, 4.0, 1.0),
         "headroom": choices(1.0, *HEADROOM),
-        "prescale": choices(1.0, 0.75),
+        "prescale": choices(1.0, 0.75, 6.0),
     },
     Outer: {
         "granularity": granularity,
         "statistic": statistics(STATISTICS, ARGUMENTS),
         "bound": choices(*BOUNDS),
     },
-    Select: {},
+    Select: {"map_to": choices((6.0, 4.0), (6.0, 12.0), (4.0, 6.0), (5.0, 7.0))},
     Hadamard: {},
 }
 """How each field is drawn, beside those of Literal type, of which every value is drawn. `quantize` ignores transform,
@@ -232,10 +232,17 @@ def quantiser(random: Random) -> Quant:
                 element=random.choice(literal_values(Quant, "element")), block=None, scale=None, outer=outer
             )
         if kind < 0.06:
-            select = Select(
-                **{name: random.choice(literal_values(Select, name)) for name in Select.model_fields}
-            )
+            try:
+                select = Select(**{name: value_of(Select, name, random) for name in Select.model_fields})
+            except ValidationError:
+                continue
             return Quant(select=select, outer=quant.outer)
+        if kind < 0.10:  # powers of two that are rounded up, which may be halved
+            scale = BlockScale(
+                format="e8m0", rounding="ceil", halve_below=value_of(BlockScale, "halve_below", random)
+            )
+            ranged = Range(map_to=random.choice((None, 1.0)), prescale=random.choice((1.0, 6.0)))
+            return Quant(block=random.choice(("1x32", "32x32")), scale=scale, range=ranged, outer=None)
         if kind < 0.25:
             names = random.sample(list(Quant.model_fields), random.choice((1, 1, 2, 3)))
             try:

@@ -69,6 +69,8 @@ class Form(ctypes.Structure):
         *(("key", ctypes.c_uint32 * 2), ("clock", ctypes.c_uint32 * 3)),
         *((name, ctypes.c_float) for name in ("amax", "largest")),
         ("outer_rows", ctypes.c_int32),
+        ("halve", ctypes.c_float),
+        ("pair", ctypes.c_float * 2),
     )
 
 

@@ -37,6 +37,8 @@ typedef struct {
     float amax;                           /* of the tensor, or what counts as that */
     float largest;                        /* filled in: the largest magnitude */
     int32_t outer_rows;                   /* that share an outer scale of rows, a multiple of those of a block */
+    float halve;                          /* a block's scale where what it was rounded from is less than this part of it; 0: never */
+    float pair[2];                        /* what the candidates' scales are of the one that maps to 6 */
 } form;
 
 /* By which a caller sees that its description is this one. */
@@ -335,7 +337,7 @@ INLINE void select_blocks(band *b, int64_t first, const form *f) {
     for (int v = 0; v < 16; v++)
         t[v] = first + v < b->blocks ? magnitude(*(const f32_memory *)(b->z + (first + v) * 16)) : (f32){0};
     transpose(t);
-    f32 scale = round_scale(base, f, &f->scale, (u32){0}), other = round_scale(base * 1.5f, f, &f->scale, (u32){0});
+    f32 scale = round_scale(base * f->pair[0], f, &f->scale, (u32){0}), other = round_scale(base * f->pair[1], f, &f->scale, (u32){0});
     f32 error = error_of(t, scale, factor_of(scale, inverse), amax, f, six);
     i32 better = error_of(t, other, factor_of(other, inverse), amax, f, four) < error;
     scale = where(better, other, scale);
@@ -359,7 +361,9 @@ INLINE void scale_blocks(band *b, int64_t first, int64_t number, const form *f) 
     if (f->headroom != 1)
         multiplier = multiplier * f->headroom;
     u32 chances = f->scale.rounding == STOCHASTIC ? draw(&b->scales, number * across(b) + first / 16, 24) : (u32){0};
-    f32 scale = round_scale(smaller(statistic * multiplier, FLT_MAX), f, &f->scale, chances);
+    f32 exact = smaller(statistic * multiplier, FLT_MAX), scale = round_scale(exact, f, &f->scale, chances);
+    if (f->halve != 0)
+        scale = where(exact / scale < f->halve, __builtin_elementwise_max(scale * 0.5f, splat(0x1p-127f)), scale);
     *(f32_memory *)(b->scale + first) = scale;
     *(f32_memory *)(b->factor + first) = factor_of(scale, inverse);
     b->lost |= !all_finite(inverse) || !all_finite(statistic) || !all_finite(multiplier);

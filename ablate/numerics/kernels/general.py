@@ -159,8 +159,11 @@ def _form(quant: Quant, group: int) -> bytes:
     if quant.outer is not None:
         form.outer_top = element.max * quant.outer.bound
         form.divisor = 1 / torch.tensor(form.outer_top, dtype=torch.float32).item()
+    if quant.select is not None:
+        form.pair[:] = [element.max / value for value in quant.select.map_to]
     if scale is not None:
         to = SCALES[scale.format]
+        form.halve = scale.halve_below or 0
         form.scale, (form.tile_rows, form.tile_columns) = _grid(to, scale.rounding), quant.tile
         form.scale_format = (
             (_POWER_OF_TWO if not to.zero else _GRID) if to.bits == 8 else _BF16 if to.bits == 16 else _FP32
