@@ -81,6 +81,21 @@ def mxfp8() -> Recipe:
     return _recipe(_same(quant, quant, quant))
 
 
+def _mxfp6(element: str, largest_power: float) -> Recipe:
+    quant = _mx(element, "floor", range=Range(map_to=largest_power))
+    return _recipe(_same(quant, quant, quant))
+
+
+def mxfp6_e2m3() -> Recipe:
+    """MXFP6: E2M3 in blocks of 32 with power-of-two scales (OCP MX v1.0, floor rule), all to nearest."""
+    return _mxfp6("e2m3", 4.0)
+
+
+def mxfp6_e3m2() -> Recipe:
+    """MXFP6: E3M2 in blocks of 32 with power-of-two scales (OCP MX v1.0, floor rule), all to nearest."""
+    return _mxfp6("e3m2", 16.0)
+
+
 def mxfp4() -> Recipe:
     """MXFP4: E2M1 in blocks of 32 with power-of-two scales (OCP MX v1.0, floor rule), all to nearest."""
     quant = _mx("e2m1", "floor", range=Range(map_to=4.0))
@@ -376,14 +391,62 @@ def mxfp4_amd() -> Recipe:
     return _recipe(products.model_copy(update={"wgrad": wgrad}))
 
 
+def _per_token(w: Quant) -> Recipe:
+    by_rows = Quant(outer=Outer(granularity="row"))
+    return _recipe(_same(by_rows, w, by_rows))
+
+
+def nvfp4_per_token() -> Recipe:
+    """Per-token NVFP4 (Transformer Engine, pull request 3045): an fp32 amax for each row of every operand.
+
+    The transposed copies of wgrad have one for each channel, the weight one for each output (fprop) and input
+    (dgrad) feature. All to nearest, in blocks of 1x16, without rotation: `sr` and `rht` turn on what is
+    optional there. No released implementation is compared with; the reference of tests/oracles is this
+    project's own. Not modelled: the arithmetic of its kernels where it differs from that of one amax a
+    tensor, and rows that are no multiple of 128, which it refuses.
+    """
+    return _per_token(Quant(outer=Outer(granularity="row")))
+
+
+def nvfp4_per_token_weight_2d() -> Recipe:
+    """`nvfp4_per_token` with 2D weights (Transformer Engine, pull request 3045, `per_token_weight_2d`).
+
+    16x16 weight blocks under one fp32 amax for the tensor, which stands in every row, so that both copies of
+    the weight are the same numbers. Outer scales that differ between rows cannot give that
+    (docs/numerics.md, section 3). Not modelled: what `nvfp4_per_token` does not.
+    """
+    return _per_token(Quant(block="16x16"))
+
+
+def mxfp4_v4() -> Recipe:
+    """MXFP4-v4 with Hadamard 32 (public code of MrHuff/mfu-fp4-training, benchmarks/mxfp4_h32).
+
+    A block's scale is the power of two at or above its largest magnitude, which maps to 6; products are
+    divided by 36. Weights share a scale in tiles of 32x32, halved where the magnitude is below 0.87 of it.
+    dgrad's dy is rounded stochastically, wgrad's to nearest after a rotation by 32 with Transformer Engine's
+    signs. Not modelled: its amax of rotated values before they are rounded to bf16; the direction in which it
+    rounds the scales of x and dy, which its configuration leaves open (here: up, like the weights').
+    """
+    scale, power = BlockScale(format="e8m0", rounding="ceil"), Range(map_to=1.0, prescale=6.0)
+    quant = Quant(block="1x32", scale=scale, range=power, outer=None)
+    halved = scale.model_copy(update={"halve_below": 0.87})
+    weight = quant.model_copy(update={"block": "32x32", "scale": halved})
+    return Recipe(
+        fprop=Fprop(x=quant, w=weight),
+        dgrad=Dgrad(g=quant.model_copy(update={"rounding": "stochastic"}), w=weight),
+        wgrad=Wgrad(g=quant, x=quant, hadamard=Hadamard(size=32)),
+    )
+
+
 PRESETS = {
     preset.__name__: preset
     for preset in (
-        *(bf16, fp32, fp8_current, fp8_delayed, mxfp8, mxfp4),
+        *(bf16, fp32, fp8_current, fp8_delayed, mxfp8, mxfp6_e2m3, mxfp6_e3m2, mxfp4),
         *(nvfp4, nvfp4_paper, fp4_all_the_way, mxfp4_backward, quartet, quartet2, tetrajet2),
         *(four_over_six, microsoft_fp4, ufp4, ue5m3, row_scaled, healing),
         *(nvfp4_dequantised, nvfp4_1d_weight, mxfp8_fwd_nvfp4_bwd, mxfp8_fwd_high_precision_bwd),
         *(high_precision_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd),
-        *(nvfp4_row_scaled_fwd_high_precision_bwd, mxfp4_amd),
+        *(nvfp4_row_scaled_fwd_high_precision_bwd, mxfp4_amd, mxfp4_v4),
+        *(nvfp4_per_token, nvfp4_per_token_weight_2d),
     )
 }

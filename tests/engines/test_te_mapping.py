@@ -72,6 +72,10 @@ REFUSED = {
     "ufp4": "fprop.x.element int4: Transformer Engine multiplies e2m1, e4m3 and e5m2",
     "ue5m3": "fprop.x.scale: Transformer Engine's E2M1 has E4M3 block scales",
     "mxfp4_amd": "fprop.x.block 1x32",
+    "mxfp4_v4": "fprop.x.block 1x32",
+    **dict.fromkeys(("mxfp6_e2m3", "mxfp6_e3m2"), "fprop.x.element e"),
+    "nvfp4_per_token": "fprop.w.outer.granularity row",
+    "nvfp4_per_token_weight_2d": "dgrad.g.outer.granularity row",
     "row_scaled": "fprop.w.outer.granularity row: Transformer Engine scales only the forward pass's activations by rows",
 }
 
@@ -234,6 +238,7 @@ CHANGES = {
     "wgrad.x.transform": ("wgrad.x", {"transform": {"mean": True}}),
     "fprop.w.estimator": ("fprop.w", {"estimator": "clip_mask"}),
     "wgrad.x.outer.granularity row": ("wgrad.x", {"outer": {"granularity": "row"}}),
+    "fprop.x.select.map_to": ("fprop.x", {"select": {"among": "scales", "map_to": (6.0, 12.0)}}),
     "fprop.x.outer.granularity rows:16": ("fprop.x", {"outer": {"granularity": "rows:16"}}),
     "dgrad.w.outer.granularity rows:32": ("dgrad.w", {"outer": {"granularity": "rows:32"}}),
     "fprop: Transformer Engine multiplies two operands of one kind": ("fprop.x", None),

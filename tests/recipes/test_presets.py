@@ -23,7 +23,7 @@ from ablate.training.models.transformer import Transformer, initialise
 from ablate.training.workloads.gpt import Gpt
 
 NVFP4 = PRESETS["nvfp4"]()
-BASELINES = ("bf16", "fp32", "mxfp8", "mxfp4")
+BASELINES = ("bf16", "fp32", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4")
 """Formats rather than recipes: nothing of theirs is left out."""
 VARIANTS = {
     "nvfp4": "left as Transformer Engine has it",
@@ -131,6 +131,7 @@ RANDOM = {
     "healing": GRADIENTS,
     "nvfp4_1d_weight": GRADIENTS,
     "mxfp8_fwd_nvfp4_bwd": GRADIENTS,
+    "mxfp4_v4": {"dgrad.g"},
 }
 """The operands that are rounded at random (MS-EDEN: whose scales are)."""
 ROTATED = {
@@ -141,7 +142,7 @@ ROTATED = {
     "tetrajet2": {"dgrad": (16, "per_call"), "wgrad": (16, "per_call")},
     "ufp4": {"fprop": (16, "fixed"), "dgrad": (16, "fixed"), "wgrad": (16, "fixed")},
     **{key: {"wgrad": (16, "fixed")} for key in ("nvfp4_1d_weight", "mxfp8_fwd_nvfp4_bwd")},
-    "mxfp4_amd": {"wgrad": (32, "fixed")},
+    **{key: {"wgrad": (32, "fixed")} for key in ("mxfp4_amd", "mxfp4_v4")},
 }
 AGAIN = {
     **{key: {"dgrad.w", "wgrad.x"} for key in ("quartet", "quartet2", "tetrajet2")},
@@ -150,7 +151,8 @@ AGAIN = {
 }
 DEQUANTISED = ("nvfp4_dequantised", "mxfp8_fwd_high_precision_bwd", "nvfp4_row_scaled_fwd_high_precision_bwd")
 TILED = {
-    **{key: {"fprop.w", "dgrad.w"} for key in ("nvfp4", "nvfp4_paper", "healing", "ue5m3")},
+    **{key: {"fprop.w", "dgrad.w"} for key in ("nvfp4", "nvfp4_paper", "healing", "ue5m3", "mxfp4_v4")},
+    "nvfp4_per_token_weight_2d": {"fprop.w", "dgrad.w"},
     "nvfp4_dequantised": {"fprop.w"},
 }
 QUANTISED = {
