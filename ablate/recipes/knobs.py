@@ -9,8 +9,8 @@ from pydantic import Field, TypeAdapter
 from ablate.files import Json
 from ablate.numerics.choices import BLOCKS
 from ablate.numerics.spec import BlockScale, Hadamard, Quant, Select, Spec
-from ablate.recipes.presets import nvfp4
-from ablate.recipes.recipe import Phase, Recipe
+from ablate.recipes.presets import mxfp8, nvfp4
+from ablate.recipes.recipe import DIRECTIONS, Phase, Recipe
 
 GRADIENTS = ("dgrad.g", "wgrad.g")
 WEIGHTS = ("fprop.w", "dgrad.w")
@@ -186,6 +186,22 @@ def _backward(how: str, turn: Turn) -> Paths:
     return {**dict.fromkeys(slots), **flags}
 
 
+def _product(name: str) -> Callable[[str, Turn], Paths]:
+    """Return the paths of a knob that turns a whole product: `fp4`, `fp8` or `bf16`."""
+
+    def paths(how: str, turn: Turn) -> Paths:
+        turn.quantised()  # raises if there is nothing to turn
+        if how == "fp4" and getattr(turn.recipe, name).fp4:
+            return {}
+        kept = {"fp4": nvfp4, "fp8": mxfp8}.get(how, Recipe)()
+        product = getattr(kept, name).model_dump(mode="json")
+        operands = getattr(kept, name).operands
+        names = (*operands, "hadamard", *(["dequantised"] if "dequantised" in product else []))
+        return {f"{name}.{field}": product[field] for field in names}
+
+    return paths
+
+
 def _choice(
     words: Any, example: Value, text: str, paths: Callable[[Value, Turn], Paths], none: bool = False
 ) -> Knob[Value]:
@@ -247,6 +263,16 @@ KNOBS: dict[str, Knob[Any]] = {
         " quantised x and w.",
         _backward,
     ),
+    **{
+        name: _choice(
+            Literal["fp4", "fp8", "bf16"],
+            "fp8",
+            f"Both operands of {name}: FP4 as the recipe has them (as nvfp4 if it has others), MXFP8 without"
+            " rotation, or bf16.",
+            _product(name),
+        )
+        for name in DIRECTIONS["all"]
+    },
     "weights_2d": Knob(
         bool,
         "true, false",

@@ -92,6 +92,9 @@ def test_different_values_make_different_recipes(name):
         ("rht", True),
         ("rht_size", 16),
         ("rht_signs", "fixed"),
+        ("fprop", "fp4"),
+        ("dgrad", "fp4"),
+        ("wgrad", "fp4"),
         ("sr", True),
         ("sr_bits", 8),
         ("sr_headroom", 1.0),
@@ -307,6 +310,49 @@ def test_a_knob_of_the_weights_on_a_forward_in_bf16_turns_the_backward_copy():
     assert (recipe.fprop.w, recipe.dgrad.w.block) == (None, "16x16")
 
 
+# --- whole products -------------------------------------------------------------------------------
+
+
+@every(
+    preset=["nvfp4", "mxfp4_amd", "mxfp8_fwd_nvfp4_bwd", "nvfp4_dequantised", "quartet2"],
+    name=["fprop", "dgrad", "wgrad"],
+)
+def test_a_product_turns_to_a_format_and_the_others_stay(preset, name):
+    own = PRESETS[preset]()
+    formats = {"fp4": PRESETS["nvfp4"](), "fp8": PRESETS["mxfp8"](), "bf16": PRESETS["bf16"]()}
+    for how, other in formats.items():
+        wanted = getattr(own if how == "fp4" and getattr(own, name).fp4 else other, name)
+        lost = name == "fprop" and how == "bf16" and own.backward_needs
+        if lost:  # the backward pass quantises, or multiplies, a copy that there would be no more
+            assert refused({name: how}, preset)
+            continue
+        recipe = arm({name: how}, preset)
+        assert getattr(recipe, name) == wanted
+        assert all(
+            getattr(recipe, rest) == getattr(own, rest) for rest in {"fprop", "dgrad", "wgrad"} - {name}
+        )
+
+
+@every(
+    product=["fprop", "dgrad", "wgrad"],
+    other__value=[
+        ("rht", True),
+        ("sr", False),
+        ("block", "1x32"),
+        ("element", "int4"),
+        ("weights_2d", False),
+        ("backward", "bf16"),
+    ],
+)
+def test_two_short_knobs_that_set_one_product_are_refused(product, other, value):
+    """Of those that set nothing there, none is."""
+    paths = KNOBS[other].paths(value, Turn(NVFP4))
+    if any(path.startswith(f"{product}.") for path in paths):
+        assert refused({product: "bf16", other: value})
+    else:
+        assert getattr(arm({product: "bf16", other: value}), product).plain
+
+
 # --- a short knob and a full path -----------------------------------------------------------------
 
 
@@ -318,6 +364,9 @@ def test_a_knob_of_the_weights_on_a_forward_in_bf16_turns_the_backward_copy():
         ("rht_signs", "none", "recipe.wgrad.hadamard.signs", "fixed"),
         ("sr", False, "recipe.dgrad.g.rounding", "nearest"),
         ("sr_bits", 24, "recipe.wgrad.g.bits", 24),
+        ("fprop", "bf16", "recipe.fprop.x.element", "int4"),
+        ("dgrad", "fp8", "recipe.dgrad.g", None),
+        ("wgrad", "bf16", "recipe.wgrad.hadamard.size", 32),
         ("sr_headroom", 1.5, "recipe.wgrad.g.range", {"headroom": 1.5}),
         ("weights_2d", False, "recipe.dgrad.w.block", "1x16"),
         ("block", "1x32", "recipe.fprop.x", None),
