@@ -57,7 +57,7 @@ from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import first_order, linear, split_product
 from ablate.numerics.quantize import Keep, Operand, lasts, pad, quantize, quantize_both
 from ablate.numerics.spec import Hadamard, Quant
-from ablate.numerics.transform import split
+from ablate.numerics.transform import patch, split
 from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products
 
 _GEMM_DTYPES = {word: choices.DTYPES[dtype] for word, (dtype, _) in choices.GEMM_OUTPUTS.items()}
@@ -226,8 +226,15 @@ class EmulatedLinear(nn.Linear):
         """
         if quant is None:
             return [Operand(self.rotated(x, slot, rotation))]
-        parts = split(x, quant, channels=0 if slot.startswith("wgrad") else 1)
-        return [self._part(part, slot, how, rotation, quant, keep) for part, how in parts]
+        channels = 0 if slot.startswith("wgrad") else 1
+        parts = split(x, quant, channels)
+        operands = [self._part(part, slot, how, rotation, quant, keep) for part, how in parts]
+        if quant.transform and quant.transform.patch:
+            rest, _ = parts[0]
+            became = self.whole(operands[:1], slot, rotation, rest.shape[1])
+            lost = patch(rest, became, quant.transform.patch, channels).to(x.dtype)
+            operands.append(Operand(self.rotated(lost, slot, rotation)))
+        return operands
 
     def gradients(
         self, dy: Tensor, products: Products, dx: bool, dw: bool

@@ -323,10 +323,15 @@ class Transform(Spec):
     """Clamp to this quantile of the magnitudes (OCC, arXiv 2501.17116)."""
     residual: bool = True
     """True: what clamping cuts off is multiplied in the operand's own precision. False: it is lost."""
+    patch: float | None = Field(None, gt=0, lt=1)
+    """The fraction of channels with the largest magnitude whose quantisation error is added back to the
+    product, in the operand's own precision (Hot-Channel Patch, arXiv 2602.02047)."""
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"patch"})
 
     @model_validator(mode="after")
     def _consistent(self) -> "Transform":
-        if not (self.mean or self.low_rank or self.channels or self.clamp):
+        if not (self.mean or self.low_rank or self.channels or self.clamp or self.patch):
             raise ValueError("transform takes nothing out; write null")
         if self.channels is None and self.channels_in != "mxfp8":
             raise ValueError("transform.channels_in has no effect without transform.channels")

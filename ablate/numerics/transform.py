@@ -85,11 +85,36 @@ def low_rank(x: Tensor, rank: int) -> Tensor:
 
 def top_channels(x: Tensor, fraction: float, channels: int) -> Tensor:
     """Return x with only the `fraction` of channels of largest L2 norm, at least one; the others are zero."""
+    return torch.where(_largest(x, fraction, channels), x, 0.0)
+
+
+def patch(x: Tensor, quantised: Tensor, fraction: float, channels: int) -> Tensor:
+    """Return what quantisation lost of the `fraction` of channels of largest L2 norm, zero in the others.
+
+    Added to the quantised operand, it makes those channels as exact as the dtype of `x` (Hot-Channel Patch,
+    arXiv 2602.02047, from its abstract). Not modelled: how the paper scores channels, one set of channels for
+    both operands of a product, and a set that stays for some steps; here each operand and call has its own.
+
+    Args:
+        x: what was quantised, [rows, columns], bf16, fp16 or fp32.
+        quantised: what it became, fp32 like `x`, not rotated.
+        fraction: share of the channels, at least one.
+        channels: dimension of the features: 1 if tokens are rows, 0 if they are columns.
+
+    Returns:
+        Tensor like `x`, rounded once.
+    """
+    rest = x.to(torch.float32)
+    return torch.where(_largest(rest, fraction, channels), rest - quantised, 0.0).to(x.dtype)
+
+
+def _largest(x: Tensor, fraction: float, channels: int) -> Tensor:
+    """Return True for the channels of largest L2 norm, at least one, so that it broadcasts to x."""
     norms = x.square().sum(dim=1 - channels)
     kept = torch.zeros_like(norms, dtype=torch.bool)
     count = max(1, round(fraction * norms.numel()))
     kept[norms.topk(min(count, norms.numel())).indices] = True
-    return torch.where(kept.unsqueeze(1 - channels), x, 0.0)
+    return kept.unsqueeze(1 - channels)
 
 
 def quantile(x: Tensor, q: float) -> Tensor:

@@ -98,6 +98,7 @@ FIELDS: dict[type[Spec], dict[str, Draw]] = {
         "channels": choices(None, 0.1),
         "clamp": choices(None, 0.9),
         "residual": choices(True, False),
+        "patch": choices(None, 0.2),
     },
     Dge: {"k": choices(1.0, 5.0), "clip": choices(2.0, 3.0)},
     BlockScale: {"halve_below": choices(None, 0.87, 1.0)},
