@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from support.linears import ANYWHERE
 from torch import nn
 
 import ablate
@@ -835,7 +836,7 @@ def test_recipes_are_listed_compared_and_read_from_files(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ANYWHERE)
 def test_torchs_default_dtype_changes_no_bit(preset, dtype):
     def gradients(default: torch.dtype) -> list[torch.Tensor]:
         model, x = net(), batch(0)

@@ -11,7 +11,19 @@ fp32 additions in a tensor core, or the way hardware draws random bits. docs/rec
 """
 
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Select, Transform
-from ablate.recipes.recipe import Dgrad, Fprop, Layers, OsciReset, Phase, Products, Recipe, Weights, Wgrad
+from ablate.recipes.layers import Match
+from ablate.recipes.recipe import (
+    Dgrad,
+    Fprop,
+    Layers,
+    OsciReset,
+    Phase,
+    Products,
+    Recipe,
+    Rule,
+    Weights,
+    Wgrad,
+)
 
 UNBIASED = 17 / 16
 """Headroom that leaves stochastic rounding room above the block's maximum (Quartet II, Four Over Six)."""
@@ -418,6 +430,57 @@ def nvfp4_per_token_weight_2d() -> Recipe:
     return _per_token(Quant(block="16x16"))
 
 
+def averis() -> Recipe:
+    """Averis (arXiv 2603.10444, from its abstract): `nvfp4` with the mean of x split off, not rotated.
+
+    The mean over tokens of every channel of x is multiplied in bf16, in fprop and wgrad; what remains is
+    quantised. Not modelled: whether the paper splits output gradients too (here: not), and which weight
+    blocks and roundings it starts from (here: those of `nvfp4`).
+    """
+    products, split_off = _nvfp4(), Transform(mean=True)
+    x = Quant(transform=split_off)
+    return Recipe(
+        fprop=Fprop(x=x, w=products.fprop.w),
+        dgrad=products.dgrad,
+        wgrad=Wgrad(g=products.wgrad.g, x=x),
+    )
+
+
+def metis() -> Recipe:
+    """Metis (arXiv 2509.00404, from its abstract): leading singular components apart from what is quantised.
+
+    1x16 NVFP4 to nearest of x, w and dy less their components of rank 8, which are multiplied in bf16. The
+    rank is a choice of this project. Not modelled: quantised factors, its decomposition by random sampling
+    (here: subspace iteration), its spectral learning rates and its regulariser.
+    """
+    quant = Quant(transform=Transform(low_rank=8))
+    return _recipe(_same(quant, quant, quant))
+
+
+def if4() -> Recipe:
+    """IF4 (arXiv 2603.28765): each block of x and w on the E2M1 or the INT4 grid, whichever errs less (MSE).
+
+    Both grids share an E4M3 scale in blocks of 1x16. Gradients as in `four_over_six`: E2M1, unbiased
+    stochastic rounding, wgrad rotated by 16. Not modelled: its recipe of training beyond the format, which
+    its abstract does not state, and gradients in IF4, since a choice by error biases stochastic rounding.
+    """
+    chosen = Quant(select=Select(among="grids"))
+    gradient = Quant(rounding="stochastic", range=Range(headroom=UNBIASED))
+    products = _same(chosen, chosen, gradient)
+    wgrad = products.wgrad.model_copy(update={"hadamard": Hadamard()})
+    return _recipe(products.model_copy(update={"wgrad": wgrad}))
+
+
+def nemotron3_super() -> Recipe:
+    """Nemotron 3 Super (arXiv 2604.12374): the part of its recipe that applies to a dense transformer.
+
+    `nvfp4` with the last 15 % of the blocks and all linear layers of attention in bf16. Not modelled: what a
+    dense transformer lacks: its latent projections in bf16, its Mamba out-projections in MXFP8, and experts.
+    """
+    attention = Rule(match=Match(within="*Attention*"))
+    return _recipe(_nvfp4(), layers=Layers(last_fraction=0.15, rules=(attention,)))
+
+
 def mxfp4_v4() -> Recipe:
     """MXFP4-v4 with Hadamard 32 (public code of MrHuff/mfu-fp4-training, benchmarks/mxfp4_h32).
 
@@ -447,6 +510,6 @@ PRESETS = {
         *(nvfp4_dequantised, nvfp4_1d_weight, mxfp8_fwd_nvfp4_bwd, mxfp8_fwd_high_precision_bwd),
         *(high_precision_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd),
         *(nvfp4_row_scaled_fwd_high_precision_bwd, mxfp4_amd, mxfp4_v4),
-        *(nvfp4_per_token, nvfp4_per_token_weight_2d),
+        *(nvfp4_per_token, nvfp4_per_token_weight_2d, averis, metis, if4, nemotron3_super),
     )
 }

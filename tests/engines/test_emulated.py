@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracles import te
 from support.cases import every
-from support.linears import Watch, drawn, exact, layer, run
+from support.linears import ANYWHERE, Watch, drawn, exact, layer, run
 from torch import Tensor, nn
 from torch.nn.utils import prune
 
@@ -347,7 +347,7 @@ def test_a_baseline_preset_is_nn_linear_bit_for_bit(preset, dtype, bias):
         assert torch.equal(mine.bias.grad, theirs.bias.grad.to(mine.bias.grad.dtype))
 
 
-@every(preset=PRESETS)
+@every(preset=ANYWHERE)
 def test_convert_keeps_names_values_and_state_dicts(preset):
     converted, original = model(2, bias=True), model(2, bias=True)
     parameters = dict(converted.named_parameters())

@@ -40,6 +40,7 @@ MAPPED = {
     ],
     "nvfp4": [("NVFP4BlockScaling", NVFP4)],
     "nvfp4_paper": [("NVFP4BlockScaling", NVFP4)],
+    "nemotron3_super": [("NVFP4BlockScaling", NVFP4)],
     "fp4_all_the_way": [
         "custom",
         (
@@ -74,6 +75,9 @@ REFUSED = {
     "mxfp4_amd": "fprop.x.block 1x32",
     "mxfp4_v4": "fprop.x.block 1x32",
     **dict.fromkeys(("mxfp6_e2m3", "mxfp6_e3m2"), "fprop.x.element e"),
+    "averis": "fprop.x.transform",
+    "metis": "fprop.x.transform",
+    "if4": "fprop.x.select",
     "nvfp4_per_token": "fprop.w.outer.granularity row",
     "nvfp4_per_token_weight_2d": "dgrad.g.outer.granularity row",
     "row_scaled": "fprop.w.outer.granularity row: Transformer Engine scales only the forward pass's activations by rows",

@@ -55,7 +55,7 @@ def parts(value: Any, data: Any) -> list[tuple[Spec, dict[str, Any]]]:
     """Return every description inside a value, at any depth, with its JSON data."""
     if isinstance(value, tuple):
         return [pair for part, content in zip(value, data, strict=True) for pair in parts(part, content)]
-    if not isinstance(value, Spec):
+    if not isinstance(value, Spec) or not isinstance(data, dict):  # a layer rule may be written as one word
         return []
     return [(value, data), *(pair for name in data for pair in parts(getattr(value, name), data[name]))]
 

@@ -132,10 +132,14 @@ RANDOM = {
     "nvfp4_1d_weight": GRADIENTS,
     "mxfp8_fwd_nvfp4_bwd": GRADIENTS,
     "mxfp4_v4": {"dgrad.g"},
+    **dict.fromkeys(("averis", "if4", "nemotron3_super"), GRADIENTS),
 }
 """The operands that are rounded at random (MS-EDEN: whose scales are)."""
 ROTATED = {
-    **{key: {"wgrad": (16, "fixed")} for key in ("nvfp4", "nvfp4_paper", "healing", "four_over_six")},
+    **{
+        key: {"wgrad": (16, "fixed")}
+        for key in ("nvfp4", "nvfp4_paper", "healing", "four_over_six", "if4", "nemotron3_super")
+    },
     "mxfp4_backward": {"dgrad": (64, "per_call"), "wgrad": (64, "per_call")},
     "quartet": {"fprop": (32, "none"), "dgrad": (32, "per_call"), "wgrad": (32, "per_call")},
     "quartet2": {"dgrad": (128, "per_step"), "wgrad": (128, "per_step")},
@@ -151,7 +155,10 @@ AGAIN = {
 }
 DEQUANTISED = ("nvfp4_dequantised", "mxfp8_fwd_high_precision_bwd", "nvfp4_row_scaled_fwd_high_precision_bwd")
 TILED = {
-    **{key: {"fprop.w", "dgrad.w"} for key in ("nvfp4", "nvfp4_paper", "healing", "ue5m3", "mxfp4_v4")},
+    **{
+        key: {"fprop.w", "dgrad.w"}
+        for key in (*("nvfp4", "nvfp4_paper", "healing", "ue5m3", "mxfp4_v4", "averis", "nemotron3_super"),)
+    },
     "nvfp4_per_token_weight_2d": {"fprop.w", "dgrad.w"},
     "nvfp4_dequantised": {"fprop.w"},
 }

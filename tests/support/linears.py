@@ -5,7 +5,10 @@ from torch import Tensor, nn
 
 from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
 from ablate.numerics.philox import Clock
-from ablate.recipes import Recipe
+from ablate.recipes import PRESETS, Recipe
+
+ANYWHERE = [name for name, make in PRESETS.items() if not make().layers.rules]
+"""Presets for any model; the rules of the others select layers by class, and a rule that selects none is refused."""
 
 
 def drawn(*shape: int, seed: int, outliers: bool = False) -> Tensor:
