@@ -35,8 +35,18 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ablate.numerics.spec import BlockScale, Outer, Quant, argument, tag
-from ablate.recipes.recipe import DIRECTIONS, FORWARD_COPY, Product, Products, Recipe
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Select, argument, tag
+from ablate.recipes.changes import as_data, as_word, changes
+from ablate.recipes.recipe import (
+    DIRECTIONS,
+    FORWARD_COPY,
+    Dgrad,
+    Fprop,
+    Product,
+    Products,
+    Recipe,
+    Wgrad,
+)
 
 Family = Literal["high", "fp8", "fp8_delayed", "mxfp8", "nvfp4"]
 TENSORS = {
@@ -123,12 +133,94 @@ def te_recipe(products: Products) -> Description:
         raise ValueError(reason)
     if products.plain:
         return None
+    custom = _custom(products)
+    return _builtin(custom) or custom
+
+
+def products_of(custom: Custom, like: Products | None = None) -> Products:
+    """Return the products that TE's quantisers compute: the inverse of `te_recipe`.
+
+    Args:
+        custom: quantisers of three tensors.
+        like: products whose GEMM types are taken if nothing is quantised, when TE is not used.
+    """
+    quants: dict[str, Quant | None] = {}
+    for tensor, slots in TENSORS.items():
+        copies: Copies = getattr(custom, tensor)
+        quants[slots[0]] = _quant(copies.row, requantised=False)
+        quants[slots[1]] = _quant(copies.column, copies.requantised)
+    rotated = custom.input.column.rotated or custom.grad_output.column.rotated
+    signs = "fixed" if custom.input.column.signs and custom.grad_output.column.signs else "none"
+    made = Products(
+        fprop=Fprop(x=quants["fprop.x"], w=quants["fprop.w"]),
+        dgrad=Dgrad(
+            g=quants["dgrad.g"],
+            w=quants["dgrad.w"],
+            dequantised=custom.weight.requantised and quants["dgrad.w"] is None,
+        ),
+        wgrad=Wgrad(
+            g=quants["wgrad.g"],
+            x=quants["wgrad.x"],
+            hadamard=Hadamard(signs=signs) if rotated else None,
+            dequantised=custom.input.requantised and quants["wgrad.x"] is None,
+        ),
+    )
+    if like is None or not made.plain:
+        return made
+    return Products(
+        fprop=made.fprop.model_copy(update={"gemm": like.fprop.gemm}),
+        dgrad=made.dgrad.model_copy(update={"gemm": like.dgrad.gemm}),
+        wgrad=made.wgrad.model_copy(update={"dw": like.wgrad.dw}),
+    )
+
+
+def _quant(copy: CopyFormat, requantised: bool) -> Quant | None:
+    """Return the quantiser of one copy; None for high precision."""
+    source: Literal["original", "forward_bf16"] = "forward_bf16" if requantised else "original"
+    match copy.family:
+        case "high":
+            return None
+        case "nvfp4":
+            return Quant(
+                block="16x16" if copy.square else "1x16",
+                outer=Outer(granularity="row" if copy.rows else "tensor", bound=float(copy.bound)),
+                rounding="stochastic" if copy.stochastic else "nearest",
+                select=Select(among="scales", criterion=copy.chosen.lower()) if copy.chosen else None,
+                source=source,
+            )
+        case "mxfp8":
+            return Quant(
+                element=copy.element,
+                block="32x32" if copy.square else "1x32",
+                scale=BlockScale(format="e8m0", rounding="ceil"),
+                outer=None,
+                source=source,
+            )
+    statistic = f"delayed:{copy.history}" if copy.family == "fp8_delayed" else "amax"
+    outer = Outer(bound=1.0, statistic=statistic)
+    return Quant(element=copy.element, block=None, scale=None, outer=outer, source=source)
+
+
+def _custom(products: Products) -> Custom:
     copies = {
         tensor: Copies(_format(products, row), _format(products, column), _requantised(products, column))
         for tensor, (row, column) in TENSORS.items()
     }
-    custom = Custom(**copies)
-    return _builtin(custom) or custom
+    return Custom(**copies)
+
+
+def canonical(products: Products) -> Products:
+    """Return the products as `products_of` writes them: a forward copy that is exact in bf16 is taken in
+    bf16, which changes no bit.
+    """
+    for slot, forward in FORWARD_COPY.items():
+        again, copied = products.slot(slot), products.slot(forward)
+        if again and again.source == "forward" and copied and _exact_in_bf16(copied):
+            name, operand = slot.split(".")
+            quant = again.model_copy(update={"source": "forward_bf16"})
+            product = getattr(products, name).model_copy(update={operand: quant})
+            products = products.model_copy(update={name: product})
+    return products
 
 
 def families(products: Iterable[Products]) -> set[Family]:
@@ -174,13 +266,15 @@ def variants(recipe: Recipe) -> Iterator[Products]:
 
 
 def refusals(products: Products) -> Iterator[str]:
-    """Yield every reason why TE cannot compute these products, each beginning with the field's path."""
-    for slot, quant in products.quantised():
-        yield from (f"{slot}.{why}" for why in _quant_refusals(slot, quant))
-    if not products.plain:  # TE does not compute a layer that quantises nothing
-        for name in DIRECTIONS["all"]:
-            yield from (f"{name}{why}" for why in _product_refusals(name, getattr(products, name)))
-        yield from _together(products)
+    """Yield every reason why TE cannot compute these products, each beginning with the field's path.
+
+    If there is none, the quantisers that TE would be given are translated back, and every field that does not
+    return is a reason: one that this file does not know is never dropped.
+    """
+    refused = False
+    for why in _named_refusals(products):
+        yield why
+        refused = True
     for slot, forward in FORWARD_COPY.items():
         again, copied = products.slot(slot), products.slot(forward)
         if again and again.source == "forward" and copied and not _exact_in_bf16(copied):
@@ -188,6 +282,23 @@ def refusals(products: Products) -> Iterator[str]:
                 f"{slot}.source forward: Transformer Engine rounds the dequantised copy to bf16 before it"
                 " quantises it again; write forward_bf16"
             )
+            refused = True
+    if not refused:
+        # Nothing above knows a field that was added to a recipe since: the way back finds it.
+        for path, value, _ in changes(
+            as_data(canonical(products)), as_data(products_of(_custom(products), products))
+        ):
+            yield f"{path} {as_word(value)}: Transformer Engine has nothing that this is translated to"
+
+
+def _named_refusals(products: Products) -> Iterator[str]:
+    for slot, quant in products.quantised():
+        yield from (f"{slot}.{why}" for why in _quant_refusals(slot, quant))
+    if products.plain:  # TE does not compute a layer that quantises nothing
+        return
+    for name in DIRECTIONS["all"]:
+        yield from (f"{name}{why}" for why in _product_refusals(name, getattr(products, name)))
+    yield from _together(products)
 
 
 def _exact_in_bf16(quant: Quant) -> bool:

@@ -1,10 +1,21 @@
 """Facts of the user's model that a target may need, and the fields that no target can hold."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ablate.recipes.layers import Layer, blocks_in
-from ablate.recipes.recipe import Recipe, Weights
+from ablate.numerics.spec import Spec
+from ablate.recipes.changes import as_data, as_word, changes
+from ablate.recipes.layers import Layer, Match, blocks_in
+from ablate.recipes.recipe import DIRECTIONS, Layers, Phase, Products, Recipe, Rule, Weights
+
+_WRITTEN: Mapping[type[Spec], tuple[str, ...]] = {
+    Recipe: (*DIRECTIONS["all"], "dtype", "layers", "weights", "schedule"),
+    Layers: ("skip_first", "skip_last", "last_fraction", "rules"),
+    Rule: ("match", "use"),
+    Match: ("blocks", "name", "within"),
+    Phase: ("start", "slots", "use"),
+}
+"""Fields that targets write or refuse by name. Every other one is refused unless it has its default."""
 
 
 class Lost(ValueError):
@@ -29,6 +40,8 @@ class Model:
     """Number of its blocks; None if nobody has said so."""
     layers: tuple[Layer, ...] = ()
     """Its linear layers inside blocks; empty if they are not known."""
+    log_every: int = 100
+    """Steps between two logs of statistics, for targets that log; 0: none."""
 
     @property
     def depth(self) -> int | None:
@@ -45,8 +58,9 @@ def unheld(recipe: Recipe, target: str, schedule: bool = False, rules: bool = Fa
         schedule: True if the target holds phases that start at a counted step.
         rules: True if the target holds rules for single layers.
     """
-    usual = Weights()
-    for name in Weights.model_fields:
+    yield from _unwritten(recipe, target)
+    usual = type(recipe.weights)()
+    for name in type(recipe.weights).model_fields:
         if (value := getattr(recipe.weights, name)) != getattr(usual, name):
             shown = value if isinstance(value, str) else "on"
             yield f"weights.{name} {shown}: {target} has no such rule; write {_off(usual, name)}"
@@ -83,6 +97,97 @@ def skipped(recipe: Recipe, model: Model, target: str) -> tuple[int, int]:
         )
     quantised = [counts.quantises(block, depth) for block in range(depth)]
     return counts.skip_first, depth - 1 - max((b for b in range(depth) if quantised[b]), default=-1)
+
+
+def _unwritten(recipe: Recipe, target: str) -> Iterator[str]:
+    """Yield the fields around the products that no target knows, such as those added to recipes later."""
+    parts: list[tuple[str, type[Spec], Spec]] = [("", Recipe, recipe), ("layers.", Layers, recipe.layers)]
+    for number, rule in enumerate(recipe.layers.rules):
+        parts.append((f"layers.rules.{number}.", Rule, rule))
+        parts.append((f"layers.rules.{number}.match.", Match, rule.match))
+    for number, phase in enumerate(recipe.schedule):
+        parts.append((f"schedule.{number}.", Phase, phase))
+    for path, kind, spec in parts:
+        for name, field in type(spec).model_fields.items():
+            value = getattr(spec, name)
+            if name not in _WRITTEN[kind] and value != field.get_default(call_default_factory=True):
+                yield f"{path}{name} {value}: {target} has nothing that this is translated to"
+
+
+def confirmed(recipe: Recipe, made: Recipe, model: Model, target: str) -> None:
+    """Compare a recipe with the one that a target's output stands for.
+
+    Args:
+        recipe: the recipe that was to be written.
+        made: the recipe read back from what was written.
+        model: facts of the model, by which counts and rules are compared layer by layer.
+        target: name of the stack, for the sentences.
+
+    Raises:
+        Lost: for each field that differs.
+    """
+    placed = ("layers", *DIRECTIONS["all"]) if model.layers else ("layers",)
+    reasons = [
+        f"{path} {as_word(value)}: {target}'s file would stand for {as_word(other)}"
+        for path, value, other in changes(as_data(recipe), as_data(made))
+        if path.partition(".")[0] not in placed
+    ]
+    if not _same_layers(recipe, made, model):
+        reasons.append(f"layers: {target}'s file would quantise other layers")
+    if reasons:
+        raise Lost(reasons)
+
+
+def placed(base: Recipe, assigned: Mapping[str, Products | None], layers: Sequence[Layer]) -> Recipe:
+    """Return a recipe that assigns each layer its products: most as its own, others by rules.
+
+    Args:
+        base: recipe whose other fields are kept.
+        assigned: products by the name of the layer; None: high precision.
+        layers: all layers of the model. A block whose layers are alike gets one rule.
+    """
+    used = {
+        name: None if products is None or products.plain else products for name, products in assigned.items()
+    }
+    quantised = [products for products in used.values() if products is not None]
+    own = max(dict.fromkeys(quantised), key=quantised.count, default=Products())
+    by_block: dict[int, list[Layer]] = {}
+    for layer in layers:
+        by_block.setdefault(layer.block, []).append(layer)
+    rules = []
+    for block, inside in by_block.items():
+        kinds = {used[layer.name] for layer in inside}
+        if len(kinds) == 1 and kinds != {own}:
+            rules.append(Rule(match=Match(blocks=f"{block}-{block}"), use=kinds.pop()))
+        elif len(kinds) > 1:
+            rules += [
+                Rule(match=Match(name=layer.name), use=used[layer.name])
+                for layer in inside
+                if used[layer.name] != own
+            ]
+    products = {name: getattr(own, name) for name in DIRECTIONS["all"]}
+    return base.model_copy(update={**products, "layers": Layers(rules=tuple(rules))})
+
+
+def _same_layers(recipe: Recipe, made: Recipe, model: Model) -> bool:
+    """Return True if both recipes assign every layer the same products."""
+    if model.layers:
+        return _assigned(recipe, model.layers) == _assigned(made, model.layers)
+    if recipe.layers.rules or made.layers.rules:
+        return recipe.layers.rules == made.layers.rules and _counts(recipe, model) == _counts(made, model)
+    return _counts(recipe, model) == _counts(made, model)
+
+
+def _assigned(recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Products]:
+    deciders = recipe.layers.deciders(layers)
+    return {name: recipe.decided(decider) or Products() for name, decider in deciders.items()}
+
+
+def _counts(recipe: Recipe, model: Model) -> object:
+    depth = model.depth
+    if depth is None:
+        return recipe.layers.skip_first, recipe.layers.skip_last, recipe.layers.last_fraction
+    return [recipe.layers.quantises(block, depth) for block in range(depth)]
 
 
 def _off(usual: Weights, name: str) -> str:

@@ -6,7 +6,7 @@ draw their own signs unless they are given, so the signs of Transformer Engine a
 
 from collections.abc import Callable, Iterator, Mapping
 
-from ablate.files import Json
+from ablate.recipes.changes import as_data, as_word, changes
 from ablate.recipes.presets import fp8_current, mxfp8, nvfp4
 from ablate.recipes.recipe import Products, Recipe
 from ablate.recipes.targets.model import Lost, Model, skipped, unheld
@@ -134,28 +134,8 @@ def _differences(
     products: Products, target: str, presets: Mapping[str, Callable[[], Recipe]]
 ) -> Iterator[str]:
     """Yield the fields that differ from the nearest recipe of the target."""
-    ours = products.model_dump(mode="json")
-    found = {
-        name: [*_changes(ours, preset().products.model_dump(mode="json"))] for name, preset in presets.items()
-    }
+    ours = as_data(products)
+    found = {name: [*changes(ours, as_data(preset().products))] for name, preset in presets.items()}
     nearest = min(found, key=lambda name: len(found[name]))
     for path, value, other in found[nearest]:
-        yield f"{path} {_word(value)}: {target}'s nearest recipe, {nearest}, has {_word(other)}"
-
-
-def _changes(
-    ours: Mapping[str, Json], theirs: Mapping[str, Json], path: str = ""
-) -> Iterator[tuple[str, Json, Json]]:
-    """Yield (path, our value, their value) for each difference; a part that one side lacks is one line."""
-    for key, value in ours.items():
-        other = theirs[key]
-        if isinstance(value, dict) and isinstance(other, dict):
-            yield from _changes(value, other, f"{path}{key}.")
-        elif value != other:
-            yield f"{path}{key}", value, other
-
-
-def _word(value: Json) -> str:
-    if isinstance(value, dict):
-        return str(value.get("element", "set"))
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        yield f"{path} {as_word(value)}: {target}'s nearest recipe, {nearest}, has {as_word(other)}"

@@ -11,7 +11,9 @@ from itertools import product
 
 from ablate.numerics.spec import argument, tag
 from ablate.recipes.recipe import Phase, Products, Recipe
-from ablate.recipes.targets.model import Lost, Model, unheld
+from ablate.recipes.targets.megatron import standing_in
+from ablate.recipes.targets.model import Lost, Model, confirmed, unheld
+from ablate.recipes.te_import import recipe_of
 from ablate.recipes.te_mapping import (
     TE_ELEMENTS,
     TENSORS,
@@ -19,6 +21,7 @@ from ablate.recipes.te_mapping import (
     Copies,
     CopyFormat,
     Custom,
+    canonical,
     recipe_refusals,
     te_recipe,
 )
@@ -88,6 +91,9 @@ class _Objects:
         description = te_recipe(products)
         if description is None:
             return "None"
+        if isinstance(description, Builtin):
+            made = recipe_of(standing_in(description.name, dict(description.options)))
+            confirmed(_alone(canonical(products)), made, Model(), "Transformer Engine")
         if description not in self._names:
             self._names[description] = f"RECIPE_{len(self._names) + 1}" if self._names else "RECIPE"
         return self._names[description]
@@ -106,6 +112,10 @@ class _Objects:
                 _made(description, name) if isinstance(description, Builtin) else _custom(description, name)
             )
             yield ""
+
+
+def _alone(products: Products) -> Recipe:
+    return Recipe(fprop=products.fprop, dgrad=products.dgrad, wgrad=products.wgrad)
 
 
 def _made(description: Builtin, name: str) -> Iterator[str]:
