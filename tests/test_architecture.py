@@ -54,8 +54,9 @@ HOMES = {
     "PIL",
 }
 """Foreign libraries that at most one file, or folder, imports, so that changing them touches one place."""
-VISITS = {"experiment.integrations": {"transformers"}}
-"""Libraries that a folder other than their home imports: callbacks subclass those of the library's training loop."""
+VISITS = {"experiment.integrations": {"transformers"}, "recipes.targets": {"ruamel"}}
+"""Libraries that a folder other than their home imports: callbacks subclass those of the library's training loop,
+and the configurations of training stacks are YAML."""
 
 SQL = {
     "results.ledger",
@@ -387,7 +388,10 @@ PATTERNS = {
     ],
     "verification.gpu_peaks": ["GPU names, as the driver spells them"],
     "cli.settings": ["$NAME in a user's profile"],
-    "cli.recipe_targets": [
+    "recipes.targets.megatron": ["the file on single layers in a script of our own"],
+    "recipes.targets.megatron_precision": ["globs on the number of a block"],
+    "recipes.targets.te_debug": ["patterns on layers, to match", "to check", "names and types, escaped"],
+    "cli.recipe_jobs": [
         "`export NAME=value` in a user's script",
         "`unset NAME` in it",
         "comments of a shell",

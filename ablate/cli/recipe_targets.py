@@ -1,10 +1,5 @@
 """`ablate recipe export`, `import` and `audit`: recipes for training stacks, and of them."""
 
-import importlib
-import os
-import re
-import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,21 +8,19 @@ from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, console
 from ablate.cli.recipe import Set, Source, differences, layers_of, print_differences, resolve
+from ablate.cli.recipe_jobs import Job
 from ablate.engines.hardware import stray_switch
 from ablate.errors import InputError
 from ablate.experiment.yaml_document import as_text
+from ablate.files import Json
 from ablate.recipes import Recipe
-from ablate.recipes.recipe import Layers
+from ablate.recipes.layers import Layer
+from ablate.recipes.recipe import Layers, Products
 from ablate.recipes.targets import TARGETS, Lost, Model
-from ablate.recipes.targets.megatron import VARIABLES, from_environment, read, standing_in
+from ablate.recipes.targets.megatron import VARIABLES
 from ablate.recipes.targets.model import skipped
-from ablate.recipes.te_import import is_te_recipe, recipe_of
 
 _PLAIN = ("json", "yaml")
-_PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
-_EXPORT = re.compile(r"^\s*(?:export\s+)?([A-Z][A-Z0-9_]*)=(\S*)\s*$")
-_UNSET = re.compile(r"^\s*unset\s+([A-Z0-9_]+)\s*$")
-_CLASSES = ("NVFP4BlockScaling", "MXFP8BlockScaling", "Float8CurrentScaling", "DelayedScaling")
 
 Arguments = Annotated[
     str | None, typer.Option("--megatron-args", help="Arguments of Megatron-LM, as one string.")
@@ -46,6 +39,23 @@ Te = Annotated[
 Object = Annotated[
     str | None, typer.Option("--object", help="Recipe object of Transformer Engine, as module:name.")
 ]
+Fouroversix = Annotated[
+    Path | None, typer.Option(help="JSON of fouroversix's ModelQuantizationConfig, or a config.json with it.")
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--model", help="Folder with config.json, or name on the Hugging Face hub: names layers and blocks."
+    ),
+]
+Debug = Annotated[
+    Path | None,
+    typer.Option(
+        "--te-debug",
+        help="YAML of Transformer Engine's debug tools, which turns off products or layers of the job.",
+    ),
+]
+Blocks = Annotated[int | None, typer.Option(min=1, help="Number of the model's blocks.")]
 Environment = Annotated[
     Path | None, typer.Option("--env", help="File with NAME=value lines; default: this environment.")
 ]
@@ -54,17 +64,18 @@ Environment = Annotated[
 def export(
     source: Source,
     target: Annotated[
-        Literal["te", "megatron", "bridge", "torchao", "torchtitan", "json", "yaml"],
+        Literal[
+            "te", "megatron", "bridge", "torchao", "torchtitan", "fouroversix", "te-debug", "json", "yaml"
+        ],
         typer.Option("--to", help="Training stack."),
     ],
     turn: Set = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder with config.json, or name on the Hugging Face hub: names layers and blocks."
-        ),
-    ] = None,
-    blocks: Annotated[int | None, typer.Option(min=1, help="Number of the model's blocks.")] = None,
+    model: ModelName = None,
+    blocks: Blocks = None,
+    log_every: Annotated[
+        int,
+        typer.Option(min=0, help="For te-debug: steps between two logs of statistics; 0 logs none."),
+    ] = 100,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; default: print.")] = None,
 ) -> None:
     """Write a recipe as what a training stack reads, with every argument.
@@ -80,7 +91,8 @@ def export(
             else as_text(recipe.model_dump(mode="json"))
         )
     else:
-        facts = Model(source, blocks, () if model is None else layers_of(model, recipe))
+        layers = () if model is None else layers_of(model, recipe)
+        facts = Model(source, blocks, layers, log_every)
         try:
             text = TARGETS[target].write(recipe, facts)
         except Lost as lost:
@@ -97,15 +109,20 @@ def import_recipe(
     script: Script = None,
     te: Te = None,
     made: Object = None,
+    fouroversix: Fouroversix = None,
+    debug: Debug = None,
     environment: Environment = None,
+    model: ModelName = None,
+    blocks: Blocks = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; default: print.")] = None,
 ) -> None:
     """Print the recipe that a training stack's configuration stands for, as a recipe file.
 
-    Exactly one of --megatron-args, --script, --te and --object says where it is. What has no counterpart here
-    is refused.
+    Exactly one of --megatron-args, --script, --te, --object and --fouroversix says where it is. What has no
+    counterpart here is refused, by its field.
     """
-    recipe, _ = _in_force(arguments, script, te, made, environment)
+    job = Job(arguments, script, te, made, fouroversix, debug, environment)
+    recipe, *_ = _read(job, model, blocks)
     text = as_text(recipe.model_dump(mode="json"))
     if out is None:
         print(text, end="")
@@ -121,27 +138,29 @@ def audit(
     script: Script = None,
     te: Te = None,
     made: Object = None,
+    fouroversix: Fouroversix = None,
+    debug: Debug = None,
     environment: Environment = None,
-    blocks: Annotated[int | None, typer.Option(min=1, help="Number of the model's blocks.")] = None,
+    model: ModelName = None,
+    blocks: Blocks = None,
 ) -> None:
     """Compare the recipe that is intended with the one that a job's configuration puts in force.
 
-    Environment variables count: Transformer Engine takes its defaults from them. Exit status: 0 they are the
-    same, 1 they differ, 2 bad input.
+    Environment variables count: Transformer Engine takes its defaults from them. With --model, layers are
+    compared one by one. Exit status: 0 they are the same, 1 they differ, 2 bad input.
     """
     intended = resolve(source, turn or [])
-    found, variables = _in_force(arguments, script, te, made, environment)
+    job = Job(arguments, script, te, made, fouroversix, debug, environment)
+    found, variables, facts = _read(job, model, blocks)
     screen = console()
     for name, (_, option, default) in VARIABLES.items():
-        if made is None and variables.get(name, default) != default:
+        if made is None and fouroversix is None and variables.get(name, default) != default:
             screen.print(f"{name}={variables[name]} sets {option}", soft_wrap=True, markup=False)
     stray = stray_switch(variables)
     if stray:
         screen.print(f"{stray} is set and changes numbers whatever the recipe is", markup=False)
     try:
-        one, other = (
-            _counted(recipe, Model(blocks=blocks)).model_dump(mode="json") for recipe in (intended, found)
-        )
+        one, other = _comparable(intended, found, facts)
     except Lost as lost:
         raise InputError([f"{source}: {reason}" for reason in lost.reasons]) from None
     changes = list(differences(one, other))
@@ -153,84 +172,46 @@ def audit(
     raise typer.Exit(FAILED)
 
 
-def _in_force(
-    arguments: str | None, script: Path | None, te: str | None, made: str | None, environment: Path | None
-) -> tuple[Recipe, dict[str, str]]:
-    """Return the recipe of a job, and its environment variables."""
-    given = [value for value in (arguments, script, te, made) if value is not None]
-    if len(given) != 1:
-        raise InputError(["give one of --megatron-args, --script, --te and --object"])
-    variables = dict(os.environ) if environment is None else _variables(_text(environment), {})
-    words = [] if arguments is None else [arguments]
-    if script is not None:
-        text = _text(script)
-        variables = _variables(text, variables)
-        words = [_without_comments(text)]
-    try:
-        if made is not None:
-            return _of_object(made), variables
-        if te is not None:
-            if te not in _CLASSES:
-                raise InputError([f"--te {te}: one of {', '.join(_CLASSES)}"])
-            recipe = recipe_of(standing_in(te, from_environment(te, variables)))
-        else:
-            recipe = read(words, variables)
-    except ValueError as error:
-        raise InputError([str(error)]) from None
-    return recipe, variables
+def _comparable(one: Recipe, other: Recipe, model: Model) -> tuple[dict[str, Json], dict[str, Json]]:
+    """Return both recipes as data in which equal placements of layers are equal.
 
-
-def _of_object(made: str) -> Recipe:
-    module, colon, name = made.partition(":")
-    if Path(made).suffix in _PICKLES:
-        raise InputError(
-            [f"--object {made}: files are not unpickled, which would run their code; name module:object"]
+    Layers are compared one by one if they are known, by block if all rules name blocks, else as they are
+    written.
+    """
+    layers, depth = model.layers, model.depth
+    rules = (*one.layers.rules, *other.layers.rules)
+    if (
+        not layers
+        and rules
+        and depth is not None
+        and all({*rule.match.fields} == {"blocks"} for rule in rules)
+    ):
+        layers = tuple(Layer(f"block {block}", block, frozenset()) for block in range(depth))
+    if not layers:
+        first, second = (_counted(recipe, model).model_dump(mode="json") for recipe in (one, other))
+        return first, second
+    data = []
+    for recipe in (one, other):
+        placed = {name: recipe.decided(decider) for name, decider in recipe.layers.deciders(layers).items()}
+        data.append(
+            recipe.model_dump(mode="json", exclude={"layers"})
+            | {"layers": {name: _assigned(products, recipe) for name, products in placed.items()}}
         )
-    if not colon or not name:
-        raise InputError([f"--object {made}: write module:name, such as my_recipes:RECIPE"])
-    sys.path.insert(0, os.getcwd())
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise InputError([f"--object {made}: {error}"]) from None
-    finally:
-        sys.path.pop(0)
-    if isinstance(found, Recipe):
-        return found
-    if not is_te_recipe(found):
-        raise InputError(
-            [f"--object {made}: {type(found).__name__} is no recipe object of Transformer Engine"]
-        )
-    try:
-        return recipe_of(found)
-    except ValueError as error:
-        raise InputError([f"--object {made}: {error}"]) from None
+    return data[0], data[1]
 
 
-def _text(path: Path) -> str:
-    if path.suffix in _PICKLES:
-        raise InputError([f"{path}: files are not unpickled, which would run their code; give its arguments"])
-    try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError([f"{path}: {getattr(error, 'strerror', None) or 'it is no text'}"]) from None
+def _assigned(products: Products | None, recipe: Recipe) -> Json:
+    """Return what a layer's products are: a word, or all their fields."""
+    if products is None or products.plain:
+        return "high precision"
+    return "the recipe's products" if products == recipe.products else products.model_dump(mode="json")
 
 
-def _variables(text: str, before: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables after the `export`, `NAME=value` and `unset` lines of a text."""
-    variables = dict(before)
-    for line in text.splitlines():
-        if match := _EXPORT.match(line):
-            variables[match[1]] = match[2].strip("\"'")
-        elif match := _UNSET.match(line):
-            variables.pop(match[1], None)
-    return variables
-
-
-def _without_comments(text: str) -> str:
-    """Return the words of a shell script that may be arguments."""
-    lines = (re.sub(r"(^|\s)#.*", "", line) for line in text.splitlines())
-    return " ".join(re.sub(r"[()\\\"']", " ", line) for line in lines)
+def _read(job: Job, model: str | None, blocks: int | None) -> tuple[Recipe, dict[str, str], Model]:
+    """Return the recipe of a job, its environment variables and the facts of its model."""
+    layers = () if model is None else layers_of(model, Recipe())
+    facts = Model(model or "the job", blocks, layers)
+    return *job.in_force(facts), facts
 
 
 def _counted(recipe: Recipe, model: Model) -> Recipe:

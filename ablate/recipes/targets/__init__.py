@@ -10,14 +10,16 @@ lost. It never writes the nearest match.
     TARGETS["te"].write(PRESETS["nvfp4"](), Model())        Python code for Transformer Engine
     TARGETS["torchao"].write(PRESETS["mxfp4"](), Model())   Lost: fprop.x.block 1x32 ...
 
-A target is one function here and one line in TARGETS. Nothing here imports torch or a stack.
+A target is one function here and one line in TARGETS. Nothing here imports torch or a stack. Before it
+returns, it compares the recipe that its output stands for with the one that was to be written, so a field
+that was added to recipes later is refused, not dropped.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ablate.recipes.recipe import Recipe
-from ablate.recipes.targets import megatron, torchao, transformer_engine
+from ablate.recipes.targets import fouroversix, megatron, te_debug, torchao, transformer_engine
 from ablate.recipes.targets.model import Lost, Model
 
 __all__ = ["TARGETS", "Lost", "Model", "Target"]
@@ -40,4 +42,6 @@ TARGETS: Mapping[str, Target] = {
     "bridge": Target("Python for Megatron-Bridge 0.3", ".py", megatron.write_bridge),
     "torchao": Target("Python for torchao 0.18", ".py", torchao.write),
     "torchtitan": Target("Python for torchtitan 0.3", ".py", torchao.write_torchtitan),
+    "te-debug": Target("YAML for Transformer Engine's debug tools", ".yaml", te_debug.write),
+    "fouroversix": Target("JSON for fouroversix 1.0", ".json", fouroversix.write),
 }

@@ -4,13 +4,16 @@ Megatron makes Transformer Engine's recipe objects without most of their argumen
 variables decide about the rest. They are written too, each of them, and read as well.
 """
 
+import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 
-from ablate.recipes.recipe import Layers, Recipe
-from ablate.recipes.targets.model import Lost, Model, skipped, unheld
+from ablate.recipes.recipe import DIRECTIONS, Layers, Products, Recipe
+from ablate.recipes.targets import megatron_precision
+from ablate.recipes.targets.model import Lost, Model, confirmed, skipped, unheld
 from ablate.recipes.te_import import TERecipe, recipe_of
-from ablate.recipes.te_mapping import Builtin, recipe_refusals, te_recipe
+from ablate.recipes.te_mapping import Builtin, canonical, recipe_refusals, te_recipe
 
 VARIABLES = {
     "NVTE_NVFP4_DISABLE_RHT": ("NVFP4BlockScaling", "disable_rht", "0"),
@@ -41,14 +44,17 @@ _FLAGS = {
     "--fp4-recipe": "nvfp4",
     "--num-layers-at-start-in-bf16": "1",
     "--num-layers-at-end-in-bf16": "1",
+    "--te-precision-config-file": None,
+    "--pipeline-model-parallel-size": "1",
 }
 """Arguments with a value that decide about the recipe, and Megatron's defaults (megatron-core 0.16.1)."""
+_FILE = "PRECISION_YAML"
+"""Variable of the script that names the file on single layers."""
 _SWITCHES = ("--bf16", "--first-last-layers-bf16", "--no-fp8-wgrad")
 _REFUSED = (
     "--fp16",
     "--fp4-quantizer-factory",
     "--fp8-quantizer-factory",
-    "--te-precision-config-file",
     "--kitchen-config-file",
     "--fp8-dot-product-attention",
     "--fp8-multi-head-attention",
@@ -58,12 +64,15 @@ _REFUSED = (
 
 def write(recipe: Recipe, model: Model) -> str:
     """Return a shell script with TE's variables and Megatron's arguments; Lost for what they cannot say."""
-    options, flags = _configured(recipe, model, "Megatron-LM")
+    options, flags, layers = _configured(recipe, model, "Megatron-LM", rules=True)
+    if layers:
+        flags.append(f'--te-precision-config-file "${_FILE}"')
     lines = [
         f"# Precision of {model.label} for Megatron-LM: megatron-core 0.16, Transformer Engine 2.20.2.",
         '# Source it, then: torchrun ... pretrain_gpt.py "${PRECISION_ARGS[@]}" ...',
         "# Megatron gives TE's recipe few arguments: these variables are the others.",
         *_environment(options),
+        *(_heredoc(layers) if layers else ()),
         "PRECISION_ARGS=(",
         *(f"    {flag}" for flag in flags),
         ")",
@@ -73,7 +82,7 @@ def write(recipe: Recipe, model: Model) -> str:
 
 def write_bridge(recipe: Recipe, model: Model) -> str:
     """Return Python that makes Megatron-Bridge's precision config; Lost for what it cannot say."""
-    options, flags = _configured(recipe, model, "Megatron-Bridge")
+    options, flags, _ = _configured(recipe, model, "Megatron-Bridge", rules=False)
     said = _said(flags)
     fields: dict[str, object] = {
         "fp8": said.get("--fp8-format"),
@@ -108,12 +117,17 @@ def write_bridge(recipe: Recipe, model: Model) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read(arguments: Sequence[str], environment: Mapping[str, str]) -> Recipe:
+def read(
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    file: Callable[[str], str] = lambda path: Path(path).read_text(),
+) -> Recipe:
     """Return the recipe that Megatron-LM trains by.
 
     Args:
         arguments: words of its command line; those that are not about precision are skipped.
         environment: variables of the job; those of Transformer Engine count.
+        file: returns the text of the file that `--te-precision-config-file` names.
 
     Raises:
         ValueError: they contradict each other, or ask for something that is not emulated.
@@ -122,6 +136,31 @@ def read(arguments: Sequence[str], environment: Mapping[str, str]) -> Recipe:
     for name in _REFUSED:
         if name in said:
             raise ValueError(f"{name}: a configuration of its own, which is not read here; leave it out")
+    recipe = _counted(said, environment)
+    path = said.get("--te-precision-config-file")
+    if path is None:
+        return recipe
+    try:
+        text = file(path)
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise ValueError(f"--te-precision-config-file {path}: {why}") from None
+
+    def products(fields: Mapping[str, object]) -> Products:
+        return _of_fields(fields, environment)
+
+    rules = megatron_precision.rules_of(text, recipe, products)
+    stages = said.get("--pipeline-model-parallel-size") or "1"
+    if stages != "1" and any(rule.match.blocks for rule in rules):
+        raise ValueError(
+            f"--pipeline-model-parallel-size {stages}: each stage numbers its own blocks from 0, and"
+            f" {path} names blocks by number"
+        )
+    return recipe.model_copy(update={"layers": recipe.layers.model_copy(update={"rules": rules})})
+
+
+def _counted(said: Mapping[str, str | None], environment: Mapping[str, str]) -> Recipe:
+    """Return the recipe of the arguments alone, without rules for single layers."""
     values = {name: said.get(name) or default for name, default in _FLAGS.items()}
     fp8, fp4 = values["--fp8-format"], values["--fp4-format"]
     if fp8 and fp4:
@@ -138,9 +177,7 @@ def read(arguments: Sequence[str], environment: Mapping[str, str]) -> Recipe:
         raise ValueError(f"--{'fp4' if fp4 else 'fp8'}-recipe {name}: read are {known}")
     options = from_environment(_CLASSES[name], environment)
     if fp8:
-        if fp8 not in ("e4m3", "hybrid"):
-            raise ValueError(f"--fp8-format {fp8}: e4m3 or hybrid")
-        options["fp8_format"] = {"e4m3": "E4M3", "hybrid": "HYBRID"}[fp8]
+        options["fp8_format"] = _format_name(fp8)
     elif fp4 != "e2m1":
         raise ValueError(f"--fp4-format {fp4}: e2m1")
     if name == "delayed":
@@ -153,6 +190,27 @@ def read(arguments: Sequence[str], environment: Mapping[str, str]) -> Recipe:
     if "--no-fp8-wgrad" in said:
         recipe = recipe.model_copy(update={"wgrad": recipe.wgrad.high_precision()})
     return recipe.model_copy(update={"layers": layers})
+
+
+def _format_name(word: str) -> str:
+    """Return TE's name of an FP8 format; ValueError for another than Megatron has."""
+    if word not in ("e4m3", "hybrid"):
+        raise ValueError(f"--fp8-format {word}: e4m3 or hybrid")
+    return {"e4m3": "E4M3", "hybrid": "HYBRID"}[word]
+
+
+def _of_fields(fields: Mapping[str, object], environment: Mapping[str, str]) -> Products:
+    """Return the products of a recipe in the file of `--te-precision-config-file`."""
+    fp8, fp4 = fields["fp8_quantization_recipe"], fields["fp4_quantization_recipe"]
+    word = str(fp8 or fp4)
+    allowed = ("tensorwise", "mxfp8") if fp8 else ("nvfp4",)
+    if word not in allowed:
+        kind = "fp8" if fp8 else "fp4"
+        raise ValueError(f"{kind}_quantization_recipe {word}: read are {' and '.join(allowed)}")
+    options = from_environment(_CLASSES[word], environment)
+    if fp8:
+        options["fp8_format"] = _format_name(str(fields["fp8_format"]))
+    return recipe_of(standing_in(_CLASSES[word], options)).products
 
 
 def from_environment(name: str, environment: Mapping[str, str]) -> dict[str, object]:
@@ -187,29 +245,92 @@ def standing_in(name: str, options: Mapping[str, object]) -> TERecipe:
     return made
 
 
-def _configured(recipe: Recipe, model: Model, target: str) -> tuple[Builtin | None, list[str]]:
-    """Return TE's class with its options and Megatron's arguments; Lost with every reason."""
-    reasons = [*unheld(recipe, target), *(r for r in recipe_refusals(recipe) if not r.startswith("weights."))]
-    description = None if reasons else te_recipe(recipe.products)
-    if description is not None and not isinstance(description, Builtin):
-        delayed = all(
-            quant.outer and str(quant.outer.statistic).startswith("delayed")
-            for _, quant in recipe.quantised()
-        )
-        why = (
-            "a history of amaxes that TE advances by autocast region" if delayed else "quantizers of its own"
-        )
-        reasons.append(f"fprop, dgrad, wgrad: the recipe needs {why}, and {target} names TE's own classes")
-    if isinstance(description, Builtin) and dict(description.options).get("enable_2d_quantization"):
-        reasons.append(f"fprop.w.block 32x32: {target} makes MXFP8BlockScaling without it; use 1x32")
+def _configured(
+    recipe: Recipe, model: Model, target: str, rules: bool
+) -> tuple[list[Builtin], list[str], str]:
+    """Return TE's classes with their options, Megatron's arguments, and the file on single layers (empty if
+    there are no rules); Lost with every reason.
+
+    Args:
+        recipe: the recipe.
+        model: facts of the model.
+        target: name of the stack, for the sentences.
+        rules: True if the target has that file.
+    """
+    reasons = [*unheld(recipe, target, rules=rules)]
+    reasons += [reason for reason in recipe_refusals(recipe) if not reason.startswith("weights.")]
+    depth, own, uses = model.depth, recipe.products, [rule.use for rule in recipe.layers.rules if rule.use]
+    if recipe.layers.rules and rules and depth is None:
+        reasons.append("layers.rules: the number of blocks is not known; give --blocks N or --model")
+    builtins: list[Builtin] = []
+    if not reasons:
+        for products in (own, *uses):
+            try:
+                builtins += _builtin(products, target)
+            except Lost as lost:
+                reasons += lost.reasons
     try:
         first, last = skipped(recipe, model, target)
     except Lost as lost:
         reasons += lost.reasons
     if reasons:
         raise Lost(list(dict.fromkeys(reasons)))
-    assert description is None or isinstance(description, Builtin)
-    return description, ["--bf16", *_flags(description), *_bf16_layers(first, last)]
+    variables = _variables(builtins)
+    flags = ["--bf16", *_flags(next(iter(_builtin(own, target)), None)), *_bf16_layers(first, last)]
+    text, file = "", []
+    if recipe.layers.rules:
+        assert depth is not None
+
+        def fields(products: Products) -> dict[str, object]:
+            return _fields_of(next(iter(_builtin(products, target)), None))
+
+        text = megatron_precision.written(recipe, depth, fields)
+        file = [f"--te-precision-config-file {_FILE}"]
+        model = Model(model.label, depth, megatron_precision.modules(depth))
+    made = read([*flags, *file], variables, lambda _: text)
+    confirmed(_read_back(recipe), made, model, target)
+    return builtins, flags, text
+
+
+def _builtin(products: Products, target: str) -> Iterator[Builtin]:
+    """Yield TE's class for some products, nothing if none is quantised; Lost if Megatron cannot name it."""
+    description = te_recipe(products)
+    if description is None:
+        return
+    if not isinstance(description, Builtin):
+        delayed = all(
+            quant.outer and str(quant.outer.statistic).startswith("delayed")
+            for _, quant in products.quantised()
+        )
+        why = (
+            "a history of amaxes that TE advances by autocast region" if delayed else "quantizers of its own"
+        )
+        raise Lost([f"fprop, dgrad, wgrad: the recipe needs {why}, and {target} names TE's own classes"])
+    if dict(description.options).get("enable_2d_quantization"):
+        raise Lost([f"fprop.w.block 32x32: {target} makes MXFP8BlockScaling without it; use 1x32"])
+    yield description
+
+
+def _fields_of(description: Builtin | None) -> dict[str, object]:
+    """Return the fields that name TE's class in the file of `--te-precision-config-file`."""
+    if description is None:
+        return {}
+    word = next(word for word, name in _CLASSES.items() if name == description.name)
+    if word == "nvfp4":
+        return {"fp4_quantization_recipe": word}
+    form = str(dict(description.options)["fp8_format"]).lower()
+    return {"fp8_quantization_recipe": word, "fp8_format": form}
+
+
+def _read_back(recipe: Recipe) -> Recipe:
+    """Return a recipe as `read` spells it: of several spellings of the same bits, one."""
+    products = canonical(recipe.products)
+    rules = tuple(
+        rule.model_copy(update={"use": rule.use and canonical(rule.use)}) for rule in recipe.layers.rules
+    )
+    update: dict[str, object] = {name: getattr(products, name) for name in DIRECTIONS["all"]}
+    update["layers"] = recipe.layers.model_copy(update={"rules": rules})
+    return recipe.model_copy(update=update)
 
 
 def _flags(description: Builtin | None) -> Iterator[str]:
@@ -231,18 +352,53 @@ def _bf16_layers(first: int, last: int) -> Iterator[str]:
         yield f"--num-layers-at-end-in-bf16 {last}"
 
 
-def _environment(description: Builtin | None) -> Iterator[str]:
-    """Yield the lines that set or unset every variable."""
-    options = dict(description.options) if description else {}
+def _variables(builtins: Sequence[Builtin]) -> dict[str, str]:
+    """Return the value of each of TE's variables that is set; Lost if two classes need different ones."""
+    variables: dict[str, str] = {}
     for variable, (owner, option, default) in VARIABLES.items():
-        mine = description is not None and owner in ("", description.name)
-        value = options.get(option) if mine and option in options else None
-        if option == "backward_override":
-            yield f"export {variable}={value}" if value else f"unset {variable}"
-        elif isinstance(value, bool):
-            yield f"export {variable}={int(value)}"
-        else:
-            yield f"export {variable}={default if value is None else value}"
+        values = {}
+        for description in builtins:
+            options = dict(description.options)
+            if owner in ("", description.name) and option in options:
+                values[_text(options[option], option, default)] = description.name
+        if len(values) > 1:
+            raise Lost(
+                [f"layers.rules: {variable} is one for the whole job, and its layers need {sorted(values)}"]
+            )
+        text = next(iter(values), None if option == "backward_override" else default)
+        if text is not None and (text or option != "backward_override"):
+            variables[variable] = text
+    return variables
+
+
+def _text(value: object, option: str, default: str) -> str:
+    if isinstance(value, bool):
+        return str(int(value))
+    if value is None:
+        return "" if option == "backward_override" else default
+    return str(value)
+
+
+def _environment(builtins: Sequence[Builtin]) -> Iterator[str]:
+    """Yield the lines that set or unset every variable."""
+    variables = _variables(builtins)
+    for variable in VARIABLES:
+        yield f"export {variable}={variables[variable]}" if variable in variables else f"unset {variable}"
+
+
+def _heredoc(text: str) -> Iterator[str]:
+    """Yield the lines of a script that write the file on single layers."""
+    yield "# Layers of their own. A module path numbers the blocks of one pipeline stage: use one stage."
+    yield f'{_FILE}="${{{_FILE}:-precision.yaml}}"'
+    yield f"cat > \"${_FILE}\" <<'YAML'"
+    yield from text.splitlines()
+    yield "YAML"
+
+
+def embedded(script: str) -> str | None:
+    """Return the file on single layers that a script of `write` makes; None if it makes none."""
+    match = re.search(r"<<'YAML'\n(.*?\n)YAML$", script, re.DOTALL | re.MULTILINE)
+    return match[1] if match else None
 
 
 def _said(arguments: Sequence[str]) -> dict[str, str | None]:

@@ -1,0 +1,159 @@
+"""Configurations of jobs, as the commands `recipe import` and `recipe audit` take them: as recipes."""
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ablate.errors import InputError
+from ablate.recipes import Recipe
+from ablate.recipes.targets import fouroversix, te_debug
+from ablate.recipes.targets.megatron import embedded, from_environment, read, standing_in
+from ablate.recipes.targets.model import Model
+from ablate.recipes.te_import import is_te_recipe, recipe_of
+from ablate.recipes.torchao_import import is_torchao_config, recipe_of_torchao
+
+_PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
+_MAGIC = {
+    b"PK\x03\x04": "a zip archive, as torch.save writes",
+    b"\x80": "a pickle",
+    b"\x1f\x8b": "compressed",
+}
+"""First bytes of files that are not text, with a description."""
+_EXPORT = re.compile(r"^\s*(?:export\s+)?([A-Z][A-Z0-9_]*)=(\S*)\s*$")
+_UNSET = re.compile(r"^\s*unset\s+([A-Z0-9_]+)\s*$")
+TE_CLASSES = ("NVFP4BlockScaling", "MXFP8BlockScaling", "Float8CurrentScaling", "DelayedScaling")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job's configuration: one of the first five fields, and what changes it."""
+
+    arguments: str | None = None
+    """Arguments of Megatron-LM."""
+    script: Path | None = None
+    te: str | None = None
+    """Class of Transformer Engine that is made without arguments."""
+    made: str | None = None
+    """Object, as module:name."""
+    fouroversix: Path | None = None
+    debug: Path | None = None
+    """Configuration of Transformer Engine's debug tools, which changes the recipe of the others."""
+    environment: Path | None = None
+
+    def in_force(self, model: Model) -> tuple[Recipe, dict[str, str]]:
+        """Return the recipe that the job trains by, and its environment variables.
+
+        Raises:
+            InputError: nothing or too much is given, or it cannot be read or has no counterpart.
+        """
+        sources = (self.arguments, self.script, self.te, self.made, self.fouroversix)
+        if sum(value is not None for value in sources) != 1:
+            raise InputError(["give one of --megatron-args, --script, --te, --object and --fouroversix"])
+        variables = dict(os.environ) if self.environment is None else _variables(_text(self.environment), {})
+        if self.script is not None:
+            variables = _variables(_text(self.script), variables)
+        try:
+            recipe = self._recipe(variables)
+            if self.debug is not None:
+                recipe = te_debug.read(_text(self.debug), recipe, model)
+        except ValueError as error:
+            raise InputError([str(error)]) from None
+        return recipe, variables
+
+    def _recipe(self, variables: Mapping[str, str]) -> Recipe:
+        if self.made is not None:
+            return _of_object(self.made)
+        if self.fouroversix is not None:
+            try:
+                return fouroversix.read(_text(self.fouroversix))
+            except ValueError as error:
+                raise ValueError(f"{self.fouroversix}: {error}") from None
+        if self.te is not None:
+            if self.te not in TE_CLASSES:
+                raise ValueError(f"--te {self.te}: one of {', '.join(TE_CLASSES)}")
+            return recipe_of(standing_in(self.te, from_environment(self.te, variables)))
+        if self.script is None:
+            return read([str(self.arguments)], variables, lambda path: _text(Path(path)))
+        text = _text(self.script)
+        layers = embedded(text)
+        words = [_without_comments(text)]
+        return read(words, variables, lambda path: _text(Path(path)) if layers is None else layers)
+
+
+def _of_object(made: str) -> Recipe:
+    module, colon, name = made.partition(":")
+    if {Path(made).suffix, Path(module).suffix} & {*_PICKLES} or _binary(Path(made)) or _binary(Path(module)):
+        raise ValueError(
+            f"--object {made}: files are not unpickled, which would run their code; name module:object"
+        )
+    if not colon or not name:
+        raise ValueError(f"--object {made}: write module:name, such as my_recipes:RECIPE")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--object {made}: {error}") from None
+    finally:
+        sys.path.pop(0)
+    if isinstance(found, Recipe):
+        return found
+    try:
+        if is_te_recipe(found):
+            return recipe_of(found)
+        if is_torchao_config(found):
+            return recipe_of_torchao(found)
+    except ValueError as error:
+        raise ValueError(f"--object {made}: {error}") from None
+    raise ValueError(
+        f"--object {made}: {type(found).__name__} is no recipe object of Transformer Engine and no training"
+        " configuration of torchao"
+    )
+
+
+def _binary(path: Path) -> str | None:
+    """Return what the first bytes of a file say that it is, if not text; None for text or no file."""
+    try:
+        with path.open("rb") as file:
+            first = file.read(4096)
+    except (OSError, ValueError):
+        return None
+    for magic, what in _MAGIC.items():
+        if first.startswith(magic):
+            return what
+    return "no text" if b"\0" in first else None
+
+
+def _text(path: Path) -> str:
+    kind = _binary(path)
+    if path.suffix in _PICKLES or kind:
+        raise InputError(
+            [
+                f"{path}: {kind or 'a pickle by its name'}; files are not unpickled, which would run their"
+                " code; give the configuration as text"
+            ]
+        )
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError([f"{path}: {getattr(error, 'strerror', None) or 'it is no text'}"]) from None
+
+
+def _variables(text: str, before: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables after the `export`, `NAME=value` and `unset` lines of a text."""
+    variables = dict(before)
+    for line in text.splitlines():
+        if match := _EXPORT.match(line):
+            variables[match[1]] = match[2].strip("\"'")
+        elif match := _UNSET.match(line):
+            variables.pop(match[1], None)
+    return variables
+
+
+def _without_comments(text: str) -> str:
+    """Return the words of a shell script that may be arguments."""
+    lines = (re.sub(r"(^|\s)#.*", "", line) for line in text.splitlines())
+    return " ".join(re.sub(r"[()\\\"']", " ", line) for line in lines)

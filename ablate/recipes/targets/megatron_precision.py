@@ -1,0 +1,215 @@
+"""Megatron's precision of single layers: the YAML of `--te-precision-config-file`, both ways.
+
+Megatron-LM counts blocks in bf16 at both ends. Layers in between have a file of their own: `configs` name
+recipes of Transformer Engine, and `matchers` give modules a config by a glob on the whole module path, the
+first that matches.
+
+    configs:  {high: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {...}}}
+    matchers: {rule_0: {type: glob, pattern: "*layers.3.*", config: high, enabled: true}}
+
+A matcher without `enabled: true` counts for nothing. A config changes a layer inside the counted blocks only
+with `override_nonquantized_autocast`. The facts are those of megatron-core 0.16.1. Its module paths number
+the blocks of one pipeline stage.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+
+from ablate.recipes.layers import Layer, Match, select
+from ablate.recipes.recipe import Products, Recipe, Rule
+from ablate.recipes.targets.model import Lost
+from ablate.recipes.targets.stack_yaml import load
+
+_TYPE = "transformer_engine_config_type"
+_PARAMS = "TEQuantizationParams"
+_MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+_BLOCK_GLOB = re.compile(r"\*layers\.(\d+)\.\*")
+_FIELDS: Mapping[str, object] = {
+    "fp8_quantization_recipe": None,
+    "fp4_quantization_recipe": None,
+    "custom_recipe_factory": None,
+    "fp8_format": "e4m3",
+    "override_quantized_autocast": True,
+    "override_nonquantized_autocast": False,
+    "tp_only_amax_red": False,
+}
+"""Fields of a recipe in the file, with their defaults."""
+
+ToFields = Callable[[Products], dict[str, object]]
+"""Returns the fields that name a recipe of Transformer Engine; raises Lost."""
+FromFields = Callable[[Mapping[str, object]], Products]
+"""The inverse; raises ValueError."""
+
+
+def modules(blocks: int) -> tuple[Layer, ...]:
+    """Return the linear layers of a dense Megatron model by their module paths."""
+    return tuple(
+        Layer(f"decoder.layers.{block}.{name}", block, frozenset())
+        for block in range(blocks)
+        for name in _MODULES
+    )
+
+
+def written(recipe: Recipe, blocks: int, to_fields: ToFields) -> str:
+    """Return the file for a recipe's layer rules; Lost for each rule that it cannot say.
+
+    Args:
+        recipe: the recipe.
+        blocks: number of the model's blocks.
+        to_fields: see ToFields.
+    """
+    reasons: list[str] = []
+    configs: dict[str, dict[str, object]] = {}
+    matchers: list[tuple[str, str]] = []
+    for number, rule in enumerate(recipe.layers.rules):
+        where = f"layers.rules.{number}"
+        try:
+            patterns = [*_patterns(rule.match, blocks)]
+            fields = {} if rule.use is None or rule.use.plain else to_fields(rule.use)
+        except Lost as lost:
+            reasons += [f"{where}.{reason}" for reason in lost.reasons]
+            continue
+        name = next((key for key, value in configs.items() if value == fields), f"config_{len(configs)}")
+        configs[name] = fields
+        matchers += [(pattern, name) for pattern in patterns]
+    if reasons:
+        raise Lost(reasons)
+    return "\n".join(_lines(configs, matchers)) + "\n"
+
+
+def _lines(configs: Mapping[str, Mapping[str, object]], matchers: list[tuple[str, str]]) -> Iterator[str]:
+    yield "configs:"
+    for name, fields in configs.items():
+        yield f"  {name}:"
+        yield f"    {_TYPE}: {_PARAMS}"
+        yield "    training_recipe:"
+        for key, value in fields.items():
+            yield f"      {key}: {value}"
+        yield "      override_quantized_autocast: true"
+        yield f"      override_nonquantized_autocast: {'true' if fields else 'false'}"
+    yield "matchers:"
+    for number, (pattern, name) in enumerate(matchers):
+        yield f"  matcher_{number}:"
+        yield "    type: glob"
+        yield f'    pattern: "{pattern}"'
+        yield f"    config: {name}"
+        yield "    enabled: true"
+
+
+def _patterns(match: Match, blocks: int) -> Iterator[str]:
+    """Yield globs on module paths that select what a rule does; Lost if there are none."""
+    if match.within is not None:
+        raise Lost([f"match within {match.within}: Megatron matches names, not classes; write a name"])
+    layers = modules(blocks)
+    if not (selected := select(match, layers).layers):
+        example = layers[-1].name if layers else "decoder.layers.0.mlp.linear_fc1"
+        raise Lost([f"match {match}: selects none of Megatron's layers, whose names are such as {example!r}"])
+    if match.name is not None and any(character in match.name for character in "\"'\\\n"):
+        raise Lost([f"match {match}: a quoting character in a name"])
+    if match.blocks is None:
+        yield str(match.name)
+        return
+    for block in sorted({layer.block for layer in selected}):
+        if match.name is None:
+            yield f"*layers.{block}.*"
+        else:  # both fields must hold, and a matcher has one glob: the paths that both select
+            yield from (layer.name for layer in selected if layer.block == block)
+
+
+def rules_of(text: str, recipe: Recipe, from_fields: FromFields) -> tuple[Rule, ...]:
+    """Return the layer rules that a file stands for.
+
+    Args:
+        text: the file.
+        recipe: recipe of the job without the file, with its counts of blocks.
+        from_fields: see FromFields.
+
+    Raises:
+        ValueError: it is no such file, or asks for something that is not emulated.
+    """
+    data = load(text, "--te-precision-config-file")
+    configs, matchers = data.get("configs") or {}, data.get("matchers") or {}
+    if not isinstance(configs, Mapping) or not isinstance(matchers, Mapping):
+        raise ValueError("--te-precision-config-file: `configs` and `matchers` are mappings")
+    return tuple(
+        rule
+        for name, matcher in matchers.items()
+        for rule in _rules(f"matchers.{name}", matcher, configs, recipe, from_fields)
+    )
+
+
+def _rules(
+    where: str,
+    matcher: Mapping[str, object],
+    configs: Mapping[str, Mapping[str, object]],
+    recipe: Recipe,
+    from_fields: FromFields,
+) -> Iterator[Rule]:
+    """Yield the rules of one matcher: of the blocks that counts leave in bf16, then of all others."""
+    if not isinstance(matcher, Mapping) or not matcher.get("enabled", False):
+        return
+    if matcher.get("type") != "glob":
+        raise ValueError(f"{where}.type {matcher.get('type')}: Megatron matches by glob alone")
+    config = configs.get(str(matcher.get("config")))
+    if config is None or matcher.get("pattern") is None:
+        raise ValueError(f"{where}: its pattern or its config {matcher.get('config')} is missing")
+    fields = _fields(f"configs.{matcher['config']}", config)
+    quantised = fields["fp8_quantization_recipe"] or fields["fp4_quantization_recipe"]
+    use = from_fields(fields) if quantised else None
+    pattern = str(matcher["pattern"])
+    block = _BLOCK_GLOB.fullmatch(pattern)
+    match = Match(blocks=f"{block[1]}-{block[1]}") if block else Match(name=pattern)
+    inside = recipe.products if not recipe.products.plain else None
+    counted = use if fields["override_nonquantized_autocast"] else None
+    if inside is None:  # the job's own context is bf16 everywhere
+        yield Rule(match=match, use=counted)
+        return
+    between = use if fields["override_quantized_autocast"] else inside
+    if counted != between:
+        yield from _at_the_ends(match, counted, recipe)
+    yield Rule(match=match, use=between)
+
+
+def _at_the_ends(match: Match, use: Products | None, recipe: Recipe) -> Iterator[Rule]:
+    """Yield rules for the counted blocks that a matcher's modules lie in."""
+    for end, count in (("first", recipe.layers.skip_first), ("last", recipe.layers.skip_last)):
+        if not count:
+            continue
+        if match.blocks is not None and end == "last":
+            raise ValueError(
+                f"matchers: blocks {match.blocks} may be one of the last {count} in bf16;"
+                " write override_nonquantized_autocast: true, or leave out one of them"
+            )
+        if match.blocks is not None:
+            number = int(match.blocks.partition("-")[0])
+            if number < count:
+                yield Rule(match=match, use=use)
+            continue
+        yield Rule(match=Match(blocks=f"{end}:{count}", name=match.name), use=use)
+
+
+def _fields(where: str, config: Mapping[str, object]) -> dict[str, object]:
+    """Return all fields of a config's training recipe; ValueError for what is not emulated."""
+    if not isinstance(config, Mapping) or config.get(_TYPE) != _PARAMS:
+        raise ValueError(f"{where}: {_TYPE} {_PARAMS} is missing")
+    training, evaluation = config.get("training_recipe"), config.get("evaluation_recipe")
+    if not isinstance(training, Mapping):
+        raise ValueError(f"{where}: training_recipe is missing")
+    if unknown := [key for key in config if key not in (_TYPE, "training_recipe", "evaluation_recipe")]:
+        raise ValueError(f"{where}.{unknown[0]}: no field that Megatron reads")
+    if evaluation is not None and (
+        not isinstance(evaluation, Mapping) or {**_FIELDS, **evaluation} != {**_FIELDS, **training}
+    ):
+        raise ValueError(
+            f"{where}.evaluation_recipe: it evaluates by another recipe than it trains by; `evaluate` of a"
+            " workload does that, a recipe does not"
+        )
+    for key, value in training.items():
+        if key not in _FIELDS:
+            raise ValueError(f"{where}.training_recipe.{key}: no field that Megatron reads")
+        if key in ("custom_recipe_factory", "tp_only_amax_red") and value:
+            raise ValueError(f"{where}.training_recipe.{key} {value}: not emulated; leave it out")
+    fields = {**_FIELDS, **dict(training)}
+    if fields["fp8_quantization_recipe"] and fields["fp4_quantization_recipe"]:
+        raise ValueError(f"{where}.training_recipe: fp8 and fp4 exclude each other")
+    return fields

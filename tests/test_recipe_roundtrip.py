@@ -1,0 +1,671 @@
+"""What is written for a training stack stands for the recipe: read back, by the stacks' own parsers, and field by field."""
+
+import importlib.metadata
+import itertools
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from ruamel.yaml import YAML
+from support.cases import every
+from support.changed_recipes import valid, with_unknown_fields
+from support.commands import here
+from torch import nn
+
+from ablate.cli.recipe import resolve
+from ablate.cli.recipe_targets import audit
+from ablate.errors import InputError
+from ablate.numerics.philox import Clock
+from ablate.numerics.quantize import quantize
+from ablate.numerics.spec import Select
+from ablate.recipes import PRESETS, SLOTS, Recipe
+from ablate.recipes.layers import Layer
+from ablate.recipes.recipe import Layers, Phase, Products, Rule
+from ablate.recipes.targets import TARGETS, Lost, Model, fouroversix, te_debug
+from ablate.recipes.targets.megatron import embedded, read
+from ablate.recipes.targets.megatron_precision import modules
+from ablate.recipes.te_mapping import canonical
+from ablate.recipes.torchao_import import recipe_of_torchao
+
+BLOCKS = 4
+NAMED = tuple(
+    Layer(f"model.layers.{block}.{part}", block, frozenset({"Linear"}))
+    for block in range(BLOCKS)
+    for part in ("up", "down")
+)
+MODELS = {
+    name: Model("it", BLOCKS if name == "te" else None, modules(BLOCKS) if name == "megatron" else NAMED)
+    for name in TARGETS
+}
+MXFP8 = json.loads(PRESETS["mxfp8"]().products.model_dump_json())
+RULES = {
+    "counts": ["skip_first=1", "recipe.layers.skip_last=1"],
+    "fraction": ["recipe.layers.last_fraction=0.3"],
+    "names": ['recipe.layers.rules=[{match: "*.down", use: null}, {match: "*.linear_fc2", use: null}]'],
+    "blocks": ['recipe.layers.rules=[{match: {blocks: "first:2"}, use: null}]', "recipe.layers.skip_last=1"],
+    "both": ['recipe.layers.rules=[{match: {blocks: "1-2", name: "*.*up"}, use: null}]'],
+    "products": ["recipe.wgrad={}"],
+}
+
+
+def missing(package: str, wanted: str) -> str:
+    """Why a peer's test cannot run here; empty if it can."""
+    try:
+        version = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package} {wanted} is not installed: pip install {package}=={wanted}"
+    return "" if version == wanted else f"{package} is {version}, and its facts were read in {wanted}"
+
+
+def own_parser(package: str, wanted: str):
+    why = missing(package, wanted)
+    return pytest.mark.skipif(bool(why), reason=why)
+
+
+def written(target: str, recipe: Recipe, model: Model | None = None) -> str | None:
+    try:
+        return TARGETS[target].write(recipe, model or MODELS[target])
+    except Lost as lost:
+        return None if lost.reasons else ""
+
+
+def assigned(recipe: Recipe, layers: tuple[Layer, ...]) -> dict[str, Products]:
+    """What each layer computes, in one spelling."""
+    placed = recipe.layers.deciders(layers)
+    return {name: canonical(recipe.decided(decider) or Products()) for name, decider in placed.items()}
+
+
+def read_back(target: str, text: str, model: Model, base: Recipe) -> Recipe:
+    if target == "fouroversix":
+        return fouroversix.read(text)
+    if target == "te-debug":
+        return te_debug.read(text, base, model)
+    script = re.search(r"PRECISION_ARGS=\((.*?)\)", text, re.DOTALL)
+    assert script
+    exports = dict(re.findall(r"^export (\S+?)=(\S*)$", text, re.MULTILINE))
+    return read([script[1]], exports, lambda _: embedded(text) or "")
+
+
+# Nothing is lost
+
+
+STARTS = ("nvfp4", "mxfp8", "nvfp4_1d_weight")
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_two_recipes_that_differ_in_one_field_are_never_written_alike(name):
+    """A target that drops a field writes the same file for two values of it."""
+    start, refused, told = PRESETS[name](), 0, 0
+    texts = {target: written(target, start) for target in TARGETS}
+    fields = set()
+    for path, recipe in valid(start):
+        fields.add(path)
+        for target, text in texts.items():
+            other = written(target, recipe)
+            if other is None:
+                refused += 1
+                continue
+            same = assigned(recipe, MODELS[target].layers) == assigned(start, MODELS[target].layers)
+            others = {"layers", *("fprop", "dgrad", "wgrad")}
+            same = same and recipe.model_dump(exclude=others) == start.model_dump(exclude=others)
+            assert (other == text) <= same, (path, target)
+            told += 1
+    assert len(fields) > 25
+    assert refused > 50
+    assert told
+
+
+CLASSES = Recipe(
+    **{name: getattr(PRESETS["nvfp4"](), name) for name in ("fprop", "dgrad", "wgrad")},
+    layers=Layers(rules=(Rule(match={"blocks": "first:1"}, use=None),)),
+    schedule=(Phase(start="step:5", slots="backward"),),
+)
+
+
+@every(target=TARGETS)
+def test_a_field_that_was_added_later_is_refused_by_every_target(target):
+    model, paths = MODELS[target], []
+    for start in (
+        CLASSES,
+        CLASSES.model_copy(update={"schedule": ()}),
+        PRESETS["nvfp4"](),
+        PRESETS["mxfp8"](),
+    ):
+        for path, recipe in with_unknown_fields(start):
+            paths.append(path)
+            with pytest.raises(Lost):
+                TARGETS[target].write(recipe, model)
+    expected = {"novelty", "layers.novelty", "layers.rules.0.novelty", "layers.rules.0.match.novelty"}
+    expected |= {"schedule.0.novelty", "weights.novelty", "wgrad.hadamard.novelty", "fprop.x.outer.novelty"}
+    assert expected <= {*paths}
+
+
+@every(target=("fouroversix", "te-debug", "megatron"), name=PRESETS, rules=RULES)
+def test_what_is_read_back_is_the_recipe(target, name, rules):
+    if target != "te-debug" and rules == "products":
+        return
+    recipe, model = PRESETS[name](), MODELS[target]
+    if recipe.plain:
+        return
+    recipe = resolve(name, RULES[rules])
+    text = written(target, recipe, model)
+    if text is None:
+        return
+    base = PRESETS[name]().model_copy(update={"layers": Layers()})
+    if name == "high_precision_fwd_mxfp8_bwd":
+        base = PRESETS["mxfp8"]()
+    found = read_back(target, text, model, base)
+    assert assigned(found, model.layers) == assigned(recipe, model.layers)
+    assert found.model_dump(include={"weights", "schedule", "dtype"}) == recipe.model_dump(
+        include={"weights", "schedule", "dtype"}
+    )
+
+
+def test_the_round_trips_are_not_all_refused():
+    counts = {
+        target: sum(
+            written(target, resolve(name, RULES[rules]), MODELS[target]) is not None
+            for name, rules in itertools.product(("nvfp4", "mxfp8", "nvfp4_paper"), RULES)
+        )
+        for target in ("fouroversix", "te-debug", "megatron")
+    }
+    assert counts == {"fouroversix": 10, "te-debug": 18, "megatron": 9}
+
+
+# fouroversix
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Linear(128, 128, dtype=torch.bfloat16) for _ in range(2))
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.lm_head = nn.Linear(128, 128, dtype=torch.bfloat16)
+
+
+SIX = {
+    "nvfp4": ("nvfp4", []),
+    "nvfp4_paper": ("nvfp4_paper", []),
+    "a rule": ("nvfp4", ['recipe.layers.rules=[{match: "*.down", use: null}]']),
+    "mse": ("nvfp4", ["recipe.fprop.x.select={among: scales}", "recipe.fprop.x.outer.bound=256"]),
+    "chosen": (
+        "nvfp4",
+        [
+            f"recipe.{slot}.{change}"
+            for slot in ("fprop.x", "fprop.w", "dgrad.w", "wgrad.x")
+            for change in ("select={among: scales, criterion: mae}", "outer.bound=256")
+        ],
+    ),
+    "int4": ("nvfp4", [f"recipe.{slot}.element=int4" for slot in SLOTS]),
+    "nearest": ("nvfp4", [f"recipe.{slot}.rounding=nearest" for slot in ("dgrad.g", "wgrad.g")]),
+}
+
+
+@own_parser("fouroversix", "1.0.5")
+@pytest.mark.parametrize("name", SIX)
+def test_fouroversix_itself_reads_the_file_and_converts_the_layers(name):
+    import fouroversix as library
+
+    recipe = resolve(SIX[name][0], SIX[name][1])
+    if name == "mse":
+        with pytest.raises(Lost):  # wgrad's copy of x is quantised like fprop's there
+            TARGETS["fouroversix"].write(recipe, MODELS["fouroversix"])
+        return
+    text = TARGETS["fouroversix"].write(recipe, MODELS["fouroversix"])
+    model = Tiny()
+    library.quantize_model(model, library.ModelQuantizationConfig(**json.loads(text)))
+    wanted = assigned(recipe, NAMED)
+    for layer, products in wanted.items():
+        module = model.get_submodule(layer)
+        assert isinstance(module, library.FourOverSixLinear) != products.plain
+        if not products.plain:
+            assert module.config.weight_scale_2d == (products.fprop.w.block == "16x16")
+    assert type(model.lm_head) is nn.Linear
+
+
+CASES = ("nvfp4", "chosen", "int4", "nearest")
+
+
+@own_parser("fouroversix", "1.0.5")
+@pytest.mark.parametrize("name", CASES)
+def test_fouroversixs_own_operands_are_the_emulators(name, monkeypatch):
+    """All six, by the configuration that the layer asks itself for; stochastic rounding compares its scales alone."""
+    import fouroversix as library
+    from fouroversix.quantize import utils
+    from fouroversix.quantize.pytorch import backend
+
+    monkeypatch.setattr(backend, "get_rht_matrix", lambda: utils.get_rht_matrix(device="cpu"))
+    recipe = resolve(*SIX[name])
+    data = json.loads(TARGETS["fouroversix"].write(recipe, MODELS["fouroversix"]))
+    config = library.ModelQuantizationConfig(**data | {"quantize_backend": "pytorch"})
+    asked = {
+        "fprop.x": config.get_activation_config(),
+        "fprop.w": config.get_weight_config(),
+        "dgrad.g": config.get_gradient_config(),
+        "dgrad.w": config.get_weight_config(transpose=True),
+        "wgrad.g": config.get_gradient_config(rht=True, transpose=True),
+        "wgrad.x": config.get_activation_config(rht=True, transpose=True),
+    }
+    generator, differing, elements = torch.Generator().manual_seed(0), 0, 0
+    for number, (slot, theirs) in itertools.product(range(4), asked.items()):
+        x = torch.randn(128, 256, generator=generator) * torch.exp(
+            2 * torch.randn(128, 1, generator=generator)
+        )
+        x = (x * 10.0 ** (number - 2)).bfloat16()
+        quant = recipe.slot(slot)
+        turned = x.T.contiguous() if theirs.transpose else x
+        rotation = getattr(recipe, slot[:5]).hadamard
+        ours = quantize(turned, quant, rotation=rotation, clock=Clock(0))
+        made = library.quantize_to_fp4(x, theirs)
+        assert float(made.amax) == pytest.approx(float(ours.amax), rel=0)
+        if quant.draws:
+            continue
+        value = library.dequantize(made, torch.float32)
+        differing += int(((value - ours.dequantize()).abs() > 1e-6 * value.abs()).sum())
+        elements += value.numel()
+    assert elements >= 4 * 4 * 128 * 256
+    assert differing <= 1e-3 * elements  # ties of block scales, which it rounds in another order
+
+
+def test_fouroversixs_other_forms_are_read(tmp_path):
+    """As `quantization_config` of a model, and as a list by blocks."""
+    data = json.loads(TARGETS["fouroversix"].write(PRESETS["nvfp4"](), Model("it")))
+    inside = {"model_type": "llama", "quantization_config": {"quant_method": "fouroversix", **data}}
+    assert fouroversix.read(json.dumps(inside)) == PRESETS["nvfp4"]()
+    entry = {"repeats": 3, "dtype": "nvfp4", "scale_rule": "static_6", "weight_scale_2d": True}
+    found = fouroversix.read(json.dumps({"layer_precision_configs": [entry, {"repeats": 1}]}))
+    assert found == PRESETS["nvfp4"]().model_copy(update={"layers": Layers(skip_last=1)})
+    mixed = [{"repeats": 1}, entry, {"repeats": 2}, {**entry, "repeats": 1}]
+    found = fouroversix.read(json.dumps({"layer_precision_configs": mixed}))
+    layers = tuple(Layer(f"layers.{block}.x", block, frozenset()) for block in range(7))
+    quantised = [not products.plain for products in assigned(found, layers).values()]
+    assert quantised == [False, True, True, True, False, False, True]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(data))
+    assert here("recipe", "audit", "nvfp4", "--fouroversix", file).returncode == 0
+
+
+SIX_REFUSED = {
+    "if4": ({"dtype": "if4"}, "activation_dtype if4"),
+    "fp6": ({"dtype": "nvfp6_e2m3", "scale_rule": "static_6"}, "activation_dtype nvfp6_e2m3"),
+    "static_4": ({"weight_scale_rule": "static_4"}, "weight_scale_rule static_4"),
+    "a choice of gradients": ({"gradient_scale_rule": "mse"}, "gradient_scale_rule mse"),
+    "inference": ({"keep_master_weights": False}, "keep_master_weights false"),
+    "fp16": ({"output_dtype": "float16"}, "output_dtype float16"),
+    "backend": ({"quantize_backend": "cuda"}, "quantize_backend cuda"),
+    "newer": ({"quartet_ii_dtype": "nvfp4"}, "quartet_ii_dtype nvfp4"),
+    "mixed": ({"weight_dtype": "mxfp4"}, "weight_dtype mxfp4"),
+    "override": ({"module_config_overrides": {"a": {"dtype": "if4"}}}, "module_config_overrides.a."),
+}
+
+
+@every(case=SIX_REFUSED)
+def test_fields_of_fouroversix_without_a_counterpart_are_named(case):
+    data = json.loads(TARGETS["fouroversix"].write(PRESETS["nvfp4"](), Model("it")))
+    change, named = SIX_REFUSED[case]
+    if "dtype" in change or "weight_dtype" in change:
+        data |= dict.fromkeys(("activation_dtype", "weight_dtype", "gradient_dtype"))
+    with pytest.raises(ValueError, match=re.escape(named)):
+        fouroversix.read(json.dumps(data | change))
+
+
+# Transformer Engine's debug tools
+
+
+FEATURES = (
+    "DisableQuantizationGEMM",
+    "DisableQuantizationLayer",
+    "LogNvfp4TensorStats",
+    "LogFp8TensorStats",
+)
+
+
+@own_parser("nvdlfw-inspect", "0.2.2")
+@every(name=("nvfp4", "nvfp4_paper", "mxfp8", "fp8_current", "high_precision_fwd_mxfp8_bwd"), rules=RULES)
+def test_nvdlfw_inspect_itself_gives_each_layer_what_the_recipe_says(name, rules, tmp_path):
+    from nvdlfw_inspect.config_manager import ConfigManager
+    from nvdlfw_inspect.logging import initialize_logger
+    from nvdlfw_inspect.registry import NamespaceData
+
+    recipe = resolve(name, RULES[rules])
+    text = written("te-debug", recipe)
+    assert text is not None
+    file = tmp_path / "debug.yaml"
+    file.write_text(text)
+    spaces = {"transformer_engine": NamespaceData("transformer_engine", None, dict.fromkeys(FEATURES))}
+    initialize_logger(str(tmp_path))
+    ConfigManager.reset()
+    try:
+        ConfigManager._load_config(file, spaces)
+        for layer, products in assigned(recipe, NAMED).items():
+            features = ConfigManager.get_config_for_layer(f"it.{layer}").get("transformer_engine", {})
+            off = {"fprop", "dgrad", "wgrad"} if "DisableQuantizationLayer" in features else set()
+            off |= {*features.get("DisableQuantizationGEMM", {}).get("gemms", ())}
+            assert off == {gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(products, gemm).plain}
+            logs = [feature for feature in features if feature.startswith("Log")]
+            assert len(logs) == (not products.plain)
+            assert all(features[log]["freq"] == 100 for log in logs)
+    finally:
+        ConfigManager.reset()
+
+
+DEBUG = {
+    "DisableFP8GEMM: {enabled: true, gemms: [wgrad]}": ("layer_types: [down]", {"wgrad"}),
+    "DisableQuantizationLayer: {enabled: true}": ("layer_numbers: [1, 2-3]", {"fprop", "dgrad", "wgrad"}),
+    "DisableQuantizationGEMM: {enabled: true, gemms_struct: [{gemm: dgrad}]}": (
+        "layer_name_regex_pattern: 'layers.0'",
+        {"dgrad"},
+    ),
+    "LogTensorStats: {enabled: true, tensors: [weight], stats: [max]}": ("layer_types: [all]", set()),
+    "DisableQuantizationLayer: {enabled: false}": ("layer_types: [all]", set()),
+}
+
+
+@own_parser("nvdlfw-inspect", "0.2.2")
+@every(feature=DEBUG)
+def test_layers_are_selected_as_nvdlfw_inspect_selects_them(feature):
+    from nvdlfw_inspect.config_manager import ConfigSpec, is_layer_in_cfg
+
+    layers, off = DEBUG[feature]
+    text = f"it:\n  enabled: true\n  layers:\n    {layers}\n  transformer_engine:\n    {feature}\n"
+    spec = ConfigSpec()
+    spec.initialize(YAML(typ="safe").load(text)["it"])
+    found = assigned(te_debug.read(text, PRESETS["nvfp4"](), MODELS["te-debug"]), NAMED)
+    selected = 0
+    for layer, products in found.items():
+        mine = is_layer_in_cfg(layer, spec)
+        selected += mine
+        gemms = {gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(products, gemm).plain}
+        assert gemms == (off if mine else set())
+    assert selected
+
+
+@every(
+    case=[
+        ("FakeQuant: {enabled: true, gemms: [fprop]}", "layer_types: [all]", "FakeQuant"),
+        ("PerTensorScaling: {enabled: true}", "layer_types: [all]", "PerTensorScaling"),
+        ("DisableQuantizationLayer: {enabled: true}", "exact_layer_names: [a]", "exact_layer_names"),
+        ("DisableQuantizationGEMM: {enabled: true, gemms: [bprop]}", "layer_types: [all]", "bprop"),
+        ("DisableQuantizationLayer: {enabled: true}", "layer_types: [down]", "--model"),
+    ]
+)
+def test_features_that_are_not_emulated_are_named(case):
+    feature, layers, named = case
+    text = f"it:\n  enabled: true\n  layers: {{{layers}}}\n  transformer_engine:\n    {feature}\n"
+    with pytest.raises(ValueError, match=re.escape(named)):
+        te_debug.read(text, PRESETS["nvfp4"](), Model("it", BLOCKS))
+
+
+# Megatron's file on single layers
+
+
+PROGRAM = """
+import json, sys
+sys.modules["transformer_engine"] = None
+from megatron.core.extensions.transformer_engine import TEQuantizationParams
+from megatron.core.quantization.quant_config import RecipeConfig
+from megatron.core.quantization.utils import get_quant_config_or_none
+found = {}
+for file in sys.argv[2:]:
+    recipe, here = RecipeConfig.from_yaml_file(file), {}
+    for name in json.loads(sys.argv[1]):
+        config = get_quant_config_or_none(name, recipe)
+        params = None if config is None else TEQuantizationParams.parse_from_config(config).training_recipe
+        here[name] = None if params is None else [
+            params.fp8_quantization_recipe, params.fp4_quantization_recipe, params.fp8_format,
+            params.override_quantized_autocast, params.override_nonquantized_autocast]
+    found[file] = here
+print(json.dumps(found))
+"""
+OTHER = f"recipe.layers.rules=[{{match: '*.linear_fc2', use: {json.dumps(MXFP8)}}}, {{match: {{blocks: '0-1', name: '*.linear_proj'}}, use: null}}]"
+
+
+@own_parser("megatron-core", "0.16.1")
+def test_megatrons_own_parser_gives_each_module_what_the_recipe_says(tmp_path):
+    layers, recipes = modules(BLOCKS), {}
+    for number, changes in enumerate(
+        ([OTHER, "skip_first=1"], [OTHER, "recipe.layers.skip_last=2"], RULES["blocks"])
+    ):
+        recipe, file = resolve("nvfp4", changes), tmp_path / f"{number}.yaml"
+        file.write_text(embedded(TARGETS["megatron"].write(recipe, MODELS["megatron"])) or "")
+        recipes[str(file)] = recipe
+    names = json.dumps([layer.name for layer in layers])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, names, *recipes],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    kinds = set()
+    for file, recipe in recipes.items():
+        for layer, products in assigned(recipe, layers).items():
+            block = next(each.block for each in layers if each.name == layer)
+            in_force = "nvfp4" if recipe.layers.quantises(block, BLOCKS) else None
+            if (params := found[file][layer]) is not None:
+                fp8, fp4, form, quantised, plain = params
+                in_force = (fp8 or fp4) if (quantised if in_force else plain) else in_force
+                assert form == "e4m3"
+            wanted = {True: None, False: "nvfp4"}[products.plain]
+            wanted = "mxfp8" if products == PRESETS["mxfp8"]().products else wanted
+            assert in_force == wanted
+            kinds.add(wanted)
+    assert kinds == {None, "nvfp4", "mxfp8"}
+
+
+YAMLS = {
+    "a matcher that is not enabled": ({"enabled": None}, []),
+    "one that is": ({}, ["layers.1"]),
+    "another block": ({"pattern": '"*layers.3.*"'}, ["layers.3"]),
+    "a name": ({"pattern": '"*.linear_fc2"'}, [f"layers.{block}.mlp.linear_fc2" for block in (1, 2, 3)]),
+}
+
+
+@every(case=YAMLS)
+def test_a_file_on_single_layers_is_imported(case, tmp_path):
+    change, off = YAMLS[case]
+    matcher = {"type": "glob", "pattern": '"*layers.1.*"', "config": "high", "enabled": "true", **change}
+    lines = [f"    {key}: {value}" for key, value in matcher.items() if value is not None]
+    file = tmp_path / "layers.yaml"
+    file.write_text(
+        "configs:\n  high:\n    transformer_engine_config_type: TEQuantizationParams\n"
+        "    training_recipe: {}\nmatchers:\n  first:\n" + "\n".join(lines) + "\n"
+    )
+    words = f"--fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0 --te-precision-config-file {file}"
+    recipe = read([words], {})
+    for layer, products in assigned(recipe, modules(BLOCKS)).items():
+        assert products.plain == (".0." in layer or any(part in layer for part in off)), layer
+    done = here("recipe", "import", "--megatron-args", words, "-o", tmp_path / "mine.yaml")
+    assert done.returncode == 0, done.stderr
+    assert resolve(str(tmp_path / "mine.yaml"), []) == recipe
+
+
+@every(
+    case=[
+        ("training_recipe: {fp8_quantization_recipe: blockwise}", "blockwise"),
+        ("training_recipe: {fp8_quantization_recipe: mxfp8, fp4_quantization_recipe: nvfp4}", "exclude"),
+        ("training_recipe: {custom_recipe_factory: a.b}", "custom_recipe_factory"),
+        ("training_recipe: {tp_only_amax_red: true}", "tp_only_amax_red"),
+        ("training_recipe: {unheard_of: 1}", "unheard_of"),
+        ("training_recipe: {}\n    evaluation_recipe: {fp4_quantization_recipe: nvfp4}", "evaluation_recipe"),
+        ("evaluation_recipe: {}", "training_recipe"),
+    ]
+)
+def test_fields_of_megatrons_file_without_a_counterpart_are_named(case, tmp_path):
+    config, named = case
+    text = (
+        "configs:\n  it:\n    transformer_engine_config_type: TEQuantizationParams\n    " + config + "\n"
+        "matchers:\n  all: {type: glob, pattern: '*', config: it, enabled: true}\n"
+    )
+    with pytest.raises(ValueError, match=named):
+        read(["--fp4-format e2m1 --te-precision-config-file x"], {}, lambda _: text)
+
+
+# Objects, and files that are not text
+
+
+def test_torchaos_configurations_are_imported_and_their_other_fields_named(tmp_path, monkeypatch):
+    from torchao.float8 import Float8LinearConfig
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig
+    from torchao.prototype.moe_training.nvfp4_training.nvfp4_training import NVFP4TrainingConfig
+
+    from ablate.recipes.targets.torchao import SIGNS
+
+    for config, name in (
+        (Float8LinearConfig.from_recipe_name("tensorwise"), "fp8_current"),
+        (MXFP8TrainingOpConfig(), "mxfp8"),
+        (NVFP4TrainingConfig(rht_sign_vector=torch.tensor(SIGNS)), "nvfp4"),
+    ):
+        assert recipe_of_torchao(config) == PRESETS[name]()
+    assert recipe_of_torchao(NVFP4TrainingConfig()).wgrad.hadamard.signs == "per_layer"
+    assert recipe_of_torchao(MXFP8TrainingOpConfig(wgrad_with_hp=True)).wgrad.plain
+    for config, named in (
+        (Float8LinearConfig.from_recipe_name("rowwise"), "cast_config_input"),
+        (Float8LinearConfig(round_scales_to_power_of_2=True), "round_scales_to_power_of_2"),
+        (MXFP8TrainingOpConfig(out_dtype=torch.float32), "out_dtype"),
+        (NVFP4TrainingConfig(rht_sign_vector=(1,) * 16), "rht_sign_vector"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            recipe_of_torchao(config)
+    (tmp_path / "my_torchao_config.py").write_text(
+        "from torchao.float8 import Float8LinearConfig\nCONFIG = Float8LinearConfig.from_recipe_name('tensorwise')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    done = here("recipe", "audit", "fp8_current", "--object", "my_torchao_config:CONFIG")
+    assert done.returncode == 0, done.stderr
+    sys.modules.pop("my_torchao_config")
+
+
+def test_pickles_are_refused_by_what_they_hold_whatever_they_are_called(tmp_path):
+    import pickle
+
+    saved, zipped = tmp_path / "recipe.json", tmp_path / "recipe.yaml"
+    saved.write_bytes(pickle.dumps({"a": 1}))
+    torch.save({"a": 1}, zipped)
+    named = tmp_path / "recipe.pt"
+    named.write_text("{}")
+    for file in (saved, zipped, named):
+        for words in (
+            ("--fouroversix", file),
+            ("--script", file),
+            ("--te", "NVFP4BlockScaling", "--env", file),
+        ):
+            done = here("recipe", "import", *words)
+            assert (done.returncode, "not unpickled" in done.stderr) == (2, True), done.stderr
+        done = here("recipe", "import", "--object", f"{file}:RECIPE")
+        assert (done.returncode, "not unpickled" in done.stderr) == (2, True), file
+
+
+# Audit
+
+
+def mutations(generator: random.Random, folder: Path) -> tuple[list, str]:
+    """A changed job of one of the new formats: the arguments of `audit`, and what was changed."""
+    kind = generator.choice(("fouroversix", "te-debug", "megatron"))
+    recipe = resolve("nvfp4", RULES["blocks" if kind == "megatron" else "counts"])
+    file = folder / kind
+    if kind == "fouroversix":
+        data = json.loads(TARGETS[kind].write(PRESETS["nvfp4"](), Model("it")))
+        key, value = generator.choice(
+            [
+                ("activation_scale_rule", "mse"),
+                ("weight_scale_rule", "mae"),
+                ("weight_scale_2d", False),
+                ("gradient_round_style", "nearest"),
+                ("weight_round_style", "stochastic"),
+                ("quantize_backend", "pytorch"),
+                ("modules_to_not_convert", ["model.layers.1.up"]),
+                ("module_config_overrides", {"model.layers.2.up": {"dtype": "nvfp4"}}),
+                ("output_dtype", "float32"),
+                ("activation_dtype", "mxfp4"),
+                ("unheard_of", 1),
+            ]
+        )
+        file.write_text(json.dumps(data | {key: value}))
+        return ["nvfp4", "fouroversix", file], f"{key} {value}"
+    text = TARGETS[kind].write(recipe, Model("it", BLOCKS))
+    edits = {
+        "te-debug": [
+            ("layers|layer|h)\\\\.(?:0|3)", "layers|layer|h)\\\\.(?:0|2)"),
+            ("(?:0|3)", "(?:3)"),
+            (
+                "DisableQuantizationLayer:\n      enabled: true",
+                "DisableQuantizationLayer:\n      enabled: false",
+            ),
+            ("DisableQuantizationLayer:", "DisableQuantizationGEMM:\n      gemms: [wgrad]"),
+            ("section_0:\n  enabled: true", "section_0:\n  enabled: false"),
+            ("LogNvfp4TensorStats:", "DisableQuantizationGEMM:"),
+            ("LogNvfp4TensorStats:", "FakeQuant:"),
+        ],
+        "megatron": [
+            ("*layers.1.*", "*layers.2.*"),
+            ("    enabled: true", "    enabled: false"),
+            ("override_quantized_autocast: true", "override_quantized_autocast: false"),
+            ("--te-precision-config-file", "--unrelated-file"),
+            ("    config: config_0\n    enabled", "    config: nothing\n    enabled"),
+            ("type: glob", "type: regex"),
+            ("training_recipe:\n", "training_recipe:\n      fp8_quantization_recipe: mxfp8\n"),
+            ("--num-layers-at-end-in-bf16 1", "--num-layers-at-end-in-bf16 2"),
+        ],
+    }[kind]
+    before, after = generator.choice(edits)
+    assert before in text, (kind, before)
+    file.write_text(text.replace(before, after))
+    start = ["te", "NVFP4BlockScaling", "debug"] if kind == "te-debug" else ["script"]
+    intended = folder / "intended.yaml"
+    intended.write_text(json.dumps(recipe.model_dump(mode="json")))
+    return [str(intended), *start, file, "blocks", BLOCKS], f"{kind}: {before!r} -> {after!r}"
+
+
+def test_100_changed_jobs_of_the_other_formats_are_all_found_by_the_audit(tmp_path, capsys):
+    generator, missed, seen = random.Random(0), [], set()
+    for number in range(100):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        words, what = mutations(generator, folder)
+        seen.add(what)
+        try:
+            audit(*words[:1], **dict(zip(words[1::2], words[2::2], strict=True)))
+        except typer.Exit as end:
+            found = end.exit_code == 1 and capsys.readouterr().out
+        except InputError as error:
+            found = str(error)
+        if not found:
+            missed.append(what)
+    assert missed == []
+    assert len(seen) > 20
+
+
+@every(kind=("fouroversix", "te-debug", "megatron"))
+def test_jobs_that_were_not_changed_pass_the_audit(kind, tmp_path):
+    intended, file = tmp_path / "intended.yaml", tmp_path / "job"
+    recipe = resolve("nvfp4", RULES["blocks"] if kind == "megatron" else RULES["counts"])
+    recipe = PRESETS["nvfp4"]() if kind == "fouroversix" else recipe
+    intended.write_text(json.dumps(recipe.model_dump(mode="json")))
+    file.write_text(TARGETS[kind].write(recipe, Model("it", BLOCKS)))
+    start = {
+        "fouroversix": ["--fouroversix"],
+        "te-debug": ["--te", "NVFP4BlockScaling", "--te-debug"],
+        "megatron": ["--script"],
+    }
+    done = here("recipe", "audit", intended, *start[kind], file, "--blocks", BLOCKS)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_select_is_spelled_as_the_emulator_spells_it():
+    """The oracle of the absolute maximum: fouroversix says abs_max."""
+    quant = fouroversix.OPERANDS["nvfp4"]["abs_max"]
+    assert quant.select == Select(among="scales", criterion="absmax")
