@@ -11,7 +11,11 @@ from support.cases import every
 from torch import nn
 
 import ablate
+from ablate.numerics.philox import Clock
+from ablate.numerics.quantize import quantize
+from ablate.numerics.spec import Quant
 from ablate.numerics.stored import packed
+from ablate.training.packed_model import as_served, packed_tensors
 
 TO = ("compressed-tensors", "modelopt")
 HELD = {
@@ -238,6 +242,97 @@ def test_modelopts_own_tensor_reads_the_emulators_weights(tmp_path):
         scales = {"scale": tensors[f"{name}.weight_scale"], "double_scale": tensors[f"{name}.weight_scale_2"]}
         compared += same(tensor.dequantize(torch.float32, **scales, block_sizes={-1: 16}), weight)
     assert compared == 6 * 64 * 48
+
+
+def casts_of(run) -> dict:
+    with run.evaluation():
+        return {
+            name: packed(layer.weight_cast(), layer.in_features) for name, layer in run.engine.layers.items()
+        }
+
+
+def large(seed: int, block: str):
+    """A packed weight whose block scales use all significands."""
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.exp(2 * torch.randn(96, 160, generator=generator).repeat_interleave(2, 1))
+    weight = torch.randn(96, 320, generator=generator) * spread * 10.0 ** (seed - 2)
+    return packed(quantize(weight, Quant(block=block), clock=Clock(0), keep=True), 320)
+
+
+@every(seed=range(5), block=("1x16", "16x16"))
+def test_modelopt_dequantises_to_the_bits_that_are_foretold(seed, block):
+    nvfp4 = pytest.importorskip(
+        "modelopt.torch.quantization.qtensor.nvfp4_tensor", reason="there is no modelopt here"
+    )
+    cast = large(seed, block)
+    tensors = packed_tensors(cast, "modelopt")
+    tensor = nvfp4.NVFP4QTensor(torch.Size((96, 320)), torch.float32, tensors["weight"])
+    scales = {"scale": tensors["weight_scale"], "double_scale": tensors["weight_scale_2"]}
+    read = tensor.dequantize(torch.float32, **scales, block_sizes={-1: 16})
+    assert torch.equal(read, as_served(cast, "modelopt"))
+
+
+@every(seed=range(5), block=("1x16", "16x16"))
+def test_compressed_tensors_dequantises_to_the_bits_that_are_foretold(seed, block):
+    pytest.importorskip("compressed_tensors.compressors", reason="there is no compressed-tensors here")
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    cast = large(seed, block)
+    tensors = packed_tensors(cast, "compressed-tensors")
+    args = QuantizationArgs(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True)
+    read = dequantize(
+        x_q=numbers_of(tensors["weight_packed"]),
+        scale=tensors["weight_scale"].float(),
+        args=args,
+        global_scale=tensors["weight_global_scale"],
+        dtype=torch.float32,
+    )
+    assert torch.equal(read, as_served(cast, "compressed-tensors"))
+
+
+def numbers_of(codes: torch.Tensor) -> torch.Tensor:
+    """Values of the codes, one nibble after another."""
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    nibbles = torch.stack((codes & 15, codes >> 4), -1).flatten(1).long()
+    return grid[nibbles & 7] * torch.where(nibbles > 7, -1.0, 1.0)
+
+
+@every(seed=range(3), to=TO)
+def test_what_is_served_has_the_codes_and_scales_of_the_training(seed, to):
+    """Only the product with the outer scale is rounded otherwise: by less than 2 ulp of fp32."""
+    cast = large(seed, "1x16")
+    own, read = cast.dequantize(), as_served(cast, to)
+    assert (torch.sign(own) == torch.sign(read)).all()
+    assert (own - read).abs().max() <= (2 * 2**-23 * own.abs()).max()
+    assert ((own - read).abs() <= 3 * 2**-23 * own.abs()).all()
+
+
+def test_no_outer_scale_in_fp32_makes_every_value_bit_equal():
+    """Of 8,192 significands of an amax, few have a w2 by which all eight odd significands of E4M3 agree.
+
+    A block scale that is a power of two leaves one w2: the emulator's own factor. The others then differ.
+    """
+    significands = torch.arange(8192) * 1021 % 2**23
+    amax = (significands | (127 << 23)).to(torch.int32).view(torch.float32)
+    factor = torch.tensor(1.0) / torch.tensor(2688.0)
+    wanted = {m: (m * amax) * factor for m in range(1, 16, 2)}
+    agree = torch.stack([m * wanted[1] == value for m, value in wanted.items()]).all(0)
+    assert 0.04 < agree.double().mean() < 0.07
+    inverse = torch.tensor(2688.0) / amax
+    near = [(inverse.view(torch.int32) + steps).view(torch.float32) for steps in range(-4, 5)]
+    divided = torch.stack([torch.stack([m / g == v for m, v in wanted.items()]).all(0) for g in near]).any(0)
+    assert 0.03 < divided.double().mean() < 0.07
+
+
+def test_the_export_counts_the_weights_that_are_rounded_otherwise(tmp_path):
+    run, _ = trained("nvfp4")
+    for to in TO:
+        made = ablate.export_model(run, tmp_path / to, to)
+        casts = casts_of(run)
+        differing = sum(int((as_served(cast, to) != cast.dequantize()).sum()) for cast in casts.values())
+        assert (made.elements, made.rounded_otherwise) == (6 * 64 * 48, differing)
+        assert 0 < differing < made.elements
 
 
 def quantised(run) -> dict[str, torch.Tensor]:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ablate import provenance
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.files import Json, write
-from ablate.numerics.stored import Packed, packed
+from ablate.numerics.stored import Packed, packed, unpack
 from ablate.training.conversion import Conversion
 
 Format = Literal["compressed-tensors", "modelopt"]
@@ -50,6 +50,11 @@ class ExportedModel:
     """Names of the linear layers whose weights stay as they are."""
     calibrated: bool
     """True if scales of activations are written."""
+    elements: int = 0
+    """Number of packed weights."""
+    rounded_otherwise: int = 0
+    """Number of them whose value in fp32 is another when the stack's own loader dequantises them: see
+    `as_served`."""
 
 
 def export_model(
@@ -89,7 +94,9 @@ def export_model(
         )
     tensors = dict(_others(run.model, casts, dtype))
     for name, cast in casts.items():
-        tensors |= {f"{name}.{key}": value for key, value in _LAYOUTS[to](cast, amaxes.get(name)).items()}
+        tensors |= {
+            f"{name}.{key}": value for key, value in packed_tensors(cast, to, amaxes.get(name)).items()
+        }
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     from safetensors.torch import save_file
@@ -105,7 +112,37 @@ def export_model(
     for name, content in _configurations(run.model, to, rest, bool(amaxes)).items():
         write(target / name, content)
         files.append(target / name)
-    return ExportedModel(tuple(files), tuple(casts), tuple(rest), bool(amaxes))
+    served = [(as_served(cast, to), cast.dequantize()) for cast in casts.values()]
+    return ExportedModel(
+        tuple(files),
+        tuple(casts),
+        tuple(rest),
+        bool(amaxes),
+        sum(own.numel() for _, own in served),
+        sum(int((read != own).sum()) for read, own in served),
+    )
+
+
+def as_served(cast: Packed, to: Format) -> Tensor:
+    """Return a packed weight as the stack's own loader dequantises it, to the bit.
+
+    Codes and block scales are the training's. The loaders multiply them by the outer scale in another order
+    than the emulator, so the last bits of a value differ: code * (s * w2) in modelopt, code * (s / g) in
+    compressed-tensors, code * ((s * amax) * (1 / D)) here. No fp32 number w2 or g removes the difference for
+    every amax: docs/export.md.
+
+    Args:
+        cast: the weight.
+        to: format of the checkpoint.
+
+    Returns:
+        fp32 [rows, columns].
+    """
+    scales = cast.row_scales().to(torch.float32)
+    stored = packed_tensors(cast, to)
+    modelopt = to == "modelopt"
+    decode = scales * stored["weight_scale_2"] if modelopt else scales / stored["weight_global_scale"]
+    return unpack(cast.codes) * decode.repeat_interleave(_BLOCK, 1)
 
 
 def _packed(name: str, layer: EmulatedLinear) -> Packed:
@@ -169,6 +206,17 @@ def _others(
         if name not in skipped:
             plain = value.detach().to(dtype if value.is_floating_point() else value.dtype)
             yield name, plain.clone().contiguous()
+
+
+def packed_tensors(cast: Packed, to: Format, input_amax: float | None = None) -> dict[str, Tensor]:
+    """Return the tensors of one layer as a format names them.
+
+    Args:
+        cast: the weight.
+        to: the format.
+        input_amax: largest magnitude of the layer's inputs; None: no scale of activations.
+    """
+    return _LAYOUTS[to](cast, input_amax)
 
 
 def _compressed_tensors(cast: Packed, amax: float | None) -> dict[str, Tensor]:
