@@ -42,6 +42,7 @@ VERBS = {
     "ablate data show": "test_data_command.py",
     "ablate doctor": "test_doctor.py",
     "ablate evidence": "test_export.py",
+    "ablate export-model": "test_export_model.py",
     "ablate export-tables": "test_export.py",
     "ablate init": "workloads/test_python.py",
     "ablate knobs": "test_docs.py",

@@ -13,6 +13,7 @@ from ablate.cli.common import Device, Mlflow, Profile, State, console
 from ablate.cli.compare import compare
 from ablate.cli.doctor import doctor
 from ablate.cli.export import evidence, export_tables
+from ablate.cli.export_model import export_model
 from ablate.cli.init import init
 from ablate.cli.jobs import collect, run_task
 from ablate.cli.leaderboard import leaderboard
@@ -32,8 +33,8 @@ from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 app = new_app()
 _SWEEPS, _FILES, _MACHINE = "Sweeps", "Recipes and files", "This machine"
-_VERBS = (sweep, plan, calibrate, report, status, ui, compare, evidence, export_tables, leaderboard)
-for command in (*_VERBS, collect, stop, workers, sync, rebuild):
+_VERBS = (sweep, plan, calibrate, report, status, ui, compare, evidence, export_tables, export_model)
+for command in (*_VERBS, leaderboard, collect, stop, workers, sync, rebuild):
     app.command(rich_help_panel=_SWEEPS)(command)
 app.command(hidden=True)(run_task)
 app.command(rich_help_panel=_FILES)(init)

@@ -237,6 +237,7 @@ def _run(
     for torn in (
         *folder.glob("*.json.*"),
         *folder.glob("*.pt.*"),
+        *folder.glob("*.safetensors*"),
     ):  # by an attempt that was killed while it wrote
         torn.unlink()
     write(folder / "spec.json", spec.content)
@@ -264,9 +265,10 @@ def _run(
         _refuse_superseded(held, spec, attempt)
         remaining, records = journal.finish()
         yield from remaining
-    store.commit(
-        spec.id, _result(spec, attempt, started, event) | {"facts": facts, "ranks": ranks, "records": records}
-    )
+    about = {"facts": facts, "ranks": ranks, "records": records}
+    if kept := store.kept_weights(spec.id):
+        about["weights"] = kept
+    store.commit(spec.id, _result(spec, attempt, started, event) | about)
     (folder / "checkpoint.pt").unlink(missing_ok=True)
 
 

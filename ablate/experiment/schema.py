@@ -380,7 +380,7 @@ class Resources(Spec):
 
 
 class TelemetryKeys(Spec):
-    """Intervals of records and checkpoints. They are not part of a trial's identity."""
+    """Intervals of records and checkpoints, and what is kept. They are not part of a trial's identity."""
 
     every: int = Field(50, ge=1)
     """Steps between measurements of quantisation error."""
@@ -390,6 +390,9 @@ class TelemetryKeys(Spec):
     """Steps between records of the training loss."""
     checkpoint: float = Field(60.0, ge=0)
     """Seconds between checkpoints: the longest time that a killed trial computes again."""
+    keep_weights: bool = False
+    """Keep the weights of each trial that does not diverge, for `ablate export-model`. A finished trial that
+    is reused keeps them only if it was run so."""
 
 
 _ONE = Metric.model_json_schema()

@@ -10,6 +10,7 @@ and need never run again. Everything else in the folder may be incomplete.
   trials/<id>/lock                    held by the attempt that runs, and names it
   trials/<id>/trunk-<attempt>.json    trial and step that a forked attempt started from
   trials/<id>/artifacts/              files for people: pictures
+  trials/<id>/weights.safetensors     weights after the last step, if `telemetry.keep_weights` asks for them
   trials/<id>/result.json             status, reason, seconds, steps, digest of the records
 
 For example, `store.begin(id)` returns 1, the run appends to events-1.jsonl and is killed; `begin` then
@@ -206,6 +207,18 @@ class Store:
         """Return the files that the trial saved for people, by name; empty if it saved none, or runs
         elsewhere."""
         return sorted(path for path in (self.folder(trial) / "artifacts").glob("*") if path.is_file())
+
+    def weights(self, trial: str) -> Path:
+        """Return the path of the weights that a trial keeps after its last step, if it keeps them."""
+        return self.folder(trial) / "weights.safetensors"
+
+    def kept_weights(self, trial: str) -> dict[str, Json] | None:
+        """Return `bytes` and `sha256` of the weights that a trial keeps; None if it keeps none."""
+        path = self.weights(trial)
+        if not path.exists():
+            return None
+        with path.open("rb") as file:
+            return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
     def commit(self, trial: str, result: Result) -> None:
         """Store the result of a finished trial, completely or not at all, also if the power fails.

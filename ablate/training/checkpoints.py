@@ -19,6 +19,7 @@ from ablate.engines.emulated import Engine, EngineState
 from ablate.errors import InputError
 from ablate.files import Damaged
 from ablate.numerics.product import why_not
+from ablate.training import final_weights
 from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, Footer, seal, unsealed
 from ablate.training.distributed import gathered, placed, placed_optimizer, world
 from ablate.training.guard import GuardState
@@ -200,6 +201,21 @@ class Checkpoints:
         if own:
             self._write(self.path, state, about)
             self._last = time.monotonic()
+
+    def keep_weights(self, state: RunState) -> None:
+        """Write the weights of a finished run, with what decides how they are quantised.
+
+        Args:
+            state: state after the last step, with whole tensors.
+        """
+        final_weights.write(
+            self.path.parent / final_weights.NAME,
+            self.trial,
+            state["step"],
+            state["model"],
+            state["engine"]["tripped"],
+            state["guard"]["fallbacks"],
+        )
 
     def _write(self, path: Path, state: RunState, about: Mapping[str, object]) -> None:
         temporary = path.with_name(f"{path.name}.{os.getpid()}")

@@ -40,7 +40,7 @@ from ablate.training.evaluation import Evaluation, PreparedRun, evaluate, means
 from ablate.training.fork_design import Forks, Window
 from ablate.training.guard import GuardDecision, Watch
 from ablate.training.hyperparameters import Training
-from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED
+from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED
 from ablate.training.metrics import SlotErrors, gradient_noise, of_machine, oscillation
 from ablate.training.optimizers import optimizer
 
@@ -73,6 +73,8 @@ class Telemetry(Spec):
     """Steps between records of the training loss, which is the mean over them."""
     checkpoint: float = Field(60.0, ge=0)
     """Seconds between checkpoints; 0: after every step."""
+    keep_weights: bool = False
+    """True to keep the weights after the last step, unless the run diverged."""
 
 
 class Meter:
@@ -249,6 +251,10 @@ def train(
         if record:
             yield record
         if loop.over:
+            if telemetry.keep_weights and record and ENDINGS.isdisjoint(record.metrics):
+                state = loop.state(step + 1)
+                if checkpoints:
+                    checkpoints.keep_weights(state)
             return
 
 
