@@ -482,7 +482,7 @@ def nemotron3_super() -> Recipe:
 
 
 def mxfp4_v4() -> Recipe:
-    """MXFP4-v4 with Hadamard 32 (public code of MrHuff/mfu-fp4-training, benchmarks/mxfp4_h32).
+    """MXFP4-v4 with Hadamard 32 (public code of MrHuff/mfu-fp4-training, its benchmark mxfp4_h32).
 
     A block's scale is the power of two at or above its largest magnitude, which maps to 6; products are
     divided by 36. Weights share a scale in tiles of 32x32, halved where the magnitude is below 0.87 of it.
