@@ -413,9 +413,9 @@ def nvfp4_per_token() -> Recipe:
 
     The transposed copies of wgrad have one for each channel, the weight one for each output (fprop) and input
     (dgrad) feature. All to nearest, in blocks of 1x16, without rotation: `sr` and `rht` turn on what is
-    optional there. No released implementation is compared with; the reference of tests/oracles is this
-    project's own. Not modelled: the arithmetic of its kernels where it differs from that of one amax a
-    tensor, and rows that are no multiple of 128, which it refuses.
+    optional there. Not released: the casts are those of Transformer Engine 2.20.2's row-scaled reference, the
+    recipe is compared with a reference of this project's own. Not modelled: the arithmetic of its kernels
+    where it differs from that reference, and its refusal of rows that are no multiple of 128.
     """
     return _per_token(Quant(outer=Outer(granularity="row")))
 
@@ -471,6 +471,20 @@ def if4() -> Recipe:
     return _recipe(products.model_copy(update={"wgrad": wgrad}))
 
 
+def luq() -> Recipe:
+    """LUQ (arXiv 2112.10769, from secondary sources): gradients at random on a logarithmic grid.
+
+    Output gradients on 0 and seven powers of two below the tensor's amax, rounded stochastically: unbiased
+    between two powers, and below the smallest (stochastic underflow). x and w are INT4 to nearest, with one
+    scale a tensor. Not modelled: scales of x and w from statistics (SAWB; here: the amax), several samples of
+    dy for wgrad, the amax of earlier steps in place of the current one, and its fine-tuning in fp32.
+    """
+    outer = Outer(bound=1.0)
+    int4 = Quant(element="int4", block=None, scale=None, outer=outer)
+    gradient = Quant(element="e3m0", block=None, scale=None, outer=outer, rounding="stochastic", bits=24)
+    return _recipe(_same(int4, int4, gradient))
+
+
 def nemotron3_super() -> Recipe:
     """Nemotron 3 Super (arXiv 2604.12374): the part of its recipe that applies to a dense transformer.
 
@@ -510,6 +524,6 @@ PRESETS = {
         *(nvfp4_dequantised, nvfp4_1d_weight, mxfp8_fwd_nvfp4_bwd, mxfp8_fwd_high_precision_bwd),
         *(high_precision_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd),
         *(nvfp4_row_scaled_fwd_high_precision_bwd, mxfp4_amd, mxfp4_v4),
-        *(nvfp4_per_token, nvfp4_per_token_weight_2d, averis, metis, if4, nemotron3_super),
+        *(nvfp4_per_token, nvfp4_per_token_weight_2d, averis, metis, if4, luq, nemotron3_super),
     )
 }

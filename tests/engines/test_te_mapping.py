@@ -78,6 +78,7 @@ REFUSED = {
     "averis": "fprop.x.transform",
     "metis": "fprop.x.transform",
     "if4": "fprop.x.select",
+    "luq": "fprop.x.element int4",
     "nvfp4_per_token": "fprop.w.outer.granularity row",
     "nvfp4_per_token_weight_2d": "dgrad.g.outer.granularity row",
     "row_scaled": "fprop.w.outer.granularity row: Transformer Engine scales only the forward pass's activations by rows",

@@ -1,12 +1,13 @@
 """Per-token NVFP4: every operand of the three products against loops over rows and tiles, transposed copies included.
 
-No released implementation of it exists to compare with: tests/oracles/two_level.py is this project's own, written from the
-description of Transformer Engine's pull request 3045.
+No released implementation of the recipe exists to compare with: tests/oracles/two_level.py is this project's own, written from
+the description of Transformer Engine's pull request 3045. Its single casts are compared with Transformer Engine's reference too.
 """
 
 import numpy as np
 import pytest
 import torch
+from oracles import te
 from oracles.two_level import nvfp4
 from support.cases import every
 from torch import nn
@@ -100,3 +101,31 @@ def test_outer_scales_of_row_tiles_do_not_give_that(rows):
     w[32:] *= 1.7
     forward, backward = quantize(w, quant).dequantize(), quantize(w.t(), quant).dequantize()
     assert (forward.t() != backward).sum() > w.numel() / 2
+
+
+@every(preset=["nvfp4_per_token", "nvfp4_per_token_weight_2d"])
+def test_every_operand_is_a_copy_that_transformer_engines_row_scaled_reference_makes(preset):
+    """Released is the row-scaled cast of both copies of a tensor, not the recipe that uses it in all three products."""
+    reference, given, compared = te.reference(), tensors(), 0
+    for slot, quant in PRESETS[preset]().quantised():
+        name, transposed = OPERANDS[slot]
+        by_rows = {"row_scaled_nvfp4": True} if quant.outer.granularity == "row" else {}
+        maker = reference.nvfp4.NVFP4QuantizerRef(
+            dtype=reference.formats.E2M1, quant_tile_shape=quant.tile, **by_rows
+        )
+        theirs = maker.quantize(given[name])
+        ours = quantize(given[name].t() if transposed else given[name], quant)
+        codes, scales, amax = (
+            (theirs.data_t, theirs.scale_t, theirs.global_amax_col)
+            if transposed
+            else (theirs.data, theirs.scale, theirs.global_amax_row)
+        )
+        ours_scales = ours.block_scale[:, 0, :, 0].repeat_interleave(quant.tile[0], 0)
+        pairs = (
+            (ours.values.float(), te.values(codes, scales)),
+            (ours_scales, scales.float()),
+            (ours.amax.flatten(), amax.flatten()),
+        )
+        assert sum(int((a != b).sum()) for a, b in pairs) == 0
+        compared += sum(a.numel() for a, _ in pairs)
+    assert compared > 13_000

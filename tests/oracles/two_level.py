@@ -134,3 +134,60 @@ def selected(
                     best = error, codes * s, s
             values[row, column : column + 16], scales[row, column // 16] = best[1:]
     return values, scales
+
+
+def adaptive_grids(x: np.ndarray) -> np.ndarray:
+    """Quantise blocks of 1x16 to E2M1 or to seven even steps up to 6 under one E4M3 scale, by squared error: IF4's rule.
+
+    Args:
+        x: fp32 [rows, 16 n].
+
+    Returns:
+        Values times scales, before the outer factor, fp32 [rows, 16 n]; E2M1 where both err alike.
+    """
+    amax = FP32(np.abs(x).max())
+    scale = FP32(1) if amax == 0 else min(FP32(2688) / amax, FLT_MAX)
+    values, step = np.zeros_like(x), FP32(6 / 7)
+    for row in range(len(x)):
+        for column in range(0, x.shape[1], 16):
+            block = x[row, column : column + 16]
+            base = FP32(np.abs(block).max()) / FP32(6) * scale
+            s = FP32(grids.nearest(np.array([base]), grids.named("e4m3"))[0])
+            with np.errstate(divide="ignore", over="ignore"):
+                y = block * min(FP32(1) / (s * (FP32(1) / scale)), FLT_MAX)
+                even = grids.nearest(y * FP32(7 / 6), grids.named("int4")).astype(FP32) * step
+            best = None
+            for codes in (grids.nearest(y, grids.named("e2m1")).astype(FP32), even):
+                error = FP32(0)
+                for one in codes * s * amax / FP32(2688) - block:
+                    error = FP32(error + one * one)
+                if best is None or error < best[0]:
+                    best = error, codes * s
+            values[row, column : column + 16] = best[1]
+    return values
+
+
+def logarithmic(x: np.ndarray, bits: np.ndarray, width: int) -> np.ndarray:
+    """Quantise to 0 and seven powers of two below a tensor's amax at random, unbiased: LUQ's gradients, in float64.
+
+    A magnitude below the smallest level becomes that level or zero, one between two levels either of them, so that the mean
+    is the magnitude; up where floor(2^width f) exceeds the bits, f the position.
+
+    Args:
+        x: fp32 [rows, columns].
+        bits: integers in [0, 2^width), like x.
+        width: random bits of one draw.
+
+    Returns:
+        Levels, where the amax is 16, float64 like x.
+    """
+    levels = [0.0, *(2.0**power for power in range(-2, 5))]
+    amax = FP32(np.abs(x).max())
+    scaled = (x * (FP32(16) / amax)).astype(np.float64) if amax else np.zeros(x.shape)
+    found = np.zeros(x.shape)
+    for place, y in np.ndenumerate(np.minimum(np.abs(scaled), 16.0)):
+        lower = max(level for level in levels if level <= y)
+        upper = min((level for level in levels if level > y), default=lower)
+        up = upper > lower and int((y - lower) / (upper - lower) * 2**width) > bits[place]
+        found[place] = np.copysign(upper if up else lower, x[place])
+    return found

@@ -132,7 +132,7 @@ RANDOM = {
     "nvfp4_1d_weight": GRADIENTS,
     "mxfp8_fwd_nvfp4_bwd": GRADIENTS,
     "mxfp4_v4": {"dgrad.g"},
-    **dict.fromkeys(("averis", "if4", "nemotron3_super"), GRADIENTS),
+    **dict.fromkeys(("averis", "if4", "luq", "nemotron3_super"), GRADIENTS),
 }
 """The operands that are rounded at random (MS-EDEN: whose scales are)."""
 ROTATED = {
