@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.commands import INLINE, here
-from support.experiments import write
+from support.experiments import problems, write
 
 from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
@@ -175,3 +175,10 @@ def test_an_experiment_may_ask_for_weights(tmp_path):
     plain = json.loads(path.read_text()) | {"telemetry": {}}
     (tmp_path / "plain.yaml").write_text(json.dumps(plain))
     assert not load(tmp_path / "plain.yaml").telemetry.keep_weights
+
+
+def test_weights_that_nobody_would_write_are_refused_where_they_are_asked_for(tmp_path):
+    design = {"trunk": "bf16", "positions": [0.5], "window": 0.25, "horizons": [1]}
+    for keys in ({"design": design}, {"workload": {"idle": {"steps": 4}}}):
+        found = problems(write(tmp_path, "asks", **KEEP | keys))
+        assert any("telemetry.keep_weights" in str(problem) for problem in found), found

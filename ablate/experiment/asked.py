@@ -3,7 +3,8 @@
     question: Does stochastic rounding still pay once wgrad is rotated?
     answer: {knob: sr, given: {rht: true}}
 
-It is fixed before anything runs, so that an answer is never picked among comparisons by its size.
+It is fixed before anything runs, so that an answer is never picked among comparisons by its size. Also
+checked here: that weights which are to be kept exist.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,6 +14,7 @@ from ablate.experiment.arms import Arm
 from ablate.experiment.schema import Asked, ExperimentFile
 from ablate.experiment.search_space import Dimension
 from ablate.experiment.yaml_document import Document, display
+from ablate.training.workloads.trained import Trained
 
 
 def check_asked(
@@ -66,3 +68,16 @@ def _check_knobs(asked: Asked, knobs: Mapping[str, Dimension], document: Documen
         if knob in knobs and not knobs[knob].holds(value):
             values = ", ".join(map(display, knobs[knob].choices))
             document.problem(("answer", "given", knob), f"is not among its values: {values}", value)
+
+
+def check_kept(file: ExperimentFile, arms: Iterable[Arm], document: Document) -> None:
+    """Refuse to keep weights of trials that have no one model at their end."""
+    if not file.telemetry.keep_weights:
+        return
+    if file.design is not None:
+        why = "forked trials end in a model for each window; leave it out"
+    elif not all(isinstance(arm.config, Trained) for arm in arms):
+        why = "needs a workload that trains a model of its own (gpt, mae, finetune); your code saves its own"
+    else:
+        return
+    document.problem(("telemetry", "keep_weights"), why)

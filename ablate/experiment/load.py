@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from ablate.engines.hardware import Machine
 from ablate.errors import InputError, nearest
 from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint, reason
-from ablate.experiment.asked import check_asked
+from ablate.experiment.asked import check_asked, check_kept
 from ablate.experiment.baseline import Against, baseline_of, compared, read_against, with_baselines
 from ablate.experiment.engine_selection import Choice, check, choose, misfit
 from ablate.experiment.expand import arms_and_ends
@@ -240,6 +240,7 @@ def load(
             ("seeds",), f"make {trials} trials of all arms; an experiment has at most {MOST_TRIALS}"
         )
     _refuse_unmeasured(file, base, [arm.name for arm in every_arm], document)
+    check_kept(file, every_arm, document)
     choice = _engine(file, (*every_arm, *ends), device, machine, document)
     _refuse_misfits(file, every_arm, choice, document)
     return Experiment(

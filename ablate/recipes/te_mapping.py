@@ -561,26 +561,23 @@ def _fp8_options(custom: Custom, family: Family) -> tuple | None:
     return *options, ("use_power_2_scales", False)
 
 
+def _choice(copy: CopyFormat) -> tuple:
+    return copy.chosen, copy.bound
+
+
 def _nvfp4_options(custom: Custom) -> tuple | None:
     x, w, g = custom.input, custom.weight, custom.grad_output
     forward_only = x.column.family == "high"
     if not forward_only and (
-        (g.row.stochastic, w.row.square, x.row.chosen, x.row.bound, w.row.chosen, w.row.bound)
-        != (
-            g.column.stochastic,
-            w.column.square,
-            x.column.chosen,
-            x.column.bound,
-            w.column.chosen,
-            w.column.bound,
-        )
+        (g.row.stochastic, w.row.square, _choice(x.row), _choice(w.row))
+        != (g.column.stochastic, w.column.square, _choice(x.column), _choice(w.column))
         or x.column.stochastic
         or x.row.rows
     ):
         return None
     signs = x.column.signs and g.column.signs
     chosen = {copy for copy in (x.row, w.row) if copy.chosen}
-    alike = len({(copy.chosen, copy.bound) for copy in chosen}) <= 1
+    alike = len({_choice(copy) for copy in chosen}) <= 1
     if not signs or not alike or x.row.stochastic or (x.row.rows and chosen):
         return None
     tensors = {
