@@ -24,8 +24,10 @@ from itertools import combinations
 from ablate.recipes.layers import LISTS, Layer
 from ablate.recipes.presets import fp8_current, mxfp8, nvfp4
 from ablate.recipes.recipe import DIRECTIONS, Products, Recipe
+from ablate.recipes.targets.megatron import standing_in
 from ablate.recipes.targets.model import Lost, Model, confirmed, placed, skipped, unheld
 from ablate.recipes.targets.stack_yaml import load
+from ablate.recipes.te_import import recipe_of
 from ablate.recipes.te_mapping import Builtin, recipe_refusals, te_recipe, variants
 
 _TARGET = "Transformer Engine's debug tools"
@@ -140,7 +142,12 @@ def _base(wanted: Sequence[Products]) -> tuple[Products, dict[Products, frozense
     for products in wanted:
         if products.backward_needs:
             raise Lost([f"dgrad, wgrad: the backward pass needs {products.backward_needs}, {_WRAPPED}"])
-    own = [products for products in wanted if isinstance(te_recipe(products), Builtin)]
+    descriptions = [te_recipe(products) for products in wanted]
+    own = [
+        recipe_of(standing_in(each.name, dict(each.options))).products  # what TE's class stands for, not ours
+        for each in descriptions
+        if isinstance(each, Builtin)
+    ]
     for base in (*own, *(preset().products for preset in (nvfp4, mxfp8, fp8_current))):
         off = {products: _turned_off(base, products) for products in wanted}
         found = {products: gemms for products, gemms in off.items() if gemms is not None}
