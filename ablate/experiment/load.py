@@ -460,13 +460,7 @@ def _base(file: ExperimentFile, document: Document) -> StartingPoint | None:
     if name not in WORKLOADS:
         document.problem(("workload", name), f"no such workload; {nearest(name, WORKLOADS)}")
         return None
-    base = StartingPoint(
-        name,
-        values or {},
-        preset,
-        Path(document.file).parent.resolve(),
-        own,
-    )
+    base = StartingPoint(name, values or {}, preset, Path(document.file).parent.resolve(), own)
     try:
         base.arm({"recipe": "bf16"})
     except KnobError as error:

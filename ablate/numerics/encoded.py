@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ablate.numerics.kernels import cuda
 from ablate.numerics.quantize import Operand
 from ablate.numerics.stored import pack, swizzle, unpack, unswizzle
 
@@ -86,6 +87,8 @@ def encode(operand: Operand, family: Family, eight: str = "e4m3", columns: int =
     width = max(own, columns)
     width += -width % COLUMNS
     tall = rows + -rows % ROWS
+    if family in ("nvfp4", "mxfp4") and can_pack(operand.values):
+        return packed_by_kernel(operand, family, (tall, width))
     values = F.pad(operand.values.to(torch.float32), (0, width - own, 0, tall - rows)).contiguous()
     if family == "fp8":
         return Encoded(family, _bytes(values, eight), None, rows)
@@ -99,6 +102,37 @@ def encode(operand: Operand, family: Family, eight: str = "e4m3", columns: int =
         data = pack(codes).view(torch.float4_e2m1fn_x2)
         scales = scales.masked_fill(~blocks.isfinite().all(2), torch.nan)  # an FP4 code cannot be NaN
     return Encoded(family, data, swizzle(scales.to(SCALE_DTYPES[family])), rows)
+
+
+def can_pack(values: Tensor) -> bool:
+    """Return True if a kernel packs these values: those of bf16 on an NVIDIA GPU with a suitable Triton."""
+    return (
+        values.is_cuda
+        and values.dtype == torch.bfloat16
+        and values.numel() > 0
+        and cuda.runs_on(values.device)
+    )
+
+
+def packed_by_kernel(operand: Operand, family: Family, shape: tuple[int, int]) -> Encoded:
+    """Return what `encode` returns, in one pass, by Triton.
+
+    Args:
+        operand: as for `encode`, bf16.
+        family: nvfp4 or mxfp4.
+        shape: padded rows and columns.
+    """
+    from ablate.numerics.kernels import packing
+
+    tiles = None if operand.block_scale is None else operand.block_scale[:, 0, :, 0]
+    tile = (1, LENGTHS[family]) if tiles is None or operand.quant is None else operand.quant.tile
+    if tile[1] % LENGTHS[family]:
+        raise ValueError(f"block {tile[0]}x{tile[1]}: {family} has one scale for {LENGTHS[family]} elements")
+    codes, scales = packing.pack(
+        operand.values, tiles, tile, LENGTHS[family], SCALE_DTYPES[family] == torch.float8_e8m0fnu, shape
+    )
+    data = codes.view(torch.float4_e2m1fn_x2)
+    return Encoded(family, data, scales.view(SCALE_DTYPES[family]), len(operand.values))
 
 
 def decode(encoded: Encoded) -> Tensor:
