@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.experiments import shards
+from support.commands import here
+from support.experiments import shards, write
 from support.ranks import in_ranks
 
 from ablate.engines.scaled_mm import ScaledLinear
@@ -147,3 +148,25 @@ def test_a_compiled_trial_has_the_eager_losses(tmp_path, monkeypatch):
     mine, eager = records(config(tmp_path, compile=True)), records(config(tmp_path))
     for a, b in zip(mine, eager, strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], rel=2e-3)
+
+
+def test_the_plan_names_products_on_tensor_cores_and_why_others_are_not(tmp_path):
+    """In words and as data, for arms that differ in it; an arm in bf16 has nothing to say."""
+    ablate = {"recipe": ["bf16", "fp8_current", "ue5m3"]}
+    file = write(tmp_path, recipe="fp8_current", ablate=ablate, against="bf16", engine="scaled_mm")
+    plain, data = here("plan", file, "--device", "cpu"), here("plan", file, "--device", "cpu", "--json")
+    assert plain.returncode == data.returncode == 0, plain.stderr + data.stderr
+    assert "fprop FP8, dgrad FP8, wgrad FP8" in plain.stdout
+    assert "emulated: wgrad.g.scale.format ue5m3" in plain.stdout
+    products = {one["arm"]: one["parts"] for one in json.loads(data.stdout)["products"]}
+    runs = {
+        arm: [{name: one["runs"] for name, one in part.items()} for part in parts]
+        for arm, parts in products.items()
+    }
+    assert sorted(str(one) for one in runs.values()) == sorted(
+        str([dict.fromkeys(("fprop", "dgrad", "wgrad"), word)]) for word in ("bf16", "native", "emulated")
+    )
+    emulated = write(
+        tmp_path, "other", recipe="fp8_current", ablate=ablate, against="bf16", engine="emulated"
+    )
+    assert json.loads(here("plan", emulated, "--json").stdout)["products"] == []
