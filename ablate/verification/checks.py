@@ -44,7 +44,7 @@ def hardware() -> Iterator[Row]:
 
 
 def presets() -> Iterator[Row]:
-    """Run every preset through a small layer, forward and backward, on the emulated engine."""
+    """Run every preset through two small blocks, forward and backward, on the emulated engine."""
     bad = [name for name, preset in PRESETS.items() if not _runs(preset())]
     summary = f"{len(PRESETS) - len(bad)} of {len(PRESETS)} presets" + (
         f", not {', '.join(bad)}" if bad else ""
@@ -52,15 +52,21 @@ def presets() -> Iterator[Row]:
     yield Row("engine emulated runs", summary, f"all {len(PRESETS)}", not bad)
 
 
+class Attention(nn.Sequential):
+    """Layers that recipes can name by their class."""
+
+
 def _runs(recipe: Recipe) -> bool:
-    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Sequential(nn.Linear(32, 48))])})
-    layer_weight = normal(48, 32)
-    model["blocks"][0][0].load_state_dict({"weight": layer_weight, "bias": torch.zeros(48)})
-    emulated.convert(model, recipe, Clock(0)).at(0, Run(10))
+    blocks = nn.ModuleList(nn.Sequential(Attention(nn.Linear(32, 48)), nn.Linear(48, 32)) for _ in range(2))
+    state = blocks.state_dict()
+    blocks.load_state_dict(
+        {name: normal(*state[name].shape) if state[name].dim() > 1 else state[name] * 0 for name in state}
+    )
+    emulated.convert(nn.ModuleDict({"blocks": blocks}), recipe, Clock(0)).at(0, Run(10))
     x = normal(64, 32, 1).requires_grad_()
-    y = model["blocks"][0](x)
+    y = blocks[1](blocks[0](x))
     y.square().sum().backward()
-    return all(bool(z.isfinite().all()) for z in (y, x.grad, model["blocks"][0][0].weight.grad))
+    return all(bool(z.isfinite().all()) for z in (y, x.grad, *(part.grad for part in blocks.parameters())))
 
 
 # --- formats and rounding -------------------------------------------------------------------------
