@@ -20,6 +20,7 @@ from ablate.execution.messages import GangPart, Message, TrialRequest
 from ablate.execution.supervisor import Supervisor
 from ablate.execution.workers import running_trial
 from ablate.results.trial_store import Store
+from ablate.training import final_weights
 from ablate.verification.services import free_port
 
 pytestmark = pytest.mark.slow
@@ -88,6 +89,21 @@ def test_two_ranks_compute_the_trial_and_say_so(supervisor, tmp_path):
     alone = run(supervisor, request(tmp_path, ranks=1, root=str(tmp_path / "alone")))
     losses = [[event["metrics"]["train/loss"] for event in events_of(messages)] for messages in (told, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # two micro-batches, added in another order
+
+
+def test_two_ranks_keep_the_weights_of_the_whole_model(supervisor, tmp_path):
+    keep, found = {"every": 2, "log": 1, "checkpoint": 0, "keep_weights": True}, []
+    for name, more in (("sharded", {"ranks": 2, "sharded": True}), ("alone", {"ranks": 1})):
+        asked = request(tmp_path, root=str(tmp_path / name), telemetry=keep, **more)
+        told = run(supervisor, asked)
+        store = Store(tmp_path / name)
+        assert told[-1].status == "done", told[-1]
+        assert told[-1].result["weights"] == store.kept_weights(asked.id)
+        found.append(final_weights.read(store.weights(asked.id)).model)
+    assert found[0].keys() == found[1].keys()
+    for name, value in found[0].items():
+        assert value.shape == found[1][name].shape
+        assert (value - found[1][name]).abs().max() <= 1e-2  # added in another order
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -32,8 +32,8 @@ Event = Annotated[dict[str, Any], AfterValidator(as_event)]
 Result = dict[str, Any]
 """Result of a finished trial, the content of its result.json: {id, status, reason, attempt, steps, seconds,
 started, environment, facts, ranks, records}."""
-TelemetrySettings = dict[str, int | float]
-"""Arguments of `Telemetry`: steps between measurements, and `checkpoint`, seconds between checkpoints."""
+TelemetrySettings = dict[str, bool | int | float]
+"""Arguments of `Telemetry`: steps between measurements, `checkpoint` (seconds), `keep_weights`."""
 
 _T = TypeVar("_T")
 
