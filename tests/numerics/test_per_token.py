@@ -66,6 +66,7 @@ def test_every_operand_of_the_three_products_is_that_of_a_loop_over_rows(preset)
             )
             assert sum(int((ours != theirs).sum()) for ours, theirs in pairs) == 0
             compared += sum(ours.size for ours, _ in pairs)
+    print(f"{preset}: {compared} numbers, none differs from the loops'")
     assert compared > 40_000
 
 
@@ -128,4 +129,5 @@ def test_every_operand_is_a_copy_that_transformer_engines_row_scaled_reference_m
         )
         assert sum(int((a != b).sum()) for a, b in pairs) == 0
         compared += sum(a.numel() for a, _ in pairs)
+    print(f"{preset}: {compared} numbers, none differs from Transformer Engine's")
     assert compared > 13_000

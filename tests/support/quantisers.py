@@ -207,9 +207,10 @@ def accepted_form(random: Random) -> Quant:
 
 def any_form(random: Random) -> Quant:
     """Draw a form of which every other field of the arithmetic is drawn, and every third of its parts."""
-    arithmetic = ("element", "select", "block", "scale", "range", "outer", "rounding", "bits")
+    arithmetic = ("element", "block", "scale", "range", "outer", "rounding", "bits")
+    seldom = {"select": 0.25, "transform": 0.1, "estimator": 0.1, "source": 0.1}
     while True:
-        names = [name for name in arithmetic if random.random() < (0.15 if name == "select" else 0.5)]
+        names = [name for name in (*arithmetic, *seldom) if random.random() < seldom.get(name, 0.5)]
         fields = {name: value_of(Quant, name, random) for name in names}
         outer = fields.get("outer")
         if outer and random.random() < 0.5:  # the statistic that every granularity takes
