@@ -63,7 +63,9 @@ def doctor(
     if lifeline:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
     if engine is None and record is not None:
-        raise InputError(["--record needs --engine: it names the file of that comparison"])
+        raise InputError(
+            ["--record needs --engine transformer_engine or scaled_mm: it names the file of that comparison"]
+        )
     if engine is not None:
         _compare(engine, record, fast, as_json)
     print_starting("importing torch, then checking the numerics", quiet=as_json)
