@@ -21,7 +21,7 @@ TO = ("compressed-tensors", "modelopt")
 HELD = {
     *("nvfp4", "nvfp4_paper", "four_over_six", "quartet2", "healing"),
     *("nvfp4_dequantised", "nvfp4_1d_weight", "nvfp4_row_scaled_fwd_mxfp8_bwd"),
-    "nvfp4_row_scaled_fwd_high_precision_bwd",
+    *("nvfp4_row_scaled_fwd_high_precision_bwd", "nvfp4_per_token_weight_2d", "averis"),
 }
 
 
@@ -92,7 +92,12 @@ def parts(tensors: dict[str, torch.Tensor], name: str, to: str) -> tuple[np.ndar
     return codes.numpy(), scales.view(torch.uint8).numpy(), factor
 
 
-@every(preset=sorted(name for name in ablate.presets() if not ablate.recipe(name).triggers), to=TO)
+def plain(name: str) -> bool:
+    """Return True if a recipe needs no measured trigger, and no class of layers that this file's model has not."""
+    return not ablate.recipe(name).triggers and not ablate.recipe(name).layers.rules
+
+
+@every(preset=sorted(filter(plain, ablate.presets())), to=TO)
 def test_a_preset_is_packed_as_its_forward_pass_quantises_or_refused(preset, to, tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed")
     run, _ = trained(preset)
@@ -346,3 +351,12 @@ def same(read: torch.Tensor, weight: torch.Tensor) -> int:
     differing = (read.bfloat16() != weight.bfloat16()).sum().item()
     assert differing <= 1e-3 * weight.numel()
     return weight.numel()
+
+
+@pytest.mark.parametrize("to", TO)
+def test_inputs_that_a_recipe_splits_get_no_static_scale(to, tmp_path):
+    run, call = trained("averis")
+    with pytest.raises(ValueError, match=r"fprop\.x\.transform"):
+        ablate.export_model(run, tmp_path, to, calibrate=call)
+    assert not list(tmp_path.iterdir())
+    assert not ablate.export_model(run, tmp_path, to).calibrated

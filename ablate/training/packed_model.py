@@ -87,6 +87,12 @@ def export_model(
     layers = run.engine.layers
     with run.evaluation():
         casts = {name: _packed(name, layer) for name, layer in layers.items() if layer.products.fprop.w}
+        split = [name for name in casts if (x := layers[name].products.fprop.x) and x.transform]
+        if calibrate and split:
+            raise ValueError(
+                f"{split[0]}: fprop.x.transform: a serving stack quantises inputs whole;"
+                " leave calibrate out, and inputs stay as they are"
+            )
         amaxes = _calibrated(layers, casts, calibrate) if calibrate else {}
     if not casts:
         raise ValueError(
