@@ -62,6 +62,7 @@ def test_kept_weights_are_those_after_the_last_step_and_sealed_in_the_result(kep
     for trial in trials(kept, "fp4").values():
         path = store.weights(trial)
         assert store.result(trial)["weights"] == store.kept_weights(trial)
+        assert path.stat().st_mode & 0o777 == store.folder(trial).stat().st_mode & 0o666
         found = final_weights.read(path)
         assert (found.trial, found.step, found.fallbacks, found.tripped) == (trial, 4, 0, ())
         spec = TrialSpec.parse((store.folder(trial) / "spec.json").read_text())

@@ -58,6 +58,8 @@ def write(
     save_file(tensors, temporary, metadata={"ablate": json.dumps(about)})
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
+    # safetensors writes files that only their owner reads; a state folder may be shared by a team.
+    temporary.chmod(path.parent.stat().st_mode & 0o666)
     temporary.replace(path)
 
 
