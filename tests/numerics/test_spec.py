@@ -43,7 +43,7 @@ IMPOSSIBLE = [
     (Range, {"map_to": 0.0}),
     (Range, {"map_to": -6.0}),
     (Range, {"prescale": 0.0}),
-    (Range, {"prescale": 1.5}),
+    (Range, {"prescale": 8.5}),
     (Range, {"statistic": "rms"}),
     (Range, {"statistic": "rms:0"}),
     (Range, {"statistic": "std:-1"}),
