@@ -268,6 +268,10 @@ NOT_AGAIN = {
         "a block's largest code may be 416, and its scale is rounded to another the next time",
     ),
     **dict.fromkeys(
+        ("e2m3 nearest", "e2m3 away"),
+        "a block's largest code may be 7, and its scale is rounded to another the next time",
+    ),
+    **dict.fromkeys(
         ("scale e8m0 nearest", "scale e8m0 away"),
         "a power of two rounded down clips the block, whose maximum then asks for a smaller one",
     ),
