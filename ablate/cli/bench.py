@@ -452,7 +452,8 @@ def _show(lines: list[Line], as_json: bool) -> None:
         return
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for name in lines[0]:
-        table.add_column(name, justify="right" if name in FORMS else "left")
+        head = name.replace("forward", "fwd").replace("backward", "bwd")  # one line in 160 columns
+        table.add_column(head, justify="right" if name in FORMS else "left")
     for line in lines:
         table.add_row(*(_written(name, value) for name, value in line.items()))
     console().print(table)

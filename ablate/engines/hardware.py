@@ -54,8 +54,8 @@ def this_machine() -> Machine:
 
 
 def rented_machine(capability: str) -> Machine:
-    """Return the properties of a machine with a GPU of this compute capability, such as `10.0`, and with the
-    oldest Transformer Engine that the engine takes; it need not be this machine.
+    """Return the properties of a machine with a GPU of this compute capability, such as `10.0`, with the
+    oldest Transformer Engine that the engine takes, and with FlashInfer; it need not be this machine.
 
     Raises:
         ValueError: The text is not two numbers with a point between them.
@@ -63,7 +63,8 @@ def rented_machine(capability: str) -> Machine:
     match = re.fullmatch(r"(\d+)\.(\d+)", capability)
     if match is None:
         raise ValueError(f"{capability!r} is no compute capability; one is 10.0, that of a B200")
-    return Machine(".".join(map(str, OLDEST)), True, (int(match[1]), int(match[2])))
+    oldest = ".".join(map(str, OLDEST))
+    return Machine(oldest, True, (int(match[1]), int(match[2])), flashinfer="assumed")
 
 
 def installed(package: str) -> str | None:
