@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.emulated import Engine, quantisable, replaced
-from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
+from ablate.engines.emulated_layer import DTYPES, EmulatedLinear, NotInForce
 from ablate.engines.hardware import refusal, stray_switch, this_machine
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
@@ -141,7 +141,7 @@ class NativeLinear(EmulatedLinear):
 
         The bias is added in high precision. ValueError if the number of tokens is no multiple of MULTIPLE.
         """
-        if self.emulated:
+        if self.emulated or isinstance(self.products, NotInForce):  # the emulated layer raises for the latter
             return super().forward(x)
         if self._mapped[0] is not self.products:
             self._mapped = self.products, te_recipe(self.products)
