@@ -26,7 +26,7 @@ from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Run
 from ablate.recipes.targets import TARGETS, Lost, Model
-from ablate.recipes.targets.megatron import VARIABLES, from_environment, read, standing_in
+from ablate.recipes.targets.megatron import VARIABLES, from_environment, read, standing_in, without_effect
 from ablate.recipes.targets.torchao import SIGNS
 from ablate.recipes.te_import import recipe_of
 from ablate.recipes.te_mapping import TENSORS, Custom, te_recipe
@@ -316,6 +316,68 @@ def test_bridges_file_sets_the_variables_before_and_the_fields_of_its_config(nam
     assert config.num_layers_at_end_in_bf16 == (2 if last else 0)  # ceil(.15 * 8)
 
 
+NEEDING = {
+    "fp4": {"--fp4-recipe nvfp4"},
+    "fp8": {
+        "--fp8-recipe mxfp8",
+        "--fp8-margin 1",
+        "--fp8-interval 2",
+        "--fp8-amax-history-len 4",
+        "--fp8-amax-compute-algo max",
+    },
+}
+"""Options that Megatron ignores without a format of their own."""
+
+
+@every(bits=NEEDING)
+def test_an_option_that_megatron_ignores_for_want_of_a_format_is_no_recipe(bits):
+    other = "--fp8-format hybrid --fp8-recipe mxfp8" if bits == "fp4" else "--fp4-format e2m1"
+    for option, job in itertools.product(sorted(NEEDING[bits]), ("--bf16", other)):
+        sentence = f"{option}: Megatron ignores it without --{bits}-format"
+        words = f"{job} {option}"
+        done = here("recipe", "import", "--megatron-args", words)
+        assert (done.returncode, done.stdout, sentence in done.stderr) == (2, "", True), done.stderr
+        done = here("recipe", "audit", "nvfp4_paper", "--blocks", BLOCKS, "--megatron-args", words)
+        assert (done.returncode, sentence in done.stdout) == (1, True), done.stdout + done.stderr
+        own = "--fp4-format e2m1" if bits == "fp4" else "--fp8-format hybrid"
+        assert list(without_effect([f"{own} {option}"])) == []
+
+
+MISTYPED = {
+    "--fp4-fromat e2m1": "--fp4-format",
+    "--fp4_format e2m1": "--fp4-format",
+    "-fp8-format hybrid": "--fp8-format",
+    "--fp8-fromat=hybrid": "--fp8-format",
+    "--fp8-form hybrid": "--fp8-format",
+    "--FP8-recipe mxfp8": "--fp8-recipe",
+    "\u2013fp4-format e2m1": "--fp4-format",
+    "--fp4-parm-gather": "--fp4-param-gather",
+    "--first-last-layer-bf16": "--first-last-layers-bf16",
+    "--num-layers-at-end-bf16 4": "--num-layers-at-end-in-bf16",
+    "--te-precision-config layers.yaml": "--te-precision-config-file",
+    "--no-fp8-wgrads": "--no-fp8-wgrad",
+}
+
+
+@every(typed=MISTYPED)
+def test_a_mistyped_option_about_precision_is_refused_with_the_nearest(typed):
+    with pytest.raises(ValueError, match=f"'{MISTYPED[typed]}' is the nearest"):
+        read(["--bf16", typed], {})
+
+
+def test_options_about_other_things_stay_ignored_and_stored_weights_change_nothing():
+    others = """--num-layers 32 --hidden-size 4096 --tensor-model-parallel-size 2 --context-parallel-size 2
+        --expert-model-parallel-size 4 --num-layers-per-virtual-pipeline-stage 2 --fp16-lm-cross-entropy
+        --fp32-residual-connection --lr 1e-4 --min-lr -1 --transformer-impl transformer_engine --seed 1
+        --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-weight-transpose-cache --grad-reduce-in-bf16
+        --accumulate-allreduce-grads-in-fp32 --yaml-cfg x --moe-router-dtype fp32 --inprocess-restart"""
+    for own, gathered in (
+        ("--fp4-format e2m1", "--fp4-param-gather"),
+        ("--fp8-format hybrid", "--fp8-param-gather"),
+    ):
+        assert read([f"--bf16 {own} {gathered} {others}"], {}) == read([own], {})
+
+
 MATTERS = {
     "NVTE_NVFP4_DISABLE_RHT": ["1"],
     "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": ["1"],
@@ -574,6 +636,9 @@ def test_the_environment_decides_what_a_class_without_arguments_is(tmp_path):
         (("import", "--megatron-args", "--fp8-format e5m2 --fp8-recipe mxfp8"), "e4m3 or hybrid"),
         (("import", "--megatron-args", "--fp4-format e2m1 --te-precision-config-file x.yaml"), "No such file"),
         (("import", "--megatron-args", "--fp4-format e2m1 --kitchen-config-file x.yaml"), "not read here"),
+        (("import", "--megatron-args", "--fp4-fromat e2m1 --fp4-recipe nvfp4"), "--fp4-format"),
+        (("audit", "nvfp4", "--megatron-args", "--fp4-fromat e2m1 --fp4-recipe nvfp4"), "--fp4-format"),
+        (("import", "--megatron-args", "--bf16 --fp4-param-gather"), "without --fp4-format"),
         (("import", "--fouroversix", "nowhere.json"), "No such file"),
         (("import", "--te-debug", "nowhere.yaml"), "give one of"),
         (("import", "--megatron-args", "--fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-end-in-bf16 x"), "a number"),

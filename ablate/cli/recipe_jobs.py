@@ -11,7 +11,13 @@ from pathlib import Path
 from ablate.errors import InputError
 from ablate.recipes import Recipe
 from ablate.recipes.targets import fouroversix, te_debug
-from ablate.recipes.targets.megatron import embedded, from_environment, read, standing_in
+from ablate.recipes.targets.megatron import (
+    embedded,
+    from_environment,
+    read,
+    standing_in,
+    without_effect,
+)
 from ablate.recipes.targets.model import Model
 from ablate.recipes.te_import import is_te_recipe, recipe_of
 from ablate.recipes.torchao_import import is_torchao_config, recipe_of_torchao
@@ -64,6 +70,23 @@ class Job:
             raise InputError([str(error)]) from None
         return recipe, variables
 
+    def ignored(self) -> list[str]:
+        """Return a sentence for each argument about precision that Megatron-LM accepts and ignores.
+
+        Raises:
+            InputError: the arguments cannot be read.
+        """
+        try:
+            return list(without_effect(self._words()))
+        except ValueError as error:
+            raise InputError([str(error)]) from None
+
+    def _words(self) -> list[str]:
+        """Return the texts with arguments of Megatron-LM."""
+        if self.script is not None:
+            return [_without_comments(_text(self.script))]
+        return [] if self.arguments is None else [self.arguments]
+
     def _recipe(self, variables: Mapping[str, str]) -> Recipe:
         if self.made is not None:
             return _of_object(self.made)
@@ -77,11 +100,9 @@ class Job:
                 raise ValueError(f"--te {self.te}: one of {', '.join(TE_CLASSES)}")
             return recipe_of(standing_in(self.te, from_environment(self.te, variables)))
         if self.script is None:
-            return read([str(self.arguments)], variables, lambda path: _text(Path(path)))
-        text = _text(self.script)
-        layers = embedded(text)
-        words = [_without_comments(text)]
-        return read(words, variables, lambda path: _text(Path(path)) if layers is None else layers)
+            return read(self._words(), variables, lambda path: _text(Path(path)))
+        layers = embedded(_text(self.script))
+        return read(self._words(), variables, lambda path: _text(Path(path)) if layers is None else layers)
 
 
 def _of_object(made: str) -> Recipe:

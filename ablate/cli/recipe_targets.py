@@ -119,10 +119,12 @@ def import_recipe(
     """Print the recipe that a training stack's configuration stands for, as a recipe file.
 
     Exactly one of --megatron-args, --script, --te, --object and --fouroversix says where it is. What has no
-    counterpart here is refused, by its field.
+    counterpart here is refused, by its field, and so is an argument that the stack ignores.
     """
     job = Job(arguments, script, te, made, fouroversix, debug, environment)
     recipe, *_ = _read(job, model, blocks)
+    if ignored := job.ignored():
+        raise InputError(ignored)
     text = as_text(recipe.model_dump(mode="json"))
     if out is None:
         print(text, end="")
@@ -156,6 +158,8 @@ def audit(
     for name, (_, option, default) in VARIABLES.items():
         if made is None and fouroversix is None and variables.get(name, default) != default:
             screen.print(f"{name}={variables[name]} sets {option}", soft_wrap=True, markup=False)
+    for sentence in job.ignored():
+        screen.print(sentence, soft_wrap=True, markup=False)
     stray = stray_switch(variables)
     if stray:
         screen.print(f"{stray} is set and changes numbers whatever the recipe is", markup=False)

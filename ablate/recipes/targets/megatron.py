@@ -7,8 +7,10 @@ variables decide about the rest. They are written too, each of them, and read as
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
+from ablate.errors import nearest
 from ablate.recipes.recipe import DIRECTIONS, Layers, Products, Recipe
 from ablate.recipes.targets import megatron_precision
 from ablate.recipes.targets.model import Lost, Model, confirmed, skipped, unheld
@@ -40,6 +42,7 @@ _FLAGS = {
     "--fp8-amax-history-len": "1",
     "--fp8-amax-compute-algo": "most_recent",
     "--fp8-margin": "0",
+    "--fp8-interval": "1",
     "--fp4-format": None,
     "--fp4-recipe": "nvfp4",
     "--num-layers-at-start-in-bf16": "1",
@@ -50,7 +53,11 @@ _FLAGS = {
 """Arguments with a value that decide about the recipe, and Megatron's defaults (megatron-core 0.16.1)."""
 _FILE = "PRECISION_YAML"
 """Variable of the script that names the file on single layers."""
-_SWITCHES = ("--bf16", "--first-last-layers-bf16", "--no-fp8-wgrad")
+_GATHERED = ("--fp8-param-gather", "--fp4-param-gather")
+"""Switches that keep quantised weights between steps. They change no number: TE casts the master weights to
+bf16 first, as without them (Transformer Engine 2.20.2, `quantize_master_weights`).
+"""
+_SWITCHES = ("--bf16", "--first-last-layers-bf16", "--no-fp8-wgrad", *_GATHERED)
 _REFUSED = (
     "--fp16",
     "--fp4-quantizer-factory",
@@ -60,6 +67,12 @@ _REFUSED = (
     "--fp8-multi-head-attention",
 )
 """Arguments that change what is computed in a way that is not read here."""
+_ELSEWHERE = ("--pipeline-model-parallel-size",)
+"""Arguments of `_FLAGS` that are not about precision: words that resemble them are other options."""
+_FORMATS = ("--fp4", "--fp8")
+"""First letters of options that belong to a format: each one is read, or refused."""
+_MISTYPED = 0.85
+"""Similarity (difflib) to an option about precision from which an option that is not read is refused."""
 
 
 def write(recipe: Recipe, model: Model) -> str:
@@ -130,9 +143,13 @@ def read(
         file: returns the text of the file that `--te-precision-config-file` names.
 
     Raises:
-        ValueError: they contradict each other, or ask for something that is not emulated.
+        ValueError: they contradict each other, ask for something that is not emulated, or look like a
+            mistyped option about precision.
     """
     said = _said(arguments)
+    for name in _GATHERED:
+        if name in said and (form := _format_of(name)) not in said:
+            raise ValueError(f"{name}: Megatron does not start without {form}; give it, or leave {name} out")
     for name in _REFUSED:
         if name in said:
             raise ValueError(f"{name}: a configuration of its own, which is not read here; leave it out")
@@ -157,6 +174,30 @@ def read(
             f" {path} names blocks by number"
         )
     return recipe.model_copy(update={"layers": recipe.layers.model_copy(update={"rules": rules})})
+
+
+def without_effect(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each option that Megatron accepts and ignores, since no format is given.
+
+    megatron-core 0.16.1 looks at `fp4_recipe`, `fp8_recipe` and the like only if `fp4` or `fp8` is set.
+
+    Args:
+        arguments: words of its command line, as for `read`.
+
+    Raises:
+        ValueError: one looks like a mistyped option about precision.
+    """
+    said = _said(arguments)
+    for name, value in said.items():
+        form = _format_of(name)
+        if form and form not in said:
+            shown = name if value is None else f"{name} {value}"
+            yield f"{shown}: Megatron ignores it without {form}; give {form}, or leave {name} out"
+
+
+def _format_of(name: str) -> str | None:
+    """Return the option that gives the format which another one belongs to; None if it belongs to none."""
+    return f"{name[:5]}-format" if name[:5] in _FORMATS else None
 
 
 def _counted(said: Mapping[str, str | None], environment: Mapping[str, str]) -> Recipe:
@@ -402,13 +443,14 @@ def embedded(script: str) -> str | None:
 
 
 def _said(arguments: Sequence[str]) -> dict[str, str | None]:
-    """Return the arguments about precision: None for one without a value."""
+    """Return the arguments about precision: None for one without a value; ValueError for a mistyped one."""
     words = [word for text in arguments for word in shlex.split(text)]
     said: dict[str, str | None] = {}
     known = (*_FLAGS, *_SWITCHES, *_REFUSED)
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
         if name not in known:
+            _refuse_mistyped(name)
             continue
         if name in _FLAGS and not equals:
             following = words[number + 1] if number + 1 < len(words) else ""
@@ -417,6 +459,18 @@ def _said(arguments: Sequence[str]) -> dict[str, str | None]:
             value = following
         said[name] = value if name in _FLAGS else None
     return said
+
+
+def _refuse_mistyped(name: str) -> None:
+    """Raise ValueError if a word that is not read is, or looks like, an option about precision."""
+    if name[:1] not in ("-", "\u2013", "\u2014"):  # an editor makes dashes of hyphens
+        return
+    options = [each for each in (*_FLAGS, *_SWITCHES, *_REFUSED) if each not in _ELSEWHERE]
+    word = "--" + name.lstrip("-\u2013\u2014").lower().replace("_", "-")
+    of_format = [each for each in options if each.startswith(word[:5])] if word[:5] in _FORMATS else []
+    if of_format or get_close_matches(word, options, n=1, cutoff=_MISTYPED):
+        hint = nearest(word, of_format or options, 3)
+        raise ValueError(f"{name}: no option about precision that is read here; {hint}")
 
 
 def _count(values: Mapping[str, str | None], name: str) -> int:
