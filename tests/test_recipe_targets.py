@@ -343,6 +343,25 @@ def test_an_option_that_megatron_ignores_for_want_of_a_format_is_no_recipe(bits)
         assert list(without_effect([f"{own} {option}"])) == []
 
 
+def test_a_share_of_the_blocks_is_counted_by_the_arguments_number_of_layers(tmp_path):
+    for blocks in (8, 20):
+        last = sum(not PRESETS["nvfp4_paper"]().layers.quantises(block, blocks) for block in range(blocks))
+        job = "--fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-start-in-bf16 0"
+        job += f" --num-layers-at-end-in-bf16 {last}"
+        script = tmp_path / "job.sh"
+        script.write_text(f"torchrun pretrain_gpt.py \\\n  --num-layers {blocks} \\\n  {job}\n")
+        for words in (("--megatron-args", f"{job} --num-layers {blocks}"), ("--script", script)):
+            done = here("recipe", "audit", "nvfp4_paper", *words)
+            assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
+            done = here("recipe", "audit", "nvfp4_paper", *words, "--blocks", 3 * blocks)
+            assert (done.returncode, "layers.skip_last" in done.stdout) == (1, True), done.stdout
+    for more in ("", " --num-layers $LAYERS"):
+        done = here("recipe", "audit", "nvfp4_paper", "--megatron-args", job + more)
+        assert (done.returncode, "the intended recipe counts a share" in done.stderr) == (2, True), (
+            done.stderr
+        )
+
+
 MISTYPED = {
     "--fp4-fromat e2m1": "--fp4-format",
     "--fp4_format e2m1": "--fp4-format",

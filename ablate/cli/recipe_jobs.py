@@ -12,6 +12,7 @@ from ablate.errors import InputError
 from ablate.recipes import Recipe
 from ablate.recipes.targets import fouroversix, te_debug
 from ablate.recipes.targets.megatron import (
+    blocks_of,
     embedded,
     from_environment,
     read,
@@ -78,6 +79,17 @@ class Job:
         """
         try:
             return list(without_effect(self._words()))
+        except ValueError as error:
+            raise InputError([str(error)]) from None
+
+    def blocks(self) -> int | None:
+        """Return the number of the model's blocks; None if the arguments do not say it.
+
+        Raises:
+            InputError: the arguments cannot be read.
+        """
+        try:
+            return blocks_of(self._words())
         except ValueError as error:
             raise InputError([str(error)]) from None
 

@@ -55,7 +55,12 @@ Debug = Annotated[
         help="YAML of Transformer Engine's debug tools, which turns off products or layers of the job.",
     ),
 ]
-Blocks = Annotated[int | None, typer.Option(min=1, help="Number of the model's blocks.")]
+Blocks = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Number of the model's blocks; default: Megatron's --num-layers, if it is read."
+    ),
+]
 Environment = Annotated[
     Path | None, typer.Option("--env", help="File with NAME=value lines; default: this environment.")
 ]
@@ -166,7 +171,7 @@ def audit(
     try:
         one, other = _comparable(intended, found, facts)
     except Lost as lost:
-        raise InputError([f"{source}: {reason}" for reason in lost.reasons]) from None
+        raise InputError([f"audit {source}: {reason}" for reason in lost.reasons]) from None
     changes = list(differences(one, other))
     if not changes and not stray:
         screen.print(Text(f"The job trains by {source}.", "green"))
@@ -192,7 +197,8 @@ def _comparable(one: Recipe, other: Recipe, model: Model) -> tuple[dict[str, Jso
     ):
         layers = tuple(Layer(f"block {block}", block, frozenset()) for block in range(depth))
     if not layers:
-        first, second = (_counted(recipe, model).model_dump(mode="json") for recipe in (one, other))
+        sides = ((one, "the intended recipe"), (other, "the job"))
+        first, second = (_counted(recipe, side, model).model_dump(mode="json") for recipe, side in sides)
         return first, second
     data = []
     for recipe in (one, other):
@@ -214,15 +220,25 @@ def _assigned(products: Products | None, recipe: Recipe) -> Json:
 def _read(job: Job, model: str | None, blocks: int | None) -> tuple[Recipe, dict[str, str], Model]:
     """Return the recipe of a job, its environment variables and the facts of its model."""
     layers = () if model is None else layers_of(model, Recipe())
-    facts = Model(model or "the job", blocks, layers)
+    facts = Model(model or "the job", blocks or job.blocks(), layers)
     return *job.in_force(facts), facts
 
 
-def _counted(recipe: Recipe, model: Model) -> Recipe:
-    """Return a recipe whose layer counts are numbers of blocks at both ends."""
-    if not recipe.layers.last_fraction:
+def _counted(recipe: Recipe, side: str, model: Model) -> Recipe:
+    """Return a recipe whose layer counts are numbers of blocks at both ends; Lost, which names the side, if
+    it counts a share of an unknown number.
+    """
+    share = recipe.layers.last_fraction
+    if not share:
         return recipe
-    first, last = skipped(recipe, model, "the job")
+    if model.depth is None:
+        raise Lost(
+            [
+                f"layers.last_fraction {share:g}: {side} counts a share of the blocks, and their number is"
+                " not known; give --blocks N, --model, or --num-layers among Megatron's arguments"
+            ]
+        )
+    first, last = skipped(recipe, model, side)
     return recipe.model_copy(
         update={"layers": Layers(skip_first=first, skip_last=last, rules=recipe.layers.rules)}
     )

@@ -49,6 +49,7 @@ _FLAGS = {
     "--num-layers-at-end-in-bf16": "1",
     "--te-precision-config-file": None,
     "--pipeline-model-parallel-size": "1",
+    "--num-layers": None,
 }
 """Arguments with a value that decide about the recipe, and Megatron's defaults (megatron-core 0.16.1)."""
 _FILE = "PRECISION_YAML"
@@ -67,7 +68,7 @@ _REFUSED = (
     "--fp8-multi-head-attention",
 )
 """Arguments that change what is computed in a way that is not read here."""
-_ELSEWHERE = ("--pipeline-model-parallel-size",)
+_ELSEWHERE = ("--pipeline-model-parallel-size", "--num-layers")
 """Arguments of `_FLAGS` that are not about precision: words that resemble them are other options."""
 _FORMATS = ("--fp4", "--fp8")
 """First letters of options that belong to a format: each one is read, or refused."""
@@ -193,6 +194,16 @@ def without_effect(arguments: Sequence[str]) -> Iterator[str]:
         if form and form not in said:
             shown = name if value is None else f"{name} {value}"
             yield f"{shown}: Megatron ignores it without {form}; give {form}, or leave {name} out"
+
+
+def blocks_of(arguments: Sequence[str]) -> int | None:
+    """Return the number of blocks that `--num-layers` says; None without it, or if a variable stands there.
+
+    Args:
+        arguments: words of Megatron-LM's command line, as for `read`.
+    """
+    text = _said(arguments).get("--num-layers") or ""
+    return int(text) if text.isdecimal() and int(text) else None
 
 
 def _format_of(name: str) -> str | None:
