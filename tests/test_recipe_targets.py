@@ -624,6 +624,21 @@ def test_arguments_are_imported_as_a_recipe_file(tmp_path):
     )  # Megatron's default keeps one at the start
 
 
+def test_a_file_with_other_content_is_not_replaced_without_a_word(tmp_path):
+    file = tmp_path / "mine.yaml"
+    exports = (("export", "nvfp4", "--to", "yaml"), ("export", "nvfp4", "--to", "megatron"))
+    for words in (*exports, ("import", "--te", "NVFP4BlockScaling")):
+        outputs = []
+        for content in (None, "notes: mine", here("recipe", *words).stdout):
+            file.unlink(missing_ok=True)
+            if content is not None:
+                file.write_text(content)
+            done = here("recipe", *words, "-o", file)
+            assert (done.returncode, file.read_text()) == (0, here("recipe", *words).stdout), done.stderr
+            outputs.append("replaced" in done.stdout)
+        assert outputs == [False, True, False]
+
+
 def test_the_environment_decides_what_a_class_without_arguments_is(tmp_path):
     for value, status in (("1", 1), ("0", 0)):
         done = here("recipe", "audit", "nvfp4", "--te", "NVFP4BlockScaling", NVTE_NVFP4_DISABLE_RHT=value)

@@ -102,11 +102,7 @@ def export(
             text = TARGETS[target].write(recipe, facts)
         except Lost as lost:
             raise InputError([f"{source} --to {target}: {reason}" for reason in lost.reasons]) from None
-    if out is None:
-        print(text, end="")
-    else:
-        out.write_text(text)
-        console().print(f"{out}: {TARGETS[target].what if target in TARGETS else target}", markup=False)
+    _put(text, out, TARGETS[target].what if target in TARGETS else target)
 
 
 def import_recipe(
@@ -131,11 +127,7 @@ def import_recipe(
     if ignored := job.ignored():
         raise InputError(ignored)
     text = as_text(recipe.model_dump(mode="json"))
-    if out is None:
-        print(text, end="")
-    else:
-        out.write_text(text)
-        console().print(f"{out}: a recipe file, for `recipe:` of an experiment", markup=False)
+    _put(text, out, "a recipe file, for `recipe:` of an experiment")
 
 
 def audit(
@@ -179,6 +171,17 @@ def audit(
     if changes:
         print_differences(screen, changes, source, "in force")
     raise typer.Exit(FAILED)
+
+
+def _put(text: str, out: Path | None, what: str) -> None:
+    """Print a text, or write it to a file and say what it is, and if it replaced other content."""
+    if out is None:
+        print(text, end="")
+        return
+    before = out.read_bytes() if out.is_file() else None
+    out.write_text(text)
+    replaced = "" if before in (None, text.encode()) else "; it replaced a file with other content"
+    console().print(f"{out}: {what}{replaced}", markup=False, soft_wrap=True)
 
 
 def _comparable(one: Recipe, other: Recipe, model: Model) -> tuple[dict[str, Json], dict[str, Json]]:
