@@ -158,7 +158,9 @@ def test_a_model_that_is_not_there_is_refused(tmp_path):
 
 def test_diff_names_the_path_and_both_values_of_what_differs():
     done = here("recipe", "diff", "nvfp4", "quartet2")
-    lines = {line.split()[0]: line.rstrip() for line in done.stdout.splitlines()[1:]}
+    head, *rows = done.stdout.splitlines()
+    assert head.split() == ["field", "nvfp4", "quartet2"]
+    lines = {line.split()[0]: line.rstrip() for line in rows}
     assert lines["fprop.w.block"].split() == ["fprop.w.block", "16x16", "1x16"]
     assert lines["dgrad.hadamard"].split(maxsplit=2) == ["dgrad.hadamard", "off", "size 128, signs per_step"]
     assert "fprop.x.element" not in lines

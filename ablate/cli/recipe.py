@@ -111,7 +111,7 @@ def print_differences(
     screen: Console, changes: Sequence[tuple[str, str, str]], first: str, second: str
 ) -> None:
     """Print what `differences` found, under the names of the two recipes."""
-    table = _table("recipe.", first, second)
+    table = _table("field", first, second)
     for path, *values in changes:
         table.add_row(path, *map(Text, values))
     screen.print(table)
