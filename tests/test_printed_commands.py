@@ -15,6 +15,7 @@ from support.cases import every
 from support.commands import here
 from support.experiments import environment
 
+from ablate.cli import recipe
 from ablate.cli.app import app
 
 ROOT = Path(__file__).parents[1]
@@ -288,3 +289,11 @@ def test_no_script_hides_a_module_of_the_standard_library(folder):
         path.name for path in folder.iterdir() if (path / "__init__.py").is_file()
     }
     assert not names & sys.stdlib_module_names
+
+
+def test_the_help_names_every_verb_about_recipes():
+    verbs = typer.main.get_command(recipe.app).commands
+    shown = " ".join(re.sub(r"[^\w ]", " ", here("--help").stdout).lower().split())
+    described = " ".join(re.sub(r"[^\w ]", " ", recipe.app.info.help).lower().split())
+    assert {verb for verb in verbs if verb not in described.split()} == set()
+    assert described in shown

@@ -26,7 +26,10 @@ from ablate.recipes.layers import Layer, select
 from ablate.recipes.recipe import Dgrad, Fprop, Products, Wgrad
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
-app = typer.Typer(help="Print a recipe as a table, or the differences between two.", no_args_is_help=True)
+app = typer.Typer(
+    help="Show a recipe, diff two, export one to a training stack, import one from it, or audit a job's.",
+    no_args_is_help=True,
+)
 
 HEADER = ("operand", "element", "block", "block scale", "outer scale", "rounding", "and")
 EQUATIONS = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}
