@@ -362,6 +362,17 @@ def test_a_share_of_the_blocks_is_counted_by_the_arguments_number_of_layers(tmp_
         )
 
 
+def test_wgrad_in_high_precision_is_read_where_megatron_hands_it_to_te():
+    jobs = {"--fp8-format hybrid --fp8-recipe delayed": True, "--fp8-format hybrid": True}
+    jobs |= {f"--fp8-format e4m3 --fp8-recipe {word}": False for word in ("mxfp8", "tensorwise")}
+    jobs |= {"--fp4-format e2m1": False, "--bf16": False}
+    for job, read_by_megatron in jobs.items():
+        words, own = [job, "--no-fp8-wgrad"], read([job], {})
+        assert (read(words, {}) == own) is not read_by_megatron
+        assert (list(without_effect(words)) == []) is read_by_megatron
+        assert read(words, {}).wgrad == (own.wgrad.high_precision() if read_by_megatron else own.wgrad)
+
+
 MISTYPED = {
     "--fp4-fromat e2m1": "--fp4-format",
     "--fp4_format e2m1": "--fp4-format",

@@ -178,9 +178,10 @@ def read(
 
 
 def without_effect(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each option that Megatron accepts and ignores, since no format is given.
+    """Yield a sentence for each option that Megatron accepts and ignores beside the others.
 
-    megatron-core 0.16.1 looks at `fp4_recipe`, `fp8_recipe` and the like only if `fp4` or `fp8` is set.
+    megatron-core 0.16.1 looks at `fp4_recipe`, `fp8_recipe` and the like only if `fp4` or `fp8` is set, and
+    hands `fp8_wgrad` to DelayedScaling alone (`get_fp8_recipe`).
 
     Args:
         arguments: words of its command line, as for `read`.
@@ -194,6 +195,12 @@ def without_effect(arguments: Sequence[str]) -> Iterator[str]:
         if form and form not in said:
             shown = name if value is None else f"{name} {value}"
             yield f"{shown}: Megatron ignores it without {form}; give {form}, or leave {name} out"
+    delayed = "--fp8-format" in said and said.get("--fp8-recipe") in (None, "delayed")
+    if "--no-fp8-wgrad" in said and not delayed:
+        yield (
+            "--no-fp8-wgrad: Megatron ignores it without --fp8-format and --fp8-recipe delayed, and wgrad is"
+            " computed as the recipe says; leave it out"
+        )
 
 
 def blocks_of(arguments: Sequence[str]) -> int | None:
@@ -239,7 +246,7 @@ def _counted(said: Mapping[str, str | None], environment: Mapping[str, str]) -> 
             "margin": _count(values, "--fp8-margin"),
         }
     recipe = recipe_of(standing_in(_CLASSES[name], options))
-    if "--no-fp8-wgrad" in said:
+    if "--no-fp8-wgrad" in said and name == "delayed":
         recipe = recipe.model_copy(update={"wgrad": recipe.wgrad.high_precision()})
     return recipe.model_copy(update={"layers": layers})
 
