@@ -155,6 +155,33 @@ def test_every_layer_at_every_step_has_the_recipes_own_products(te, name):
     assert compared or recipe.plain
 
 
+def test_a_file_with_rules_gives_no_layer_a_recipe_without_its_name(te):
+    """Attention in high precision: by the rule, not by who remembers an argument."""
+    layers = tuple(
+        Layer(f"layers.{block}.{part}", block, classes)
+        for block in range(7)
+        for part, classes in (
+            ("attn.q", frozenset({"Linear", "Attention"})),
+            ("mlp.up", frozenset({"Linear"})),
+        )
+    )
+    recipe = PRESETS["nemotron3_super"]()
+    text = TARGETS["te"].write(recipe, Model("nemotron3_super", layers=layers))
+    made, deciders = run(text), recipe.layers.deciders(layers)
+    for function in (made["recipe"], made["autocast"]):
+        with pytest.raises(TypeError):
+            function(0, 7, 0, 10)
+        for unknown in ("", "module.layers.0.attn.q", "lm_head", None):
+            with pytest.raises(ValueError, match="name"):
+                function(0, 7, 0, 10, name=unknown)
+    enabled = {layer.name: made["autocast"](layer.block, 7, 0, 10, name=layer.name)[0] for layer in layers}
+    assert enabled == {name: decider == "own" for name, decider in deciders.items()}
+    assert {name for name, on in enabled.items() if on} == {f"layers.{block}.mlp.up" for block in range(5)}
+    assert 'name="layers.0.attn.q"' in made["__doc__"]
+    plain = run(TARGETS["te"].write(PRESETS["nvfp4"](), Model("nvfp4", layers=layers)))
+    assert plain["autocast"](0, 7)[0]
+
+
 HOSTILE = {
     "NVTE_NVFP4_DISABLE_RHT": "1",
     "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1",

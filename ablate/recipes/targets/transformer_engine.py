@@ -5,6 +5,7 @@ its quantisers' parameters from them whatever its arguments say. So every argume
 parameters are set on the object.
 """
 
+import json
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from itertools import product
@@ -69,8 +70,7 @@ def write(recipe: Recipe, model: Model) -> str:
             "",
             "Every argument is written: environment variables (NVTE_*) change TE's defaults.",
             "",
-            "    with autocast(block, blocks, step, steps):",
-            "        y = layer(x)",
+            *_usage(model if rules else Model()),
             '"""',
             "",
             *objects.text(),
@@ -78,6 +78,20 @@ def write(recipe: Recipe, model: Model) -> str:
             "",
         ]
     )
+
+
+def _usage(model: Model) -> Iterator[str]:
+    """Yield the lines that show how a loop uses the file; by name if the model's layers have rules."""
+    if not model.layers:
+        yield "    with autocast(block, blocks, step, steps):"
+        yield "        y = layer(x)"
+        return
+    yield "Rules select single layers, so each linear layer has a context of its own, with its name in"
+    yield "named_modules() of the model. One context around a whole block cannot hold rules."
+    yield ""
+    for layer in [each for each in model.layers if each.block == model.layers[0].block][:2]:
+        yield f"    with autocast({layer.block}, blocks, step, steps, name={json.dumps(layer.name)}):"
+        yield "        y = linear(x)"
 
 
 class _Objects:
@@ -252,9 +266,9 @@ def _functions(
     yield ""
     if rules:
         deciders = counts.deciders(model.layers)
-        named = {layer.name: deciders[layer.name] for layer in model.layers}
-        yield "RULES = {  # number of the rule that decides, by layer"
-        yield from (f"    {name!r}: {rule}," for name, rule in named.items() if isinstance(rule, int))
+        named = ((layer.name, deciders[layer.name]) for layer in model.layers)
+        yield "RULES = {  # number of the rule that decides, by layer; None: the counts decide"
+        yield from (f"    {name!r}: {rule if isinstance(rule, int) else None}," for name, rule in named)
         yield "}"
         yield "BY_RULE = ["
         yield from (f"    {'None' if each is None else _mapping(each)}," for each in rules)
@@ -263,28 +277,36 @@ def _functions(
     yield '"""Recipe by the phases that are active."""'
     yield ""
     yield ""
-    yield 'def recipe(block, blocks, step=0, steps=1, *, name="", tokens_per_step=1, decay=None):'
+    name = "name" if rules else 'name=""'
+    yield f"def recipe(block, blocks, step=0, steps=1, *, {name}, tokens_per_step=1, decay=None):"
     yield '    """Return the recipe of a layer at a step, both counted from 0; None: high precision.'
     yield ""
     yield "    Args:"
     yield "        block, blocks: number of the layer's block, and of all blocks."
     yield "        step, steps: optimizer step, and length of the run."
-    yield "        name: qualified name of the layer."
+    whose = "as in RULES; ValueError for any other" if rules else "which decides nothing here"
+    yield f"        name: qualified name of the layer, {whose}."
     yield "        tokens_per_step: tokens of an optimizer step."
     yield "        decay: step at which the learning rate begins to fall."
     yield '    """'
     conditions = "".join(f"{_condition(phase)}, " for phase in recipe.schedule)
     yield f"    active = ({conditions})"
     if rules:
-        yield "    if name in RULES:"
+        yield "    if name not in RULES:"
+        yield "        raise ValueError("
+        yield '            f"name {name!r}: rules select layers by name, and the model that this file was"'
+        yield '            f" written for has no linear layer of that name; one is {next(iter(RULES))!r}"'
+        yield "        )"
+        yield "    if RULES[name] is not None:"
         yield "        chosen = BY_RULE[RULES[name]]"
         yield "        return None if chosen is None else chosen[active]"
     yield "    return OWN[active] if quantised(block, blocks) else None"
     yield ""
     yield ""
-    yield "def autocast(block, blocks, step=0, steps=1, **more):"
+    named_only, given = ("*, name, ", "name=name, ") if rules else ("", "")
+    yield f"def autocast(block, blocks, step=0, steps=1, {named_only}**more):"
     yield '    """Return TE\'s context for a layer at a step; the arguments are those of `recipe`."""'
-    yield "    chosen = recipe(block, blocks, step, steps, **more)"
+    yield f"    chosen = recipe(block, blocks, step, steps, {given}**more)"
     yield "    return te.autocast(enabled=chosen is not None, recipe=chosen)"
 
 
