@@ -114,6 +114,10 @@ def test_a_trial_is_packed_as_its_forward_pass_quantises(kept, form, tmp_path):
             assert torch.equal(tensors[f"{name}.weight"], layer.weight.bfloat16())
     assert packed
     assert f"{packed} layers packed" in done.stdout
+    other = {"modelopt": "compressed-tensors", "compressed-tensors": "modelopt"}[form]
+    done = here("export-model", "tiny:fp4", "--seed", 0, "--format", other, "-o", tmp_path, "--state", kept)
+    assert (done.returncode, str(tmp_path) in done.stderr, "Traceback" in done.stderr) == (2, True, False)
+    assert load_file(tmp_path / "model.safetensors").keys() == tensors.keys()
 
 
 def test_a_trial_by_its_id_with_scales_of_activations(kept, tmp_path):

@@ -1,6 +1,7 @@
 """Packed checkpoints: their codes, scales and names, by a slow reader of our own and by the packages that serve them."""
 
 import json
+import os
 import struct
 
 import numpy as np
@@ -129,18 +130,19 @@ def test_a_preset_is_packed_as_its_forward_pass_quantises_or_refused(preset, to,
 @pytest.mark.parametrize("to", TO)
 def test_the_configuration_names_what_stays_and_how_activations_are_read(to, tmp_path):
     run, call = trained("nvfp4", skip_last=1)
-    for calibrate in (None, call):
-        made = ablate.export_model(run, tmp_path, to, calibrate=calibrate)
+    for number, calibrate in enumerate((None, call)):
+        folder = tmp_path / str(number)
+        made = ablate.export_model(run, folder, to, calibrate=calibrate)
         assert made.packed == tuple(f"layers.{block}.{part}" for block in range(2) for part in ("up", "down"))
         rest = ["layers.2.up", "layers.2.down", "head"]
-        tensors = load_file(tmp_path / "model.safetensors")
+        tensors = load_file(folder / "model.safetensors")
         if to == "modelopt":
-            said = json.loads((tmp_path / "hf_quant_config.json").read_text())["quantization"]
+            said = json.loads((folder / "hf_quant_config.json").read_text())["quantization"]
             assert said["exclude_modules"] == rest
             assert said["quant_algo"] == ("NVFP4" if calibrate else "W4A16_NVFP4")
             name, scale = "input_scale", lambda amax: amax / 2688
         else:
-            said = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+            said = json.loads((folder / "config.json").read_text())["quantization_config"]
             assert (said["format"], said["ignore"]) == ("nvfp4-pack-quantized", rest)
             assert (said["config_groups"]["group_0"]["input_activations"] is None) == (calibrate is None)
             name, scale = "input_global_scale", lambda amax: 2688 / amax
@@ -174,6 +176,27 @@ def test_other_mistakes_are_said_in_a_sentence(tmp_path):
         ablate.export_model(run, tmp_path, "gguf")
     with pytest.raises(ValueError, match="did not call this layer"):
         ablate.export_model(run, tmp_path, calibrate=lambda: None)
+
+
+@every(first=TO, second=TO)
+def test_a_folder_never_holds_a_mixture_of_two_exports(first, second, tmp_path_factory):
+    folder, (run, _) = tmp_path_factory.mktemp("packed"), trained("nvfp4")
+    (folder / "tokenizer.json").write_text("{}")
+    before = os.umask(0o027)
+    try:
+        made = ablate.export_model(run, folder, first)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in made.files} == {0o640}
+    assert {path.name for path in folder.iterdir()} == {path.name for path in made.files} | {"tokenizer.json"}
+    content = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError, match="delete"):
+        ablate.export_model(run, folder, second)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == content
+    for path in made.files[1:]:
+        path.unlink()
+    with pytest.raises(ValueError, match="delete"):
+        ablate.export_model(run, folder, second)
 
 
 def test_the_file_is_safetensors_by_its_definition(tmp_path):

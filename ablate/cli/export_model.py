@@ -70,13 +70,19 @@ def export_model(
     reasons = [*_refusals(found)]
     if reasons:
         raise InputError([f"{run}: {reason}" for reason in reasons])
+    from ablate.training.packed_model import export_model as export
+    from ablate.training.packed_model import require_no_export
+
+    target = out or Path(f"{found.spec.id}_{form}")
+    try:
+        require_no_export(target)  # before a trial is trained again
+    except ValueError as error:
+        raise InputError([f"--out {error}"]) from None
     weights = _weights(found, store, train)
     if weights.fallbacks:
         raise InputError(
             [f"{run}: the guard changed the precision of layers during the run, which is not kept"]
         )
-    from ablate.training.packed_model import export_model as export
-
     prepared, conversion = _loaded(found, weights)
     batches = prepared.validation[:calibrate]
 
@@ -84,7 +90,6 @@ def export_model(
         for batch in batches:
             (prepared.loss or prepared.model)(*batch)
 
-    target = out or Path(f"{found.spec.id}_{form}")
     try:
         made = export(conversion, target, form, calibrate=measure if batches else None)
     except ValueError as error:

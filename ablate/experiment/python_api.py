@@ -102,7 +102,8 @@ def export_model(
         Files, names of the packed layers and of those that stay in high precision.
 
     Raises:
-        ValueError: nothing is packed, or a weight cannot be held by NVFP4's layout.
+        ValueError: nothing is packed, a weight cannot be held by NVFP4's layout, or the folder holds an
+            earlier export.
     """
     from ablate.training.packed_model import export_model as export
 

@@ -18,6 +18,7 @@ and sharded models. Not written: tokenizers, and anything of activations unless 
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,8 @@ from ablate.training.conversion import Conversion
 
 Format = Literal["compressed-tensors", "modelopt"]
 FORMATS: tuple[Format, ...] = ("compressed-tensors", "modelopt")
+FILES = ("model.safetensors", "config.json", "hf_quant_config.json")
+"""Files of an export, in any format."""
 _BLOCK = 16
 _ELEMENT_MAX = 6.0
 
@@ -70,7 +73,8 @@ def export_model(
     Args:
         run: handle of the trained model, from `convert`. The recipe of its last step decides which layers are
             packed: those of whose products the forward weight is quantised then.
-        folder: folder for `model.safetensors` and `config.json`; made if it does not exist.
+        folder: folder for `model.safetensors` and `config.json`; made if it does not exist. It must hold
+            none of FILES.
         to: `compressed-tensors` (vLLM), or `modelopt` (TensorRT-LLM, vLLM).
         calibrate: calls the model on some batches, whose largest inputs become the static scales of the
             activations. Without it only weights are quantised when the model is served (W4A16).
@@ -80,10 +84,12 @@ def export_model(
         What was written.
 
     Raises:
-        ValueError: the format is unknown, nothing is packed, or a weight cannot be held.
+        ValueError: the format is unknown, nothing is packed, a weight cannot be held, or the folder holds an
+            earlier export.
     """
     if to not in FORMATS:
         raise ValueError(f"to={to!r}: formats are {' and '.join(FORMATS)}")
+    require_no_export(folder)
     layers = run.engine.layers
     with run.evaluation():
         casts = {name: _packed(name, layer) for name, layer in layers.items() if layer.products.fprop.w}
@@ -105,10 +111,8 @@ def export_model(
         }
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    from safetensors.torch import save_file
-
     weights = target / "model.safetensors"
-    save_file(tensors, weights, metadata={"format": "pt", "producer": f"ablate {_version()}"})
+    _write(tensors, weights)
     rest = [
         name
         for name, module in run.model.named_modules()
@@ -127,6 +131,27 @@ def export_model(
         sum(own.numel() for _, own in served),
         sum(int((read != own).sum()) for read, own in served),
     )
+
+
+def require_no_export(folder: str | Path) -> None:
+    """Raise ValueError if a folder holds a file of an earlier export: a loader would mix them."""
+    if found := [name for name in FILES if (Path(folder) / name).exists()]:
+        raise ValueError(
+            f"{folder} holds {' and '.join(found)} already, and a loader would read them with the new files;"
+            " name another folder, or delete them first"
+        )
+
+
+def _write(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write a safetensors file, completely or not at all, with the mode of any new file."""
+    from safetensors.torch import save_file
+
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.touch()
+    mode = temporary.stat().st_mode & 0o777  # safetensors writes files that only their owner reads
+    save_file(tensors, temporary, metadata={"format": "pt", "producer": f"ablate {_version()}"})
+    temporary.chmod(mode)
+    temporary.replace(path)
 
 
 def as_served(cast: Packed, to: Format) -> Tensor:
