@@ -637,6 +637,29 @@ def test_a_recipe_with_one_field_that_the_target_lacks_is_refused_by_that_field(
         assert any(part in reason for part in parts for reason in lost.value.reasons), (target, field)
 
 
+RULED = ("te", "te-debug", "fouroversix")
+
+
+@pytest.mark.parametrize("target", RULED)
+def test_rules_that_the_model_resolves_are_asked_for_the_model_alone(target):
+    recipe = resolve("nvfp4", ['recipe.layers.rules=[{match: {within: "*Attention*"}, use: null}]'])
+    with pytest.raises(Lost) as lost:
+        TARGETS[target].write(recipe, Model("it", BLOCKS))
+    (reason,) = [each for each in lost.value.reasons if each.startswith("layers.rules")]
+    assert "--model" in reason
+    layers = (Layer("layers.0.attn.q", 0, frozenset({"Attention"})), Layer("layers.0.up", 0, frozenset()))
+    assert TARGETS[target].write(recipe, Model("it", layers=layers))
+
+
+def test_the_setting_that_megatrons_refusal_names_is_one_that_it_takes():
+    with pytest.raises(Lost) as lost:
+        TARGETS["megatron"].write(PRESETS["nemotron3_super"](), Model("it", BLOCKS))
+    (reason,) = lost.value.reasons
+    setting = reason.partition("--set '")[2].partition("'")[0]
+    text = TARGETS["megatron"].write(resolve("nemotron3_super", [setting]), Model("it", BLOCKS))
+    assert 'pattern: "*.self_attention.*"' in text
+
+
 # The command
 
 

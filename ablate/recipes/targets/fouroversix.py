@@ -74,7 +74,9 @@ _WHY = "fouroversix's nearest configuration has"
 def write(recipe: Recipe, model: Model) -> str:
     """Return JSON that `ModelQuantizationConfig(**json.load(file))` takes; Lost for what it cannot say."""
     counts = recipe.layers.model_dump(exclude={"rules"}, exclude_defaults=True)
-    reasons = [*unheld(recipe, "fouroversix", rules=bool(model.layers))]
+    reasons = [*unheld(recipe, "fouroversix", rules=True)]
+    if recipe.layers.rules and not model.layers:
+        reasons.append("layers.rules: the layers that they select are not known; give --model")
     if counts and not model.layers:
         reasons += [
             f"layers.{name} {value:g}: fouroversix names the layers that it leaves; give --model"

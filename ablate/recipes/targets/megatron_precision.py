@@ -99,7 +99,12 @@ def _lines(configs: Mapping[str, Mapping[str, object]], matchers: list[tuple[str
 def _patterns(match: Match, blocks: int) -> Iterator[str]:
     """Yield globs on module paths that select what a rule does; Lost if there are none."""
     if match.within is not None:
-        raise Lost([f"match within {match.within}: Megatron matches names, not classes; write a name"])
+        raise Lost(
+            [
+                f"match within {match.within}: Megatron matches names, not classes; write a name, such as"
+                " --set 'recipe.layers.rules=[{match: {name: \"*.self_attention.*\"}}]' for attention"
+            ]
+        )
     layers = modules(blocks)
     if not (selected := select(match, layers).layers):
         example = layers[-1].name if layers else "decoder.layers.0.mlp.linear_fc1"

@@ -56,7 +56,7 @@ def unheld(recipe: Recipe, target: str, schedule: bool = False, rules: bool = Fa
         recipe: the recipe.
         target: name of the stack, for the sentences.
         schedule: True if the target holds phases that start at a counted step.
-        rules: True if the target holds rules for single layers.
+        rules: True if the target holds rules for single layers, or does when it knows the model.
     """
     yield from _unwritten(recipe, target)
     usual = type(recipe.weights)()

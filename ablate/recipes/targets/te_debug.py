@@ -46,7 +46,7 @@ _WRAPPED = "which the debug tools wrap; what they then compute was not checked"
 
 def write(recipe: Recipe, model: Model) -> str:
     """Return the configuration file; Lost for what the tools cannot switch."""
-    reasons = [*unheld(recipe, _TARGET, rules=bool(model.layers))]
+    reasons = [*unheld(recipe, _TARGET, rules=True)]
     if recipe.layers.rules and not model.layers:
         reasons.append("layers.rules: the layers that they select are not known; give --model")
     reasons += [reason for reason in recipe_refusals(recipe) if not reason.startswith("weights.")]

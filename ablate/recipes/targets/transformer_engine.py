@@ -45,7 +45,7 @@ _QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 def write(recipe: Recipe, model: Model) -> str:
     """Return Python code that makes the recipe of each layer and step; Lost for what TE does not compute."""
-    reasons = [*unheld(recipe, "Transformer Engine", schedule=True, rules=bool(model.layers))]
+    reasons = [*unheld(recipe, "Transformer Engine", schedule=True, rules=True)]
     reasons += [
         reason
         for reason in recipe_refusals(recipe)
