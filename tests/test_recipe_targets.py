@@ -670,6 +670,24 @@ def test_what_is_written_as_a_recipe_file_is_the_recipe(tmp_path):
         assert resolve(str(file), []) == PRESETS["quartet2"]()
 
 
+TITLED = ("te", "megatron", "bridge", "torchao", "te-debug")
+
+
+@pytest.mark.parametrize("target", TITLED)
+def test_a_title_names_the_settings_and_stays_one_comment(target, tmp_path):
+    file, plain = tmp_path / "precision", tmp_path / "plain"
+    odd = ("recipe.schedule=[\n]", 'recipe.dtype="\\x62f16"')
+    for path, settings in ((file, ("skip_last=1", *odd)), (plain, ("skip_last=1", "skip_first=0"))):
+        words = [word for setting in settings for word in ("--set", setting)]
+        done = here("recipe", "export", "nvfp4", "--to", target, "--blocks", BLOCKS, "-o", path, *words)
+        assert done.returncode == 0, done.stderr
+    assert "nvfp4 with skip_last=1, skip_first=0" in plain.read_text().splitlines()[0]
+    title, *rest = file.read_text().splitlines()
+    assert (rest, title) == (plain.read_text().splitlines()[1:], title.strip())
+    if target in ("te", "bridge", "torchao"):
+        compile(file.read_text(), "exported.py", "exec")
+
+
 def test_arguments_are_imported_as_a_recipe_file(tmp_path):
     file = tmp_path / "mine.yaml"
     words = (

@@ -97,12 +97,18 @@ def export(
         )
     else:
         layers = () if model is None else layers_of(model, recipe)
-        facts = Model(source, blocks, layers, log_every)
+        facts = Model(_title(source, turn or []), blocks, layers, log_every)
         try:
             text = TARGETS[target].write(recipe, facts)
         except Lost as lost:
             raise InputError([f"{source} --to {target}: {reason}" for reason in lost.reasons]) from None
     _put(text, out, TARGETS[target].what if target in TARGETS else target)
+
+
+def _title(source: str, turned: list[str]) -> str:
+    """Return what is exported, settings included, as one line that a comment or a docstring can hold."""
+    whole = f"{source} with {', '.join(turned)}" if turned else source
+    return " ".join(whole.split()).replace("\\", "/").replace('"', "'")
 
 
 def import_recipe(
