@@ -688,6 +688,16 @@ def test_a_title_names_the_settings_and_stays_one_comment(target, tmp_path):
         compile(file.read_text(), "exported.py", "exec")
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", {"from": "nvfp4"}])
+def test_an_experiment_in_place_of_a_recipe_is_named_as_one(recipe, tmp_path):
+    for keys in ({"schema": 1}, {"workload": {"idle": {"steps": 4}}}):
+        (tmp_path / "mine.yaml").write_text(json.dumps(keys | {"recipe": recipe, "seeds": 3}))
+        done = here("recipe", "export", tmp_path / "mine.yaml", "--to", "te")
+        assert (done.returncode, done.stdout) == (2, "")
+        (line,) = done.stderr.splitlines()
+        assert ("experiment" in line, "no such key" in line) == (True, False)
+
+
 def test_arguments_are_imported_as_a_recipe_file(tmp_path):
     file = tmp_path / "mine.yaml"
     words = (

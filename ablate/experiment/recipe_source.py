@@ -23,6 +23,8 @@ from ablate.recipes.te_import import TERecipe, is_te_recipe, recipe_of
 
 RecipeSource = str | Path | Mapping[str, Json] | Recipe | TERecipe
 SUFFIXES = (".yaml", ".yml", ".json")
+_EXPERIMENT = {"schema", "workload"}
+"""Keys that every experiment has one of, and no recipe."""
 
 
 def resolve(source: RecipeSource, knobs: Mapping[str, Json]) -> Recipe:
@@ -68,7 +70,15 @@ def load(source: RecipeSource) -> Recipe:
     if path.suffix in SUFFIXES:
         if not path.is_file():
             raise ValueError(f"{path}: no such recipe file")
-        return parse(read(path).value, str(path))
+        content = read(path).value
+        if _EXPERIMENT & content.keys():
+            recipe = content.get("recipe")
+            named = f" {recipe}" if isinstance(recipe, str) else ""
+            raise ValueError(
+                f"{path}: this is an experiment, not a recipe; give its `recipe:`{named},"
+                " with the knobs of an arm turned (by --set)"
+            )
+        return parse(content, str(path))
     raise ValueError(
         f"{source}: no such preset; {nearest(str(source), PRESETS)}. A recipe file ends in .yaml"
     )
