@@ -36,6 +36,9 @@ changed, so the ids of its trials stay."""
 TREE_SUMS_VERSION = 5
 """Version of the recipes that add up a block: `range.statistic` rms or std, and MS-EDEN. Up to version 3 they
 added in torch's order, which differs between machines; now by halves (`scaling.tree_sum`)."""
+CONTIGUOUS_VERSION = 6
+"""Version of the recipes that split off singular components: up to 5, the order in which those of a
+transposed operand were added up followed its layout in memory, which differs between one rank and several."""
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 """JSON data, as `ablate.files` has it: this package imports none of the others."""
 
@@ -43,16 +46,23 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 def version(recipes: Iterable[Json], device: str) -> int:
     """Return the version of the numerics of some recipes (as JSON data) on a device class."""
     words = {word for recipe in recipes for word in _words(recipe)}
+    if "low_rank" in words:
+        return CONTIGUOUS_VERSION
     if "sums" in words:
         return TREE_SUMS_VERSION
     return STATIC_ROTATED_VERSION if device == "cpu" and words >= {"rotated", "static"} else VERSION
 
 
 def _words(data: Json) -> Iterator[str]:
-    """Yield `rotated` for each rotation by 16 in a recipe's data, `static` for each given amax, `sums`."""
+    """Yield the words of a recipe's data that a version depends on.
+
+    They are `rotated` for each rotation by 16, `static` for each given amax, `sums`, `low_rank`.
+    """
     if isinstance(data, dict):
         if isinstance(range_ := data.get("range"), dict) and str(range_.get("statistic")) != "amax":
             yield "sums"
+        if isinstance(transform := data.get("transform"), dict) and transform.get("low_rank"):
+            yield "low_rank"
         if data.get("rounding") == "ms_eden":
             yield "sums"
         if isinstance(turn := data.get("hadamard"), dict) and turn.get("size") == 16:

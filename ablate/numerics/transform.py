@@ -70,6 +70,7 @@ def low_rank(x: Tensor, rank: int) -> Tensor:
 
     Not modelled: Metis (arXiv 2509.00404) also quantises the factors; here they keep the operand's precision.
     """
+    x = x.contiguous()  # the order of additions follows the layout
     rank = min(rank, *x.shape)
     if not x.numel() or not x.isfinite().all():
         return torch.zeros_like(x)
