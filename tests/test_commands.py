@@ -99,7 +99,7 @@ def test_version_prints_the_version():
 @pytest.mark.parametrize(
     ("words", "found"),
     [
-        (["recipe", "show", "nvfp4_p"], ["nvfp4_paper"]),
+        (["recipe", "show", "nvfp4_pa"], ["nvfp4_paper"]),
         (["report", "ti"], ["tiny"]),
         (["leader"], ["leaderboard"]),
         (["plan", "--js"], ["--json"]),

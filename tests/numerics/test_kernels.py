@@ -137,6 +137,10 @@ def operands_of_presets() -> dict[str, tuple[Quant, Hadamard | None]]:
     return {name: way for way, name in ways.items()}
 
 
+NO_KERNEL = {"luq dgrad.g", "if4 fprop.w", "if4 wgrad.x"}
+"""Operands that the reference quantises: stochastic rounding to powers of two, and a choice between two grids."""
+
+
 @every(transposed=[False, True], dtype=[torch.bfloat16, torch.float32], way=operands_of_presets())
 def test_every_operand_of_every_preset_has_a_kernel_that_equals_the_reference(build, way, dtype, transposed):
     quant, rotation = operands_of_presets()[way]
@@ -149,7 +153,7 @@ def test_every_operand_of_every_preset_has_a_kernel_that_equals_the_reference(bu
             mock.patch.object(general, "quantize", wraps=general.quantize) as other,
         ):
             mine = quantize(x, quant, **how)
-        assert nvidia.call_count + other.call_count == 1
+        assert nvidia.call_count + other.call_count == (way not in NO_KERNEL)
         assert_equal(mine, reference(x, quant, **how))
 
 
