@@ -18,6 +18,7 @@ FILES = {
     **{
         "evidence": "export",
         "export-tables": "export",
+        "export-model": "export_model",
         "workers": "stop",
         "collect": "jobs",
         "run-task": "jobs",
