@@ -87,6 +87,7 @@ OTHERS = {
     "python benchmarks/simulated_truth.py": "test_simulated_truth.py",
     "python -m pytest": "is this suite",
     "python docs/generate_reference.py": "test_docs.py",
+    "python docs/generate_tensor_cores.py": "recipes/test_scaled_mapping.py",
     "python tests/regenerate_recipes_page.py": "recipes/test_recipes_page.py",
     "python tests/regenerate_golden.py": "recipes/test_ids.py",
     "python3 -m venv": "Python's own",
