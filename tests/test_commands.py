@@ -500,3 +500,24 @@ def test_a_verb_that_is_started_alone_is_the_same_command():
         assert getattr(module, verb.replace("-", "_")) is whole[verb]
     apart = {"schema", "knobs", "place", "version"}  # in app.py itself
     assert whole.keys() == FILES.keys() | apart
+
+
+CAUGHT = """
+import sys
+from ablate.cli.common import run
+
+def command():
+    try:
+        exec("raise KeyboardInterrupt")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+run(command)
+"""
+
+
+def test_an_interrupt_within_generated_code_keeps_the_exit_status_of_its_handler(tmp_path):
+    """Imports run generated code, which dataclasses are made by; CPython then ends `-m` by SIGINT."""
+    (tmp_path / "interrupted.py").write_text(CAUGHT)
+    done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, env=environment(), check=False)
+    assert done.returncode == 130

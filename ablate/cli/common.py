@@ -97,6 +97,10 @@ def run(command: Callable[[], None]) -> None:
     except InputError as error:
         print(printable(str(error)), file=sys.stderr)
         sys.exit(BAD_INPUT)
+    finally:
+        # CPython notes a Ctrl-C that passes through exec() of a string, such as the making of a dataclass,
+        # and kills `python -m` by SIGINT at its end even if it was caught. The next string clears the note.
+        eval("0")
 
 
 class Terminated(KeyboardInterrupt):

@@ -168,6 +168,12 @@ def sweep(
             "--check-command", hidden=True, help="Command that checks the numerics; default: `ablate doctor`."
         ),
     ] = None,
+    ready: Annotated[
+        int | None,
+        typer.Option(
+            "--ready", hidden=True, help="File descriptor to write a byte to when the sweep begins to run."
+        ),
+    ] = None,
 ) -> None:
     """Run an experiment: compute missing trials, reuse finished ones, and answer its question.
 
@@ -207,6 +213,9 @@ def sweep(
     try:
         with lock(folder / "lock", wait=False), raise_on_sigterm():
             check(folder, str(file))
+            if ready is not None:
+                os.write(ready, b"1")
+                os.close(ready)
             if export_jobs is not None:
                 from ablate.cli import jobs
 
@@ -407,7 +416,8 @@ def _message(
 def _detach(
     file: Path, folder: Path, settings: Settings, options: RunOptions, report: bool, seeds: int | None
 ) -> int:
-    """Start the same sweep in a new session, wait until it holds its lock, and return the exit status.
+    """Start the same sweep in a new session, wait until it has its lock and a sound ledger, and return the
+    exit status.
 
     If the process ends before that, print its output and return its exit status.
     """
@@ -415,24 +425,28 @@ def _detach(
         raise _sweep_busy(file, str(running))
     folder.mkdir(parents=True, exist_ok=True)
     log = folder / "console.txt"
+    begun, ready = os.pipe()
     with log.open("w") as output:
         process = subprocess.Popen(
             [
                 *_command(file, settings, options),
                 *([] if report else ["--no-report"]),
                 *(["--seeds", str(seeds)] if seeds else []),
+                *("--ready", str(ready)),
             ],
+            pass_fds=[ready],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             env=os.environ | settings.environment(),
         )
-    while process.poll() is None and not ((owner := holder(folder)) and owner.pid == process.pid):
-        time.sleep(0.05)
-    if process.returncode is not None:
-        print(log.read_text(), end="", file=sys.stderr if process.returncode == BAD_INPUT else sys.stdout)
-        return process.returncode
+    os.close(ready)
+    with os.fdopen(begun, "rb") as pipe:
+        if not pipe.read(1):  # its end without a byte: the process has ended
+            status = process.wait()
+            print(log.read_text(), end="", file=sys.stderr if status == BAD_INPUT else sys.stdout)
+            return status
     screen = console()
     message = f" continues without this terminal: pid {process.pid}, state folder {settings.state}."
     screen.print(Text.assemble((folder.name, "bold"), message))
