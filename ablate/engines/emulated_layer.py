@@ -57,7 +57,7 @@ from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import first_order, linear, split_product
 from ablate.numerics.quantize import Keep, Operand, lasts, pad, quantize, quantize_both
 from ablate.numerics.spec import Hadamard, Quant
-from ablate.numerics.transform import patch, split
+from ablate.numerics.transform import Part, patch, split
 from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products
 
 _GEMM_DTYPES = {word: choices.DTYPES[dtype] for word, (dtype, _) in choices.GEMM_OUTPUTS.items()}
@@ -228,13 +228,19 @@ class EmulatedLinear(nn.Linear):
             return [Operand(self.rotated(x, slot, rotation))]
         channels = 0 if slot.startswith("wgrad") else 1
         parts = split(x, quant, channels)
-        operands = [self._part(part, slot, how, rotation, quant, keep) for part, how in parts]
+        operands = [self._part(part, slot, rotation, quant, keep) for part in parts]
         if quant.transform and quant.transform.patch:
-            rest, _ = parts[0]
+            rest = parts[0].values
             became = self.whole(operands[:1], slot, rotation, rest.shape[1])
-            lost = patch(rest, became, quant.transform.patch, channels).to(x.dtype)
-            operands.append(Operand(self.rotated(lost, slot, rotation)))
-        return operands
+            parts.append(patch(rest, became, quant.transform.patch, channels, x.dtype))
+            operands.append(self._part(parts[-1], slot, rotation, quant, keep))
+        apart = channels == 0 or rotation is None  # a rotation along the channels mixes them
+        return [
+            operand
+            if part.kept is None
+            else replace(operand, nonzero=(channels, part.kept) if apart else None)
+            for operand, part in zip(operands, parts, strict=True)
+        ]
 
     def gradients(
         self, dy: Tensor, products: Products, dx: bool, dw: bool
@@ -356,9 +362,8 @@ class EmulatedLinear(nn.Linear):
             elif not math.isfinite(largest):
                 self.nonfinite += 1
 
-    def _part(
-        self, x: Tensor, slot: str, how: Quant | None, rotation: Hadamard | None, main: Quant, keep: Keep
-    ) -> Operand:
+    def _part(self, part: Part, slot: str, rotation: Hadamard | None, main: Quant, keep: Keep) -> Operand:
+        x, how, _ = part
         if how is None:
             return Operand(self.rotated(x, slot, rotation))
         result = self.quantize(

@@ -4,6 +4,7 @@ import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -69,7 +70,30 @@ def split_product(a: Sequence[Operand], b: Sequence[Operand], out: torch.dtype) 
     """Return the product of two operands that are sums of parts (`transform.split`), rounded once."""
     if len(a) == len(b) == 1:
         return product(a[0], b[0], out)
-    return sum(product(left, right, torch.float32) for left in a for right in b).to(out)
+    return sum(_of_parts(left, right) for left in a for right in b).to(out)
+
+
+def _of_parts(a: Operand, b: Operand) -> Tensor:
+    """Return a b^T in fp32, multiplying only rows and columns that are not zero (`Operand.nonzero`)."""
+    columns = next((one.nonzero[1] for one in (a, b) if one.nonzero and one.nonzero[0] == 1), None)
+    if columns is not None:
+        a, b = (replace(one, values=one.values.index_select(1, columns)) for one in (a, b))
+    y = product(_rows(a), _rows(b), torch.float32)
+    for dimension, one in enumerate((a, b)):
+        if one.nonzero and one.nonzero[0] == 0:
+            shape = list(y.shape)
+            shape[dimension] = one.values.shape[0]
+            y = y.new_zeros(shape).index_copy_(dimension, one.nonzero[1], y)
+    return y
+
+
+def _rows(one: Operand) -> Operand:
+    """Return the rows of an operand that are not zero."""
+    if one.nonzero is None or one.nonzero[0] == 1:
+        return one
+    rows = one.nonzero[1]
+    amax = one.amax.index_select(0, rows) if one.amax is not None and one.amax.ndim else one.amax
+    return replace(one, values=one.values.index_select(0, rows), amax=amax)
 
 
 MODES = {"bf16": 16, "fp32": 32}

@@ -78,6 +78,8 @@ class Operand:
     scaled: Tensor | None = None
     codes: Tensor | None = None
     block_amax: Tensor | None = None
+    nonzero: tuple[int, Tensor] | None = None
+    """Dimension and ascending indices of the rows (0) or columns (1) that are not zero; None: any may be."""
 
     @property
     def divisor(self) -> float:

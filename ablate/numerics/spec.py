@@ -39,6 +39,9 @@ added in torch's order, which differs between machines; now by halves (`scaling.
 CONTIGUOUS_VERSION = 6
 """Version of the recipes that split off singular components: up to 5, the order in which those of a
 transposed operand were added up followed its layout in memory, which differs between one rank and several."""
+NONZERO_VERSION = 7
+"""Version of the recipes that take channels out of an operand (`transform.channels` and `transform.patch`).
+Up to 6 the zeros of the other channels were multiplied too, which adds fp32 sums in other groups."""
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 """JSON data, as `ablate.files` has it: this package imports none of the others."""
 
@@ -46,6 +49,8 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 def version(recipes: Iterable[Json], device: str) -> int:
     """Return the version of the numerics of some recipes (as JSON data) on a device class."""
     words = {word for recipe in recipes for word in _words(recipe)}
+    if "channels" in words:
+        return NONZERO_VERSION
     if "low_rank" in words:
         return CONTIGUOUS_VERSION
     if "sums" in words:
@@ -56,13 +61,16 @@ def version(recipes: Iterable[Json], device: str) -> int:
 def _words(data: Json) -> Iterator[str]:
     """Yield the words of a recipe's data that a version depends on.
 
-    They are `rotated` for each rotation by 16, `static` for each given amax, `sums`, `low_rank`.
+    They are `rotated` for each rotation by 16, `static` for each given amax, `sums`, `low_rank`, `channels`.
     """
     if isinstance(data, dict):
         if isinstance(range_ := data.get("range"), dict) and str(range_.get("statistic")) != "amax":
             yield "sums"
-        if isinstance(transform := data.get("transform"), dict) and transform.get("low_rank"):
-            yield "low_rank"
+        if isinstance(transform := data.get("transform"), dict):
+            if transform.get("low_rank"):
+                yield "low_rank"
+            if transform.get("channels") or transform.get("patch"):
+                yield "channels"
         if data.get("rounding") == "ms_eden":
             yield "sums"
         if isinstance(turn := data.get("hadamard"), dict) and turn.get("size") == 16:

@@ -1,9 +1,8 @@
 """Split of an operand before quantisation into parts that sum to it, each with its own quantiser or none."""
 
 import math
-from collections.abc import Callable, Iterator
 from fractions import Fraction
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +10,7 @@ from torch import Tensor
 from ablate.numerics.choices import CHANNELS
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.scaling import order_statistic
-from ablate.numerics.spec import Quant, Transform
+from ablate.numerics.spec import Quant
 
 CHANNEL_FORMATS = {
     word: Quant.model_validate(fields) if fields else None for word, fields in CHANNELS.items()
@@ -20,7 +19,18 @@ _ITERATIONS = 4
 """Steps of the subspace iteration, enough for a spectrum that is worth splitting off."""
 
 
-def split(x: Tensor, quant: Quant, channels: int) -> list[tuple[Tensor, Quant | None]]:
+class Part(NamedTuple):
+    """One of the parts that an operand is split into."""
+
+    values: Tensor
+    """In the shape of the operand."""
+    quant: Quant | None
+    """None: kept in the dtype of the operand."""
+    kept: Tensor | None = None
+    """Indices of the channels that are not zero, ascending; None: any may be."""
+
+
+def split(x: Tensor, quant: Quant, channels: int) -> list[Part]:
     """Split `x` into parts that sum to it.
 
     Args:
@@ -29,35 +39,31 @@ def split(x: Tensor, quant: Quant, channels: int) -> list[tuple[Tensor, Quant | 
         channels: Dimension of the features: 1 if tokens are rows, 0 if they are columns.
 
     Returns:
-        Parts with their quantisers (None: kept in the dtype of `x`). The first is the rest, which `quant`
-        quantises.
+        The parts. The first is the rest, which `quant` quantises.
     """
     if quant.transform is None:
-        return [(x, quant)]
-    rest, taken = x.to(torch.float32), []
-    for take, part_quant in _steps(quant.transform, channels):
-        part = take(rest).to(x.dtype)
-        rest = rest - part
-        taken.append((part, part_quant))
-    if quant.transform.clamp is not None:
-        limit = quantile(rest if taken else x, quant.transform.clamp)
-        clamped = rest.clamp(-limit, limit)
-        if quant.transform.residual:
-            taken.append(((rest - clamped).to(x.dtype), None))
-        rest = clamped
-    return [(rest, quant), *taken]
+        return [Part(x, quant)]
+    transform, rest, taken = quant.transform, x.to(torch.float32), []
 
+    def take(part: Tensor, part_quant: Quant | None, kept: Tensor | None = None) -> None:
+        nonlocal rest
+        taken.append(Part(part.to(x.dtype), part_quant, kept))
+        rest = rest - taken[-1].values
 
-def _steps(transform: Transform, channels: int) -> Iterator[tuple[Callable[[Tensor], Tensor], Quant | None]]:
     if transform.mean:
-        yield partial(mean, channels=channels), None
+        take(mean(rest, channels), None)
     if transform.low_rank:
-        yield partial(low_rank, rank=transform.low_rank), None
+        take(low_rank(rest, transform.low_rank), None)
     if transform.channels:
-        yield (
-            partial(top_channels, fraction=transform.channels, channels=channels),
-            CHANNEL_FORMATS[transform.channels_in],
-        )
+        kept = largest_channels(rest, transform.channels, channels)
+        take(only(rest, kept, channels), CHANNEL_FORMATS[transform.channels_in], kept)
+    if transform.clamp is not None:
+        limit = quantile(rest if taken else x, transform.clamp)
+        clamped = rest.clamp(-limit, limit)
+        if transform.residual:
+            taken.append(Part((rest - clamped).to(x.dtype), None))
+        rest = clamped
+    return [Part(rest, quant), *taken]
 
 
 def mean(x: Tensor, channels: int) -> Tensor:
@@ -84,12 +90,19 @@ def low_rank(x: Tensor, rank: int) -> Tensor:
     return basis @ (basis.t() @ x)
 
 
-def top_channels(x: Tensor, fraction: float, channels: int) -> Tensor:
-    """Return x with only the `fraction` of channels of largest L2 norm, at least one; the others are zero."""
-    return torch.where(_largest(x, fraction, channels), x, 0.0)
+def largest_channels(x: Tensor, fraction: float, channels: int) -> Tensor:
+    """Return the indices of the `fraction` of channels of largest L2 norm, at least one, ascending."""
+    norms = x.square().sum(dim=1 - channels)
+    count = max(1, round(fraction * norms.numel()))
+    return norms.topk(min(count, norms.numel())).indices.sort().values
 
 
-def patch(x: Tensor, quantised: Tensor, fraction: float, channels: int) -> Tensor:
+def only(x: Tensor, kept: Tensor, channels: int) -> Tensor:
+    """Return x with only the channels `kept`; the others are zero."""
+    return torch.zeros_like(x).index_copy(channels, kept, x.index_select(channels, kept))
+
+
+def patch(x: Tensor, quantised: Tensor, fraction: float, channels: int, dtype: torch.dtype) -> Part:
     """Return what quantisation lost of the `fraction` of channels of largest L2 norm, zero in the others.
 
     Added to the quantised operand, it makes those channels as exact as the dtype of `x` (Hot-Channel Patch,
@@ -97,25 +110,14 @@ def patch(x: Tensor, quantised: Tensor, fraction: float, channels: int) -> Tenso
     both operands of a product, and a set that stays for some steps; here each operand and call has its own.
 
     Args:
-        x: what was quantised, [rows, columns], bf16, fp16 or fp32.
+        x: what was quantised, fp32 [rows, columns].
         quantised: what it became, fp32 like `x`, not rotated.
         fraction: share of the channels, at least one.
         channels: dimension of the features: 1 if tokens are rows, 0 if they are columns.
-
-    Returns:
-        Tensor like `x`, rounded once.
+        dtype: dtype to which the part is rounded.
     """
-    rest = x.to(torch.float32)
-    return torch.where(_largest(rest, fraction, channels), rest - quantised, 0.0).to(x.dtype)
-
-
-def _largest(x: Tensor, fraction: float, channels: int) -> Tensor:
-    """Return True for the channels of largest L2 norm, at least one, so that it broadcasts to x."""
-    norms = x.square().sum(dim=1 - channels)
-    kept = torch.zeros_like(norms, dtype=torch.bool)
-    count = max(1, round(fraction * norms.numel()))
-    kept[norms.topk(min(count, norms.numel())).indices] = True
-    return kept.unsqueeze(1 - channels)
+    kept = largest_channels(x, fraction, channels)
+    return Part(only(x - quantised, kept, channels).to(dtype), None, kept)
 
 
 def quantile(x: Tensor, q: float) -> Tensor:

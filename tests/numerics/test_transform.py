@@ -1,6 +1,7 @@
 """What is taken out of an operand before it is quantised: parts that sum to it, and each part what its name says."""
 
 import math
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -9,8 +10,16 @@ import torch
 
 from ablate.numerics.product import product, split_product
 from ablate.numerics.quantize import Operand, quantize
-from ablate.numerics.spec import Quant, Transform
-from ablate.numerics.transform import CHANNEL_FORMATS, low_rank, mean, quantile, split, top_channels
+from ablate.numerics.spec import Outer, Quant, Transform
+from ablate.numerics.transform import (
+    CHANNEL_FORMATS,
+    largest_channels,
+    low_rank,
+    mean,
+    only,
+    quantile,
+    split,
+)
 
 TRANSFORMS = {
     "mean": Transform(mean=True),
@@ -50,7 +59,7 @@ class TestTransforms:
         for dtype, close in ((torch.float32, 2e-7), (torch.bfloat16, 2.0**-9)):
             x = tensor().to(dtype)
             parts = parts_of(x, TRANSFORMS[name], channels)
-            total = sum(part.double() for part, _ in parts)
+            total = sum(part.double() for part, *_ in parts)
             # Parts that are taken out are rounded to x's dtype and the rest is what then remains, exactly; only what clamping cut off
             # is rounded with nothing left to make up for it.
             assert ((total - x.double()).abs() <= close * x.double().abs().max()).all()
@@ -61,12 +70,12 @@ class TestTransforms:
         quant = Quant(transform=TRANSFORMS[name])
         parts = split(tensor(), quant, channels)
         assert parts[0][1] is quant
-        assert all(how in CHANNEL_FORMATS.values() for _, how in parts[1:])
+        assert all(how in CHANNEL_FORMATS.values() for _, how, _ in parts[1:])
         assert len(parts) == 1 + sum(bool(getattr(TRANSFORMS[name], field)) for field in FIELDS)
-        assert all(part.shape == (24, 40) for part, _ in parts)
+        assert all(part.shape == (24, 40) for part, *_ in parts)
         half = split(tensor().bfloat16(), quant, channels)
         assert all(
-            part.dtype == torch.bfloat16 for part, _ in half[1:]
+            part.dtype == torch.bfloat16 for part, *_ in half[1:]
         )  # the operand's own precision; the rest stays exact
 
     def test_it_lowers_the_error_on_a_tensor_with_what_it_takes_out(self, name, channels):
@@ -75,7 +84,7 @@ class TestTransforms:
         parts = parts_of(x, TRANSFORMS[name], channels)
         values = sum(
             (part if how is None else quantize(part, how).dequantize()[:, : x.shape[1]])
-            for part, how in parts
+            for part, how, _ in parts
         )
         assert (values - x).square().sum() < plain
 
@@ -84,7 +93,7 @@ class TestTransforms:
         before = x.clone()
         first, second = (parts_of(x, TRANSFORMS[name], channels) for _ in range(2))
         assert torch.equal(x, before)
-        assert all(torch.equal(a, b) for (a, _), (b, _) in zip(first, second, strict=True))
+        assert all(torch.equal(a, b) for (a, *_), (b, *_) in zip(first, second, strict=True))
 
     def test_it_reads_no_global_generator(self, name, channels):
         before = torch.random.get_rng_state()
@@ -92,7 +101,7 @@ class TestTransforms:
         assert torch.equal(torch.random.get_rng_state(), before)
 
     def test_transposing_commutes_with_it(self, name, channels):
-        for (part, _), (turned, _) in zip(
+        for (part, *_), (turned, *_) in zip(
             parts_of(tensor(), TRANSFORMS[name], channels),
             parts_of(tensor().t(), TRANSFORMS[name], 1 - channels),
             strict=True,
@@ -105,18 +114,18 @@ class TestTransforms:
     def test_empty_tensors_pass(self, name, channels):
         for shape in ((0, 16), (4, 0), (0, 0)):
             assert all(
-                part.shape == shape for part, _ in parts_of(torch.empty(shape), TRANSFORMS[name], channels)
+                part.shape == shape for part, *_ in parts_of(torch.empty(shape), TRANSFORMS[name], channels)
             )
 
     def test_a_nan_or_an_infinity_stays_visible(self, name, channels):
         for bad in (math.nan, math.inf):
             x = tensor()
             x[2, 5] = bad
-            assert not all(part.isfinite().all() for part, _ in parts_of(x, TRANSFORMS[name], channels))
+            assert not all(part.isfinite().all() for part, *_ in parts_of(x, TRANSFORMS[name], channels))
 
     def test_the_product_of_parts_is_the_product_of_their_sum(self, name, channels):
         x, w = tensor().bfloat16(), tensor(1, 8).bfloat16()
-        parts = [Operand(part) for part, _ in parts_of(x, TRANSFORMS[name], channels)]
+        parts = [Operand(part) for part, *_ in parts_of(x, TRANSFORMS[name], channels)]
         exact = x.double() @ w.double().t()
         mine = split_product(parts, [Operand(w)], torch.float32)
         assert (mine - exact).abs().max() <= 2.0**-9 * (x.double().abs() @ w.double().abs().t()).max()
@@ -124,7 +133,7 @@ class TestTransforms:
 
 def test_no_transform_is_one_part():
     x = tensor()
-    assert [(part is x, how) for part, how in split(x, Quant(), 1)] == [(True, Quant())]
+    assert [(part is x, how) for part, how, _ in split(x, Quant(), 1)] == [(True, Quant())]
 
 
 def test_the_mean_is_over_tokens_for_every_channel():
@@ -151,22 +160,27 @@ def test_the_low_rank_part_is_the_best_of_its_rank(rank):
 def test_the_channels_taken_out_are_the_largest_by_norm_and_at_least_one():
     x = tensor()
     for fraction, count in ((0.05, 2), (0.1, 4), (0.001, 1), (0.5, 20)):
-        taken = top_channels(x, fraction, channels=1)
+        indices = largest_channels(x, fraction, channels=1)
+        taken = only(x, indices, channels=1)
         kept = taken.abs().sum(0) > 0
         assert kept.sum() == count
+        assert torch.equal(kept.nonzero().flatten(), indices)  # ascending
         assert {3, 17} & set(kept.nonzero().flatten().tolist())
         assert torch.equal(taken[:, kept], x[:, kept])
         norms = x.norm(dim=0)
         assert norms[kept].min() >= norms[~kept].max()
-        assert torch.equal(top_channels(x.t(), fraction, channels=0), taken.t())
+        turned = x.t().contiguous()
+        assert torch.equal(
+            only(turned, largest_channels(turned, fraction, channels=0), channels=0), taken.t()
+        )
 
 
 def test_the_channels_are_quantised_to_mxfp8_or_left():
     _rest, taken = parts_of(tensor(), TRANSFORMS["channels"])
-    assert taken[1] is CHANNEL_FORMATS["mxfp8"]
-    assert parts_of(tensor(), TRANSFORMS["channels in bf16"])[1][1] is None
-    result = quantize(taken[0], CHANNEL_FORMATS["mxfp8"])
-    error = (result.dequantize()[:, :40] - taken[0]).square().sum() / taken[0].square().sum()
+    assert taken.quant is CHANNEL_FORMATS["mxfp8"]
+    assert parts_of(tensor(), TRANSFORMS["channels in bf16"])[1].quant is None
+    result = quantize(taken.values, CHANNEL_FORMATS["mxfp8"])
+    error = (result.dequantize()[:, :40] - taken.values).square().sum() / taken.values.square().sum()
     assert error < 1.5e-3  # E4M3 keeps four significant bits: 2^-5 / sqrt(3) at worst, squared
     assert torch.log2(result.block_scale).frac().eq(0).all()
 
@@ -177,7 +191,7 @@ def test_clamping_cuts_at_the_order_statistic_of_the_magnitudes():
     for q in (0.5, 0.95, 0.99, 0.07):
         limit = ordered[math.ceil(Fraction(repr(q)) * x.numel()) - 1]
         assert quantile(x, q) == limit
-        (rest, _), (residual, how) = parts_of(x, Transform(clamp=q))
+        (rest, *_), (residual, how, _) = parts_of(x, Transform(clamp=q))
         assert torch.equal(rest, x.clamp(-limit, limit))
         assert torch.equal(residual, x - rest)
         assert how is None
@@ -190,3 +204,23 @@ def test_two_single_parts_multiply_as_one_product():
     a, b = quantize(tensor().bfloat16(), Quant()), quantize(tensor(1).bfloat16(), Quant())
     for out in (torch.float32, torch.bfloat16):
         assert torch.equal(split_product([a], [b], out), product(a, b, out))
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize("row_scales", [False, True])
+def test_a_product_leaves_out_the_rows_and_columns_that_are_zero(dimension, row_scales):
+    """The oracle multiplies the zeros too, in float64; what is left out may even be NaN in the other operand."""
+    kept = torch.tensor([1, 4, 17])
+    outer = Outer(granularity="row") if row_scales else Outer()
+    x, w = tensor(), tensor(1, 8)
+    rest = Operand(tensor(2).bfloat16())
+    part = quantize(only(x, kept, dimension), Quant(outer=outer))
+    other = Operand(w.bfloat16())
+    expected = (rest.values.double() + part.dequantize()[:, :40].double()) @ other.values.double().t()
+    sparse = replace(part, nonzero=(dimension, kept))
+    for a, b, want in (([rest, sparse], [other], expected), ([other], [rest, sparse], expected.t())):
+        found = split_product(a, b, torch.float32).double()
+        assert (found - want).abs().max() <= 1e-6 * want.abs().max()
+    if dimension:
+        other.values[:, [0, 2]] = math.nan
+        assert split_product([sparse, sparse], [other], torch.float32).isfinite().all()
