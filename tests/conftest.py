@@ -14,6 +14,8 @@ from support.corpus import write_shards
 from ablate.training.data import Shards
 
 torch.set_num_threads(1)
+# Commands under test as well: with all cores for each, two test processes wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Times of tests' trials belong to no estimate of the user's. Checks that passed and empty databases are kept here too.
 os.environ.setdefault("ABLATE_CACHE", str(Path(tempfile.gettempdir()) / f"ablate-tests-{os.getuid()}"))
 if (

@@ -147,6 +147,17 @@ def test_a_cache_that_cannot_be_written_costs_a_check_a_sweep_and_nothing_else(r
     assert [ran() for _ in range(2)] == [1, 2]
 
 
+def test_a_module_path_that_grows_while_the_checks_run_is_not_part_of_their_subject(cache, monkeypatch):
+    """Ray puts a folder of its own before the others when it is imported."""
+    subject = passed_checks.subject()
+    monkeypatch.syspath_prepend(str(cache))
+    passed_checks.keep(subject)
+    monkeypatch.undo()
+    monkeypatch.setenv("ABLATE_CACHE", str(cache))
+    assert passed_checks.known(subject)
+    assert passed_checks.known(passed_checks.subject() | {"environment": subject["environment"]})
+
+
 def test_the_subject_of_the_checks_has_this_processor_torch_and_every_file(tmp_path, monkeypatch):
     subject = passed_checks.subject()
     assert subject["libraries"]["torch"][0] == version("torch")

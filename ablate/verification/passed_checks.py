@@ -42,7 +42,7 @@ def subject() -> dict[str, object]:
         "files": _digest(),
         "libraries": {name: _installed(name) for name in _LIBRARIES},
         "python": sys.version,
-        "path": sys.path,
+        "path": list(sys.path),  # a copy: Ray puts a folder of its own before the others
         "processor": _processor(),
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIXES)},
     }
