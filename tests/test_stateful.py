@@ -192,6 +192,6 @@ class Sweeps(RuleBasedStateMachine):
 
 
 Sweeps.TestCase.settings = settings(
-    max_examples=15, stateful_step_count=8, deadline=None, derandomize=True, database=None
+    max_examples=8, stateful_step_count=8, deadline=None, derandomize=True, database=None
 )
 test_no_order_of_events_loses_or_repeats_a_trial = Sweeps.TestCase
