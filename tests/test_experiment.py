@@ -56,6 +56,30 @@ REFUSED = {
         "ablate: {rht: [true]}\nsead: 3",
         "5:1: sead: 3: no such key; 'seeds' is the nearest of seeds, ",
     ),
+    "key of another mapping": (
+        "ablate: {rht: [true]}\nkeep_weights: true",
+        "5:1: keep_weights: true: no such key here; write telemetry.keep_weights",
+    ),
+    "key of the search": (
+        "ablate: {rht: [true]}\nsampler: tpe",
+        "5:1: sampler: 'tpe': no such key here; write search.sampler",
+    ),
+    "key of the workload, which is a knob too": (
+        "ablate: {rht: [true]}\nlr: 1.0e-3",
+        "5:1: lr: 0.001: no such key here; write workload.gpt.lr or ablate.lr",
+    ),
+    "key of the metric": (
+        "ablate: {rht: [true]}\nmin_effect: 1%",
+        "5:1: min_effect: '1%': no such key here; write metric.min_effect",
+    ),
+    "key of another mapping, within one": (
+        "ablate: {rht: [true]}\nbudget: {keep_weights: true}",
+        "5:10: budget.keep_weights: true: no such key here; write telemetry.keep_weights",
+    ),
+    "key of a list's items": (
+        "ablate: {rht: [true]}\ntolerance: 0.1",
+        "5:1: tolerance: 0.1: no such key here; write published.<n>.tolerance",
+    ),
     "unknown preset": (
         "ablate: {recipe: [nvfp5]}",
         "4:19: ablate.recipe.0: 'nvfp5': no such preset; 'nvfp4' is the nearest of nvfp4, ",
@@ -451,6 +475,12 @@ def test_a_condition_that_makes_no_sense_is_refused_with_its_place(case, tmp_pat
     assert found[0].startswith(expected)
 
 
+def test_a_key_that_resembles_a_sibling_and_stands_elsewhere_is_answered_with_both(tmp_path):
+    (found,) = told_of(tmp_path, "ablate: {rht: [true]}\nsearch: {trials: 2}\nseed: 3")
+    assert found.startswith("6:1: seed: 3: no such key; 'seeds' is the nearest of seeds, ")
+    assert found.endswith("; write search.seed")
+
+
 def test_conditions_that_go_in_a_circle_are_refused(tmp_path):
     lines = "ablate:\n  rht: {choice: [true], when: {sr: true}}\n  sr: {choice: [true, false], when: {rht: true}}\n  skip_first: [0, 1]"
     assert told_of(tmp_path, lines) == ["5:25: ablate.rht.when: is circular: rht, sr depend on each other"]
@@ -469,6 +499,10 @@ def test_a_condition_that_can_never_hold_is_refused(tmp_path):
 @every(
     values__expected=[
         ("{layerz: 2}", "3:18: workload.gpt.layerz: 2: no such key; 'layers' is the nearest of layers, "),
+        (
+            "{keep_weights: true}",
+            "3:18: workload.gpt.keep_weights: true: no such key here; write telemetry.keep_weights",
+        ),
         ("{layers: 0}", "3:18: workload.gpt.layers: 0: input should be greater than or equal to 1"),
         ("{layers: 2.5}", "3:18: workload.gpt.layers: 2.5: input should be a valid integer"),
         ("{lr: .nan}", "3:18: workload.gpt.lr: nan: input should be a finite number"),

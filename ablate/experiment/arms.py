@@ -218,7 +218,7 @@ def assign(content: dict[str, Json], parts: list[str], value: Json, model: type[
             content[part] = value
             return None
         annotation = model.model_fields[part].annotation
-        children = _models(annotation).values()
+        children = models_of(annotation).values()
         if get_origin(annotation) is dict:
             config = content.setdefault(part, {})
             return _assign_key(config if isinstance(config, dict) else {}, parts[depth + 1 :], value, part)
@@ -258,7 +258,7 @@ def _assign_key(content: dict[str, Json], keys: list[str], value: Json, where: s
     return None
 
 
-def _models(annotation: object) -> dict[str, type[BaseModel]]:
+def models_of(annotation: object) -> dict[str, type[BaseModel]]:
     """Return the models of a field by tag, which is part of an error's location; the first one without a tag
     by ""."""
     models: dict[str, type[BaseModel]] = {}
@@ -318,18 +318,23 @@ def _never_begun(
             yield knob or "recipe.schedule", why
 
 
+def siblings(problem: ErrorDetails, model: type[BaseModel]) -> list[str]:
+    """Return the valid keys at the place of one of pydantic's errors; none if that place has no model."""
+    models = {"": model}
+    for parent in (parent for parent in problem["loc"][:-1] if not isinstance(parent, int)):
+        if parent in models:
+            models = {"": models[parent]}
+        else:
+            field = models[""].model_fields.get(parent) if "" in models else None
+            models = models_of(field.annotation) if field else {}
+    return keys(models[""]) if "" in models else []
+
+
 def reason(problem: ErrorDetails, model: type[BaseModel] | None = None) -> str:
     """Return one of pydantic's errors as a reason, with the nearest key or value if there is one."""
     if problem["type"] == "extra_forbidden":
-        *parents, word = problem["loc"]
-        models = {"": model} if model else {}
-        for parent in (parent for parent in parents if not isinstance(parent, int)):
-            if parent in models:
-                models = {"": models[parent]}
-            else:
-                field = models[""].model_fields.get(parent) if "" in models else None
-                models = _models(field.annotation) if field else {}
-        return f"no such key; {nearest(str(word), _keys(models['']))}" if "" in models else "no such key"
+        valid = siblings(problem, model) if model else []
+        return f"no such key; {nearest(str(problem['loc'][-1]), valid)}" if valid else "no such key"
     if problem["type"] == "missing":
         return "is missing"
     message = problem["msg"].removeprefix("Value error, ")
@@ -339,7 +344,8 @@ def reason(problem: ErrorDetails, model: type[BaseModel] | None = None) -> str:
     return message[0].lower() + message[1:] + "".join(f"; {word!r} is the nearest" for word in near)
 
 
-def _keys(model: type[BaseModel]) -> list[str]:
+def keys(model: type[BaseModel]) -> list[str]:
+    """Return the keys of a model as a file writes them."""
     return [field.alias or name for name, field in model.model_fields.items()]
 
 

@@ -11,10 +11,10 @@ and replaces a wrong value by its default, so that later stages still find their
     [arm.name for arm in experiment.arms]              # baselines first
     experiment.spec(experiment.arms[0], 0, "cpu").id   # 16 hex digits
 
-Refused are, for example: keys that do not exist (with the nearest one), two arms that resolve to the same
-recipe and workload, metrics that the workload does not measure, phases of a schedule that no step reaches,
-recipes that the requested engine cannot compute, and grids with too many arms. What is odd but can run
-becomes a note instead (`Experiment.notes`).
+Refused are, for example: keys that do not exist (with the nearest one, or the path where the key
+belongs), two arms that resolve to the same recipe and workload, metrics that the workload does not measure,
+phases of a schedule that no step reaches, recipes that the requested engine cannot compute, and grids with
+too many arms. What is odd but can run becomes a note instead (`Experiment.notes`).
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -26,13 +26,14 @@ from pydantic import ValidationError
 
 from ablate.engines.hardware import Machine
 from ablate.errors import InputError, nearest
-from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint, reason
+from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint, keys, reason
 from ablate.experiment.asked import check_asked, check_kept
 from ablate.experiment.baseline import Against, baseline_of, compared, read_against, with_baselines
 from ablate.experiment.engine_selection import Choice, check, choose, misfit
 from ablate.experiment.expand import arms_and_ends
 from ablate.experiment.forked_design import misfits as fork_misfits
 from ablate.experiment.forked_design import resolved
+from ablate.experiment.misplaced_keys import misplaced, with_paths
 from ablate.experiment.phases import unreached
 from ablate.experiment.recipe_source import SUFFIXES, parse, recipe_name
 from ablate.experiment.recipe_source import load as recipe_of
@@ -67,10 +68,6 @@ from ablate.training.workloads.trained import Trained
 _LONGEST_NAME = 200
 """Largest length of a sweep's name in bytes: file systems allow 255, and files named after a sweep have
 suffixes."""
-_MISPLACED = dict.fromkeys(
-    ("pruner", "rungs"),
-    "belongs under search: the arms of a grid are compared seed by seed, and none of them may end early",
-)
 
 
 @dataclass(frozen=True)
@@ -405,12 +402,8 @@ def _surface(document: Document) -> ExperimentFile:
     except ValidationError as error:
         for problem in error.errors():
             missing = problem["type"] == "missing"
-            why = _MISPLACED.get(str(problem["loc"][-1])) if problem["loc"][1:] == () else None
-            document.problem(
-                problem["loc"],
-                why or reason(problem, ExperimentFile),
-                *(() if missing else (problem["input"],)),
-            )
+            why = misplaced(problem, next(iter(document.mapping(["workload"])), None))
+            document.problem(problem["loc"], why, *(() if missing else (problem["input"],)))
             content.pop(str(problem["loc"][0]), None)
     if "workload" not in content:
         document.check()
@@ -467,6 +460,9 @@ def _base(file: ExperimentFile, document: Document) -> StartingPoint | None:
         wrong = set()
         for path, why in error.reasons:
             parts = (path or "").split(".")[1:]
+            valid = keys(WORKLOADS[name])
+            if parts and parts[0] not in valid:
+                why = with_paths(why, parts[0], name, valid)
             document.problem(("workload", name, *parts), why, *_value(values, parts))
             wrong |= set(parts[:1])
         return _without(base, wrong)  # so that other mistakes show too

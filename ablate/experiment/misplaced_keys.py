@@ -1,0 +1,103 @@
+"""Find where a key belongs that stands at a wrong place of an experiment file.
+
+A key may be spelt right and stand one level too high or too deep: `keep_weights` at the top instead of
+`telemetry.keep_weights`. The nearest of its siblings is then no help, so the full paths are looked up in the
+models of the file (`schema`) and of its workload.
+"""
+
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import get_origin
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from ablate.experiment.arms import keys, models_of, reason, siblings
+from ablate.experiment.schema import ExperimentFile, Metric
+from ablate.recipes import KNOBS, Recipe
+from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.knobs import WORKLOAD_KNOBS
+
+_MOST_PATHS = 3
+"""Largest number of paths that a hint names."""
+_SIMILAR = 0.75
+"""Similarity from which a sibling is as likely to be meant as the same word elsewhere."""
+_OF_A_SEARCH = ("pruner", "rungs")
+_SEED_BY_SEED = "the arms of a grid are compared seed by seed, and none of them may end early"
+
+
+def paths_of(key: str, workload: str | None) -> list[str]:
+    """Return the full paths at which an experiment file takes a key: the least deep ones, and that of its
+    knob under `ablate` if it has one.
+
+    Args:
+        key: name of the key.
+        workload: workload of the file; None: it names none, and all workloads are searched.
+    """
+    paths = [path for path in _every_path(workload) if path[-1] == key]
+    least = min(map(_depth, paths), default=0)
+    named = [".".join(path) for path in paths if _depth(path) == least]
+    return [*named, *([f"ablate.{key}"] if key in KNOBS or key in WORKLOAD_KNOBS else [])]
+
+
+def _depth(path: tuple[str, ...]) -> int:
+    """Return the number of parts of a path, without the name of a workload."""
+    return len(path) - (path[0] == "workload")
+
+
+def misplaced(problem: ErrorDetails, workload: str | None) -> str:
+    """Return one of pydantic's errors about a file as a reason, with the paths of a misplaced key.
+
+    Args:
+        problem: the error, located from the top level of the file.
+        workload: workload of the file; None: it names none.
+    """
+    usual = reason(problem, ExperimentFile)
+    if problem["type"] != "extra_forbidden":
+        return usual
+    if len(problem["loc"]) == 1 and problem["loc"][0] in _OF_A_SEARCH:
+        return f"belongs under search: {_SEED_BY_SEED}"
+    return with_paths(usual, str(problem["loc"][-1]), workload, siblings(problem, ExperimentFile))
+
+
+def with_paths(usual: str, key: str, workload: str | None, valid: Sequence[str]) -> str:
+    """Return the reason why a key is refused, with the paths at which the file takes it, if there are any.
+
+    Args:
+        usual: reason with the nearest of the siblings; kept if one of them is similar, or there is no path.
+        key: the unknown key.
+        workload: workload of the file; None: it names none.
+        valid: keys that are valid at this place.
+    """
+    paths = paths_of(key, workload)[:_MOST_PATHS]
+    if not paths:
+        return usual
+    near = get_close_matches(key, valid, 1, _SIMILAR)
+    return f"{usual if near else 'no such key here'}; write {' or '.join(paths)}"
+
+
+@lru_cache(maxsize=16)
+def _every_path(workload: str | None) -> tuple[tuple[str, ...], ...]:
+    return tuple(dict.fromkeys(_paths(workload)))
+
+
+def _paths(workload: str | None) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of all keys below the top level; of a recipe the first level alone."""
+    for name in [workload] if workload in WORKLOADS else WORKLOADS:
+        yield ("workload", name)
+        yield from _below(("workload", name), WORKLOADS[name])
+    for name, field in ExperimentFile.model_fields.items():
+        for model in models_of(field.annotation).values():
+            item = ("<n>",) if get_origin(field.annotation) is tuple else ()
+            yield from _below((name, *item), model)
+    yield from _below(("metric",), Metric)
+    yield from (("recipe", name) for name in Recipe.model_fields)
+
+
+def _below(prefix: tuple[str, ...], model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    for key in keys(model):
+        yield (*prefix, key)
+    for name, field in model.model_fields.items():
+        for child in models_of(field.annotation).values():
+            yield from _below((*prefix, name), child)
