@@ -14,8 +14,9 @@ from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError
 from ablate.experiment import engine_selection
 from ablate.experiment.arms import KnobError, StartingPoint
-from ablate.experiment.engine_selection import UNPROVEN, Choice, choose
+from ablate.experiment.engine_selection import UNPROVEN, Choice, choose, misfit
 from ablate.experiment.load import load
+from ablate.recipes.te_mapping import recipe_refusals
 from ablate.training.rank_layout import Layout
 
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
@@ -178,6 +179,16 @@ def test_a_workload_that_it_does_not_take_is_refused_by_the_field(values, why):
     with pytest.raises(ValueError, match="arm 'nvfp4'") as error:
         choose("transformer_engine", arms("nvfp4", **values), "cuda", machine=B200)
     assert why in str(error.value)
+
+
+def test_every_field_in_the_way_of_an_arm_is_named():
+    (arm,) = arms("ue5m3", width=80, heads=4)
+    wanted = [*recipe_refusals(arm.recipe), "workload.width is 80"]
+    assert len(wanted) > 2
+    with pytest.raises(ValueError, match="arm 'ue5m3'") as error:
+        choose("transformer_engine", [arm], "cuda", machine=B200)
+    assert [reason for reason in wanted if reason not in str(error.value)] == []
+    assert all(reason in (misfit("transformer_engine", arm, Layout()) or "") for reason in wanted)
 
 
 def test_arms_that_quantise_nothing_stay_with_the_emulator_unless_asked():

@@ -8,7 +8,7 @@ from ablate.experiment.load import Experiment
 from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.recipe import SLOTS
-from ablate.recipes.scaled_mapping import NAMES, Backend, Verdict, emulated, entirely_native, parts
+from ablate.recipes.scaled_mapping import NAMES, Backend, Verdict, emulated, entirely_native, grouped, parts
 from ablate.recipes.te_mapping import recipe_refusals
 
 _SHOWN = 3
@@ -34,10 +34,10 @@ def multiplied(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def lines(recipe: Recipe, backend: Backend) -> Iterator[str]:
-    """Yield a line for each set of products of a recipe, then a line for each reason why one is emulated."""
+    """Yield a line for each set of products of a recipe, then one for each field that is in the way."""
     for one in parts(recipe, backend):
         yield ", ".join(f"{name} {words(given)}" for name, given in one.items())
-    yield from (f"emulated: {why}" for why in emulated(recipe, backend))
+    yield from (f"emulated: {why}" for why in grouped(emulated(recipe, backend)))
 
 
 def words(given: Verdict) -> str:
@@ -71,7 +71,7 @@ _PREFACE = """\
 # Presets on tensor cores
 
 This page is generated (`make pages`). It says how the engine `scaled_mm` multiplies the operands of every
-preset: on tensor cores, with the format, or as the emulator does, with the field that the hardware lacks. A
+preset: on tensor cores, with the format, or as the emulator does, with the fields that the hardware lacks. A
 preset whose schedule changes its products has several rows. [Blackwell](blackwell.md#the-engine-scaled_mm)
 describes the engine; `ablate plan` prints the same for the arms of an experiment.
 
@@ -120,4 +120,5 @@ def _rows(quantised: dict[str, Recipe]) -> Iterator[str]:
 
 
 def _reasons(given: Iterable[Verdict]) -> str:
-    return "; ".join(one.why for one in given if one.runs == "emulated").replace("|", "/")
+    reasons = (reason for one in given if one.runs == "emulated" for reason in one.reasons)
+    return "; ".join(grouped(reasons)).replace("|", "/")

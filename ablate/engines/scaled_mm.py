@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from ablate.engines.emulated import Engine, quantisable, replaced
 from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
 from ablate.engines.hardware import Machine, scaled_refusal, this_machine
+from ablate.errors import all_of
 from ablate.numerics.encoded import COLUMNS, Encoded, Family, encode
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha
@@ -292,7 +293,7 @@ def convert(
     """
     native = native or Native(backend)
     device = next(model.parameters()).device.type
-    reason = next(refusals(recipe, native.backend), None) or scaled_refusal(
+    reason = all_of(refusals(recipe, native.backend)) or scaled_refusal(
         machine or this_machine(), device, families(recipe, native.backend), native.backend
     )
     if reason:

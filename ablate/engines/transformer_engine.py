@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ablate.engines.emulated import Engine, quantisable, replaced
 from ablate.engines.emulated_layer import DTYPES, EmulatedLinear, NotInForce
 from ablate.engines.hardware import refusal, stray_switch, this_machine
+from ablate.errors import all_of
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import first_order
@@ -235,7 +236,7 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
             change TE's numbers; a layer's size is no multiple of MULTIPLE; or as the emulated engine's
             `convert` does.
     """
-    reason = next(recipe_refusals(recipe), None) or refusal(this_machine(), families(variants(recipe)))
+    reason = all_of(recipe_refusals(recipe)) or refusal(this_machine(), families(variants(recipe)))
     if reason:
         raise ValueError(f"engine transformer_engine: {reason}")
     if stray := stray_switch():

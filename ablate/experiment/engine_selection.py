@@ -17,7 +17,7 @@ from ablate.engines.hardware import (
     stray_switch,
     this_machine,
 )
-from ablate.errors import nearest
+from ablate.errors import all_of, nearest
 from ablate.experiment.arms import Arm
 from ablate.recipes import scaled_mapping
 from ablate.recipes.recipe import Products, Recipe
@@ -140,7 +140,7 @@ def _scaled_refusals(
     if reason := scaled_refusal(machine, where, _scaled_families(engine, arms), backend_of(engine)):
         yield reason
     for arm in arms:
-        if why := next(_scaled_arm_refusals(engine, arm, layout), None):
+        if why := all_of(_scaled_arm_refusals(engine, arm, layout)):
             yield Refusal(f"arm {arm.name!r}: {why}", EMULATE)
 
 
@@ -172,10 +172,10 @@ def _fallen_back(arm: Arm) -> Iterator[Products]:
 
 
 def misfit(engine: str, arm: Arm, layout: Layout) -> str | None:
-    """Return the reason why the engine of a search cannot compute this arm of it; None if it can."""
+    """Return all reasons why the engine of a search cannot compute this arm of it; None if it can."""
     if module_name(engine) == SCALED:
-        return next(_scaled_arm_refusals(engine, arm, layout), None)
-    return next(_arm_refusals(arm, layout), None) if engine == NATIVE else None
+        return all_of(_scaled_arm_refusals(engine, arm, layout)) or None
+    return (all_of(_arm_refusals(arm, layout)) or None) if engine == NATIVE else None
 
 
 def _refusals(arms: list[Arm], device: str | None, layout: Layout, machine: Machine) -> Iterator[Refusal]:
@@ -189,7 +189,7 @@ def _refusals(arms: list[Arm], device: str | None, layout: Layout, machine: Mach
             f"{stray} is set here and changes Transformer Engine's numbers", f"unset it, or {EMULATE}"
         )
     for arm in arms:
-        if why := next(_arm_refusals(arm, layout), None):
+        if why := all_of(_arm_refusals(arm, layout)):
             yield Refusal(f"arm {arm.name!r}: {why}", EMULATE)
     if reason := refusal(machine, _families(arms)):
         yield reason

@@ -17,17 +17,17 @@ A smaller element is one whose every value e4m3 has too (e2m1, int4, six bits). 
 repeats its scale, and a missing scale is a scale of 1. How scales and codes were found (rounding, rotation,
 selection, statistic of the outer scale) does not matter: the operands are the emulator's own. A product runs
 on tensor cores if both operands fit in one family, the first of this list that they share. All others are
-computed as the emulator computes them, and named with the field in the way.
+computed as the emulator computes them, and named with every field in the way.
 
     plan(PRESETS["nvfp4"]().products)["wgrad"]    Verdict("native", "nvfp4")
-    plan(PRESETS["ue5m3"]().products)["fprop"]    Verdict("emulated", None, "fprop.x.scale.format ue5m3: ...")
+    plan(PRESETS["ue5m3"]().products)["fprop"]    Verdict("emulated", None, (Reason("fprop.x", ...), ...))
 
 `refusals` lists what a back end cannot compute at all. Facts: torch 2.13.0 (`torch.nn.functional.scaled_mm`),
 FlashInfer 0.7.2 (`mm_fp4`). This file imports neither.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
@@ -53,14 +53,33 @@ _ALONG_ROWS = ("tensor", "row", "rows")
 
 
 @dataclass(frozen=True)
+class Reason:
+    """Field that keeps a product from tensor cores, and why."""
+
+    at: str
+    """Slot of the operand (`fprop.x`), or name of the product if no single operand is in the way."""
+    field: str
+    """Field below `at` with its value, such as `element int4`; empty for the whole operand or product."""
+    why: str
+
+    def __str__(self) -> str:
+        return f"{'.'.join(filter(None, (self.at, self.field)))}: {self.why}"
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The way in which one product is computed."""
 
     runs: Runs
     """`native`: on tensor cores, in `family`; `emulated`: by the emulator; `bf16`: nothing is quantised."""
     family: Family | None = None
-    why: str = ""
-    """The field in the way, and why; empty if the product is native."""
+    reasons: tuple[Reason, ...] = ()
+    """Every field in the way; empty if the product is native."""
+
+    @property
+    def why(self) -> str:
+        """Return the reasons in one line; empty if the product is native."""
+        return "; ".join(map(str, self.reasons))
 
 
 def eight_bits(element: str) -> str | None:
@@ -72,30 +91,44 @@ def eight_bits(element: str) -> str | None:
     return "e4m3" if form.mantissa <= eight.mantissa and smallest >= least and form.max <= eight.max else None
 
 
-def fit(quant: Quant) -> tuple[tuple[Family, ...], str]:
-    """Return the families whose layouts hold an operand's numbers exactly, or the field in the way."""
-    scale, outer, eight = quant.scale, quant.outer, eight_bits(quant.element)
-    if quant.transform is not None:
-        return (), "transform: the operand is a sum of parts, multiplied one by one"
-    if quant.element != "e2m1" and eight is None:
-        return (), f"element {quant.element}: tensor cores multiply e2m1, e4m3 and e5m2"
-    if outer is not None and tag(outer.granularity) not in _ALONG_ROWS:
-        return (), f"outer.granularity {outer.granularity}: it changes along the contraction"
-    if quant.select is not None and quant.select.among == "grids":
-        return (), "select.among grids: e2m1 and int4 elements in one operand"
-    if quant.wide:
-        return (), f"scale.format {scale and scale.format}: code times scale has more bits than bf16"
+Misfit = tuple[str, str]
+"""Field of an operand with its value, and the reason why it keeps the operand from tensor cores."""
+
+
+def fit(quant: Quant) -> tuple[tuple[Family, ...], tuple[Misfit, ...]]:
+    """Return the families whose layouts hold an operand's numbers exactly, or every field in the way."""
+    misfits = tuple(_misfits(quant))
+    if misfits:
+        return (), misfits
     own: tuple[Family, ...] = tuple(NAMES) if quant.element == "e2m1" else ("fp8", "mxfp8")
+    if quant.scale is None:
+        return own, ()
+    return tuple(family for family in own if family in SCALES[quant.scale.format]), ()
+
+
+def _misfits(quant: Quant) -> Iterator[Misfit]:
+    """Yield every field that keeps an operand's numbers from all layouts."""
+    scale, outer, select = quant.scale, quant.outer, quant.select
+    along = outer is not None and tag(outer.granularity) not in _ALONG_ROWS
+    grids = select is not None and select.among == "grids"
+    if quant.transform is not None:
+        yield "transform", "the operand is a sum of parts, multiplied one by one"
+    if quant.element != "e2m1" and eight_bits(quant.element) is None:
+        yield f"element {quant.element}", "tensor cores multiply e2m1, e4m3 and e5m2"
+    elif quant.element != "e2m1" and scale is not None and scale.format == "e4m3":
+        yield f"element {quant.element}", "tensor cores take e4m3 scales with e2m1 alone"
+    if outer is not None and along:
+        yield f"outer.granularity {outer.granularity}", "it changes along the contraction"
+    if grids:
+        yield "select.among grids", "e2m1 and int4 elements in one operand"
     if scale is None:
-        return own, ""
-    if scale.format not in SCALES:
-        return (), f"scale.format {scale.format}: tensor cores take e4m3 and e8m0"
-    families = tuple(family for family in own if family in SCALES[scale.format])
-    if not families:
-        return (), f"element {quant.element}: tensor cores take {scale.format} scales with e2m1 alone"
-    if quant.tile[1] % BLOCK[families[0]]:
-        return (), f"block {quant.block}: an {scale.format} scale is for {BLOCK[families[0]]} elements"
-    return families, ""
+        return
+    if quant.wide and not along and not grids:
+        yield f"scale.format {scale.format}", "code times scale has more bits than bf16"
+    elif scale.format not in SCALES:
+        yield f"scale.format {scale.format}", "tensor cores take e4m3 and e8m0"
+    if scale.format in SCALES and quant.tile[1] % (length := BLOCK[SCALES[scale.format][0]]):
+        yield f"block {quant.block}", f"an {scale.format} scale is for {length} elements"
 
 
 @lru_cache(maxsize=4096)
@@ -109,64 +142,71 @@ def verdict(a: Quant | None, b: Quant | None, wide: bool, backend: Backend = "cu
         backend: library that multiplies FP4 operands.
 
     Returns:
-        The verdict. `why` begins with `0.` or `1.` if one operand is in the way, and with a colon otherwise.
+        The verdict. Its reasons are at `0` or `1` if one operand is in the way, and otherwise at "".
     """
     if a is None and b is None:
-        return Verdict("bf16", None, ": no operand is quantised")
-    if a is None or b is None:
-        return Verdict("emulated", None, f"{0 if a is None else 1}: not quantised, and the other operand is")
-    (left, left_why), (right, right_why) = fit(a), fit(b)
-    if not left or not right:
-        return Verdict("emulated", None, f"1.{right_why}" if left else f"0.{left_why}")
-    why = f": tensor cores multiply two operands of one kind, not {_words(left)} and {_words(right)}"
+        return Verdict("bf16", None, (Reason("", "", "no operand is quantised"),))
+    fits = [((), ()) if quant is None else fit(quant) for quant in (a, b)]
+    reasons = [
+        Reason(str(number), "", "not quantised, and the other operand is")
+        for number, quant in enumerate((a, b))
+        if quant is None
+    ]
+    reasons += [
+        Reason(str(number), field, why) for number, (_, misfits) in enumerate(fits) for field, why in misfits
+    ]
+    if a is None or b is None or reasons:
+        return Verdict("emulated", None, tuple(reasons))
+    left, right = (families for families, _ in fits)
     for family in (family for family in NAMES if family in left and family in right):
-        why = _obstacle(family, a, b, wide, backend)
-        if not why:
+        obstacles = list(_obstacles(family, a, b, wide, backend))
+        if not obstacles:
             return Verdict("native", family)
-    return Verdict("emulated", None, why)
+        reasons += obstacles
+    why = f"tensor cores multiply two operands of one kind, not {_words(left)} and {_words(right)}"
+    return Verdict("emulated", None, tuple(dict.fromkeys(reasons)) or (Reason("", "", why),))
 
 
 def _words(families: tuple[Family, ...]) -> str:
     return " or ".join(NAMES[family] for family in families)
 
 
-def _obstacle(family: Family, a: Quant, b: Quant, wide: bool, backend: Backend) -> str:
-    """Return why a back end cannot multiply in a family, or apply the factor before its one rounding."""
+def _obstacles(family: Family, a: Quant, b: Quant, wide: bool, backend: Backend) -> Iterator[Reason]:
+    """Yield why a back end cannot multiply in a family, or apply the factor before its one rounding."""
     rows = [quant.outer is not None and tag(quant.outer.granularity) != "tensor" for quant in (a, b)]
-    row = next((number for number, has in enumerate(rows) if has), None)
     second = eight_bits(b.element)
     if family not in FP4 and eight_bits(a.element) == second == "e5m2":
-        return ": tensor cores multiply no e5m2 with e5m2"
-    if family == "fp8" and row is not None and second != "e4m3":
-        return f"{row}.outer.granularity: torch's FP8 product by rows takes e4m3 as second operand"
+        yield Reason("", "", "tensor cores multiply no e5m2 with e5m2")
+    if family == "fp8" and any(rows) and second != "e4m3":
+        yield Reason("1", f"element {b.element}", "torch's FP8 product by rows takes e4m3 as second operand")
     if family == "mxfp4" and backend == "cutlass":
-        return ": FlashInfer multiplies MXFP4 by cudnn alone"
-    if family in FP4 and backend in FLASHINFER and row is not None:
-        return f"{row}.outer.granularity: FlashInfer writes bf16, and factors of rows would round it again"
+        yield Reason("", "", "FlashInfer multiplies MXFP4 by cudnn alone")
+    if family in FP4 and backend in FLASHINFER:
+        why = "FlashInfer writes bf16, and factors of rows would round it again"
+        yield from (Reason(str(number), "outer.granularity", why) for number, has in enumerate(rows) if has)
     if family != "mxfp4" or backend in FLASHINFER:
-        return ""
+        return
     if wide:
-        return ": torch's MXFP4 product writes bf16, and fp32 is wanted"
+        yield Reason("", "", "torch's MXFP4 product writes bf16, and fp32 is wanted")
     for number, quant in enumerate((a, b)):
-        if quant.outer is not None or quant.range.prescale != 1:
-            field = "outer" if quant.outer is not None else "range.prescale"
-            return f"{number}.{field}: torch's MXFP4 product writes bf16, and a factor would round it again"
-    return ""
+        why = "torch's MXFP4 product writes bf16, and a factor would round it again"
+        if quant.outer is not None:
+            yield Reason(str(number), "outer", why)
+        if quant.range.prescale != 1:
+            yield Reason(str(number), "range.prescale", why)
 
 
 def plan(products: Products, backend: Backend = "cublaslt") -> dict[str, Verdict]:
-    """Return how a back end computes each product of a layer, by its name; reasons begin with the slot."""
+    """Return how a back end computes each product of a layer, by its name."""
     return {name: _named(name, getattr(products, name), backend) for name in DIRECTIONS["all"]}
 
 
 def _named(name: str, product: Product, backend: Backend) -> Verdict:
+    """Return the verdict on a product, its reasons at the product or at slots."""
     first, second = product.operands
     given = verdict(getattr(product, first), getattr(product, second), writes_fp32(product), backend)
-    number, why = given.why[:1], given.why[1:]
-    if not given.why:
-        return given
-    slot = {"0": f"{name}.{first}", "1": f"{name}.{second}"}.get(number, name)
-    return Verdict(given.runs, given.family, f"{slot}{why}" if number != ":" else f"{slot}:{why}")
+    at = {"0": f"{name}.{first}", "1": f"{name}.{second}", "": name}
+    return replace(given, reasons=tuple(replace(reason, at=at[reason.at]) for reason in given.reasons))
 
 
 def writes_fp32(product: Product) -> bool:
@@ -207,12 +247,21 @@ def families(recipe: Recipe, backend: Backend = "cublaslt") -> set[Family]:
     return {family for family in found if family is not None}
 
 
-def emulated(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[str, ...]:
-    """Return the products that are emulated, each once, as `slot.field value: reason`."""
+def emulated(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[Reason, ...]:
+    """Return every field that keeps a product of a recipe from tensor cores, each once."""
+    every = (given for one in parts(recipe, backend) for given in one.values() if given.runs == "emulated")
+    return tuple(dict.fromkeys(reason for given in every for reason in given.reasons))
+
+
+def grouped(reasons: Iterable[Reason]) -> tuple[str, ...]:
+    """Return reasons as text, those that differ in the slot alone together:
+    `fprop.x, fprop.w: element int4: ...`."""
+    slots: dict[tuple[str, str], list[str]] = {}
+    for reason in reasons:
+        slots.setdefault((reason.field, reason.why), []).append(reason.at)
     return tuple(
-        dict.fromkeys(
-            given.why for one in parts(recipe, backend) for given in one.values() if given.runs == "emulated"
-        )
+        ": ".join(filter(None, (", ".join(dict.fromkeys(at)), field, why)))
+        for (field, why), at in slots.items()
     )
 
 

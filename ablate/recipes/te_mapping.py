@@ -35,6 +35,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from ablate.errors import all_of
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Select, argument, tag
 from ablate.recipes.changes import as_data, as_word, changes
 from ablate.recipes.recipe import (
@@ -126,11 +127,10 @@ def te_recipe(products: Products) -> Description:
         quantise nothing.
 
     Raises:
-        ValueError: TE has no such recipe; the message is the first of `refusals`.
+        ValueError: TE has no such recipe; the message has all of `refusals`.
     """
-    reason = next(refusals(products), None)
-    if reason:
-        raise ValueError(reason)
+    if reasons := all_of(refusals(products)):
+        raise ValueError(reasons)
     if products.plain:
         return None
     custom = _custom(products)

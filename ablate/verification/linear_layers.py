@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ablate import provenance
 from ablate.engines import SCALED, backend_of, makes_operands, module_name
 from ablate.engines.hardware import Machine, Refusal, refusal, scaled_refusal
+from ablate.errors import all_of
 from ablate.numerics.choices import DTYPES
 from ablate.recipes import Recipe, scaled_mapping
 from ablate.recipes.recipe import DIRECTIONS, Product, Products
@@ -110,7 +111,7 @@ def refused(
         return None
     if module_name(engine) == SCALED:
         backend = backend_of(engine)
-        if why := next(scaled_mapping.refusals(recipe, backend), None):
+        if why := all_of(scaled_mapping.refusals(recipe, backend)):
             return Refusal(why, other)
         reason = scaled_refusal(machine, device, scaled_mapping.families(recipe, backend), backend)
         return reason and Refusal(reason.why, reason.out if reason.out.startswith("pip") else other)
@@ -118,7 +119,7 @@ def refused(
         return Refusal(reason.why, reason.out if reason.out.startswith("pip") else other)
     if device != GPU:
         return Refusal(f"this runs on {device}, and Transformer Engine on GPUs", other)
-    if why := next(recipe_refusals(recipe), None):
+    if why := all_of(recipe_refusals(recipe)):
         return Refusal(why, other)
     odd = next((shape for shape in shapes if any(extent % MULTIPLE for extent in shape[1:])), None)
     return odd and Refusal(f"{odd.size}: Transformer Engine takes multiples of {MULTIPLE}", other)

@@ -157,7 +157,9 @@ def test_the_plan_names_products_on_tensor_cores_and_why_others_are_not(tmp_path
     plain, data = here("plan", file, "--device", "cpu"), here("plan", file, "--device", "cpu", "--json")
     assert plain.returncode == data.returncode == 0, plain.stderr + data.stderr
     assert "fprop FP8, dgrad FP8, wgrad FP8" in plain.stdout
-    assert "emulated: wgrad.g.scale.format ue5m3" in plain.stdout
+    assert (
+        "emulated: fprop.x, fprop.w, dgrad.g, dgrad.w, wgrad.g, wgrad.x: scale.format ue5m3" in plain.stdout
+    )
     products = {one["arm"]: one["parts"] for one in json.loads(data.stdout)["products"]}
     runs = {
         arm: [{name: one["runs"] for name, one in part.items()} for part in parts]

@@ -15,12 +15,14 @@ from ablate.numerics.spec import BlockScale, Outer, Quant, Range, Select, Transf
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Layers, Phase, Products, Recipe, Rule, Wgrad
 from ablate.recipes.scaled_mapping import (
+    Reason,
     Verdict,
     eight_bits,
     emulated,
     entirely_native,
     families,
     fit,
+    grouped,
     parts,
     plan,
     refusals,
@@ -81,15 +83,44 @@ MISFITS = {
 
 @every(name=FITS)
 def test_an_operand_fits_in_these_families(name):
-    assert fit(FITS[name]) == (EXPECTED[name], "")
+    assert fit(FITS[name]) == (EXPECTED[name], ())
 
 
 @every(field=MISFITS)
 def test_an_operand_that_fits_nowhere_is_named_with_the_field(field):
     for quant in MISFITS[field]:
-        held, why = fit(quant)
+        held, misfits = fit(quant)
         assert held == ()
-        assert why.startswith(field)
+        assert [name.split()[0] for name, _ in misfits] == [field]
+
+
+def test_every_field_in_the_way_is_named_of_both_operands():
+    first = Quant(element="int4", block="1x8", outer=Outer(granularity="block:128"))
+    second = Quant(scale=BlockScale(format="ue5m3"), transform=Transform(mean=True))
+    given = plan(Products(dgrad=Dgrad(g=first, w=second)))["dgrad"]
+    assert {(reason.at, reason.field) for reason in given.reasons} == {
+        ("dgrad.g", "element int4"),
+        ("dgrad.g", "block 1x8"),
+        ("dgrad.g", "outer.granularity block:128"),
+        ("dgrad.w", "scale.format ue5m3"),
+        ("dgrad.w", "transform"),
+    }
+    unmatched = plan(Products(dgrad=Dgrad(g=first)))["dgrad"]
+    assert [reason.at for reason in unmatched.reasons] == ["dgrad.w", *["dgrad.g"] * 3]
+
+
+def test_both_operands_with_factors_of_rows_are_named_for_flashinfer():
+    rows = Quant(outer=Outer(granularity="row"))
+    given = plan(Products(wgrad=Wgrad(g=rows, x=rows)), "cudnn")["wgrad"]
+    assert [(reason.at, reason.field) for reason in given.reasons] == [
+        ("wgrad.g", "outer.granularity"),
+        ("wgrad.x", "outer.granularity"),
+    ]
+
+
+def test_reasons_that_differ_in_the_slot_alone_are_one_line():
+    lines = grouped(emulated(PRESETS["ue5m3"]()))
+    assert lines == (f"{', '.join(SLOTS)}: scale.format ue5m3: tensor cores take e4m3 and e8m0",)
 
 
 @every(element=ELEMENTS)
@@ -135,7 +166,9 @@ def test_a_product_is_multiplied_in_this_family(a, rest):
 
 
 def test_a_product_in_bf16_is_neither_native_nor_emulated():
-    assert plan(Products())["dgrad"] == Verdict("bf16", None, "dgrad: no operand is quantised")
+    assert plan(Products())["dgrad"] == Verdict(
+        "bf16", None, (Reason("dgrad", "", "no operand is quantised"),)
+    )
     assert not entirely_native(Recipe())
     assert emulated(Recipe()) == ()
 
@@ -144,7 +177,7 @@ def test_one_misfit_costs_its_product_alone():
     recipe = PRESETS["nvfp4"]()
     odd = recipe.model_copy(update={"wgrad": recipe.wgrad.model_copy(update={"g": Quant(element="int4")})})
     assert [given.runs for given in plan(odd.products).values()] == ["native", "native", "emulated"]
-    assert slots(odd.products)["wgrad.x"].why.startswith("wgrad.g.element int4")
+    assert slots(odd.products)["wgrad.x"].why.startswith("wgrad.g.element int4: ")
     assert {*slots(odd.products)} == {*SLOTS}
     assert not entirely_native(odd)
     assert families(odd) == {"nvfp4"}
@@ -158,7 +191,10 @@ def test_layers_and_phases_count():
     by_phase = Recipe(**dict(PRESETS["nvfp4"]().products), schedule=(Phase(start="step:3", use=odd),))
     for recipe in (by_rule, by_phase):
         assert len(parts(recipe)) == 2
-        assert emulated(recipe)[0].startswith("fprop.x.element int4")
+        assert [(reason.at, reason.field) for reason in emulated(recipe)] == [
+            ("fprop.x", "element int4"),
+            ("fprop.w", "element int4"),
+        ]
 
 
 @every(preset=PRESETS, backend=("cublaslt", "cudnn", "cutlass"))
