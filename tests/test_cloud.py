@@ -70,6 +70,7 @@ def quick(asked_for: Request, home: Path, kept: Path, **changes) -> Session:
         ("a budget of minutes", ["doctor", *RENT, "--budget", "1.9"]),
         ("no GPU", ["doctor", "--on", "modal", "--price", "6", "--budget", "20"]),
         ("an unknown GPU", ["doctor", *RENT, "--gpu", "B100"]),
+        ("an engine without its task", [str(ROOT / "experiments" / "rht_sr.yaml"), *RENT, "--engine", "scaled_mm"]),
         ("a GPU that Modal does not have", ["doctor", *RENT, "--gpu", "B300"]),
         ("no task", [*RENT]),
         ("a task that is no file", ["missing.yaml", *RENT]),
@@ -151,6 +152,7 @@ def test_a_measured_plan_gives_hours():
         "to_run_later_at_most": 2,
         "done": 1,
         "engine": "emulated",
+        "engine_why": "",
         "seconds": 720.0,
         "measured_trials": 1,
     }
@@ -158,6 +160,27 @@ def test_a_measured_plan_gives_hours():
     assert rent.from_plan("x", plan | {"measured_trials": 0}).seconds is None
     done = plan | {"to_run": 0, "to_run_later_at_most": 0, "seconds": 0.0, "measured_trials": 0}
     assert rent.from_plan("x", done).seconds == 0.0
+
+
+def test_an_emulated_engine_is_named_with_the_reason(tmp_path, monkeypatch):
+    """For an H100, whose tensor cores train no NVFP4."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    shape = {"width": 64, "heads": 2, "context": 32}
+    path = write(tmp_path, "x", shape=shape, recipe="nvfp4", engine="auto", against="bf16")
+    text = rent.estimate(str(path), GPUS["H100"], tmp_path / "runs").text
+    assert "engine emulated (auto), since this GPU, SM 9.0, does not train NVFP4" in text
+
+
+def test_a_model_of_gpu_is_found_in_any_case():
+    assert rent.parser().parse_args(["doctor", *RENT, "--gpu", "rtx-pro-6000"]).gpu == "RTX-PRO-6000"
+
+
+@every(engine=rent.ENGINES)
+def test_doctor_compares_the_engine_that_is_asked_for_into_a_record_of_its_own(engine):
+    first, second = rent.steps_of("doctor", engine)
+    assert first.command == ("ablate", "doctor")
+    assert second.command[second.command.index("--engine") + 1] == engine
+    assert len({rent.steps_of("doctor", one)[1].command[-1] for one in rent.ENGINES}) == len(rent.ENGINES)
 
 
 @every(name=GPUS)
@@ -183,7 +206,7 @@ def test_the_commands_of_a_task_exist(task):
         if name == "ablate":
             node = typer.main.get_command(app).commands[words[0]]
             parsed = node.make_context(name, words[1:]).params
-            assert str(parsed.get("file", "/work/mine.yaml")) == "/work/mine.yaml"
+            assert str(parsed.get("file", f"{session.WORK}/mine.yaml")) == f"{session.WORK}/mine.yaml"
             assert str(parsed.get("state") or "/session/runs") == "/session/runs"
         else:
             assert os.access(ROOT / Path(name).relative_to("/opt/ablate"), os.X_OK)
@@ -199,6 +222,7 @@ def test_one_image_with_the_projects_pins_serves_every_provider():
     for name in ("modal_app.py", "sky.yaml"):
         assert "blackwell.Dockerfile" in (CLOUD / name).read_text()
     dockerfile = (ROOT / "docker" / "blackwell.Dockerfile").read_text()
+    assert f"WORKDIR {session.WORK}\n" in dockerfile
     assert re.search(r'^ARG TESTS=""$', dockerfile, re.MULTILINE)
     assert "pins.py tests" in dockerfile
     for name in ("TESTS=yes", '"TESTS": "yes"'):
@@ -214,14 +238,14 @@ def test_what_the_tests_need_is_pinned_and_leaves_the_images_torch_alone():
 
 def test_the_container_of_a_plain_machine_has_the_folders_and_publishes_nothing(tmp_path):
     words = session.in_docker(
-        ("ablate", "sweep", "/work/x.yaml"), "image:1", tmp_path / "home", tmp_path / "work", ROOT
+        ("ablate", "sweep", f"{session.WORK}/x.yaml"), "image:1", tmp_path / "home", tmp_path / "work", ROOT
     )
     at = words.index("image:1")
     assert words[at - 2 : at] == ["--entrypoint", "ablate"]
-    assert words[at + 1 :] == ["sweep", "/work/x.yaml"]
+    assert words[at + 1 :] == ["sweep", f"{session.WORK}/x.yaml"]
     volumes = [words[n + 1] for n, word in enumerate(words) if word == "--volume"]
     assert f"{tmp_path / 'home'}:/session" in volumes
-    assert f"{tmp_path / 'work'}:/work:ro" in volumes
+    assert f"{tmp_path / 'work'}:{session.WORK}:ro" in volumes
     for volume in volumes:
         assert volume.startswith(str(tmp_path)) or Path(volume.split(":")[0]).is_dir()
     assert not {"--publish", "-p", "--privileged", "--network"} & {*words}

@@ -65,8 +65,8 @@ def plan(
     capability: Annotated[
         str | None,
         typer.Option(
-            help="Plan for another machine: one with Transformer Engine and a GPU of this compute "
-            "capability, such as 10.0 for a B200.",
+            help="Plan for another machine: one with a GPU of this compute capability, such as 10.0 for a "
+            "B200, and with the engines that need one (transformer_engine, scaled_mm with FlashInfer).",
             rich_help_panel=WHERE,
         ),
     ] = None,
@@ -361,6 +361,7 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
         "sweep": experiment.name,
         "question": experiment.question,
         "engine": experiment.engine,
+        "engine_why": experiment.engine_why,
         "products": multiplied_data(experiment),
         "device": settings.device,
         "ranks": layout.ranks,

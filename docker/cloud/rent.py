@@ -4,10 +4,10 @@
     python docker/cloud/rent.py mine.yaml --on sky --store s3://bucket --gpu B200 --price 6 --budget 20 --spot
     python docker/cloud/rent.py --on modal --gpu B200 --fetch
 
-A task is an experiment's YAML file, `doctor` (the numerics, and Transformer Engine beside the emulator) or
-`gpu-day` (benchmarks/gpu_day.sh). Before anything starts, the price, the estimate of `ablate plan`, the
-largest cost and the files that leave this machine are printed, and a question is asked. The same command goes
-on where the last one ended.
+A task is an experiment's YAML file, `doctor` (the numerics, and an engine beside the emulator: Transformer
+Engine, or that of --engine) or `gpu-day` (benchmarks/gpu_day.sh). Before anything starts, the price, the
+estimate of `ablate plan`, the largest cost and the files that leave this machine are printed, and a question
+is asked. The same command goes on where the last one ended.
 
 This file holds no price and no credential: the price is yours to look up, and Modal and SkyPilot have logins
 of their own. It runs in the environment that has this package; the provider's client may be in that one or on
@@ -75,6 +75,8 @@ GPUS = {
     "L40S": Gpu("8.9", "L40S", "L40S"),
 }
 PROVIDERS = {"modal": "Modal", "sky": "SkyPilot"}
+ENGINES = {"transformer_engine": "parity", "scaled_mm": "parity-scaled_mm"}
+"""Engines of the image that `doctor` can compare, and the name of each comparison's step and record."""
 
 
 class Refusal(Exception):
@@ -172,12 +174,17 @@ def cost_lines(
 # --- the tasks ------------------------------------------------------------------------------------
 
 
-def steps_of(task: str) -> tuple[Step, ...]:
-    """Return the commands of a task, as the container runs them."""
+def steps_of(task: str, engine: str = "transformer_engine") -> tuple[Step, ...]:
+    """Return the commands of a task, as the container runs them.
+
+    Args:
+        task: the task.
+        engine: key of ENGINES that `doctor` compares with the emulator.
+    """
     if task == "doctor":
-        record = f"{HOME}/{RUNS}/{RENTED}/parity.json"
-        engine = ("ablate", "doctor", "--engine", "transformer_engine", "--record", record)
-        return (Step("doctor", ("ablate", "doctor")), Step("parity", engine))
+        record = f"{HOME}/{RUNS}/{RENTED}/{ENGINES[engine]}.json"
+        comparison = ("ablate", "doctor", "--engine", engine, "--record", record)
+        return (Step("doctor", ("ablate", "doctor")), Step(ENGINES[engine], comparison))
     if task == "gpu-day":
         out = f"{HOME}/{RUNS}/{RENTED}/gpu-day"
         return (Step("gpu-day", ("/opt/ablate/benchmarks/gpu_day.sh", "--resume", "--out", out)),)
@@ -193,7 +200,7 @@ def estimate(task: str, gpu: Gpu, state: Path) -> Estimate:
         Refusal: The experiment cannot run on such a machine; with the plan's own words.
     """
     if task == "doctor":
-        return Estimate(task, None, "minutes, up to an hour with Transformer Engine")
+        return Estimate(task, None, "minutes; with the comparison of an engine up to an hour")
     if task == "gpu-day":
         return Estimate(task, None, "up to half a day; `--only` of benchmarks/gpu_day.sh is not passed on")
     command = [sys.executable, "-m", "ablate", "plan", task, "--json", "--capability", gpu.capability]
@@ -214,6 +221,8 @@ def from_plan(task: str, plan: dict[str, Any]) -> Estimate:
         f"{plan['to_run']} trials to run{f', at most {more} more later' if more else ''}, {plan['done']} done"
     )
     engine = f"engine {plan['engine']}"
+    if plan["engine_why"]:
+        engine += f" (auto), since {plan['engine_why']}"
     if not plan["measured_trials"] and plan["to_run"] + more:
         return Estimate(
             task,
@@ -414,7 +423,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--on", required=True, choices=PROVIDERS, help="provider: Modal, or SkyPilot for any cloud"
     )
-    made.add_argument("--gpu", help=f"model of the GPU: {', '.join(GPUS)}")
+    made.add_argument("--gpu", type=str.upper, help=f"model of the GPU: {', '.join(GPUS)}")
+    made.add_argument(
+        "--engine",
+        choices=ENGINES,
+        help="engine that the task `doctor` compares with the emulator; default: transformer_engine",
+    )
     made.add_argument("--count", type=int, default=1, help="number of GPUs of the machine; default: 1")
     made.add_argument(
         "--price", help="price of an hour of the machine, all of it: look it up at your provider"
@@ -498,7 +512,11 @@ def run(asked: argparse.Namespace) -> int:
         )
     limit = limit_seconds(price, budget, asked.on)
     folder = folder_of(asked.tasks)
-    steps = tuple(step for task in asked.tasks for step in steps_of(task))
+    if asked.engine and "doctor" not in asked.tasks:
+        raise Refusal("--engine: is for the task `doctor`; an experiment's file names its engine itself")
+    steps = tuple(
+        step for task in asked.tasks for step in steps_of(task, asked.engine or "transformer_engine")
+    )
     if len({step.name for step in steps}) < len(steps):
         raise Refusal("a task is named twice")
     estimates = [estimate(task, gpu, state) for task in asked.tasks]
