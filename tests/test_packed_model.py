@@ -199,6 +199,22 @@ def test_a_folder_never_holds_a_mixture_of_two_exports(first, second, tmp_path_f
         ablate.export_model(run, folder, second)
 
 
+@every(to=TO, kind=[None, "llama"])
+def test_the_files_say_what_the_model_is_and_what_loads_it(to, kind, tmp_path_factory):
+    """A model without a type of transformers is named by its class, and no server is said to load it."""
+    folder, (run, _) = tmp_path_factory.mktemp("packed"), trained("nvfp4")
+    if kind:
+        transformers = pytest.importorskip("transformers")
+        run.model.config = transformers.AutoConfig.for_model(kind)
+    ablate.export_model(run, folder, to)
+    note, config = (folder / "README.md").read_text(), json.loads((folder / "config.json").read_text())
+    own = f"{type(run.model).__module__}.{type(run.model).__qualname__}"
+    assert (f"`{kind}`" in note, own in note) == (kind is not None, kind is None)
+    assert ("Neither" in note) == (kind is None)
+    assert config.get("model_type") == kind
+    assert (config.get("architectures") == [own]) == (kind is None)
+
+
 def test_the_file_is_safetensors_by_its_definition(tmp_path):
     run, _ = trained("nvfp4")
     ablate.export_model(run, tmp_path)

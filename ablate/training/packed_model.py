@@ -36,7 +36,7 @@ from ablate.training.conversion import Conversion
 
 Format = Literal["compressed-tensors", "modelopt"]
 FORMATS: tuple[Format, ...] = ("compressed-tensors", "modelopt")
-FILES = ("model.safetensors", "config.json", "hf_quant_config.json")
+FILES = ("model.safetensors", "config.json", "hf_quant_config.json", "README.md")
 """Files of an export, in any format."""
 _BLOCK = 16
 _ELEMENT_MAX = 6.0
@@ -73,8 +73,8 @@ def export_model(
     Args:
         run: handle of the trained model, from `convert`. The recipe of its last step decides which layers are
             packed: those of whose products the forward weight is quantised then.
-        folder: folder for `model.safetensors` and `config.json`; made if it does not exist. It must hold
-            none of FILES.
+        folder: folder for `model.safetensors`, `config.json` and a `README.md` on what loads them; made if
+            it does not exist. It must hold none of FILES.
         to: `compressed-tensors` (vLLM), or `modelopt` (TensorRT-LLM, vLLM).
         calibrate: calls the model on some batches, whose largest inputs become the static scales of the
             activations. Without it only weights are quantised when the model is served (W4A16).
@@ -122,6 +122,9 @@ def export_model(
     for name, content in _configurations(run.model, to, rest, bool(amaxes)).items():
         write(target / name, content)
         files.append(target / name)
+    note = target / "README.md"
+    note.write_text(_note(run.model, to, [path.name for path in files]))
+    files.append(note)
     served = [(as_served(cast, to), cast.dequantize()) for cast in casts.values()]
     return ExportedModel(
         tuple(files),
@@ -137,7 +140,7 @@ def require_no_export(folder: str | Path) -> None:
     """Raise ValueError if a folder holds a file of an earlier export: a loader would mix them."""
     if found := [name for name in FILES if (Path(folder) / name).exists()]:
         raise ValueError(
-            f"{folder} holds {' and '.join(found)} already, and a loader would read them with the new files;"
+            f"{folder} holds {' and '.join(found)} already, and would mix them with the files of this export;"
             " name another folder, or delete them first"
         )
 
@@ -278,6 +281,35 @@ def _version() -> str:
     return provenance.environment().get("ablate-fp4", "unknown")
 
 
+def _note(model: nn.Module, to: Format, files: list[str]) -> str:
+    """Return the README of an export: the model's type, what loads the files, and what does not."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    named = _architecture(model)
+    if kind:
+        loads = (
+            f"The model has transformers' model type `{kind}`, and `config.json` describes it. A serving"
+            f" stack that has this type and the layout {to} is meant to load the folder, once the model's"
+            " tokenizer lies beside these files: it is not part of the export."
+        )
+    else:
+        loads = (
+            f"The model is a `{named}`, which has no model type of transformers. Neither transformers'"
+            " `from_pretrained` nor vLLM nor TensorRT-LLM loads this folder: they have no code for such a"
+            " model. Read the tensors with `safetensors.torch.load_file`; they are named as in the model's"
+            f" `state_dict()`, with the packed weights in the layout {to}."
+        )
+    listed = ", ".join(f"`{name}`" for name in files)
+    return (
+        f"# Packed NVFP4 weights ({to})\n\nWritten by ablate {_version()}: {listed}.\n\n{loads}\n\n"
+        "Codes and block scales are those of the training's forward pass.\n"
+    )
+
+
+def _architecture(model: nn.Module) -> str:
+    """Return the full name of a model's class."""
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
 def _configurations(
     model: nn.Module, to: Format, high_precision: list[str], calibrated: bool
 ) -> dict[str, dict[str, Json]]:
@@ -286,6 +318,7 @@ def _configurations(
     config: dict[str, Json] = (
         json.loads(json.dumps(own.to_dict(), default=str)) if hasattr(own, "to_dict") else {}
     )
+    own_class: dict[str, Json] = {"architectures": [_architecture(model)]}
     if to == "modelopt":
         quantization: dict[str, Json] = {
             "quant_algo": "NVFP4" if calibrated else "W4A16_NVFP4",
@@ -297,7 +330,7 @@ def _configurations(
             "producer": {"name": "ablate", "version": _version()},
             "quantization": quantization,
         }
-        return {"hf_quant_config.json": whole} | ({"config.json": config} if config else {})
+        return {"hf_quant_config.json": whole, "config.json": config or own_class}
     group: dict[str, Json] = {
         "num_bits": 4,
         "type": "float",
@@ -310,6 +343,7 @@ def _configurations(
         "weights": group | {"dynamic": False},
         "input_activations": group | {"dynamic": "local"} if calibrated else None,
     }
+    config = config or own_class
     config["quantization_config"] = {
         "quant_method": "compressed-tensors",
         "format": "nvfp4-pack-quantized",
