@@ -155,6 +155,39 @@ def test_every_layer_at_every_step_has_the_recipes_own_products(te, name):
     assert compared or recipe.plain
 
 
+RUN = {"step": 9, "steps": 10, "tokens_per_step": 20, "decay": 8}
+
+
+@pytest.mark.parametrize(
+    ("start", "needed"),
+    [
+        (None, set()),
+        ("step:5", {"step"}),
+        ("fraction:0.9", {"step", "steps"}),
+        ("tokens:120", {"step", "tokens_per_step"}),
+        ("decay", {"step", "decay"}),
+    ],
+)
+def test_what_decides_when_a_phase_begins_has_no_default(te, start, needed):
+    """A call without it would train every step by the recipe before the phase, and nobody would see it."""
+    phases = "" if start is None else f'{{start: "{start}", slots: backward}}'
+    recipe = resolve("nvfp4", [f"recipe.schedule=[{phases}]"])
+    made = run(TARGETS["te"].write(recipe, Model("mine")))
+    for function in (made["recipe"], made["autocast"]):
+        for name in RUN:
+            given = {other: value for other, value in RUN.items() if other != name}
+            if name not in needed:
+                function(0, 7, **given)
+                continue
+            with pytest.raises(TypeError, match=f"'{name}'"):
+                function(0, 7, **given)
+    usage = made["__doc__"]
+    assert {name for name in ("tokens_per_step", "decay") if f"{name}={name}" in usage} == needed - {
+        "step",
+        "steps",
+    }
+
+
 def test_a_file_with_rules_gives_no_layer_a_recipe_without_its_name(te):
     """Attention in high precision: by the rule, not by who remembers an argument."""
     layers = tuple(

@@ -7,6 +7,7 @@ parameters are set on the object.
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
 
@@ -70,7 +71,7 @@ def write(recipe: Recipe, model: Model) -> str:
             "",
             "Every argument is written: environment variables (NVTE_*) change TE's defaults.",
             "",
-            *_usage(model if rules else Model()),
+            *_usage(model if rules else Model(), _Needed.of(recipe.schedule)),
             '"""',
             "",
             *objects.text(),
@@ -80,17 +81,51 @@ def write(recipe: Recipe, model: Model) -> str:
     )
 
 
-def _usage(model: Model) -> Iterator[str]:
+@dataclass(frozen=True)
+class _Needed:
+    """Arguments about a run that decide when a recipe's phases begin: a caller must give them."""
+
+    step: bool
+    steps: bool
+    tokens_per_step: bool
+    decay: bool
+
+    @classmethod
+    def of(cls, schedule: Sequence[Phase]) -> "_Needed":
+        """Return the arguments that the phases of a schedule read."""
+        starts = {tag(phase.start) for phase in schedule}
+        return cls(bool(starts), "fraction" in starts, "tokens" in starts, "decay" in starts)
+
+    @property
+    def positional(self) -> str:
+        """Return the declaration of `step` and `steps`, with defaults for those that decide nothing."""
+        return f"step{'' if self.step else '=0'}, steps{'' if self.steps else '=1'}"
+
+    @property
+    def keywords(self) -> str:
+        """Return the declaration of the others, likewise."""
+        tokens = "" if self.tokens_per_step else "=1"
+        return f"tokens_per_step{tokens}, decay{'' if self.decay else '=None'}"
+
+    @property
+    def given(self) -> str:
+        """Return the others that a call must give, as its last arguments."""
+        names = [name for name in ("tokens_per_step", "decay") if getattr(self, name)]
+        return "".join(f", {name}={name}" for name in names)
+
+
+def _usage(model: Model, needed: _Needed) -> Iterator[str]:
     """Yield the lines that show how a loop uses the file; by name if the model's layers have rules."""
     if not model.layers:
-        yield "    with autocast(block, blocks, step, steps):"
+        yield f"    with autocast(block, blocks, step, steps{needed.given}):"
         yield "        y = layer(x)"
         return
     yield "Rules select single layers, so each linear layer has a context of its own, with its name in"
     yield "named_modules() of the model. One context around a whole block cannot hold rules."
     yield ""
     for layer in [each for each in model.layers if each.block == model.layers[0].block][:2]:
-        yield f"    with autocast({layer.block}, blocks, step, steps, name={json.dumps(layer.name)}):"
+        name = json.dumps(layer.name)
+        yield f"    with autocast({layer.block}, blocks, step, steps, name={name}{needed.given}):"
         yield "        y = linear(x)"
 
 
@@ -278,7 +313,8 @@ def _functions(
     yield ""
     yield ""
     name = "name" if rules else 'name=""'
-    yield f"def recipe(block, blocks, step=0, steps=1, *, {name}, tokens_per_step=1, decay=None):"
+    needed = _Needed.of(recipe.schedule)
+    yield f"def recipe(block, blocks, {needed.positional}, *, {name}, {needed.keywords}):"
     yield '    """Return the recipe of a layer at a step, both counted from 0; None: high precision.'
     yield ""
     yield "    Args:"
@@ -287,7 +323,9 @@ def _functions(
     whose = "as in RULES; ValueError for any other" if rules else "which decides nothing here"
     yield f"        name: qualified name of the layer, {whose}."
     yield "        tokens_per_step: tokens of an optimizer step."
-    yield "        decay: step at which the learning rate begins to fall."
+    yield "        decay: step at which the learning rate begins to fall; None: it never falls."
+    if recipe.schedule:
+        yield "    Those that decide when a phase begins have no default."
     yield '    """'
     conditions = "".join(f"{_condition(phase)}, " for phase in recipe.schedule)
     yield f"    active = ({conditions})"
@@ -304,7 +342,7 @@ def _functions(
     yield ""
     yield ""
     named_only, given = ("*, name, ", "name=name, ") if rules else ("", "")
-    yield f"def autocast(block, blocks, step=0, steps=1, {named_only}**more):"
+    yield f"def autocast(block, blocks, {needed.positional}, {named_only}**more):"
     yield '    """Return TE\'s context for a layer at a step; the arguments are those of `recipe`."""'
     yield f"    chosen = recipe(block, blocks, step, steps, {given}**more)"
     yield "    return te.autocast(enabled=chosen is not None, recipe=chosen)"
