@@ -124,7 +124,7 @@ def test_a_copy_of_another_machines_file_counts_for_nothing():
 @pytest.mark.parametrize(
     ("machine", "why"),
     [
-        (BARE, "there is no GPU with CUDA here; engine: emulated computes the same numbers on any device"),
+        (BARE, "there is no GPU with CUDA here; engine: emulated computes the recipe on any device"),
         (WITHOUT, "Transformer Engine is not installed; pip install"),
         (EMPTY, "Transformer Engine 2.20.2 is here without its native part, as Python alone; pip install"),
         (OLD, "Transformer Engine 2.19.1 is older than 2.20; pip install"),

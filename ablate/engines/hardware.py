@@ -87,7 +87,7 @@ class Refusal(NamedTuple):
         return f"{self.why}; {self.out}"
 
 
-EMULATE = "engine: emulated computes the same numbers on any device"
+EMULATE = "engine: emulated computes the recipe on any device"
 
 
 def refusal(machine: Machine, families: Collection[str]) -> Refusal | None:

@@ -267,8 +267,9 @@ KNOBS: dict[str, Knob[Any]] = {
         name: _choice(
             Literal["fp4", "fp8", "bf16"],
             "fp8",
-            f"Both operands of {name}: FP4 as the recipe has them (as nvfp4 if it has others), MXFP8 without"
-            " rotation, or bf16.",
+            f"Both operands of {name}: fp4 as the recipe has them (as nvfp4 if it has others); fp8 as preset"
+            " mxfp8, with a scale for each 32 elements (not as fp8_current, with one a tensor), without"
+            " rotation; or bf16.",
             _product(name),
         )
         for name in DIRECTIONS["all"]

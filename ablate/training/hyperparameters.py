@@ -50,7 +50,7 @@ class Fallback(Spec):
     precision: Literal["bf16", "fp8"] | None = None
     """Precision of the slots and layers below after the first fallback; null: no change.
 
-    fp8 has current scaling.
+    fp8 is that of preset fp8_current, with one scale a tensor from its own amax, and not MXFP8.
     """
     slots: tuple[str, ...] = Field(("*",), strict=False, min_length=1)
     """Globs on the six slots: `fprop.*`, `wgrad.g`."""
