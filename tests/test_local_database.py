@@ -9,7 +9,7 @@ import pytest
 
 from ablate.execution.tracking import database
 from ablate.execution.tracking.local_database import REVISIONS, LocalDatabase
-from ablate.execution.tracking.tracker import MlflowTracker, Point, Tracker
+from ablate.execution.tracking.tracker import Entries, MlflowTracker, Point, Tracker
 
 pytestmark = [
     pytest.mark.services,
@@ -119,7 +119,7 @@ def write(tracker: Tracker, folder: Path, together: bool) -> None:
         tracker.dataset(run.id, DATA)
         params = [("ablate.rht", "true"), ("workload.lr", "0.1"), ("long", "y" * 7000), ("empty", "")]
         params += [(f"recipe.p{index}", str(index)) for index in range(130)]
-        tracker.log(run.id, [Point("val/loss", 3.5, 1000, 1)], params)
+        tracker.log(run.id, Entries([Point("val/loss", 3.5, 1000, 1)], params))
     points = [
         Point("val/loss", 3.25, 2000, 2),
         Point("val/loss", math.nan, 3000, 3),
@@ -132,8 +132,8 @@ def write(tracker: Tracker, folder: Path, together: bool) -> None:
         Point("twice", 2.0, 4000, 8),  # the larger value of one step and time is
         Point("twice", 1.5, 4000, 8),
     ]
-    tracker.log(run.id, points, params[:90], {"ablate.status": "running", "cut": "z" * 9000})
-    tracker.log(run.id, [*points, Point("val/loss", 3.125, 2500, 2)], tags={"ablate.status": "done"})
+    tracker.log(run.id, Entries(points, params[:90], {"ablate.status": "running", "cut": "z" * 9000}))
+    tracker.log(run.id, Entries([*points, Point("val/loss", 3.125, 2500, 2)], tags={"ablate.status": "done"}))
     tracker.dataset(run.id, DATA)
     tracker.dataset(run.id, DATA | {"digest": "def"})
     other = tracker.create(number, "rht=false seed=0", tags | {"ablate.trial": "t2"})
@@ -159,9 +159,9 @@ def write(tracker: Tracker, folder: Path, together: bool) -> None:
     assert tracker.run(run.id) == run
     for refused in ([("workload.lr", "0.2")], [("a//b", "")], [("k" * 251, "")], [("a,b", "")]):
         with pytest.raises(Exception, match=r"[Pp]aram|name"):
-            tracker.log(run.id, params=refused)
+            tracker.log(run.id, Entries(params=refused))
     with pytest.raises(Exception, match=r"deleted|active"):
-        tracker.log(gone.id, [Point("val/loss", 1.0, 1, 1)])
+        tracker.log(gone.id, Entries([Point("val/loss", 1.0, 1, 1)]))
     tracker.end(parent.id, "FINISHED")
 
 
@@ -195,7 +195,7 @@ def test_the_installed_mlflow_makes_tables_of_a_known_revision(folders):
 def write_half(tracker: LocalDatabase, number: str) -> None:
     with tracker.batch():
         run = tracker.create(number, "one", {})
-        tracker.log(run.id, [Point("val/loss", 1.0, 1, 1)])
+        tracker.log(run.id, Entries([Point("val/loss", 1.0, 1, 1)]))
         tracker.end("0" * 32, "FINISHED")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from ablate.errors import InputError, redact
 from ablate.execution.tracking.local_database import LocalDatabase
 from ablate.execution.tracking.reader import errors_explained, look
-from ablate.execution.tracking.tracker import NOTE, MlflowTracker, Tracker
+from ablate.execution.tracking.tracker import NOTE, Entries, MlflowTracker, Tracker
 from ablate.results.ledger import Ledger
 
 _FOLDER = "report"
@@ -41,4 +41,4 @@ def _attach(tracker: Tracker, uri: str, run: str, folder: Path) -> None:
     line = f"[The report](#/experiments/{kept.experiment}/runs/{run}/artifacts/{_FOLDER}/{name})"
     note = tracker.note(run)
     if line not in note:
-        tracker.log(run, tags={NOTE: f"{note}\n\n{line}"})
+        tracker.log(run, Entries(tags={NOTE: f"{note}\n\n{line}"}))

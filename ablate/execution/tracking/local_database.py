@@ -12,7 +12,7 @@ rows.
     tracker = LocalDatabase.open("sqlite:////runs/mlflow.db")    # None if the database is not of these
     with tracker.batch():
         run = tracker.create(experiment, "rht=true seed=0", tags)
-        tracker.log(run.id, points, params)
+        tracker.log(run.id, Entries(points, params))
         tracker.end(run.id, "FINISHED")
 
 Refused, with None from `open`: another revision, which belongs to another version of MLflow. The projector
@@ -33,7 +33,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ablate.execution.tracking.tracker import NOTE, Child, MlflowTracker, Point, Run
+from ablate.execution.tracking.tracker import NOTE, Child, Entries, MlflowTracker, Point, Run
 from ablate.results.databases import path_of, set_journal
 
 REVISIONS = frozenset({"dc11669786a5"})
@@ -211,23 +211,18 @@ class LocalDatabase:
             raise LookupError(f"MLflow has no run {run}")
         return Run(*found)
 
-    def log(
-        self,
-        run: str,
-        points: Sequence[Point] = (),
-        params: Sequence[tuple[str, str]] = (),
-        tags: Mapping[str, str] = {},
-    ) -> None:
-        """Add values, params and tags to a run."""
-        for name in (*(point.name for point in points), *(key for key, _ in params), *tags):
+    def log(self, run: str, entries: Entries) -> None:
+        """Add entries to a run."""
+        names = (point.name for point in entries.points)
+        for name in (*names, *(key for key, _ in entries.params), *entries.tags):
             _check_name(name)
         with self._writing():
             self._require_active(run)
-            if params:
-                self._add_params(run, params)
-            if points:
-                self._add_points(run, points)
-            self._tag(run, {key: value[:_LONGEST_TAG] for key, value in tags.items()})
+            if entries.params:
+                self._add_params(run, entries.params)
+            if entries.points:
+                self._add_points(run, entries.points)
+            self._tag(run, {key: value[:_LONGEST_TAG] for key, value in entries.tags.items()})
 
     def _require_active(self, run: str) -> None:
         """Raise LookupError for a run that a user has deleted, as MLflow's client does."""

@@ -28,7 +28,7 @@ from ablate.errors import redact
 from ablate.execution.tracking import database, runs
 from ablate.execution.tracking.local_database import LocalDatabase
 from ablate.execution.tracking.login import plainly
-from ablate.execution.tracking.tracker import MlflowTracker, Point, Run, Tracker
+from ablate.execution.tracking.tracker import NOTE, Entries, MlflowTracker, Point, Run, Tracker
 from ablate.experiment import schema
 from ablate.files import lock
 from ablate.results.databases import path_of, set_journal
@@ -297,13 +297,13 @@ class Projector:
         step = known.step
         gaps = self._gaps(ledger, member, run) if over else {}
         for last, points in self._batches(ledger.records(member.trial, step), gaps.pop(run, [])):
-            tracker.log(run, points, params, tags)
+            tracker.log(run, Entries(points, params, tags))
             step, params, tags = max(step, last), [], {}
         if params or tags:
-            tracker.log(run, params=params, tags=tags)
+            tracker.log(run, Entries(params=params, tags=tags))
         for other, points in gaps.items():
             if tracker.has(other):  # may have been deleted in its pages
-                tracker.log(other, points)
+                tracker.log(other, Entries(points))
         if over:
             facts = self._made.pop(run, None) or tracker.run(run)
             tracker.files(facts, self._artifacts(member))
@@ -372,7 +372,7 @@ class Projector:
             if not member.closed:
                 tracker.end(member.run, "KILLED")
         self._overview(tracker, self._id(self.experiment), parent, ledger)
-        tracker.log(parent, tags={"mlflow.note.content": note})
+        tracker.log(parent, Entries(tags={NOTE: note}))
         tracker.end(parent, status)
 
 

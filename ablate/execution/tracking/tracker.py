@@ -8,7 +8,7 @@ takes seconds. `MlflowTracker` uses MLflow's own client, for servers and for dat
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -22,6 +22,15 @@ class Point(NamedTuple):
     value: float
     time_ms: int
     step: int
+
+
+@dataclass(frozen=True)
+class Entries:
+    """Values, params and tags that are added to a run at once."""
+
+    points: Sequence[Point] = ()
+    params: Sequence[tuple[str, str]] = ()
+    tags: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -76,15 +85,9 @@ class Tracker(Protocol):
     def run(self, run: str) -> Run:
         """Return a run by its id."""
 
-    def log(
-        self,
-        run: str,
-        points: Sequence[Point] = (),
-        params: Sequence[tuple[str, str]] = (),
-        tags: Mapping[str, str] = {},
-    ) -> None:
-        """Add values, params and tags to a run. A value or a param that the run has already is stored once;
-        a tag is replaced.
+    def log(self, run: str, entries: Entries) -> None:
+        """Add entries to a run. A value or a param that the run has already is stored once; a tag is
+        replaced.
         """
 
     def dataset(self, run: str, dataset: Mapping[str, str]) -> None:
@@ -192,21 +195,15 @@ class MlflowTracker:
         info = self._client.get_run(run).info
         return Run(info.run_id, info.start_time, info.artifact_uri, info.experiment_id)
 
-    def log(
-        self,
-        run: str,
-        points: Sequence[Point] = (),
-        params: Sequence[tuple[str, str]] = (),
-        tags: Mapping[str, str] = {},
-    ) -> None:
-        """Add values, params and tags to a run."""
+    def log(self, run: str, entries: Entries) -> None:
+        """Add entries to a run."""
         from mlflow.entities import Metric, Param, RunTag
 
         self._client.log_batch(
             run,
-            [Metric(point.name, point.value, point.time_ms, point.step) for point in points],
-            [Param(key, value) for key, value in params],
-            [RunTag(key, value) for key, value in tags.items()],
+            [Metric(point.name, point.value, point.time_ms, point.step) for point in entries.points],
+            [Param(key, value) for key, value in entries.params],
+            [RunTag(key, value) for key, value in entries.tags.items()],
         )
 
     def dataset(self, run: str, dataset: Mapping[str, str]) -> None:
