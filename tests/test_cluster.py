@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.clusters import OPEN, blocker, can_hide, end_family, head, node, nodes, port
+from support.clusters import OPEN, STARTS_RAY, blocker, can_hide, end_family, head, node, nodes, port
 from support.experiments import (
     ablate,
     end,
@@ -30,16 +30,7 @@ from support.gates import Gate, customised
 from ablate import numerics
 from ablate.verification import audit
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.services,
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning",
-        "ignore::FutureWarning",
-        "ignore::UserWarning",
-        "ignore::ResourceWarning",
-    ),
-]
+pytestmark = STARTS_RAY
 apart = pytest.mark.skipif(
     not can_hide(), reason="takes a mount namespace, to hide a folder from a node: run as root, with unshare"
 )

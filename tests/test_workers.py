@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
+from support.clusters import STARTS_RAY
 from support.experiments import events_of, until, words_of
 from support.trial_requests import request
 
@@ -22,16 +23,7 @@ from ablate.execution.workers.actor import Actor
 from ablate.execution.workers.pool import unseated
 from ablate.results.trial_store import Store
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.services,
-    pytest.mark.filterwarnings(
-        "ignore::DeprecationWarning",
-        "ignore::FutureWarning",
-        "ignore::UserWarning",
-        "ignore::ResourceWarning",
-    ),
-]
+pytestmark = STARTS_RAY
 LONG = {"steps": 100_000, "eval_every": 100_000}
 
 

@@ -19,6 +19,7 @@ Layout: tiles are [row tiles, rows, column tiles, columns]. Statistics and scale
 """
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
 
 import torch
@@ -139,24 +140,30 @@ def delayed(
     x: Tensor, amaxes: Tensor, steps: Fraction | None, history: History | None, clock: Clock | None
 ) -> Tensor:
     """Return the largest amax of the last `steps` steps; of this call if there is none. fp32 scalar."""
-    current = amaxes.amax()
-    if history is None:
-        return current
-    assert clock is not None
-    assert steps is not None
-    return history.delayed(current, clock, int(steps))
+    return _remembered(History.delayed, amaxes, steps, history, clock)
 
 
 def hold(
     x: Tensor, amaxes: Tensor, steps: Fraction | None, history: History | None, clock: Clock | None
 ) -> Tensor:
     """Return the first amax of the current period of `steps` steps. fp32 scalar."""
+    return _remembered(History.held, amaxes, steps, history, clock)
+
+
+def _remembered(
+    rule: Callable[[History, Tensor, Clock, int], Tensor],
+    amaxes: Tensor,
+    steps: Fraction | None,
+    history: History | None,
+    clock: Clock | None,
+) -> Tensor:
+    """Return the amax that a rule of the history gives; the present one without a history."""
     current = amaxes.amax()
     if history is None:
         return current
     assert clock is not None
     assert steps is not None
-    return history.held(current, clock, int(steps))
+    return rule(history, current, clock, int(steps))
 
 
 def static(

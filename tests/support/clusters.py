@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from support.experiments import environment, until
 from support.gates import customised
 
+STARTS_RAY = [
+    pytest.mark.slow,
+    pytest.mark.services,
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning",
+        "ignore::FutureWarning",
+        "ignore::UserWarning",
+        "ignore::ResourceWarning",
+    ),
+]
+"""Marks of a file of tests that start Ray, whose libraries warn."""
 OPEN = {"RAY_AUTH_MODE": "disabled"}
 _LEAN = ("--include-log-monitor", "false")
 """Without who brings workers' output to a driver, which none here shows: it takes a second to start, as does who would start machines."""

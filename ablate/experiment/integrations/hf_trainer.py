@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from ablate.experiment import python_api
+from ablate.experiment.integrations.planned import PlannedConversion
 from ablate.experiment.integrations.position import Position, logged
 from ablate.files import Json
 from ablate.recipes.recipe import Recipe
@@ -88,10 +89,11 @@ class HFCallback(TrainerCallback, ExportableState):
         per_layer: bool = False,
         trial: Trial | None = None,
     ) -> None:
-        self.recipe = trial.recipe if trial else python_api.recipe(recipe, set)
-        self.seed, self.steps, self.tokens_per_step = seed, steps, tokens_per_step
-        self.decay_start, self.blocks, self.filter = decay_start, blocks, filter
-        self.measure_every, self.restore, self.per_layer = measure_every, restore, per_layer
+        resolved = trial.recipe if trial else python_api.recipe(recipe, set)
+        self._planned = PlannedConversion(
+            resolved, seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every
+        )
+        self.restore, self.per_layer = restore, per_layer
         self.trial = trial
         self.run: Conversion | None = None
         self.resume_from: str | None = None
@@ -117,7 +119,9 @@ class HFCallback(TrainerCallback, ExportableState):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Refuse arguments of the Trainer that this callback cannot work with."""
-        if getattr(args, "restore_callback_states_from_checkpoint", False) and (self.filter or self.trial):
+        if getattr(args, "restore_callback_states_from_checkpoint", False) and (
+            self._planned.filter or self.trial
+        ):
             raise ValueError(
                 "restore_callback_states_from_checkpoint makes callbacks anew, and a filter or a trial cannot"
                 " be saved; set it to False: HFCallback restores its state in every resume_from_checkpoint"
@@ -147,17 +151,7 @@ class HFCallback(TrainerCallback, ExportableState):
             return
         if self.run:
             self.run.restore()
-        self.run = python_api.convert(
-            model,
-            self.recipe,
-            seed=self.seed,
-            steps=self.steps or state.max_steps,
-            tokens_per_step=self.tokens_per_step,
-            decay_start=self.decay_start,
-            blocks=self.blocks,
-            filter=self.filter,
-            measure_every=self.measure_every,
-        )
+        self.run = self._planned.convert(model, state.max_steps)
         if state.global_step:
             self._resume(self.run, state)
         self._position = Position(self.run)
@@ -234,13 +228,13 @@ class HFCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, dict[str, object]]:
         """Return what a checkpoint of the Trainer saves: the arguments, and the state of the recipe."""
         arguments = {
-            "recipe": self.recipe.model_dump(mode="json"),
-            "seed": self.seed,
-            "steps": self.steps,
-            "tokens_per_step": self.tokens_per_step,
-            "decay_start": self.decay_start,
-            "blocks": self.blocks,
-            "measure_every": self.measure_every,
+            "recipe": self._planned.recipe.model_dump(mode="json"),
+            "seed": self._planned.seed,
+            "steps": self._planned.steps,
+            "tokens_per_step": self._planned.tokens_per_step,
+            "decay_start": self._planned.decay_start,
+            "blocks": self._planned.blocks,
+            "measure_every": self._planned.measure_every,
             "restore": self.restore,
             "per_layer": self.per_layer,
         }
@@ -299,7 +293,7 @@ class HFCallback(TrainerCallback, ExportableState):
                 " trainer.train(resume_from_checkpoint=callback.resume_from)"
             )
         args.logging_nan_inf_filter = False  # it replaces such a loss by a mean: no trial would diverge
-        trial.convert(model, blocks=self.blocks, filter=self.filter)
+        trial.convert(model, blocks=self._planned.blocks, filter=self._planned.filter)
         self._position = Position(trial)
 
     @property

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from ablate.experiment import python_api
+from ablate.experiment.integrations.planned import PlannedConversion
 from ablate.experiment.integrations.position import Position, logged
 from ablate.files import Json
 from ablate.recipes.recipe import Recipe, Weights
@@ -60,15 +61,16 @@ class LightningCallback(Callback):
         per_layer: bool = False,
     ) -> None:
         super().__init__()
-        self.recipe = python_api.recipe(recipe, set)
-        if self.recipe.weights != Weights():
+        resolved = python_api.recipe(recipe, set)
+        if resolved.weights != Weights():
             raise ValueError(
                 "the recipe has rules for weights, which act between backward pass and update; Lightning runs"
                 " both inside of optimizer.step(). Use a loop of your own with ablate.convert"
             )
-        self.seed, self.steps, self.tokens_per_step = seed, steps, tokens_per_step
-        self.decay_start, self.blocks, self.filter = decay_start, blocks, filter
-        self.measure_every, self.restore, self.per_layer = measure_every, restore, per_layer
+        self._planned = PlannedConversion(
+            resolved, seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every
+        )
+        self.restore, self.per_layer = restore, per_layer
         self.run: Conversion | None = None
         self._position: Position | None = None
         self._saved: ConversionState | None = None
@@ -88,18 +90,7 @@ class LightningCallback(Callback):
             self._position.abandon()
         if self.run:
             self.run.restore()
-        steps = self.steps or trainer.estimated_stepping_batches
-        self.run = python_api.convert(
-            pl_module,
-            self.recipe,
-            seed=self.seed,
-            steps=int(steps) if 0 < steps < float("inf") else None,
-            tokens_per_step=self.tokens_per_step,
-            decay_start=self.decay_start,
-            blocks=self.blocks,
-            filter=self.filter,
-            measure_every=self.measure_every,
-        )
+        self.run = self._planned.convert(pl_module, trainer.estimated_stepping_batches)
         if self._saved:
             self.run.load_state_dict(self._saved)
             self._saved = None
