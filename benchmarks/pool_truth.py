@@ -88,7 +88,7 @@ def share(part: float, whole: float, independent: float | None = None) -> str:
 
 @dataclass
 class Count:
-    """What the intervals of one contrast did."""
+    """Outcomes of the intervals of one contrast."""
 
     covered: int = 0
     resolved: int = 0

@@ -1,4 +1,4 @@
-"""What every test shares: an order, one thread, and a small synthetic corpus that is the same on every machine."""
+"""Setting that all tests share: an order, one thread, and a small synthetic corpus that is the same on every machine."""
 
 import os
 import signal

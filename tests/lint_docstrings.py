@@ -1,4 +1,4 @@
-"""Lint of docstrings: none begins with a question word. `python tests/lint_docstrings.py [PATH ...]`; default: ablate/.
+"""Lint of docstrings: none begins with a question word. `python tests/lint_docstrings.py [PATH ...]`; default: all Python of this repository.
 
 A docstring says what a thing is or does: "Return ...", "Frozen description of ...". One that begins with What, Whether or Where says it
 backwards, and its reader has to turn the sentence around.
@@ -11,6 +11,7 @@ from pathlib import Path
 
 WORDS = {"what", "whether", "of", "where", "how", "which", "who", "whose", "when", "why", "that"}
 ROOT = Path(__file__).parent.parent
+FOLDERS = ("ablate", "analysis", "benchmarks", "docker", "docs", "tests")
 
 
 def docstrings(parsed: ast.AST) -> Iterator[tuple[int, str]]:
@@ -32,7 +33,7 @@ def offenders(path: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    paths = [Path(word) for word in sys.argv[1:]] or [ROOT / "ablate"]
+    paths = [Path(word) for word in sys.argv[1:]] or [ROOT / folder for folder in FOLDERS]
     files = sorted(file for path in paths for file in ([path] if path.is_file() else path.rglob("*.py")))
     found = [line for file in files for line in offenders(file)]
     print(*found, sep="\n")

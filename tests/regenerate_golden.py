@@ -78,7 +78,7 @@ def losses(preset: str) -> list[float]:
 
 
 def comparable() -> bool:
-    """Whether this CPU can add as the one that wrote the traces: bf16 products in AVX-512, which AVX2 adds in another order."""
+    """Return True if this CPU adds as the one that wrote the traces: bf16 products in AVX-512, which AVX2 adds in another order."""
     cpuinfo = Path("/proc/cpuinfo")
     return cpuinfo.exists() and "avx512_bf16" in cpuinfo.read_text()
 

@@ -1,4 +1,4 @@
-"""What a study says of its sweep's answer: gaps, notes, a picture, importances; and the shelf on which the dashboard finds all sweeps."""
+"""Tests of a study's notes on its sweep's answer: gaps, notes, a figure, importances; and of the storage in which the dashboard finds all sweeps."""
 
 import hashlib
 import json

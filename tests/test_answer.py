@@ -1,4 +1,4 @@
-"""What a report says: the verdict that the numbers allow and no more, and every loss by name."""
+"""Tests of a report's answer: the verdict that the numbers allow and no more, and every loss by name."""
 
 import json
 import math

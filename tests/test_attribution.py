@@ -81,7 +81,7 @@ def test_main_effects_and_interactions_are_those_of_least_squares_with_seeds_as_
 
 
 def test_known_effects_lie_within_their_intervals_and_seeds_levels_do_not_widen_them():
-    """Of 40 grids with three effects each, 95 % are 114 of 120: 105 is four standard errors below."""
+    """Count intervals of 40 grids with three effects each: 95 % are 114 of 120, and 105 is four standard errors below."""
     covered = 0
     for seed in range(40):
         found = grid(whole({k: LEVELS[k] for k in ("rht", "sr")}, 6, seed))

@@ -174,7 +174,7 @@ def test_the_yardsticks_product_is_the_one_that_layers_compute(monkeypatch):
 
 @pytest.mark.slow
 def test_a_models_layers_are_those_of_its_block():
-    """Of Llama 3.1 8B: 218 million weights in a block of 32, 7 of its 8 billion."""
+    """Check the sizes of Llama 3.1 8B: 218 million weights in a block of 32, 7 of its 8 billion."""
     found = shapes_of("llama-8b", 512)
     assert [(one.name, one.size) for one in found] == [
         ("llama-8b qkv", "512x4096x6144"),
@@ -195,7 +195,7 @@ def test_a_models_layers_are_those_of_its_block():
 
 @pytest.mark.slow
 def test_transformer_engine_is_timed_by_the_same_code_over_the_double_of_its_native_part():
-    """What the times are is no matter: that the engine computes, forward and backward, and a line comes of it."""
+    """Check that the engine computes, forward and backward, and that a line comes of it; the times themselves are not checked."""
     if peers.version("transformer_engine") != "2.20.2":
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
     environment = os.environ | {

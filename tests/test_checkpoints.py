@@ -38,7 +38,7 @@ from ablate.training.workloads.gpt import Gpt
 
 STEPS = 8
 OWN = ("throughput/", "memory/")
-"""What differs between two runs of anything."""
+"""Metrics in which any two runs differ."""
 
 
 def config(folder: Path, **changes) -> Gpt:
@@ -106,7 +106,7 @@ def begun(spec: TrialSpec, store: Store, steps: int, points=(), how=OFTEN) -> No
 
 
 def on_disk(store: Store, spec: TrialSpec) -> list[str]:
-    """What a finished trial's folder says, compared with its result."""
+    """Return the events of a finished trial's folder, checked against its result."""
     return [own(event) for event in store.proven(spec.id, store.result(spec.id))]
 
 
@@ -388,7 +388,7 @@ DRAWN = 4
 
 @pytest.mark.parametrize("case", [*GRIDS, *range(DRAWN)])
 def test_a_sweep_computes_as_many_steps_as_its_plan_counts(case, tmp_path):
-    """Of named cases, and of arms and finished arms that are drawn."""
+    """Check named cases, and arms and finished arms that are drawn."""
     draw = random.Random(case)
     arms = draw.sample(
         ["0", "0.05", "0.1", "0.11", "0.12", "0.25", "0.26", "0.5", "bf16", "mxfp4"], draw.randint(2, 5)

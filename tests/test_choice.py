@@ -1,4 +1,4 @@
-"""Which engine computes an experiment: what `auto` takes, and every reason for which Transformer Engine is refused, on made-up machines."""
+"""Tests of the choice of an engine: by `auto`, and every reason for which Transformer Engine is refused, on made-up machines."""
 
 import json
 import re

@@ -128,7 +128,7 @@ def files(state: Path) -> dict[str, set[str]]:
 
 
 def computes(node: subprocess.Popen) -> bool:
-    """Whether a trial runs on the node: its warm process has a child."""
+    """Return True if a trial runs on the node: its warm process has a child."""
     family = psutil.Process(node.pid).children(recursive=True)
     return sum("ablate.execution.trial_process" in words_of(process) for process in family) > 1
 

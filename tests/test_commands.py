@@ -200,7 +200,7 @@ def test_a_dry_run_says_what_a_plan_says_and_runs_nothing(tmp_path):
 
 
 def refused(*words, **extra: str) -> list[str]:
-    """What the command complains about, having ended with status 2 and no traceback."""
+    """Return the complaints of the command, which must end with status 2 and no traceback."""
     done = here(*words, **extra)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "Traceback" not in done.stdout + done.stderr

@@ -98,7 +98,7 @@ class Team:
         return server
 
     def _database(self) -> None:
-        """What the image's own entry point does: a cluster whose user has the password, and the first database."""
+        """Run the steps of the image's own entry point: a cluster whose user has the password, and the first database."""
         asked, log = self.machine.services["postgres"]["environment"], self.folder / "postgres.log"
         assert asked["POSTGRES_USER"] == "ablate"
         how = {
@@ -124,7 +124,7 @@ class Team:
         until(lambda: self.machine.healthy("postgres"))
 
     def environment(self, **extra: str) -> dict[str, str]:
-        """What the service `run` sees."""
+        """Return the environment of the service `run`."""
         return environment(**self.machine.environment("run") | {"ABLATE_STATE": str(self.state)} | extra)
 
     def command(self, *words, **extra: str) -> subprocess.CompletedProcess:

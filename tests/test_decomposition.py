@@ -1,4 +1,4 @@
-"""What a gap is made of, and what pairing is worth: identities on a real sweep, SciPy's own figures, planted damage."""
+"""Tests of the parts of a gap and of the worth of pairing: identities on a real sweep, SciPy's own figures, planted damage."""
 
 import math
 

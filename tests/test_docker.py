@@ -1,4 +1,4 @@
-"""What docker/ promises, checked without a container engine: its files are read, and the programs that they name are asked."""
+"""Promises of docker/, checked without a container engine: its files are read, and the programs that they name are asked."""
 
 import ast
 import json
@@ -171,7 +171,7 @@ def told(files: Files) -> Iterator[str]:
 
 
 def mighty(files: Files) -> Iterator[str]:
-    """What runs as root, or could become it."""
+    """Yield the services that run as root, or could become it."""
     for name, text in files.images.items():
         users = [rest for word, rest in instructions(text) if word == "USER"]
         if not users or users[-1].partition(":")[0] in ("root", "0"):

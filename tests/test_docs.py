@@ -1,4 +1,4 @@
-"""What the documents say is what the code does."""
+"""Tests of the documents: what they say is what the code does."""
 
 import json
 import re

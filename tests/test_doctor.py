@@ -26,7 +26,7 @@ QUICK = [check for check in CHECKS if check.only != "full"]
 
 
 def rows(name: str) -> list[Row]:
-    """What the check of this name yields; its quick form, where it has one."""
+    """Return the rows that the check of this name yields, in its quick form if it has one."""
     check = next(check for check in QUICK if check.name == name)
     return list(check.rows())
 

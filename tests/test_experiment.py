@@ -32,14 +32,14 @@ GOOD = """
 
 
 def told(folder: Path, text: str) -> list[str]:
-    """What is wrong with the text, as `line:column: message`."""
+    """Return the problems of the text, as `line:column: message`."""
     path = folder / "x.yaml"
     path.write_text(textwrap.dedent(text).lstrip("\n"))
     return [str(problem).removeprefix(f"{path}:") for problem in problems(path)]
 
 
 def told_of(folder: Path, lines: str) -> list[str]:
-    """What is wrong with a good file that has these lines (from line 4) in it."""
+    """Return the problems of a good file that has these lines (from line 4) in it."""
     return told(folder, GOOD.format(textwrap.indent(textwrap.dedent(lines).strip(), "    ").strip()))
 
 

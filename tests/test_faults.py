@@ -1,4 +1,4 @@
-"""What survives what: trials killed where they share their beginnings, heads and nodes of Ray that go, and the whole suite of faults."""
+"""Tests of survival: trials killed while they share their beginnings, heads and nodes of Ray that go, and the whole suite of faults."""
 
 import contextlib
 import json
@@ -375,7 +375,7 @@ def head(before: str = "", **extra: str):
 
 
 def refused(tmp_path: Path, address: str, **extra: str) -> str:
-    """What the sweep says of a cluster that it cannot use, within 20 seconds of asking."""
+    """Return the message of the sweep on a cluster that it cannot use, within 20 seconds of asking."""
     path = write(tmp_path, workload={"idle": {"steps": 2}}, ablate={"rht": [True]}, seeds=1)
     done = ablate(
         "sweep",

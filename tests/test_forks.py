@@ -47,7 +47,7 @@ def trial(folder: Path, recipe: str = "nvfp4", **fields: Any) -> TrialSpec:
 
 
 def own(events: Any) -> list[str]:
-    """What events or records say, without what two runs of anything differ in."""
+    """Return the contents of events or records without the fields in which any two runs differ."""
     return [
         json.dumps([event["step"], {k: v for k, v in event["metrics"].items() if not k.startswith(CLOCKS)}])
         for event in events
@@ -189,7 +189,7 @@ def test_a_recipe_that_draws_has_a_twin_with_the_same_weights_and_another_withou
 
 
 def drawing(name: str) -> bool:
-    """Whether a preset's JSON names a rounding or a rotation that draws, read without the recipe's own answer."""
+    """Return True if a preset's JSON names a rounding or a rotation that draws, read without the recipe's own answer."""
     text = json.dumps(PRESETS[name]().model_dump(mode="json"))
     return any(word in text for word in ('"stochastic"', '"ms_eden"', '"per_step"', '"per_call"'))
 

@@ -129,7 +129,7 @@ def test_tasks_that_are_killed_and_queued_again_give_the_sweep_of_workers_on_ray
 
 
 def measured(name: str) -> bool:
-    """Whether a metric is computed, and no time or memory."""
+    """Return True if a metric is computed, and is no time or memory."""
     return not name.startswith(("throughput/", "memory/"))
 
 

@@ -1,4 +1,4 @@
-"""What crosses a process arrives as it was sent, or is refused with a sentence."""
+"""Tests of messages between processes: they arrive as they were sent, or are refused with a sentence."""
 
 import dataclasses
 import io

@@ -259,7 +259,7 @@ def test_weights_that_did_not_move_have_no_oscillation(generator):
 
 
 def test_clipped_is_what_lies_beyond_half_a_step_above_the_grid():
-    """Of a block that QuEST's rule scales by its deviation: numpy counts |y| > 6 and |y| > 7."""
+    """Check a block that QuEST's rule scales by its deviation: numpy counts |y| > 6 and |y| > 7."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)).bfloat16()
     quant = Quant(range=Range(statistic="std:1.5"))
     operand = quantize(x, quant, keep=True)

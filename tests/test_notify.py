@@ -1,4 +1,4 @@
-"""What a hook is told, and that whatever is wrong with it harms nothing. Real commands, a real HTTP server."""
+"""Tests of hooks: their input, and that a broken one harms nothing. Real commands, a real HTTP server."""
 
 import json
 import sys

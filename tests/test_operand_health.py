@@ -1,4 +1,4 @@
-"""What stands out among operands is said once, with its numbers; a healthy sweep has nothing to say."""
+"""Tests of outliers among operands: each is reported once, with its numbers, and a healthy sweep has none."""
 
 import re
 

@@ -353,7 +353,7 @@ def test_what_is_served_has_the_codes_and_scales_of_the_training(seed, to):
 
 
 def test_no_outer_scale_in_fp32_makes_every_value_bit_equal():
-    """Of 8,192 significands of an amax, few have a w2 by which all eight odd significands of E4M3 agree.
+    """Count the significands of an amax, of 8,192, that have a w2 by which all eight odd significands of E4M3 agree: few.
 
     A block scale that is a power of two leaves one w2: the emulator's own factor. The others then differ.
     """

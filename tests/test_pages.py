@@ -1,4 +1,4 @@
-"""What a person sees in the pages, in a real browser over real servers: runs beside each other, the study with its note, the list."""
+"""Tests of the pages in a real browser over real servers: runs beside each other, the study with its note, the list."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def sees(browser, *words: str) -> str:
 
 
 def scrolled(browser) -> str:
-    """What the page shows once everything in it that scrolls is at its end: long tables hold only the rows that are seen."""
+    """Return the text of the page once everything in it that scrolls is at its end: long tables hold only the visible rows."""
     browser.execute_script(
         "document.querySelectorAll('*').forEach(e => { if (e.scrollHeight > e.clientHeight) e.scrollTop = 1e6 })"
     )

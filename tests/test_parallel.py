@@ -66,7 +66,7 @@ def be(sharded: bool) -> distributed.World:
 def records(
     recipe: Recipe, sharded: bool = False, checkpoints: Checkpoints | None = None, **shape: Any
 ) -> list[tuple[int, dict]]:
-    """What a small gpt records, without what clocks and allocators decide."""
+    """Return the records of a small gpt, without those that clocks and allocators decide."""
     be(sharded)
     told = Gpt(**SIZE | shape).records(
         recipe, 0, "emulated", "cpu", Telemetry(every=4, shadow=4, log=1), checkpoints
@@ -172,7 +172,7 @@ def test_the_gradient_of_every_recipe_is_that_of_one_rank(named, sharded):
 
 @pytest.mark.slow
 def test_amaxes_of_its_own_for_each_part_change_the_losses_and_not_their_mean():
-    """What ranks without a reduction would compute is what one rank computes of smaller micro-batches: another sample of the rounding."""
+    """Check that ranks without a reduction compute what one rank computes of smaller micro-batches: another sample of the rounding."""
     recipe = Recipe(fprop=Fprop(x=Quant(), w=Quant()))
     be(False)
     gaps = []
@@ -237,7 +237,7 @@ def test_master_weights_in_bf16_may_be_sharded():
 
 
 def amaxes(shape: dict[str, Any]) -> list[float]:
-    """What every operand of a delayed recipe remembers of the first step."""
+    """Return the amaxes of the first step that every operand of a delayed recipe remembers."""
     be(False)
     config = Gpt(**SIZE | shape)
     loop = Loop(config.prepare(PRESETS["fp8_delayed"](), 0, "cpu"), config, Telemetry(every=100, shadow=100))

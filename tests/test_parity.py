@@ -33,7 +33,7 @@ RTX = Machine("2.20.2", native=True, capability=(12, 0))
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What the program tells, half a minute later."""
+    """Return the results of the program, half a minute later."""
     if peers.version("transformer_engine") != "2.20.2":
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
     here = tmp_path_factory.mktemp("parity")

@@ -20,7 +20,7 @@ STEPS = {"steps": 20, "eval_every": 10}
 
 
 def holds(phase: Phase, run: Run) -> bool:
-    """Whether the phase is in force in any step, by asking each."""
+    """Return True if the phase is in force in any step, by asking each."""
     return any(phase.active(step, run) for step in range(run.steps))
 
 

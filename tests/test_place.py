@@ -1,4 +1,4 @@
-"""Where things are: what goes before what, what a profile may say, and that no password is ever shown."""
+"""Tests of settings: the order in which they override each other, the contents of a profile, and that no password is ever shown."""
 
 import pytest
 from support.experiments import ablate

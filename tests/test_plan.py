@@ -1,4 +1,4 @@
-"""What a plan remarks: knobs that turn nothing that is computed, and models of which a recipe reaches little."""
+"""Tests of a plan's remarks: knobs without an effect, and models of which a recipe quantises little."""
 
 import json
 
@@ -90,7 +90,7 @@ def test_the_knobs_of_a_search_are_tried_at_their_ends(tmp_path):
 
 
 def test_the_share_of_the_matrices_that_a_recipe_reaches_is_that_of_the_models_own_parameters():
-    """Of a model of experts in one stack of matrices little; of the plain one all but its head."""
+    """Check a model of experts in one stack of matrices, of which little is covered, and the plain one, all but its head."""
     for model, left in ((EXPERTS, "model.layers.0.mlp.experts.gate_up_proj"), (QWEN, "lm_head.weight")):
         found = outlined(model, 64)  # what `outline` remembers
         built = build(model, 64, 0, torch.device("cpu"))

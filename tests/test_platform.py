@@ -1,4 +1,4 @@
-"""What the platform costs is measured by rows that can be named; the measuring itself takes half an hour."""
+"""Tests of the platform's costs: they are measured by rows that can be named; the measuring itself takes half an hour."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What other users and other machines may reach: rights of folders and tokens, Ray's sockets, names that servers answer to."""
+"""Tests of the reach of other users and other machines: rights of folders and tokens, Ray's sockets, names that servers answer to."""
 
 import os
 import stat

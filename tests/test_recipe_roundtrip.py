@@ -1,4 +1,4 @@
-"""What is written for a training stack stands for the recipe: read back, by the stacks' own parsers, and field by field."""
+"""Tests of exported recipes: what is written for a training stack is read back, by the stacks' own parsers, and compared field by field."""
 
 import importlib.metadata
 import itertools
@@ -55,7 +55,7 @@ RULES = {
 
 
 def missing(package: str, wanted: str) -> str:
-    """Why a peer's test cannot run here; empty if it can."""
+    """Return the reason why a peer's test cannot run here; empty if it can."""
     try:
         version = importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -76,7 +76,7 @@ def written(target: str, recipe: Recipe, model: Model | None = None) -> str | No
 
 
 def assigned(recipe: Recipe, layers: tuple[Layer, ...]) -> dict[str, Products]:
-    """What each layer computes, in one spelling."""
+    """Return the products of each layer, in one spelling."""
     placed = recipe.layers.deciders(layers)
     return {name: canonical(recipe.decided(decider) or Products()) for name, decider in placed.items()}
 

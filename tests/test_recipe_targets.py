@@ -278,7 +278,7 @@ def test_quantizers_of_a_custom_recipe_are_those_of_the_engine(te, name, monkeyp
 
 
 def copies(made: tuple) -> tuple:
-    """What both copies of a tensor are made by; TE rotates the columnwise copy alone, so one quantizer may make both."""
+    """Return the quantizers of both copies of a tensor; TE rotates the columnwise copy alone, so one quantizer may make both."""
     kind, _, options = made
     if kind == "HybridQuantizer":
         options = dict(options)

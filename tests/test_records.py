@@ -43,7 +43,7 @@ def rows(table) -> set:
 
 
 def expected(ledger: Ledger) -> set:
-    """What the ledger's own reader tells, one record after the other."""
+    """Return the records of the ledger's own reader, one after the other."""
     return {
         (member.name, member.seed, step, name, None if math.isnan(value) else value)
         for member in ledger.members()

@@ -405,7 +405,7 @@ def test_speed_of_hardware_that_has_the_formats_needs_no_such_word(tmp_path):
 
 
 def screen(*parts) -> str:
-    """What a wide terminal shows."""
+    """Return the output of a wide terminal."""
     console = Console(file=io.StringIO(), width=240)
     console.print(*parts)
     return console.file.getvalue()
@@ -631,7 +631,7 @@ def test_only_an_arm_whose_interval_is_too_wide_is_grown(grown):
 @pytest.mark.parametrize("status", ["pending", "running", "failed", "diverged"])
 @pytest.mark.parametrize("arm", [1, 2])
 def test_an_arm_is_not_grown_past_a_seed_without_a_pair(arm, status, grown):
-    """Of the arm or of its baseline: one that is not over is waited for, and no further seed makes up for one that failed or diverged."""
+    """Check an arm or its baseline: one that is not over is waited for, and no further seed makes up for one that failed or diverged."""
     trial = next(member.trial for member in grown.members() if (member.arm, member.seed) == (arm, 1))
     grown.settle(trial, status)
     assert undecided(grown) == []
@@ -648,7 +648,7 @@ def test_an_arm_whose_metric_is_not_finite_on_some_seed_is_not_grown(grown):
 
 
 def grow(book: Ledger, growth: Growth, member: Callable[[str, int], None]) -> None:
-    """What the controller does: seeds for whoever is undecided, and for its baseline, until nobody is or all have the most."""
+    """Add seeds as the controller does, for each undecided arm and its baseline, until none is undecided or all have the most."""
     while True:
         counts = {arm.name: arm.seeds for arm in summaries(book)}
         wanted = [

@@ -253,7 +253,7 @@ def test_baselines_that_a_sampler_brought_are_in_no_comparison_of_their_own(tmp_
 
 
 def test_a_ledger_of_an_earlier_version_goes_on(tmp_path):
-    """What it has as arms of their own, and are repeats, are none in the next run; nothing is run again."""
+    """Check that its repeats, which it has as arms of their own, are no arms in the next run; nothing is run again."""
     experiment = searching(tmp_path, 10, **SEVEN)
     sweep(experiment, tmp_path)
     points, path = rows(tmp_path), tmp_path / "sweeps" / "tiny" / "ledger.db"

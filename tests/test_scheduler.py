@@ -1,4 +1,4 @@
-"""What a sweep wants: nothing computed twice, nothing lost, by whichever sweep, ledger or version of the code it was begun."""
+"""Tests of the trials that a sweep wants: nothing computed twice, nothing lost, whichever sweep, ledger or version of the code began it."""
 
 import contextlib
 import json

@@ -448,7 +448,7 @@ def test_a_search_is_the_same_again_from_its_seed(sampler, tmp_path):
 
 
 def feasible(folder: Path, sampler: str, told: bool) -> int:
-    """How many of the last 10 arms keep to a constraint beyond which the values are far better."""
+    """Return how many of the last 10 arms keep to a constraint beyond which the values are far better."""
     keys = {
         "constraints": [{"metric": "grad/norm", "at_most": 0.5}],
         "ablate": PLANE | {"cooldown": {"uniform": [0.0, 1.0]}},

@@ -128,7 +128,7 @@ def test_a_gang_gets_its_turn_in_a_stream_of_small_trials(nodes):
 
 
 def test_without_shares_the_same_gang_would_never_start():
-    """What Ray does by itself, and why there are shares: as soon as a CPU is free, a small trial takes it."""
+    """Show what Ray does by itself, which is the reason for shares: as soon as a CPU is free, a small trial takes it."""
     free_at = [1, 4]  # two CPUs whose trials of 7 s end at different moments
     for now in range(1000):
         assert any(moment > now for moment in free_at)  # never both free

@@ -18,7 +18,7 @@ SWEEPS = 300
 
 
 def within(part: int, whole: int, low: float, high: float) -> bool:
-    """Whether a share lies within limits, three binomial standard errors beyond them allowed."""
+    """Return True if a share lies within limits, three binomial standard errors beyond them allowed."""
     return (
         low - 3 * math.sqrt(low * (1 - low) / whole)
         <= part / whole

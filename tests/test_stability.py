@@ -196,7 +196,7 @@ def test_falling_back_to_bf16_everywhere_is_bf16(tmp_path):
 
 @every(preset=PRESETS)
 def test_every_recipe_can_fall_back_in_its_forward_slots(preset, tmp_path):
-    """Where a backward operand starts from a forward copy that is gone, it starts from the original."""
+    """Check that a backward operand whose forward copy is gone starts from the original."""
     guard = Guard(policy="fallback", fallback=Fallback(precision="bf16", slots=("fprop.*",)))
     run, records = spoiled(gpt(tmp_path, guard, steps=3), {0: math.nan}, recipe=PRESETS[preset]())
     assert math.isfinite(list(records)[-1].metrics["val/loss"])

@@ -53,7 +53,7 @@ class Mortal(Inline):
 
 @cache
 def alone(wire: str) -> dict[tuple[int, str], float]:
-    """What a trial records that nothing disturbs, that shares nothing, and that leaves no checkpoint."""
+    """Return the records of a trial that nothing disturbs, that shares nothing, and that leaves no checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         return kept(
             (event["step"], name, value)

@@ -28,7 +28,7 @@ from ablate.results.verdict_text import needed_text, verdict_document, verdict_n
 
 T, SEQUENCE = Interval(), Interval("sequence")
 PLAIN_NORMAL = stats.norm(0, 1.8)
-"""What the sequence mixes over: the effect in deviations of a paired difference."""
+"""Distribution that the sequence mixes over: the effect in deviations of a paired difference."""
 
 
 def by_seed(values) -> dict[int, float]:
@@ -267,7 +267,7 @@ def test_an_interval_that_holds_zero_and_more_is_undecided(low, high, minimize, 
 
 
 def seen(pairs: int, mean: float, deviation: float, interval: Interval = T) -> Difference:
-    """What so many pairs with this mean and deviation came to."""
+    """Return the difference of so many pairs with this mean and deviation."""
     half = deviation * interval.half_width(pairs)
     return Difference(mean, mean - half, mean + half, pairs, deviation, interval)
 
@@ -342,7 +342,7 @@ SIMULATED = 4000
 
 
 def share_of(said: str, effect: float, pairs: int, margin: float) -> float:
-    """How often a verdict is given of an arm that is truly so much worse, its seeds paired with noise of .006."""
+    """Return how often a verdict is given on an arm that is truly so much worse, its seeds paired with noise of .006."""
     random, found = np.random.default_rng(pairs), 0
     for _ in range(SIMULATED):
         seeds, noise = random.normal(3, 0.02, pairs), random.normal(effect, 0.006, pairs)

@@ -1,4 +1,4 @@
-"""What a sweep is doing, read from its ledger while it runs: true, quick, and without a trace."""
+"""Tests of the status of a sweep, read from its ledger while it runs: true, quick, and without a trace."""
 
 import hashlib
 import json

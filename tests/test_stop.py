@@ -197,7 +197,7 @@ def test_a_trial_an_arm_and_a_sweep_that_are_stopped_let_the_others_go_on_and_go
 
 
 def seen(state, trial: str) -> int:
-    """How many values of a trial the ledger has."""
+    """Return how many values of a trial the ledger has."""
     book = ledger(state)
     (number,) = [member.trial for member in book.members() if member.id == trial]
     records = len(list(book.records(number)))

@@ -1,4 +1,4 @@
-"""What MLflow lacks is shipped, all of it and nothing twice, by real servers and databases: dead, late, deleted, damaged."""
+"""Tests of `ablate sync`: what MLflow lacks is shipped, all of it and nothing twice, by real servers and databases: dead, late, deleted, damaged."""
 
 import os
 import shutil
@@ -81,7 +81,7 @@ def port() -> int:
 
 
 def recorded(state, name: str) -> dict[str, Counter]:
-    """What the ledger has for MLflow, by run: every metric with its step, value and time."""
+    """Return the values that the ledger has for MLflow, by run: every metric with its step, value and time."""
     book = ledger(state, name)
     found = {
         f"{m.name} seed={m.seed}": Counter(
@@ -267,7 +267,7 @@ def test_an_interrupted_sweep_is_shipped_as_far_as_it_came_and_says_that_it_was_
 
 
 def deep(state) -> bool:
-    """Whether a second trial has recorded something."""
+    """Return True if a second trial has recorded something."""
     book = ledger(state, "cut")
     found = book.db.execute("SELECT count(DISTINCT trial) FROM records").fetchone()[0]
     book.close()

@@ -51,7 +51,7 @@ def end(pool: Pool, trial: str, seconds: float = 60) -> Ended:
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
-    """What came of a process; of one that is gone, nothing."""
+    """Return the children of a process; none of one that is gone."""
     try:
         return process.children(recursive=True)
     except psutil.NoSuchProcess:

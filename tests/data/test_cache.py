@@ -1,4 +1,4 @@
-"""What is made once and kept: whole or not there, and whoever waits for it hears that it goes on."""
+"""Tests of the cache: what is made once is whole or absent, and a process that waits for it receives signs of progress."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What is told of data: counts and the place as it was named, plain values, and no password."""
+"""Tests of the facts about data: counts, the path as it was given, plain values, and no password."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the engine's layers compute through Transformer Engine's own te.Linear, beside the emulator; run as a program, it prints JSON."""
+"""Contract of the engine's layers: they compute what Transformer Engine's own te.Linear does, beside the emulator. As a program it prints JSON."""
 
 import json
 import sys
@@ -141,7 +141,7 @@ def switched() -> dict[str, list[float]]:
 
 
 def trap() -> dict[str, object]:
-    """What one te.Linear makes of a second recipe of the same class, and what the engine says where it is given one that was used."""
+    """Return what one te.Linear computes under a second recipe of the same class, and the engine's refusal of a recipe that was used before."""
     _, layer = layers(WHOLE, (64, 64), 7)
     computed(layer, 64, 8)
     ((used, _),) = layer.built.values()
@@ -224,7 +224,7 @@ OTHERS = {
 
 
 def others() -> dict[str, dict[str, list[dict[str, float]]]]:
-    """What the workloads beside ablate's own transformer record under each engine, and of that in bf16: the losses."""
+    """Return the losses that the workloads beside ablate's own transformer record under each engine, and those in bf16."""
     found: dict[str, dict[str, list[dict[str, float]]]] = {}
     for name, (workload, fields) in OTHERS.items():
         config = WORKLOADS[workload].model_validate_json(json.dumps(fields))
@@ -255,7 +255,7 @@ def remembering(steps: int) -> Recipe:
 
 
 def growing(step: int, micro_batch: int) -> float:
-    """What a layer's inputs and gradients are multiplied by: amaxes that rise and fall, so that each moment has a scale of its own."""
+    """Return the factor of a layer's inputs and gradients: amaxes that rise and fall, so that each moment has a scale of its own."""
     return (1.0, 6.0, 0.25, 2.0, 0.5, 3.0)[step] * (1 + micro_batch)
 
 
@@ -360,11 +360,11 @@ def trained_delayed() -> dict[str, object]:
 
 
 def regions() -> dict[str, object]:
-    """What TE's own DelayedScaling remembers of three steps of two layers, by where its autocast regions are; and its scales by step."""
+    """Return the histories of TE's own DelayedScaling after three steps of two layers, by the place of its autocast regions, and its scales by step."""
     recipe = native.build(Builtin("DelayedScaling", (("amax_history_len", 8),)))
 
     def remembered(outer: bool, inner: bool) -> dict[str, bool]:
-        """Whether x's and dy's amaxes of the three steps are the last three of the first layer's histories."""
+        """Return True if x's and dy's amaxes of the three steps are the last three of the first layer's histories."""
         both = [TE.Linear(32, 32, bias=False, params_dtype=torch.bfloat16, device="meta") for _ in range(2)]
         g = torch.Generator().manual_seed(1)
         weights = [torch.randn(32, 32, generator=g).bfloat16().requires_grad_() for _ in both]
@@ -476,7 +476,7 @@ def made() -> dict[str, dict[str, list[str]]]:
 
 
 def refused() -> dict[str, str]:
-    """What `convert` says to what cannot be."""
+    """Return the messages by which `convert` refuses what is impossible."""
     said = {}
     for name, recipe, features in (("recipe", PRESETS["ufp4"](), 32), ("features", nvfp4(), 40)):
         model = nn.Sequential()

@@ -1,4 +1,4 @@
-"""What te.Linear computes under the recipes that are written for Transformer Engine, beside the emulator; run as a program, it prints JSON."""
+"""Comparison of te.Linear under the recipes that are written for Transformer Engine with the emulator. As a program it prints JSON."""
 
 import json
 import sys

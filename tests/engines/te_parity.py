@@ -62,7 +62,7 @@ REF = reference_nvfp4.NVFP4QuantizerRef
 
 
 def rows(check: Callable, family: str = "nvfp4", *more) -> list:
-    """What a check says of one family, small."""
+    """Return the rows of the check of one family, at small sizes."""
     return [row for each in check(SMALL, family, *more) for row in each.rows()]
 
 
@@ -267,7 +267,7 @@ def commanded(*words: str) -> dict[str, object]:
 
 
 def chosen() -> dict[str, object]:
-    """What `auto` takes for arms of each family on this made-up machine."""
+    """Return the engine that `auto` selects for arms of each family on this made-up machine."""
     arms = [
         StartingPoint("gpt", {}, "nvfp4").arm({"recipe": preset})
         for preset in ("bf16", "nvfp4", "mxfp8", "fp8_current")
@@ -300,7 +300,7 @@ def trial() -> dict[str, str]:
 
 
 def storage() -> dict[str, bool]:
-    """Whether what is read of TE's own storage, of its own shapes and with its padding full of rubbish, is what was put there."""
+    """Return True if values read from TE's own storage, in its own shapes and with random bytes as padding, are those that were stored."""
     from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
     from transformer_engine.pytorch.tensor.storage.mxfp8_tensor_storage import MXFP8TensorStorage
     from transformer_engine.pytorch.tensor.storage.nvfp4_tensor_storage import NVFP4TensorStorage
@@ -364,7 +364,7 @@ def storage() -> dict[str, bool]:
 
 
 def layers() -> list[str]:
-    """What the comparison of layers covers, by name."""
+    """Return the names of the cases that the comparison of layers covers."""
     return [row.what.rpartition(":")[0] for family in SMALL.families for row in rows(exact_products, family)]
 
 

@@ -1,4 +1,4 @@
-"""What a layer remembers and repeats: amaxes of earlier steps, recomputed activations, accumulated gradients, looks at its weight."""
+"""Tests of a layer's memory: amaxes of earlier steps, recomputed activations, accumulated gradients, readings of its weight."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.recipe import Fprop, Run, Weights
 
 AMAXES = [3.0, 1.0, 8.0, 2.0, 5.0, 0.5, 4.0, 6.0, 0.25, 7.0]
-"""Of x in the ten micro-batches of five steps."""
+"""Amaxes of x in the ten micro-batches of five steps."""
 
 
 def sized(amax: float) -> Tensor:
@@ -152,7 +152,7 @@ def forward(model: nn.Module, x: Tensor, recompute: bool = False) -> Tensor:
 
 
 def gradients(preset: str, recompute: bool) -> list[list[Tensor]]:
-    """Of three steps of two micro-batches, the weights moving in between."""
+    """Return the gradients of three steps of two micro-batches, the weights moving in between."""
     model, clock, found = blocks(), Clock(7), []
     engine = convert(model, PRESETS[preset](), clock)
     for step in range(3):

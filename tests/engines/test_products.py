@@ -1,4 +1,4 @@
-"""What one layer computes under the rarer fields of a recipe, against the same thing written out slowly in float64."""
+"""Tests of a layer under the rarer fields of a recipe, against the same computation written out slowly in float64."""
 
 import math
 
@@ -25,7 +25,7 @@ def array(x: Tensor) -> np.ndarray:
 
 
 def quantised(x: np.ndarray, quant: Quant, **more) -> np.ndarray:
-    """What the tested quantiser (tests/numerics) makes of a matrix, without its padding."""
+    """Return a matrix as the tested quantiser (tests/numerics) quantises it, without its padding."""
     return array(quantize(torch.from_numpy(np.ascontiguousarray(x)).float(), quant, **more).dequantize())[
         :, : x.shape[1]
     ]

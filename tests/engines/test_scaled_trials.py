@@ -85,7 +85,7 @@ def spec(folder: Path, **fields: Any) -> TrialSpec:
 
 
 def own(events: Any) -> list[str]:
-    """What events say, without what two runs of anything differ in."""
+    """Return the contents of events without the fields in which any two runs differ."""
     return [
         json.dumps([event["step"], {k: v for k, v in event["metrics"].items() if not k.startswith(CLOCKS)}])
         for event in events

@@ -60,7 +60,7 @@ def test_the_defaults_of_a_class_are_the_preset(te, name):
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_every_combination_of_options_comes_back_or_is_refused(te, name):
-    """What TE would be given has the options of the object, each of them, that have an effect."""
+    """Check that the arguments TE would be given have each option of the object that has an effect."""
     read = refused = 0
     for values in itertools.product(*PRODUCTS[name].values()):
         options = dict(zip(PRODUCTS[name], values, strict=True))

@@ -1,4 +1,4 @@
-"""What Transformer Engine computes of a recipe, as words: which of its recipes a preset is, or which field is in the way."""
+"""Tests of the mapping to Transformer Engine as data: the class of its recipes that a preset is, or the field in the way."""
 
 import pytest
 
@@ -61,7 +61,7 @@ MAPPED = {
     "high_precision_fwd_mxfp8_bwd": ["custom"],
     "nvfp4_row_scaled_fwd_mxfp8_bwd": ["custom"],
 }
-"""What each preset is in turn, over its schedule; of TE's own recipes, arguments that matter."""
+"""Recipes that each preset is in turn, over its schedule; of TE's own recipes the arguments that matter."""
 REFUSED = {
     "mxfp4": "fprop.x.block 1x32: Transformer Engine's E2M1 has blocks of 1x16 or 16x16",
     "mxfp4_backward": "dgrad.g.block 1x32",

@@ -29,7 +29,7 @@ BUILTIN = "recipe_type=NVFP4BlockScaling"
 
 @pytest.fixture(scope="module")
 def found():
-    """What the contract's program tells: about half a minute."""
+    """Return the results of the contract's program, which runs for about half a minute."""
     if peers.version("transformer_engine") != "2.20.2":
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
     environment = os.environ | {
@@ -228,7 +228,7 @@ def test_transformer_engines_own_delayed_scaling_scales_alike_after_its_first_st
 
 
 def test_its_own_histories_move_on_once_a_layer_where_each_layer_has_a_region(found):
-    """Why the engine does not use them. Should it be mended there, this fails: nested regions would do then."""
+    """Show the reason why the engine does not nest regions. If TE is mended there, this test fails, and nested regions would do."""
     moved = found["regions"]["moved on"]
     assert moved["one"] == {"fwd": True, "bwd": True}
     assert moved["one a layer"] == {"fwd": False, "bwd": False}

@@ -1,4 +1,4 @@
-"""What recipes do to master weights, against the same written out element by element; and that nothing happens where it is off."""
+"""Tests of rules for master weights, against the same written out element by element; a rule that is off changes nothing."""
 
 import math
 from itertools import pairwise
@@ -35,7 +35,7 @@ def nearest(w: np.ndarray) -> np.ndarray:
 
 
 def swing(step: int) -> np.ndarray:
-    """What the optimizer adds: 1 and 3 cross a threshold at every step, 2 drifts, 4 crosses it once in two far steps, 7 swings
+    """Updates that the optimizer adds: 1 and 3 cross a threshold at every step, 2 drifts, 4 crosses it once in two far steps, 7 swings
     within its cell."""
     to = 1 if step % 2 == 0 else -1
     delta = np.zeros(16, dtype=np.float32)

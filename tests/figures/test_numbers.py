@@ -1,4 +1,4 @@
-"""That a picture's numbers are the sweep's: each worked out here once more, in another way."""
+"""Tests of the numbers in figures: each is computed here once more, in another way, from the sweep."""
 
 import math
 import statistics

@@ -1,4 +1,4 @@
-"""What every picture promises, whatever it shows: files, numbers, a question, ids of its own; and what is drawn of little, or of much."""
+"""Promises of every figure, whatever it shows: files, numbers, a question, ids of its own; and its drawing of few or many values."""
 
 import re
 import tempfile
@@ -22,7 +22,7 @@ from ablate.results.records import frame
 
 
 class Sweep:
-    """What figures are drawn from."""
+    """Results that figures are drawn from."""
 
     def __init__(self, ledger: Ledger, metric: Metric = LOSS) -> None:
         self.metric, self.arms, self.table = metric, summary.summaries(ledger, metric), frame(ledger)
@@ -248,7 +248,7 @@ def test_of_a_sweep_that_diverged_there_is_the_picture_that_says_so(name, tmp_pa
 
 
 ABOUT_OTHERS = {"divergence", "slot_errors", "errors_by_slot"}
-"""What they draw is not the sweep's metric."""
+"""Figures of another metric than the sweep's."""
 
 
 @pytest.mark.parametrize("name", sorted(FROM_A_SWEEP.keys() - ABOUT_OTHERS))

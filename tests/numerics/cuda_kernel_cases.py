@@ -1,4 +1,4 @@
-"""What the CUDA quantisers promise, run by test_cuda_kernels.py in a process of its own: in Triton's interpreter, or on a GPU.
+"""Promises of the CUDA quantisers, run by test_cuda_kernels.py in a process of its own: in Triton's interpreter, or on a GPU.
 
 Triton decides while it is imported whether it interprets, so this file cannot share a process with the other tests.
 """
@@ -144,7 +144,7 @@ def test_random_cases_over_every_field_are_the_references_too(monkeypatch):
 
 
 def test_a_rotation_adds_in_the_references_order():
-    """Where a sum is a tie of bf16 but for what an addition before it may have lost, the order shows in the largest magnitude."""
+    """Check the order of additions by the largest magnitude: in a sum that is a tie of bf16 but for what an earlier addition may have lost."""
     g = torch.Generator().manual_seed(0)
     exponents = torch.tensor([0, -8, -9, -25, -26])[torch.randint(0, 5, (100_000, 16), generator=g)]
     x = torch.randn(exponents.shape, generator=g).sign() * 2.0**exponents

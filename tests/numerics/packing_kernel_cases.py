@@ -1,4 +1,4 @@
-"""What the packing kernel promises, run by test_packing_kernel.py in a process of its own: in Triton's interpreter, or on a GPU."""
+"""Promises of the packing kernel, run by test_packing_kernel.py in a process of its own: in Triton's interpreter, or on a GPU."""
 
 import os
 

@@ -13,7 +13,7 @@ from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range
 
 NAMED = {"clip_mask": "clip_mask", "dge": Dge()}
-"""How each entry of ESTIMATORS is written; a new one needs a line."""
+"""Spelling of each entry of ESTIMATORS; a new one needs a line."""
 
 
 def operand(scaled: torch.Tensor, estimator, element: str = "e2m1") -> Operand:
@@ -27,7 +27,7 @@ def test_every_estimator_is_tried_here():
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("name", ESTIMATORS)
 class TestEstimators:
-    """What every estimator promises on every element format."""
+    """Promises of every estimator on every element format."""
 
     def test_it_is_a_finite_factor_not_below_zero_for_every_element(self, name, element):
         top = ELEMENTS[element].max

@@ -21,7 +21,7 @@ def codes_of(dtype: torch.dtype) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ELEMENTS)
 class TestElements:
-    """What every entry of ELEMENTS promises; its values stand in tests/oracles/grids.py."""
+    """Promises of every entry of ELEMENTS; its values stand in tests/oracles/grids.py."""
 
     def test_its_fields_enumerate_the_values_of_its_codes(self, name):
         element = ELEMENTS[name]

@@ -46,11 +46,11 @@ FOLLOWS = {
     "per_step": {"seed", "product", "step", "stream"},
     "per_call": {"seed", "product", "step", "stream", "micro-batch"},
 }
-"""What each kind of signs changes with."""
+"""Coordinates of a draw that each kind of signs changes with."""
 
 
 class TestSigns:
-    """What every entry of SIGNS promises."""
+    """Promises of every entry of SIGNS."""
 
     @every(signs=SIGNS, size=SIZES)
     def test_they_are_plus_or_minus_one_for_every_row_and_repeat(self, signs, size):

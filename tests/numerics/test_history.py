@@ -1,4 +1,4 @@
-"""What a delayed or held tensor scale remembers: amaxes by step, the same when a call repeats, nothing from evaluation."""
+"""Tests of the memory of a delayed or held tensor scale: amaxes by step, the same when a call repeats, nothing from evaluation."""
 
 import math
 from dataclasses import replace
@@ -82,7 +82,7 @@ def test_values_above_an_old_amax_saturate_and_below_it_use_less_of_the_range():
 
 @pytest.mark.parametrize("word", WORDS.values())
 class TestHistory:
-    """What every statistic that remembers promises."""
+    """Promises of every statistic that remembers."""
 
     def test_repeating_a_call_changes_neither_its_answer_nor_later_ones(self, word):
         once, twice = History(), History()

@@ -61,7 +61,7 @@ def test_the_loop_sees_another_pair():
 
 
 def test_mapping_to_12_saturates_the_largest_and_is_chosen_where_the_others_gain_more():
-    """Of 1 beside fifteen 1/8, which 6 maps to 0.75, between two values; of 1 beside 1/6, which it maps to 1, none gains."""
+    """Check 1 beside fifteen 1/8, which 6 maps to 0.75, between two values; and 1 beside 1/6, which it maps to 1, where none gains."""
     x = torch.cat((torch.ones(2, 1), torch.tensor([[1 / 8], [1 / 6]]).expand(2, 15)), dim=1)
     quant = Quant(select=Select(among="scales", criterion="mae", map_to=(6.0, 12.0)), outer=None)
     chosen, plain = quantize(x, quant, keep=True), quantize(x, quant.model_copy(update={"select": None}))

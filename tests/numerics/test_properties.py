@@ -1,4 +1,4 @@
-"""What every quantised operand promises, one case for every entry of every registry: a new entry is tried by being there."""
+"""Promises of every quantised operand, one case for every entry of every registry: a new entry is tried without a change here."""
 
 import itertools
 import math

@@ -33,7 +33,7 @@ def between(element: str) -> torch.Tensor:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("element", ELEMENTS)
 class TestRoundings:
-    """What every rounding promises of every element format."""
+    """Promises of every rounding on every element format."""
 
     @given(value=FLOATS, bits=st.integers(0, 255))
     @settings(max_examples=200, deadline=None, derandomize=True)
@@ -179,7 +179,7 @@ class TestToward:
 
 DOWN, UP = [0, 0.5, 1, 1.5, 2, 3, 4], [0.5, 1, 1.5, 2, 3, 4, 6]
 TIES = {"nearest": [0, 1, 1, 2, 2, 4, 4], "away": UP, "stochastic": DOWN, "floor": DOWN, "ceil": UP}
-"""What each rounding makes of the points halfway between E2M1's neighbours, drawing 128 of 256. A new rounding needs a line."""
+"""Results of each rounding at the points halfway between E2M1's neighbours, drawing 128 of 256. A new rounding needs a line."""
 
 
 def test_every_rounding_says_what_becomes_of_a_tie():

@@ -100,7 +100,7 @@ def scale_values(format: str, generator) -> torch.Tensor:
 
 @pytest.mark.parametrize(("format", "rounding"), COMBINATIONS)
 class TestScaleFormats:
-    """What every scale format promises under every rounding that it may have."""
+    """Promises of every scale format under every rounding that it may have."""
 
     def rounded(self, values, format, rounding, bits=0.0):
         return round_scale(
@@ -336,7 +336,7 @@ def test_a_percentile_ignores_the_zeros_of_padding():
 
 @pytest.mark.parametrize("name", STATISTICS)
 class TestStatistics:
-    """What every outer statistic promises; a new entry needs a spelling in SPELLINGS."""
+    """Promises of every outer statistic; a new entry needs a spelling in SPELLINGS."""
 
     def test_it_is_an_fp32_scalar_of_the_tensor_or_given(self, name, generator):
         x = torch.randn(8, 16, generator=generator)
@@ -399,7 +399,7 @@ BLOCK_SPELLINGS = {"amax": ("amax", 1.0), "rms": ("rms:2.5", 2.5), "std": ("std:
 @pytest.mark.parametrize("tile", [(1, 16), (1, 32), (16, 16)])
 @pytest.mark.parametrize("name", BLOCK_STATISTICS)
 class TestBlockStatistics:
-    """What every block statistic promises; a new entry needs a line in EXPECTED and BLOCK_SPELLINGS."""
+    """Promises of every block statistic; a new entry needs a line in EXPECTED and BLOCK_SPELLINGS."""
 
     def test_it_is_what_numpy_says_times_its_factor(self, name, tile, generator):
         word, factor = BLOCK_SPELLINGS[name]

@@ -48,7 +48,7 @@ def errors(x: torch.Tensor, operand: Operand, criterion: str) -> np.ndarray:
 @pytest.mark.parametrize("criterion", CRITERIA)
 @pytest.mark.parametrize("among", CANDIDATES)
 class TestCandidates:
-    """What every family of candidates promises under every criterion."""
+    """Promises of every family of candidates under every criterion."""
 
     def test_no_block_is_worse_than_the_first_candidate_by_its_own_criterion(self, among, criterion):
         for quant, seed in itertools.product(quants(among, criterion), range(3)):

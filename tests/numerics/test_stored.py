@@ -443,7 +443,7 @@ def test_a_wrong_file_is_refused_by_name_and_with_the_reason(tmp_path, what):
 
 
 class Bomb:
-    """What a hostile pickle does: a call of its choice while it is read."""
+    """Object with a hostile pickle: a call of its choice while it is read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""What is taken out of an operand before it is quantised: parts that sum to it, and each part what its name says."""
+"""Tests of the parts that are taken out of an operand before it is quantised: they sum to it, and each is what its name says."""
 
 import math
 from dataclasses import replace
@@ -30,7 +30,7 @@ TRANSFORMS = {
     "all": Transform(mean=True, low_rank=2, channels=0.1, clamp=0.95),
 }
 FIELDS = {"mean", "low_rank", "channels", "clamp"}
-"""What a transform can take out; a new field needs an entry in TRANSFORMS."""
+"""Parts that a transform can take out; a new field needs an entry in TRANSFORMS."""
 
 
 def tensor(seed: int = 0, rows: int = 24, columns: int = 40) -> torch.Tensor:
@@ -53,7 +53,7 @@ def test_every_field_that_takes_something_out_is_tried_here():
 @pytest.mark.parametrize("channels", [0, 1])
 @pytest.mark.parametrize("name", TRANSFORMS)
 class TestTransforms:
-    """What every transform promises, whichever dimension holds the features."""
+    """Promises of every transform, whichever dimension holds the features."""
 
     def test_the_parts_sum_to_the_input(self, name, channels):
         for dtype, close in ((torch.float32, 2e-7), (torch.bfloat16, 2.0**-9)):

@@ -55,12 +55,12 @@ def turned(recipe: Recipe, name: str, value) -> Recipe:
 
 
 def arm(knobs: dict, preset: str = "nvfp4") -> Recipe:
-    """What an experiment makes of the knobs."""
+    """Return the recipe that an experiment makes of the knobs."""
     return StartingPoint("gpt", {"layers": 2}, preset).arm(knobs).recipe
 
 
 def refused(knobs: dict, preset: str = "nvfp4") -> dict[str | None, str]:
-    """Why an experiment refuses the knobs."""
+    """Return the reason why an experiment refuses the knobs."""
     with pytest.raises(KnobError) as refusal:
         arm(knobs, preset)
     return dict(refusal.value.reasons)
@@ -345,7 +345,7 @@ def test_a_product_turns_to_a_format_and_the_others_stay(preset, name):
     ],
 )
 def test_two_short_knobs_that_set_one_product_are_refused(product, other, value):
-    """Of those that set nothing there, none is."""
+    """Check that knobs that set nothing there are accepted."""
     paths = KNOBS[other].paths(value, Turn(NVFP4))
     if any(path.startswith(f"{product}.") for path in paths):
         assert refused({product: "bf16", other: value})

@@ -191,7 +191,7 @@ LAYERS = located(
 
 
 def decided(recipe: Recipe) -> dict[str, Products | None]:
-    """What each layer of a model of four blocks uses."""
+    """Return the products that each layer of a model of four blocks uses."""
     return {name: recipe.decided(decider) for name, decider in recipe.layers.deciders(LAYERS).items()}
 
 

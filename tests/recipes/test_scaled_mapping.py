@@ -1,4 +1,4 @@
-"""What tensor cores multiply of a recipe: a table of formats by hand, and promises over all presets."""
+"""Tests of the mapping to tensor cores: a table of formats by hand, and promises over all presets."""
 
 import subprocess
 import sys

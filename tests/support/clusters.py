@@ -34,7 +34,7 @@ _HIDDEN = 'mount -t tmpfs none "$1" && shift && exec "$@"'
 
 
 def can_hide() -> bool:
-    """Whether this user may give a process a view of the file system of its own."""
+    """Return True if this user may give a process a view of the file system of its own."""
     words = ["unshare", "-m", "sh", "-c", _HIDDEN, "sh", tempfile.gettempdir(), "true"]
     return (
         shutil.which("unshare") is not None

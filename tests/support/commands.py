@@ -16,8 +16,8 @@ INLINE = ("--executor", "inline", "--mlflow", "none")
 
 
 def here(*words: Any, **extra: str) -> subprocess.CompletedProcess:
-    """What `ablate` of support.experiments gives, of the same words and environment, called here; without the quick proof of the
-    numerics, which tests of its own hold to its word."""
+    """Return the result of `ablate` as support.experiments does, of the same words and environment, called in this process and without the
+    quick check of the numerics, which has tests of its own."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     command = ["ablate", *map(str, words)]
     with (

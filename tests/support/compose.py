@@ -113,7 +113,7 @@ class Machine:
         return text
 
     def environment(self, name: str) -> dict[str, str]:
-        """What a service's process sees beside what every process here does."""
+        """Return the environment of a service's process beside that of every process here."""
         found = mapped(self.services[name].get("environment", {}), self.here)
         if "MLFLOW_AUTH_CONFIG_PATH" in found:  # the file names a host, too
             copy = self.folder / "mlflow_auth.ini"
@@ -133,7 +133,7 @@ class Machine:
         return replaced
 
     def healthy(self, name: str, **more: int) -> bool:
-        """What the service's own health check says."""
+        """Return the result of the service's own health check."""
         kind, *words = mapped(self.services[name]["healthcheck"]["test"], self.here)
         assert kind == "CMD"
         words = [re.sub(r"\b6380\b", str(more.get("node", 6380)), word) for word in words]

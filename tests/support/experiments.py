@@ -209,7 +209,7 @@ def words_of(process: psutil.Process) -> list[str]:
 
 
 def gone(processes: Iterable[psutil.Process]) -> bool:
-    """Whether all of them have ended; a zombie has."""
+    """Return True if all of them have ended; a zombie has."""
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:

@@ -36,7 +36,7 @@ def events(
     quantised: bool,
     speed: float,
 ) -> list:
-    """What a run of gpt records: a loss that falls, errors of operands by layer where it is quantised."""
+    """Return records like those of a run of gpt: a loss that falls, errors of operands by layer if it is quantised."""
     found = []
     for step in steps:
         level = 3.2 + 2 * math.exp(-step / 150) + 0.05 * math.sin(seed * 2.1) + draw.normal(0, 0.003)

@@ -116,7 +116,7 @@ FIELDS: dict[type[Spec], dict[str, Draw]] = {
     Select: {"map_to": choices((6.0, 4.0), (6.0, 12.0), (4.0, 6.0), (5.0, 7.0))},
     Hadamard: {},
 }
-"""How each field is drawn, beside those of Literal type, of which every value is drawn. `quantize` ignores transform,
+"""Strategies that draw each field, beside those of Literal type, of which every value is drawn. `quantize` ignores transform,
 estimator and source, which the layer around it obeys; a kernel must ignore them too."""
 
 
@@ -494,7 +494,7 @@ def half_of(x: Tensor, part: tuple[int, int], quant: Quant) -> Half:
 
 
 def operands(one: Case, keep: Keep, history: History, whole: bool = False) -> Iterator[Operand]:
-    """What the calls of a case give: with `whole`, of all of x, even where the case quantises a part."""
+    """Return the results of a case's calls; with `whole` those of all of x, even if the case quantises a part."""
     for clock, factor in zip(one.clocks, one.factors, strict=True):
         x = one.x * factor if factor != 1 else one.x
         partition = half_of(x, one.part, one.quant) if one.part and not whole else None
@@ -510,7 +510,7 @@ def operands(one: Case, keep: Keep, history: History, whole: bool = False) -> It
 
 
 def part_of(z: Tensor | None, one: Case) -> Tensor | None:
-    """What of a whole operand's tensor belongs to the case's part."""
+    """Return the part of a whole operand's tensor that belongs to the case's part."""
     if z is None or z.ndim == 0 or one.part is None:
         return z
     axis, index = one.part
@@ -520,7 +520,7 @@ def part_of(z: Tensor | None, one: Case) -> Tensor | None:
 
 @dataclass
 class Coverage:
-    """What a run has compared."""
+    """Counts of the comparisons of a run."""
 
     cases: int = 0
     compiled: Counter = field(default_factory=Counter)
@@ -528,7 +528,7 @@ class Coverage:
     decoded: int = 0
     """Operands that a kernel decoded."""
     values: dict[str, Counter] = field(default_factory=dict)
-    """How often each value of each field occurred, by `Class.field`."""
+    """Occurrences of each value of each field, by `Class.field`."""
     by_kernel: dict[str, dict[str, Counter]] = field(default_factory=dict)
     """The same by kernel, of the cases that it quantised."""
 

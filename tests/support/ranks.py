@@ -23,7 +23,7 @@ _SECONDS = 120
 
 
 def in_ranks(count: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `work(*arguments)` returns in each of `count` processes of a gloo group, by rank."""
+    """Return the result of `work(*arguments)` in each of `count` processes of a gloo group, by rank."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
@@ -51,7 +51,7 @@ def _rank(rank: int, count: int, folder: Path, pipe: Any, work: Callable[..., An
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", **options)
         pipe.send((True, work(*arguments)))
         dist.barrier()  # or the first to end takes its connections from the others
-    except Exception:
+    except Exception:  # of whatever class: `work` is a test's, and its failure becomes the caller's
         pipe.send((False, traceback.format_exc()))
     finally:
         os._exit(0)

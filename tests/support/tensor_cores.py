@@ -148,7 +148,7 @@ class TensorCores:
 
 
 FAULTS = ("nibbles", "plain scales", "alpha twice", "no alpha", "upside down")
-"""What `Broken` can do."""
+"""Defects that `Broken` can have."""
 
 
 class Broken(TensorCores):

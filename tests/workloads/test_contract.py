@@ -1,4 +1,4 @@
-"""What every workload promises. A new one joins by a small instance in support/workloads.py, and inherits all of it."""
+"""Promises of every workload. A new one joins by a small instance in support/workloads.py, and inherits all of it."""
 
 import math
 import random
@@ -25,7 +25,7 @@ from ablate.training.workloads.trained import Trained
 TRAINED = [name for name, workload in WORKLOADS.items() if issubclass(workload, Trained)]
 OFTEN = Telemetry(every=3, shadow=4, log=1)
 OWN = ("throughput/", "memory/")
-"""What differs between two runs of anything."""
+"""Metrics in which any two runs differ."""
 MORE = (
     "quant/*",
     "weights/*",
@@ -66,7 +66,7 @@ def run(
 
 
 def told(records: list[Record]) -> str:
-    """What the numbers say, but for speed and memory, as text, so that nan equals nan."""
+    """Return the numbers, but for speed and memory, as text, so that nan equals nan."""
     return repr(
         [
             (r.step, {key: value for key, value in sorted(r.metrics.items()) if not key.startswith(OWN)})
@@ -252,7 +252,7 @@ def test_it_stops_where_it_is_told_to_and_can_be_run_again(name, workload):
 
 RESUMED = [(trained, recipe) for trained in (*TRAINED, "python") for recipe in REMEMBERING]
 RESUMED += [("gpt", recipe) for recipe in PRESETS if recipe not in REMEMBERING]
-"""What is remembered is a recipe's, so that one workload goes through all of them."""
+"""Pairs of workload and recipe that are resumed: what is remembered is a recipe's, so one workload goes through all recipes."""
 
 
 @pytest.mark.parametrize(("trained", "recipe"), RESUMED)
