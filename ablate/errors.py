@@ -61,11 +61,6 @@ def _nearest(word: str, valid: tuple[str, ...], count: int) -> str:
     return f"{near[0]!r} is the nearest of {listed}" if near else "there is nothing to choose from"
 
 
-def all_of(reasons: Iterable[str]) -> str:
-    """Return reasons for one refusal as one text, each once; empty without any."""
-    return "; also ".join(dict.fromkeys(reasons))
-
-
 def printable(text: str) -> str:
     """Return the text with hidden characters shown as Python escapes (`\\x1b`). Line breaks stay."""
     if text.isprintable():

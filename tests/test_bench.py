@@ -351,7 +351,13 @@ def test_of_a_known_gpu_the_narrower_format_is_the_faster(gpu):
         ),
         ("fp8_current", "512x512x512", "cuda", Machine("2.20.2", native=True, capability=(9, 0)), None),
         ("nvfp4", "512x512x512", "cpu", B200, "this runs on cpu, and Transformer Engine on GPUs"),
-        ("mxfp4", "512x512x512", "cuda", B200, "fprop.x.block 1x32"),
+        (
+            "mxfp4",
+            "512x512x512",
+            "cuda",
+            B200,
+            "fprop.x, fprop.w, dgrad.g, dgrad.w, wgrad.g, wgrad.x: block 1x32",
+        ),
         ("nvfp4", "512x512x40", "cuda", B200, "512x512x40: Transformer Engine takes multiples of 32"),
     ],
 )

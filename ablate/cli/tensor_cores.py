@@ -7,8 +7,9 @@ from ablate.errors import one_line
 from ablate.experiment.load import Experiment
 from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.reasons import grouped
 from ablate.recipes.recipe import SLOTS
-from ablate.recipes.scaled_mapping import NAMES, Backend, Verdict, emulated, entirely_native, grouped, parts
+from ablate.recipes.scaled_mapping import NAMES, Backend, Verdict, emulated, entirely_native, parts
 from ablate.recipes.te_mapping import recipe_refusals
 
 _SHOWN = 3

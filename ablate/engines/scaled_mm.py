@@ -47,11 +47,11 @@ from torch import Tensor, nn
 from ablate.engines.emulated import Engine, quantisable, replaced
 from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
 from ablate.engines.hardware import Machine, scaled_refusal, this_machine
-from ablate.errors import all_of
 from ablate.numerics.encoded import COLUMNS, Encoded, Family, encode
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha
 from ablate.numerics.quantize import Operand
+from ablate.recipes.reasons import all_of
 from ablate.recipes.recipe import Recipe
 from ablate.recipes.scaled_mapping import FLASHINFER, FP4, Backend, eight_bits, families, refusals, verdict
 

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from ablate.engines.emulated import Engine, quantisable, replaced
 from ablate.engines.emulated_layer import DTYPES, EmulatedLinear, NotInForce
 from ablate.engines.hardware import refusal, stray_switch, this_machine
-from ablate.errors import all_of
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import first_order
 from ablate.numerics.quantize import Operand
 from ablate.numerics.scaling import encode_scale
 from ablate.numerics.spec import Outer, Quant
+from ablate.recipes.reasons import all_of
 from ablate.recipes.recipe import Products, Recipe, Run
 from ablate.recipes.te_mapping import (
     MULTIPLE,

@@ -17,9 +17,10 @@ from ablate.engines.hardware import (
     stray_switch,
     this_machine,
 )
-from ablate.errors import all_of, nearest
+from ablate.errors import nearest
 from ablate.experiment.arms import Arm
 from ablate.recipes import scaled_mapping
+from ablate.recipes.reasons import all_of, grouped
 from ablate.recipes.recipe import Products, Recipe
 from ablate.recipes.te_mapping import MULTIPLE, Family, families, recipe_refusals, refusals, variants
 from ablate.training.hyperparameters import Training
@@ -198,7 +199,9 @@ def _refusals(arms: list[Arm], device: str | None, layout: Layout, machine: Mach
 def _arm_refusals(arm: Arm, layout: Layout) -> Iterator[str]:
     yield from recipe_refusals(arm.recipe)
     yield from (
-        f"after workload.guard.fallback {why}" for products in _fallen_back(arm) for why in refusals(products)
+        f"after workload.guard.fallback {why}"
+        for products in _fallen_back(arm)
+        for why in grouped(refusals(products))
     )
     yield from _workload_refusals(arm.config, arm.recipe.plain)
     if isinstance(arm.config, Training):

@@ -26,13 +26,14 @@ computed as the emulator computes them, and named with every field in the way.
 FlashInfer 0.7.2 (`mm_fp4`). This file imports neither.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.spec import Quant, tag
+from ablate.recipes.reasons import Reason
 from ablate.recipes.recipe import DIRECTIONS, Product, Products, Recipe
 from ablate.recipes.te_mapping import variants
 
@@ -53,20 +54,6 @@ _ALONG_ROWS = ("tensor", "row", "rows")
 
 
 @dataclass(frozen=True)
-class Reason:
-    """Field that keeps a product from tensor cores, and why."""
-
-    at: str
-    """Slot of the operand (`fprop.x`), or name of the product if no single operand is in the way."""
-    field: str
-    """Field below `at` with its value, such as `element int4`; empty for the whole operand or product."""
-    why: str
-
-    def __str__(self) -> str:
-        return f"{'.'.join(filter(None, (self.at, self.field)))}: {self.why}"
-
-
-@dataclass(frozen=True)
 class Verdict:
     """The way in which one product is computed."""
 
@@ -79,7 +66,7 @@ class Verdict:
     @property
     def why(self) -> str:
         """Return the reasons in one line; empty if the product is native."""
-        return "; ".join(map(str, self.reasons))
+        return "; ".join(self.reasons)
 
 
 def eight_bits(element: str) -> str | None:
@@ -91,11 +78,7 @@ def eight_bits(element: str) -> str | None:
     return "e4m3" if form.mantissa <= eight.mantissa and smallest >= least and form.max <= eight.max else None
 
 
-Misfit = tuple[str, str]
-"""Field of an operand with its value, and the reason why it keeps the operand from tensor cores."""
-
-
-def fit(quant: Quant) -> tuple[tuple[Family, ...], tuple[Misfit, ...]]:
+def fit(quant: Quant) -> tuple[tuple[Family, ...], tuple[str, ...]]:
     """Return the families whose layouts hold an operand's numbers exactly, or every field in the way."""
     misfits = tuple(_misfits(quant))
     if misfits:
@@ -106,29 +89,29 @@ def fit(quant: Quant) -> tuple[tuple[Family, ...], tuple[Misfit, ...]]:
     return tuple(family for family in own if family in SCALES[quant.scale.format]), ()
 
 
-def _misfits(quant: Quant) -> Iterator[Misfit]:
-    """Yield every field that keeps an operand's numbers from all layouts."""
+def _misfits(quant: Quant) -> Iterator[str]:
+    """Yield every field that keeps an operand's numbers from all layouts, and why."""
     scale, outer, select = quant.scale, quant.outer, quant.select
     along = outer is not None and tag(outer.granularity) not in _ALONG_ROWS
     grids = select is not None and select.among == "grids"
     if quant.transform is not None:
-        yield "transform", "the operand is a sum of parts, multiplied one by one"
+        yield "transform: the operand is a sum of parts, multiplied one by one"
     if quant.element != "e2m1" and eight_bits(quant.element) is None:
-        yield f"element {quant.element}", "tensor cores multiply e2m1, e4m3 and e5m2"
+        yield f"element {quant.element}: tensor cores multiply e2m1, e4m3 and e5m2"
     elif quant.element != "e2m1" and scale is not None and scale.format == "e4m3":
-        yield f"element {quant.element}", "tensor cores take e4m3 scales with e2m1 alone"
+        yield f"element {quant.element}: tensor cores take e4m3 scales with e2m1 alone"
     if outer is not None and along:
-        yield f"outer.granularity {outer.granularity}", "it changes along the contraction"
+        yield f"outer.granularity {outer.granularity}: it changes along the contraction"
     if grids:
-        yield "select.among grids", "e2m1 and int4 elements in one operand"
+        yield "select.among grids: e2m1 and int4 elements in one operand"
     if scale is None:
         return
     if quant.wide and not along and not grids:
-        yield f"scale.format {scale.format}", "code times scale has more bits than bf16"
+        yield f"scale.format {scale.format}: code times scale has more bits than bf16"
     elif scale.format not in SCALES:
-        yield f"scale.format {scale.format}", "tensor cores take e4m3 and e8m0"
+        yield f"scale.format {scale.format}: tensor cores take e4m3 and e8m0"
     if scale.format in SCALES and quant.tile[1] % (length := BLOCK[SCALES[scale.format][0]]):
-        yield f"block {quant.block}", f"an {scale.format} scale is for {length} elements"
+        yield f"block {quant.block}: an {scale.format} scale is for {length} elements"
 
 
 @lru_cache(maxsize=4096)
@@ -145,15 +128,15 @@ def verdict(a: Quant | None, b: Quant | None, wide: bool, backend: Backend = "cu
         The verdict. Its reasons are at `0` or `1` if one operand is in the way, and otherwise at "".
     """
     if a is None and b is None:
-        return Verdict("bf16", None, (Reason("", "", "no operand is quantised"),))
+        return Verdict("bf16", None, (Reason("", ": no operand is quantised"),))
     fits = [((), ()) if quant is None else fit(quant) for quant in (a, b)]
     reasons = [
-        Reason(str(number), "", "not quantised, and the other operand is")
+        Reason(str(number), ": not quantised, and the other operand is")
         for number, quant in enumerate((a, b))
         if quant is None
     ]
     reasons += [
-        Reason(str(number), field, why) for number, (_, misfits) in enumerate(fits) for field, why in misfits
+        Reason(str(number), f".{misfit}") for number, (_, misfits) in enumerate(fits) for misfit in misfits
     ]
     if a is None or b is None or reasons:
         return Verdict("emulated", None, tuple(reasons))
@@ -164,7 +147,7 @@ def verdict(a: Quant | None, b: Quant | None, wide: bool, backend: Backend = "cu
             return Verdict("native", family)
         reasons += obstacles
     why = f"tensor cores multiply two operands of one kind, not {_words(left)} and {_words(right)}"
-    return Verdict("emulated", None, tuple(dict.fromkeys(reasons)) or (Reason("", "", why),))
+    return Verdict("emulated", None, tuple(dict.fromkeys(reasons)) or (Reason("", f": {why}"),))
 
 
 def _words(families: tuple[Family, ...]) -> str:
@@ -176,24 +159,24 @@ def _obstacles(family: Family, a: Quant, b: Quant, wide: bool, backend: Backend)
     rows = [quant.outer is not None and tag(quant.outer.granularity) != "tensor" for quant in (a, b)]
     second = eight_bits(b.element)
     if family not in FP4 and eight_bits(a.element) == second == "e5m2":
-        yield Reason("", "", "tensor cores multiply no e5m2 with e5m2")
+        yield Reason("", ": tensor cores multiply no e5m2 with e5m2")
     if family == "fp8" and any(rows) and second != "e4m3":
-        yield Reason("1", f"element {b.element}", "torch's FP8 product by rows takes e4m3 as second operand")
+        yield Reason("1", f".element {b.element}: torch's FP8 product by rows takes e4m3 as second operand")
     if family == "mxfp4" and backend == "cutlass":
-        yield Reason("", "", "FlashInfer multiplies MXFP4 by cudnn alone")
+        yield Reason("", ": FlashInfer multiplies MXFP4 by cudnn alone")
     if family in FP4 and backend in FLASHINFER:
-        why = "FlashInfer writes bf16, and factors of rows would round it again"
-        yield from (Reason(str(number), "outer.granularity", why) for number, has in enumerate(rows) if has)
+        why = ".outer.granularity: FlashInfer writes bf16, and factors of rows would round it again"
+        yield from (Reason(str(number), why) for number, has in enumerate(rows) if has)
     if family != "mxfp4" or backend in FLASHINFER:
         return
     if wide:
-        yield Reason("", "", "torch's MXFP4 product writes bf16, and fp32 is wanted")
+        yield Reason("", ": torch's MXFP4 product writes bf16, and fp32 is wanted")
     for number, quant in enumerate((a, b)):
         why = "torch's MXFP4 product writes bf16, and a factor would round it again"
         if quant.outer is not None:
-            yield Reason(str(number), "outer", why)
+            yield Reason(str(number), f".outer: {why}")
         if quant.range.prescale != 1:
-            yield Reason(str(number), "range.prescale", why)
+            yield Reason(str(number), f".range.prescale: {why}")
 
 
 def plan(products: Products, backend: Backend = "cublaslt") -> dict[str, Verdict]:
@@ -206,7 +189,7 @@ def _named(name: str, product: Product, backend: Backend) -> Verdict:
     first, second = product.operands
     given = verdict(getattr(product, first), getattr(product, second), writes_fp32(product), backend)
     at = {"0": f"{name}.{first}", "1": f"{name}.{second}", "": name}
-    return replace(given, reasons=tuple(replace(reason, at=at[reason.at]) for reason in given.reasons))
+    return replace(given, reasons=tuple(Reason(at[reason.at], reason.text) for reason in given.reasons))
 
 
 def writes_fp32(product: Product) -> bool:
@@ -251,18 +234,6 @@ def emulated(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[Reason, ...
     """Return every field that keeps a product of a recipe from tensor cores, each once."""
     every = (given for one in parts(recipe, backend) for given in one.values() if given.runs == "emulated")
     return tuple(dict.fromkeys(reason for given in every for reason in given.reasons))
-
-
-def grouped(reasons: Iterable[Reason]) -> tuple[str, ...]:
-    """Return reasons as text, those that differ in the slot alone together:
-    `fprop.x, fprop.w: element int4: ...`."""
-    slots: dict[tuple[str, str], list[str]] = {}
-    for reason in reasons:
-        slots.setdefault((reason.field, reason.why), []).append(reason.at)
-    return tuple(
-        ": ".join(filter(None, (", ".join(dict.fromkeys(at)), field, why)))
-        for (field, why), at in slots.items()
-    )
 
 
 def refusals(recipe: Recipe, backend: Backend = "cublaslt") -> Iterator[str]:

@@ -35,9 +35,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from ablate.errors import all_of
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Select, argument, tag
 from ablate.recipes.changes import as_data, as_word, changes
+from ablate.recipes.reasons import Reason, all_of
 from ablate.recipes.recipe import (
     DIRECTIONS,
     FORWARD_COPY,
@@ -293,11 +293,11 @@ def refusals(products: Products) -> Iterator[str]:
 
 def _named_refusals(products: Products) -> Iterator[str]:
     for slot, quant in products.quantised():
-        yield from (f"{slot}.{why}" for why in _quant_refusals(slot, quant))
+        yield from (Reason(slot, f".{why}") for why in _quant_refusals(slot, quant))
     if products.plain:  # TE does not compute a layer that quantises nothing
         return
     for name in DIRECTIONS["all"]:
-        yield from (f"{name}{why}" for why in _product_refusals(name, getattr(products, name)))
+        yield from (Reason(name, why) for why in _product_refusals(name, getattr(products, name)))
     yield from _together(products)
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from ablate import provenance
 from ablate.engines import SCALED, backend_of, makes_operands, module_name
 from ablate.engines.hardware import Machine, Refusal, refusal, scaled_refusal
-from ablate.errors import all_of
 from ablate.numerics.choices import DTYPES
 from ablate.recipes import Recipe, scaled_mapping
+from ablate.recipes.reasons import all_of
 from ablate.recipes.recipe import DIRECTIONS, Product, Products
 from ablate.recipes.te_mapping import MULTIPLE, families, recipe_refusals, variants
 from ablate.verification.gpu_peaks import Peaks, known, share

@@ -241,7 +241,9 @@ def test_names_and_values_of_the_parameters_stay(found):
 
 
 def test_what_cannot_be_is_refused_in_a_sentence(found):
-    assert found["refused"]["recipe"].startswith("engine transformer_engine: fprop.x.element int4")
+    assert found["refused"]["recipe"].startswith(
+        "engine transformer_engine: fprop.x, fprop.w, dgrad.g, dgrad.w, wgrad.g, wgrad.x: element int4"
+    )
     assert found["refused"]["features"] == (
         "blocks.0.a: 40 to 32 features, and Transformer Engine takes multiples of 32; use engine: emulated"
     )

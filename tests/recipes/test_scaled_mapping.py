@@ -13,16 +13,15 @@ from ablate.cli.tensor_cores import page
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.spec import BlockScale, Outer, Quant, Range, Select, Transform
 from ablate.recipes import PRESETS
+from ablate.recipes.reasons import Reason, grouped
 from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Layers, Phase, Products, Recipe, Rule, Wgrad
 from ablate.recipes.scaled_mapping import (
-    Reason,
     Verdict,
     eight_bits,
     emulated,
     entirely_native,
     families,
     fit,
-    grouped,
     parts,
     plan,
     refusals,
@@ -91,14 +90,19 @@ def test_an_operand_that_fits_nowhere_is_named_with_the_field(field):
     for quant in MISFITS[field]:
         held, misfits = fit(quant)
         assert held == ()
-        assert [name.split()[0] for name, _ in misfits] == [field]
+        assert [misfit.replace(":", " ").split()[0] for misfit in misfits] == [field]
+
+
+def fields(reason: Reason) -> tuple[str, str]:
+    """Return the slot that a reason is about, and the field in the way with its value."""
+    return reason.at, reason.text.removeprefix(".").partition(": ")[0]
 
 
 def test_every_field_in_the_way_is_named_of_both_operands():
     first = Quant(element="int4", block="1x8", outer=Outer(granularity="block:128"))
     second = Quant(scale=BlockScale(format="ue5m3"), transform=Transform(mean=True))
     given = plan(Products(dgrad=Dgrad(g=first, w=second)))["dgrad"]
-    assert {(reason.at, reason.field) for reason in given.reasons} == {
+    assert {fields(reason) for reason in given.reasons} == {
         ("dgrad.g", "element int4"),
         ("dgrad.g", "block 1x8"),
         ("dgrad.g", "outer.granularity block:128"),
@@ -112,7 +116,7 @@ def test_every_field_in_the_way_is_named_of_both_operands():
 def test_both_operands_with_factors_of_rows_are_named_for_flashinfer():
     rows = Quant(outer=Outer(granularity="row"))
     given = plan(Products(wgrad=Wgrad(g=rows, x=rows)), "cudnn")["wgrad"]
-    assert [(reason.at, reason.field) for reason in given.reasons] == [
+    assert [fields(reason) for reason in given.reasons] == [
         ("wgrad.g", "outer.granularity"),
         ("wgrad.x", "outer.granularity"),
     ]
@@ -166,9 +170,7 @@ def test_a_product_is_multiplied_in_this_family(a, rest):
 
 
 def test_a_product_in_bf16_is_neither_native_nor_emulated():
-    assert plan(Products())["dgrad"] == Verdict(
-        "bf16", None, (Reason("dgrad", "", "no operand is quantised"),)
-    )
+    assert plan(Products())["dgrad"] == Verdict("bf16", None, (Reason("dgrad", ": no operand is quantised"),))
     assert not entirely_native(Recipe())
     assert emulated(Recipe()) == ()
 
@@ -191,7 +193,7 @@ def test_layers_and_phases_count():
     by_phase = Recipe(**dict(PRESETS["nvfp4"]().products), schedule=(Phase(start="step:3", use=odd),))
     for recipe in (by_rule, by_phase):
         assert len(parts(recipe)) == 2
-        assert [(reason.at, reason.field) for reason in emulated(recipe)] == [
+        assert [fields(reason) for reason in emulated(recipe)] == [
             ("fprop.x", "element int4"),
             ("fprop.w", "element int4"),
         ]
