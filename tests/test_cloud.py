@@ -153,6 +153,7 @@ def test_a_measured_plan_gives_hours():
         "done": 1,
         "engine": "emulated",
         "engine_why": "",
+        "products": [],
         "seconds": 720.0,
         "measured_trials": 1,
     }
@@ -169,6 +170,14 @@ def test_an_emulated_engine_is_named_with_the_reason(tmp_path, monkeypatch):
     path = write(tmp_path, "x", shape=shape, recipe="nvfp4", engine="auto", against="bf16")
     text = rent.estimate(str(path), GPUS["H100"], tmp_path / "runs").text
     assert "engine emulated (auto), since this GPU, SM 9.0, does not train NVFP4" in text
+
+
+def test_arms_with_products_that_are_emulated_are_counted(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    ablate = {"recipe": ["fp8_current", "ue5m3"]}
+    path = write(tmp_path, "x", recipe="fp8_current", engine="scaled_mm", against="bf16", ablate=ablate)
+    text = rent.estimate(str(path), GPUS["H100"], tmp_path / "runs").text
+    assert "engine scaled_mm, which emulates products of 1 of 3 arms" in text
 
 
 def test_a_model_of_gpu_is_found_in_any_case():

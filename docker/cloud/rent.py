@@ -223,6 +223,14 @@ def from_plan(task: str, plan: dict[str, Any]) -> Estimate:
     engine = f"engine {plan['engine']}"
     if plan["engine_why"]:
         engine += f" (auto), since {plan['engine_why']}"
+    emulated = [
+        arm["arm"]
+        for arm in plan["products"]
+        if any(product["runs"] == "emulated" for part in arm["parts"] for product in part.values())
+    ]
+    if emulated:
+        arms = f"{len(emulated)} of {len(plan['products'])} arms"
+        engine += f", which emulates products of {arms} (`ablate plan` names the fields in the way)"
     if not plan["measured_trials"] and plan["to_run"] + more:
         return Estimate(
             task,
