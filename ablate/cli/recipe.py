@@ -183,7 +183,9 @@ def block_scale(quant: Quant) -> str:
     if quant.scale is None:
         return "none"
     how = "" if quant.scale.rounding == "nearest" else f" {quant.scale.rounding}"
-    return f"{quant.scale.format}{how}{'' if quant.scale.zero == 'zero' else f', zero as {quant.scale.zero}'}"
+    zero = "" if quant.scale.zero == "zero" else f", zero as {quant.scale.zero}"
+    lengths = " and ".join(map(str, quant.scale.micro_exponents or ()))
+    return f"{quant.scale.format}{how}{zero}{f', one bit for every {lengths}' if lengths else ''}"
 
 
 def outer_scale(quant: Quant) -> str:

@@ -32,7 +32,7 @@ class Format:
     dtype: str | None = None
     """Torch's name of the type that holds it; None if torch has none."""
     zero: bool = True
-    """True if the format has a zero."""
+    """True if the format has a zero. One without has no subnormals either, but for E8M0's 2^-127."""
 
     @property
     def significant(self) -> int:
@@ -80,6 +80,8 @@ SCALES = {
     "ue5m3": Format(mantissa=3, emin=-14, max=61440.0, bits=8),
     # Its smallest value is 2^-127, which is a subnormal in fp32.
     "e8m0": Format(mantissa=0, emin=-126, max=2.0**127, bits=8, dtype="float8_e8m0fnu", zero=False),
+    # HiF4's: codes 0 to 254 are (1 + m/4) * 2^(e - 48), code 255 is NaN; no subnormals.
+    "e6m2": Format(mantissa=2, emin=-48, max=49152.0, bits=8, zero=False),
     "bf16": Format(mantissa=7, emin=-126, max=3.3895313892515355e38, bits=16, dtype="bfloat16"),
     "fp32": Format(mantissa=23, emin=-126, max=3.4028234663852886e38, bits=32, dtype="float32"),
 }

@@ -45,6 +45,7 @@ from ablate.numerics.scaling import (
     block_statistic,
     element_scales,
     encode_scale,
+    micro_scales,
     outer_statistic,
     round_scale,
     tree_sum,
@@ -73,8 +74,8 @@ class Operand:
     infinity."""
     source: Tensor | None = None
     """Tensor that was quantised (rotated and padded). It is kept on request, as are `scaled` (the input of
-    the rounding), `codes` and `block_amax`; a compiled quantiser that is asked for the source alone keeps
-    nothing else."""
+    the rounding), `codes` (times the powers of two of micro-exponents) and `block_amax`; a compiled quantiser
+    that is asked for the source alone keeps nothing else."""
     scaled: Tensor | None = None
     codes: Tensor | None = None
     block_amax: Tensor | None = None
@@ -345,11 +346,16 @@ def _cast(
     draw: Callable[..., Tensor],
 ) -> Candidate:
     """Scale, round and correct, without a selection. `draw(elements=..., width=...)` returns random bits."""
-    block_scale = None
+    block_scale = power = None
+    factor = scale
     if quant.scale:
         bits = draw(elements=False, width=24) if quant.scale.rounding == "stochastic" else None
-        block_scale = block_scales(block_statistic(tiles, amaxes, quant.range.statistic), scale, quant, bits)
-    factor = scale if block_scale is None else element_scales(block_scale, scale)
+        if quant.scale.micro_exponents:
+            block_scale, factor, power = micro_scales(tiles, amaxes, quant, bits)
+        else:
+            largest = block_statistic(tiles, amaxes, quant.range.statistic)
+            block_scale = block_scales(largest, scale, quant, bits)
+            factor = element_scales(block_scale, scale)
     scaled = tiles * factor
     if quant.range.prescale != 1:
         scaled = scaled * quant.range.prescale
@@ -363,7 +369,7 @@ def _cast(
         )
     if quant.rounding == "ms_eden":
         block_scale = ms_eden(scaled, codes, block_scale, group, quant, draw(elements=False, width=24))
-    return Candidate(block_scale, scaled, codes)
+    return Candidate(block_scale, scaled, codes if power is None else codes * power)
 
 
 def _bits(

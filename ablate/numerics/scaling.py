@@ -297,8 +297,10 @@ def round_scale(scale: Tensor, to: BlockScale, bits: Tensor | None = None) -> Te
         fp32 like `scale`, holding values of the format.
     """
     grid = SCALES[to.format]
-    if not grid.zero:
+    if not grid.zero and not grid.mantissa:
         return _power_of_two(scale, to, grid, bits)
+    if not grid.zero:
+        return SCALE_ROUNDINGS[to.rounding](scale.clamp(min=2.0**grid.emin), grid, bits, 24)
     if grid.dtype is not None and grid.bits >= 16:
         rounded = scale.clamp(max=grid.max).to(getattr(torch, grid.dtype)).to(torch.float32)
     else:
@@ -316,6 +318,43 @@ def _power_of_two(scale: Tensor, to: BlockScale, grid: Format, bits: Tensor | No
     lift = torch.where(scale < 2.0**-60, scale.new_full((), 2.0**40), 1.0)
     rounded = SCALE_ROUNDINGS[to.rounding](scale.clamp(min=_SMALLEST) * lift, grid, bits, 24)
     return (rounded / lift).clamp(_SMALLEST, grid.max)
+
+
+def micro_scales(
+    tiles: Tensor, amaxes: Tensor, quant: Quant, bits: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the scales of a block with micro-exponents, in HiF4's order of operations (arXiv 2602.11287).
+
+    Elements that reach 1.75 reach 7 with two levels of one-bit exponents. So the scale s is bf16(a *
+    bf16(1/7)), rounded to the scale format, and r = bf16(1/s). The first exponent is 1 in a sub-block whose
+    largest magnitude times r is 4 or more, the second where what then remains is 2 or more.
+
+    Args:
+        tiles: fp32 [row tiles, 1, column tiles, columns].
+        amaxes: Largest magnitude of each block, fp32 [row tiles, 1, column tiles, 1].
+        quant: Scale format, its rounding, and the lengths of the sub-blocks.
+        bits: 24 random bits for each block, as fp32 like `amaxes`, if scales are rounded stochastically.
+
+    Returns:
+        Block scales, fp32 like `amaxes`; factor of every element before rounding, and power of two by which
+        its code is multiplied after it, fp32 like `tiles`.
+    """
+    assert quant.scale is not None
+    assert quant.scale.micro_exponents is not None
+    per_unit = _bf16(torch.full_like(amaxes, 1 / quant.top))
+    block_scale = round_scale(_bf16(amaxes * per_unit), quant.scale, bits)
+    reciprocal = _bf16(1.0 / block_scale)
+    power = torch.ones_like(tiles)
+    for level, length in enumerate(quant.scale.micro_exponents):
+        limit = 2.0 ** (quant.scale.levels - level)
+        sub_blocks = (tiles.abs() * reciprocal / power).unflatten(3, (-1, length)).amax(dim=4)
+        power = power * torch.where(sub_blocks >= limit, 2.0, 1.0).repeat_interleave(length, dim=3)
+    return block_scale, reciprocal / power, power
+
+
+def _bf16(x: Tensor) -> Tensor:
+    """Return fp32 values rounded to the nearest of bf16."""
+    return x.to(torch.bfloat16).to(torch.float32)
 
 
 def element_scales(block_scale: Tensor, scale: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ and an unrotated product has no Hadamard.
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -83,8 +84,11 @@ def _words(data: Json) -> Iterator[str]:
 
 _CAST = tuple(name for name, scale in SCALES.items() if scale.bits >= 16)
 """Scale formats to which torch casts, only to nearest; the others are rounded on their grid."""
-_FRACTIONAL = tuple(name for name, scale in SCALES.items() if scale.bits <= 8 and scale.mantissa)
-"""One-byte scale formats finer than powers of two, for which block scales can be selected and corrected."""
+_FRACTIONAL = tuple(name for name, form in SCALES.items() if form.bits <= 8 and form.mantissa and form.zero)
+"""One-byte scale formats finer than powers of two, with subnormals, for which block scales can be selected
+and corrected."""
+_MICRO_ELEMENT, _MICRO_SCALE = "e1m2", "e6m2"
+"""Formats for which micro-exponents are defined."""
 _BF16_BITS = SCALES["bf16"].significant
 if TYPE_CHECKING:  # a type checker does not compute the words
     Element = str
@@ -214,8 +218,16 @@ class BlockScale(Spec):
     halve_below: float | None = Field(None, gt=0.5, le=1)
     """Halve an E8M0 scale that was rounded up if the number that was rounded is less than this part of it:
     the block's largest elements then saturate, and the others are twice as fine (0.87 in MXFP4-v4)."""
+    micro_exponents: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(None, strict=False, min_length=1)
+    """Lengths of the sub-blocks that have a one-bit exponent of their own, each a divisor of the one before:
+    `[8, 4]` in HiF4, whose elements are e1m2 in blocks of 1x64 with e6m2 scales."""
 
-    LATER: ClassVar[frozenset[str]] = frozenset({"halve_below"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"halve_below", "micro_exponents"})
+
+    @property
+    def levels(self) -> int:
+        """Number of levels of micro-exponents."""
+        return len(self.micro_exponents or ())
 
     @model_validator(mode="after")
     def _consistent(self) -> "BlockScale":
@@ -231,6 +243,17 @@ class BlockScale(Spec):
                 "scale.halve_below halves powers of two that were rounded up: it needs scale.format e8m0 and"
                 f" scale.rounding ceil, not {self.format} and {self.rounding}"
             )
+        lengths = self.micro_exponents or ()
+        if lengths and self.format != _MICRO_SCALE:
+            raise ValueError(
+                f"scale.micro_exponents is defined for scale.format {_MICRO_SCALE}, not {self.format}"
+            )
+        for longer, shorter in pairwise(lengths):
+            if shorter >= longer or longer % shorter:
+                raise ValueError(
+                    f"scale.micro_exponents: a sub-block of {shorter} is no part of one of {longer};"
+                    " write lengths that fall, each a divisor of the one before, such as [8, 4]"
+                )
         return self
 
 
@@ -392,6 +415,11 @@ class Quant(Spec):
         return int(rows), int(columns)
 
     @property
+    def top(self) -> float:
+        """Largest multiple of its block scale that an element can be."""
+        return ELEMENTS[self.element].max * 2.0 ** (self.scale.levels if self.scale else 0)
+
+    @property
     def draws(self) -> bool:
         """Return True if quantising takes random bits."""
         return ROUNDINGS[self.rounding].draws or (
@@ -422,7 +450,7 @@ class Quant(Spec):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Quant":
-        for check in (self._scales, self._outer, self._selection, self._roundings):
+        for check in (self._scales, self._outer, self._selection, self._roundings, self._micro):
             reason = check()
             if reason:
                 raise ValueError(reason)
@@ -492,6 +520,23 @@ class Quant(Spec):
                 "rounding ms_eden raises block scales: "
                 "it needs outer.bound at most 256, so that they do not saturate"
             )
+        return None
+
+    def _micro(self) -> str | None:
+        if self.scale is None or self.scale.micro_exponents is None:
+            return None
+        longest = self.scale.micro_exponents[0]
+        if self.element != _MICRO_ELEMENT:
+            return f"scale.micro_exponents is defined for element {_MICRO_ELEMENT}, not {self.element}"
+        if self.tile[0] != 1 or self.tile[1] % longest or longest == self.tile[1]:
+            return (
+                f"scale.micro_exponents divides blocks of one row into sub-blocks, and {self.block} has no"
+                f" sub-blocks of {longest}"
+            )
+        if self.outer is not None:
+            return "scale.micro_exponents takes the block scale from the tensor itself: write outer null"
+        if self.range != Range():
+            return "scale.micro_exponents maps a block's largest magnitude itself; leave range out"
         return None
 
 

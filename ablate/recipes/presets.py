@@ -485,6 +485,20 @@ def luq() -> Recipe:
     return _recipe(_same(int4, int4, gradient))
 
 
+def hif4() -> Recipe:
+    """HiF4 (HiFloat4, arXiv 2602.11287; trained with in arXiv 2604.08826), in all six operands.
+
+    Units of 64 elements S1P2 (e1m2) with an E6M2 scale, a one-bit exponent for every 8 elements and another
+    for every 4: 4.5 bits an element. Scales to nearest, elements to nearest with ties away from zero, as the
+    authors' public reference converts. Not modelled: what 2604.08826 adds to the format in its training
+    (rotations, stochastic rounding), which is known here from summaries alone: `rht` and `sr` turn them on;
+    its conversion of NaN and infinities one by one (here: a NaN spreads to its unit).
+    """
+    scale = BlockScale(format="e6m2", micro_exponents=(8, 4))
+    quant = Quant(element="e1m2", block="1x64", scale=scale, outer=None, rounding="away")
+    return _recipe(_same(quant, quant, quant))
+
+
 def nemotron3_super() -> Recipe:
     """Nemotron 3 Super (arXiv 2604.12374): the part of its recipe that applies to a dense transformer.
 
@@ -524,6 +538,6 @@ PRESETS = {
         *(nvfp4_dequantised, nvfp4_1d_weight, mxfp8_fwd_nvfp4_bwd, mxfp8_fwd_high_precision_bwd),
         *(high_precision_fwd_mxfp8_bwd, nvfp4_row_scaled_fwd_mxfp8_bwd),
         *(nvfp4_row_scaled_fwd_high_precision_bwd, mxfp4_amd, mxfp4_v4),
-        *(nvfp4_per_token, nvfp4_per_token_weight_2d, averis, metis, if4, luq, nemotron3_super),
+        *(nvfp4_per_token, nvfp4_per_token_weight_2d, averis, metis, if4, luq, hif4, nemotron3_super),
     )
 }

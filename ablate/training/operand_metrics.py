@@ -55,7 +55,7 @@ def scale_clipped_frac(operand: Operand, seen: Census) -> float:
     if operand.block_scale is None:
         return 0.0
     top = _largest_scale(operand)
-    reach = top * _largest_element(operand) / operand.divisor
+    reach = top * _quant(operand).top / operand.divisor
     reach *= 1.0 if operand.amax is None else operand.amax.reshape(-1, 1, 1, 1)
     amaxes = seen.blocks.view(operand.block_scale.shape)
     too_large = amaxes > reach * (1 + 2**-4)  # half a step of E4M3 above the top rounds to it

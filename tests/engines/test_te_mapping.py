@@ -80,6 +80,7 @@ REFUSED = {
     "metis": "fprop.x.transform",
     "if4": "fprop.x.select",
     "luq": "fprop.x.element int4",
+    "hif4": "fprop.x.element e1m2",
     "nvfp4_per_token": "fprop.w.outer.granularity row",
     "nvfp4_per_token_weight_2d": "dgrad.g.outer.granularity row",
     "row_scaled": "fprop.w.outer.granularity row: Transformer Engine scales only the forward pass's activations by rows",

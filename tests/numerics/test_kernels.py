@@ -137,8 +137,8 @@ def operands_of_presets() -> dict[str, tuple[Quant, Hadamard | None]]:
     return {name: way for way, name in ways.items()}
 
 
-NO_KERNEL = {"luq dgrad.g", "if4 fprop.w", "if4 wgrad.x"}
-"""Operands that the reference quantises: stochastic rounding to powers of two, and a choice between two grids."""
+NO_KERNEL = {"luq dgrad.g", "if4 fprop.w", "if4 wgrad.x", "hif4 fprop.w"}
+"""Operands that the reference quantises: stochastic rounding to powers of two, a choice between two grids, micro-exponents."""
 
 
 @every(transposed=[False, True], dtype=[torch.bfloat16, torch.float32], way=operands_of_presets())

@@ -280,6 +280,10 @@ NOT_AGAIN = {
         ("scale e4m3 floor", "scale ue5m3 floor"),
         "6 / amax in fp32 may lower the top block's scale by a step, rarely: with seed 100000, for example",
     ),
+    **dict.fromkeys(
+        ("scale e6m2 floor", "scale e6m2 ceil"),
+        "6 / amax in fp32 may move a scale beside its grid point, and the next one is up to a quarter away",
+    ),
     **{
         f"select search {criterion}": "the best scale of the top block moves the amax, and all other scales with it"
         for criterion in CRITERIA
@@ -311,7 +315,7 @@ def test_quantising_again_changes_nothing_beyond_fp32_rounding(name, seed):
 def test_where_quantising_again_may_change_values_it_does(name):
     if (name.startswith("scale") and name in DRAWING) or name == "ms_eden":
         return  # drawn scales may happen to come back; a rotated tensor is not what would be rotated again
-    once = [quantized(tensor(seed), name).values.float() for seed in (*range(20), 100_000)]
+    once = [quantized(tensor(seed), name).values.float() for seed in (*range(20), 91, 100_000)]
     assert any(not torch.allclose(quantized(x, name).dequantize(), x, rtol=1e-3, atol=0) for x in once)
 
 

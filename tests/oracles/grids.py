@@ -4,6 +4,8 @@ import numpy as np
 
 POWERS = 2.0 ** np.arange(-127, 128)
 """E8M0: code k is 2^(k - 127), the last code is NaN, and there is no zero."""
+E6M2 = np.array([(1 + code % 4 / 4) * 2.0 ** (code // 4 - 48) for code in range(255)])
+"""E6M2: six bits of exponent with bias 48 and two of mantissa, without zero and subnormals; code 255 is NaN."""
 TABLES = {
     "e2m1": [0, 0.5, 1, 1.5, 2, 3, 4, 6],
     "e1m2": [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75],
@@ -44,6 +46,8 @@ def named(name: str) -> np.ndarray:
     """The magnitudes of a format by its name, ascending: index parity is the parity of the code."""
     if name == "e8m0":
         return POWERS
+    if name == "e6m2":
+        return E6M2
     return np.array(TABLES[name], dtype=float) if name in TABLES else decoded(*FIELDS[name])
 
 

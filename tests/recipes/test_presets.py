@@ -173,7 +173,7 @@ def test_a_preset_rounds_rotates_and_requantises_what_its_paper_does(name):
     recipe = PRESETS[name]()
     quants = dict(recipe.quantised())
     assert set(quants) == QUANTISED.get(name, set(SLOTS))
-    assert {slot for slot, quant in quants.items() if quant.rounding != "nearest"} == RANDOM.get(name, set())
+    assert {slot for slot, quant in quants.items() if quant.draws} == RANDOM.get(name, set())
     assert {slot for slot, quant in quants.items() if quant.from_forward} == AGAIN.get(name, set())
     copies = {slot for slot in ("dgrad.w", "wgrad.x") if recipe.dequantised(slot)}
     assert copies == ({"dgrad.w", "wgrad.x"} if name in DEQUANTISED else set())

@@ -101,7 +101,10 @@ FIELDS: dict[type[Spec], dict[str, Draw]] = {
         "patch": choices(None, 0.2),
     },
     Dge: {"k": choices(1.0, 5.0), "clip": choices(2.0, 3.0)},
-    BlockScale: {"halve_below": choices(None, 0.87, 1.0)},
+    BlockScale: {
+        "halve_below": choices(None, 0.87, 1.0),
+        "micro_exponents": choices(None, (8, 4), (8,), (32, 4, 2)),
+    },
     Range: {
         "statistic": statistics(BLOCK_STATISTICS, BLOCK_ARGUMENTS),
         "map_to": choices(None, 4.0, 1.0),
@@ -245,6 +248,13 @@ def quantiser(random: Random) -> Quant:
             )
             ranged = Range(map_to=random.choice((None, 1.0)), prescale=random.choice((1.0, 6.0)))
             return Quant(block=random.choice(("1x32", "32x32")), scale=scale, range=ranged, outer=None)
+        if kind < 0.12:  # micro-exponents
+            scale = BlockScale(format="e6m2", micro_exponents=value_of(BlockScale, "micro_exponents", random))
+            rounding = value_of(Quant, "rounding", random)
+            try:
+                return Quant(element="e1m2", block="1x64", scale=scale, outer=None, rounding=rounding)
+            except ValidationError:
+                continue
         if kind < 0.25:
             names = random.sample(list(Quant.model_fields), random.choice((1, 1, 2, 3)))
             try:

@@ -35,8 +35,10 @@ def covers(quant: Quant) -> bool:
         quant.select.among == "scales" and quant.block == "1x16" and quant.range.prescale == 1
     )
     per_tensor = quant.outer is None or quant.outer.granularity == "tensor"
+    scale = SCALES[quant.scale.format] if quant.scale else None
     return (
-        ELEMENTS[quant.element].mantissa > 0
+        (scale is None or scale.zero or not scale.mantissa)
+        and ELEMENTS[quant.element].mantissa > 0
         and quant.tile[1] in (1, 16, 32, 64, 128)
         and selected
         and (quant.outer is None or per_tensor or quant.outer.statistic == "amax")
