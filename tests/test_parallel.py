@@ -17,6 +17,7 @@ from ablate.numerics.partition import Partition
 from ablate.numerics.spec import Hadamard, Outer, Quant, Transform
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Fprop, OsciReset, Phase, Products, Recipe, Weights, Wgrad
+from ablate.recipes.weight_noise import Noise
 from ablate.training import distributed
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.hyperparameters import Training
@@ -234,6 +235,17 @@ def test_master_weights_in_bf16_may_be_sharded():
     recipe = PRESETS["nvfp4"]().model_copy(update={"weights": Weights(master="bf16")})
     wanted = losses(recipe, False, SHARED)
     assert in_ranks(2, losses, recipe, True, SHARED)[0] == pytest.approx(wanted, rel=2e-4)  # as above
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [SHARED, SPLIT], ids=["micro-batches", "sequences"])
+def test_every_rank_adds_the_noise_of_the_whole_run_to_its_norms(shape):
+    recipe = PRESETS["bf16"]()
+    noisy = recipe.model_copy(update={"weights": Weights(noise=Noise(start=1.0, end=1.0, stages=3))})
+    shape = shape | {"lr": 3e-3}
+    wanted, without = losses(noisy, False, shape), losses(recipe, False, shape)
+    assert in_ranks(2, losses, noisy, False, shape)[0] == pytest.approx(wanted, rel=2e-4)  # as above
+    assert max(abs(a / b - 1) for a, b in zip(wanted, without, strict=True)) > 1e-3
 
 
 def amaxes(shape: dict[str, Any]) -> list[float]:
@@ -484,6 +496,12 @@ def laid_out(recipe: Recipe, layout: Layout, engine: str = "emulated", **changes
             Recipe(fprop=Fprop(w=Quant()), weights=Weights(osci_reset=OsciReset())),
             SHARED,
             "sharded: recipe.weights.osci_reset looks at whole weights; leave sharded out",
+        ),
+        (
+            Layout(2, True),
+            Recipe(weights=Weights(noise=Noise())),
+            SHARED,
+            "sharded: recipe.weights.noise changes whole norms; leave sharded out",
         ),
         (
             Layout(2),

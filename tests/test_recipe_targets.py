@@ -643,6 +643,7 @@ LACKED = [
     ("weights.master=bf16", "weights.master"),
     ("weights.q_ema={}", "weights.q_ema"),
     ("weights.osci_reset={}", "weights.osci_reset"),
+    ("weights.noise={}", "weights.noise"),
     ('schedule=[{start: "noise_ratio:1"}]', "schedule.0.start"),
     ("wgrad.x.select={among: scales}", "wgrad.x.select"),
     ("fprop.x.select={among: scales, map_to: [6, 12]}", "fprop.x.select.map_to"),

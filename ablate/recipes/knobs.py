@@ -186,6 +186,11 @@ def _backward(how: str, turn: Turn) -> Paths:
     return {**dict.fromkeys(slots), **flags}
 
 
+def _weight_noise(start: float | None, turn: Turn) -> Paths:
+    turn.anything()  # raises if there is nothing to turn
+    return {"weights.noise": None if start is None else {"start": start, "end": start / 100}}
+
+
 def _product(name: str) -> Callable[[str, Turn], Paths]:
     """Return the paths of a knob that turns a whole product: `fp4`, `fp8` or `bf16`."""
 
@@ -308,6 +313,13 @@ KNOBS: dict[str, Knob[Any]] = {
         0.999,
         "Tensor scale from the p-quantile of the magnitudes; null: from the largest.",
         _amax_percentile,
+    ),
+    "weight_noise": Knob(
+        Annotated[float, Field(gt=0, le=1)] | None,
+        "sigma, or null",
+        0.01,
+        "Standard deviation of noise on norms in training, which falls to a hundredth (QeRL); null: none.",
+        _weight_noise,
     ),
     "cooldown": Knob(
         Annotated[float, Field(ge=0, le=1)],

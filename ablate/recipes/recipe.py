@@ -31,6 +31,7 @@ from pydantic import AfterValidator, Field, model_validator
 from ablate.numerics.choices import DTYPES, GEMM_OUTPUTS, SIGNS
 from ablate.numerics.spec import Hadamard, Quant, Spec, argument, tag
 from ablate.recipes.layers import Layer, Match, blocks_in, select
+from ablate.recipes.weight_noise import Noise
 
 SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")
 """The six operands; g is the gradient of the layer's output."""
@@ -479,13 +480,15 @@ class QRamping(Spec):
 
 
 class Weights(Spec):
-    """Treatment of the master weights of quantised layers."""
+    """Treatment of the master weights of quantised layers; `noise` is on norms."""
 
+    LATER: ClassVar[frozenset[str]] = frozenset({"noise"})
     master: Dtype = "fp32"
     """Type that the optimizer keeps all weights in; bf16 rounds to nearest after every step."""
     osci_reset: OsciReset | None = None
     q_ema: QEma | None = None
     q_ramping: QRamping | None = None
+    noise: Noise | None = None
 
 
 class Recipe(Products):
@@ -525,9 +528,10 @@ class Recipe(Products):
 
     @property
     def draws(self) -> bool:
-        """True if a product anywhere, at any time, draws random bits in each step."""
+        """True if a product, or noise, anywhere, at any time, draws random bits in each step."""
         others = (*(rule.use for rule in self.layers.rules), *(phase.use for phase in self.schedule))
-        return super().draws or any(part is not None and part.draws for part in others)
+        products = super().draws or any(part is not None and part.draws for part in others)
+        return products or self.weights.noise is not None
 
     @property
     def triggers(self) -> set[Trigger]:

@@ -244,6 +244,8 @@ def recipe_refusals(recipe: Recipe) -> Iterator[str]:
     for name in ("osci_reset", "q_ema", "q_ramping"):
         if getattr(recipe.weights, name):
             yield f"weights.{name}: the engine does not see the quantised weights that it looks at"
+    if recipe.weights.noise:
+        yield "weights.noise: Transformer Engine has no noise on norms; leave it out"
     yield from dict.fromkeys(reason for products in variants(recipe) for reason in refusals(products))
 
 

@@ -524,6 +524,11 @@ def _refuse_unknown_length(recipe: Recipe, run: Run | None) -> None:
             raise ValueError(
                 f"the recipe's schedule has a phase that starts at {phase.start}; give {lacking} to convert"
             )
+    if recipe.weights.noise:
+        raise ValueError(
+            "weights.noise: in a training loop of your own it is not in force; leave it out,"
+            " or train by a workload such as gpt"
+        )
     reset = recipe.weights.osci_reset
     if reset and reset.start > 0 and run is None:
         raise ValueError(

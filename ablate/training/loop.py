@@ -22,6 +22,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
@@ -32,6 +33,7 @@ from torch import Tensor, nn
 from ablate.engines import makes_operands
 from ablate.engines.emulated import Engine
 from ablate.engines.ranks import whole
+from ablate.engines.weight_noise import NormNoise
 from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe, Run
 from ablate.training.checkpoints import Checkpoints, MeterState, RunState, Standing
@@ -300,6 +302,8 @@ class Loop:
         self.watch = Watch(config, run.engine)
         self.meter = Meter(config.tokens_per_step)
         self.plan = Run(config.steps, config.tokens_per_step, config.decay_start)
+        noise = run.engine.recipe.weights.noise
+        self.noise = noise and NormNoise(noise, run.model, run.engine.layers, run.engine.clock)
         self.standing = Standing(run.model, self.optimizer, run.engine)
         self.spent = 0.0
         """Seconds spent in steps so far."""
@@ -428,10 +432,11 @@ class Loop:
         with self.run.engine.still_weights(), part.divided():
             for micro_batch in part.micro_batches:
                 self.run.engine.clock.micro_batch = micro_batch
-                loss = self.loss(*part.of(self.run.batch(step, micro_batch))) / (
-                    self.config.accumulate * part.splits
-                )
-                loss.backward()
+                with self.noise.added(self.plan.steps) if self.noise else nullcontext():
+                    loss = self.loss(*part.of(self.run.batch(step, micro_batch))) / (
+                        self.config.accumulate * part.splits
+                    )
+                    loss.backward()
                 total += loss.item()
         return part.total(total, step)
 

@@ -110,6 +110,8 @@ def _sharding_misfits(config: Training, recipe: Recipe, engine: str) -> Iterator
     for name in ("osci_reset", "q_ema", "q_ramping"):
         if getattr(recipe.weights, name):
             yield f"sharded: recipe.weights.{name} looks at whole weights; leave sharded out"
+    if recipe.weights.noise:
+        yield "sharded: recipe.weights.noise changes whole norms; leave sharded out"
 
 
 def _everything(recipe: Recipe) -> list[Products]:

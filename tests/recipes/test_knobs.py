@@ -28,6 +28,7 @@ VALUES = {
     "cooldown": [0.0, 0.1, 0.15, 1.0],
     "skip_first": [0, 2],
     "skip_last": [0, 2],
+    "weight_noise": [0.01, 0.05, None],
 }
 NEEDS = {"cooldown_slots": {"cooldown": 0.1}}
 """Knobs without an effect of their own."""
