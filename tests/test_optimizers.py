@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.gpt_runs import NVFP4, converted, facts, gpt, losses, train
+from torch import nn
 
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS
@@ -47,26 +48,57 @@ def test_an_optimizer_lowers_the_loss_and_repeats_itself(optimizer, shards):
     assert losses(first)[12] < losses(first)[1] - 0.1
 
 
-def test_muon_is_torchs_on_the_matrices_of_blocks_and_adamw_elsewhere(shards):
-    workload = gpt(shards, optimizer="muon", lr=1e-3, clip=None, warmup=0.0, steps=1)
+def test_muon_is_torchs_on_the_matrices_of_blocks_and_torchs_adamw_elsewhere(shards):
+    """Bit for bit over three steps; weight decay is for embeddings and head, not for norms."""
+    workload = gpt(shards, optimizer="muon", lr=1e-2, weight_decay=0.3, clip=None, warmup=0.0, steps=3)
     model, _ = converted(workload, PRESETS["bf16"](), Clock(0))
     ours = build_optimizer(model, workload)
     twin, _ = converted(workload, PRESETS["bf16"](), Clock(0))
-    hidden = [p for name, p in twin.named_parameters() if name.startswith("blocks.") and p.ndim == 2]
-    assert len(hidden) == 8
-    reference = torch.optim.Muon(
-        hidden, lr=1e-3, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw"
+    named = dict(twin.named_parameters())
+    hidden = {name for name, p in named.items() if name.startswith("blocks.") and p.ndim == 2}
+    matrices = {name for name, p in named.items() if p.ndim == 2} - hidden
+    norms = named.keys() - hidden - matrices
+    assert (len(hidden), matrices) == (8, {"embedding.weight", "head.weight"})
+    assert len(norms) == 9
+    adamw = [
+        {"params": [named[name] for name in matrices], "weight_decay": 0.3},
+        {"params": [named[name] for name in norms], "weight_decay": 0.0},
+    ]
+    references = (
+        torch.optim.Muon(
+            [named[name] for name in hidden],
+            lr=1e-2,
+            weight_decay=0.3,
+            momentum=0.95,
+            adjust_lr_fn="match_rms_adamw",
+        ),
+        torch.optim.AdamW(adamw, lr=1e-2, betas=(0.9, 0.95), fused=True),
     )
-    for candidate in (model, twin):
-        candidate(*training_batch(open_corpus(workload.data), 0, 0, 0, 2, 16)).backward()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    ours.step()
-    reference.step()
-    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
-    for name, value in twin.state_dict().items():
-        if name.startswith("blocks.") and value.ndim == 2:
-            assert torch.equal(model.state_dict()[name], value)
-    assert {"head.weight"} <= moved
+    for step in range(3):
+        for candidate, optimizers in ((model, (ours,)), (twin, references)):
+            candidate(*training_batch(open_corpus(workload.data), 0, step, 0, 2, 16)).backward()
+            for one in optimizers:
+                one.step()
+                one.zero_grad()
+    after = model.state_dict()
+    assert not [name for name in named if torch.equal(after[name], before[name])]
+    assert not [name for name, value in twin.state_dict().items() if not torch.equal(after[name], value)]
+
+
+def test_stacks_of_experts_and_biases_inside_blocks_have_adamw(shards):
+    """Muon takes matrices; a stack of them has no singular vectors of its own."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList([nn.Linear(8, 4)])
+    model.blocks[0].experts = nn.Parameter(torch.ones(3, 8, 4))
+    parts = build_optimizer(model, gpt(shards, optimizer="muon")).parts
+    taken = [[p for group in part.param_groups for p in group["params"]] for part in parts]
+    block = model.blocks[0]
+    assert [type(part).__name__ for part in parts] == ["Muon", "AdamW"]
+    assert [[id(p) for p in its] for its in taken] == [
+        [id(block.weight)],
+        [id(block.experts), id(block.bias)],
+    ]
 
 
 def test_moments_in_bf16_are_bf16_and_change_the_run(shards):
