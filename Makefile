@@ -6,7 +6,8 @@ PLATFORM ?= .venv-platform
 BIN := $(VENV)/bin
 # uv, if it is installed, takes a fraction of pip's time; its indices are its own settings, not pip's.
 INSTALL = $(if $(shell command -v uv),uv pip install --quiet --compile-bytecode --python $(1)/bin/python,$(1)/bin/python -m pip install --quiet)
-JOBS ?= 2
+# On 2 cores: a third of the time of tests is spent waiting for servers and Ray.
+JOBS ?= 3
 # Every command and worker is a process that imports a thousand modules: without bytecode, half of a report's time.
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
