@@ -71,6 +71,9 @@ class Form(ctypes.Structure):
         ("outer_rows", ctypes.c_int32),
         ("halve", ctypes.c_float),
         ("pair", ctypes.c_float * 2),
+        *(("grids", ctypes.c_int32), ("smallest", ctypes.c_float)),
+        *(("levels", ctypes.c_int32), ("lengths", ctypes.c_int32 * 5)),
+        ("unit", ctypes.c_float),
     )
 
 

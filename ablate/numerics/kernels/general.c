@@ -1,4 +1,5 @@
-/* Quantisation to every other form: any grid, block scales of any format, outer scales of a tensor, some rows or 128 elements.
+/* Quantisation to every other form: any grid, block scales of any format, exponents of sub-blocks, outer scales of a tensor, some rows
+   or 128 elements.
 
    One kernel for all of them, over a description of the form. It takes a matrix row by row, blocks along the row: a row, or the rows
    of square blocks, lies in a buffer as fp32 while its maxima, scales and codes are made one after the other. The arithmetic is the
@@ -39,6 +40,10 @@ typedef struct {
     int32_t outer_rows;                   /* that share an outer scale of rows, a multiple of those of a block */
     float halve;                          /* a block's scale where what it was rounded from is less than this part of it; 0: never */
     float pair[2];                        /* what the candidates' scales are of the one that maps to 6 */
+    int32_t grids;                        /* whether the candidates are two grids of one scale instead */
+    float smallest;                       /* scale of a format without zero and subnormals; else 0 */
+    int32_t levels, lengths[5];           /* of sub-blocks with an exponent of their own: powers of two up to 16, falling */
+    float unit;                           /* what a block's largest magnitude is divided by, inverted, in bf16 */
 } form;
 
 /* By which a caller sees that its description is this one. */
@@ -160,6 +165,8 @@ INLINE f32 on_grid(f32 y, const grid *to, u32 chances) {
 /* The block scales of sixteen blocks in their format; `chances` of 24 bits. */
 INLINE f32 round_scale(f32 scale, const form *f, const grid *to, u32 chances) {
     f32 rounded;
+    if (f->smallest != 0)
+        scale = __builtin_elementwise_max(scale, splat(f->smallest));
     if (f->scale_format == POWER_OF_TWO) { /* lifted, since the smallest are subnormal */
         f32 lift = where(scale < 0x1p-60f, splat(0x1p40f), splat(1.0f));
         rounded = on_grid(__builtin_elementwise_max(scale, splat(0x1p-127f)) * lift, to, chances) / lift;
@@ -306,11 +313,18 @@ INLINE void outer_of_blocks(band *b, const form *f, float *row_amax) {
     }
 }
 
-/* The error of a candidate in each of sixteen transposed blocks; leaves its codes. */
-INLINE f32 error_of(const f32 t[16], f32 scale, f32 factor, f32 amax, const form *f, f32 codes[16]) {
+/* INT4 with its 7 at E2M1's 6. */
+static const grid INT4 = {2, 2, 7.0f, NEAREST};
+
+/* The error of a candidate in each of sixteen transposed blocks; leaves its codes. `even`: on the grid of INT4. */
+INLINE f32 error_of(const f32 t[16], f32 scale, f32 factor, f32 amax, const form *f, f32 codes[16], int32_t even) {
     f32 total = {0};
+    form other = *f;
+    other.element = INT4;
     UNROLL for (int e = 0; e < 16; e++) {
-        codes[e] = round_elements(t[e] * factor, f, NEAREST, (u32){0}, 0);
+        f32 y = t[e] * factor;
+        codes[e] = even ? round_elements(y * (float)(7.0 / 6.0), &other, NEAREST, (u32){0}, 0) * (float)(6.0 / 7.0)
+                        : round_elements(y, f, NEAREST, (u32){0}, 0);
         f32 value = codes[e] * scale;
         if (f->outer)
             value = value * amax / f->outer_top;
@@ -329,17 +343,19 @@ INLINE f32 inverse_of(f32 amax, const form *f) { return f->outer ? 1.0f / encode
 
 INLINE f32 factor_of(f32 scale, f32 inverse) { return smaller(1.0f / (scale * inverse), FLT_MAX); }
 
-/* Four Over Six for sixteen blocks of a row, from number `first`: the better candidate's scales, and its values in place of the rows'
-   magnitudes, code times scale. */
+/* Four Over Six, or two grids of one scale, for sixteen blocks of a row, from number `first`: the better candidate's scales, and its
+   values in place of the rows' magnitudes, code times scale. */
 INLINE void select_blocks(band *b, int64_t first, const form *f) {
     f32 t[16], four[16], six[16], amax = *(const f32_memory *)(b->amax + first), inverse = inverse_of(amax, f);
     f32 base = *(const f32_memory *)(b->groups + first) / 6.0f * (f->outer ? encode_scale(amax, f) : splat(1.0f));
     for (int v = 0; v < 16; v++)
         t[v] = first + v < b->blocks ? magnitude(*(const f32_memory *)(b->z + (first + v) * 16)) : (f32){0};
     transpose(t);
-    f32 scale = round_scale(base * f->pair[0], f, &f->scale, (u32){0}), other = round_scale(base * f->pair[1], f, &f->scale, (u32){0});
-    f32 error = error_of(t, scale, factor_of(scale, inverse), amax, f, six);
-    i32 better = error_of(t, other, factor_of(other, inverse), amax, f, four) < error;
+    f32 scale = round_scale(f->grids ? base : base * f->pair[0], f, &f->scale, (u32){0});
+    f32 other = f->grids ? scale : round_scale(base * f->pair[1], f, &f->scale, (u32){0});
+    f32 error = error_of(t, scale, factor_of(scale, inverse), amax, f, six, 0);
+    i32 better = f->grids ? error_of(t, other, factor_of(other, inverse), amax, f, four, 1) < error
+                          : error_of(t, other, factor_of(other, inverse), amax, f, four, 0) < error;
     scale = where(better, other, scale);
     UNROLL for (int e = 0; e < 16; e++)
         six[e] = where(better, four[e], six[e]) * scale;
@@ -369,6 +385,40 @@ INLINE void scale_blocks(band *b, int64_t first, int64_t number, const form *f) 
     b->lost |= !all_finite(inverse) || !all_finite(statistic) || !all_finite(multiplier);
 }
 
+INLINE f32 in_bf16(f32 v) { return (f32)(__builtin_convertvector(to_bf16(v), u32) << 16); }
+
+/* The scales of sixteen blocks with exponents of sub-blocks, from number `first` of a band, and their inverses, both rounded to bf16
+   on the way. */
+INLINE void scale_units(band *b, int64_t first, int64_t number, const form *f) {
+    u32 chances = f->scale.rounding == STOCHASTIC ? draw(&b->scales, number * across(b) + first / 16, 24) : (u32){0};
+    f32 scale = round_scale(in_bf16(*(const f32_memory *)(b->groups + first) * f->unit), f, &f->scale, chances);
+    *(f32_memory *)(b->scale + first) = scale;
+    *(f32_memory *)(b->factor + first) = in_bf16(1.0f / scale);
+}
+
+/* Each lane the largest of its group of `length`, a power of two up to 16. */
+INLINE f32 largest_of_group(f32 v, int32_t length) {
+    if (length >= 2)
+        v = __builtin_elementwise_max(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+    if (length >= 4)
+        v = __builtin_elementwise_max(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    if (length >= 8)
+        v = __builtin_elementwise_max(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    if (length >= 16)
+        v = __builtin_elementwise_max(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    return v;
+}
+
+/* The power of two of each of sixteen elements whose magnitudes times the block's inverse scale are y. */
+INLINE f32 micro_powers(f32 y, const form *f) {
+    f32 power = splat(1.0f);
+    for (int32_t level = 0; level < f->levels; level++) {
+        f32 limit = splat((float)(1 << (f->levels - level)));
+        power = where(largest_of_group(y / power, f->lengths[level]) >= limit, power * 2.0f, power);
+    }
+    return power;
+}
+
 /* Sixteen values, code times scale, which are no NaN. */
 INLINE void store_values(f32 value, void *values, int64_t at, int32_t wide) {
     u32 bits = (u32)value;
@@ -380,6 +430,17 @@ INLINE void store_values(f32 value, void *values, int64_t at, int32_t wide) {
 
 /* The factor of a block's values, which hold an outer scale of 128 elements. */
 INLINE float after(const band *b, const form *f, int64_t block) { return f->outer == BLOCK_128 ? b->amax[block] * f->divisor : 1; }
+
+/* Rounds the elements of row `row` of the matrix, the band's only one, whose sub-blocks have exponents. */
+INLINE void round_micro(band *b, int64_t row, const form *f, void *values, int32_t rounding, int32_t width) {
+    int64_t each = b->width / 16 / b->blocks;
+    for (int64_t v = 0; v < b->width / 16; v++) {
+        f32 x = *(const f32_memory *)(b->z + 16 * v), factor = splat(b->factor[v / each]), power = micro_powers(magnitude(x) * factor, f);
+        u32 chances = width ? draw(&b->elements, row * (b->width / 16) + v, width) : (u32){0};
+        f32 code = round_elements(magnitude(x) * (factor / power), f, rounding, chances, width);
+        store_values(with_sign(code * power * splat(b->scale[v / each]), x), values, row * b->width + 16 * v, f->wide);
+    }
+}
 
 /* Rounds the elements of row `r` of a band, which is row `row` of the matrix. `plain`: no factors but the scales. */
 INLINE void round_row(band *b, int64_t r, int64_t row, const form *f, void *values, int32_t rounding, int32_t width, int32_t wide,
@@ -438,6 +499,23 @@ INLINE void write_row(band *b, int64_t r, int64_t row, const form *f, void *valu
             store_values(*(const f32_memory *)(b->z + 16 * v) * after(b, f, v), values, row * b->width + 16 * v, f->wide);
     else if (f->group)
         correct_row(b, row, f, values);
+    else if (f->levels)
+        switch (f->element.rounding == STOCHASTIC ? f->bits : f->element.rounding) {
+        case NEAREST:
+            round_micro(b, row, f, values, NEAREST, 0);
+            break;
+        case AWAY:
+            round_micro(b, row, f, values, AWAY, 0);
+            break;
+        case 8:
+            round_micro(b, row, f, values, STOCHASTIC, 8);
+            break;
+        case 16:
+            round_micro(b, row, f, values, STOCHASTIC, 16);
+            break;
+        case 24:
+            round_micro(b, row, f, values, STOCHASTIC, 24);
+        }
     else
         switch (f->element.rounding == STOCHASTIC ? f->bits : f->element.rounding) {
 #define ROUND(rounding, width, wide, plain) round_row(b, r, row, f, values, rounding, width, wide, plain)
@@ -470,6 +548,8 @@ INLINE u32 scale_band(band *b, int64_t number, const form *f, float *row_amax) {
     for (int64_t first = 0; f->tile_columns && first < b->blocks; first += 16)
         if (f->selection)
             select_blocks(b, first, f);
+        else if (f->levels)
+            scale_units(b, first, number, f);
         else
             scale_blocks(b, first, number, f);
     return seen;

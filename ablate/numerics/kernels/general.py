@@ -1,8 +1,8 @@
 """Quantiser for CPU tensors of every form but NVIDIA's, compiled from general.c, and the rotation of rows.
 
-One kernel takes a description of the form: any grid of elements with a mantissa, block scales of any format
-and rounding, outer scales of a tensor, some rows or 128 elements, Four Over Six and MS-EDEN. `covers` says
-what is left to the reference.
+One kernel takes a description of the form: any grid of elements, block scales of any format and rounding,
+exponents of sub-blocks, outer scales of a tensor, some rows or 128 elements, a choice between two scales or
+two grids, and MS-EDEN. `covers` says what is left to the reference.
 """
 
 import math
@@ -32,26 +32,32 @@ _GRID, _POWER_OF_TWO, _BF16, _FP32 = range(4)
 def covers(quant: Quant) -> bool:
     """Return True if the kernel implements this form."""
     selected = quant.select is None or (
-        quant.select.among == "scales" and quant.block == "1x16" and quant.range.prescale == 1
+        quant.select.among in ("scales", "grids") and quant.block == "1x16" and quant.range.prescale == 1
     )
     per_tensor = quant.outer is None or quant.outer.granularity == "tensor"
-    scale = SCALES[quant.scale.format] if quant.scale else None
+    lengths = (quant.scale.micro_exponents or ()) if quant.scale else ()
     return (
-        (scale is None or scale.zero or not scale.mantissa)
-        and ELEMENTS[quant.element].mantissa > 0
+        (ELEMENTS[quant.element].mantissa > 0 or quant.rounding in ("stochastic", "away"))
         and quant.tile[1] in (1, 16, 32, 64, 128)
         and selected
         and (quant.outer is None or per_tensor or quant.outer.statistic == "amax")
         and (quant.range.statistic == "amax" or quant.tile[0] == 1)
+        and all(length in (1, 2, 4, 8, 16) for length in lengths)
     )
 
 
 def can_keep(quant: Quant) -> bool:
     """Return True if a census can tell the scaled elements from the finished operand.
 
-    MS-EDEN changes the block scales afterwards, and the outer scale of 128 elements ends up in the values.
+    MS-EDEN changes the block scales afterwards, the outer scale of 128 elements ends up in the values, and
+    sub-blocks with exponents, like blocks on another grid, have scaled elements that are not kept.
     """
-    return quant.rounding != "ms_eden" and (quant.outer is None or quant.outer.granularity != "block:128")
+    return (
+        quant.rounding != "ms_eden"
+        and (quant.outer is None or quant.outer.granularity != "block:128")
+        and (quant.scale is None or quant.scale.micro_exponents is None)
+        and (quant.select is None or quant.select.among == "scales")
+    )
 
 
 def can_quantize(x: Tensor, quant: Quant) -> bool:
@@ -163,13 +169,22 @@ def _form(quant: Quant, group: int) -> bytes:
         form.divisor = 1 / torch.tensor(form.outer_top, dtype=torch.float32).item()
     if quant.select is not None:
         form.pair[:] = [element.max / value for value in quant.select.map_to]
+        form.grids = quant.select.among == "grids"
     if scale is not None:
         to = SCALES[scale.format]
         form.halve = scale.halve_below or 0
         form.scale, (form.tile_rows, form.tile_columns) = _grid(to, scale.rounding), quant.tile
         form.scale_format = (
-            (_POWER_OF_TWO if not to.zero else _GRID) if to.bits == 8 else _BF16 if to.bits == 16 else _FP32
+            (_GRID if to.zero or to.mantissa else _POWER_OF_TWO)
+            if to.bits == 8
+            else _BF16
+            if to.bits == 16
+            else _FP32
         )
+        form.smallest = 2.0**to.emin if not to.zero and to.mantissa else 0
+        lengths = scale.micro_exponents or ()
+        form.levels, form.lengths[: len(lengths)] = len(lengths), lengths
+        form.unit = torch.tensor(1 / quant.top).to(torch.bfloat16).item()
         form.zero = round_scale(torch.zeros(1), scale, torch.zeros(1)).item()
     return bytes(form)
 
