@@ -348,7 +348,8 @@ def micro_scales(
     for level, length in enumerate(quant.scale.micro_exponents):
         limit = 2.0 ** (quant.scale.levels - level)
         sub_blocks = (tiles.abs() * reciprocal / power).unflatten(3, (-1, length)).amax(dim=4)
-        power = power * torch.where(sub_blocks >= limit, 2.0, 1.0).repeat_interleave(length, dim=3)
+        reached = (sub_blocks >= limit).repeat_interleave(length, dim=3)
+        power = torch.where(reached, power * 2, power)
     return block_scale, reciprocal / power, power
 
 
