@@ -451,19 +451,22 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
         book.close()
         return drawn >= 2
 
+    def family() -> list[psutil.Process]:
+        return [
+            member
+            for member in psutil.Process(driver.pid).children(recursive=True)
+            if "ablate.execution.trial_process" in words_of(member)
+            or "ray::Actor" in " ".join(words_of(member))
+        ]
+
     until(halfway)
-    members = psutil.Process(driver.pid).children(recursive=True)
-    family = [
-        member
-        for member in members
-        if "ablate.execution.trial_process" in words_of(member) or "ray::Actor" in " ".join(words_of(member))
-    ]
+    until(lambda: len(family()) >= 5)  # two workers, two warm processes, a trial that waits at the gate
+    members = family()
     driver.send_signal(signal.SIGKILL)
     end(driver)
-    assert len(family) >= 5  # two workers, two warm processes, one or two trials
     before = {trial.parent.name for trial in state.glob("trials/*/result.json")}
     assert len(before) < 12
-    until(lambda: gone(family))
+    until(lambda: gone(members))
     last = ablate("sweep", path, "--state", state, "--workers", 2)
     assert last.returncode == 0, last.stderr
     book = ledger(state)
