@@ -32,12 +32,13 @@ _GRID, _POWER_OF_TWO, _BF16, _FP32 = range(4)
 def covers(quant: Quant) -> bool:
     """Return True if the kernel implements this form."""
     selected = quant.select is None or (
-        quant.select.among in ("scales", "grids") and quant.block == "1x16" and quant.range.prescale == 1
+        quant.select.among != "search" and quant.block == "1x16" and quant.range.prescale == 1
     )
     per_tensor = quant.outer is None or quant.outer.granularity == "tensor"
     lengths = (quant.scale.micro_exponents or ()) if quant.scale else ()
     return (
-        (ELEMENTS[quant.element].mantissa > 0 or quant.rounding in ("stochastic", "away"))
+        # Between powers of two, ties to even are another rule, which the kernel lacks.
+        (ELEMENTS[quant.element].mantissa > 0 or quant.rounding == "stochastic" or quant.rounding == "away")
         and quant.tile[1] in (1, 16, 32, 64, 128)
         and selected
         and (quant.outer is None or per_tensor or quant.outer.statistic == "amax")
