@@ -11,7 +11,7 @@ the second one goes on from the volume, and its time counts together with that o
 
 import os
 import sys
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import modal
 
@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT / "docker" / "cloud"))
 import session  # noqa: E402 - a file of that folder
 
 KEPT = "/mirror"
+UPLOADS = PurePosixPath("/") / "work"
+"""Folder of the volume for the experiments of each request."""
 CPUS, MEMORY = 8.0, 65536
 """Processor cores and MiB that are asked for: Modal charges both besides the GPU."""
 
@@ -59,7 +61,7 @@ def rented(wire: str, store: str) -> int:
         again.
     """
     request, kept = session.Request.parse(wire), Path(KEPT)
-    session.take_work(kept / "work", request.run, Path(session.WORK))
+    session.take_work(kept / UPLOADS.name, request.run, Path(session.WORK))
     os.chdir(session.WORK)
     volume = modal.Volume.from_name(store)
     status = session.Session(request, Path(session.HOME), kept, after=volume.commit).run()
@@ -80,9 +82,9 @@ def main(given: str, store: str, limit: int, gpu: str) -> None:
     """
     wire = (Path(given) / "request.json").read_text()
     request = session.Request.parse(wire)
-    volume = modal.Volume.from_name(store, create_if_missing=True)
+    volume, uploaded = modal.Volume.from_name(store, create_if_missing=True), UPLOADS / request.run
     with volume.batch_upload(force=True) as batch:
-        batch.put_file(Path(given) / "request.json", f"/work/{request.run}/.request.json")
-        batch.put_directory(Path(given) / "work", f"/work/{request.run}")
+        batch.put_file(Path(given) / "request.json", str(uploaded / ".request.json"))
+        batch.put_directory(Path(given) / "work", str(uploaded))
     call = rented.with_options(gpu=gpu, timeout=limit, volumes={KEPT: volume})
     sys.exit(call.remote(wire, store))
