@@ -234,11 +234,14 @@ class EmulatedLinear(nn.Linear):
             became = self.whole(operands[:1], slot, rotation, rest.shape[1])
             parts.append(patch(rest, became, quant.transform.patch, channels, x.dtype))
             operands.append(self._part(parts[-1], slot, rotation, quant, keep))
-        apart = channels == 0 or rotation is None  # a rotation along the channels mixes them
+        # A rotation mixes what lies along the contraction: the columns, which are channels or tokens.
+        mixed = rotation is not None
         return [
-            operand
-            if part.kept is None
-            else replace(operand, nonzero=(channels, part.kept) if apart else None)
+            replace(
+                operand,
+                nonzero=None if part.kept is None or (mixed and channels == 1) else (channels, part.kept),
+                equal=1 - channels if part.equal and not (mixed and channels == 0) else None,
+            )
             for operand, part in zip(operands, parts, strict=True)
         ]
 
@@ -363,7 +366,7 @@ class EmulatedLinear(nn.Linear):
                 self.nonfinite += 1
 
     def _part(self, part: Part, slot: str, rotation: Hadamard | None, main: Quant, keep: Keep) -> Operand:
-        x, how, _ = part
+        x, how = part.values, part.quant
         if how is None:
             return Operand(self.rotated(x, slot, rotation))
         result = self.quantize(

@@ -74,17 +74,29 @@ def split_product(a: Sequence[Operand], b: Sequence[Operand], out: torch.dtype) 
 
 
 def _of_parts(a: Operand, b: Operand) -> Tensor:
-    """Return a b^T in fp32, multiplying only rows and columns that are not zero (`Operand.nonzero`)."""
+    """Return a b^T in fp32: of rows that are zero or equal, and of columns, one product at most."""
+    if a.equal == 1 and a.quant is None:
+        return _of_equal_columns(a, b)
+    if b.equal == 1 and b.quant is None:
+        return _of_equal_columns(b, a).t()
+    shape = (a.values.shape[0], b.values.shape[0])
+    a, b = (replace(one, values=one.values[:1]) if one.equal == 0 else one for one in (a, b))
     columns = next((one.nonzero[1] for one in (a, b) if one.nonzero and one.nonzero[0] == 1), None)
     if columns is not None:
         a, b = (replace(one, values=one.values.index_select(1, columns)) for one in (a, b))
     y = product(_rows(a), _rows(b), torch.float32)
     for dimension, one in enumerate((a, b)):
         if one.nonzero and one.nonzero[0] == 0:
-            shape = list(y.shape)
-            shape[dimension] = one.values.shape[0]
-            y = y.new_zeros(shape).index_copy_(dimension, one.nonzero[1], y)
-    return y
+            whole = list(y.shape)
+            whole[dimension] = one.values.shape[0]
+            y = y.new_zeros(whole).index_copy_(dimension, one.nonzero[1], y)
+    return y.expand(shape)
+
+
+def _of_equal_columns(a: Operand, b: Operand) -> Tensor:
+    """Return a b^T in fp32 of an unquantised `a` whose columns are equal: one of them times b's row sums."""
+    one = Operand(torch.ones_like(a.values[:1]))
+    return a.values[:, :1].to(torch.float32) * product(one, b, torch.float32)
 
 
 def _rows(one: Operand) -> Operand:

@@ -81,6 +81,8 @@ class Operand:
     block_amax: Tensor | None = None
     nonzero: tuple[int, Tensor] | None = None
     """Dimension and ascending indices of the rows (0) or columns (1) that are not zero; None: any may be."""
+    equal: int | None = None
+    """0: all rows are the same; 1: all columns are; None: neither is known."""
 
     @property
     def divisor(self) -> float:

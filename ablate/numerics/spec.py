@@ -43,6 +43,9 @@ transposed operand were added up followed its layout in memory, which differs be
 NONZERO_VERSION = 7
 """Version of the recipes that take channels out of an operand (`transform.channels` and `transform.patch`).
 Up to 6 the zeros of the other channels were multiplied too, which adds fp32 sums in other groups."""
+EQUAL_VERSION = 8
+"""Version of the recipes that take the mean out of an operand (`transform.mean`). Up to 7 its equal rows were
+multiplied one by one, and its equal columns, which adds fp32 sums in another order."""
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 """JSON data, as `ablate.files` has it: this package imports none of the others."""
 
@@ -50,6 +53,8 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 def version(recipes: Iterable[Json], device: str) -> int:
     """Return the version of the numerics of some recipes (as JSON data) on a device class."""
     words = {word for recipe in recipes for word in _words(recipe)}
+    if "mean" in words:
+        return EQUAL_VERSION
     if "channels" in words:
         return NONZERO_VERSION
     if "low_rank" in words:
@@ -62,7 +67,7 @@ def version(recipes: Iterable[Json], device: str) -> int:
 def _words(data: Json) -> Iterator[str]:
     """Yield the words of a recipe's data that a version depends on.
 
-    They are `rotated` for each rotation by 16, `static` for each given amax, `sums`, `low_rank`, `channels`.
+    They are `rotated` for each rotation by 16, `static` for each given amax, `sums`, `low_rank`, `channels`, `mean`.
     """
     if isinstance(data, dict):
         if isinstance(range_ := data.get("range"), dict) and str(range_.get("statistic")) != "amax":
@@ -70,6 +75,8 @@ def _words(data: Json) -> Iterator[str]:
         if isinstance(transform := data.get("transform"), dict):
             if transform.get("low_rank"):
                 yield "low_rank"
+            if transform.get("mean"):
+                yield "mean"
             if transform.get("channels") or transform.get("patch"):
                 yield "channels"
         if data.get("rounding") == "ms_eden":

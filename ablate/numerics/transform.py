@@ -28,6 +28,8 @@ class Part(NamedTuple):
     """None: kept in the dtype of the operand."""
     kept: Tensor | None = None
     """Indices of the channels that are not zero, ascending; None: any may be."""
+    equal: bool = False
+    """True if all tokens are the same."""
 
 
 def split(x: Tensor, quant: Quant, channels: int) -> list[Part]:
@@ -45,13 +47,13 @@ def split(x: Tensor, quant: Quant, channels: int) -> list[Part]:
         return [Part(x, quant)]
     transform, rest, taken = quant.transform, x.to(torch.float32), []
 
-    def take(part: Tensor, part_quant: Quant | None, kept: Tensor | None = None) -> None:
+    def take(part: Tensor, part_quant: Quant | None, kept: Tensor | None = None, equal: bool = False) -> None:
         nonlocal rest
-        taken.append(Part(part.to(x.dtype), part_quant, kept))
+        taken.append(Part(part.to(x.dtype), part_quant, kept, equal))
         rest = rest - taken[-1].values
 
     if transform.mean:
-        take(mean(rest, channels), None)
+        take(mean(rest, channels), None, equal=True)
     if transform.low_rank:
         take(low_rank(rest, transform.low_rank), None)
     if transform.channels:

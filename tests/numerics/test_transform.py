@@ -70,7 +70,7 @@ class TestTransforms:
         quant = Quant(transform=TRANSFORMS[name])
         parts = split(tensor(), quant, channels)
         assert parts[0][1] is quant
-        assert all(how in CHANNEL_FORMATS.values() for _, how, _ in parts[1:])
+        assert all(how in CHANNEL_FORMATS.values() for _, how, *_ in parts[1:])
         assert len(parts) == 1 + sum(bool(getattr(TRANSFORMS[name], field)) for field in FIELDS)
         assert all(part.shape == (24, 40) for part, *_ in parts)
         half = split(tensor().bfloat16(), quant, channels)
@@ -84,7 +84,7 @@ class TestTransforms:
         parts = parts_of(x, TRANSFORMS[name], channels)
         values = sum(
             (part if how is None else quantize(part, how).dequantize()[:, : x.shape[1]])
-            for part, how, _ in parts
+            for part, how, *_ in parts
         )
         assert (values - x).square().sum() < plain
 
@@ -133,7 +133,7 @@ class TestTransforms:
 
 def test_no_transform_is_one_part():
     x = tensor()
-    assert [(part is x, how) for part, how, _ in split(x, Quant(), 1)] == [(True, Quant())]
+    assert [(part is x, how) for part, how, *_ in split(x, Quant(), 1)] == [(True, Quant())]
 
 
 def test_the_mean_is_over_tokens_for_every_channel():
@@ -191,7 +191,7 @@ def test_clamping_cuts_at_the_order_statistic_of_the_magnitudes():
     for q in (0.5, 0.95, 0.99, 0.07):
         limit = ordered[math.ceil(Fraction(repr(q)) * x.numel()) - 1]
         assert quantile(x, q) == limit
-        (rest, *_), (residual, how, _) = parts_of(x, Transform(clamp=q))
+        (rest, *_), (residual, how, *_) = parts_of(x, Transform(clamp=q))
         assert torch.equal(rest, x.clamp(-limit, limit))
         assert torch.equal(residual, x - rest)
         assert how is None
@@ -224,3 +224,30 @@ def test_a_product_leaves_out_the_rows_and_columns_that_are_zero(dimension, row_
     if dimension:
         other.values[:, [0, 2]] = math.nan
         assert split_product([sparse, sparse], [other], torch.float32).isfinite().all()
+
+
+@pytest.mark.parametrize("dimension", [0, 1])
+@pytest.mark.parametrize("row_scales", [False, True])
+def test_equal_rows_are_multiplied_once_and_equal_columns_by_the_sum_of_the_others(dimension, row_scales):
+    """Compare with the whole product in float64, of each order of the operands; the other one has parts of its own."""
+    x = mean(tensor(), 1 - dimension).bfloat16()
+    assert torch.equal(x, x.select(dimension, 0).unsqueeze(dimension).expand_as(x))
+    quant = Quant(outer=Outer(granularity="row") if row_scales else Outer(), rounding="nearest")
+    other = [quantize(tensor(1, 8).bfloat16(), quant), Operand(tensor(2, 8).bfloat16())]
+    whole = sum(one.dequantize()[:, :40].double() for one in other)
+    rest, part = Operand(tensor(3).bfloat16()), Operand(x, equal=dimension)
+    for mine in ([part], [rest, part]):
+        want = sum(one.values.double() for one in mine) @ whole.t()
+        for a, b, expected in ((mine, other, want), (other, mine, want.t())):
+            found = split_product(a, b, torch.float32).double()
+            assert found.shape == expected.shape
+            assert (found - expected).abs().max() <= 1e-6 * expected.abs().max()
+
+
+def test_a_mean_of_both_operands_is_a_product_of_one_row_and_one_column():
+    for first, second in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        a = Operand(mean(tensor(), 1 - first).bfloat16(), equal=first)
+        b = Operand(mean(tensor(1, 8), 1 - second).bfloat16(), equal=second)
+        want = a.values.double() @ b.values.double().t()
+        found = split_product([a], [b, b], torch.float32).double()
+        assert (found - 2 * want).abs().max() <= 1e-6 * want.abs().max()
