@@ -42,8 +42,8 @@ def lines(recipe: Recipe, backend: Backend) -> Iterator[str]:
 
 
 def words(given: Verdict) -> str:
-    """Return how a product is computed: its family, `emulated` or `bf16`."""
-    return NAMES[given.family] if given.family else given.runs
+    """Return how a product is computed: its family, with `and parts` if some are emulated; or `bf16`."""
+    return f"{NAMES[given.family]}{' and parts' * given.parts}" if given.family else given.runs
 
 
 def as_data(experiment: Experiment) -> list[Json]:
@@ -56,7 +56,7 @@ def as_data(experiment: Experiment) -> list[Json]:
             "arm": arm.name,
             "parts": [
                 {
-                    name: {"runs": given.runs, "family": given.family, "why": given.why}
+                    name: {"runs": given.runs, "family": given.family, "parts": given.parts, "why": given.why}
                     for name, given in one.items()
                 }
                 for one in parts(arm.recipe, backend)
@@ -72,8 +72,9 @@ _PREFACE = """\
 # Presets on tensor cores
 
 This page is generated (`make pages`). It says how the engine `scaled_mm` multiplies the operands of every
-preset: on tensor cores, with the format, or as the emulator does, with the fields that the hardware lacks. A
-preset whose schedule changes its products has several rows. [Blackwell](blackwell.md#the-engine-scaled_mm)
+preset: on tensor cores, with the format, or as the emulator does, with the fields that the hardware lacks.
+"And parts": what a `transform` takes out of an operand is multiplied as the emulator does, and added in fp32.
+A preset whose schedule changes its products has several rows. [Blackwell](blackwell.md#the-engine-scaled_mm)
 describes the engine; `ablate plan` prints the same for the arms of an experiment.
 
 Nothing on this page was measured: it states which products are sent to tensor cores. What has run is in

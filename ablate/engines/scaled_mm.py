@@ -49,7 +49,7 @@ from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
 from ablate.engines.hardware import Machine, scaled_refusal, this_machine
 from ablate.numerics.encoded import COLUMNS, Encoded, Family, encode
 from ablate.numerics.philox import Clock
-from ablate.numerics.product import alpha
+from ablate.numerics.product import alpha, split_product
 from ablate.numerics.quantize import Operand
 from ablate.recipes.reasons import all_of
 from ablate.recipes.recipe import Recipe
@@ -207,18 +207,25 @@ class ScaledLinear(EmulatedLinear):
         """Bytes of the weight's casts that `casts` holds."""
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
-        """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
+        """Return the product a b^T of two operands, each given as its parts, rounded once to `out`.
+
+        The first parts, which the operands' own quantisers made, are multiplied by tensor cores if they fit.
+        """
         family = self.family_of(a, b, out)
         if family is None:
             return super().multiply(a, b, out)
-        (left,), (right,) = a, b
-        columns = max(left.values.shape[1], right.values.shape[1])
-        first, second = (self.bytes_of(operand, family, columns) for operand in (left, right))
-        return self.native.product(first, second, Factors.of(left, right), out)
+        inner = out if len(a) == len(b) == 1 else torch.float32
+        return split_product(a, b, out, self.native_product(a[0], b[0], family, inner))
+
+    def native_product(self, a: Operand, b: Operand, family: Family, out: torch.dtype) -> Tensor:
+        """Return a b^T, multiplied in a family that both operands fit in, rounded once to `out`."""
+        columns = max(a.values.shape[1], b.values.shape[1])
+        first, second = (self.bytes_of(operand, family, columns) for operand in (a, b))
+        return self.native.product(first, second, Factors.of(a, b), out)
 
     def family_of(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Family | None:
-        """Return the family in which tensor cores multiply two operands; None if the product is emulated."""
-        if self.emulated or len(a) > 1 or len(b) > 1 or not (a[0].values.numel() and b[0].values.numel()):
+        """Return the family in which tensor cores multiply the first parts of two operands, or None."""
+        if self.emulated or not (a[0].values.numel() and b[0].values.numel()):
             return None
         wide = out == torch.float32
         return verdict(a[0].quant, b[0].quant, wide, self.native.backend).family

@@ -66,11 +66,21 @@ def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
     return torch.addmm(y, left, right.t(), beta=0, alpha=factor)
 
 
-def split_product(a: Sequence[Operand], b: Sequence[Operand], out: torch.dtype) -> Tensor:
-    """Return the product of two operands that are sums of parts (`transform.split`), rounded once."""
+def split_product(
+    a: Sequence[Operand], b: Sequence[Operand], out: torch.dtype, first: Tensor | None = None
+) -> Tensor:
+    """Return the product of two operands that are sums of parts (`transform.split`), rounded once.
+
+    Args:
+        a: Parts of the first operand.
+        b: Parts of the second one.
+        out: Dtype of the result.
+        first: Product of the two first parts, in fp32 if there are more; None: it is computed here.
+    """
     if len(a) == len(b) == 1:
-        return product(a[0], b[0], out)
-    return sum(_of_parts(left, right) for left in a for right in b).to(out)
+        return product(a[0], b[0], out) if first is None else first
+    others = [_of_parts(left, right) for left in a for right in b if left is not a[0] or right is not b[0]]
+    return sum(others, _of_parts(a[0], b[0]) if first is None else first).to(out)
 
 
 def _of_parts(a: Operand, b: Operand) -> Tensor:

@@ -67,7 +67,8 @@ def version(recipes: Iterable[Json], device: str) -> int:
 def _words(data: Json) -> Iterator[str]:
     """Yield the words of a recipe's data that a version depends on.
 
-    They are `rotated` for each rotation by 16, `static` for each given amax, `sums`, `low_rank`, `channels`, `mean`.
+    They are `rotated` for each rotation by 16, `static` for each given amax, `sums`, `low_rank`, `channels`,
+    `mean`.
     """
     if isinstance(data, dict):
         if isinstance(range_ := data.get("range"), dict) and str(range_.get("statistic")) != "amax":

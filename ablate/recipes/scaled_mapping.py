@@ -19,6 +19,9 @@ selection, statistic of the outer scale) does not matter: the operands are the e
 on tensor cores if both operands fit in one family, the first of this list that they share. All others are
 computed as the emulator computes them, and named with every field in the way.
 
+An operand with a `transform` is a sum of parts: what is taken out of it, and the rest. The product of both
+rests is judged like any other; the other parts are multiplied as the emulator does. All add up in fp32.
+
     plan(PRESETS["nvfp4"]().products)["wgrad"]    Verdict("native", "nvfp4")
     plan(PRESETS["ue5m3"]().products)["fprop"]    Verdict("emulated", None, (Reason("fprop.x", ...), ...))
 
@@ -62,6 +65,8 @@ class Verdict:
     family: Family | None = None
     reasons: tuple[Reason, ...] = ()
     """Every field in the way; empty if the product is native."""
+    parts: bool = False
+    """True if an operand has several parts: those beside the rest are emulated."""
 
     @property
     def why(self) -> str:
@@ -94,8 +99,6 @@ def _misfits(quant: Quant) -> Iterator[str]:
     scale, outer, select = quant.scale, quant.outer, quant.select
     along = outer is not None and tag(outer.granularity) not in _ALONG_ROWS
     grids = select is not None and select.among == "grids"
-    if quant.transform is not None:
-        yield "transform: the operand is a sum of parts, multiplied one by one"
     if quant.element != "e2m1" and eight_bits(quant.element) is None:
         yield f"element {quant.element}: tensor cores multiply e2m1, e4m3 and e5m2"
     elif quant.element != "e2m1" and scale is not None and scale.format == "e4m3":
@@ -127,6 +130,7 @@ def verdict(a: Quant | None, b: Quant | None, wide: bool, backend: Backend = "cu
     Returns:
         The verdict. Its reasons are at `0` or `1` if one operand is in the way, and otherwise at "".
     """
+    several = any(quant is not None and has_parts(quant) for quant in (a, b))
     if a is None and b is None:
         return Verdict("bf16", None, (Reason("", ": no operand is quantised"),))
     fits = [((), ()) if quant is None else fit(quant) for quant in (a, b)]
@@ -142,12 +146,20 @@ def verdict(a: Quant | None, b: Quant | None, wide: bool, backend: Backend = "cu
         return Verdict("emulated", None, tuple(reasons))
     left, right = (families for families, _ in fits)
     for family in (family for family in NAMES if family in left and family in right):
-        obstacles = list(_obstacles(family, a, b, wide, backend))
+        obstacles = list(_obstacles(family, a, b, wide or several, backend))
         if not obstacles:
-            return Verdict("native", family)
+            return Verdict("native", family, parts=several)
         reasons += obstacles
     why = f"tensor cores multiply two operands of one kind, not {_words(left)} and {_words(right)}"
     return Verdict("emulated", None, tuple(dict.fromkeys(reasons)) or (Reason("", f": {why}"),))
+
+
+def has_parts(quant: Quant) -> bool:
+    """Return True if a transform leaves more than one part of an operand."""
+    taken = quant.transform
+    return taken is not None and bool(
+        taken.mean or taken.low_rank or taken.channels or taken.patch or (taken.clamp and taken.residual)
+    )
 
 
 def _words(families: tuple[Family, ...]) -> str:
@@ -167,6 +179,8 @@ def _obstacles(family: Family, a: Quant, b: Quant, wide: bool, backend: Backend)
     if family in FP4 and backend in FLASHINFER:
         why = ".outer.granularity: FlashInfer writes bf16, and factors of rows would round it again"
         yield from (Reason(str(number), why) for number, has in enumerate(rows) if has)
+        why = ".transform: FlashInfer writes bf16, and the products of parts add up in fp32"
+        yield from (Reason(str(number), why) for number, quant in enumerate((a, b)) if has_parts(quant))
     if family != "mxfp4" or backend in FLASHINFER:
         return
     if wide:

@@ -19,9 +19,9 @@ from ablate.engines.hardware import Machine, scaled_refusal
 from ablate.engines.scaled_mm import Factors, Native, ScaledLinear, convert
 from ablate.numerics.encoded import decode, encode
 from ablate.numerics.philox import Clock
-from ablate.numerics.product import alpha
+from ablate.numerics.product import alpha, split_product
 from ablate.numerics.quantize import Operand, quantize
-from ablate.numerics.spec import BlockScale, Outer, Quant, Range
+from ablate.numerics.spec import BlockScale, Outer, Quant, Range, Transform
 from ablate.numerics.stored import swizzle, unswizzle
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Products, Run, Wgrad
@@ -105,13 +105,14 @@ def compared(
             assert torch.equal(result, returned), name
             continue
         call = next(calls)
-        for slot, (operand,), read in zip(OPERANDS[name], (a, b), (call.a, call.b), strict=True):
+        for slot, (operand, *_), read in zip(OPERANDS[name], (a, b), (call.a, call.b), strict=True):
             rows, columns = operand.values.shape
             assert torch.equal(read[:rows, :columns], operand.values.double()), slot
             assert not read[rows:].any(), slot
             assert not read[:, columns:].any(), slot
             counts[slot] = operand.values.numel()
-        expected = exact_product(a[0], b[0], out)
+        rests = exact_product(a[0], b[0], torch.float32 if given.parts else out)
+        expected = split_product(a, b, out, rests)
         assert torch.equal(returned, expected), name
         # The emulator's own result, whose sums are in fp32 and in another order.
         far = (result.double() - expected.double()).abs()
@@ -152,7 +153,7 @@ def test_operands_of_every_native_product_of_every_preset_are_the_emulators(all_
 
 @every(backend=("cudnn", "cutlass"), shape=SHAPES[1:3])
 def test_flashinfer_gets_the_same_bytes(backend, shape):
-    for name in ("nvfp4", "mxfp4", "mxfp4_backward", "quartet2", "row_scaled"):
+    for name in ("nvfp4", "mxfp4", "mxfp4_backward", "quartet2", "row_scaled", "averis"):
         compared(PRESETS[name]().products, shape, backend)
 
 
@@ -180,6 +181,14 @@ EXTRA = {
         range=Range(map_to=4.0, prescale=0.75),
         outer=None,
     ),
+    "the mean apart": Quant(transform=Transform(mean=True)),
+    "channels apart, rows": Quant(transform=Transform(channels=0.1), outer=Outer(granularity="row")),
+    "MXFP4, patched": Quant(
+        block="1x32", scale=BlockScale(format="e8m0"), outer=None, transform=Transform(patch=0.1)
+    ),
+    "FP8, clamped": Quant(
+        element="e4m3", block=None, scale=None, outer=Outer(bound=1.0), transform=Transform(clamp=0.99)
+    ),
 }
 FAMILIES = {
     "blocks of 64, e4m3": "nvfp4",
@@ -194,6 +203,10 @@ FAMILIES = {
     "MXFP4 with an outer scale": "mxfp8",
     "MXFP4, rows": "mxfp8",
     "prescaled": "mxfp8",
+    "the mean apart": "nvfp4",
+    "channels apart, rows": "nvfp4",
+    "MXFP4, patched": "mxfp8",
+    "FP8, clamped": "fp8",
 }
 
 

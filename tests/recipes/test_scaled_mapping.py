@@ -1,7 +1,5 @@
 """Tests of the mapping to tensor cores: a table of formats by hand, and promises over all presets."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from support.cases import every
 from ablate.cli.tensor_cores import page
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.spec import BlockScale, Outer, Quant, Range, Select, Transform
+from ablate.numerics.transform import split
 from ablate.recipes import PRESETS
 from ablate.recipes.reasons import Reason, grouped
 from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Layers, Phase, Products, Recipe, Rule, Wgrad
@@ -76,8 +75,16 @@ MISFITS = {
     "outer.granularity": (Quant(outer=Outer(granularity="block:128")),),
     "element": (Quant(element="int4"), Quant(element="e4m3", block="1x32")),
     "select.among": (Quant(select=Select(among="grids")),),
-    "transform": (Quant(transform=Transform(mean=True)),),
 }
+TAKEN = {
+    "mean": (Transform(mean=True), True),
+    "low_rank": (Transform(low_rank=2), True),
+    "channels": (Transform(channels=0.1), True),
+    "patch": (Transform(patch=0.1), True),
+    "clamp": (Transform(clamp=0.99), True),
+    "clamp without the rest": (Transform(clamp=0.99, residual=False), False),
+}
+"""Transforms, and whether they leave more than one part."""
 
 
 @every(name=FITS)
@@ -93,6 +100,22 @@ def test_an_operand_that_fits_nowhere_is_named_with_the_field(field):
         assert [misfit.replace(":", " ").split()[0] for misfit in misfits] == [field]
 
 
+@every(name=TAKEN)
+def test_the_rest_of_an_operand_is_multiplied_where_an_undivided_one_is(name):
+    """Products of parts add up in fp32, which torch's MXFP4 and FlashInfer's FP4 do not write."""
+    transform, several = TAKEN[name]
+    assert several == (
+        len(split(torch.randn(32, 32), Quant(transform=transform), 1)) > 1 or bool(transform.patch)
+    )
+    own, four = Quant(transform=transform), mx("e2m1", transform=transform)
+    assert plan(Products(fprop=Fprop(x=own, w=Quant())))["fprop"] == Verdict("native", "nvfp4", parts=several)
+    given = plan(Products(wgrad=Wgrad(g=mx("e2m1"), x=four)))["wgrad"]
+    assert given == Verdict("native", "mxfp8" if several else "mxfp4", parts=several)
+    other = plan(Products(dgrad=Dgrad(g=Quant(), w=own)), "cutlass")["dgrad"]
+    assert [fields(reason) for reason in other.reasons] == [("dgrad.w", "transform")] * several
+    assert other.family == (None if several else "nvfp4")
+
+
 def fields(reason: Reason) -> tuple[str, str]:
     """Return the slot that a reason is about, and the field in the way with its value."""
     return reason.at, reason.text.removeprefix(".").partition(": ")[0]
@@ -100,14 +123,13 @@ def fields(reason: Reason) -> tuple[str, str]:
 
 def test_every_field_in_the_way_is_named_of_both_operands():
     first = Quant(element="int4", block="1x8", outer=Outer(granularity="block:128"))
-    second = Quant(scale=BlockScale(format="ue5m3"), transform=Transform(mean=True))
+    second = Quant(scale=BlockScale(format="ue5m3"))
     given = plan(Products(dgrad=Dgrad(g=first, w=second)))["dgrad"]
     assert {fields(reason) for reason in given.reasons} == {
         ("dgrad.g", "element int4"),
         ("dgrad.g", "block 1x8"),
         ("dgrad.g", "outer.granularity block:128"),
         ("dgrad.w", "scale.format ue5m3"),
-        ("dgrad.w", "transform"),
     }
     unmatched = plan(Products(dgrad=Dgrad(g=first)))["dgrad"]
     assert [reason.at for reason in unmatched.reasons] == ["dgrad.w", *["dgrad.g"] * 3]
@@ -226,8 +248,7 @@ def test_flashinfer_refuses_fp32_outputs_of_fp4_alone(field):
 
 
 def test_the_page_is_current():
-    command = [sys.executable, str(DOCS / "generate_tensor_cores.py"), "--check"]
-    assert subprocess.run(command, check=False).returncode == 0, "run `make pages`"
+    assert page() == (DOCS / "tensor_cores.md").read_text(), "run `make pages`"
     rows = [line for line in page().splitlines() if line.startswith("| `")]
     named = {line.split("`")[1] for line in rows}
     assert {name for name, make in PRESETS.items() if not make().plain} < named

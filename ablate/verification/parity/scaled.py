@@ -23,7 +23,7 @@ from ablate.engines.hardware import Machine, scaled_refusal, this_machine
 from ablate.engines.scaled_mm import Native, ScaledLinear
 from ablate.numerics.encoded import Family, decode, encode
 from ablate.numerics.philox import Clock
-from ablate.numerics.product import split_product
+from ablate.numerics.product import product
 from ablate.numerics.quantize import Operand
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Products
@@ -142,12 +142,10 @@ class Recorded(ScaledLinear):
         super().__init__(*arguments)
         self.seen: list[tuple[Operand, Operand, Family, torch.dtype, Tensor, Tensor]] = []
 
-    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
+    def native_product(self, a: Operand, b: Operand, family: Family, out: torch.dtype) -> Tensor:
         """Return the product as the engine computes it."""
-        result, family = super().multiply(a, b, out), self.family_of(a, b, out)
-        if family is not None:
-            other = split_product(a, b, out)
-            self.seen.append((a[0], b[0], family, out, result.detach(), other.detach()))
+        result = super().native_product(a, b, family, out)
+        self.seen.append((a, b, family, out, result.detach(), product(a, b, out).detach()))
         return result
 
 
