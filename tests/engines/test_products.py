@@ -151,6 +151,29 @@ def test_the_parts_of_an_operand_add_up_in_the_product(slot, how):
     assert not torch.equal(results[product], products(with_slot(slot, Quant(), Quant()), given)[product])
 
 
+@every(how=TRANSFORMS, slot=SPLIT, rotation=(None, Hadamard()))
+def test_rows_and_columns_that_a_product_leaves_out_are_zero_or_equal(slot, how, rotation):
+    """A rotation mixes the channels of fprop and dgrad, and the tokens of wgrad."""
+    quant = Quant(transform=TRANSFORMS[how])
+    mine = layer(with_slot(slot, quant, Quant(), rotation), tensors()["w"])
+    x = tensors()[slot[-1]].bfloat16()
+    named = 0
+    for part in mine.operand(x.t() if slot.startswith("wgrad") else x, slot, quant, rotation):
+        values = part.values
+        if part.nonzero is not None:
+            dimension, kept = part.nonzero
+            others = [i for i in range(values.shape[dimension]) if i not in kept.tolist()]
+            assert not values.index_select(dimension, torch.tensor(others)).any()
+        if part.equal is not None:
+            assert torch.equal(values, values.narrow(part.equal, 0, 1).expand_as(values))
+        named += (part.nonzero is not None) + (part.equal is not None)
+    along = rotation is not None
+    transform, of_tokens = quant.transform, slot.startswith("wgrad")
+    expected = bool(transform.mean) * (not (along and of_tokens))
+    expected += bool(transform.channels) * (not along or of_tokens)
+    assert named == expected
+
+
 @pytest.mark.parametrize("slot", ["fprop.x", "wgrad.g"])
 def test_a_low_rank_part_is_multiplied_beside_the_rest(slot):
     given = tensors()
