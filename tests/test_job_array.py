@@ -251,3 +251,20 @@ def test_a_damaged_result_is_told_and_not_copied(tmp_path):
     done = here("collect", folder, "--state", state)
     assert (done.returncode, "2 copied" in done.stdout, f"{trial} damaged" in done.stdout) == (1, True, True)
     assert not (state / "trials" / trial).exists()
+
+
+def test_what_is_missing_is_listed_with_the_command_that_queues_it(tmp_path):
+    """A later stage after the earlier ones; tasks in the words of sbatch."""
+    path = write(tmp_path, shape={"steps": 8}, ablate={"cooldown": [0.25, 0.5]}, seeds=3)
+    folder, state = tmp_path / "jobs", tmp_path / "state"
+    export(path, folder, state)
+    first, second = Jobs.read(folder).stages
+    begun = folder / "state" / "trials" / first[1]
+    begun.mkdir(parents=True)
+    (begun / "log-1.txt").touch()
+    assert here("run-task", folder, 1, 3).returncode == 0
+    lines = here("collect", folder, "--state", state).stdout.splitlines()
+    assert lines[1] == f"  {first[1]} not finished, and its log is empty: it was killed, or runs"
+    queued = [re.search(r"sbatch --array=(\S+) stage-(\d)", line) for line in lines]
+    others = f"0-2,4-{len(first) - 1}"
+    assert [match.groups() for match in queued if match] == [(others, "1"), (f"0-{len(second) - 1}", "2")]

@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -102,14 +103,39 @@ def collect(
     screen.print(", ".join(f"{number} {status}" for status, number in counts.items()), markup=False)
     for each in found:
         if each.status in ("not finished", "damaged"):
-            screen.print(f"  {each.trial} {each.status}: {each.detail}", soft_wrap=True, markup=False)
+            why = f": {each.detail}" if each.detail else ", and its log is empty: it was killed, or runs"
+            screen.print(f"  {each.trial} {each.status}{why}", soft_wrap=True, markup=False)
+    missing = {each.trial for each in found if each.status not in ("copied", "there already")}
+    for line in _queue_again(folder, jobs, missing):
+        screen.print(line, soft_wrap=True, markup=False)
     for line in news:
         screen.print(line, soft_wrap=True, markup=False)
     screen.print(
         f"`ablate sweep {jobs.file}` prints the answer, and runs here what is missing.", markup=False
     )
-    missing = counts.keys() - {"copied", "there already"}
     raise typer.Exit(FAILED if missing else DONE)
+
+
+def _queue_again(folder: Path, jobs: Jobs, missing: Collection[str]) -> Iterator[str]:
+    """Yield the commands that queue the tasks of missing trials, the first stage first."""
+    for stage, trials in enumerate(jobs.stages, 1):
+        tasks = [task for task, trial in enumerate(trials) if trial in missing]
+        if tasks:
+            yield (
+                f"`cd {shlex.quote(str(folder))} && sbatch --array={_spans(tasks)} stage-{stage}.sbatch`"
+                f" queues {len(tasks)} of stage {stage}, if SLURM has them no more (squeue)"
+            )
+
+
+def _spans(tasks: Sequence[int]) -> str:
+    """Return ascending numbers as SLURM's arrays write them: `0,3-5`."""
+    spans: list[list[int]] = []
+    for task in tasks:
+        if spans and spans[-1][1] == task - 1:
+            spans[-1][1] = task
+        else:
+            spans.append([task, task])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
 
 
 def run_task(
