@@ -201,6 +201,23 @@ def test_the_simplest_recipe_is_named_only_while_nothing_is_told_from_anything(b
     assert headline_of(Comparisons(book)).simplest == ""
 
 
+def test_of_two_formats_none_is_called_the_simplest(book):
+    """One has a longer list of settings, and neither has all of the other's."""
+    add(book, "bf16", BASE, None)
+    scales = {"one": {"format": "e4m3"}, "other": {"format": "e6m2", "micro_exponents": [8, 4]}}
+    for name, scale in scales.items():
+        arm = book.add_arm(name, {"recipe": name}, 1, None)
+        for seed, loss in LOOSE.items():
+            fields = json.dumps({"workload": {"gpt": {}}, "recipe": {"fprop": {"x": {"scale": scale}}}})
+            trial = book.add_member(arm, seed, f"{name}/{seed}", fields)
+            value = loss + 0.05 * math.sin(seed + len(name))
+            book.record(trial, [{"step": 40, "time": 0.0, "metrics": {"val/loss": value}}])
+            book.settle(trial, "done", seconds=1.0)
+    answer = headline_of(Comparisons(book))
+    assert {verdict.kind for verdict in answer.verdicts} == {"undecided"}
+    assert answer.simplest == ""
+
+
 # The gate
 
 

@@ -268,3 +268,31 @@ def test_what_is_missing_is_listed_with_the_command_that_queues_it(tmp_path):
     queued = [re.search(r"sbatch --array=(\S+) stage-(\d)", line) for line in lines]
     others = f"0-2,4-{len(first) - 1}"
     assert [match.groups() for match in queued if match] == [(others, "1"), (f"0-{len(second) - 1}", "2")]
+
+
+def test_jobs_for_gpus_are_written_on_a_machine_that_has_none(tmp_path):
+    """With the engine that such a GPU has; results are collected here, and reported without running anything."""
+    folder, state = tmp_path / "jobs", tmp_path / "state"
+    path = write(tmp_path, engine="scaled_mm", resources={"gpus": 1}, seeds=1)
+    refused = export(path, folder, state)
+    assert (refused.returncode, "torch multiplies NVFP4 on GPUs alone" in refused.stderr) == (2, True)
+    done = export(path, folder, state, "--capability", "10.0")
+    assert done.returncode == 0, done.stderr
+    assert "Each task: 1 CPU, 1 GPU; device cuda, engine scaled_mm." in done.stdout
+    jobs = Jobs.read(folder)
+    assert (jobs.device, jobs.capability) == ("cuda", "10.0")
+    for trial in jobs.trials:
+        wire = json.loads((folder / "requests" / f"{trial}.json").read_text())
+        assert '"engine":"scaled_mm"' in json.dumps(wire).replace(" ", "").replace("\\", "")
+    assert "#SBATCH --gpus-per-task=1" in (folder / "stage-1.sbatch").read_text()
+    found = here("collect", folder, "--state", state)
+    assert (found.returncode, found.stdout.splitlines()[0]) == (1, "3 not begun")
+    assert "`ablate report tiny` writes the answer" in found.stdout
+
+
+def test_gpus_that_this_machine_lacks_are_not_left_out_in_silence(tmp_path):
+    path = write(tmp_path, resources={"gpus": 1}, seeds=1)
+    done = export(path, tmp_path / "jobs", tmp_path / "state")
+    assert (done.returncode, "resources.gpus 1, and this machine has no GPU" in done.stderr) == (2, True)
+    alone = here("sweep", path, "--state", tmp_path / "state", "--capability", "10.0")
+    assert (alone.returncode, "--capability: describes another machine" in alone.stderr) == (2, True)

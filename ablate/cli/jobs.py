@@ -14,7 +14,8 @@ from typing import Annotated, NoReturn
 import typer
 
 from ablate.cli.common import DONE, FAILED, Profile, State, console
-from ablate.cli.settings import Settings, find_settings, writable
+from ablate.cli.plan import machine_of
+from ablate.cli.settings import Settings, device_class, find_settings, writable
 from ablate.errors import InputError
 from ablate.execution.controller import Controller
 from ablate.execution.job_array import REQUEUE, Jobs, Need, Task, export, request_of
@@ -37,8 +38,11 @@ def export_jobs(
     seeds: int | None,
     folder: Path,
     sbatch: list[str],
+    capability: str | None = None,
 ) -> None:
     """Write the missing trials of a sweep as job arrays, and print what to type next.
+
+    `capability` is that of the GPU that the engine was chosen for, if it is not this machine's.
 
     Raises:
         InputError: the sweep is a search, nothing is missing, or the folder cannot be written.
@@ -56,18 +60,33 @@ def export_jobs(
         raise InputError([f"{file}: all trials are finished; `ablate sweep {file}` shows the answer"])
     resources = experiment.resources
     layout, gpus = resources.layout(settings.device), math.ceil(resources.gpus_of(settings.device))
+    if resources.gpus and not gpus:
+        raise InputError(
+            [
+                f"{file}: resources.gpus {resources.gpus:g}, and this machine has no GPU, so that the jobs"
+                " would compute on CPUs; add --capability, such as 10.0 for a B200, or leave the GPUs out"
+            ]
+        )
     jobs = Jobs(
         experiment.name,
         str(file.resolve()),
         seeds,
         settings.device,
         tuple(tuple(request.id for request in stage) for stage in stages),
+        capability,
     )
     export(folder, jobs, stages, Need(1 if gpus else layout.ranks, gpus), sbatch)
     screen = console()
     for number, stage in enumerate(stages, 1):
         after = f", after stage {number - 1}: they start from its states" if number > 1 else ""
         screen.print(f"stage {number}: {counted(len(stage), 'trial')}{after}", soft_wrap=True, markup=False)
+    each = f"1 CPU, {counted(gpus, 'GPU')}" if gpus else f"{counted(layout.ranks, 'CPU')}, no GPU"
+    screen.print(
+        f"Each task: {each}; device {settings.device}, engine {experiment.engine}."
+        + " For GPUs elsewhere: --capability, such as 10.0 for a B200." * (settings.device == "cpu"),
+        soft_wrap=True,
+        markup=False,
+    )
     if experiment.growth:
         screen.print(
             "Seeds are added by results: after `ablate collect`, export the next ones.", markup=False
@@ -89,7 +108,8 @@ def collect(
     jobs = Jobs.read(folder)
     settings = find_settings(profile, state=state, device=jobs.device)
     writable(settings.state, settings.shared_state)
-    experiment = load(Path(jobs.file), jobs.device, jobs.seeds)
+    machine = machine_of(jobs.capability, jobs.device)
+    experiment = load(Path(jobs.file), jobs.device, jobs.seeds, machine)
     place = settings.state / "sweeps" / experiment.name
     try:
         with lock(place / "lock", wait=False):
@@ -110,9 +130,16 @@ def collect(
         screen.print(line, soft_wrap=True, markup=False)
     for line in news:
         screen.print(line, soft_wrap=True, markup=False)
-    screen.print(
-        f"`ablate sweep {jobs.file}` prints the answer, and runs here what is missing.", markup=False
-    )
+    here = device_class("auto")
+    if here == "cpu" != jobs.device:
+        name = shlex.quote(experiment.name)
+        there = (
+            f"`ablate report {name}` writes the answer; trials of device {jobs.device} cannot be run here."
+        )
+    else:
+        device = f" --device {jobs.device}" * (jobs.device != here)
+        there = f"`ablate sweep {jobs.file}{device}` prints the answer, and runs here what is missing."
+    screen.print(there, soft_wrap=True, markup=False)
     raise typer.Exit(FAILED if missing else DONE)
 
 

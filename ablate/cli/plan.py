@@ -20,7 +20,7 @@ from ablate.cli.recipe import placements
 from ablate.cli.settings import Settings, find_settings
 from ablate.cli.tensor_cores import as_data as multiplied_data
 from ablate.cli.tensor_cores import multiplied
-from ablate.engines.hardware import rented_machine
+from ablate.engines.hardware import Machine, rented_machine
 from ablate.errors import InputError, one_line
 from ablate.execution.estimate import Load, TimeModel, time_left, unproposed
 from ablate.execution.machine_paces import MachinePaces
@@ -55,6 +55,36 @@ _LEAST_COVERED = 0.5
 """Fraction of a model's matrix weights in quantisable layers below which a note says so."""
 
 
+Capability = Annotated[
+    str | None,
+    typer.Option(
+        help="Plan for another machine: one with a GPU of this compute capability, such as 10.0 for a "
+        "B200, and with the engines that need one (transformer_engine, scaled_mm with FlashInfer).",
+        rich_help_panel=WHERE,
+    ),
+]
+
+
+def machine_of(capability: str | None, device: str | None) -> Machine | None:
+    """Return the machine that `--capability` describes; None without it.
+
+    Args:
+        capability: compute capability, such as `10.0`.
+        device: what `--device` says.
+
+    Raises:
+        InputError: there is no such capability, or the device is a CPU.
+    """
+    if capability is None:
+        return None
+    if device == "cpu":
+        raise InputError(["--capability: describes a machine with a GPU, and --device is cpu"])
+    try:
+        return rented_machine(capability)
+    except ValueError as error:
+        raise InputError([f"--capability: {error}"]) from None
+
+
 def plan(
     file: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
     as_json: JsonOption = False,
@@ -62,26 +92,13 @@ def plan(
     state: State = None,
     profile: Profile = None,
     device: Device = None,
-    capability: Annotated[
-        str | None,
-        typer.Option(
-            help="Plan for another machine: one with a GPU of this compute capability, such as 10.0 for a "
-            "B200, and with the engines that need one (transformer_engine, scaled_mm with FlashInfer).",
-            rich_help_panel=WHERE,
-        ),
-    ] = None,
+    capability: Capability = None,
 ) -> None:
     """Show the arms and trials of an experiment, how many are done, and an estimate of the time for the rest.
     Runs nothing.
     """
-    machine = None
-    if capability is not None:
-        if device == "cpu":
-            raise InputError(["--capability: describes a machine with a GPU, and --device is cpu"])
-        try:
-            machine, device = rented_machine(capability), "cuda"
-        except ValueError as error:
-            raise InputError([f"--capability: {error}"]) from None
+    machine = machine_of(capability, device)
+    device = "cuda" if machine else device
     settings = find_settings(profile, state=state, device=device)
     experiment = load(file, settings.device, seeds, machine)
     if as_json:

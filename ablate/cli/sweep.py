@@ -35,7 +35,7 @@ from ablate.cli.common import (
     program,
     raise_on_sigterm,
 )
-from ablate.cli.plan import expected_width, remarks, show
+from ablate.cli.plan import Capability, expected_width, machine_of, remarks, show
 from ablate.cli.settings import Settings, find_settings, writable
 from ablate.errors import InputError, redact
 from ablate.execution.controller import Controller
@@ -162,6 +162,7 @@ def sweep(
             rich_help_panel=WHERE,
         ),
     ] = None,
+    capability: Capability = None,
     check_command: Annotated[
         str | None,
         typer.Option(
@@ -180,6 +181,12 @@ def sweep(
     Ctrl-C ends it cleanly; the same command continues it. Exit status: 0 all trials done, 1 some failed, 2
     bad input, 3 budget reached, 130 interrupted, 143 ended by SIGTERM.
     """
+    machine = machine_of(capability, device)
+    if machine and export_jobs is None and not dry_run:
+        raise InputError(
+            ["--capability: describes another machine; add --export-jobs FOLDER, or use `ablate plan`"]
+        )
+    device = "cuda" if machine else device
     given = {
         "state": state,
         "ray": address,
@@ -192,7 +199,7 @@ def sweep(
         profile, **given, notify=notify, price=price, priority=priority, shared_state=shared_state or None
     )
     print_starting(f"reading {file} and its data", quiet=quiet or not sys.stderr.isatty())
-    experiment = load(file, settings.device, seeds)
+    experiment = load(file, settings.device, seeds, machine)
     if dry_run:
         show(experiment, settings)
         return
@@ -219,7 +226,9 @@ def sweep(
             if export_jobs is not None:
                 from ablate.cli import jobs
 
-                jobs.export_jobs(file, experiment, settings, options, seeds, export_jobs, sbatch or [])
+                jobs.export_jobs(
+                    file, experiment, settings, options, seeds, export_jobs, sbatch or [], capability
+                )
                 raise typer.Exit(DONE)
             ray = "" if settings.executor == "inline" else ", Ray and its workers"
             print_starting(

@@ -62,6 +62,8 @@ class Jobs:
     device: str
     stages: tuple[tuple[str, ...], ...]
     """Trial ids of each stage, in the order of the array's tasks."""
+    capability: str | None = None
+    """Compute capability of the GPU that the engine was chosen for; None: it was this machine."""
 
     @classmethod
     def read(cls, folder: Path) -> "Jobs":

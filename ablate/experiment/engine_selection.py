@@ -91,9 +91,21 @@ def choose(
     if asked == NATIVE and reason:
         raise ValueError(str(reason))
     why = None if asked == NATIVE else reason.why if reason else _doubt(arms, machine)
-    if why and _takes_scaled(arms, device, layout, machine):
+    if why is None:
+        return Choice(NATIVE)
+    needed = _scaled_by(arms, device, layout, machine)
+    if not needed:
+        return Choice("emulated", why)
+    if needed <= parity_record.agreed(machine, SCALED):
         return Choice(SCALED)
-    return Choice("emulated", why) if why else Choice(NATIVE)
+    families = " and ".join(
+        scaled_mapping.NAMES[family] for family in scaled_mapping.NAMES if family in needed
+    )
+    return Choice(
+        "emulated",
+        f"{why}; nor has scaled_mm, which would multiply {families} on tensor cores: `ablate doctor --engine"
+        " scaled_mm` does that, or write engine: scaled_mm",
+    )
 
 
 def _doubt(arms: list[Arm], machine: Machine) -> str | None:
@@ -111,14 +123,13 @@ def _doubt(arms: list[Arm], machine: Machine) -> str | None:
     )
 
 
-def _takes_scaled(arms: list[Arm], device: str | None, layout: Layout, machine: Machine) -> bool:
-    """Return True if `auto` selects `scaled_mm` for these arms: they use tensor cores, and a comparison on
-    such a machine found that all families agree with the emulator."""
+def _scaled_by(arms: list[Arm], device: str | None, layout: Layout, machine: Machine) -> set[str]:
+    """Return the families that `scaled_mm` would multiply on tensor cores for these arms; empty if it cannot
+    run them on this machine's GPU."""
     needed = _scaled_families(SCALED, arms)
-    if device == "cpu" or machine.capability is None or not needed:
-        return False
-    refused = next(_scaled_refusals(SCALED, arms, "cuda", layout, machine), None)
-    return refused is None and needed <= parity_record.agreed(machine, SCALED)
+    if device == "cpu" or machine.capability is None:
+        return set()
+    return set() if next(_scaled_refusals(SCALED, arms, "cuda", layout, machine), None) else needed
 
 
 def _scaled_families(engine: str, arms: list[Arm]) -> set[str]:

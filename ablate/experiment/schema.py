@@ -419,8 +419,8 @@ class ExperimentFile(Spec):
         2,
     )
     answer: Asked | None = None
-    """The comparison that answers the question; default: the main effects of the knobs that are turned, else
-    every arm against its baseline."""
+    """The comparison that answers the question; default: the main effects of the recipe's knobs that are
+    turned; where only presets (`recipe`) or the workload differ, every arm against its baseline."""
     metric: Annotated[Plain, WithJsonSchema(_METRICS_SCHEMA)] = Field(default_factory=dict)
     """One metric, or a list: arms are then compared by each, and a search has several objectives."""
     published: Annotated[tuple[Published, ...], Field(strict=False)] = ()

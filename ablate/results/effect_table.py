@@ -60,7 +60,8 @@ class Line:
 
 def lines(sweep: Comparisons) -> list[Line]:
     """Return the comparisons of a sweep by group: those that the question is about first, then the other
-    contrasts of knobs, then every arm against its baseline; by effect within a group.
+    contrasts of knobs, then every arm against its baseline, then presets against each other; by effect within
+    a group.
 
     Args:
         sweep: the sweep's comparisons.
@@ -95,6 +96,10 @@ def lines(sweep: Comparisons) -> list[Line]:
     for arm in sweep.arms:
         if arm.gap is not None and arm.role != "searched":
             found.append(Line(f"{to} {arm.baseline}", arm.name, arm.gap, arm.verdict, arm.margin))
+    presets = "recipe" in (sweep.grid.levels if sweep.grid else ()) and not knobs
+    for effect, verdict in sweep.main_effects if presets else ():
+        if effect.knobs[0] == "recipe" and ("recipe", effect.change) not in stated:
+            found.append(Line("recipe", effect.change, effect.effect, verdict, effect.margin))
     order = {group: number for number, group in enumerate(dict.fromkeys(line.group for line in found))}
     return sorted(found, key=lambda line: (order[line.group], not line.asked, line.difference.mean))
 

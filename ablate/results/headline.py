@@ -9,7 +9,7 @@ import json
 import math
 import shlex
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ablate.experiment.roles import CONFIRM
@@ -385,27 +385,30 @@ def _command(ledger: Ledger, settling: Settling | None) -> str:
 
 
 def _simplest(sweep: Comparisons) -> str:
-    """Return a sentence on the arm whose recipe has the fewest settings: what to take while nothing is
-    resolved."""
+    """Return a sentence on the arm to take while nothing is resolved: every other arm has its settings, too.
+
+    Empty if there is no such arm: two formats are not simpler than each other.
+    """
     specs = {member.name: member.spec for member in sweep.ledger.members()}
-    sizes = {
-        arm.name: _settings(json.loads(specs[arm.name]).get("recipe"))
+    settings = {
+        arm.name: frozenset(_settings(json.loads(specs[arm.name]).get("recipe")))
         for arm in sweep.arms
         if arm.role == "listed" and arm.gap is not None and arm.name in specs
     }
-    if len(sizes) < 2 or len({*sizes.values()}) < 2 or any(arm.verdict.decided for arm in sweep.arms):
+    if len({*settings.values()}) < 2 or any(arm.verdict.decided for arm in sweep.arms):
         return ""
-    least = min(sizes, key=lambda name: sizes[name])
-    return f"Until then nothing here is evidence against the simplest recipe of these: {least}."
+    shared = frozenset.intersection(*settings.values())
+    least = next((name for name, own in settings.items() if own == shared), "")
+    return f"Until then nothing here is evidence against the simplest recipe of these: {least}." * bool(least)
 
 
-def _settings(part: object) -> int:
-    """Return the number of settings that a recipe turns on."""
-    if isinstance(part, dict):
-        return sum(map(_settings, part.values()))
-    if isinstance(part, list):
-        return sum(map(_settings, part))
-    return int(part not in (None, False, 0, "nearest"))
+def _settings(part: object, path: tuple[object, ...] = ()) -> Iterator[tuple[object, ...]]:
+    """Yield the path and the value of every setting that a recipe turns on."""
+    if isinstance(part, dict | list):
+        for key, value in part.items() if isinstance(part, dict) else enumerate(part):
+            yield from _settings(value, (*path, key))
+    elif part not in (None, False, 0, "nearest"):
+        yield *path, part
 
 
 def amount(difference: Difference, unit: str) -> str:

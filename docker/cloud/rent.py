@@ -215,7 +215,15 @@ def estimate(task: str, gpu: Gpu, state: Path) -> Estimate:
 
 
 def from_plan(task: str, plan: dict[str, Any]) -> Estimate:
-    """Return the estimate of a plan, as `ablate plan --json` prints it."""
+    """Return the estimate of a plan, as `ablate plan --json` prints it.
+
+    Raises:
+        Refusal: the image has no library of the engine.
+    """
+    if plan["engine"] in ("scaled_mm:cudnn", "scaled_mm:cutlass"):
+        raise Refusal(
+            f"{task}: engine {plan['engine']}: the image of rented machines has no FlashInfer; use engine: scaled_mm"
+        )
     more = plan["to_run_later_at_most"]
     counts = (
         f"{plan['to_run']} trials to run{f', at most {more} more later' if more else ''}, {plan['done']} done"
