@@ -442,7 +442,10 @@ def test_an_arm_that_flashinfer_cannot_write_is_refused_and_a_workload_without_a
 
 def test_auto_takes_scaled_mm_after_a_kept_comparison_where_transformer_engine_cannot_compute_all_arms():
     own = arms("bf16", "nvfp4", "quartet2", "ue5m3")
-    assert choose("auto", own, "cuda", machine=BLACKWELL).engine == "emulated"
+    chosen = choose("auto", own, "cuda", machine=BLACKWELL)
+    assert chosen.engine == "emulated"
+    assert "scaled_mm would multiply NVFP4 on tensor cores" in chosen.why
+    assert "scaled_mm" not in choose("auto", arms("bf16", "ue5m3"), "cuda", machine=BLACKWELL).why
     agreed()
     assert choose("auto", own, "cuda", machine=BLACKWELL) == Choice("scaled_mm")
     assert choose("auto", own, "cpu", machine=BLACKWELL).engine == "emulated"

@@ -159,6 +159,9 @@ def test_a_measured_plan_gives_hours():
     }
     assert rent.from_plan("x", plan).seconds == 720.0
     assert rent.from_plan("x", plan | {"measured_trials": 0}).seconds is None
+    for engine in ("scaled_mm:cudnn", "scaled_mm:cutlass"):
+        with pytest.raises(rent.Refusal, match="no FlashInfer"):
+            rent.from_plan("x", plan | {"engine": engine})
     done = plan | {"to_run": 0, "to_run_later_at_most": 0, "seconds": 0.0, "measured_trials": 0}
     assert rent.from_plan("x", done).seconds == 0.0
 

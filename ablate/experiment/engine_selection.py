@@ -98,13 +98,11 @@ def choose(
         return Choice("emulated", why)
     if needed <= parity_record.agreed(machine, SCALED):
         return Choice(SCALED)
-    families = " and ".join(
-        scaled_mapping.NAMES[family] for family in scaled_mapping.NAMES if family in needed
-    )
+    formats = " and ".join(name for family, name in scaled_mapping.NAMES.items() if family in needed)
     return Choice(
         "emulated",
-        f"{why}; nor has scaled_mm, which would multiply {families} on tensor cores: `ablate doctor --engine"
-        " scaled_mm` does that, or write engine: scaled_mm",
+        f"{why}; scaled_mm would multiply {formats} on tensor cores and has not been compared here either:"
+        " `ablate doctor --engine scaled_mm` does that, or write engine: scaled_mm",
     )
 
 

@@ -222,7 +222,8 @@ def from_plan(task: str, plan: dict[str, Any]) -> Estimate:
     """
     if plan["engine"] in ("scaled_mm:cudnn", "scaled_mm:cutlass"):
         raise Refusal(
-            f"{task}: engine {plan['engine']}: the image of rented machines has no FlashInfer; use engine: scaled_mm"
+            f"{task}: engine {plan['engine']}: the image of rented machines has no FlashInfer; use engine:"
+            " scaled_mm"
         )
     more = plan["to_run_later_at_most"]
     counts = (
