@@ -54,7 +54,7 @@ metric: {name: val/loss, direction: minimize, min_effect: 0.005}
 ## Arms: `ablate` or `arms`
 
 An arm is one setting of the knobs. `ablate` makes arms from values, `arms` lists them by name; a file has
-one of the two, or neither.
+one of the two.
 
 | value of a knob under `ablate` | meaning |
 |---|---|

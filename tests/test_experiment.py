@@ -1187,3 +1187,47 @@ def test_the_experiment_is_frozen(tmp_path):
     with pytest.raises(dataclasses.FrozenInstanceError):
         tiny(tmp_path).question = "Another?"
     assert SHAPE["steps"] == 4
+
+
+ELSEWHERE = {
+    "a knob with the workload's name": ({"workload.gpt.lr": [1e-3, 2e-3]}, "write workload.lr"),
+    "a path without its root": ({"wgrad.g.rounding": ["nearest"]}, "write recipe.wgrad.g.rounding"),
+    "a path without its slot": (
+        {"recipe.wgrad.rounding": ["nearest"]},
+        "write recipe.wgrad.g.rounding or recipe.wgrad.x.rounding",
+    ),
+    "a field of weights": ({"recipe.noise": [None]}, "write recipe.weights.noise"),
+    "a field of every slot": (
+        {"micro_exponents": [[8]]},
+        "or recipe.dgrad.g.scale.micro_exponents, or 3 more",
+    ),
+    "off as 0": ({"weight_noise": [0.0]}, "it takes sigma, or null"),
+    "a recipe file": ({"recipe": ["nvfp4", "mine.yaml"]}, "write `recipe: mine.yaml`"),
+}
+WITHIN = {
+    "a knob": ({"from": "nvfp4", "sr": False}, "`ablate recipe show nvfp4 --set sr=... --yaml`"),
+    "from": ({"form": "nvfp4"}, "'from' is the nearest"),
+    "a field of a slot": ({"from": "nvfp4", "rounding": "nearest"}, "write recipe.fprop.x.rounding or "),
+}
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_a_knob_at_a_wrong_place_is_answered_with_the_right_one(name, tmp_path):
+    knobs, right = ELSEWHERE[name]
+    found = {problem.message for problem in problems(write(tmp_path, ablate=knobs))}
+    assert all(right in message for message in found)
+    assert found
+
+
+@pytest.mark.parametrize("name", WITHIN)
+def test_a_key_of_a_recipe_at_a_wrong_place_is_answered_with_the_right_one(name, tmp_path):
+    recipe, right = WITHIN[name]
+    (problem,) = problems(write(tmp_path, recipe=recipe, ablate={"workload.lr": [1e-3, 2e-3]}))
+    assert right in problem.message
+    assert problem.message.startswith("recipe: ")
+    assert not problem.message.startswith("recipe: recipe: ")
+
+
+def test_a_key_of_the_top_level_in_the_workload_is_sent_there(tmp_path):
+    (problem,) = problems(write(tmp_path, shape={"recipe": "nvfp4"}))
+    assert problem.message.endswith("no such key here; write recipe at the top level")

@@ -5,11 +5,11 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar, get_args, get_origin
 
@@ -30,6 +30,10 @@ from ablate.training.workloads import WORKLOADS, Workload
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 _LONGEST_VALUE = 40
+_MOST_PATHS = 3
+"""Largest number of paths that a hint names."""
+RECIPE_FILES = (".yaml", ".yml", ".json")
+"""Endings of recipe files."""
 _WORD, _RESERVED = re.compile(r"(?!-?\d+(\.\d+)?$)[\w.:-]+"), ("true", "false", "null")
 """Strings that need no quotes."""
 
@@ -135,7 +139,13 @@ class StartingPoint:
             start = PRESETS[preset]()
         else:
             names = [*PRESETS, *([self.preset] if self.own else [])]
-            raise KnobError([("recipe", f"no such preset; {nearest(preset, names)}")])
+            why = f"no such preset; {nearest(preset, names)}"
+            if not isinstance(knobs["recipe"], str) or Path(preset).suffix in RECIPE_FILES:
+                why = (
+                    "an arm takes a preset's name; for a recipe of your own write `recipe: mine.yaml`, or its"
+                    " fields, at the top level, and here its name: mine"
+                )
+            raise KnobError([("recipe", why)])
         paths = _Paths([], Turn(start, {knob: value for knob, value in knobs.items() if knob in KNOBS}))
         for knob, value in knobs.items():
             paths.add(knob, value)
@@ -170,7 +180,10 @@ class _Paths:
             try:
                 paths = KNOBS[knob].paths(KNOBS[knob].check(value), self.turn)
             except ValidationError as error:
-                self.reasons += [(knob, reason(problem)) for problem in error.errors()[:1]]
+                first = error.errors()[0]
+                listed = first["type"] == "literal_error"  # whose message has the values
+                takes = "" if listed else f"; it takes {KNOBS[knob].values}"
+                self.reasons.append((knob, f"{reason(first)}{takes}"))
             except ValueError as error:
                 self.reasons.append((knob, str(error)))
             else:
@@ -179,7 +192,9 @@ class _Paths:
             yield knob, value
         else:
             names = [*KNOBS, *WORKLOAD_KNOBS, "recipe", "recipe.<path>", "workload.<field>"]
-            self.reasons.append((knob, f"no such knob; {nearest(knob, names)}"))
+            near = get_close_matches(knob, names, 1, NEAR)
+            hint = nearest(knob, names) if near else elsewhere(knob.split(".")) or nearest(knob, names)
+            self.reasons.append((knob, f"no such knob; {hint}"))
 
     def apply(self, root: str, content: dict[str, Json], model: type[Model]) -> Model | None:
         """Return `model` from `content` with all paths under `root` set; None, with the reasons noted, if
@@ -213,7 +228,11 @@ def assign(content: dict[str, Json], parts: list[str], value: Json, model: type[
             config = content.get("config")  # of a user's own code
             if isinstance(config, dict) and part in config:
                 return f"no such knob; {part} is a key of config: write workload.config.{part}"
-            return f"no such knob; {nearest(part, model.model_fields)}"
+            if part in WORKLOADS and depth + 1 < len(parts):
+                return f"no such knob; write workload.{'.'.join(parts[depth + 1 :])}, without the name"
+            near = get_close_matches(part, model.model_fields, 1, NEAR)
+            hint = "" if near else elsewhere(parts)
+            return f"no such knob; {hint or nearest(part, model.model_fields)}"
         if depth == len(parts) - 1:
             content[part] = value
             return None
@@ -238,6 +257,37 @@ def assign(content: dict[str, Json], parts: list[str], value: Json, model: type[
         wanted = {*content, parts[depth + 1]}
         model = next((child for child in children if wanted <= set(child.model_fields)), next(iter(children)))
     return None
+
+
+def elsewhere(parts: Sequence[str]) -> str:
+    """Return a hint with the paths of a recipe that end in the last of these parts, and have all others in
+    this order if there are any; empty if there is none."""
+    ending = [path for path in _recipe_paths() if path[-1] == parts[-1]]
+    paths = [path for path in ending if _in_order(parts, path)] or ending
+    least = min(map(len, paths), default=0)
+    named = [".".join(path) for path in paths if len(path) == least]
+    more = f", or {len(named) - _MOST_PATHS} more" * (len(named) > _MOST_PATHS)
+    return f"write {' or '.join(named[:_MOST_PATHS])}{more}" if named else ""
+
+
+def _in_order(parts: Sequence[str], path: Sequence[str]) -> bool:
+    rest = iter(path)
+    return all(part in rest for part in parts)
+
+
+@lru_cache(maxsize=1)
+def _recipe_paths() -> tuple[tuple[str, ...], ...]:
+    return tuple(below(("recipe",), Recipe))
+
+
+def below(prefix: tuple[str, ...], model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    """Yield the paths of all keys of a model below a path, without those of the items of lists."""
+    for key in keys(model):
+        yield (*prefix, key)
+    for name, info in model.model_fields.items():
+        if get_origin(info.annotation) is not tuple:
+            for child in models_of(info.annotation).values():
+                yield from below((*prefix, name), child)
 
 
 def _assign_key(content: dict[str, Json], keys: list[str], value: Json, where: str) -> str | None:

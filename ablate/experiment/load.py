@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from ablate.engines.hardware import Machine
 from ablate.errors import InputError, nearest
-from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint, keys, reason
+from ablate.experiment.arms import RECIPE_FILES, Arm, KnobError, Knobs, StartingPoint, keys, reason
 from ablate.experiment.asked import check_asked, check_kept
 from ablate.experiment.baseline import Against, baseline_of, compared, read_against, with_baselines
 from ablate.experiment.engine_selection import Choice, check, choose, misfit
@@ -35,8 +35,8 @@ from ablate.experiment.forked_design import misfits as fork_misfits
 from ablate.experiment.forked_design import resolved
 from ablate.experiment.misplaced_keys import misplaced, with_paths
 from ablate.experiment.phases import unreached
-from ablate.experiment.recipe_source import SUFFIXES, parse, recipe_name
 from ablate.experiment.recipe_source import load as recipe_of
+from ablate.experiment.recipe_source import parse, recipe_name
 from ablate.experiment.roles import BAD, NULL
 from ablate.experiment.schema import (
     MOST_TRIALS,
@@ -486,8 +486,8 @@ def _recipe(file: ExperimentFile, document: Document) -> tuple[str, Recipe | Non
         return source, None
     try:
         if isinstance(source, dict):
-            return recipe_name(source), parse(source, "recipe")
-        if Path(source).suffix in SUFFIXES:
+            return recipe_name(source), parse(source)
+        if Path(source).suffix in RECIPE_FILES:
             return Path(source).stem, recipe_of(Path(document.file).parent / Path(source).expanduser())
         document.problem(
             ("recipe",), f"no such preset; {nearest(source, PRESETS)}; a recipe file ends in .yaml", source

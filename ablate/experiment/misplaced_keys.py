@@ -10,10 +10,9 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import get_origin
 
-from pydantic import BaseModel
 from pydantic_core import ErrorDetails
 
-from ablate.experiment.arms import keys, models_of, reason, siblings
+from ablate.experiment.arms import below, models_of, reason, siblings
 from ablate.experiment.schema import ExperimentFile, Metric
 from ablate.recipes import KNOBS, Recipe
 from ablate.training.workloads import WORKLOADS
@@ -71,6 +70,8 @@ def with_paths(usual: str, key: str, workload: str | None, valid: Sequence[str])
         valid: keys that are valid at this place.
     """
     paths = paths_of(key, workload)[:_MOST_PATHS]
+    if key in ExperimentFile.model_fields and key not in valid:
+        return f"no such key here; write {key} at the top level"
     if not paths:
         return usual
     near = get_close_matches(key, valid, 1, _SIMILAR)
@@ -83,21 +84,13 @@ def _every_path(workload: str | None) -> tuple[tuple[str, ...], ...]:
 
 
 def _paths(workload: str | None) -> Iterator[tuple[str, ...]]:
-    """Yield the paths of all keys below the top level; of a recipe the first level alone."""
+    """Yield the paths of all keys below the top level."""
     for name in [workload] if workload in WORKLOADS else WORKLOADS:
         yield ("workload", name)
-        yield from _below(("workload", name), WORKLOADS[name])
+        yield from below(("workload", name), WORKLOADS[name])
     for name, field in ExperimentFile.model_fields.items():
         for model in models_of(field.annotation).values():
             item = ("<n>",) if get_origin(field.annotation) is tuple else ()
-            yield from _below((name, *item), model)
-    yield from _below(("metric",), Metric)
-    yield from (("recipe", name) for name in Recipe.model_fields)
-
-
-def _below(prefix: tuple[str, ...], model: type[BaseModel]) -> Iterator[tuple[str, ...]]:
-    for key in keys(model):
-        yield (*prefix, key)
-    for name, field in model.model_fields.items():
-        for child in models_of(field.annotation).values():
-            yield from _below((*prefix, name), child)
+            yield from below((name, *item), model)
+    yield from below(("metric",), Metric)
+    yield from below(("recipe",), Recipe)

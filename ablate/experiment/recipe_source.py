@@ -10,19 +10,28 @@ another recipe, which `from` names:
 
 from collections.abc import Mapping
 from copy import deepcopy
+from difflib import get_close_matches
 from pathlib import Path
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from ablate.errors import nearest
-from ablate.experiment.arms import KnobError, StartingPoint, reason
+from ablate.experiment.arms import (
+    RECIPE_FILES,
+    KnobError,
+    StartingPoint,
+    elsewhere,
+    reason,
+    siblings,
+)
 from ablate.experiment.yaml_document import read
 from ablate.files import Json
-from ablate.recipes import PRESETS, Recipe
+from ablate.numerics.spec import NEAR
+from ablate.recipes import KNOBS, PRESETS, Recipe
 from ablate.recipes.te_import import TERecipe, is_te_recipe, recipe_of
 
 RecipeSource = str | Path | Mapping[str, Json] | Recipe | TERecipe
-SUFFIXES = (".yaml", ".yml", ".json")
 _EXPERIMENT = {"schema", "workload"}
 """Keys that every experiment has one of, and no recipe."""
 
@@ -67,7 +76,7 @@ def load(source: RecipeSource) -> Recipe:
     if isinstance(source, str) and source in PRESETS:
         return PRESETS[source]()
     path = Path(source)
-    if path.suffix in SUFFIXES:
+    if path.suffix in RECIPE_FILES:
         if not path.is_file():
             raise ValueError(f"{path}: no such recipe file")
         content = read(path).value
@@ -84,29 +93,51 @@ def load(source: RecipeSource) -> Recipe:
     )
 
 
-def parse(content: Mapping[str, Json], where: str) -> Recipe:
+def parse(content: Mapping[str, Json], where: str = "") -> Recipe:
     """Return the recipe of a file's content.
 
     Args:
         content: fields of a recipe; with `from`, those that differ from the recipe that it names.
-        where: beginning of the error's sentences.
+        where: file or source that the error's sentences name; empty if the caller names it.
 
     Raises:
         ValueError: a field is wrong; with every reason.
     """
-    own = dict(content)
+    own, before = dict(content), f"{where}: " * bool(where)
     start = own.pop("from", None)
     if start is not None and (not isinstance(start, str) or start not in PRESETS):
-        raise ValueError(f"{where}: from: no such preset; {nearest(str(start), PRESETS)}")
+        raise ValueError(f"{before}from: no such preset; {nearest(str(start), PRESETS)}")
     base = PRESETS[start]().model_dump(mode="json") if start else {}
     try:
         return Recipe.model_validate(_merged(base, own), strict=False)
     except ValidationError as error:
         reasons = (
-            f"{where}: {'.'.join(map(str, problem['loc'])) or 'the recipe'}: {reason(problem, Recipe)}"
+            f"{before}{'.'.join(map(str, problem['loc'])) or 'the recipe'}: {_reason(problem, start)}"
             for problem in error.errors()
         )
         raise ValueError("; ".join(reasons)) from None
+
+
+def _reason(problem: ErrorDetails, start: str | None) -> str:
+    """Return one of pydantic's errors about a recipe as a reason, with what a strange key may stand for.
+
+    Args:
+        problem: the error.
+        start: preset that the recipe changes; None: it is written whole.
+    """
+    usual, parts = reason(problem, Recipe), [str(part) for part in problem["loc"]]
+    key = parts[-1] if parts else ""
+    if problem["type"] != "extra_forbidden":
+        return usual
+    if key in KNOBS:
+        turned = f"`ablate recipe show {start or 'nvfp4'} --set {key}=... --yaml` prints its fields"
+        return f"a knob of ablate: and arms:, not a field; {turned}"
+    if get_close_matches(key, siblings(problem, Recipe), 1, NEAR):
+        return usual
+    if len(parts) == 1 and get_close_matches(key, ["from"], 1, NEAR):
+        return "no such key; 'from' is the nearest, the recipe that this one changes"
+    hint = elsewhere(parts)
+    return f"no such key here; {hint}" if hint else usual
 
 
 def recipe_name(content: Mapping[str, Json]) -> str:

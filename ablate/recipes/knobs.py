@@ -187,7 +187,6 @@ def _backward(how: str, turn: Turn) -> Paths:
 
 
 def _weight_noise(start: float | None, turn: Turn) -> Paths:
-    turn.anything()  # raises if there is nothing to turn
     return {"weights.noise": None if start is None else {"start": start, "end": start / 100}}
 
 
@@ -318,7 +317,8 @@ KNOBS: dict[str, Knob[Any]] = {
         Annotated[float, Field(gt=0, le=1)] | None,
         "sigma, or null",
         0.01,
-        "Standard deviation of noise on norms in training, which falls to a hundredth (QeRL); null: none.",
+        "Standard deviation of noise on norms in training (QeRL): none in the first of 11 parts of the run,"
+        " then this, which falls to a hundredth; null: none.",
         _weight_noise,
     ),
     "cooldown": Knob(

@@ -296,7 +296,14 @@ def test_a_cooldown_comes_after_the_recipes_own_phases(preset):
 # --- nothing to turn ------------------------------------------------------------------------------
 
 
-@every(preset=["bf16", "fp32"], name__value=CASES)
+def test_noise_on_weights_needs_no_quantisation():
+    """The control of a recipe with noise is bf16 with noise."""
+    own = PRESETS["bf16"]()
+    assert arm({"weight_noise": 0.01}, "bf16").weights.noise.start == 0.01
+    assert arm({"weight_noise": None}, "bf16") == own
+
+
+@every(preset=["bf16", "fp32"], name__value=[case for case in CASES if case[0] != "weight_noise"])
 def test_a_knob_on_a_recipe_that_quantises_nothing_says_so(name, value, preset):
     assert "does not quantise" in " ".join(refused({name: value, **NEEDS.get(name, {})}, preset).values())
 
