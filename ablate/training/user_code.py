@@ -14,6 +14,7 @@ computed name is not found, and is listed under `sources` instead.
 import ast
 import glob
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -194,8 +195,9 @@ def load(code: Code) -> Callable[..., object]:
             del sys.modules[name]
         return getattr(importlib.import_module(code.module), code.function)
     _FOLDERS.add(code.root)
+    inside = tuple(f"{str(folder).rstrip(os.sep)}{os.sep}" for folder in _FOLDERS)
     for name, module in list(sys.modules.items()):
-        if any(_lies_in(getattr(module, "__file__", None), folder) for folder in _FOLDERS):
+        if _lies_in(getattr(module, "__file__", None), inside):
             del sys.modules[name]
     users = {str(folder) for folder in _FOLDERS}
     sys.path[:] = [str(code.root), *(entry for entry in sys.path if entry not in users)]
@@ -208,9 +210,12 @@ _FOLDERS: set[Path] = set()
 """Folders of the users' files that this process has imported."""
 
 
-def _lies_in(file: str | None, folder: Path) -> bool:
-    """Return True for a file of a user's folder that belongs to no installed package."""
-    return file is not None and Path(file).is_relative_to(folder) and "site-packages" not in Path(file).parts
+def _lies_in(file: object, inside: tuple[str, ...]) -> bool:
+    """Return True for a file below one of these prefixes that belongs to no installed package.
+
+    Compares strings: there are thousands of modules, and a Path of each would take longer than a short run.
+    """
+    return isinstance(file, str) and file.startswith(inside) and "site-packages" not in Path(file).parts
 
 
 def _module(path: Path) -> ModuleType:
