@@ -5,6 +5,7 @@ import random
 import subprocess
 import sys
 from fnmatch import fnmatchcase
+from functools import cache
 
 import numpy as np
 import pytest
@@ -80,6 +81,12 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("data")
 
 
+@pytest.fixture(scope="module")
+def uninterrupted(folder):
+    """Records of seed 0 of a workload under a recipe, by both names: several promises compare them with another run."""
+    return cache(lambda name, recipe: list(run(SMALL[name](folder), recipe_of(recipe))))
+
+
 @pytest.fixture(params=WORKLOADS)
 def name(request) -> str:
     return request.param
@@ -104,21 +111,21 @@ def test_the_default_and_the_small_instance_have_no_problems(name, workload):
         assert list(WORKLOADS[name]().problems()) == []
 
 
-def test_planning_it_loads_no_heavy_library(name, workload):
-    code = (
-        "import sys; from ablate.training.workloads import WORKLOADS, unit; from ablate.experiment.trial_spec import TrialSpec\n"
-        "from ablate.recipes import PRESETS\n"
-        f"config = WORKLOADS[{name!r}].model_validate_json({workload.model_dump_json()!r})\n"
-        "list(config.problems()), config.cost(True), config.blocks, config.linear_layers, config.tokens_per_step\n"
-        "config.recorded('val/loss')\n"
-        f"spec = TrialSpec(workload={name!r}, config=config, recipe=PRESETS['nvfp4'](), seed=0, engine='emulated', device='cpu')\n"
-        "spec.id, spec.wire, unit(spec.wire, 'val/loss')\n"
-        "print([name for name in ('torch', 'transformers', 'ray', 'mlflow', 'optuna') if name in sys.modules])"
-    )
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-        == "[]\n"
-    )
+def test_planning_any_loads_no_heavy_library(folder):
+    """In one process for all: what one imports, it imports for all that come after it."""
+    code = "import sys; from ablate.training.workloads import WORKLOADS, unit; from ablate.experiment.trial_spec import TrialSpec\n"
+    code += "from ablate.recipes import PRESETS\n"
+    for name, small in SMALL.items():
+        code += (
+            f"config = WORKLOADS[{name!r}].model_validate_json({small(folder).model_dump_json()!r})\n"
+            "list(config.problems()), config.cost(True), config.blocks, config.linear_layers, config.tokens_per_step\n"
+            "config.recorded('val/loss')\n"
+            f"spec = TrialSpec(workload={name!r}, config=config, recipe=PRESETS['nvfp4'](), seed=0, engine='emulated', device='cpu')\n"
+            "spec.id, spec.wire, unit(spec.wire, 'val/loss')\n"
+            f"print({name!r}, [name for name in ('torch', 'transformers', 'ray', 'mlflow', 'optuna') if name in sys.modules])\n"
+        )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{name} []" for name in SMALL]
 
 
 def test_it_survives_what_crosses_the_wire(name, workload):
@@ -172,14 +179,16 @@ IN_TURN = [
 
 
 @pytest.mark.parametrize(("preset", "name"), IN_TURN, indirect=["name"])
-def test_every_preset_gives_finite_records_and_they_are_those_that_it_announces(preset, name, workload):
+def test_every_preset_gives_finite_records_and_they_are_those_that_it_announces(
+    preset, name, workload, uninterrupted
+):
     recipe = PRESETS[preset]()
     if list(getattr(workload, "contradictions", lambda recipe: ())(recipe)):
         pytest.skip("refused")
     layers = getattr(workload, "linear_layers", ())
     if any(not select(rule.match, layers).layers for rule in recipe.layers.rules):
         pytest.skip("a rule of its selects no layer of this model, which is refused")
-    first = list(run(workload, recipe))
+    first = uninterrupted(name, preset)
     steps = [record.step for record in first]
     assert steps == sorted(set(steps))
     assert all(math.isfinite(value) for record in first for value in record.metrics.values())
@@ -200,15 +209,16 @@ def test_every_preset_gives_finite_records_and_they_are_those_that_it_announces(
 
 
 @pytest.mark.parametrize("preset", ["nvfp4", "quartet2"])
-def test_the_same_spec_gives_the_same_records(preset, workload):
-    one, other = (told(list(run(workload, PRESETS[preset]()))) for _ in range(2))
-    assert one == other
+def test_the_same_spec_gives_the_same_records(preset, name, workload, uninterrupted):
+    assert told(list(run(workload, PRESETS[preset]()))) == told(uninterrupted(name, preset))
 
 
 @pytest.mark.parametrize("trained", TRAINED)
-def test_what_trains_records_all_that_it_can_be_compared_by_in_its_last_record(trained, folder):
+def test_what_trains_records_all_that_it_can_be_compared_by_in_its_last_record(
+    trained, folder, uninterrupted
+):
     workload = SMALL[trained](folder)
-    last = list(run(workload, PRESETS["nvfp4"]()))[-1].metrics
+    last = uninterrupted(trained, "nvfp4")[-1].metrics
     assert workload.METRICS - {"val/bits_per_byte"} <= set(last)  # where the data say how long a token is
 
 
@@ -225,20 +235,20 @@ def test_it_neither_reads_nor_advances_a_global_generator(name, workload):
     assert found[0] == found[1]
 
 
-def test_another_seed_gives_other_numbers(name, workload):
-    one, other = (told(list(run(workload, PRESETS["nvfp4"](), seed))) for seed in (1, 2))
-    assert one != other
+def test_another_seed_gives_other_numbers(name, workload, uninterrupted):
+    assert told(list(run(workload, PRESETS["nvfp4"](), seed=1))) != told(uninterrupted(name, "nvfp4"))
 
 
-def test_telemetry_changes_nothing_that_arms_are_compared_by(name, workload):
+def test_telemetry_changes_nothing_that_arms_are_compared_by(name, workload, uninterrupted):
     seldom = Telemetry(every=10**6, shadow=10**6, log=1)
-    loud, silent = (list(run(workload, PRESETS["nvfp4"](), telemetry=how))[-1] for how in (OFTEN, seldom))
+    loud = uninterrupted(name, "nvfp4")[-1]
+    silent = list(run(workload, PRESETS["nvfp4"](), telemetry=seldom))[-1]
     for metric in ("val/loss", "train/loss", "val/explained", "gemm/wgrad/rel_mse"):
         assert loud.metrics.get(metric) == silent.metrics.get(metric)
 
 
-def test_it_stops_where_it_is_told_to_and_can_be_run_again(name, workload):
-    whole = list(run(workload, PRESETS["nvfp4"]()))
+def test_it_stops_where_it_is_told_to_and_can_be_run_again(name, workload, uninterrupted):
+    whole = uninterrupted(name, "nvfp4")
     generator = run(workload, PRESETS["nvfp4"]())
     first = next(generator)
     generator.close()
@@ -256,9 +266,11 @@ RESUMED += [("gpt", recipe) for recipe in PRESETS if recipe not in REMEMBERING]
 
 
 @pytest.mark.parametrize(("trained", "recipe"), RESUMED)
-def test_a_resumed_trial_is_the_uninterrupted_one_bit_for_bit(trained, recipe, folder, tmp_path):
+def test_a_resumed_trial_is_the_uninterrupted_one_bit_for_bit(
+    trained, recipe, folder, tmp_path, uninterrupted
+):
+    whole = uninterrupted(trained, recipe)
     workload, recipe = SMALL[trained](folder), recipe_of(recipe)
-    whole = list(run(workload, recipe))
     at = {"gpt": 5}.get(trained, 2)
     first = run(workload, recipe, checkpoints=Checkpoints(tmp_path / "c.pt", "trial", 0))
     taken = [next(first) for _ in range(at + 1)][
