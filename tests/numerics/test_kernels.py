@@ -1,7 +1,10 @@
 """Compiled quantisers equal the reference bit for bit, in every build that this CPU runs, or say that they cannot."""
 
 import itertools
-from functools import partial
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -34,16 +37,33 @@ REGIMES = {"ordinary": 1.0, "tiny": 1e-30, "huge": 1e30, "subnormal": 1e-40, "on
 pytestmark = pytest.mark.skipif(not BUILDS, reason="the package was installed without compiled quantisers")
 
 
+def lacking(path: Path) -> str | None:
+    """Return the instructions of a build that this CPU does not have; None if it has them."""
+    level = path.stem.removeprefix("nvfp4_")
+    known = list(builds.LEVELS.values())
+    mine = builds.LEVELS.get(torch.backends.cpu.get_cpu_capability(), "portable")
+    missing = level in known and (mine == "portable" or known.index(level) < known.index(mine))
+    return level if missing else None
+
+
 @pytest.fixture(params=BUILDS, ids=lambda path: path.stem)
 def build(request, monkeypatch):
     """Every build in turn, where this CPU has its instructions."""
-    level = request.param.stem.removeprefix("nvfp4_")
-    known = list(builds.LEVELS.values())
-    mine = builds.LEVELS.get(torch.backends.cpu.get_cpu_capability(), "portable")
-    if level in known and (mine == "portable" or known.index(level) < known.index(mine)):
+    if level := lacking(request.param):
         pytest.skip(f"this CPU has no {level}")
     library = builds.load(request.param)
     monkeypatch.setattr(builds, "build", lambda: library)
+
+
+@cache
+def runnable() -> dict[str, Any]:
+    """Every build that this CPU runs, by name: all are compared with one reference, which takes longer than they do."""
+    return {path.stem: builds.load(path) for path in BUILDS if not lacking(path)}
+
+
+def in_use(library: Any) -> AbstractContextManager:
+    """Return a context in which this build is the one in use."""
+    return mock.patch.object(builds, "build", return_value=library)
 
 
 def drawn(shape: tuple[int, int], regime: str, dtype: torch.dtype, seed: int = 0) -> Tensor:
@@ -69,41 +89,50 @@ def bits(x: Tensor) -> Tensor:
     return x.view(torch.int16 if x.dtype == torch.bfloat16 else torch.int32)
 
 
-def assert_equal(mine: Operand, theirs: Operand) -> None:
-    """The sign of zero included."""
+def decoded(theirs: Operand) -> Tensor:
+    """Return what the reference decodes."""
+    with mock.patch.object(builds, "build", return_value=None):
+        return theirs.dequantize()
+
+
+def assert_equal(mine: Operand, theirs: Operand, whole: Tensor | None = None, build: str = "") -> None:
+    """Compare two operands and what is decoded of them, which is `whole`, the sign of zero included."""
     for name in ("values", "block_scale", "amax", "largest"):
         a, b = getattr(mine, name), getattr(theirs, name)
-        assert (a is None) == (b is None), name
-        assert a is None or torch.equal(bits(a), bits(b)), name
-    with mock.patch.object(builds, "build", return_value=None):
-        decoded = theirs.dequantize()
-    assert torch.equal(bits(mine.dequantize()), bits(decoded))
+        assert (a is None) == (b is None), (build, name)
+        assert a is None or torch.equal(bits(a), bits(b)), (build, name)
+    whole = decoded(theirs) if whole is None else whole
+    assert torch.equal(bits(mine.dequantize()), bits(whole)), build
 
 
 @every(transposed=[False, True], dtype=[torch.bfloat16, torch.float32], form=FORMS)
-def test_every_bit_is_the_references(build, form, dtype, transposed):
+def test_every_bit_is_the_references(form, dtype, transposed):
     clock = Clock(2**32 - 5, step=3, micro_batch=1)
     for shape, regime in itertools.product(SHAPES, REGIMES):
         x = drawn(shape, regime, dtype)
         x = x.t() if transposed else x
         how = {"clock": clock, "where": 0xDEADBEEF}
-        with mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as kernel:
-            mine = quantize(x, FORMS[form], **how)
-        assert kernel.call_count == 1
-        assert_equal(mine, reference(x, FORMS[form], **how))
+        theirs = reference(x, FORMS[form], **how)
+        whole = decoded(theirs)
+        for build, library in runnable().items():
+            with in_use(library), mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as kernel:
+                assert_equal(quantize(x, FORMS[form], **how), theirs, whole, build)
+            assert kernel.call_count == 1
 
 
 @every(signs=SIGNS, form=["1x16 nearest", "1x16 stochastic", "bound 256"])
-def test_a_rotated_transpose_is_the_references_too(build, form, signs):
+def test_a_rotated_transpose_is_the_references_too(form, signs):
     how = {"rotation": Hadamard(signs=signs), "clock": Clock(9, step=1), "where": 5, "product": 6}
     for shape, regime in itertools.product(SHAPES, REGIMES):
         x = drawn(shape, regime, torch.bfloat16).t()
         if x.is_contiguous():  # one row or column: both orders at once, the reference rotates it
             continue
-        with mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as kernel:
-            mine = quantize(x, FORMS[form], **how)
-        assert kernel.call_count == 1
-        assert_equal(mine, reference(x, FORMS[form], **how))
+        theirs = reference(x, FORMS[form], **how)
+        whole = decoded(theirs)
+        for build, library in runnable().items():
+            with in_use(library), mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as kernel:
+                assert_equal(quantize(x, FORMS[form], **how), theirs, whole, build)
+            assert kernel.call_count == 1
 
 
 @every(
@@ -138,29 +167,34 @@ def operands_of_presets() -> dict[str, tuple[Quant, Hadamard | None]]:
 
 
 @every(transposed=[False, True], dtype=[torch.bfloat16, torch.float32], way=operands_of_presets())
-def test_every_operand_of_every_preset_has_a_kernel_that_equals_the_reference(build, way, dtype, transposed):
+def test_every_operand_of_every_preset_has_a_kernel_that_equals_the_reference(way, dtype, transposed):
     quant, rotation = operands_of_presets()[way]
     how = {"rotation": rotation, "clock": Clock(2**32 - 5, step=3, micro_batch=1), "where": 7, "product": 8}
     for shape, regime in itertools.product(SHAPES[2:], REGIMES):
         x = drawn(shape, regime, dtype)
         x = x.t() if transposed else x
-        with (
-            mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as nvidia,
-            mock.patch.object(general, "quantize", wraps=general.quantize) as other,
-        ):
-            mine = quantize(x, quant, **how)
-        assert nvidia.call_count + other.call_count == 1
-        assert_equal(mine, reference(x, quant, **how))
+        theirs = reference(x, quant, **how)
+        whole = decoded(theirs)
+        for build, library in runnable().items():
+            with (
+                in_use(library),
+                mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as nvidia,
+                mock.patch.object(general, "quantize", wraps=general.quantize) as other,
+            ):
+                assert_equal(quantize(x, quant, **how), theirs, whole, build)
+            assert nvidia.call_count + other.call_count == 1
 
 
 @every(back=[False, True], size=[4, 8, 16, 32, 64, 128], dtype=[torch.bfloat16, torch.float32])
-def test_a_rotation_of_any_size_is_the_references(build, dtype, size, back):
+def test_a_rotation_of_any_size_is_the_references(dtype, size, back):
     for shape, regime in itertools.product(SHAPES, REGIMES):
         z = drawn((shape[0], shape[1] + -shape[1] % size), regime, dtype)
         for x in (z, z.t().contiguous().t(), z[:, :size]):
-            mine = rotate(x, Hadamard(size=size), back=back)
             with mock.patch.object(builds, "build", return_value=None):
-                assert torch.equal(bits(mine), bits(rotate(x, Hadamard(size=size), back=back)))
+                theirs = bits(rotate(x, Hadamard(size=size), back=back))
+            for build, library in runnable().items():
+                with in_use(library):
+                    assert torch.equal(bits(rotate(x, Hadamard(size=size), back=back)), theirs), build
 
 
 @every(shape=[(1, 1), (3, 5), (16, 32), (33, 65), (64, 47), (130, 96)], dtype=[torch.bfloat16, torch.float32])
