@@ -15,12 +15,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.experiments import Children, sweep
 from support.workloads import OWN_COMMAND
 
 from ablate.errors import InputError
 from ablate.execution.messages import Ended, TrialRequest
 from ablate.execution.supervisor import Supervisor
 from ablate.execution.trial_runner import OutOfMemory, within_memory
+from ablate.execution.workers import Inline
 from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
@@ -463,8 +465,9 @@ def test_an_experiment_names_files_beside_it(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["inline", "ray"])
-def test_a_sweep_of_two_knobs_and_two_seeds_runs_all_trials_and_reuses_them(executor, tmp_path):
+@pytest.mark.parametrize("connect", [Inline, Children], ids=["in this process", "supervised"])
+def test_a_sweep_of_two_knobs_and_two_seeds_runs_all_trials_and_reuses_them(connect, tmp_path):
+    """`supervised`: in a process of its own under a supervisor, as a Ray worker runs a trial."""
     shutil.copy(OWN_COMMAND / "light.py", tmp_path)
     path = experiment(
         tmp_path,
@@ -474,15 +477,11 @@ def test_a_sweep_of_two_knobs_and_two_seeds_runs_all_trials_and_reuses_them(exec
         against="bf16",
         seeds="2",
     )
-    command_line = [sys.executable, "-m", "ablate", "sweep", str(path), "--executor", executor]
-    command_line += ["--state", str(tmp_path / "state"), "--device", "cpu", "--no-report"]
-    for _ in range(2):
-        done = subprocess.run(
-            command_line, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
+    ends = [sweep(load(path, device="cpu"), tmp_path / "state", connect=connect)[0] for _ in range(2)]
+    # Four arms, and two baselines: one for each learning rate.
+    assert [(end.ran, end.reused, end.failed) for end in ends] == [(12, 0, 0), (0, 12, 0)]
     results = [json.loads(file.read_text()) for file in (tmp_path / "state").glob("trials/*/result.json")]
-    assert len(results) == 12  # four arms, and two baselines: one for each learning rate
+    assert len(results) == 12
     assert {result["status"] for result in results} == {"done"}
     assert {result["steps"] for result in results} == {5}
     assert {result["attempt"] for result in results} == {1}
