@@ -27,7 +27,7 @@ B200 = Machine("2.20.2", native=True, capability=(10, 0))
 
 @pytest.mark.slow
 def test_kernels_are_timed_by_operation_shape_dtype_and_back_end(tmp_path):
-    done = ablate(
+    done = here(
         "bench",
         "kernels",
         "64x64",
@@ -77,7 +77,7 @@ def test_a_step_is_timed_on_a_gpu(tmp_path):
 @pytest.mark.slow
 def test_a_step_is_timed_in_every_preset_there_is_once_each():
     shape = ("--layers", 1, "--width", 64, "--tokens", 128, "--rounds", 1)
-    done = ablate("bench", "step", "--all-presets", *shape, "--json")
+    done = here("bench", "step", "--all-presets", *shape, "--json")
     assert done.returncode == 0, done.stderr
     found = [line["preset"] for line in json.loads(done.stdout)]
     assert len(found) == len(PRESETS)
@@ -87,7 +87,7 @@ def test_a_step_is_timed_in_every_preset_there_is_once_each():
 @pytest.mark.slow
 def test_a_step_is_timed_in_every_preset_that_is_named_and_in_bf16(tmp_path):
     shape = ("--layers", 1, "--width", 64, "--tokens", 128, "--rounds", 1)
-    done = ablate(
+    done = here(
         "bench",
         "step",
         "quartet",
@@ -114,7 +114,7 @@ def test_a_step_is_timed_in_every_preset_that_is_named_and_in_bf16(tmp_path):
 
 @pytest.mark.slow
 def test_a_layer_is_timed_forward_and_backward(tmp_path):
-    done = ablate(
+    done = here(
         "bench",
         "linear",
         "nvfp4",
@@ -183,7 +183,7 @@ def test_a_models_layers_are_those_of_its_block():
         ("llama-8b down", "512x14336x4096"),
     ]
     assert 32 * sum(one.inputs * one.outputs for one in found) == 6_979_321_856
-    done = ablate("bench", "linear", "bf16", "--model", "qwen3-0.6b", "--tokens", 32, "--rounds", 1)
+    done = here("bench", "linear", "bf16", "--model", "qwen3-0.6b", "--tokens", 32, "--rounds", 1)
     assert done.returncode == 0, done.stderr
     assert [row.split()[1:3] for row in done.stdout.splitlines()[1:5]] == [
         ["qkv", "32x1024x4096"],
@@ -236,7 +236,7 @@ def test_several_engines_are_timed_side_by_side_and_what_one_cannot_run_is_skipp
         1,
         "--json",
     )
-    done = ablate("bench", "linear", "fp8_current", "nvfp4", *words)
+    done = here("bench", "linear", "fp8_current", "nvfp4", *words)
     assert done.returncode == 0, done.stderr
     lines = json.loads(done.stdout)["lines"]
     assert [(one["preset"], one["engine"]) for one in lines] == [
@@ -369,7 +369,7 @@ def test_transformer_engine_is_taken_where_preset_machine_and_shape_allow(
 
 
 def test_the_start_of_a_trial_is_timed():
-    done = ablate("bench", "start", "--rounds", 1, "--json")
+    done = here("bench", "start", "--rounds", 1, "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0]["ms"] > 0
 
