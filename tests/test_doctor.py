@@ -8,11 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from support.experiments import ablate, end, environment, gone, statuses, until, words_of, write
+from support.commands import here
+from support.experiments import end, environment, gone, statuses, until, words_of, write
 
 from ablate.cli import doctor
 from ablate.numerics import hadamard, philox, product, quantize, rounding, scaling, stored
@@ -42,7 +44,7 @@ def test_every_quick_check_is_green_here(check):
 
 @pytest.mark.slow
 def test_the_fast_run_prints_a_table_and_a_verdict_and_ends_with_status_0():
-    done = ablate("doctor", "--fast")
+    done = here("doctor", "--fast")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr.startswith("Starting: ")
     assert done.stderr.count("\n") == 1
@@ -57,7 +59,7 @@ def test_the_fast_run_prints_a_table_and_a_verdict_and_ends_with_status_0():
 
 @pytest.mark.slow
 def test_json_has_every_row_and_says_which_are_facts():
-    done = ablate("doctor", "--fast", "--json")
+    done = here("doctor", "--fast", "--json")
     assert done.returncode == 0
     found = json.loads(done.stdout)
     assert found["ok"]
@@ -80,7 +82,7 @@ def test_the_full_run_is_green_here_as_a_module():
 
 
 def test_the_doctor_takes_no_unknown_option():
-    assert ablate("doctor", "--quick").returncode == 2
+    assert here("doctor", "--quick").returncode == 2
 
 
 def test_importing_the_doctor_imports_no_torch():
@@ -326,30 +328,32 @@ def start(command: tuple[str, ...], *words) -> subprocess.Popen:
 
 
 def run(command: tuple[str, ...], *words) -> tuple[int, str, str]:
-    """Its status, output and errors."""
-    process = start(command, *words)
-    output, errors = process.communicate(timeout=600)
-    return process.returncode, output, errors
+    """Return status, output and errors of `ablate ...` in this process, with another command in the place of the quick check."""
+    verb, *others = words
+    done = here(verb, "--check-command", shlex.join(command), *others, checked=True)
+    return done.returncode, done.stdout, done.stderr
 
 
-def test_off_rows_are_red_in_the_table_and_the_status_is_1():
-    command = [sys.executable, "-c", SICK, "--fast"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=environment(), check=False
-    )
+def test_off_rows_are_red_in_the_table_and_the_status_is_1(monkeypatch):
+    tamper(monkeypatch, *TAMPERED["a rotation that shrinks"][:2])
+    done = here("doctor", "--fast")
     assert done.returncode == 1
     lines = [line.split() for line in done.stdout.splitlines() if line.startswith("R Rᵀ - I")]
     assert [words[-1] for words in lines] == ["OFF", "OFF"]
     assert "checks are off:" in done.stdout.splitlines()[-1]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("executor", ["inline", pytest.param("ray", marks=pytest.mark.services)])
-def test_a_sweep_starts_no_trial_where_the_numerics_are_off_and_the_same_command_goes_on_once_they_agree(
-    executor, tmp_path
-):
-    path = write(tmp_path, ablate={"rht": [True]}, seeds=1)
-    words = ("sweep", path, "--state", tmp_path / "state", "--executor", executor, "--mlflow", "none")
+def to_its_end(command: tuple[str, ...], *words) -> tuple[int, str, str]:
+    """Return the same of a process of its own."""
+    process = start(command, *words)
+    output, errors = process.communicate(timeout=600)
+    return process.returncode, output, errors
+
+
+def refused(run: Callable, executor: str, folder: Path) -> tuple[str | Path, ...]:
+    """Check that a sweep whose check finds the numerics off starts no trial; return its words."""
+    path = write(folder, ablate={"rht": [True]}, seeds=1)
+    words = ("sweep", path, "--state", folder / "state", "--executor", executor, "--mlflow", "none")
     status, output, errors = run(python(SICK), *words)
     assert status == 1, output + errors
     lines = errors.splitlines()
@@ -357,13 +361,27 @@ def test_a_sweep_starts_no_trial_where_the_numerics_are_off_and_the_same_command
     assert any(line.startswith("  R Rᵀ - I for 4, 16, 64 points: 0.19; expected 0") for line in lines)
     assert "`python -m ablate.doctor`" in lines[-1]
     assert "Traceback" not in output + errors
-    assert set(statuses(tmp_path / "state").values()) == {"pending"}
-    assert not list((tmp_path / "state").glob("trials/*/result.json"))
+    assert set(statuses(folder / "state").values()) == {"pending"}
+    assert not list((folder / "state").glob("trials/*/result.json"))
+    return words
+
+
+@pytest.mark.slow
+def test_a_sweep_starts_no_trial_where_the_numerics_are_off_and_the_same_command_goes_on_once_they_agree(
+    tmp_path,
+):
+    words = refused(run, "inline", tmp_path)
     status, output, errors = run(doctor.COMMAND, *words)
     assert status == 0, output + errors
     assert set(statuses(tmp_path / "state").values()) == {"done"}
     status, output, _ = run(("false",), *words)  # nothing is left to run, so nothing is checked
     assert (status, "0 trials run, 2 already done" in output) == (0, True)
+
+
+@pytest.mark.slow
+@pytest.mark.services
+def test_ray_gets_no_trial_where_the_numerics_are_off(tmp_path):
+    refused(to_its_end, "ray", tmp_path)
 
 
 def test_a_dry_run_checks_nothing(tmp_path):

@@ -15,15 +15,16 @@ from support.experiments import environment
 INLINE = ("--executor", "inline", "--mlflow", "none")
 
 
-def here(*words: Any, **extra: str) -> subprocess.CompletedProcess:
-    """Return the result of `ablate` as support.experiments does, of the same words and environment, called in this process and without the
-    quick check of the numerics, which has tests of its own."""
+def here(*words: Any, checked: bool = False, **extra: str) -> subprocess.CompletedProcess:
+    """Return the result of `ablate` as support.experiments does, of the same words and environment, called in this process. Without the
+    quick check of the numerics, which has tests of its own, unless `checked`."""
     out, err, status = io.StringIO(), io.StringIO(), 0
     command = ["ablate", *map(str, words)]
+    unchecked = mock.patch.multiple(Checkup, start=lambda self: None, passed=lambda self: None)
     with (
         mock.patch.dict(os.environ, environment(**extra), clear=True),
         mock.patch.object(sys, "argv", command),
-        mock.patch.multiple(Checkup, start=lambda self: None, passed=lambda self: None),
+        contextlib.nullcontext() if checked else unchecked,
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
