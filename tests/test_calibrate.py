@@ -5,7 +5,8 @@ import math
 
 import numpy as np
 import pytest
-from support.experiments import ablate, content, ledger, problems, sweep, tiny, write
+from support.commands import here
+from support.experiments import content, ledger, problems, sweep, tiny, write
 
 from ablate.experiment.load import load
 from ablate.experiment.yaml_document import parse, with_values
@@ -48,13 +49,15 @@ def test_a_null_arm_that_a_file_has_already_stays_one_key(key):
 
 
 @pytest.mark.slow
-def test_a_calibration_writes_a_design_that_runs_and_the_plan_says_how_wide(tmp_path):
+def test_a_calibration_writes_a_design_that_runs_and_the_plan_says_how_wide(tmp_path, monkeypatch):
+    (tmp_path / "ablate.toml").write_text('[profile.default]\nexecutor = "inline"\nmlflow = "none"\n')
+    monkeypatch.chdir(tmp_path)  # where the sweeps that it starts find the profile
     shape = {"steps": 20, "eval_every": 20, "eval_tokens": 512, "lr": 3e-3}
     gpt = content(tmp_path, shape)["workload"]["gpt"]
     path = tmp_path / "tiny.yaml"
     path.write_text(TEXT.replace("GPT", json.dumps(gpt)))
     state = tmp_path / "runs"
-    done = ablate("calibrate", path, "--state", state, "--seeds", 3, "--bad", "mxfp4")
+    done = here("calibrate", path, "--state", state, "--seeds", 3, "--bad", "mxfp4")
     assert "known-bad arm" in done.stdout
     assert done.returncode in (0, 1), done.stderr
     both = {name: load(tmp_path / f"{name}.yaml") for name in ("tiny_calibration", "tiny_calibration_full")}
@@ -68,16 +71,16 @@ def test_a_calibration_writes_a_design_that_runs_and_the_plan_says_how_wide(tmp_
     text = path.read_text()
     assert "# Why this file exists." in text
     assert "# the knob" in text
-    plan = ablate("plan", path, "--state", state)
+    plan = here("plan", path, "--state", state)
     assert "Expected half-width of a 95 % interval: " in plan.stdout
-    again = ablate("calibrate", path, "--state", state, "--seeds", 3, "--dry-run")
+    again = here("calibrate", path, "--state", state, "--seeds", 3, "--dry-run")
     assert again.returncode == 0
     assert path.read_text() == text
 
 
 def test_hours_that_no_calibration_fits_into_are_refused(tmp_path):
     path = write(tmp_path, shape={"steps": 100_000, "eval_every": 100_000})
-    done = ablate("calibrate", path, "--state", tmp_path / "runs", "--hours", 0.001)
+    done = here("calibrate", path, "--state", tmp_path / "runs", "--hours", 0.001)
     assert done.returncode == 2
     assert "give more --hours" in done.stderr
 
