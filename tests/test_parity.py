@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.experiments import ablate
+from support.commands import here
 
 from ablate import provenance
 from ablate.engines import hardware
@@ -280,7 +280,7 @@ def test_a_driver_that_torch_cannot_use_and_a_stray_switch_are_told_too(monkeypa
 def test_the_command_refuses_in_a_sentence_with_status_2(words, why):
     if hardware.this_machine().capability:
         pytest.skip("here is a GPU")
-    done = ablate("doctor", *words)
+    done = here("doctor", *words)
     assert done.returncode == 2
     told = [line for line in done.stderr.splitlines() if not line.startswith("Starting: ")]
     assert [line.startswith(why) for line in told] == [True], done.stderr
