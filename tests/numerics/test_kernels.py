@@ -168,9 +168,11 @@ def operands_of_presets() -> dict[str, tuple[Quant, Hadamard | None]]:
 
 @every(transposed=[False, True], dtype=[torch.bfloat16, torch.float32], way=operands_of_presets())
 def test_every_operand_of_every_preset_has_a_kernel_that_equals_the_reference(way, dtype, transposed):
+    """Each shape in each regime, in one dtype by rows and in the other by columns."""
     quant, rotation = operands_of_presets()[way]
     how = {"rotation": rotation, "clock": Clock(2**32 - 5, step=3, micro_batch=1), "where": 7, "product": 8}
-    for shape, regime in itertools.product(SHAPES[2:], REGIMES):
+    pairs = [*itertools.product(SHAPES[2:], REGIMES)]  # an odd number: neighbours in both lists alternate
+    for shape, regime in pairs[(transposed + (dtype == torch.float32)) % 2 :: 2]:
         x = drawn(shape, regime, dtype)
         x = x.t() if transposed else x
         theirs = reference(x, quant, **how)
