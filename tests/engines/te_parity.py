@@ -7,6 +7,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -244,7 +245,7 @@ def _one_side(self, x):
 # --- the whole, by its command --------------------------------------------------------------------
 
 
-def commanded(*words: str) -> dict[str, object]:
+def commanded(*words: str, bench: Bench = SMALL) -> dict[str, object]:
     """`ablate doctor --engine transformer_engine` here: its status, what it printed, and what it wrote."""
     application = typer.Typer(pretty_exceptions_enable=False)
     application.command()(doctor.doctor)
@@ -252,7 +253,7 @@ def commanded(*words: str) -> dict[str, object]:
     with (
         contextlib.redirect_stdout(said),
         patch.object(parity, "obstacle", lambda: None),
-        patch.object(parity, "bench_of", lambda _: SMALL),
+        patch.object(parity, "bench_of", lambda _: bench),
     ):
         try:
             application(["--engine", "transformer_engine", *words])
@@ -280,7 +281,7 @@ def whole() -> dict[str, object]:
     found = {"before": chosen()}
     found["fast"] = commanded("--fast", "--record", "fast.json") | {"auto": chosen()}
     with signs(4):
-        found["off"] = commanded("--record", "off.json") | {"auto": chosen()}
+        found["off"] = commanded("--record", "off.json", bench=replace(SMALL, steps=2)) | {"auto": chosen()}
     found["agrees"] = commanded() | {"auto": chosen()}
     with drawn(torch.zeros_like):
         found["fast and off"] = commanded("--fast", "--json", "--record", "again.json") | {"auto": chosen()}
