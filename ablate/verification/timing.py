@@ -245,12 +245,11 @@ def profile(
     if trace:
         profiler.export_chrome_trace(str(trace))
     spent = dict.fromkeys((*GROUPS, "rest"), 0.0)
-    for event in profiler.key_averages():
+    averages = profiler.key_averages()
+    for event in averages:
         group = next((name for name, heads in GROUPS.items() if event.key.startswith(heads)), "rest")
         spent[group] += event.self_cpu_time_total if group != "quantisers" else event.cpu_time_total
-    inner = spent["quantisers"] - sum(
-        e.self_cpu_time_total for e in profiler.key_averages() if e.key.startswith("quantise")
-    )
+    inner = spent["quantisers"] - sum(e.self_cpu_time_total for e in averages if e.key.startswith("quantise"))
     spent["rest"] = max(0.0, spent["rest"] - inner)
     whole = sum(spent.values())
     return {name: value / whole for name, value in spent.items()} | {
