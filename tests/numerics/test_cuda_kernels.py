@@ -168,16 +168,15 @@ def test_one_build_serves_every_step_and_every_layer(name):
 
 @pytest.mark.slow
 def test_the_package_needs_no_triton():
-    """And where there is one, it is not imported before a GPU needs it."""
-    code = "import sys; import ablate.numerics.quantize, ablate.numerics.kernels.cuda as cuda; {}print('triton' in sys.modules, {})"
-    for hidden, asked, said in (
-        ("", "1", "False 1"),
-        ("sys.modules['triton'] = None; ", "cuda.kernels()", "True None"),
-    ):
-        result = subprocess.run(
-            [sys.executable, "-c", code.format(hidden, asked)], capture_output=True, text=True, check=False
-        )
-        assert result.stdout.strip() == said, result.stderr
+    """And where there is one, it is not imported before a GPU needs it: so it may be hidden after the import."""
+    code = (
+        "import sys; import ablate.numerics.quantize, ablate.numerics.kernels.cuda as cuda\n"
+        "print('triton' in sys.modules)\n"
+        "sys.modules['triton'] = None\n"
+        "print(cuda.kernels())"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout.splitlines() == ["False", "None"], result.stderr
 
 
 def test_a_cpu_tensor_is_not_theirs():
