@@ -304,8 +304,12 @@ def test_any_number_of_ranks_goes_on_from_a_checkpoint(first, then, tmp_path):
         tensor.shape == its.shape
         for tensor, its in zip(state["model"].values(), _fresh().values(), strict=True)
     )
-    gone_on = in_ranks(then[0], trained, path, then[1])[0]
+    gone_on = in_ranks(then[0], trained, path, then[1], 3)[0]
     wanted = alone("fp8_delayed", True)
+    left = torch.load(path, weights_only=True)["engine"]["layers"]
+    for name, layer in state["engine"]["layers"].items():
+        for slot, amaxes in layer["histories"].items():
+            assert amaxes.items() < left[name]["histories"][slot].items(), (name, slot)
     assert [step for step, _ in gone_on] == [2, 3]
     for (_, mine), (_, its) in zip(gone_on, wanted[1:], strict=True):
         assert mine["train/loss"] == pytest.approx(its["train/loss"], rel=2e-4)  # as above

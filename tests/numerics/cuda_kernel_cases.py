@@ -113,7 +113,7 @@ def test_a_rotated_transpose_is_the_references_too(form, name):
 
 def test_random_cases_over_every_field_are_the_references_too(monkeypatch):
     """Whatever the kernels accept of the random cases that the CPU's kernels are tested on."""
-    wanted, number, statistics = 24 if INTERPRETED else 1000, 0, set()
+    wanted, number, statistics = 12 if INTERPRETED else 1000, 0, set()
     monkeypatch.setattr(cpu, "can_quantize", lambda *_: False)
     if INTERPRETED:
         monkeypatch.setattr(cuda, "runs_on", lambda device: True)
@@ -178,10 +178,20 @@ def test_both_copies_are_what_one_at_a_time_gives(first, second, rotation):
         assert_equal(columns, reference(x.t(), second, rotation=rotation, where=WHERE, product=6))
 
 
+UNUSUAL = [(float("nan"),), (float("inf"),), (-float("inf"), float("inf")), (3.0e38,) * 16]
+UNUSUAL_FORMS = ["1x16 nearest", "1x16 stochastic", "16x16 nearest"]
+
+
 @pytest.mark.parametrize(
-    "values", [(float("nan"),), (float("inf"),), (-float("inf"), float("inf")), (3.0e38,) * 16], ids=str
+    ("form", "values"),  # the interpreter takes two of the three forms for each
+    [
+        (form, values)
+        for number, values in enumerate(UNUSUAL)
+        for place, form in enumerate(UNUSUAL_FORMS)
+        if not INTERPRETED or place != number % 3
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("form", ["1x16 nearest", "1x16 stochastic", "16x16 nearest"])
 def test_what_is_not_finite_is_the_references_too(form, values):
     """With 16 values near the largest, a rotation makes the infinity itself."""
     quant, rotation = FORMS[form], Hadamard()
