@@ -12,23 +12,24 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.clusters import OPEN, STARTS_RAY, blocker, can_hide, end_family, head, node, nodes, port
+from support.clusters import OPEN, STARTS_RAY, Pair, blocker, can_hide, head, node, nodes, port
 from support.experiments import (
     ablate,
     end,
     environment,
+    ledger,
     shards,
     statuses,
     sweep,
     tiny,
     until,
-    words_of,
     write,
 )
 from support.gates import Gate, customised
 
 from ablate import numerics
 from ablate.verification import audit
+from ablate.verification.services import trials_in
 
 pytestmark = STARTS_RAY
 apart = pytest.mark.skipif(
@@ -48,19 +49,22 @@ NOT_FOR_WORKERS = (
 
 
 SWEEP = """
-import sys
+import sys, time
 from pathlib import Path
+import ray
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome
 from ablate.experiment.load import load
 from ablate.execution.workers import ClusterError, Pool
-address, path, state, most, *sizes = sys.argv[1:]
+address, path, state, most, nodes, *sizes = sys.argv[1:]
 for ranks in map(int, sizes):
     try:
         pool = Pool(address, int(most) or None, 0, 0, ranks)
     except ClusterError as error:
         print(error, flush=True)
         continue
+    while int(nodes) and sum(node["Alive"] and "CPU" in node["Resources"] for node in ray.nodes()) != int(nodes):
+        time.sleep(0.05)
     print("ready", flush=True)
     sys.stdin.readline()
     for step in Controller(load(Path(path)), Path(state), "cpu", lambda: pool, None).run():
@@ -71,9 +75,11 @@ for ranks in map(int, sizes):
 
 
 @contextlib.contextmanager
-def sweeping(address: str, path: Path, state: Path, *ranks: int, most: int = 0) -> Iterator[subprocess.Popen]:
+def sweeping(
+    address: str, path: Path, state: Path, *ranks: int, most: int = 0, nodes: int = 0
+) -> Iterator[subprocess.Popen]:
     """A sweep in a process of its own, without what the command does before and after: its trials take as many of these ranks as the
-    cluster can hold, and begin once it is told a line. `most`: at once."""
+    cluster can hold, and begin once it is told a line. `most`: at once; `nodes`: is ready once Ray lists so many as alive."""
     command = [
         sys.executable,
         "-c",
@@ -82,6 +88,7 @@ def sweeping(address: str, path: Path, state: Path, *ranks: int, most: int = 0) 
         str(path),
         str(state),
         str(most),
+        str(nodes),
         *map(str, ranks or (1,)),
     ]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
@@ -103,9 +110,27 @@ def swept(address: str, path: Path, state: Path, *ranks: int) -> tuple[int, str]
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """A head for all tests whose nodes leave it as nodes should: what one does must not harm the next."""
-    with head(**OPEN) as found:
+    """A head for all tests of this file: what one does must not harm the next. It counts a node as lost after 5 s, not 15."""
+    with head(**OPEN, RAY_health_check_period_ms="1000") as found:
         yield found
+
+
+@pytest.fixture(scope="module")
+def standing(address, tmp_path_factory) -> Iterator[Pair]:
+    """Two nodes for all tests below the first that asks for them; those above have the cluster for nodes of their own."""
+    found = Pair(address, tmp_path_factory.mktemp("pair"), NOT_FOR_WORKERS)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+@pytest.fixture
+def pair(standing) -> Iterator[Pair]:
+    """Both of them, also after a test that has lost one, and the gate open."""
+    standing.complete()
+    yield standing
+    standing.gate.open()
 
 
 def sound(folder: Path, state: Path, **keys) -> None:
@@ -125,82 +150,6 @@ def files(state: Path) -> dict[str, set[str]]:
         }
         for folder in (state / "trials").iterdir()
     }
-
-
-def computes(node: subprocess.Popen) -> bool:
-    """Return True if a trial runs on the node: its warm process has a child."""
-    family = psutil.Process(node.pid).children(recursive=True)
-    return sum("ablate.execution.trial_process" in words_of(process) for process in family) > 1
-
-
-# Nodes that do not see the state folder
-
-
-@apart
-def test_without_a_shared_file_system_the_store_is_the_same_and_workers_need_no_tracker(address, tmp_path):
-    """Forks included: what the first trial leaves on its node, the others go on from."""
-    hidden, scratch = tmp_path / "hidden", tmp_path / "scratch"
-    hidden.mkdir()
-    scratch.mkdir()
-    keys = {
-        "shape": {"steps": 60, "eval_every": 20},
-        "ablate": {"cooldown": [0, 0.25]},
-        "seeds": 1,
-        "telemetry": {"checkpoint": 0.2},
-    }
-    bare = blocker(tmp_path / "blocker", *NOT_FOR_WORKERS) | {"TMPDIR": str(scratch)}
-    refused = subprocess.run(
-        [sys.executable, "-c", "import mlflow"], env=environment(**bare), capture_output=True, check=False
-    )
-    assert b"No module named 'mlflow'" in refused.stderr
-    with node(address, 2, hide=hidden, **bare, **OPEN):
-        status, said = swept(address, write(tmp_path, **keys), hidden / "state")
-        until(lambda: not list(scratch.glob("ablate-*")))
-    assert status == 0, said
-    (told,) = [line for line in said.splitlines() if "state" in line and "workers on" in line]
-    assert f"do not see {hidden / 'state'}: records are streamed, and checkpoints fetched through Ray" in told
-    assert "goes on from step" in said  # a fork
-    sound(tmp_path, hidden / "state", **keys)
-    assert files(hidden / "state") == files(tmp_path / "undisturbed")
-    assert not list(hidden.glob("state/.seen/*"))
-
-
-@apart
-def test_a_trial_whose_node_is_lost_goes_on_elsewhere_from_its_last_fetched_checkpoint(tmp_path):
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    keys = {"ablate": {"rht": [True]}, "against": {"rht": True}, "telemetry": {"checkpoint": 0}, "seeds": 1}
-    gate = Gate(tmp_path)
-    state, each = hidden / "state", {"hide": hidden, **OPEN, **gate.environment}
-    gate.shut()
-    with (
-        head(**OPEN) as address,
-        nodes(address, each, each) as both,
-        sweeping(address, write(tmp_path, **keys), state) as driver,
-    ):
-        print("", file=driver.stdin, flush=True)
-        until(lambda: list(state.glob("trials/*/checkpoint.pt")))
-        (lost,) = (one for one in both if computes(one))
-        end_family(lost)
-        gate.open()
-        output, _ = driver.communicate(timeout=600)
-    assert driver.returncode == 0, output
-    assert "its node is gone; retry 1/2" in output
-    assert re.search(r"goes on from step \d+", output)
-    assert set(statuses(state).values()) == {"done"}
-    sound(tmp_path, state, **keys)
-
-
-@apart
-def test_data_that_a_node_has_not_are_named_in_a_sentence(address, tmp_path):
-    hidden = tmp_path / "hidden"
-    data = shards(hidden / "data")
-    path = write(tmp_path, shape={"data": data}, ablate={"rht": [True]}, seeds=1, retry=0)
-    with node(address, hide=hidden, **OPEN):
-        status, told = swept(address, path, tmp_path / "state")
-    assert status == 1, told
-    said = f"has no {data['train']}, which this machine has: data lie at the same absolute path on every node"
-    assert re.search(rf"failed: node \S+ {re.escape(said)}", told), told
 
 
 # Other versions, and tokens
@@ -274,12 +223,28 @@ else:
 """
 
 
+def test_a_cluster_of_another_version_of_ray_gets_a_hint(address):
+    """As this process takes itself for one of another version, it is the cluster that has another."""
+    other = "import ray; ray.__version__ = '2.40.0'"
+    told = subprocess.run(
+        [sys.executable, "-c", other + CONNECT, address],
+        env=environment(**OPEN),
+        capture_output=True,
+        text=True,
+        check=False,
+    ).stdout
+    assert told.startswith(f"Ray cannot be reached at {address}: Version mismatch")
+    assert "2.40.0" in told
+    assert told.endswith("install the cluster's version of Ray and of Python here\n")
+
+
 def test_without_the_clusters_token_a_sentence_names_the_variables_and_with_it_nothing_is_turned_off(
     tmp_path,
 ):
-    """The token may stand in a file, too."""
-    file = tmp_path / "token"
+    """The token may stand in a file, too. The command ends with status 2."""
+    file, path = tmp_path / "token", write(tmp_path)
     file.write_text(TOKEN)
+    words = ("sweep", path, "--state", tmp_path / "state", "--mlflow", "none", "--address")
 
     def asked(address: str, **extra: str) -> str:
         kept = {
@@ -296,10 +261,16 @@ def test_without_the_clusters_token_a_sentence_names_the_variables_and_with_it_n
         ThreadPoolExecutor() as threads,
     ):  # Ray asks for six seconds
         let_in = threads.submit(asked, address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(file))
+        (wrong, said) = WITHOUT["another token"]
+        swept = threads.submit(ablate, *words, address, HOME=str(tmp_path), **wrong)
         answers = list(
             threads.map(lambda extra: asked(address, **extra), (extra for extra, _ in WITHOUT.values()))
         )
         assert let_in.result() == "let in, with token\n"
+        assert (swept.result().returncode, "Traceback" in swept.result().stderr) == (2, False)
+        assert re.fullmatch(
+            rf"Ray cannot be reached at {address}: {said}", swept.result().stderr.splitlines()[-1]
+        )
         for (_, said), told in zip(WITHOUT.values(), answers, strict=True):
             assert re.fullmatch(rf"Ray cannot be reached at {address}: {said}\n", told), told
             assert all(
@@ -311,6 +282,160 @@ def test_without_the_clusters_token_a_sentence_names_the_variables_and_with_it_n
                     "~/.ray/auth_token",
                 )
             )
+
+
+# Gangs
+
+
+def stream(folder: Path, trials: int) -> Path:
+    """An experiment of trials that do nothing for a second."""
+    keys = {
+        "workload": {"idle": {"steps": 5, "seconds": 0.2}},
+        "ablate": {"workload.x": [0.1]},
+        "against": {"workload.x": 0.1},
+    }
+    return write(folder, "stream", **keys | {"seeds": trials})
+
+
+def in_a_stream(address: str, gate: Gate, folder: Path, most: int) -> None:
+    """A gang starts among small trials, `most` at once, and both end.
+
+    The gang's process is there before the stream begins: it asks for its places while many small trials wait, however slow its start.
+    The last of these waits for the gang's end, and holds a place that the gang would need if it began only then."""
+    trials, one = 5 * most, {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1}
+    state, other = folder / "state", folder / "other"
+    gate.shut(trials - 1)
+    with (
+        sweeping(address, write(folder, **one), state, 2) as big,
+        sweeping(address, stream(folder, trials), other, most=most) as small,
+    ):
+        assert (big.stdout.readline(), small.stdout.readline()) == ("ready\n", "ready\n")
+        print("", file=small.stdin, flush=True)
+        until(lambda: list(other.glob("trials/*/result.json")))
+        output, _ = big.communicate("\n", timeout=600)
+        assert big.returncode == 0, output
+        assert small.poll() is None, small.communicate()
+        gate.open()
+        said, _ = small.communicate(timeout=600)
+    assert small.returncode == 0, said
+    assert set(statuses(state).values()) == set(statuses(other, "stream").values()) == {"done"}
+
+
+def test_a_gang_on_one_node_starts_in_a_stream_of_small_trials_and_both_end(address, tmp_path):
+    gate = Gate(tmp_path)
+    with node(address, 2, **OPEN, **gate.environment):
+        in_a_stream(address, gate, tmp_path, 1)
+
+
+def test_a_gang_on_two_nodes_starts_in_a_stream_of_small_trials_and_both_end(pair, tmp_path):
+    in_a_stream(pair.address, pair.gate, tmp_path, 2)
+
+
+# Nodes that do not see the state folder
+
+
+@apart
+def test_without_a_shared_file_system_the_store_is_the_same_and_workers_need_no_tracker(pair, tmp_path):
+    """Forks included: what the first trial leaves on its node, the others go on from."""
+    keys = {
+        "shape": {"steps": 60, "eval_every": 20},
+        "ablate": {"cooldown": [0, 0.25]},
+        "seeds": 1,
+        "telemetry": {"checkpoint": 0.2},
+    }
+    state = pair.hidden / "state"
+    refused = subprocess.run(
+        [sys.executable, "-c", "import mlflow"],
+        env=environment(**pair.environment),
+        capture_output=True,
+        check=False,
+    )
+    assert b"No module named 'mlflow'" in refused.stderr
+    status, said = swept(pair.address, write(tmp_path, **keys), state)
+    until(lambda: not list(pair.scratch.glob("ablate-*")))
+    assert status == 0, said
+    (told,) = [line for line in said.splitlines() if "state" in line and "workers on" in line]
+    assert f"do not see {state}: records are streamed, and checkpoints fetched through Ray" in told
+    assert "goes on from step" in said  # a fork
+    sound(tmp_path, state, **keys)
+    assert files(state) == files(tmp_path / "undisturbed")
+    assert not list(state.glob(".seen/*"))
+
+
+@apart
+def test_data_that_a_node_has_not_are_named_in_a_sentence(pair, tmp_path):
+    data = shards(pair.hidden / "data")
+    path = write(
+        tmp_path, shape={"data": data}, ablate={"rht": [True]}, against={"rht": True}, seeds=1, retry=0
+    )
+    status, told = swept(pair.address, path, tmp_path / "state")
+    assert status == 1, told
+    said = f"has no {data['train']}, which this machine has: data lie at the same absolute path on every node"
+    assert re.search(rf"failed: node \S+ {re.escape(said)}", told), told
+
+
+@apart
+def test_a_gang_on_nodes_that_do_not_see_the_state_folder_leaves_the_same_store(pair, tmp_path):
+    state = pair.hidden / "gang"
+    path = write(tmp_path, ablate={"rht": [True]}, seeds=1)
+    status, output = swept(pair.address, path, state, 2)
+    assert status == 0, output
+    assert "do not see" in output
+    assert set(statuses(state).values()) == {"done"}
+    assert all(
+        {"spec.json", "result.json", "events.jsonl", "log.txt"} <= found for found in files(state).values()
+    )
+
+
+# Nodes that are lost
+
+
+CHECKED = {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1, "telemetry": {"checkpoint": 0}}
+
+
+def test_a_gang_whose_node_dies_is_tried_again_as_a_whole_and_one_that_no_cluster_could_hold_is_refused(
+    pair, tmp_path
+):
+    state = tmp_path / "state"
+    pair.gate.shut()
+    with sweeping(pair.address, write(tmp_path, **CHECKED), state, 9, 2) as big:
+        refused = big.stdout.readline()
+        assert refused == "a trial needs 9 CPUs, and the Ray cluster has 2 on 2 nodes (1, 1)\n"
+        print("", file=big.stdin, flush=True)
+        until(lambda: list(state.glob("trials/*/checkpoint.pt")))
+        pair.lose(pair.nodes[1])
+        pair.gate.open()
+        pair.complete()
+        output, _ = big.communicate(timeout=200)
+    assert big.returncode == 0, output
+    assert "its node is gone; retry 1/2" in output, output
+    assert set(statuses(state).values()) == {"done"}
+
+
+@pytest.mark.parametrize(
+    "fetched", [pytest.param(True, marks=apart), False], ids=["fetched", "in the shared folder"]
+)
+def test_a_trial_whose_node_is_lost_goes_on_elsewhere_from_its_last_checkpoint(fetched, pair, tmp_path):
+    state = pair.hidden / "lost" if fetched else tmp_path / "state"
+    pair.gate.shut()
+    with sweeping(pair.address, write(tmp_path, **CHECKED), state, nodes=2) as driver:
+        assert driver.stdout.readline() == "ready\n"  # Ray lists a node that the test before has lost no more
+        print("", file=driver.stdin, flush=True)
+        until(lambda: list(state.glob("trials/*/checkpoint.pt")))
+        (lost,) = (one for one in pair.nodes if trials_in(psutil.Process(one.pid)))
+        pair.lose(lost)
+        pair.gate.open()
+        output, _ = driver.communicate(timeout=600)
+    assert driver.returncode == 0, output
+    assert ("do not see" in output) == fetched
+    assert "its node is gone; retry 1/2" in output
+    assert re.search(r"goes on from step \d+", output)
+    assert set(statuses(state).values()) == {"done"}
+    book = ledger(state)
+    (ended, last) = [row[0] for row in book.db.execute("SELECT outcome FROM attempts ORDER BY attempt")]
+    book.close()
+    assert (ended != "done", last) == (True, "done")
+    sound(tmp_path, state, **CHECKED)
 
 
 # From outside the cluster
@@ -336,90 +461,6 @@ def test_a_sweep_from_outside_runs_by_one_rank_and_by_a_gang(tmp_path):
             assert status == 0, said
             assert "do not see" in said
             assert set(statuses(state).values()) == {"done"}
-
-
-# Gangs
-
-
-def stream(folder: Path, trials: int) -> Path:
-    """An experiment of trials that do nothing for a second."""
-    keys = {
-        "workload": {"idle": {"steps": 5, "seconds": 0.2}},
-        "ablate": {"workload.x": [0.1]},
-        "against": {"workload.x": 0.1},
-    }
-    return write(folder, "stream", **keys | {"seeds": trials})
-
-
-@pytest.mark.parametrize("cpus", [(1, 1), (2,)], ids=["on two nodes", "on one"])
-def test_a_gang_starts_in_a_stream_of_small_trials_and_both_end(cpus, address, tmp_path):
-    """The gang's process is there before the stream begins: it asks for its places while many small trials wait, however slow its start.
-    The last of these waits for the gang's end, and holds a place that the gang would need if it began only then."""
-    trials, gate, one = (
-        5 * len(cpus),
-        Gate(tmp_path),
-        {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1},
-    )
-    state, other = tmp_path / "state", tmp_path / "other"
-    gate.shut(trials - 1)
-    with nodes(address, *({"cpus": count} | OPEN | gate.environment for count in cpus)):
-        small, big = stream(tmp_path, trials), write(tmp_path, **one)
-        with (
-            sweeping(address, big, state, 2) as big,
-            sweeping(address, small, other, most=len(cpus)) as small,
-        ):
-            assert (big.stdout.readline(), small.stdout.readline()) == ("ready\n", "ready\n")
-            print("", file=small.stdin, flush=True)
-            until(lambda: list(other.glob("trials/*/result.json")))
-            output, _ = big.communicate("\n", timeout=600)
-            assert big.returncode == 0, output
-            assert small.poll() is None, small.communicate()
-            gate.open()
-            said, _ = small.communicate(timeout=600)
-    assert small.returncode == 0, said
-    assert set(statuses(state).values()) == set(statuses(other, "stream").values()) == {"done"}
-
-
-@apart
-def test_a_gang_on_nodes_that_do_not_see_the_state_folder_leaves_the_same_store(address, tmp_path):
-    hidden = tmp_path / "hidden"
-    hidden.mkdir()
-    keys = {"ablate": {"rht": [True]}, "seeds": 1}
-    path, hiding = write(tmp_path, **keys), {"hide": hidden, **OPEN}
-    with nodes(address, hiding, hiding):
-        status, output = swept(address, path, hidden / "state", 2)
-    assert status == 0, output
-    assert "do not see" in output
-    assert set(statuses(hidden / "state").values()) == {"done"}
-    assert all(
-        {"spec.json", "result.json", "events.jsonl", "log.txt"} <= found
-        for found in files(hidden / "state").values()
-    )
-
-
-def test_a_gang_whose_node_dies_is_tried_again_as_a_whole_and_one_that_no_cluster_could_hold_is_refused(
-    tmp_path,
-):
-    state, gate = tmp_path / "state", Gate(tmp_path)
-    keys = {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1, "telemetry": {"checkpoint": 0}}
-    path, each = write(tmp_path, **keys), OPEN | gate.environment
-    gate.shut()
-    with (
-        head(**OPEN) as address,
-        nodes(address, each, each) as (_, second),
-        sweeping(address, path, state, 9, 2) as big,
-    ):
-        refused = big.stdout.readline()
-        assert refused == "a trial needs 9 CPUs, and the Ray cluster has 2 on 2 nodes (1, 1)\n"
-        print("", file=big.stdin, flush=True)
-        until(lambda: list(state.glob("trials/*/checkpoint.pt")))
-        end_family(second)
-        gate.open()
-        with node(address, **OPEN):
-            output, _ = big.communicate(timeout=200)
-    assert big.returncode == 0, output
-    assert "its node is gone; retry 1/2" in output, output
-    assert set(statuses(state).values()) == {"done"}
 
 
 # SLURM
@@ -461,7 +502,7 @@ def test_the_batch_script_of_the_documentation_starts_ray_runs_the_sweep_and_lea
         "MARK": str(tmp_path),
     }
     one = write(tmp_path, ablate={"rht": [True]}, against={"rht": True}, seeds=1)
-    words = ["bash", script, one, "--mlflow", "none"]
+    words = ["bash", script, one, "--mlflow", "none", "--check-command", "true"]
     done = subprocess.run(
         words, env=environment(**slurm, **mine), capture_output=True, text=True, timeout=600, check=False
     )

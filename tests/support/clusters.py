@@ -13,8 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from support.experiments import environment, until
-from support.gates import customised
+from ablate.verification.services import trials_in
+from support.experiments import environment, gone, until
+from support.gates import Gate, customised
 
 STARTS_RAY = [
     pytest.mark.slow,
@@ -121,6 +122,39 @@ def node(
         yield process
 
 
+class Pair:
+    """Two nodes of one CPU each, which do not see the folder `hidden`, cannot import some modules, leave their temporary files in
+    `scratch`, and wait at `gate`. A test may end one; `complete` starts another."""
+
+    def __init__(self, address: str, folder: Path, without: Iterable[str] = ()) -> None:
+        self.address, self.hidden, self.scratch = address, folder / "hidden", folder / "scratch"
+        self.hidden.mkdir()
+        self.scratch.mkdir()
+        self.gate = Gate(folder, blocking(*without))
+        self.environment = self.gate.environment | {"TMPDIR": str(self.scratch)} | OPEN
+        self.nodes: list[subprocess.Popen] = []
+        self._stack = contextlib.ExitStack()
+
+    def complete(self) -> None:
+        """Start as many nodes as are missing. One that cannot hide a folder hides none."""
+        hide = self.hidden if can_hide() else None
+        while len(self.nodes) < 2:
+            self.nodes.append(self._stack.enter_context(node(self.address, 1, hide, **self.environment)))
+
+    def lose(self, lost: subprocess.Popen) -> None:
+        """Kill Ray's process of a node: its trial ends by itself. Then end what is left of the node."""
+        family = psutil.Process(lost.pid).children(recursive=True)
+        trials = trials_in(psutil.Process(lost.pid))
+        for raylet in (member for member in family if member.name() == "raylet"):
+            raylet.kill()
+        until(lambda: gone(trials))
+        end_family(lost, family)
+        self.nodes.remove(lost)
+
+    def close(self) -> None:
+        self._stack.close()
+
+
 @contextlib.contextmanager
 def nodes(address: str, *each: dict[str, Any]) -> Iterator[list[subprocess.Popen]]:
     """Several nodes: what `node` is told of each. One after the other, since Ray takes those of one address that start at once for one."""
@@ -128,10 +162,9 @@ def nodes(address: str, *each: dict[str, Any]) -> Iterator[list[subprocess.Popen
         yield [stack.enter_context(node(address, **keys)) for keys in each]
 
 
-def blocker(folder: Path, *modules: str) -> dict[str, str]:
-    """An environment in which these modules cannot be imported."""
-    return customised(
-        folder,
+def blocking(*modules: str) -> str:
+    """Code after which these modules cannot be imported."""
+    return (
         "import importlib.machinery, sys\n"
         "class Blocker:\n"
         "    def find_spec(self, name, path=None, target=None):\n"
@@ -141,5 +174,10 @@ def blocker(folder: Path, *modules: str) -> dict[str, str]:
         "        pass\n"
         "    def exec_module(self, module):\n"
         "        raise ModuleNotFoundError(f'No module named {module.__name__!r}')\n"
-        "sys.meta_path.insert(0, Blocker())\n",
+        "sys.meta_path.insert(0, Blocker())\n"
     )
+
+
+def blocker(folder: Path, *modules: str) -> dict[str, str]:
+    """An environment in which these modules cannot be imported."""
+    return customised(folder, blocking(*modules))

@@ -37,9 +37,10 @@ def customised(folder: Path, code: str) -> dict[str, str]:
 class Gate:
     """While it is shut and so many results are there, whoever has `environment` leaves no second checkpoint and no result, but waits."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, before: str = "") -> None:
+        """`before`: code that runs first, of those who have `environment`."""
         self._file = folder / "shut"
-        self.environment = customised(folder / "gate", CUSTOM.format(gate=str(self._file)))
+        self.environment = customised(folder / "gate", before + CUSTOM.format(gate=str(self._file)))
 
     def shut(self, results: int = 0) -> None:
         """Shut it; `results`: the trials that are let through."""
@@ -49,4 +50,4 @@ class Gate:
 
     def open(self) -> None:
         """Let all go on that wait, and all that come."""
-        self._file.unlink()
+        self._file.unlink(missing_ok=True)
