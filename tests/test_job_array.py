@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import INLINE, here
-from support.experiments import ablate, end, environment, ledger, statuses, until, values, write
+from support.experiments import end, environment, ledger, statuses, until, values, write
 from support.gates import Gate
 
 from ablate.execution.job_array import REQUEUE, Jobs
@@ -78,39 +78,38 @@ def export(path: Path, folder: Path, state: Path, *words: object) -> subprocess.
 
 
 @pytest.mark.slow
-def test_tasks_that_are_killed_and_queued_again_give_the_sweep_of_workers_on_ray(tmp_path):
-    path = write(tmp_path, seeds=4, telemetry={"checkpoint": 0, "log": 1, "every": 2})
+def test_tasks_that_are_killed_and_queued_again_give_the_sweep_of_one_process(tmp_path):
+    """That workers on Ray compute the same has a test in test_commands.py."""
+    path = write(tmp_path, telemetry={"checkpoint": 0, "log": 1, "every": 2})
     gate = Gate(tmp_path)
     folder, state = tmp_path / "jobs", tmp_path / "state"
     done = export(path, folder, state)
-    assert (done.returncode, "stage 1: 12 trials" in done.stdout) == (0, True)
+    assert (done.returncode, "stage 1: 6 trials" in done.stdout) == (0, True)
     batch = Batch(folder, tmp_path, **gate.environment)
-    gate.shut(3)
-    for task in range(3):
-        assert batch.run(task)[0] == 0
-    told, lost = batch.start(3), [batch.start(4), batch.start(5)]
-    checkpoint = batch.begun(3)
+    gate.shut(1)
+    assert batch.run(0)[0] == 0
+    told, lost = batch.start(1), batch.start(2)
+    checkpoint = batch.begun(1)
     told.send_signal(signal.SIGTERM)
     until(lambda: told.poll() is not None or os.utime(checkpoint), 60)  # the checkpoint that it waits for
     output, _ = told.communicate(timeout=60)
     assert told.returncode == REQUEUE, output
-    assert batch.queue.read_text() == "requeue 7_3\n"
-    for number, process in enumerate(lost, 4):
-        batch.begun(number)
-        os.killpg(process.pid, signal.SIGKILL)
-        end(process)
+    assert batch.queue.read_text() == "requeue 7_1\n"
+    batch.begun(2)
+    os.killpg(lost.pid, signal.SIGKILL)
+    end(lost)
     partly = here("collect", folder, "--state", state)
-    assert (partly.returncode, partly.stdout.splitlines()[0]) == (1, "3 copied, 3 not finished, 6 not begun")
+    assert (partly.returncode, partly.stdout.splitlines()[0]) == (1, "1 copied, 2 not finished, 3 not begun")
     gate.open()
-    for task in range(3, 12):
-        status, output = batch.run(task)
-        assert status == 0, output
-        assert f"attempt {2 if task < 6 else 1}" in output
+    for task in range(1, 6):
+        done = here("run-task", folder, 1, task)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"attempt {2 if task < 3 else 1}" in done.stdout
     whole = here("collect", folder, "--state", state)
-    assert (whole.returncode, whole.stdout.splitlines()[0]) == (0, "3 there already, 9 copied")
+    assert (whole.returncode, whole.stdout.splitlines()[0]) == (0, "1 there already, 5 copied")
     assert set(statuses(state).values()) == {"done"}
-    there = tmp_path / "ray"
-    ran = ablate("sweep", path, "--state", there, "--workers", 2, "--mlflow", "none")
+    there = tmp_path / "one process"
+    ran = here("sweep", path, "--state", there, *INLINE)
     assert ran.returncode == 0, ran.stderr
     assert values(state) == values(there)
     both = [ledger(place) for place in (state, there)]
@@ -125,7 +124,7 @@ def test_tasks_that_are_killed_and_queued_again_give_the_sweep_of_workers_on_ray
         book.close()
     shown = here("sweep", path, "--state", state, *INLINE).stdout
     assert answer(shown) == answer(ran.stdout)
-    assert "0 trials run, 12 already done" in shown
+    assert "0 trials run, 6 already done" in shown
 
 
 def measured(name: str) -> bool:
@@ -142,22 +141,20 @@ def answer(output: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_stage_starts_from_states_that_the_stage_before_it_leaves(tmp_path):
-    path = write(tmp_path, shape={"steps": 8}, ablate={"cooldown": [0.25, 0.5, 0.75]}, seeds=2)
+    path = write(tmp_path, shape={"steps": 8}, ablate={"cooldown": [0.25, 0.5, 0.75]}, seeds=1)
     folder, state = tmp_path / "jobs", tmp_path / "state"
     export(path, folder, state)
-    stages = Jobs.read(folder).stages
-    assert [len(stage) for stage in stages] == [
-        4,
-        2,
-        2,
-    ]  # the baseline and a trunk of each seed, then its forks
-    batch = Batch(folder, tmp_path)
+    batch, stages = Batch(folder, tmp_path), Jobs.read(folder).stages
+    assert [len(stage) for stage in stages] == [2, 1, 1]  # the baseline and a trunk, then its forks
     for number, stage in enumerate(stages, 1):
         for task in range(len(stage)):
-            status, output = batch.run(task, number)
-            assert status == 0, output
+            if number < len(stages):
+                done = here("run-task", folder, number, task)
+                assert done.returncode == 0, done.stdout + done.stderr
+            else:  # the last by its script
+                assert batch.run(task, number)[0] == 0
     trunks = list((folder / "state" / "trials").glob("*/trunk-*.json"))
-    assert len(trunks) == 4  # all of the later stages
+    assert len(trunks) == 2  # all of the later stages
     assert here("collect", folder, "--state", state).returncode == 0
     assert here("sweep", path, "--state", tmp_path / "plain", "--no-fork", *INLINE).returncode == 0
     assert values(state) == values(tmp_path / "plain")
@@ -240,7 +237,7 @@ def test_a_task_that_is_not_there_and_a_folder_that_is_none_are_told(tmp_path):
 
 @pytest.mark.slow
 def test_a_damaged_result_is_told_and_not_copied(tmp_path):
-    path = write(tmp_path, workload={"idle": {"steps": 2}}, seeds=1)
+    path = write(tmp_path, workload={"idle": {"steps": 2}}, ablate={"rht": [True]}, seeds=1)
     folder, state = tmp_path / "jobs", tmp_path / "state"
     export(path, folder, state)
     (trial, *others) = Jobs.read(folder).trials
@@ -249,7 +246,7 @@ def test_a_damaged_result_is_told_and_not_copied(tmp_path):
     events = folder / "state" / "trials" / trial / "events-1.jsonl"
     events.write_bytes(events.read_bytes()[:-20])
     done = here("collect", folder, "--state", state)
-    assert (done.returncode, "2 copied" in done.stdout, f"{trial} damaged" in done.stdout) == (1, True, True)
+    assert (done.returncode, "1 copied" in done.stdout, f"{trial} damaged" in done.stdout) == (1, True, True)
     assert not (state / "trials" / trial).exists()
 
 
