@@ -38,9 +38,18 @@ def request(folder: Path, attempt: int = 1, ranks: int = 2, **changes: Any) -> T
 
 
 @pytest.fixture(scope="module")
-def supervisor() -> Iterator[Supervisor]:
+def gate(tmp_path_factory) -> Gate:
+    """A gate for all trials of this file; it is open."""
+    return Gate(tmp_path_factory.mktemp("gate"))
+
+
+@pytest.fixture(scope="module")
+def supervisor(gate) -> Iterator[Supervisor]:
     """One for all tests of this file, as in test_supervisor."""
     found = Supervisor()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", gate.environment["PYTHONPATH"])
+        found.warm()
     yield found
     shut(found)
 
@@ -108,12 +117,10 @@ def test_two_ranks_keep_the_weights_of_the_whole_model(supervisor, tmp_path):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_its_checkpoint(
-    victim, tmp_path, monkeypatch
+    victim, supervisor, gate, tmp_path
 ):
-    gate, shape = Gate(tmp_path), {"steps": 30, "eval_every": 30}
+    shape = {"steps": 12, "eval_every": 12}
     gate.shut()
-    monkeypatch.setenv("PYTHONPATH", gate.environment["PYTHONPATH"])
-    supervisor = Supervisor()
     told = run(supervisor, request(tmp_path, shape=shape), lambda: ranks_of(supervisor)[victim].kill())
     gate.open()
     assert told[-1].status == "failed"
@@ -125,8 +132,7 @@ def test_a_killed_rank_ends_the_attempt_and_the_next_goes_on_from_its_checkpoint
     assert again[-1].status == "done"
     (resumed,) = (event["resumed"] for event in events_of(again) if "resumed" in event)
     assert resumed >= 1
-    assert steps(again) == list(range(1, 31))
-    shut(supervisor)
+    assert steps(again) == list(range(1, 13))
     assert not Store(tmp_path).folder(request(tmp_path, shape=shape).id).joinpath("checkpoint.pt").exists()
 
 

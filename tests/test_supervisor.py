@@ -269,12 +269,9 @@ trial_process.main()
 """A worker whose workload `idle` needs a module, and which says how many threads there are at each fork."""
 
 
-def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_process(tmp_path):
-    (tmp_path / "slow_to_import.py").write_text(
-        "import os, pathlib\n"
-        "with pathlib.Path(__file__).with_name('importers').open('a') as file: print(os.getpid(), file=file)\n"
-        "print('what it prints is no event')\n"
-    )
+def test_a_missing_module_is_told_by_the_trial_and_one_that_takes_long_is_imported_once_by_the_warm_process(
+    tmp_path,
+):
     supervisor = Supervisor()
     paths = {"PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])}
     pipes = {
@@ -287,6 +284,7 @@ def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_proce
         supervisor.child = subprocess.Popen(
             [sys.executable, "-c", IMPORTING], env=os.environ | paths, **pipes
         )
+    child = supervisor.child
     spec = TrialSpec(
         workload="idle",
         config=Idle(steps=2),
@@ -295,13 +293,24 @@ def test_what_a_workload_takes_long_to_import_is_imported_once_by_the_warm_proce
         engine="emulated",
         device="cpu",
     )
+    asked = TrialRequest(spec.id, spec.wire, str(tmp_path), 1, {}, imports=("slow_to_import",))
+    last = list(supervisor.run(asked))[-1]
+    assert (last.status, last.reason) == ("failed", "ModuleNotFoundError: No module named 'slow_to_import'")
+    assert list(supervisor.run(request(tmp_path)))[-1].status == "done"
+    (tmp_path / "slow_to_import.py").write_text(
+        "import os, pathlib\n"
+        "with pathlib.Path(__file__).with_name('importers').open('a') as file: print(os.getpid(), file=file)\n"
+        "print('what it prints is no event')\n"
+    )
     for seed in range(3):
         wanted = spec.model_copy(update={"seed": seed})
-        asked = TrialRequest(wanted.id, wanted.wire, str(tmp_path), 1, {}, imports=("slow_to_import",))
+        asked = TrialRequest(wanted.id, wanted.wire, str(tmp_path), 2, {}, imports=("slow_to_import",))
         messages = list(supervisor.run(asked))
         assert (messages[-1].status, steps(messages)) == ("done", [1, 2])
-    assert (tmp_path / "importers").read_text().splitlines() == [str(supervisor.child.pid)]
-    assert (tmp_path / "said").read_text().splitlines() == ["what it prints is no event", "1", "1", "1"]
+    assert supervisor.child is child
+    assert (tmp_path / "importers").read_text().splitlines() == [str(child.pid)]
+    told = ["1", "1", "what it prints is no event", "1", "1", "1"]
+    assert (tmp_path / "said").read_text().splitlines() == told
     shut(supervisor)
 
 
@@ -338,22 +347,3 @@ def test_a_line_that_is_no_request_is_refused_and_the_next_is_served(tmp_path):
         child.stdin.close()
     assert [end.status for end in ends] == [1, 0]
     assert "malformed request for a trial" in ends[0].reason
-
-
-def test_a_module_that_is_missing_is_told_by_the_trial_and_keeps_the_worker_alive(tmp_path):
-    supervisor = Supervisor()
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "bufsize": 0}
-    supervisor.child = subprocess.Popen([sys.executable, "-c", IMPORTING], **pipes)
-    spec = TrialSpec(
-        workload="idle",
-        config=Idle(steps=2),
-        recipe=PRESETS["bf16"](),
-        seed=0,
-        engine="emulated",
-        device="cpu",
-    )
-    asked = TrialRequest(spec.id, spec.wire, str(tmp_path), 1, {}, imports=("slow_to_import",))
-    last = list(supervisor.run(asked))[-1]
-    assert (last.status, last.reason) == ("failed", "ModuleNotFoundError: No module named 'slow_to_import'")
-    assert list(supervisor.run(request(tmp_path)))[-1].status == "done"
-    shut(supervisor)
