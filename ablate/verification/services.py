@@ -26,8 +26,11 @@ from ablate.results.databases import tables
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_progress import moments, outcomes
 
-_MARK = "ABLATE_FAULT_SUITE"
-"""Environment variable that identifies the descendants of a sweep's command."""
+MARK = "SUITE_OF_FAULTS"
+"""Environment variable that identifies the descendants of a sweep's command.
+
+Its name does not begin with `ABLATE_`: checks of the numerics that have passed count for one environment
+(`passed_checks`), and every command would repeat them."""
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Ray's two agents per node. If the head died first, they poll it for 60 s, then end by themselves."""
 
@@ -229,7 +232,7 @@ class SweepCommand:
             *(("--no-fork",) if executor == "inline" else ()),
         ]
         kept = {key: value for key, value in os.environ.items() if not key.startswith("ABLATE_")}
-        self._environment = kept | {"ABLATE_REPORT": "false"} | environment | {_MARK: self._mark}
+        self._environment = kept | {"ABLATE_REPORT": "false"} | environment | {MARK: self._mark}
         self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -345,7 +348,7 @@ class SweepCommand:
 
 def _marked(process: psutil.Process, mark: str) -> bool:
     try:
-        return process.environ().get(_MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+        return process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
 
