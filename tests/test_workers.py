@@ -137,9 +137,9 @@ def reachable() -> dict[str, str]:
     return {"node_ip_address": node_ip_address_from_perspective()}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def cluster():
-    """A head with three logical CPUs."""
+    """A head with three logical CPUs; nodes that tests add stay."""
     from ray.cluster_utils import Cluster
 
     found = Cluster(
@@ -147,6 +147,11 @@ def cluster():
     )
     yield found
     found.shutdown()
+
+
+def add_node(cluster) -> None:
+    """Add a node of two logical CPUs and three logical GPUs."""
+    cluster.add_node(num_cpus=2, num_gpus=3, **reachable())
 
 
 @contextmanager
@@ -172,7 +177,7 @@ def test_sweeps_on_one_cluster_share_its_slots_by_priority_and_use_nodes_that_jo
         with held(cluster, 5) as high:
             assert [high(), high()] == ["slots", "2"]
             assert low() == "1"
-            cluster.add_node(num_cpus=2, **reachable())
+            add_node(cluster)
             assert high() == "4"
 
 
@@ -189,8 +194,8 @@ for ranks in (1, None):
 
 def test_a_trial_of_one_rank_has_all_of_its_gpus_on_one_node_and_one_of_several_has_one_each(cluster):
     """Two GPUs a trial, on two nodes with three each. GPUs are what Ray counts: none is used here."""
-    for _ in range(2):
-        cluster.add_node(num_cpus=2, num_gpus=3, **reachable())
+    while len(cluster.worker_nodes) < 2:
+        add_node(cluster)
     done = subprocess.run(
         [sys.executable, "-c", GPUS, cluster.address], capture_output=True, text=True, check=False
     )
