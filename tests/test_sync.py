@@ -16,8 +16,9 @@ from support.mlflow_runs import histories, runs
 from support.processes import HOLD_LOCK, ready_process
 
 from ablate.execution import controller
-from ablate.execution.tracking import shown
+from ablate.execution.tracking import database, shown
 from ablate.files import lock
+from ablate.results.databases import url
 
 pytestmark = [
     pytest.mark.services,
@@ -35,7 +36,7 @@ def server(folder, port: int):
     """MLflow's own server on a SQLite database, until the block ends; gives a client of it."""
     from mlflow import MlflowClient
 
-    url, store = f"http://127.0.0.1:{port}", f"sqlite:///{folder / 'server.db'}"
+    address, store = f"http://127.0.0.1:{port}", f"sqlite:///{folder / 'server.db'}"
     command = [
         sys.executable,
         "-m",
@@ -53,20 +54,20 @@ def server(folder, port: int):
     with (folder / "server.txt").open("a") as output:
         running = subprocess.Popen(command, stdout=output, stderr=output, env=quiet, start_new_session=True)
     try:
-        until(lambda: answers(url) or running.poll() is not None, 180, every=0.2)
+        until(lambda: answers(address) or running.poll() is not None, 180, every=0.2)
         assert running.poll() is None, (folder / "server.txt").read_text()
-        yield MlflowClient(url)
+        yield MlflowClient(address)
     finally:
         os.killpg(running.pid, 9)
         running.wait(timeout=300)
 
 
-def answers(url: str) -> bool:
+def answers(address: str) -> bool:
     import urllib.error
     import urllib.request
 
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5):
+        with urllib.request.urlopen(f"{address}/health", timeout=5):
             return True
     except (urllib.error.URLError, OSError):
         return False
@@ -113,10 +114,8 @@ def parents(client, name: str) -> list[str]:
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory):
     """An MLflow database without anything in it, to be copied: a fresh one takes seconds to migrate."""
-    from mlflow import MlflowClient
-
     path = tmp_path_factory.mktemp("mlflow") / "empty.db"
-    MlflowClient(f"sqlite:///{path}").search_experiments()
+    database.prepare(url(path), path.parent)
     return path
 
 
@@ -137,8 +136,8 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
     tmp_path, port, empty, monkeypatch
 ):
     monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 1.0)
-    url = f"http://127.0.0.1:{port}"
-    outcome, news = sweep(tiny(tmp_path, seeds=1), tmp_path, url)
+    address = f"http://127.0.0.1:{port}"
+    outcome, news = sweep(tiny(tmp_path, seeds=1), tmp_path, address)
     assert (outcome.status, outcome.ran) == ("done", 3)
     assert "records behind (" in news[-1]
     expected = sum(sum(records.values()) for records in recorded(tmp_path, "tiny").values())
@@ -148,24 +147,24 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
         in here("status", "tiny", "--state", tmp_path).stdout
     )
 
-    dead = here("sync", "--state", tmp_path, "--mlflow", url, "--timeout", 3)
+    dead = here("sync", "--state", tmp_path, "--mlflow", address, "--timeout", 3)
     assert dead.returncode == 1
     assert dead.stdout.startswith(
-        f"tiny: {expected:,} of {expected:,} records are missing in {url}: MLflow's server does not answer: Connection refused"
+        f"tiny: {expected:,} of {expected:,} records are missing in {address}: MLflow's server does not answer: Connection refused"
     )
 
     shutil.copy(empty, tmp_path / "server.db")
-    waiting = start("sync", "--state", tmp_path, "--mlflow", url)  # before the server is there
+    waiting = start("sync", "--state", tmp_path, "--mlflow", address)  # before the server is there
     try:
         with server(tmp_path, port) as client:
             output, _ = waiting.communicate(timeout=180)
             assert (waiting.returncode, output) == (
                 0,
-                f"tiny: {expected:,} records sent, none is missing in {url}\n",
+                f"tiny: {expected:,} records sent, none is missing in {address}\n",
             )
             assert drawn(client, "tiny") == recorded(tmp_path, "tiny")
             assert parents(client, "tiny") == ["FINISHED"]
-            named = url.replace(
+            named = address.replace(
                 "://", "://ablate:hunter2@"
             )  # MLflow's client shows where each run is, unless it is told not to
             again = ablate("sync", "tiny", "--rebuild", "--state", tmp_path, "--mlflow", named, timeout=180)
