@@ -1,20 +1,14 @@
 """Tests of survival: trials killed while they share their beginnings, heads and nodes of Ray that go, and the whole suite of faults."""
 
 import contextlib
-import json
 import math
 import re
 import shutil
 import sqlite3
-import threading
 import time
 from collections import Counter
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from pathlib import Path
-from typing import ClassVar
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import numpy as np
 import psutil
@@ -39,18 +33,16 @@ from ablate.execution import controller
 from ablate.execution.cluster_shares import Claim
 from ablate.execution.shared_prefixes import Family
 from ablate.execution.sweep_control import damage, put_aside
-from ablate.execution.tracking import database, projector
 from ablate.execution.trial_runner import run
 from ablate.execution.workers import Inline
 from ablate.execution.workers.pool import Placements
-from ablate.results.databases import url
 from ablate.results.trial_store import Store
 from ablate.results.verify import verify
 from ablate.training.metric_names import parse
 from ablate.verification import audit, passed_checks
 from ablate.verification.fault_plan import deck
 from ablate.verification.injections import CHECKPOINT, FAULTS, HARMS, KINDS
-from ablate.verification.services import MARK, mlflow, trials_in
+from ablate.verification.services import MARK, trials_in
 
 # Trials that go on from each other's states
 
@@ -250,68 +242,6 @@ def test_the_mark_of_a_suites_processes_does_not_make_them_repeat_the_checks_of_
     before = passed_checks.subject()
     monkeypatch.setenv(MARK, "a command")
     assert passed_checks.subject() == before
-
-
-# MLflow
-
-
-class Forgetful(BaseHTTPRequestHandler):
-    """Passes requests on to MLflow, and breaks the connection instead of giving the answer to every first making of a run."""
-
-    server_address_of_mlflow = ""
-    made: ClassVar[set[str]] = set()
-
-    def pass_on(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        kinds = {key: value for key, value in self.headers.items() if key in ("Content-Type", "Accept")}
-        asked = Request(self.server_address_of_mlflow + self.path, body or None, kinds, method=self.command)
-        try:
-            with urlopen(asked, timeout=300) as answer:
-                status, kind, content = answer.status, answer.headers["Content-Type"], answer.read()
-        except HTTPError as error:
-            status, kind, content = error.code, error.headers["Content-Type"], error.read()
-        if self.path.endswith("runs/create") and (name := json.loads(body)["run_name"]) not in self.made:
-            self.made.add(name)
-            self.close_connection = True
-            return
-        self.send_response(status)
-        self.send_header("Content-Type", kind or "text/plain")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = pass_on
-
-    def log_message(self, *words) -> None:
-        pass
-
-
-@pytest.mark.services
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, monkeypatch):
-    store = url(tmp_path / "mlflow.db")
-    database.prepare(store, tmp_path)  # which the server would take seconds for
-    server, address = mlflow(store, tmp_path / "artifacts", tmp_path / "mlflow.log")
-    monkeypatch.setattr(Forgetful, "server_address_of_mlflow", address)
-    monkeypatch.setattr(projector, "RETRY_SECONDS", 0.5)
-    monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 120.0)
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Forgetful)
-    thread = threading.Thread(target=proxy.serve_forever)
-    thread.start()
-    try:
-        until(server.ready, 120)
-        outcome, news = sweep(
-            tiny(tmp_path, seeds=1), tmp_path / "state", f"http://127.0.0.1:{proxy.server_port}"
-        )
-        assert (outcome.status, [line for line in news if "records behind" in line]) == ("done", [])
-        assert Forgetful.made == {"tiny", "bf16 seed=0", "rht=true seed=0", "rht=false seed=0"}
-        assert list(audit.mlflow(audit.Tracker(address), tmp_path / "state" / "sweeps" / "tiny")) == []
-    finally:
-        proxy.shutdown()
-        thread.join()
-        proxy.server_close()
-        server.close()
 
 
 # Ray

@@ -1,12 +1,18 @@
 """Tests of `ablate sync`: what MLflow lacks is shipped, all of it and nothing twice, by real servers and databases: dead, late, deleted, damaged."""
 
+import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import pytest
 from support.commands import INLINE, here
@@ -16,9 +22,11 @@ from support.mlflow_runs import histories, runs
 from support.processes import HOLD_LOCK, ready_process
 
 from ablate.execution import controller
-from ablate.execution.tracking import database, shown
+from ablate.execution.tracking import database, projector, shown
 from ablate.files import lock
 from ablate.results.databases import url
+from ablate.verification import audit
+from ablate.verification.services import free_port
 
 pytestmark = [
     pytest.mark.services,
@@ -73,12 +81,13 @@ def answers(address: str) -> bool:
         return False
 
 
-@pytest.fixture
-def port() -> int:
-    """A free port of this machine."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+@pytest.fixture(scope="module")
+def late(tmp_path_factory, empty):
+    """The address of a server that is not there yet, and the function that starts it, once, and returns a client of it."""
+    folder, port = tmp_path_factory.mktemp("server"), free_port()
+    shutil.copy(empty, folder / "server.db")
+    with ExitStack() as stack:
+        yield f"http://127.0.0.1:{port}", cache(lambda: stack.enter_context(server(folder, port)))
 
 
 def recorded(state, name: str) -> dict[str, Counter]:
@@ -133,10 +142,10 @@ def client(store):
 
 
 def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_none_twice(
-    tmp_path, port, empty, monkeypatch
+    tmp_path, late, monkeypatch
 ):
     monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 1.0)
-    address = f"http://127.0.0.1:{port}"
+    address, serve = late
     outcome, news = sweep(tiny(tmp_path, seeds=1), tmp_path, address)
     assert (outcome.status, outcome.ran) == ("done", 3)
     assert "records behind (" in news[-1]
@@ -153,28 +162,79 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
         f"tiny: {expected:,} of {expected:,} records are missing in {address}: MLflow's server does not answer: Connection refused"
     )
 
-    shutil.copy(empty, tmp_path / "server.db")
     waiting = start("sync", "--state", tmp_path, "--mlflow", address)  # before the server is there
     try:
-        with server(tmp_path, port) as client:
-            output, _ = waiting.communicate(timeout=180)
-            assert (waiting.returncode, output) == (
-                0,
-                f"tiny: {expected:,} records sent, none is missing in {address}\n",
-            )
-            assert drawn(client, "tiny") == recorded(tmp_path, "tiny")
-            assert parents(client, "tiny") == ["FINISHED"]
-            named = address.replace(
-                "://", "://ablate:hunter2@"
-            )  # MLflow's client shows where each run is, unless it is told not to
-            again = ablate("sync", "tiny", "--rebuild", "--state", tmp_path, "--mlflow", named, timeout=180)
-            assert (again.returncode, again.stdout) == (0, output.replace("://", "://ablate:***@"))
-            assert "hunter2" not in again.stderr
-            assert drawn(client, "tiny") == recorded(tmp_path, "tiny")
-            assert parents(client, "tiny") == ["FINISHED"]
+        client = serve()
+        output, _ = waiting.communicate(timeout=180)
+        assert (waiting.returncode, output) == (
+            0,
+            f"tiny: {expected:,} records sent, none is missing in {address}\n",
+        )
+        assert drawn(client, "tiny") == recorded(tmp_path, "tiny")
+        assert parents(client, "tiny") == ["FINISHED"]
+        named = address.replace(
+            "://", "://ablate:hunter2@"
+        )  # MLflow's client shows where each run is, unless it is told not to
+        again = ablate("sync", "tiny", "--rebuild", "--state", tmp_path, "--mlflow", named, timeout=180)
+        assert (again.returncode, again.stdout) == (0, output.replace("://", "://ablate:***@"))
+        assert "hunter2" not in again.stderr
+        assert drawn(client, "tiny") == recorded(tmp_path, "tiny")
+        assert parents(client, "tiny") == ["FINISHED"]
     finally:
         end(waiting)
     assert "behind" not in here("status", "tiny", "--state", tmp_path).stdout
+
+
+class Forgetful(BaseHTTPRequestHandler):
+    """Passes requests on to MLflow, and breaks the connection instead of giving the answer to every first making of a run."""
+
+    server_address_of_mlflow = ""
+    made: ClassVar[set[str]] = set()
+
+    def pass_on(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        kinds = {key: value for key, value in self.headers.items() if key in ("Content-Type", "Accept")}
+        asked = Request(self.server_address_of_mlflow + self.path, body or None, kinds, method=self.command)
+        try:
+            with urlopen(asked, timeout=300) as answer:
+                status, kind, content = answer.status, answer.headers["Content-Type"], answer.read()
+        except HTTPError as error:
+            status, kind, content = error.code, error.headers["Content-Type"], error.read()
+        if self.path.endswith("runs/create") and (name := json.loads(body)["run_name"]) not in self.made:
+            self.made.add(name)
+            self.close_connection = True
+            return
+        self.send_response(status)
+        self.send_header("Content-Type", kind or "text/plain")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = pass_on
+
+    def log_message(self, *words) -> None:
+        pass
+
+
+def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, late, monkeypatch):
+    address, serve = late
+    serve()
+    monkeypatch.setattr(Forgetful, "server_address_of_mlflow", address)
+    monkeypatch.setattr(projector, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 120.0)
+    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Forgetful)
+    thread = threading.Thread(target=proxy.serve_forever)
+    thread.start()
+    try:
+        between = f"http://127.0.0.1:{proxy.server_port}"
+        outcome, news = sweep(tiny(tmp_path, "unanswered", seeds=1), tmp_path / "state", between)
+        assert (outcome.status, [line for line in news if "records behind" in line]) == ("done", [])
+        assert Forgetful.made == {"unanswered", "bf16 seed=0", "rht=true seed=0", "rht=false seed=0"}
+        assert list(audit.mlflow(audit.Tracker(address), tmp_path / "state/sweeps/unanswered")) == []
+    finally:
+        proxy.shutdown()
+        thread.join()
+        proxy.server_close()
 
 
 def test_a_deleted_database_is_made_again(tmp_path, empty):
