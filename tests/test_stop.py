@@ -203,33 +203,3 @@ def seen(state, trial: str) -> int:
     records = len(list(book.records(number)))
     book.close()
     return records
-
-
-@pytest.mark.slow
-@pytest.mark.services
-def test_workers_are_added_in_flight(tmp_path):
-    path, state = (
-        write(tmp_path, workload={"idle": {"steps": 10, "seconds": 0.2}}, seeds=12),
-        tmp_path / "state",
-    )
-    driver = start("sweep", path, "--state", state, "--workers", 2, "--mlflow", "none")
-
-    def count(status: str) -> int:
-        return list(found(state).values()).count(status)
-
-    try:
-        until(lambda: count("running") == 2)
-        assert here("workers", "tiny", 1, "--state", state).returncode == 0
-        until(lambda: count("running") == 1)
-        at_once, enough = set(), count("done") + 2
-        until(lambda: at_once.add(count("running")) or count("done") >= enough)
-        assert max(at_once) == 1
-        assert here("workers", "tiny", 2, "--state", state).returncode == 0
-        until(lambda: count("running") == 2)
-        here("stop", "tiny", "--state", state)
-        output, _ = driver.communicate(timeout=300)
-        assert "1 trials at once from now on" in output
-        assert "2 trials at once from now on" in output
-        assert driver.returncode == 130
-    finally:
-        end(driver)

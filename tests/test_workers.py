@@ -7,16 +7,19 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import psutil
 import pytest
 from support.clusters import STARTS_RAY
-from support.experiments import events_of, until, words_of
+from support.experiments import events_of, tiny, until, words_of
 from support.trial_requests import request
 
+from ablate.execution.controller import Controller
 from ablate.execution.messages import Ended
+from ablate.execution.progress import Progress
 from ablate.execution.supervisor import Supervisor, run_inline
+from ablate.execution.sweep_control import give
 from ablate.execution.workers import Pool
 from ablate.execution.workers import pool as pools
 from ablate.execution.workers.actor import Actor
@@ -200,6 +203,38 @@ def test_a_trial_of_one_rank_has_all_of_its_gpus_on_one_node_and_one_of_several_
         [sys.executable, "-c", GPUS, cluster.address], capture_output=True, text=True, check=False
     )
     assert done.stdout.splitlines() == ["2", "3"], done.stderr
+
+
+def test_workers_are_added_while_a_sweep_runs(pool, tmp_path, monkeypatch):
+    """Orders arrive as `ablate workers` and `ablate stop` give them."""
+    monkeypatch.setattr(pool, "close", lambda: None)  # the pool is of this file, not of the sweep
+    experiment = tiny(tmp_path, workload={"idle": {"steps": 5, "seconds": 0.2}}, seeds=12)
+    folder, news = tmp_path / "state" / "sweeps" / "tiny", []
+    pool.resize(2)
+    with closing(Controller(experiment, tmp_path / "state", "cpu", lambda: pool, None).run()) as steps:
+
+        def advance(ready: Callable[[Progress], bool]) -> Progress:
+            for step in steps:
+                news.extend(step.news)
+                if ready(step):
+                    return step
+            raise AssertionError("the sweep has ended")
+
+        def told(number: int) -> bool:
+            return f"{number} trials at once from now on" in " ".join(news)
+
+        advance(lambda step: len(step.running) == 2)
+        give(folder, {"workers": 1})
+        advance(lambda step: told(1))
+        alone, at_once = advance(lambda step: len(step.running) == 1), []
+        advance(lambda step: at_once.append(len(step.running)) or step.done >= alone.done + 2)
+        assert max(at_once) == 1
+        give(folder, {"workers": 2})
+        advance(lambda step: len(step.running) == 2)
+        assert told(2)
+        give(folder, {"stop": "sweep"})
+        *_, outcome = steps
+    assert outcome.status == "stopped"
 
 
 def test_slots_are_as_many_as_were_asked_for_and_the_cluster_has(pool):
