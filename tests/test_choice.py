@@ -140,7 +140,7 @@ def test_a_machine_that_cannot_is_said_in_a_sentence_with_the_way_out(machine, w
         choose("transformer_engine", arms("bf16", "nvfp4"), "cuda", machine=machine)
     found = choose("auto", arms("bf16", "nvfp4"), "cuda", machine=machine)
     assert found.engine == "emulated"
-    assert why.startswith(f"{found.why}; ")
+    assert why.startswith(f"{found.why.partition('; scaled_mm would')[0]}; ")
 
 
 @pytest.mark.parametrize("machine", [H100, RTX])

@@ -230,20 +230,17 @@ class EmulatedLinear(nn.Linear):
         parts = split(x, quant, channels)
         operands = [self._part(part, slot, rotation, quant, keep) for part in parts]
         if quant.transform and quant.transform.patch:
-            rest = parts[0].values
-            became = self.whole(operands[:1], slot, rotation, rest.shape[1])
-            parts.append(patch(rest, became, quant.transform.patch, channels, x.dtype))
+            became = self.whole(operands[:1], slot, rotation, x.shape[1])
+            parts.append(patch(parts[0].values, became, quant.transform.patch, channels, x.dtype))
             operands.append(self._part(parts[-1], slot, rotation, quant, keep))
-        # A rotation mixes what lies along the contraction: the columns, which are channels or tokens.
-        mixed = rotation is not None
-        return [
-            replace(
-                operand,
-                nonzero=None if part.kept is None or (mixed and channels == 1) else (channels, part.kept),
-                equal=1 - channels if part.equal and not (mixed and channels == 0) else None,
-            )
-            for operand, part in zip(operands, parts, strict=True)
-        ]
+        mixed = (
+            1 if rotation else None
+        )  # a rotation mixes what lies along the contraction, channels or tokens
+        for number, (_, _, kept, equal) in enumerate(parts):
+            nonzero = None if kept is None or channels == mixed else (channels, kept)
+            same = 1 - channels if equal and 1 - channels != mixed else None
+            operands[number] = replace(operands[number], nonzero=nonzero, equal=same)
+        return operands
 
     def gradients(
         self, dy: Tensor, products: Products, dx: bool, dw: bool
