@@ -233,9 +233,8 @@ class EmulatedLinear(nn.Linear):
             became = self.whole(operands[:1], slot, rotation, x.shape[1])
             parts.append(patch(parts[0].values, became, quant.transform.patch, channels, x.dtype))
             operands.append(self._part(parts[-1], slot, rotation, quant, keep))
-        mixed = (
-            1 if rotation else None
-        )  # a rotation mixes what lies along the contraction, channels or tokens
+        # A rotation mixes what lies along the contraction: channels or tokens.
+        mixed = 1 if rotation else None
         for number, (_, _, kept, equal) in enumerate(parts):
             nonzero = None if kept is None or channels == mixed else (channels, kept)
             same = 1 - channels if equal and 1 - channels != mixed else None
