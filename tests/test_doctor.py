@@ -234,6 +234,7 @@ TAMPERED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TAMPERED)
 def test_tampered_numerics_turn_the_right_rows_off(name, monkeypatch):
     function, other, check, expected = TAMPERED[name]

@@ -47,6 +47,7 @@ def told(state, name: str = "tiny") -> dict:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", EDITS)
 def test_an_edited_sweep_says_which_arms_changed_what_they_mean_and_shows_what_a_new_sweep_shows(
     edit, tmp_path

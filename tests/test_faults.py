@@ -192,6 +192,7 @@ def left(tmp_path_factory):
     return folder / "state"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HARMS)
 def test_what_is_corrupted_is_said_and_made_again_and_the_values_are_those_of_an_undisturbed_run(
     kind, left, undisturbed, tmp_path

@@ -230,6 +230,7 @@ def test_a_trial_that_begins_from_states_that_another_left_is_the_trial_alone(or
         assert own(events) == own(alone)
 
 
+@pytest.mark.slow
 def test_a_trial_that_is_ended_anywhere_goes_on_as_if_undisturbed(tmp_path):
     """Ended after every single record, with states in files or without, until it is done."""
     spec = trial(tmp_path)

@@ -170,6 +170,7 @@ def test_one_step_can_be_chosen_and_a_name_that_is_not_there_is_refused(tmp_path
     assert "no such step; there are one, two" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_resumed_day_runs_what_has_no_good_result_yet(tmp_path):
     def steps(count):
         note = f"open({str(tmp_path / 'runs')!r}, 'a').write('{{}}'); raise SystemExit({count})"

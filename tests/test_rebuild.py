@@ -119,6 +119,7 @@ PRUNED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("pruner", "seeds"), [("median", 1), ("asha", 2)])
 def test_a_rebuilt_search_has_its_pruned_arms_and_its_confirmed_winner_at_once(pruner, seeds, tmp_path):
     keys = PRUNED | {"search": PRUNED["search"] | {"pruner": pruner}, "seeds": seeds}

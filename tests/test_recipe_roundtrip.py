@@ -98,6 +98,7 @@ def read_back(target: str, text: str, model: Model, base: Recipe) -> Recipe:
 STARTS = ("nvfp4", "mxfp8", "nvfp4_1d_weight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STARTS)
 def test_two_recipes_that_differ_in_one_field_are_never_written_alike(name):
     """A target that drops a field writes the same file for two values of it."""
@@ -638,6 +639,7 @@ def mutations(generator: random.Random, folder: Path) -> tuple[list, str]:
     return [str(intended), *start, file, "blocks", BLOCKS], f"{kind}: {before!r} -> {after!r}"
 
 
+@pytest.mark.slow
 def test_100_changed_jobs_of_the_other_formats_are_all_found_by_the_audit(tmp_path, capsys):
     generator, missed, seen = random.Random(0), [], set()
     for number in range(100):

@@ -206,6 +206,7 @@ def looked_at(random: np.random.Generator, effect: float, interval: Interval, mo
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "wrong"), [("t", (0.16, 0.21)), ("sequence", (0.005, 0.05)), ("split:10", (0.005, 0.05))]
 )
@@ -289,6 +290,7 @@ def test_the_number_of_seeds_follows_from_ratios_and_grows_with_spread_with_caut
     assert judge([(seen(5, 0.3, 1.5), 1.0)], True)[0].needed == needed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interval", [T, Interval("split", 4), SEQUENCE], ids=str)
 def test_a_verdict_comes_in_four_of_five_sweeps_at_the_number_of_seeds_that_was_named(interval):
     """300 sweeps with effects N(0, min_effect^2) and deviations from .5 to 2: the standard error of 80 % is 2.3 %."""

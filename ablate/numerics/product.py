@@ -79,8 +79,9 @@ def split_product(
     """
     if len(a) == len(b) == 1:
         return product(a[0], b[0], out) if first is None else first
-    others = [_of_parts(left, right) for left in a for right in b if left is not a[0] or right is not b[0]]
-    return sum(others, _of_parts(a[0], b[0]) if first is None else first).to(out)
+    pairs = [(left, right) for left in a for right in b]
+    begun = _of_parts(*pairs[0]) if first is None else first
+    return sum((_of_parts(left, right) for left, right in pairs[1:]), begun).to(out)
 
 
 def _of_parts(a: Operand, b: Operand) -> Tensor:

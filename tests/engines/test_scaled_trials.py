@@ -92,6 +92,7 @@ def own(events: Any) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forks", [None, FORKS], ids=["full", "forked"])
 def test_a_trial_that_is_ended_half_way_goes_on_as_if_undisturbed(forks, tmp_path):
     """Amax histories and the states of a trunk included."""

@@ -68,6 +68,7 @@ def missed_by_general(coverage: Coverage) -> dict[str, set]:
     return {name: values for name, values in missed.items() if values}
 
 
+@pytest.mark.slow
 @needs_builds
 def test_kernels_equal_the_reference_on_thousands_of_random_cases(monkeypatch):
     coverage, paths = Coverage(), runnable_builds()

@@ -58,6 +58,7 @@ def run(workload, recipe=NVFP4, seed: int = 0, checkpoints=None) -> list:
     return metrics(workload.records(recipe, seed, "emulated", "cpu", OFTEN, checkpoints))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "lora"), [("qwen3", None), ("llama", Lora(rank=2, dropout=0.1))])
 def test_it_trains_repeats_itself_and_resumes_bit_for_bit(kind, lora, tmp_path):
     """Whole models and adapters; adapters of qwen3 keep the contract of all workloads."""
