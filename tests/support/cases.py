@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 
 T = TypeVar("T")
-FAST_CASES = 3
+FAST_CASES = 2
 """Cases of a test that `--fast` keeps."""
 
 
