@@ -134,7 +134,7 @@ def measured(name: str) -> bool:
 
 def answer(output: str) -> list[str]:
     """The table and the sentences after the line that counts trials, without paths, rates and memory."""
-    lines = re.sub(r"[\d,]+ +\d+ MB", "", re.split(r"\d+ trials run.*\n", output)[1]).splitlines()
+    lines = re.sub(r"[\d,]+ +[\d,]+ MB", "", re.split(r"\d+ trials run.*\n", output)[1]).splitlines()
     lines = [" ".join(line.split()) for line in lines]  # columns are as wide as rates and memory
     return [line for line in lines if "/" not in line and "ablate " not in line]
 

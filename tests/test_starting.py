@@ -170,3 +170,12 @@ def test_the_subject_of_the_checks_has_this_processor_torch_and_every_file(tmp_p
         (tmp_path / name).write_text(text)
         seen.add(passed_checks.subject()["files"])
     assert len(seen) == 5
+
+
+def test_settings_of_a_command_repeat_no_check_and_the_mode_of_products_does(monkeypatch):
+    before = passed_checks.subject()
+    for name in ("STATE", "REPORT", "MLFLOW", "PROFILE", "CACHE"):
+        monkeypatch.setenv(f"ABLATE_{name}", "another")
+    assert passed_checks.subject() == before
+    monkeypatch.setenv("ABLATE_PRODUCTS", "fp32")
+    assert passed_checks.subject() != before

@@ -145,7 +145,7 @@ def test_a_sweep_that_runs_says_what_runs_how_fast_and_how_long_still(running):
     assert flight["silent_s"] < 5
     left = (STEPS - flight["step"]) / flight["steps_per_s"]
     assert flight["seconds_left"] == pytest.approx(left)
-    assert found["seconds_left"] > left  # what waits comes on top
+    assert found["seconds_left"] >= left  # what waits comes on top, if the others were as slow
     shown = here("status", "--state", state).stdout
     assert f"runs (pid {driver.pid} on " in shown
     assert "1 of 6 trials  1 done, 1 running, 4 waiting" in shown

@@ -19,7 +19,7 @@ from ablate.cli.common import WHERE, Device, JsonOption, Profile, Seeds, State, 
 from ablate.cli.recipe import placements
 from ablate.cli.settings import Settings, find_settings
 from ablate.cli.tensor_cores import as_data as multiplied_data
-from ablate.cli.tensor_cores import multiplied
+from ablate.cli.tensor_cores import library, multiplied
 from ablate.engines.hardware import Machine, rented_machine
 from ablate.errors import InputError, one_line
 from ablate.execution.estimate import Load, TimeModel, time_left, unproposed
@@ -292,7 +292,7 @@ def show(experiment: Experiment, settings: Settings) -> None:
     if experiment.engine_why:
         screen.print(f"\nEngine: {experiment.engine} (auto), since {experiment.engine_why}.", markup=False)
     elif experiment.engine != "emulated":
-        screen.print(f"\nEngine: {experiment.engine}.")
+        screen.print(f"\nEngine: {experiment.engine}{library(experiment.engine)}.")
     layout = experiment.resources.layout(settings.device)
     if layout.ranks > 1:
         sharded = ", each with a part of the model" * layout.sharded

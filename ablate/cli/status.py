@@ -220,7 +220,7 @@ def _read(folder: Path, ledger: Ledger, store: Store, controller: str | None) ->
         trials=dict(counts),
         running=sorted(running, key=lambda trial: (trial.seed, trial.arm)),
         failures=[_failure(ledger, store, member) for member in reversed(failed)],
-        seconds_left=_seconds_left(ledger, now) if controller else None,
+        seconds_left=_seconds_left(ledger, now, running) if controller else None,
         mlflow_behind=behind(ledger) if ledger.fact("mlflow") else None,
         quiet_s=max(0.0, now - changed(folder)),
         answer=current(folder.parents[1] / "reports" / folder.name, ledger).get("answer"),
@@ -264,13 +264,16 @@ def _failure(ledger: Ledger, store: Store, member: Member) -> Failure:
     return Failure(member.name, member.seed, member.id, member.status, reason, shown)
 
 
-def _seconds_left(ledger: Ledger, now: float) -> float | None:
-    """Return the controller's estimate less the time since then.
+def _seconds_left(ledger: Ledger, now: float, running: Iterable[RunningTrialStatus]) -> float | None:
+    """Return the controller's estimate less the time since then, and at least what a running trial needs.
 
-    None while it has no estimate, or if an earlier version runs the sweep.
+    The controller learns from trials that ended; one that runs may be slower than they were. None while it
+    has no estimate, or if an earlier version runs the sweep.
     """
     at, seconds = json.loads(ledger.fact("left") or "[0, null]")
-    return None if seconds is None else max(0.0, seconds - (now - at))
+    if seconds is None:
+        return None
+    return max(0.0, seconds - (now - at), *(trial.seconds_left or 0.0 for trial in running))
 
 
 # Drawing

@@ -9,7 +9,15 @@ from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.reasons import grouped
 from ablate.recipes.recipe import SLOTS
-from ablate.recipes.scaled_mapping import NAMES, Backend, Verdict, emulated, entirely_native, parts
+from ablate.recipes.scaled_mapping import (
+    NAMES,
+    Backend,
+    Verdict,
+    emulated,
+    entirely_native,
+    parts,
+    slower,
+)
 from ablate.recipes.te_mapping import recipe_refusals
 
 _SHOWN = 3
@@ -34,10 +42,22 @@ def multiplied(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
         yield ", ".join(map(repr, names[:_SHOWN])) + more, said
 
 
+def library(engine: str) -> str:
+    """Return which library multiplies FP4 in an engine `scaled_mm`, as an apposition; empty for others."""
+    if module_name(engine) != SCALED:
+        return ""
+    backend = backend_of(engine)
+    return f", FP4 by {'torch (cuBLASLt)' if backend == 'cublaslt' else f'FlashInfer ({backend})'}"
+
+
 def lines(recipe: Recipe, backend: Backend) -> Iterator[str]:
     """Yield a line for each set of products of a recipe, then one for each field that is in the way."""
-    for one in parts(recipe, backend):
+    plans = parts(recipe, backend)
+    for one in plans:
         yield ", ".join(f"{name} {words(given)}" for name, given in one.items())
+    if any(given.parts for one in plans for given in one.values()):
+        yield "parts: what a transform takes out of an operand is emulated, and added in fp32"
+    yield from (f"eight bits in place of four: {why}" for why in grouped(slower(recipe, backend)))
     yield from (f"emulated: {why}" for why in grouped(emulated(recipe, backend)))
 
 

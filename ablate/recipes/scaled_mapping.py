@@ -67,6 +67,8 @@ class Verdict:
     """Every field in the way; empty if the product is native."""
     parts: bool = False
     """True if an operand has several parts: those beside the rest are emulated."""
+    passed: tuple[Reason, ...] = ()
+    """Every obstacle to FP4, if both operands fit in it and are multiplied in eight bits."""
 
     @property
     def why(self) -> str:
@@ -148,7 +150,9 @@ def verdict(a: Quant | None, b: Quant | None, wide: bool, backend: Backend = "cu
     for family in (family for family in NAMES if family in left and family in right):
         obstacles = list(_obstacles(family, a, b, wide or several, backend))
         if not obstacles:
-            return Verdict("native", family, parts=several)
+            eight = family not in FP4 and any(four in left and four in right for four in FP4)
+            passed = tuple(dict.fromkeys(reasons)) if eight else ()
+            return Verdict("native", family, parts=several, passed=passed)
         reasons += obstacles
     why = f"tensor cores multiply two operands of one kind, not {_words(left)} and {_words(right)}"
     return Verdict("emulated", None, tuple(dict.fromkeys(reasons)) or (Reason("", f": {why}"),))
@@ -203,7 +207,11 @@ def _named(name: str, product: Product, backend: Backend) -> Verdict:
     first, second = product.operands
     given = verdict(getattr(product, first), getattr(product, second), writes_fp32(product), backend)
     at = {"0": f"{name}.{first}", "1": f"{name}.{second}", "": name}
-    return replace(given, reasons=tuple(Reason(at[reason.at], reason.text) for reason in given.reasons))
+
+    def named(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
+        return tuple(Reason(at[reason.at], reason.text) for reason in reasons)
+
+    return replace(given, reasons=named(given.reasons), passed=named(given.passed))
 
 
 def writes_fp32(product: Product) -> bool:
@@ -248,6 +256,12 @@ def emulated(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[Reason, ...
     """Return every field that keeps a product of a recipe from tensor cores, each once."""
     every = (given for one in parts(recipe, backend) for given in one.values() if given.runs == "emulated")
     return tuple(dict.fromkeys(reason for given in every for reason in given.reasons))
+
+
+def slower(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[Reason, ...]:
+    """Return every obstacle to FP4 of products that fit in it and are multiplied in eight bits, each once."""
+    every = (given for one in parts(recipe, backend) for given in one.values())
+    return tuple(dict.fromkeys(reason for given in every for reason in given.passed))
 
 
 def refusals(recipe: Recipe, backend: Backend = "cublaslt") -> Iterator[str]:

@@ -10,9 +10,10 @@ class Noise(Spec):
 
     QeRL adds N(0, sigma^2) to the weight of an RMSNorm, which multiplies the channels that a linear layer
     reads, and so perturbs the columns of its weight. The run is cut into `stages + 1` equal parts. The first
-    has no noise, as in the authors' public code; then sigma falls exponentially from `start` to `end`.
-    Evaluations, checkpoints and updates see the weights without it. Not modelled: reinforcement learning,
-    whose rollouts QeRL perturbs (here: every forward pass of training).
+    has no noise, as in the authors' public code; then sigma falls exponentially from `start` to `end`. A
+    window of a forked design has the noise of the run's steps that it begins at. Evaluations, checkpoints and
+    updates see the weights without it. Not modelled: reinforcement learning, whose rollouts QeRL perturbs
+    (here: every forward pass of training).
     """
 
     start: float = Field(1e-2, gt=0, le=1)

@@ -21,7 +21,7 @@ from ablate.files import write
 _VALID_SECONDS = 86_400.0
 _LIBRARIES = ("torch", "numpy")
 _PREFIXES = (
-    "ABLATE_",
+    "ABLATE_PRODUCTS",
     "ATEN_",
     "DNNL_",
     "KMP_",

@@ -26,11 +26,8 @@ from ablate.results.databases import tables
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_progress import moments, outcomes
 
-MARK = "SUITE_OF_FAULTS"
-"""Environment variable that identifies the descendants of a sweep's command.
-
-Its name does not begin with `ABLATE_`: checks of the numerics that have passed count for one environment
-(`passed_checks`), and every command would repeat them."""
+MARK = "ABLATE_FAULT_SUITE"
+"""Environment variable that identifies the descendants of a sweep's command."""
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Ray's two agents per node. If the head died first, they poll it for 60 s, then end by themselves."""
 

@@ -3,8 +3,10 @@
 import contextlib
 import io
 import os
+import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 from unittest import mock
 
@@ -28,8 +30,12 @@ def here(*words: Any, checked: bool = False, **extra: str) -> subprocess.Complet
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
+        terminated = signal.getsignal(signal.SIGTERM)  # some commands handle it until their process ends
         try:
             main()
         except SystemExit as end:
             status = end.code or 0
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, terminated)
     return subprocess.CompletedProcess(command, status, out.getvalue(), err.getvalue())
