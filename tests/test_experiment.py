@@ -121,7 +121,7 @@ REFUSED = {
         "ablate: {rht: []}",
         "4:10: ablate.rht: []: is an empty list: an empty grid; give the values to try",
     ),
-    "single value": ("ablate: {rht: true}", "4:10: ablate.rht: true: is a single value; give a list"),
+    "single value": ("ablate: {rht: true}", "4:10: ablate.rht: true: is a single value; give a list, [true]"),
     "duplicate value": (
         "ablate: {rht: [true, false, true]}\nsearch: {trials: 2}",
         "4:29: ablate.rht.2: true: is given twice",
@@ -335,7 +335,7 @@ REFUSED = {
     ),
     "constraints that are no mappings": (
         "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [a]",
-        "6:15: constraints.0: 'a': input should be a valid dictionary",
+        "6:15: constraints.0: 'a': should be a mapping",
     ),
     "cost": (
         "ablate: {rht: [true]}\nbudget: {cost: 0}",
@@ -547,7 +547,7 @@ def test_a_mistake_in_the_workload_is_refused_with_its_place(values, expected, t
             "{gpt: {}, mae: {}}",
             f"1:1: workload: names 2 workloads; give one of {', '.join(WORKLOADS)}",
         ),
-        ("[gpt]", "1:1: workload: ['gpt']: input should be a valid dictionary"),
+        ("[gpt]", "1:1: workload: ['gpt']: should be a mapping"),
     ],
 )
 def test_a_workload_is_one_known_name(workload, expected, tmp_path):

@@ -387,6 +387,8 @@ def reason(problem: ErrorDetails, model: type[BaseModel] | None = None) -> str:
         return f"no such key; {nearest(str(problem['loc'][-1]), valid)}" if valid else "no such key"
     if problem["type"] == "missing":
         return "is missing"
+    if problem["type"] in ("dict_type", "model_type", "model_attributes_type"):
+        return "should be a mapping"
     message = problem["msg"].removeprefix("Value error, ")
     near = []
     if problem["type"] == "literal_error" and isinstance(problem["input"], str):

@@ -153,7 +153,7 @@ def _dimension(knob: str, values: Json, file: ExperimentFile, document: Document
         refuse_twins(path, values, document)
         return Dimension("choice", choices=tuple(values))
     if not isinstance(values, dict):
-        document.problem(path, f"is a single value; give a list, [{values}], or a range", values)
+        document.problem(path, f"is a single value; give a list, [{display(values)}], or a range", values)
         return Dimension("choice")
     if file.search is None and "choice" not in values:
         document.problem(
