@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 from support.books import ALIKE, BASE, LOOSE, SPEC, WORSE, add, noisy, whole_grid
+from support.experiments import ledger, sweep, tiny
 
 from ablate.cli.live_view import summary_table
 from ablate.experiment.schema import Metric, Published
@@ -542,3 +543,17 @@ def test_what_guards_did_is_told_a_run_a_line(book):
         31,
         "loss 5 is too much; step skipped",
     )
+
+
+def test_presets_are_compared_with_each_other_below_their_gaps(tmp_path):
+    """The headline is about the gaps to the baseline unless the file asks for the knob `recipe`."""
+    for name, asked in (("gaps", None), ("presets", {"knob": "recipe"})):
+        keys = {"ablate": {"recipe": ["nvfp4", "mxfp8"]}, "against": "bf16", "seeds": 2, "answer": asked}
+        sweep(tiny(tmp_path, name, **keys), tmp_path)
+        book = ledger(tmp_path, name)
+        found = [(line.group, line.label, line.asked) for line in Answer(book).comparisons().lines]
+        book.close()
+        gaps = {("gap to bf16", "nvfp4", False), ("gap to bf16", "mxfp8", False)}
+        presets = ("recipe", '"mxfp8" instead of "nvfp4"', asked is not None)
+        assert {*found} == gaps | {presets}
+        assert found.index(presets) == (0 if asked else 2)
