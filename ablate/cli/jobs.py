@@ -130,16 +130,16 @@ def collect(
         screen.print(line, soft_wrap=True, markup=False)
     for line in news:
         screen.print(line, soft_wrap=True, markup=False)
-    here = device_class("auto")
-    if here == "cpu" != jobs.device:
+    own_device = device_class("auto")
+    if own_device == "cpu" != jobs.device:
         name = shlex.quote(experiment.name)
-        there = (
+        advice = (
             f"`ablate report {name}` writes the answer; trials of device {jobs.device} cannot be run here."
         )
     else:
-        device = f" --device {jobs.device}" * (jobs.device != here)
-        there = f"`ablate sweep {jobs.file}{device}` prints the answer, and runs here what is missing."
-    screen.print(there, soft_wrap=True, markup=False)
+        device = f" --device {jobs.device}" * (jobs.device != own_device)
+        advice = f"`ablate sweep {jobs.file}{device}` prints the answer, and runs here what is missing."
+    screen.print(advice, soft_wrap=True, markup=False)
     raise typer.Exit(FAILED if missing else DONE)
 
 

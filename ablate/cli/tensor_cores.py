@@ -15,8 +15,8 @@ from ablate.recipes.scaled_mapping import (
     Verdict,
     emulated,
     entirely_native,
+    not_in_fp4,
     parts,
-    slower,
 )
 from ablate.recipes.te_mapping import recipe_refusals
 
@@ -57,7 +57,7 @@ def lines(recipe: Recipe, backend: Backend) -> Iterator[str]:
         yield ", ".join(f"{name} {words(given)}" for name, given in one.items())
     if any(given.parts for one in plans for given in one.values()):
         yield "parts: what a transform takes out of an operand is emulated, and added in fp32"
-    yield from (f"eight bits in place of four: {why}" for why in grouped(slower(recipe, backend)))
+    yield from (f"eight bits in place of four: {why}" for why in grouped(not_in_fp4(recipe, backend)))
     yield from (f"emulated: {why}" for why in grouped(emulated(recipe, backend)))
 
 

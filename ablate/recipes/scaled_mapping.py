@@ -67,7 +67,7 @@ class Verdict:
     """Every field in the way; empty if the product is native."""
     parts: bool = False
     """True if an operand has several parts: those beside the rest are emulated."""
-    passed: tuple[Reason, ...] = ()
+    not_in_fp4: tuple[Reason, ...] = ()
     """Every obstacle to FP4, if both operands fit in it and are multiplied in eight bits."""
 
     @property
@@ -152,7 +152,7 @@ def verdict(a: Quant | None, b: Quant | None, wide: bool, backend: Backend = "cu
         if not obstacles:
             eight = family not in FP4 and any(four in left and four in right for four in FP4)
             passed = tuple(dict.fromkeys(reasons)) if eight else ()
-            return Verdict("native", family, parts=several, passed=passed)
+            return Verdict("native", family, parts=several, not_in_fp4=passed)
         reasons += obstacles
     why = f"tensor cores multiply two operands of one kind, not {_words(left)} and {_words(right)}"
     return Verdict("emulated", None, tuple(dict.fromkeys(reasons)) or (Reason("", f": {why}"),))
@@ -211,7 +211,7 @@ def _named(name: str, product: Product, backend: Backend) -> Verdict:
     def named(reasons: tuple[Reason, ...]) -> tuple[Reason, ...]:
         return tuple(Reason(at[reason.at], reason.text) for reason in reasons)
 
-    return replace(given, reasons=named(given.reasons), passed=named(given.passed))
+    return replace(given, reasons=named(given.reasons), not_in_fp4=named(given.not_in_fp4))
 
 
 def writes_fp32(product: Product) -> bool:
@@ -258,10 +258,10 @@ def emulated(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[Reason, ...
     return tuple(dict.fromkeys(reason for given in every for reason in given.reasons))
 
 
-def slower(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[Reason, ...]:
+def not_in_fp4(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[Reason, ...]:
     """Return every obstacle to FP4 of products that fit in it and are multiplied in eight bits, each once."""
     every = (given for one in parts(recipe, backend) for given in one.values())
-    return tuple(dict.fromkeys(reason for given in every for reason in given.passed))
+    return tuple(dict.fromkeys(reason for given in every for reason in given.not_in_fp4))
 
 
 def refusals(recipe: Recipe, backend: Backend = "cublaslt") -> Iterator[str]:

@@ -105,6 +105,16 @@ def assert_equal(mine: Operand, theirs: Operand, whole: Tensor | None = None, bu
     assert torch.equal(bits(mine.dequantize()), bits(whole)), build
 
 
+def assert_every_build_equals(x: Tensor, quant: Quant, how: dict[str, Any]) -> None:
+    """Compare what the kernel of each build makes of x with the reference, which is computed once."""
+    theirs = reference(x, quant, **how)
+    whole = decoded(theirs)
+    for build, library in runnable().items():
+        with in_use(library), mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as kernel:
+            assert_equal(quantize(x, quant, **how), theirs, whole, build)
+        assert kernel.call_count == 1
+
+
 @every(transposed=[False, True], dtype=[torch.bfloat16, torch.float32], form=FORMS)
 def test_every_bit_is_the_references(form, dtype, transposed):
     clock = Clock(2**32 - 5, step=3, micro_batch=1)
@@ -112,12 +122,7 @@ def test_every_bit_is_the_references(form, dtype, transposed):
         x = drawn(shape, regime, dtype)
         x = x.t() if transposed else x
         how = {"clock": clock, "where": 0xDEADBEEF}
-        theirs = reference(x, FORMS[form], **how)
-        whole = decoded(theirs)
-        for build, library in runnable().items():
-            with in_use(library), mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as kernel:
-                assert_equal(quantize(x, FORMS[form], **how), theirs, whole, build)
-            assert kernel.call_count == 1
+        assert_every_build_equals(x, FORMS[form], how)
 
 
 @every(signs=SIGNS, form=["1x16 nearest", "1x16 stochastic", "bound 256"])
@@ -127,12 +132,7 @@ def test_a_rotated_transpose_is_the_references_too(form, signs):
         x = drawn(shape, regime, torch.bfloat16).t()
         if x.is_contiguous():  # one row or column: both orders at once, the reference rotates it
             continue
-        theirs = reference(x, FORMS[form], **how)
-        whole = decoded(theirs)
-        for build, library in runnable().items():
-            with in_use(library), mock.patch.object(cpu, "quantize", wraps=cpu.quantize) as kernel:
-                assert_equal(quantize(x, FORMS[form], **how), theirs, whole, build)
-            assert kernel.call_count == 1
+        assert_every_build_equals(x, FORMS[form], how)
 
 
 @every(
