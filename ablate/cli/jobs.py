@@ -102,8 +102,8 @@ def collect(
 ) -> None:
     """Adopt the finished trials of a job array, and say what is missing.
 
-    The results are the same files as those of any sweep; `ablate sweep X.yaml` then prints the answer. Exit
-    status: 0 all trials are there, 1 some are not.
+    The results are the same files as those of any sweep; the last line names the command that gives the
+    answer. Exit status: 0 all trials are there, 1 some are not.
     """
     jobs = Jobs.read(folder)
     settings = find_settings(profile, state=state, device=jobs.device)
@@ -150,7 +150,8 @@ def _queue_again(folder: Path, jobs: Jobs, missing: Collection[str]) -> Iterator
         if tasks:
             yield (
                 f"`cd {shlex.quote(str(folder))} && sbatch --array={_spans(tasks)} stage-{stage}.sbatch`"
-                f" queues {len(tasks)} of stage {stage}, if SLURM has them no more (squeue)"
+                f" queues {len(tasks)} of stage {stage} that squeue does not list; options such as --time"
+                " follow sbatch"
             )
 
 
