@@ -4,6 +4,7 @@ identity.
 
 import os
 import platform
+import re
 import subprocess
 import sys
 from functools import cache
@@ -16,7 +17,7 @@ _LARGEST_DIFF = 1 << 20
 
 def environment() -> dict[str, str]:
     """Return versions and hardware of this process, and the FP4 back end if Transformer Engine is loaded."""
-    return _machine() | _kernels()
+    return _machine() | _gpu() | _kernels()
 
 
 @cache
@@ -33,10 +34,24 @@ def _machine() -> dict[str, str]:
             facts[package] = version(package)
         except PackageNotFoundError:
             continue
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        facts["gpu"] = torch.cuda.get_device_name()
     return facts
+
+
+def _gpu() -> dict[str, str]:
+    """Return model, compute capability, driver and CUDA version of the GPU on which this process computes.
+
+    Empty unless CUDA has started here: to ask for these would start it.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return {}
+    facts = {
+        "gpu": torch.cuda.get_device_name(),
+        "capability": ".".join(map(str, torch.cuda.get_device_capability())),
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+    }
+    return {name: value for name, value in facts.items() if value}
 
 
 def _kernels() -> dict[str, str]:
@@ -52,6 +67,13 @@ def _kernels() -> dict[str, str]:
     number = library.get_cublasLt_version()
     switches = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NVTE_")}
     return {"fp4_backend": f"cublaslt {number}", **switches}
+
+
+def driver() -> str | None:
+    """Return the version of NVIDIA's kernel module, None if it is not loaded."""
+    path = Path("/proc/driver/nvidia/version")
+    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", path.read_text()) if path.exists() else None
+    return match[1] if match else None
 
 
 def cpu_model() -> str:

@@ -363,8 +363,9 @@ PATTERNS = {
         "blocks in the module names of other libraries' models",
         "a range of blocks, as a user writes it",
     ],
+    "engines.gpu_access": ["the CUDA version in torch's version.py"],
+    "provenance": ["the driver's version in /proc"],
     "engines.hardware": [
-        "the driver's version in /proc",
         "a library's version: its leading numbers",
         "a compute capability, as a user writes it",
     ],

@@ -171,7 +171,7 @@ sys.stdin.buffer.raw.read()
 def test_a_process_whose_messages_are_unknown_ends_its_trial_with_a_sentence(tmp_path):
     supervisor = Supervisor((sys.executable, "-c", STRANGE))
     for _ in range(2):  # the second in another process
-        (end,) = supervisor.run(TrialRequest("a", "{}", str(tmp_path), 1, {}))
+        (end,) = supervisor.run(TrialRequest("a", '{"device": "cpu"}', str(tmp_path), 1, {}))
         assert (end.status, end.result) == ("failed", None)
         assert "progress" in end.reason
     supervisor.close()

@@ -49,7 +49,7 @@ def supervisor(gate) -> Iterator[Supervisor]:
     found = Supervisor()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", gate.environment["PYTHONPATH"])
-        found.warm()
+        found.warm("cpu")
     yield found
     shut(found)
 

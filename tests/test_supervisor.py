@@ -179,7 +179,7 @@ def test_a_finished_trial_is_replayed(supervisor, tmp_path):
 
 def test_two_processes_asked_for_one_trial_run_it_once_and_both_hear_all_of_it(supervisor, tmp_path):
     asked, heard, other = request(tmp_path, steps=60, eval_every=30), {}, Supervisor()
-    other.warm()
+    other.warm("cpu")
 
     def listen(name: str, who: Supervisor, attempt: int) -> None:
         heard[name] = list(who.run(replace(asked, attempt=attempt)))

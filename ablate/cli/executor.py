@@ -70,4 +70,4 @@ class StartingExecutor:
                 f" {self._resources.layout(self._settings.device).ranks}: results differ only by the order of"
                 " additions."
             )
-        return Inline()
+        return Inline(self._settings.device)

@@ -15,7 +15,8 @@ import typer
 
 from ablate.cli.common import DONE, FAILED, Profile, State, console
 from ablate.cli.plan import machine_of
-from ablate.cli.settings import Settings, device_class, find_settings, writable
+from ablate.cli.settings import Settings, find_settings, writable
+from ablate.engines.gpu_access import device_class
 from ablate.errors import InputError
 from ablate.execution.controller import Controller
 from ablate.execution.job_array import REQUEUE, Jobs, Need, Task, export, request_of
@@ -130,7 +131,7 @@ def collect(
         screen.print(line, soft_wrap=True, markup=False)
     for line in news:
         screen.print(line, soft_wrap=True, markup=False)
-    own_device = device_class("auto")
+    own_device = device_class().device
     if own_device == "cpu" != jobs.device:
         name = shlex.quote(experiment.name)
         advice = (

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ablate.engines.gpu_access import device_class
 from ablate.errors import InputError, nearest, passwords, redact
 from ablate.files import make_folder
 from ablate.results.databases import url
@@ -56,6 +57,8 @@ class Settings:
     """`ray` or `inline`."""
     device: str
     """`cpu` or `cuda`."""
+    device_note: str
+    """Reason why this machine's GPU is not used; empty if there is none, or if it is used."""
     notify: str | None = field(repr=False)
     """Command or URL that receives the first failure and the end of a sweep."""
     price: float | None
@@ -123,8 +126,10 @@ def find_settings(profile: str | None = None, **flags: object) -> Settings:
     values |= {
         "state": state,
         "mlflow": mlflow_uri(values["mlflow"], state),
-        "device": device_class(values["device"]),
     }
+    values["device"], values["device_note"] = (
+        device_class() if values["device"] == "auto" else (values["device"], "")
+    )
     values["shared_state"] = _parse_boolean(values["shared_state"])
     values["ray"] = None if values["ray"] == "local" else values["ray"]
     return Settings(**values, profile=name, origins=origins)
@@ -304,16 +309,6 @@ def mlflow_uri(given: str | None, state: Path) -> str | None:
     if given == "none":
         return None
     return given or url((state / "mlflow.db").resolve())
-
-
-def device_class(given: str) -> str:
-    """Return `cpu` or `cuda`; `auto` is cuda if this machine has an NVIDIA GPU.
-
-    The test is a device file, since importing torch takes seconds.
-    """
-    if given != "auto":
-        return given
-    return "cuda" if Path("/dev/nvidia0").exists() else "cpu"
 
 
 def destination(hook: str) -> str:

@@ -207,7 +207,7 @@ def sweep(
         raise InputError(
             [f"{file}: budget.cost: no price of a worker-hour; set it with --price, or in a profile"]
         )
-    notes = writable(settings.state, settings.shared_state)
+    notes = list(filter(None, (writable(settings.state, settings.shared_state), settings.device_note)))
     check_login(settings.mlflow)
     folder = settings.state / "sweeps" / experiment.name
     hook = Hook(settings.notify) if settings.notify else None
@@ -236,9 +236,7 @@ def sweep(
                 quiet=quiet,
             )
             raise typer.Exit(
-                SweepRun(experiment, settings, hook, report, check_command, quiet).run(
-                    options, [notes] if notes else []
-                )
+                SweepRun(experiment, settings, hook, report, check_command, quiet).run(options, notes)
             )
     except Busy as busy:
         raise _sweep_busy(file, str(busy)) from None

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import NamedTuple
 
 OLDEST = (2, 20)
@@ -208,13 +207,6 @@ approximate reciprocals in casts, errors of Four Over Six computed in fp16."""
 def stray_switch(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return a variable of an environment that changes TE's numbers whatever the recipe is, or None."""
     return next((name for name in _STRAYS if environment.get(name, "0") != "0"), None)
-
-
-def driver() -> str | None:
-    """Return the version of NVIDIA's kernel module, None if it is not loaded."""
-    path = Path("/proc/driver/nvidia/version")
-    match = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)", path.read_text()) if path.exists() else None
-    return match[1] if match else None
 
 
 def _number(text: str) -> tuple[int, ...]:

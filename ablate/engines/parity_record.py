@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ablate.cache import key_of, root
-from ablate.engines.hardware import FLASHINFER_PACKAGE, PARTS, Machine, driver, installed
+from ablate.engines.hardware import FLASHINFER_PACKAGE, PARTS, Machine, installed
 from ablate.files import Json, write
 from ablate.numerics.spec import VERSION
+from ablate.provenance import driver
 
 PROTOCOL = 2
 """Raise by hand when the comparison covers more, so that earlier records no longer count."""

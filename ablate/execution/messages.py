@@ -84,6 +84,11 @@ class TrialRequest:
     """Modules that take seconds to import, which the warm process imports once for all trials."""
     gang: GangPart | None = None
 
+    @property
+    def device(self) -> str:
+        """Class of device of the trial, `cpu` or `cuda`."""
+        return json.loads(self.spec)["device"]
+
     def line(self) -> bytes:
         """Return the request as a line of JSON."""
         return json.dumps(vars(self), default=vars).encode() + b"\n"

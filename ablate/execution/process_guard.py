@@ -16,20 +16,27 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import psutil
 
 _GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 
 
-def exit_with_parent(closed: Callable[[float], bool] | None = None) -> None:
+def exit_with_parent(
+    closed: Callable[[float], bool] | None = None, before: Callable[[], None] = lambda: None
+) -> None:
     """Start a thread that exits this process, with status 1, once its parent has ended.
 
     Args:
         closed: function that waits for at most the given seconds and returns True if the process has to exit
             although its parent lives; None for no such reason.
+        before: called before the exit.
     """
     parent = os.getppid()
 
@@ -39,6 +46,7 @@ def exit_with_parent(closed: Callable[[float], bool] | None = None) -> None:
                 time.sleep(_POLL_SECONDS)
             elif closed(_POLL_SECONDS):
                 break
+        before()
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
@@ -47,7 +55,7 @@ def exit_with_parent(closed: Callable[[float], bool] | None = None) -> None:
 def main() -> None:
     """Run the command until it ends, or until standard input closes."""
     signal.signal(signal.SIGTERM, _exit)
-    _adopt_orphans()
+    adopt_orphans()
     process = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
     try:
         over = os.pidfd_open(process.pid)
@@ -68,10 +76,10 @@ def _end(process: subprocess.Popen) -> None:
             os.killpg(process.pid, number)
         with suppress(subprocess.TimeoutExpired):
             process.wait(_GRACE_SECONDS)
-    _kill_orphans()
+    end_orphans()
 
 
-def _adopt_orphans() -> None:
+def adopt_orphans() -> None:
     """Become the parent of every descendant whose parent ends (Linux)."""
     set_child_subreaper = 36  # linux/prctl.h
     libc = ctypes.CDLL(None)
@@ -79,16 +87,47 @@ def _adopt_orphans() -> None:
         libc.prctl(set_child_subreaper, 1, 0, 0, 0)
 
 
-def _kill_orphans() -> None:
-    """Kill the descendants that are left, and wait for their ends."""
-    import psutil  # slow to import: at the end only
+def end_orphans(keep: Collection[int] = ()) -> None:
+    """Kill the descendants that are left, and wait for their ends.
 
-    while orphans := psutil.Process().children(recursive=True):
+    Guards and their commands are left alone: a guard whose standard input has closed ends its command itself,
+    and lets it save its work.
+
+    Args:
+        keep: ids of child processes that stay, with their descendants.
+    """
+    if not keep and not _has_children():
+        return
+    import psutil  # slow to import: only if there is one
+
+    while orphans := [
+        orphan
+        for child in psutil.Process().children()
+        if child.pid not in keep and not _is_guard(child)
+        for orphan in (*child.children(recursive=True), child)
+    ]:
         for orphan in orphans:
             with suppress(psutil.NoSuchProcess):
                 orphan.kill()
         if psutil.wait_procs(orphans, _GRACE_SECONDS)[1]:
             break  # in an uninterruptible call of the kernel
+
+
+def _has_children() -> bool:
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return True
+
+
+def _is_guard(process: "psutil.Process") -> bool:
+    import psutil
+
+    try:
+        return __file__ in process.cmdline()
+    except psutil.Error:
+        return False
 
 
 if __name__ == "__main__":

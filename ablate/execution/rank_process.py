@@ -1,5 +1,5 @@
-"""Ranks of a trial that several processes compute: forks of the trial's process, started there by torch's
-launcher.
+"""Ranks of a trial that several processes compute, started in the trial's process by torch's launcher: forks
+of it on CPUs, fresh interpreters on GPUs.
 
 Rank 0 runs the trial: it alone writes to the trial store and sends the trial's events through the pipe. The
 other ranks do their part of every step, once rank 0 has begun. All ranks print into the attempt's log, and
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import BinaryIO
 
+from ablate.engines import gpu_access
 from ablate.execution.messages import GangPart, RankDied, TelemetrySettings, TrialRequest, message_of, send
 from ablate.execution.process_guard import exit_with_parent
 from ablate.execution.trial_runner import exit_status, run, within_memory
@@ -58,7 +59,7 @@ def launch(request: TrialRequest, pipe: BinaryIO) -> RankDied | None:
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each rank prints its own error
     settings: dict[str, object] = {
-        "start_method": "fork",
+        "start_method": "spawn" if request.device == "cuda" else "fork",
         "max_restarts": 0,
         "run_id": request.id,
         "shutdown_timeout": _END_SECONDS,
@@ -68,7 +69,9 @@ def launch(request: TrialRequest, pipe: BinaryIO) -> RankDied | None:
         settings |= _gang(request.gang) if request.gang else _one_node(request.ranks, f"{folder}/launcher")
         settings["logs_specs"] = DefaultLogsSpecs(log_dir=folder)
         try:
-            elastic_launch(LaunchConfig(**settings), _run_rank)(request, pipe, meeting)
+            # A fresh interpreter opens the pipe by its path: it inherits no descriptor of it.
+            path = f"/proc/{os.getpid()}/fd/{pipe.fileno()}"
+            elastic_launch(LaunchConfig(**settings), _run_rank)(request, path, meeting)
         except ChildFailedError as error:
             ((rank, failure),) = error.failures.items()
             return RankDied(rank, failure.exitcode)
@@ -96,13 +99,20 @@ def _gang(gang: GangPart) -> dict[str, object]:
     }
 
 
-def _run_rank(request: TrialRequest, pipe: BinaryIO, meeting: str | None) -> None:
-    """Run the rank that the launcher's environment variables name."""
-    # The fork has inherited the launcher's handlers.
+def _run_rank(request: TrialRequest, path: str, meeting: str | None) -> None:
+    """Run the rank that the launcher's environment variables name.
+
+    Args:
+        request: the trial, or this node's part of it.
+        path: path of the pipe for the trial's messages.
+        meeting: file through which the ranks of one machine find each other.
+    """
+    # A fork has inherited the launcher's handlers.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
     exit_with_parent()
-    status = exit_status(lambda: _compute(request, int(os.environ["RANK"]), pipe, meeting))
+    with open(path, "wb") as pipe:
+        status = exit_status(lambda: _compute(request, int(os.environ["RANK"]), pipe, meeting))
     if status:
         os._exit(status)
 
@@ -121,9 +131,7 @@ def _train(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None
 
     spec = TrialSpec.parse(request.spec)
     if spec.device == "cuda":
-        import torch
-
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        gpu_access.start(int(os.environ["LOCAL_RANK"]))
     layout = Layout(request.ranks, request.sharded)
     world = join(layout, rank, spec.device, meeting)
     if rank == 0:

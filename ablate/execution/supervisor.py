@@ -38,6 +38,7 @@ from pathlib import Path
 
 import psutil
 
+from ablate.engines.gpu_access import hidden
 from ablate.execution.messages import (
     Ended,
     Events,
@@ -61,8 +62,12 @@ from ablate.files import Damaged
 from ablate.results.trial_store import Store
 from ablate.training.out_of_memory import kernel_kills
 
-COMMAND = (sys.executable, "-m", "ablate.execution.trial_process")
-"""Command of the warm process, which reads requests and prints the messages of their trials."""
+COMMANDS = {
+    "cpu": (sys.executable, "-m", "ablate.execution.trial_process"),
+    "cuda": (sys.executable, "-m", "ablate.execution.gpu_trial_process"),
+}
+"""Command of the child process by class of device. It reads requests and prints the messages of their
+trials."""
 _TUNABLES, _HUGE_PAGES = "GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"
 """Environment variable that makes glibc ask for huge pages, read at the start of a process. A fork copies one
 entry for each page, so the fork of a process with torch takes half as long; a user's own setting stays."""
@@ -120,9 +125,11 @@ class SilenceTimer:
 class Supervisor:
     """Runner of one trial at a time in a child process of its own."""
 
-    def __init__(self, command: Sequence[str] = COMMAND) -> None:
-        """`command`: starts the warm process, at the first trial or at `warm`."""
+    def __init__(self, command: Sequence[str] | None = None) -> None:
+        """`command`: starts the child; None: that of the trial's class of device (`COMMANDS`)."""
         self._command = command
+        self._device = ""
+        """Class of device of the child's trials."""
         self.child: subprocess.Popen[bytes] | None = None
         self.trial_process: int | None = None
         """Process id of the running trial."""
@@ -188,7 +195,7 @@ class Supervisor:
         """Send the request to the child, or to a new one if the child has died since the last trial; return
         it.
         """
-        child = self._warm()
+        child = self._warm(request.device)
         assert child.stdin
         try:
             child.stdin.write(request.line())
@@ -214,26 +221,34 @@ class Supervisor:
         child.wait()
         child.stdout.close()
 
-    def _warm(self) -> subprocess.Popen[bytes]:
-        """Return the child, started if there is none.
+    def _warm(self, device: str) -> subprocess.Popen[bytes]:
+        """Return the child for trials on a class of device, started if there is none.
 
-        It ends when its standard input closes, at the latest with this process.
+        It ends when its standard input closes, at the latest with this process. The child of trials on CPUs
+        sees no GPU: torch would start threads for it, and the child could not be forked.
         """
+        if self.child is not None and self._device not in ("", device):
+            self._bury()
         if self.child is None or self.child.poll() is not None:
-            pipe = subprocess.PIPE
+            pipe, environment = subprocess.PIPE, hidden(os.environ) if device == "cpu" else dict(os.environ)
             self.child = subprocess.Popen(
-                self._command,
+                self._command or COMMANDS[device],
                 stdin=pipe,
                 stdout=pipe,
                 bufsize=0,
                 start_new_session=True,
-                env=os.environ | {_TUNABLES: os.environ.get(_TUNABLES, _HUGE_PAGES)},
+                env={_TUNABLES: _HUGE_PAGES} | environment,
             )
+            self._device = device
         return self.child
 
-    def warm(self) -> None:
-        """Start the child now, so that the first trial need not wait for its imports."""
-        self._warm()
+    def warm(self, device: str) -> None:
+        """Start the child now, so that the first trial need not wait for its imports.
+
+        Args:
+            device: class of device of the trials to come, `cpu` or `cuda`.
+        """
+        self._warm(device)
 
     def stop(self) -> None:
         """End the running trial, if there is one.

@@ -7,7 +7,8 @@ needs a process of its own: it may exhaust the memory, crash, hang, or leave glo
 The idea. This process does all slow imports once and then forks: a trial starts in milliseconds, in memory
 that it shares with its parent until one of them writes. A fork copies only the calling thread, so this
 process has no other thread when it forks; that is why helper threads are ended first (`_ending_early`), and
-why one step of a small model runs here (`rehearse`) but no GPU is touched.
+why it serves trials on CPUs alone, with all GPUs hidden from it. Where torch sees a GPU, the step of a small
+model that runs here (`rehearse`) would start threads for it. gpu_trial_process.py serves trials on GPUs.
 
     supervisor -> standard input    one TrialRequest a line
     standard output -> supervisor   {"kind": "started", "pid": 4711}
@@ -16,7 +17,7 @@ why one step of a small model runs here (`rehearse`) but no GPU is touched.
 
 Everything that a trial prints goes to its log. At SIGUSR1 it writes the stacks of its threads there. When
 standard input closes, the supervisor is gone: this process and the trial end at once, so no trial outlives
-its sweep.
+its sweep. Processes that a trial leaves behind are ended before the next one.
 
 Refused: a line that is no TrialRequest; the answer is Exited with the reason, and the next line is served.
 """
@@ -32,11 +33,11 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NoReturn
 
 from ablate import provenance
 from ablate.execution.messages import Exited, MalformedMessage, Started, TrialRequest, message_of, send
-from ablate.execution.process_guard import exit_with_parent
+from ablate.execution.process_guard import adopt_orphans, end_orphans, exit_with_parent
 from ablate.execution.rank_process import IMPORTS, SHARDING, launch
 from ablate.execution.trial_runner import NO_SPACE, exit_status, run
 from ablate.experiment.trial_spec import TrialSpec
@@ -50,6 +51,7 @@ def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:
     Args:
         parse: parser of a spec's JSON text, called in the process that computes the trial.
     """
+    adopt_orphans()
     with _ending_early():
         tune_process()
         rehearse()
@@ -73,8 +75,10 @@ def _run_request(line: bytes, parse: Callable[[str], TrialSpec]) -> Exited:
         import_slow(request)
     pid = os.fork()
     if pid == 0:
-        _run_fork(request, parse)
-    return Exited(os.waitstatus_to_exitcode(_wait(pid)))
+        compute(request, parse)
+    status = os.waitstatus_to_exitcode(wait_for(pid))
+    end_orphans()
+    return Exited(status)
 
 
 @contextmanager
@@ -147,7 +151,7 @@ def import_slow(request: TrialRequest) -> None:
                 importlib.import_module(module)
 
 
-def _wait(pid: int) -> int:
+def wait_for(pid: int) -> int:
     """Return the trial's wait status; kill it and exit if standard input closes first.
 
     Any event on standard input means that it closed: no request comes while a trial runs.
@@ -159,6 +163,7 @@ def _wait(pid: int) -> int:
         os.kill(pid, 9)
     _, status = os.waitpid(pid, 0)
     if 0 in ready:
+        end_orphans()
         os._exit(1)
     return status
 
@@ -168,11 +173,16 @@ def _supervisor_gone(seconds: float) -> bool:
     return bool(select.select([0], [], [], seconds)[0])
 
 
-def _run_fork(request: TrialRequest, parse: Callable[[str], TrialSpec]) -> None:
-    """Run the trial in the forked child and exit: its messages go to standard output, what it prints to its
-    log.
+def compute(request: TrialRequest, parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> NoReturn:
+    """Run the trial in this process and exit: its messages go to standard output, what it prints to its log.
+
+    The process ends as soon as standard input closes.
+
+    Args:
+        request: the trial.
+        parse: parser of a spec's JSON text.
     """
-    exit_with_parent(_supervisor_gone)
+    exit_with_parent(_supervisor_gone, end_orphans)
     status = 1
     try:
         path = Store(Path(request.root)).log(request.id, request.attempt)

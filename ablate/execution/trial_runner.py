@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ablate import provenance
+from ablate.engines import gpu_access
 from ablate.errors import InputError
 from ablate.execution.messages import Event, Result, TelemetrySettings, Waiting
 from ablate.experiment.trial_spec import TrialSpec
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
 
 _LESS = "; a smaller batch with more accumulate, or recompute: true, needs less"
+
+
+_WITHOUT_CUDA = ("command", "idle")
+"""Workloads that use no GPU in the trial's own process."""
 
 
 class OutOfMemory(Exception):
@@ -241,6 +246,8 @@ def _run(
     ):  # by an attempt that was killed while it wrote
         torn.unlink()
     write(folder / "spec.json", spec.content)
+    if spec.device == "cuda" and spec.workload not in _WITHOUT_CUDA:
+        gpu_access.start()
     started, facts = time.time(), spec.config.summary()  # before hours are spent: it reads the data
     event: Event = {}
     with closing(EventsFile(store, spec.id, attempt)) as journal, ExitStack() as stack:

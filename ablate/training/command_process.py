@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO, NamedTuple
 
+from ablate.engines.gpu_access import restored
 from ablate.training.out_of_memory import kernel_kills, sign
 
 # The guard's file, not its module: the working directory is the user's, whose modules must not replace ours.
@@ -150,11 +151,12 @@ def started(
     Args:
         arguments: program and arguments.
         folder: working directory.
-        variables: environment variables, beside those of this process.
+        variables: environment variables, beside those of this process. GPUs that are hidden from this process
+            are visible to the command.
         metrics: file to which the command appends lines; it is emptied.
         lock: file that is locked as long as any process of the command may run; waits for an earlier one.
     """
-    environment = os.environ | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"} | dict(variables)
+    environment = restored(os.environ) | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"} | dict(variables)
     with lock.open("wb") as held, metrics.open("w+b", buffering=0) as file:
         fcntl.flock(held, fcntl.LOCK_EX)
         process = subprocess.Popen(

@@ -11,6 +11,7 @@ import torch
 
 from ablate import provenance
 from ablate.engines import ENGINES, SCALED, backend_of, module_name
+from ablate.engines.gpu_access import device_class
 from ablate.engines.hardware import PARTS, TRAINS_FP4, installed, scaled_refusal, this_machine
 from ablate.engines.hardware import refusal as refused
 
@@ -29,11 +30,9 @@ def facts() -> Iterator[Fact]:
     yield "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free", ""
     yield "python, torch", f"{environment['python']}, {torch.__version__}", ""
     yield "bf16 on the processor", bf16(), "any; the numbers are the same"
-    yield (
-        "GPUs",
-        f"{torch.cuda.device_count()} with CUDA" if torch.cuda.is_available() else "none with CUDA",
-        "",
-    )
+    available = torch.cuda.is_available()
+    gpus = f"{torch.cuda.device_count()} with CUDA" if available else "none with CUDA"
+    yield "GPUs", gpus, "" if available else device_class().note
     for number in range(torch.cuda.device_count()):
         yield from gpu(number)
     yield "transformer-engine", library(), "a native part, for its GPU kernels"

@@ -81,9 +81,9 @@ class Actor:
         self._open: dict[str, IO[bytes]] = {}
         self._stopped = False
 
-    def warm(self) -> None:
-        """Start the warm process, so that the first trial need not wait for it."""
-        self.supervisor.warm()
+    def warm(self, device: str) -> None:
+        """Start the child process for trials on a class of device, so that the first one need not wait."""
+        self.supervisor.warm(device)
 
     def describe(self, root: str, nonce: str) -> WorkerFacts:
         """Return this worker's node, address, versions, and access to the state folder.

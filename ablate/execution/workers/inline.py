@@ -1,7 +1,9 @@
 """Trials one by one in this process, without Ray: for debuggers and tests."""
 
+import os
 from collections.abc import Generator
 
+from ablate.engines.gpu_access import ORIGINAL, VISIBLE, hidden
 from ablate.execution.messages import Ended, Message, TrialRequest
 from ablate.execution.supervisor import run_inline
 
@@ -11,9 +13,13 @@ class Inline:
 
     slots = 1
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        """`device`: class of device of the trials, `cpu` or `cuda`; on CPUs GPUs are hidden until `close`."""
         from ablate.execution.trial_process import tune_process
 
+        self._before = dict(os.environ)
+        if device == "cpu":
+            os.environ.update(hidden(os.environ))
         tune_process()
         self.wanted = 0
         """Number of trials that run or wait; not used: one runs at a time."""
@@ -47,5 +53,8 @@ class Inline:
         """Do nothing: this executor always has one slot."""
 
     def close(self) -> None:
-        """Drop the trials that run."""
+        """Drop the trials that run; make GPUs visible again."""
         self._running.clear()
+        for name in (VISIBLE, ORIGINAL):
+            os.environ.pop(name, None)
+        os.environ.update({name: self._before[name] for name in (VISIBLE, ORIGINAL) if name in self._before})

@@ -77,7 +77,7 @@ class TrialActors:
         """Answers of the actors' `describe`; None before the first one, and after a trial without a
         result."""
         for actor in self.actors:
-            actor.warm.remote()
+            actor.warm.remote("cuda" if need.gpus else "cpu")
 
     def _placement_group(self, addresses: dict[str, str]) -> "PlacementGroup":
         """Reserve room for all ranks at once; Ray grants it when the nodes have that much free."""

@@ -10,13 +10,18 @@ it imports, of the declared data, and on `config`; never on where they lie.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
 
+import ablate
+from ablate.engines.gpu_access import CPU_TRIAL, asks_for_gpu
+from ablate.errors import InputError
 from ablate.recipes.recipe import Recipe, Run
 from ablate.training import user_code
 from ablate.training.metric_names import ENDINGS, is_added
@@ -165,15 +170,38 @@ class Python(OwnCode):
                     window,
                     twin,
                 )
-                if declared:
-                    from ablate.training.config_schema import built
+                with _explained(device):
+                    if declared:
+                        from ablate.training.config_schema import built
 
-                    function(trial, built(function, self.config))
-                else:
-                    function(trial)
+                        function(trial, built(function, self.config))
+                    else:
+                        function(trial)
                 trial.finish()
 
         yield from emitted(work)
+
+
+@contextmanager
+def _explained(device: str) -> Iterator[None]:
+    """Explain an error of code that asks for a GPU in a trial on the CPU.
+
+    Raises:
+        InputError: it did.
+    """
+    try:
+        yield
+    except (RuntimeError, AssertionError) as error:
+        if device != "cpu" or not asks_for_gpu(error):
+            raise
+        package = Path(ablate.__file__).parent
+        own = [
+            frame
+            for frame in traceback.extract_tb(error.__traceback__)
+            if "site-packages" not in frame.filename and package not in Path(frame.filename).parents
+        ]
+        at = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
+        raise InputError([f"{at}{CPU_TRIAL} ({str(error).splitlines()[0]})"]) from error
 
 
 def in_window(record: Record, window: Window, longest: bool) -> dict[str, float]:

@@ -18,7 +18,7 @@ import torch
 
 from ablate import provenance
 from ablate.engines import parity_record
-from ablate.engines.hardware import Machine, driver, refusal, stray_switch, this_machine
+from ablate.engines.hardware import Machine, refusal, stray_switch, this_machine
 from ablate.engines.transformer_engine import library
 from ablate.results.figures.parity import overlay
 from ablate.verification.check_result import Check, Row
@@ -149,7 +149,7 @@ class ParityRun:
         facts = provenance.environment() | {"transformer-engine": str(self.machine.version)}
         if self.machine.capability:
             facts["capability"] = f"SM {self.machine.capability[0]}.{self.machine.capability[1]}"
-        if version := driver():
+        if version := provenance.driver():
             facts["driver"] = version
         return facts
 
