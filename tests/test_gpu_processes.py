@@ -9,13 +9,15 @@ from dataclasses import replace
 
 import psutil
 import pytest
+from support import imaginary_gpu
 from support.experiments import environment, events_of, gone, shut, until
-from support.trial_requests import request
+from support.trial_requests import SUPERVISE, request
 
 from ablate.execution.messages import Events, Exited, Started, TrialRequest, parse_line
 from ablate.execution.supervisor import COMMANDS, Supervisor, run_inline
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
+from ablate.training.workloads.command import Command
 from ablate.training.workloads.python import Python
 
 pytestmark = pytest.mark.slow
@@ -90,9 +92,9 @@ def train(trial):
 """
 
 
-def of_function(folder, end: str) -> TrialRequest:
-    """A request for a function that starts processes in a session of their own, and then does `end`."""
-    (folder / "train.py").write_text(CHILDREN.replace("{end}", end))
+def of_function(folder, code: str) -> TrialRequest:
+    """A request for the function `train` of some code."""
+    (folder / "train.py").write_text(code)
     config = Python(file=str(folder / "train.py"), steps=2)
     spec = TrialSpec(workload="python", config=config, recipe=PRESETS["bf16"](), seed=0, engine="emulated",
                      device="cpu")  # fmt: skip
@@ -106,7 +108,7 @@ SLEEP, DIE = "import time; time.sleep(600)", "import os; os.kill(os.getpid(), 9)
 def test_processes_that_a_function_starts_end_with_its_trial(kind, end, tmp_path):
     """Whether it ends, is killed, or its supervisor goes."""
     supervisor = Supervisor(COMMANDS[kind])
-    messages, sleepers = supervisor.run(of_function(tmp_path, end)), []
+    messages, sleepers = supervisor.run(of_function(tmp_path, CHILDREN.replace("{end}", end))), []
 
     def started() -> list[psutil.Process]:
         return [p for p in below(supervisor) if p.name() == "sleep"]
@@ -164,3 +166,42 @@ def test_a_spares_imports_ask_for_no_gpu():
         [sys.executable, "-W", "ignore", "-c", IMPORTS], capture_output=True, text=True, env=environment()
     )
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
+
+
+def seen_with_a_gpu(asked: TrialRequest) -> list[str]:
+    """The messages of a supervisor, as text, on a machine where torch sees a GPU (an imaginary one)."""
+    command = [sys.executable, "-c", SUPERVISE, asked.line().decode()]
+    visible = imaginary_gpu.environment() | {"CUDA_VISIBLE_DEVICES": "0"}
+    return subprocess.run(command, capture_output=True, text=True, env=visible).stdout.splitlines()
+
+
+USES_CUDA = """
+import torch
+def train(trial):
+    weight = torch.ones(1, device="cuda")
+"""
+
+
+SHOWS = """
+import json, os, pathlib
+pathlib.Path("seen").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+print(json.dumps({"step": 2, "loss": 1.0}))
+"""
+
+
+@pytest.mark.skipif(bool(imaginary_gpu.why_not()), reason=imaginary_gpu.why_not() or "-")
+class TestWhereTorchSeesAGpu:
+    def test_a_trial_on_the_cpu_trains(self, tmp_path):
+        assert "status='done'" in seen_with_a_gpu(request(tmp_path))[-1]
+
+    def test_a_function_that_uses_cuda_on_the_cpu_gets_a_sentence(self, tmp_path):
+        last = seen_with_a_gpu(of_function(tmp_path, USES_CUDA))[-1]
+        assert f"{tmp_path}/train.py:4: this trial runs on the CPU, where no GPU is visible" in last
+
+    def test_a_command_sees_the_gpu(self, tmp_path):
+        (tmp_path / "run.py").write_text(SHOWS)
+        config = Command(run=f"{sys.executable} run.py", folder=str(tmp_path), steps=2)
+        spec = TrialSpec(workload="command", config=config, recipe=PRESETS["bf16"](), seed=0, engine="emulated",
+                         device="cpu")  # fmt: skip
+        seen_with_a_gpu(TrialRequest(spec.id, spec.wire, str(tmp_path), 1, {}))
+        assert (tmp_path / "seen").read_text() == "0"

@@ -17,13 +17,14 @@ from support.trial_requests import SUPERVISE, steps
 
 from ablate.execution import rank_process
 from ablate.execution.messages import GangPart, Message, TrialRequest
-from ablate.execution.supervisor import Supervisor
+from ablate.execution.supervisor import COMMANDS, Supervisor
 from ablate.execution.workers import running_trial
 from ablate.results.trial_store import Store
 from ablate.training import final_weights
 from ablate.verification.services import free_port
 
 pytestmark = pytest.mark.slow
+LONG = {"steps": 100_000, "eval_every": 100_000}
 SHAPE = {"accumulate": 2, "width": 64, "context": 32}
 
 
@@ -98,6 +99,26 @@ def test_two_ranks_compute_the_trial_and_say_so(supervisor, tmp_path):
     alone = run(supervisor, request(tmp_path, ranks=1, root=str(tmp_path / "alone")))
     losses = [[event["metrics"]["train/loss"] for event in events_of(messages)] for messages in (told, alone)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # two micro-batches, added in another order
+
+
+def test_ranks_in_fresh_interpreters_compute_the_same_and_end_with_the_trial(supervisor, tmp_path):
+    """As on GPUs, where a fork could not use CUDA."""
+    forked = run(supervisor, request(tmp_path, root=str(tmp_path / "forked")))
+    fresh = Supervisor(COMMANDS["cuda"])
+    told = run(fresh, request(tmp_path))
+    losses = [
+        [event["metrics"]["train/loss"] for event in events_of(messages)] for messages in (told, forked)
+    ]
+    assert losses[0] == losses[1]
+    assert told[-1].status == "done"
+    messages = fresh.run(request(tmp_path, root=str(tmp_path / "long"), shape=LONG))
+    until(lambda: steps([next(messages)]))
+    ranks = list(ranks_of(fresh).values())
+    assert len(ranks) >= 2
+    fresh.stop()
+    list(messages)
+    until(lambda: gone(ranks))
+    shut(fresh)
 
 
 def test_two_ranks_keep_the_weights_of_the_whole_model(supervisor, tmp_path):

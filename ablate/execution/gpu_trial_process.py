@@ -83,7 +83,7 @@ def spare() -> None:
         os._exit(0)
     request = TrialRequest.parse(line)
     import_slow(request)
-    compute(request)
+    compute(request, method="spawn")
 
 
 def import_all() -> None:

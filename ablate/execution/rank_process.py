@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 from ablate.engines import gpu_access
 from ablate.execution.messages import GangPart, RankDied, TelemetrySettings, TrialRequest, message_of, send
@@ -23,6 +23,7 @@ from ablate.experiment.trial_spec import TrialSpec
 from ablate.results.trial_store import Store
 from ablate.training.rank_layout import Layout
 
+StartMethod = Literal["fork", "spawn"]
 IMPORTS = ("torch.distributed.launcher.api", "ablate.training.distributed")
 """Slow imports of a trial with ranks, done once by the warm process."""
 SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
@@ -42,12 +43,13 @@ _END_SECONDS = 5
 """Time for the other ranks to end after the first; then they are killed."""
 
 
-def launch(request: TrialRequest, pipe: BinaryIO) -> RankDied | None:
+def launch(request: TrialRequest, pipe: BinaryIO, method: StartMethod = "fork") -> RankDied | None:
     """Compute this node's part of a trial in processes of its own.
 
     Args:
         request: the trial, with `ranks`, and for a gang this node's part.
         pipe: rank 0 writes the trial's messages here.
+        method: way in which the ranks start. A fork is quick; on a GPU each needs a fresh interpreter.
 
     Returns:
         The rank whose death ended the others; None if all ranks are done.
@@ -59,7 +61,7 @@ def launch(request: TrialRequest, pipe: BinaryIO) -> RankDied | None:
     for name in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(name).setLevel(logging.CRITICAL)  # each rank prints its own error
     settings: dict[str, object] = {
-        "start_method": "spawn" if request.device == "cuda" else "fork",
+        "start_method": method,
         "max_restarts": 0,
         "run_id": request.id,
         "shutdown_timeout": _END_SECONDS,

@@ -38,7 +38,7 @@ from typing import BinaryIO, NoReturn
 from ablate import provenance
 from ablate.execution.messages import Exited, MalformedMessage, Started, TrialRequest, message_of, send
 from ablate.execution.process_guard import adopt_orphans, end_orphans, exit_with_parent
-from ablate.execution.rank_process import IMPORTS, SHARDING, launch
+from ablate.execution.rank_process import IMPORTS, SHARDING, StartMethod, launch
 from ablate.execution.trial_runner import NO_SPACE, exit_status, run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import full
@@ -173,7 +173,9 @@ def _supervisor_gone(seconds: float) -> bool:
     return bool(select.select([0], [], [], seconds)[0])
 
 
-def compute(request: TrialRequest, parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> NoReturn:
+def compute(
+    request: TrialRequest, parse: Callable[[str], TrialSpec] = TrialSpec.parse, method: StartMethod = "fork"
+) -> NoReturn:
     """Run the trial in this process and exit: its messages go to standard output, what it prints to its log.
 
     The process ends as soon as standard input closes.
@@ -181,6 +183,7 @@ def compute(request: TrialRequest, parse: Callable[[str], TrialSpec] = TrialSpec
     Args:
         request: the trial.
         parse: parser of a spec's JSON text.
+        method: way in which the ranks of a trial start.
     """
     exit_with_parent(_supervisor_gone, end_orphans)
     status = 1
@@ -193,16 +196,18 @@ def compute(request: TrialRequest, parse: Callable[[str], TrialSpec] = TrialSpec
             os.dup2(log.fileno(), 2)
             faulthandler.register(signal.SIGUSR1, file=log)
             send(pipe, Started(os.getpid()))
-            status = exit_status(lambda: _run(request, parse, pipe))
+            status = exit_status(lambda: _run(request, parse, pipe, method))
     except OSError as error:  # its log cannot be created
         status = NO_SPACE if full(error) else 1
     finally:
         os._exit(status)
 
 
-def _run(request: TrialRequest, parse: Callable[[str], TrialSpec], pipe: BinaryIO) -> None:
+def _run(
+    request: TrialRequest, parse: Callable[[str], TrialSpec], pipe: BinaryIO, method: StartMethod
+) -> None:
     if request.ranks > 1:
-        if died := launch(request, pipe):
+        if died := launch(request, pipe, method):
             send(pipe, died)
         return
     for recorded in run(

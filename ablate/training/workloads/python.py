@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
 
-import ablate
 from ablate.engines.gpu_access import CPU_TRIAL, asks_for_gpu
 from ablate.errors import InputError
 from ablate.recipes.recipe import Recipe, Run
@@ -170,7 +169,7 @@ class Python(OwnCode):
                     window,
                     twin,
                 )
-                with _explained(device):
+                with _explained(device, code.path.parent):
                     if declared:
                         from ablate.training.config_schema import built
 
@@ -183,8 +182,12 @@ class Python(OwnCode):
 
 
 @contextmanager
-def _explained(device: str) -> Iterator[None]:
+def _explained(device: str, folder: Path) -> Iterator[None]:
     """Explain an error of code that asks for a GPU in a trial on the CPU.
+
+    Args:
+        device: class of device of the trial.
+        folder: folder of the user's code, whose line the explanation names.
 
     Raises:
         InputError: it did.
@@ -194,12 +197,8 @@ def _explained(device: str) -> Iterator[None]:
     except (RuntimeError, AssertionError) as error:
         if device != "cpu" or not asks_for_gpu(error):
             raise
-        package = Path(ablate.__file__).parent
-        own = [
-            frame
-            for frame in traceback.extract_tb(error.__traceback__)
-            if "site-packages" not in frame.filename and package not in Path(frame.filename).parents
-        ]
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if folder in Path(frame.filename).parents]
         at = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
         raise InputError([f"{at}{CPU_TRIAL} ({str(error).splitlines()[0]})"]) from error
 
