@@ -161,6 +161,23 @@ print(*sorted(name for name in sys.modules if name.startswith(("transformers", "
 """
 
 
+CONTEXT = """
+import sys, torch
+import ablate.training.models.causal, ablate.training.models.adapters
+from ablate.training.models import library
+library("transformers.models.vit_mae.modeling_vit_mae")
+assert "torchao" in sys.modules and torch.cuda.is_available() and not torch.cuda.is_initialized()
+"""
+
+
+@pytest.mark.skipif(bool(imaginary_gpu.why_not()), reason=imaginary_gpu.why_not() or "-")
+def test_imports_of_transformers_and_torchao_start_no_cuda():
+    """In a command, which would hold memory of the GPU as long as its sweep runs."""
+    command = [sys.executable, "-W", "ignore", "-c", CONTEXT]
+    done = subprocess.run(command, capture_output=True, text=True, env=imaginary_gpu.environment())
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_spares_imports_ask_for_no_gpu():
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", IMPORTS], capture_output=True, text=True, env=environment()

@@ -13,7 +13,8 @@ import ctypes
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,8 @@ CPU_TRIAL = (
     "this trial runs on the CPU, where no GPU is visible; run the sweep with --device cuda (YAML:"
     " resources: {gpus: 1}), or move the code's tensors to trial.device"
 )
+_CHECK_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""Variable that makes `torch.cuda.is_available` read the environment before it asks CUDA's driver."""
 _NEEDS_GPU = (
     "No CUDA GPUs are available",
     "no CUDA-capable device is detected",
@@ -52,6 +55,25 @@ def restored(environment: Mapping[str, str]) -> dict[str, str]:
     del visible[VISIBLE]
     value = json.loads(original)
     return visible if value is None else visible | {VISIBLE: value}
+
+
+@contextmanager
+def without_gpus() -> Iterator[None]:
+    """Inside this context, imports see no GPU, so that they start no CUDA context.
+
+    transformers imports torchao, whose modules ask for the GPU's capability: half a gigabyte of its memory in
+    each process, and one that uses it in exclusive mode. Once CUDA has started, nothing is hidden.
+    """
+    before = {name: os.environ.get(name) for name in (VISIBLE, _CHECK_BY_NVML)}
+    os.environ.update({VISIBLE: "", _CHECK_BY_NVML: "1"})
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def asks_for_gpu(error: BaseException) -> bool:

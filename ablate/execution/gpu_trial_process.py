@@ -22,7 +22,7 @@ from contextlib import redirect_stdout, suppress
 
 from ablate.execution.messages import Exited, MalformedMessage, TrialRequest, send
 from ablate.execution.process_guard import adopt_orphans, end_orphans
-from ablate.execution.trial_process import compute, import_slow, tune_process, wait_for
+from ablate.execution.trial_process import compute, tune_process, wait_for
 
 _SPARE = (sys.executable, "-m", "ablate.execution.gpu_trial_process", "spare")
 _IMPORTS = (
@@ -81,9 +81,7 @@ def spare() -> None:
         line = requests.readline()
     if not line:
         os._exit(0)
-    request = TrialRequest.parse(line)
-    import_slow(request)
-    compute(request, method="spawn")
+    compute(TrialRequest.parse(line), method="spawn")
 
 
 def import_all() -> None:

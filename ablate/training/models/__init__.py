@@ -8,6 +8,8 @@ from hashlib import blake2b
 from importlib import import_module
 from types import ModuleType
 
+from ablate.engines.gpu_access import without_gpus
+
 
 def library(name: str) -> ModuleType:
     """Import and return an optional library.
@@ -19,7 +21,7 @@ def library(name: str) -> ModuleType:
         ValueError: the library is not installed; the message has the command to install it.
     """
     try:
-        with quietly():
+        with quietly(), without_gpus():
             return import_module(name)
     except ModuleNotFoundError as error:
         raise ValueError(

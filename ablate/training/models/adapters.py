@@ -6,9 +6,10 @@ from pathlib import Path
 
 from torch import nn
 
+from ablate.engines.gpu_access import without_gpus
 from ablate.training.models import drawn, hidden_if_broken, quietly
 
-with hidden_if_broken("transformer_engine"), quietly():
+with hidden_if_broken("transformer_engine"), quietly(), without_gpus():
     import peft
 
 

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from ablate.engines.blocks import why_left
 from ablate.engines.emulated import described, quantisable
+from ablate.engines.gpu_access import without_gpus
 from ablate.numerics.philox import Clock
 from ablate.recipes.layers import block_name
 from ablate.training.data.hub import quiet
 from ablate.training.models import drawn, quietly
 from ablate.training.models.source import HINT, ModelSource, Outline, resolve
 
-with quietly():
+with quietly(), without_gpus():
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import PreTrainedModel
     from transformers.utils.logging import disable_progress_bar

@@ -57,9 +57,22 @@ def imitate(library: ctypes.CDLL) -> None:
         name=NAME, major=CAPABILITY[0], minor=CAPABILITY[1], total_memory=MEMORY,
         multi_processor_count=132, L2_cache_size=50 * 2**20, uuid="imaginary",
     )  # fmt: skip
+
+    def counted() -> int:
+        """Return as torch 2.13 does: before CUDA starts, the driver is not asked, but NVML and the variable."""
+        if State.initialised_by == os.getpid():
+            return library.imaginary_devices()
+        first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+        return int(first == "0" or first.startswith(("GPU-", "MIG-")))
+
+    def available() -> bool:
+        """Return as torch 2.13 does: the driver's number of devices, or that of `counted` if so told."""
+        by_nvml = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK") == "1"
+        return (counted() if by_nvml else library.imaginary_devices()) > 0
+
     answers = {
-        "is_available": lambda: library.imaginary_devices() > 0,
-        "device_count": lambda: library.imaginary_devices(),
+        "is_available": available,
+        "device_count": counted,
         "is_initialized": lambda: State.initialised_by == os.getpid(),
         "_lazy_init": initialise,
         "init": initialise,
