@@ -552,16 +552,6 @@ def test_the_learning_rate_falls_linearly_from_the_end_of_the_warm_up():
     assert config.decay_start == 3
 
 
-def test_deterministic_algorithms_are_asked_for_only_where_wanted(shards):
-    try:
-        train(gpt(shards, steps=1))
-        assert not torch.are_deterministic_algorithms_enabled()
-        train(gpt(shards, steps=1, deterministic=True))
-        assert torch.are_deterministic_algorithms_enabled()
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.parametrize(
     ("fields", "weights", "field", "why"),
     [
@@ -582,7 +572,7 @@ def test_a_field_that_came_later_leaves_older_trials_their_identity(shards):
         "optimizer": "muon",
         "guard": {"policy": "skip"},
         "time_budget": 1.0,
-        "deterministic": True,
+        "deterministic": False,
     }.items():
         assert gpt(shards, **{name: value}).identity() != plain.identity()
 

@@ -254,6 +254,10 @@ def _run(
         from ablate.numerics import product  # torch: only where a trial runs
         from ablate.training.checkpoints import Checkpoints
 
+        if spec.device == "cuda":
+            from ablate.training import cuda_arithmetic
+
+            cuda_arithmetic.configure()  # before CUDA starts
         products = product.mode() if spec.device == "cpu" else None
         seconds = telemetry.get("checkpoint", 60.0)
         checkpoints = Checkpoints(folder / "checkpoint.pt", spec.id, seconds, shared, journal, products)

@@ -69,7 +69,7 @@ class TrialSpec(Spec):
     def id(self) -> str:
         """16 hex digits of the SHA-256 of everything that determines the trial: `content` without the paths
         of its data."""
-        content = self._content(self.config.identity(), self.recipe.canonical())
+        content = self._content(self._identity, self.recipe.canonical())
         return hashlib.sha256(
             json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         ).hexdigest()[:16]
@@ -120,7 +120,7 @@ class TrialSpec(Spec):
         determined the state."""
         points = [point for point in self.segments if point[0] < step]
         version = numerics.version((json.loads(recipe) for _, recipe in points), self.device)
-        content = self._content(self.config.identity(), {}, varied=False) | {
+        content = self._content(self._identity, {}, varied=False) | {
             "recipe": points,
             "numerics_version": version,
             "step": step,
@@ -152,6 +152,19 @@ class TrialSpec(Spec):
         return {"id": self.id} | self._content(
             self.config.model_dump(mode="json"), self.recipe.model_dump(mode="json")
         )
+
+    @property
+    def _identity(self) -> dict[str, Json]:
+        """Return the workload's fields that determine the numbers on this device.
+
+        `deterministic` changes none on a CPU. On a GPU it always counts: trials from before its default was
+        true have another id.
+        """
+        fields: dict[str, Json] = self.config.identity()
+        if not isinstance(self.config, Training):
+            return fields
+        fields = {name: value for name, value in fields.items() if name != "deterministic"}
+        return fields if self.device == "cpu" else fields | {"deterministic": self.config.deterministic}
 
     def _content(
         self, config: dict[str, Json], recipe: dict[str, Json], varied: bool = True

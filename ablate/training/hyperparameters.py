@@ -162,8 +162,11 @@ class Training(Spec):
     """Response to a step that diverges."""
     recompute: bool = False
     """Compute a block's activations again in the backward pass: the same bits, more time, less memory."""
-    deterministic: bool = False
-    """Use only deterministic algorithms: slower on a GPU, and an error for operations without one."""
+    deterministic: bool = True
+    """Use deterministic algorithms for attention on a GPU; without them a resumed run has other bits there.
+
+    Compiled models and those of transformers use them for all operations, and fail at one without any.
+    """
     compile: bool = False
     """Use torch.compile around the quantised products.
 

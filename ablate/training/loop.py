@@ -19,7 +19,6 @@ it raises no error.
 """
 
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
@@ -36,6 +35,7 @@ from ablate.engines.ranks import whole
 from ablate.engines.weight_noise import NormNoise
 from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe, Run
+from ablate.training import cuda_arithmetic
 from ablate.training.checkpoints import Checkpoints, MeterState, RunState, Standing
 from ablate.training.distributed import RankPart, clip, placed, world
 from ablate.training.evaluation import Evaluation, PreparedRun, evaluate, means
@@ -44,6 +44,7 @@ from ablate.training.guard import GuardDecision, Watch
 from ablate.training.hyperparameters import Training
 from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED
 from ablate.training.metrics import SlotErrors, gradient_noise, of_machine, oscillation
+from ablate.training.models.transformer import Attention
 from ablate.training.optimizers import optimizer
 
 T = TypeVar("T")
@@ -279,11 +280,6 @@ class Loop:
         window: tuple[Forks, Window] | None = None,
         twin: Twin | None = None,
     ) -> None:
-        if config.deterministic:
-            os.environ.setdefault(
-                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-            )  # cuBLAS reads it before its first product
-            torch.use_deterministic_algorithms(True)
         self.run, self.config, self.telemetry, self.window = run, config, telemetry, window
         self.last = window[1].position + window[1].steps if window else config.steps
         """Step after the last, by the clock of the run."""
@@ -298,6 +294,10 @@ class Loop:
         self.part = RankPart(self.world, config, run.engine, self.parameters)
         """This rank's part of every step."""
         self.device = next(run.model.parameters()).device
+        if self.device.type == "cuda":
+            cuda_arithmetic.configure()
+            own = any(isinstance(module, Attention) for module in run.model.modules())
+            cuda_arithmetic.follow(config.deterministic, everywhere=config.compile or not own)
         self.optimizer = optimizer(run.model, config)
         self.watch = Watch(config, run.engine)
         self.meter = Meter(config.tokens_per_step)

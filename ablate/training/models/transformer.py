@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ablate.numerics.product import linear
+from ablate.training import cuda_arithmetic
 
 
 class TransformerShape(Protocol):
@@ -33,6 +34,8 @@ class TransformerShape(Protocol):
     def context(self) -> int: ...
     @property
     def rope_theta(self) -> float: ...
+    @property
+    def deterministic(self) -> bool: ...
 
 
 class Norm(nn.Module):
@@ -49,11 +52,12 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention; queries and keys are normalised, then rotated by position.
 
-    One linear computes queries, keys and values.
+    One linear computes queries, keys and values. `deterministic` has an effect on CUDA alone.
     """
 
-    def __init__(self, width: int, heads: int, kv_heads: int) -> None:
+    def __init__(self, width: int, heads: int, kv_heads: int, deterministic: bool) -> None:
         super().__init__()
+        self.deterministic = deterministic
         self.heads, self.kv_heads, self.head = heads, kv_heads, width // heads
         self.qkv = nn.Linear(width, (heads + 2 * kv_heads) * self.head, bias=False)
         self.out = nn.Linear(width, width, bias=False)
@@ -65,7 +69,11 @@ class Attention(nn.Module):
         qkv = qkv.unflatten(-1, (-1, self.head)).transpose(1, 2)  # [batch, heads, tokens, head]
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
         q, k = rotary(self.q_norm(q), rotation), rotary(self.k_norm(k), rotation)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+        grouped = self.kv_heads != self.heads
+        if self.deterministic and x.device.type == "cuda" and not torch.compiler.is_compiling():
+            y = cuda_arithmetic.attention(q, k, v, causal=True, grouped=grouped)
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return self.out(y.transpose(1, 2).flatten(2).to(x.dtype))
 
 
@@ -101,10 +109,12 @@ MLPS: dict[str, Callable[[int, int], nn.Module]] = {"swiglu": SwiGLU, "relu2": S
 class Block(nn.Module):
     """Attention and MLP, each with a norm before it and added to the residual stream."""
 
-    def __init__(self, width: int, heads: int, kv_heads: int, mlp: str, hidden: int) -> None:
+    def __init__(self, shape: TransformerShape) -> None:
         super().__init__()
-        self.attention_norm, self.attention = Norm(width), Attention(width, heads, kv_heads)
-        self.mlp_norm, self.mlp = Norm(width), MLPS[mlp](width, hidden)
+        width, kv_heads = shape.width, shape.kv_heads or shape.heads
+        self.attention_norm = Norm(width)
+        self.attention = Attention(width, shape.heads, kv_heads, shape.deterministic)
+        self.mlp_norm, self.mlp = Norm(width), MLPS[shape.mlp](width, shape.hidden_width)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
@@ -124,10 +134,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.dtype = dtype
         self.embedding = nn.Embedding.from_pretrained(torch.empty(vocab, shape.width), freeze=False)
-        self.blocks = nn.ModuleList(
-            Block(shape.width, shape.heads, shape.kv_heads or shape.heads, shape.mlp, shape.hidden_width)
-            for _ in range(shape.layers)
-        )
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = Norm(shape.width)
         self.head = nn.Linear(shape.width, vocab, bias=False)
         self.angles = (shape.context, shape.width // shape.heads, shape.rope_theta)
