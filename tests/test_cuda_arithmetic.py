@@ -41,7 +41,9 @@ class Covered(TorchDispatchMode):
         self.off: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        (self.on if torch.are_deterministic_algorithms_enabled() else self.off).add(func.overloadpacket.__name__)
+        (self.on if torch.are_deterministic_algorithms_enabled() else self.off).add(
+            func.overloadpacket.__name__
+        )
         return func(*args, **(kwargs or {}))
 
 

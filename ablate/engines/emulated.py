@@ -25,7 +25,7 @@ are left alone. emulated_layer.py computes the products of one layer.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
 from functools import partial
@@ -275,12 +275,14 @@ class Engine:
         """Return the number of operands so far, over all layers, that held a NaN or an infinity."""
         return int(sum(layer.nonfinite for layer in self.layers.values()))
 
-    def weight_casts(self) -> dict[str, tuple[Tensor, Operand]]:
-        """Return every weight that fprop quantises, fp32 [out, in], and its present cast, by layer name."""
-        quantised = {name: layer for name, layer in self.layers.items() if layer.products.fprop.w}
-        return {
-            name: (layer.whole_weight().clone(), layer.weight_cast()) for name, layer in quantised.items()
-        }
+    def weight_casts(self) -> Iterator[tuple[str, tuple[Tensor, Operand]]]:
+        """Yield every weight that fprop quantises, by layer name: itself [out, in], and its present cast.
+
+        A cast with what it keeps takes several times the memory of its weight, so they are made one by one.
+        """
+        for name, layer in self.layers.items():
+            if layer.products.fprop.w:
+                yield name, (layer.whole_weight(), layer.weight_cast())
 
     @contextmanager
     def divided(self, divided: Divided | None):

@@ -6,7 +6,7 @@ machines without the hardware for it (hardware.py). Not modelled: the random bit
 stochastic rounding. Not measured: errors and codes of operands, which TE does not show.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
@@ -215,9 +215,9 @@ class NativeEngine(Engine):
             for layer in self.layers.values():
                 layer.emulated = False
 
-    def weight_casts(self) -> dict[str, tuple[Tensor, Operand]]:
-        """Return an empty dict: TE does not show its casts."""
-        return {}
+    def weight_casts(self) -> Iterator[tuple[str, tuple[Tensor, Operand]]]:
+        """Yield nothing: TE does not show its casts."""
+        yield from ()
 
 
 def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:

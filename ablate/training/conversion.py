@@ -52,7 +52,7 @@ from ablate.recipes.readings import reading
 from ablate.recipes.recipe import Recipe, Run, Weights
 from ablate.training.alarms import Alert, alerts
 from ablate.training.calls import Calls
-from ablate.training.metrics import ALARMS, Casts, SlotErrors, gradient_noise, oscillation
+from ablate.training.metrics import ALARMS, Casts, SlotErrors, gradient_noise, keep_casts, oscillation
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -436,7 +436,7 @@ class Conversion:
     def _before_update(self, optimizer: "Optimizer") -> None:
         if self._measuring and self._within == "step":
             # One of several optimizers: what all of them flip is counted from the first one's step on.
-            self._casts = self._casts or self.engine.weight_casts()
+            self._casts = self._casts or keep_casts(self.engine.weight_casts())
         weights = self.recipe.weights
         if weights == Weights():
             return

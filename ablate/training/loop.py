@@ -43,7 +43,7 @@ from ablate.training.fork_design import Forks, Window
 from ablate.training.guard import GuardDecision, Watch
 from ablate.training.hyperparameters import Training
 from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED
-from ablate.training.metrics import SlotErrors, gradient_noise, of_machine, oscillation
+from ablate.training.metrics import SlotErrors, gradient_noise, keep_casts, of_machine, oscillation
 from ablate.training.models.transformer import Attention
 from ablate.training.optimizers import optimizer
 
@@ -418,7 +418,7 @@ class Loop:
     def _update(self, step: int, look: "Look") -> None:
         """Apply the optimizer's step and the recipe's weight rules before and after it."""
         engine = self.run.engine
-        casts = _timed(look, engine.weight_casts) if look.errors else {}
+        casts = _timed(look, lambda: keep_casts(engine.weight_casts())) if look.errors else {}
         engine.weights.before(self.optimizer, step, self.plan)
         self.optimizer.step()
         engine.weights.after(self.optimizer, step, self.plan)

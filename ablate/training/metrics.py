@@ -7,12 +7,14 @@ layer has its function and its entry in operand_metrics.py.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import psutil
 import torch
 from torch import Tensor
 
 from ablate.numerics.census import census
+from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.product import MODES, mode
 from ablate.numerics.quantize import Operand
 from ablate.training.alarms import Alarm
@@ -50,8 +52,8 @@ def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> d
         )
 
     norm, reference_norm = math.sqrt(inner(gradient, gradient)), math.sqrt(inner(reference, reference))
-    difference = [g - r for g, r in zip(gradient, reference, strict=True)]
-    noise = math.sqrt(inner(difference, difference))
+    differences = (g - r for g, r in zip(gradient, reference, strict=True))  # one at a time: 4 bytes a weight
+    noise = math.sqrt(math.fsum(inner([difference], [difference]) for difference in differences))
     if not all(0 < size < math.inf for size in (norm, reference_norm, noise)):
         return {}
     return {
@@ -70,12 +72,29 @@ Casts = Mapping[str, tuple[Tensor, Operand]]
 """Weights, fp32 [out, in], and their quantised copies, by layer."""
 
 
-def oscillation(before: Casts, after: Casts) -> dict[str, float]:
+def keep_casts(casts: Iterable[tuple[str, tuple[Tensor, Operand]]]) -> Casts:
+    """Return copies of weights, and of their casts what `oscillation` reads: 8 bytes a weight in fp32.
+
+    Args:
+        casts: weights and casts from `Engine.weight_casts`, made one after the other.
+    """
+    return {name: (weight.clone(), _compact(cast)) for name, (weight, cast) in casts}
+
+
+def _compact(cast: Operand) -> Operand:
+    """Return a cast without its source and with its codes in bf16, if that holds them exactly."""
+    exact = cast.quant is not None and ELEMENTS[cast.quant.element].mantissa < 8
+    codes = _codes(cast)
+    codes = codes.to(torch.bfloat16) if exact else codes
+    return replace(cast, source=None, scaled=None, block_amax=None, codes=codes)
+
+
+def oscillation(before: Casts, after: Iterable[tuple[str, tuple[Tensor, Operand]]]) -> dict[str, float]:
     """Return the effect of one optimizer step on quantised weights.
 
     Args:
         before: weights and their casts before the step; the casts have kept their codes.
-        after: those of the same layers after it.
+        after: those of the same layers after it, in the same order; each is dropped before the next is made.
 
     Returns:
         `weights/flipped`, the share of elements whose code changed, and `weights/oscillation`, sum |dQ(w)|
@@ -83,8 +102,9 @@ def oscillation(before: Casts, after: Casts) -> dict[str, float]:
     """
     flipped = elements = 0
     way = quantised_way = 0.0
-    for name, (w, cast) in before.items():
-        new_w, new_cast = after[name]
+    for (name, (w, cast)), (new_name, (new_w, new_cast)) in zip(before.items(), after, strict=True):
+        if name != new_name:
+            raise ValueError(f"casts of {name} before the step and of {new_name} after it")
         flipped += (_codes(cast) != _codes(new_cast)).sum().item()
         elements += _codes(cast).numel()
         way += (new_w - w).abs().sum(dtype=torch.float64).item()
