@@ -1,5 +1,7 @@
 """A trial that goes on from a checkpoint is the trial that was never interrupted, bit for bit, whatever its recipe remembers."""
 
+import hashlib
+import io
 import json
 import os
 import random
@@ -7,6 +9,7 @@ import signal
 import threading
 from contextlib import closing
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -31,7 +34,7 @@ from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Phase
 from ablate.results.ledger import Ledger
 from ablate.results.trial_store import Store
-from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, seal
+from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, SealedWriter, unsealed
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.metric_names import PRODUCT_BITS
 from ablate.training.workloads.gpt import Gpt
@@ -438,9 +441,73 @@ def test_a_sweep_computes_as_many_steps_as_its_plan_counts(case, tmp_path):
 
 
 def of_another_version(path: Path) -> None:
-    path.write_bytes(b"state")
-    with path.open("r+b") as file:
-        seal(file, {"version": CHECKPOINT_VERSION + 1, "trial": "trial", "step": 3})
+    with path.open("wb") as file:
+        writer = SealedWriter(file)
+        writer.write(b"state")
+        writer.seal({"version": CHECKPOINT_VERSION + 1, "trial": "trial", "step": 3})
+
+
+class WriteOnly(io.RawIOBase):
+    """A file that can be written from its beginning to its end, and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.content = b""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data) -> int:
+        self.content += bytes(data)
+        return len(bytes(data))
+
+
+def test_a_checkpoint_is_hashed_while_it_is_written(tmp_path):
+    file, path = WriteOnly(), tmp_path / "checkpoint.pt"
+    writer = SealedWriter(file)
+    torch.save({"model": torch.arange(100_000.0)}, writer)
+    size = len(file.content)
+    writer.seal({"version": CHECKPOINT_VERSION, "trial": "trial", "step": 3})
+    path.write_bytes(file.content)
+    about = unsealed(path)
+    assert (about["size"], about["sha256"]) == (size, hashlib.sha256(file.content[:size]).hexdigest())
+    assert torch.equal(torch.load(path)["model"], torch.arange(100_000.0))
+
+
+class Clock:
+    """Seconds that pass where a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("cost", "apart"), [(0.5, 60), (3, 60), (30, 570)])
+def test_checkpoints_take_a_twentieth_of_the_time_at_most(tmp_path, cost, apart):
+    clock = Clock()
+    checkpoints = Checkpoints(tmp_path / "checkpoint.pt", "trial", 60, clock=clock)
+    began, written = [], 0.0
+    for step in range(1, 3000):
+        clock.now += 1.0
+        if checkpoints.wanted(step)[1]:
+            began.append(clock.now)
+            clock.now += cost  # the state is gathered, and then written
+            checkpoints.leave(step, {"step": step}, (False, True))
+            written += cost
+    assert began[0] == 60
+    assert {later - earlier - cost for earlier, later in pairwise(began)} <= {apart, apart + 0.5, apart + 1}
+    assert written <= 0.05 * clock.now + cost
+
+
+def test_every_step_has_a_checkpoint_if_that_is_asked_for(tmp_path):
+    clock = Clock()
+    checkpoints = Checkpoints(tmp_path / "checkpoint.pt", "trial", 0, clock=clock)
+    for step in range(1, 4):
+        assert checkpoints.wanted(step)[1]
+        clock.now += 30
+        checkpoints.leave(step, {"step": step}, (False, True))
 
 
 SPOILT = {

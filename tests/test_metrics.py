@@ -431,4 +431,4 @@ def test_the_noise_of_a_gradient_takes_the_memory_of_one_tensor(generator):
     gradient, reference = ([torch.randn(64, 64, generator=generator) for _ in range(16)] for _ in range(2))
     with LiveMemory() as live:
         gradient_noise(gradient, reference)
-    assert live.peak <= 64 * 64 * (4 + 2 * 8)  # a difference, and two copies in fp64; beside 15 others before
+    assert live.peak < 64 * 64 * 21  # a difference, and two copies in fp64; the other 15 beside them before

@@ -1,8 +1,8 @@
 """Footer of a checkpoint: its metadata, and the digest of the bytes before it.
 
 A checkpoint is a file that torch wrote, and `torch.load` verifies no digest: training would continue from a
-flipped bit. `seal` appends a JSON object and a fixed trailer, with which torch can still open the file;
-`unsealed` reads them back and verifies every byte.
+flipped bit. `SealedWriter` appends a JSON object and a fixed trailer, with which torch can still open the
+file; `unsealed` reads them back and verifies every byte.
 """
 
 import hashlib
@@ -11,11 +11,13 @@ import os
 import struct
 import zlib
 from collections.abc import Mapping
-from io import BufferedRandom
 from pathlib import Path
-from typing import BinaryIO, NotRequired, TypedDict
+from typing import TYPE_CHECKING, BinaryIO, NotRequired, TypedDict
 
 from ablate.files import Damaged
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _FOOTER = struct.Struct("<II8s")
 _MAGIC = b"ablate-1"
@@ -45,20 +47,37 @@ class Footer(TypedDict):
     """SHA-256 of those bytes, 64 hex digits."""
 
 
-def seal(file: BufferedRandom, about: Mapping[str, object]) -> None:
-    """Append the footer to a checkpoint that was just written.
+class SealedWriter:
+    """File that hashes what is written to it, so that sealing a checkpoint need not read it again.
+
+    torch writes a checkpoint from its beginning to its end and never seeks.
 
     Args:
-        file: the checkpoint, open for reading and writing; its content is complete.
-        about: the keys of `Footer` without `size` and `sha256`, which are computed here.
+        file: an empty file, open for writing.
     """
-    size = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    text = json.dumps(
-        {**about, "size": size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-    ).encode()
-    file.seek(0, os.SEEK_END)
-    file.write(text + _FOOTER.pack(len(text), zlib.crc32(text), _MAGIC))
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest, self._size = file, hashlib.sha256(), 0
+
+    def write(self, data: "Buffer") -> int:
+        """Write bytes and return their number."""
+        self._digest.update(data)
+        written = self._file.write(data)
+        self._size += written
+        return written
+
+    def flush(self) -> None:
+        """Flush the file."""
+        self._file.flush()
+
+    def seal(self, about: Mapping[str, object]) -> None:
+        """Append the footer to the content, which is complete.
+
+        Args:
+            about: the keys of `Footer` without `size` and `sha256`, which were counted while writing.
+        """
+        text = json.dumps({**about, "size": self._size, "sha256": self._digest.hexdigest()}).encode()
+        self._file.write(text + _FOOTER.pack(len(text), zlib.crc32(text), _MAGIC))
 
 
 def unsealed(path: Path) -> Footer:

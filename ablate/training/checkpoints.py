@@ -1,14 +1,14 @@
 """Checkpoints: the state of a training run after a step, in one file.
 
 A later attempt of the same trial continues from it, bit for bit. The file ends with a footer
-(`checkpoint_footer.seal`): the SHA-256 of its bytes, which torch does not verify, and the number and digest
-of the records up to its step. If the bytes or the records differ, the file is renamed to `*.damaged` and the
+(`checkpoint_footer.SealedWriter`): the SHA-256 of its bytes, which torch does not verify, and the number and
+digest of the records up to its step. If the bytes or the records differ, the file is renamed to `*.damaged` and the
 trial continues from an earlier state.
 """
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
@@ -20,10 +20,16 @@ from ablate.errors import InputError
 from ablate.files import Damaged
 from ablate.numerics.product import why_not
 from ablate.training import final_weights
-from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, Footer, seal, unsealed
+from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, Footer, SealedWriter, unsealed
 from ablate.training.distributed import gathered, placed, placed_optimizer, world
 from ablate.training.guard import GuardState
 from ablate.training.optimizers import OptimizerState
+
+SHARE = 0.05
+"""Largest share of a trial's time for its own checkpoints: one that takes 30 s is written every 10 minutes.
+
+The first one's cost is not known before it is written.
+"""
 
 
 class ModelState(TypedDict):
@@ -86,11 +92,13 @@ class Checkpoints:
     Args:
         path: the trial's own checkpoint, which may not exist yet; its folder exists.
         trial: the trial's id.
-        seconds: seconds between two checkpoints of the trial; 0: one after every step.
+        seconds: least seconds between two checkpoints of the trial; 0: one after every step. They are further
+            apart if one takes long: `SHARE` of the time at most.
         shared: files of the states that other trials pass through too, keyed by step; any may not exist yet.
         journal: the object that records the trial; None: checkpoints are not compared with records.
         products: mode of the products of this CPU; None on a GPU. A trial that goes on keeps the mode that it
             began with.
+        clock: returns seconds.
 
     Raises:
         InputError: this CPU cannot go on in the mode of the state.
@@ -104,13 +112,17 @@ class Checkpoints:
         shared: Mapping[int, Path] | None = None,
         journal: Journal | None = None,
         products: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path, self.trial, self.seconds, self.shared = path, trial, seconds, shared or {}
         self.products = products
         self._journal = journal
         self.resumed: int | None = None
         """Step from which this attempt continued; None if it started at step 0."""
-        self._last = time.monotonic()
+        self._clock = clock
+        self._last = self._begun = clock()
+        self._cost = 0.0
+        """Seconds that the last checkpoint took, from `wanted` to the end of `leave`."""
         self._state = self._read(path)
         further = (
             step
@@ -169,13 +181,16 @@ class Checkpoints:
         """Return two flags: shared state wanted, and own checkpoint wanted.
 
         A shared state is wanted if other trials pass through it and its file does not exist. The trial's own
-        checkpoint is wanted if `seconds` have passed since the last one.
+        checkpoint is wanted if `seconds` have passed since the last one, and so many times what that one took
+        that checkpoints take `SHARE` of the time at most.
 
         Args:
             step: number of optimizer steps done.
         """
         shared = step in self.shared and not self.shared[step].exists()
-        return shared, time.monotonic() - self._last >= self.seconds
+        self._begun = self._clock()
+        apart = max(self.seconds, self._cost * (1 - SHARE) / SHARE) if self.seconds else 0.0
+        return shared, self._begun - self._last >= apart
 
     def leave(self, step: int, state: RunState, wanted: tuple[bool, bool]) -> None:
         """Write a state to each file that is wanted.
@@ -200,7 +215,8 @@ class Checkpoints:
             self._write(self.shared[step], state, about | {"state": self.shared[step].name})
         if own:
             self._write(self.path, state, about)
-            self._last = time.monotonic()
+            self._last = self._clock()
+            self._cost = self._last - self._begun
 
     def keep_weights(self, state: RunState) -> None:
         """Write the weights of a finished run, with what decides how they are quantised.
@@ -219,9 +235,10 @@ class Checkpoints:
 
     def _write(self, path: Path, state: RunState, about: Mapping[str, object]) -> None:
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        with temporary.open("w+b") as file:
-            torch.save({"trial": self.trial, "products": self.products, **state}, file)
-            seal(file, about)
+        with temporary.open("wb") as file:
+            writer = SealedWriter(file)
+            torch.save({"trial": self.trial, "products": self.products, **state}, writer)
+            writer.seal(about)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -75,7 +75,7 @@ class Telemetry(Spec):
     log: int = Field(10, ge=1)
     """Steps between records of the training loss, which is the mean over them."""
     checkpoint: float = Field(60.0, ge=0)
-    """Seconds between checkpoints; 0: after every step."""
+    """Least seconds between checkpoints, which take 5 % of the time at most; 0: after every step."""
     keep_weights: bool = False
     """True to keep the weights after the last step, unless the run diverged."""
 
