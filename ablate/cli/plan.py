@@ -39,6 +39,7 @@ from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Member
 from ablate.results.trial_store import Store
 from ablate.training.fork_design import Forks
+from ablate.training.memory_estimate import estimate
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.own_code import OwnCode
@@ -307,6 +308,8 @@ def show(experiment: Experiment, settings: Settings) -> None:
             markup=False,
             soft_wrap=True,
         )
+    for arms, line in memory(experiment, settings.device):
+        screen.print(f"\nMemory of arm {arms}: {line}", markup=False, soft_wrap=True)
     for remark in remarks(experiment):
         screen.print(f"\nNote: {remark}", markup=False, soft_wrap=True)
     if result.redefined:
@@ -409,6 +412,24 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
         else None,
         "notes": list(remarks(experiment)),
     }
+
+
+def memory(experiment: Experiment, device: str) -> Iterator[tuple[str, str]]:
+    """Yield names of arms that need equally much memory on a GPU, and a line about it.
+
+    Nothing is yielded for a CPU, several ranks, or another engine than the emulated one.
+    """
+    arms: dict[str, list[str]] = {}
+    counted = device == "cuda" and experiment.engine == "emulated"
+    for arm in experiment.arms if counted and experiment.resources.layout(device).ranks == 1 else ():
+        config = arm.config
+        needed = estimate(config, arm.recipe, device) if isinstance(config, Gpt) else None
+        if needed is None:
+            continue
+        parts = ", ".join(f"{name} {size / 1e9:.2g}" for name, size in needed._asdict().items())
+        line = f"about {needed.total / 1e9:.2g} GB ({parts}), beside CUDA's own"
+        arms.setdefault(line, []).append(one_line(arm.name))
+    yield from ((", ".join(names), line) for line, names in arms.items())
 
 
 def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:

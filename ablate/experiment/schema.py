@@ -389,7 +389,7 @@ class TelemetryKeys(Spec):
     log: int = Field(10, ge=1)
     """Steps between records of the training loss."""
     checkpoint: float = Field(60.0, ge=0)
-    """Least seconds between checkpoints. They take 5 % of a trial's time at most, so slow ones lie further apart."""
+    """Least seconds between checkpoints. They take 5 % of a trial's time at most."""
     keep_weights: bool = False
     """Keep the weights of each trial that does not diverge, for `ablate export-model`. A finished trial that
     is reused keeps them only if it was run so."""

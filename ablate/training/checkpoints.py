@@ -2,8 +2,8 @@
 
 A later attempt of the same trial continues from it, bit for bit. The file ends with a footer
 (`checkpoint_footer.SealedWriter`): the SHA-256 of its bytes, which torch does not verify, and the number and
-digest of the records up to its step. If the bytes or the records differ, the file is renamed to `*.damaged` and the
-trial continues from an earlier state.
+digest of the records up to its step. If the bytes or the records differ, the file is renamed to `*.damaged`
+and the trial continues from an earlier state.
 """
 
 import os
