@@ -28,11 +28,11 @@ class MemoryEstimate(NamedTuple):
     gradients: int
     optimizer: int
     activations: int
-    """What is kept for the backward pass, with the copies of weights that products read."""
+    """Tensors kept for the backward pass, with the copies of weights that products read."""
     logits: int
     """Gradient of the logits, which is made when all activations are still kept."""
     telemetry: int
-    """What a measured step adds to the step's peak."""
+    """Addition of a measured step to the step's peak."""
 
     @property
     def total(self) -> int:

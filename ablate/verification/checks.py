@@ -31,7 +31,7 @@ from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant
 from ablate.numerics.stored import MAGNITUDES, load, pack, store, unpack
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.recipes.recipe import Phase, Run
-from ablate.verification import machine, peers
+from ablate.verification import machine, peers, resumed_trial
 from ablate.verification.check_result import Check, Row, below, equal, near, normal, present, same
 from ablate.verification.error_checks import ROOM, biased, figures, four_over_six, relative_error, unbiased
 
@@ -336,6 +336,18 @@ def threads() -> Iterator[Row]:
     yield same("stochastic, on 1 thread and on 2", tuple(results))
 
 
+def resumed(device: str) -> Iterator[Row]:
+    """Check that a trial which is stopped and resumed has the bits of one that ran through."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        found = resumed_trial.difference(device, Path(folder))
+    what = (
+        f"a trial on {device}, stopped after steps {' and '.join(map(str, resumed_trial.STOPS))} and resumed"
+    )
+    yield Row(what, found or "equal to the bit", "equal to the bit", not found)
+
+
 def gpu_bits() -> Iterator[Row]:
     """Check that a GPU computes the same bits as the processor."""
     if not torch.cuda.is_available():
@@ -465,6 +477,8 @@ CHECKS = (
     Check(RANDOM, gpu_bits, only="full"),
     Check(TIME, schedules),
     Check(TIME, stored),
+    Check(TIME, partial(resumed, "cpu"), only="full", title="resumed trial on cpu"),
+    Check(TIME, partial(resumed, "cuda"), title="resumed trial on cuda"),
     Check(ERRORS, partial(figures, 2048, 0.0), only="full"),
     Check(FEW, partial(figures, 512, 0.015), only="fast"),
     Check(MEAN, partial(unbiased, 256, 256, 0.03), only="full"),

@@ -1,8 +1,8 @@
 """Record that the quick checks have passed here, so that the next sweep need not repeat them. Torch-free.
 
 The checks compare code with itself and with known answers, so their result follows from the files of this
-package, torch, the processor and the environment variables that choose instructions. A record is named by a
-hash of these, and a day later it no longer counts.
+package, torch, the processor, the GPUs with their driver, and the environment variables that choose
+instructions. A record is named by a hash of these, and a day later it no longer counts.
 """
 
 import hashlib
@@ -23,6 +23,9 @@ _LIBRARIES = ("torch", "numpy")
 _PREFIXES = (
     "ABLATE_PRODUCTS",
     "ATEN_",
+    "CUBLAS_",
+    "CUDA_",
+    "CUDNN_",
     "DNNL_",
     "KMP_",
     "LD_",
@@ -44,6 +47,7 @@ def subject() -> dict[str, object]:
         "python": sys.version,
         "path": list(sys.path),  # a copy: Ray puts a folder of its own before the others
         "processor": _processor(),
+        "gpus": _gpus(),
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIXES)},
     }
 
@@ -86,6 +90,20 @@ def _installed(name: str) -> list[object]:
         return []
     record = Path(str(found.locate_file(f"{name}/__init__.py")))
     return [found.version, str(record), record.stat().st_mtime_ns if record.exists() else None]
+
+
+def _gpus(driver: Path = Path("/proc/driver/nvidia")) -> list[str]:
+    """Return the version of NVIDIA's driver and the models of the GPUs; empty without one."""
+    try:
+        lines = (driver / "version").read_text().splitlines()
+        lines += [
+            line
+            for path in sorted(driver.glob("gpus/*/information"))
+            for line in path.read_text().splitlines()
+        ]
+    except OSError:
+        return []
+    return [line for line in lines if line.startswith(("NVRM", "Model", "GPU UUID", "Video BIOS"))]
 
 
 def _processor() -> list[str]:

@@ -166,7 +166,7 @@ def _compared(records: list[Record], metrics: Collection[str]) -> Promise:
 
 
 def _repeats(runs: Runs) -> Promise:
-    difference = _difference(runs.records(), runs.records(again=True))
+    difference = first_difference(runs.records(), runs.records(again=True))
     return Promise(
         "it repeats: the same seed gives the same numbers",
         not difference,
@@ -180,7 +180,7 @@ def _repeats(runs: Runs) -> Promise:
 
 def _seeds(runs: Runs) -> Promise:
     plain = PRESETS["bf16"]()  # quantisers draw by the seed too
-    same = not _difference(runs.records(recipe=plain), runs.records(recipe=plain, seed=1))
+    same = not first_difference(runs.records(recipe=plain), runs.records(recipe=plain, seed=1))
     return Promise(
         "it honours the seed: another seed gives other numbers",
         not same,
@@ -193,7 +193,7 @@ def _seeds(runs: Runs) -> Promise:
 
 
 def _telemetry(runs: Runs) -> Promise:
-    difference = _difference(runs.records(), runs.records(telemetry=_OFTEN))
+    difference = first_difference(runs.records(), runs.records(telemetry=_OFTEN))
     return Promise(
         "measuring changes nothing",
         not difference,
@@ -206,7 +206,7 @@ def _telemetry(runs: Runs) -> Promise:
 
 
 def _recipe(runs: Runs) -> Promise:
-    same = not _difference(runs.records(), runs.records(recipe=PRESETS["bf16"]()))
+    same = not first_difference(runs.records(), runs.records(recipe=PRESETS["bf16"]()))
     share = max((record.metrics.get("flops/fp4_share", 0.0) for record in runs.records()), default=0.0)
     return Promise(
         "the recipe reaches the layers",
@@ -224,7 +224,7 @@ def _recipe(runs: Runs) -> Promise:
 def _anneals(runs: Runs) -> Promise:
     """The rate is multiplied by the factor: a window in which it falls gives other numbers."""
     try:
-        same = not _difference(runs.forked(True), runs.forked(False))
+        same = not first_difference(runs.forked(True), runs.forked(False))
         detail = "a window with a falling rate and one without give the same numbers" if same else ""
     except RuntimeError as error:
         same, detail = True, str(error)
@@ -256,7 +256,7 @@ def _resumes(runs: Runs) -> Promise:
             "call trial.checkpoint(model=model, optimizer=optimizer) before the steps; without it a killed"
             " trial begins anew",
         )
-    difference = _difference(runs.records(), records)
+    difference = first_difference(runs.records(), records)
     return Promise(
         name,
         not difference,
@@ -277,7 +277,7 @@ def _curve(records: list[Record]) -> Curve:
     }
 
 
-def _difference(one: list[Record], other: list[Record]) -> str:
+def first_difference(one: list[Record], other: list[Record]) -> str:
     """Return where the user's metrics of two runs first differ; "" if they are equal."""
     first, second = _curve(one), _curve(other)
     for key in sorted(first.keys() | second.keys()):
