@@ -1,7 +1,9 @@
 """A forked trial trains what its definition says: the trunk's own steps, then windows at a falling rate, bit for bit."""
 
+import gc
 import json
 import random
+import weakref
 from contextlib import closing
 from fractions import Fraction
 from itertools import groupby
@@ -320,6 +322,31 @@ def test_states_in_memory_are_those_in_files(tmp_path):
     assert sorted(path.name for path in shared.values()) == sorted(
         path.name for path in tmp_path.glob("*.pt")
     )
+
+
+@pytest.mark.parametrize("files", [True, False])
+def test_a_window_begins_when_the_model_before_it_is_gone(files, tmp_path):
+    """On a large model a second one beside it would not fit."""
+    spec = trial(tmp_path)
+    shared = {step: tmp_path / f"{name}.pt" for step, name in Family([spec]).points(spec)}
+    checkpoints = Checkpoints(tmp_path / "own.pt", spec.id, 60, shared) if files else None
+    models: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def prepare(recipe: Recipe) -> Any:
+        alive.append(sum(model() is not None for model in models))
+        run = spec.config.prepare(recipe, 0, "cpu")
+        models.append(weakref.ref(run.model))
+        return run
+
+    gc.disable()  # what only the collector frees is not gone
+    try:
+        for _ in train_forks(prepare, spec.config, FORKS, spec.recipe, SELDOM, checkpoints):
+            pass
+    finally:
+        gc.enable()
+    assert len(models) == 1 + len(FORKS.cells)
+    assert not any(alive)
 
 
 # As an experiment

@@ -17,6 +17,7 @@ operations (`follow`). The cost of either is not measured.
 
 import os
 from collections.abc import MutableMapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -97,11 +98,11 @@ class _FirstInBackward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, y: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor) -> Tensor:
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx, dy: Tensor) -> Tensor:
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         torch.set_deterministic_debug_mode(_ON)
         return dy
 
@@ -110,11 +111,11 @@ class _LastInBackward(torch.autograd.Function):
     """The identity on queries, keys and values: its backward pass turns the switch back."""
 
     @staticmethod
-    def forward(ctx, before: int, *parts: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, before: int, *parts: Tensor) -> tuple[Tensor, ...]:
         ctx.before = before
         return tuple(part.view_as(part) for part in parts)
 
     @staticmethod
-    def backward(ctx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         torch.set_deterministic_debug_mode(ctx.before)
         return None, *gradients

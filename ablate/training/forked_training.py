@@ -131,7 +131,7 @@ def train_forks(
                 )
         loop = Loop(prepare(recipe), config, telemetry, (forks, window), twin)
         first = _begin(loop, window, own, origin, twin)
-        state = None
+        state = own = origin = None  # as large as the model and its moments
         for step in range(first, loop.last):
             counted = step + loop.counted
             if step > first:
@@ -149,6 +149,7 @@ def train_forks(
             if record:
                 record = record._replace(metrics=_without_levels(record.metrics, loop.evaluated))
             yield from filter(None, [_ended(record, window, readings, forks) if loop.over else record])
+        del loop  # before the next window's is made: two models may not fit
 
 
 def _missing(trunk: Trunk, left: Sequence[Window]) -> list[int]:
