@@ -20,12 +20,12 @@ SELDOM = Telemetry(every=10**6, shadow=10**6, log=1)
 def kept(loop: Loop, config) -> int:
     """Return the bytes that a forward pass keeps for the backward pass, and those of cached casts of weights."""
     run, seen = loop.run, {}
-    own = {p.untyped_storage()._cdata for p in run.model.parameters()}
+    own = {p.untyped_storage().data_ptr() for p in run.model.parameters()}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            seen[storage._cdata] = storage  # kept alive, so that no other takes its place
+        if storage.data_ptr() not in own:
+            seen[storage.data_ptr()] = storage  # kept alive, so that no other takes its place
         return tensor
 
     run.engine.at(2, loop.plan)
@@ -37,7 +37,7 @@ def kept(loop: Loop, config) -> int:
             for _, parts in (layer.casts or {}).values()
             for part in parts
         ]
-        seen |= {storage._cdata: storage for storage in casts}
+        seen |= {storage.data_ptr(): storage for storage in casts}
         loss.backward()
     return sum(storage.nbytes() for storage in seen.values())
 

@@ -37,8 +37,8 @@ def test_a_resumed_trial_has_the_same_bits_on_a_gpu(tmp_path):
 
 
 def test_another_driver_or_gpu_is_checked_again(tmp_path):
-    assert passed_checks._gpus(tmp_path) == []
+    assert passed_checks.gpus(tmp_path) == []
     (tmp_path / "gpus" / "0").mkdir(parents=True)
     (tmp_path / "version").write_text("NVRM version: 580.65\nGCC version: 12\n")
     (tmp_path / "gpus" / "0" / "information").write_text("Model: NVIDIA H100\nIRQ: 7\n")
-    assert passed_checks._gpus(tmp_path) == ["NVRM version: 580.65", "Model: NVIDIA H100"]
+    assert passed_checks.gpus(tmp_path) == ["NVRM version: 580.65", "Model: NVIDIA H100"]

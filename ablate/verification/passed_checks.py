@@ -47,7 +47,7 @@ def subject() -> dict[str, object]:
         "python": sys.version,
         "path": list(sys.path),  # a copy: Ray puts a folder of its own before the others
         "processor": _processor(),
-        "gpus": _gpus(),
+        "gpus": gpus(),
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIXES)},
     }
 
@@ -92,7 +92,7 @@ def _installed(name: str) -> list[object]:
     return [found.version, str(record), record.stat().st_mtime_ns if record.exists() else None]
 
 
-def _gpus(driver: Path = Path("/proc/driver/nvidia")) -> list[str]:
+def gpus(driver: Path = Path("/proc/driver/nvidia")) -> list[str]:
     """Return the version of NVIDIA's driver and the models of the GPUs; empty without one."""
     try:
         lines = (driver / "version").read_text().splitlines()

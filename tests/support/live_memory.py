@@ -12,7 +12,6 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._before: set[int] = set()
         self.peak = 0
 
     @property
@@ -25,12 +24,17 @@ class LiveMemory(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+        given = {
+            StorageWeakRef(t.untyped_storage()).cdata
+            for t in tree_leaves((args, kwargs))
+            if isinstance(t, Tensor)
+        }
         result = func(*args, **kwargs)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in given:
-                    self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+                reference = StorageWeakRef(storage)
+                if reference.cdata not in given:
+                    self._storages[reference.cdata] = reference, storage.nbytes()
         self.peak = max(self.peak, self.bytes)
         return result
