@@ -15,10 +15,9 @@ import time
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from ablate.engines import gpu_access
 from ablate.execution.messages import GangPart, RankDied, TelemetrySettings, TrialRequest, message_of, send
 from ablate.execution.process_guard import exit_with_parent
-from ablate.execution.trial_runner import exit_status, run, within_memory
+from ablate.execution.trial_runner import exit_status, run, start_cuda, within_memory
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.results.trial_store import Store
 from ablate.training.rank_layout import Layout
@@ -133,7 +132,7 @@ def _train(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None
 
     spec = TrialSpec.parse(request.spec)
     if spec.device == "cuda":
-        gpu_access.start(int(os.environ["LOCAL_RANK"]))
+        start_cuda(int(os.environ["LOCAL_RANK"]))
     layout = Layout(request.ranks, request.sharded)
     world = join(layout, rank, spec.device, meeting)
     if rank == 0:

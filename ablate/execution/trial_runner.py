@@ -44,6 +44,14 @@ class Superseded(Exception):
     """A later attempt holds the trial: this one must not write any more."""
 
 
+def start_cuda(index: int | None = None) -> None:
+    """Start CUDA in this process with the arithmetic of every arm; see `gpu_access.start`."""
+    from ablate.training import cuda_arithmetic
+
+    cuda_arithmetic.configure()
+    gpu_access.start(index)
+
+
 def exit_status(work: Callable[[], None]) -> int:
     """Run the work of a process and return its exit status.
 
@@ -247,17 +255,13 @@ def _run(
         torn.unlink()
     write(folder / "spec.json", spec.content)
     if spec.device == "cuda" and spec.workload not in _WITHOUT_CUDA:
-        gpu_access.start()
+        start_cuda()
     started, facts = time.time(), spec.config.summary()  # before hours are spent: it reads the data
     event: Event = {}
     with closing(EventsFile(store, spec.id, attempt)) as journal, ExitStack() as stack:
         from ablate.numerics import product  # torch: only where a trial runs
         from ablate.training.checkpoints import Checkpoints
 
-        if spec.device == "cuda":
-            from ablate.training import cuda_arithmetic
-
-            cuda_arithmetic.configure()  # before CUDA starts
         products = product.mode() if spec.device == "cpu" else None
         seconds = telemetry.get("checkpoint", 60.0)
         checkpoints = Checkpoints(folder / "checkpoint.pt", spec.id, seconds, shared, journal, products)
@@ -289,7 +293,12 @@ def _refuse_superseded(held: Callable[[], bool], spec: TrialSpec, attempt: int) 
 
 
 def within_memory(events: Iterator[Event], device: str) -> Iterator[Event]:
-    """Yield the events; raise OutOfMemory for the errors of torch and Python when memory is out."""
+    """Yield the events.
+
+    Raises:
+        OutOfMemory: torch or Python ran out of memory.
+        InputError: an operation of the model has no deterministic implementation.
+    """
     step = 0
     try:
         for event in events:
@@ -297,6 +306,8 @@ def within_memory(events: Iterator[Event], device: str) -> Iterator[Event]:
             yield event
     except (MemoryError, RuntimeError) as error:  # CUDA's is a RuntimeError of its own, the CPU's a plain one
         first = (str(error).strip() or "no more memory").splitlines()[0]
+        if "deterministic implementation" in first:
+            raise InputError([f"{first} On a GPU, set the workload's deterministic: false"]) from error
         if (
             not isinstance(error, MemoryError)
             and "out of memory" not in first
