@@ -1,23 +1,29 @@
 """A day with a GPU: all that needs one, run without a person, as one folder to send back.
 
     benchmarks/gpu_day.sh                      # sets up an environment, then runs this file
-    benchmarks/gpu_day.sh --dry-run            # lists the steps, and checks every option of their commands
+    benchmarks/gpu_day.sh --dry-run            # lists the steps, and checks their commands
     benchmarks/gpu_day.sh --only kernels
     benchmarks/gpu_day.sh --resume --out DAY   # runs the steps that DAY has no good result of yet
+    benchmarks/gpu_day.sh --device cpu --tiny  # the same steps in small, to try this file without a GPU
 
 The problem. The project is developed without a GPU, and who lends one has an afternoon. Nothing may stop half
 way, and a command whose option was renamed since must be found before that afternoon.
 
 The idea. Each step is a command of this project in a process of its own, with a time limit of its own. A step
-that fails, or exceeds its limit, is a line of the summary; the next one runs. What this GPU cannot run is
-listed as skipped, with the reason. The dry run hands every command to the parser that will read it.
+that fails, or exceeds its limit, is a line of the summary; the next one runs. What shows most in the least
+time comes first: whether each workload trains at all, then whether equal runs are equal, then times. Each
+step has an estimate of its memory. One that this GPU lacks the memory for takes its smaller size, or is
+skipped with the reason. The dry run hands every command to the parser that will read it.
 
 The folder has summary.md (step, result, seconds, main figure), results.json, machine.json, nvidia-smi.txt and
-packages.txt; of each step NAME.out and NAME.err, and a folder NAME with the files that it wrote. This file
-needs Python's standard library alone; the commands need the environment that it runs in.
+packages.txt; of each step NAME.out and NAME.err, and a folder NAME with the files that it wrote. The same is
+written as one archive, FOLDER.tar.gz, beside it. Nothing is sent anywhere. This file needs Python's standard
+library alone; the commands need the environment that it runs in.
 """
 
 import argparse
+import io
+import itertools
 import json
 import os
 import re
@@ -25,16 +31,24 @@ import shlex
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
+
+import gpu_checks
 
 ROOT = Path(__file__).resolve().parents[1]
+CHECKS = str(ROOT / "benchmarks" / "gpu_checks.py")
 GRACE_SECONDS = 30
 """Time that a command has to end after SIGTERM, before it is killed."""
+RESERVED = 1.0
+"""GiB of a GPU's memory that CUDA's context and cuBLAS' workspace take."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +81,14 @@ class Step:
     seconds: float
     """Time limit."""
     needs: tuple[Need, ...] = ()
+    expects: float = 0.0
+    """Estimated seconds on an H100."""
+    memory: float = 0.0
+    """Estimated peak of the GPU's memory in GiB, with CUDA's own part."""
+    smaller: tuple[str, ...] = ()
+    """Words that replace those of the command after the same options on a GPU with less memory."""
+    smaller_memory: float = 0.0
+    """Estimated peak with them in GiB."""
     figure: Callable[[str], str] = lambda output: ""
     """Function from the command's standard output to its main figure."""
     files: dict[str, str] = field(default_factory=dict)
@@ -74,7 +96,22 @@ class Step:
 
     def obstacle(self, machine: Machine) -> str | None:
         """Return the reason why this machine cannot run the step; None if it can."""
-        return next((why for need in self.needs if (why := need(machine))), None)
+        if why := next((why for need in self.needs if (why := need(machine))), None):
+            return why
+        least = self.smaller_memory if self.smaller else self.memory
+        if machine.gpus and machine.memory < least:
+            return f"needs {least:.0f} GiB of GPU memory, and there are {machine.memory:.0f}"
+        return None
+
+    def sized(self, machine: Machine) -> "Step":
+        """Return the step as this machine runs it: in its smaller size if its memory asks for that."""
+        if not (self.smaller and machine.gpus and machine.memory < self.memory):
+            return self
+        words = list(self.command)
+        for option, value in zip(self.smaller[::2], self.smaller[1::2], strict=True):
+            words[words.index(option) + 1] = value
+        about = f"{self.about} ({' '.join(self.smaller)} for this GPU's memory)"
+        return replace(self, about=about, command=tuple(words), memory=self.smaller_memory, smaller=())
 
 
 @dataclass(frozen=True)
@@ -104,15 +141,6 @@ def gpus(count: int) -> Need:
     """Need several GPUs."""
     return lambda machine: (
         None if machine.gpus >= count else f"needs {count} GPUs, and there are {machine.gpus}"
-    )
-
-
-def memory(gib: float) -> Need:
-    """Need a GPU with so much memory."""
-    return lambda machine: (
-        None
-        if machine.memory >= gib
-        else f"needs {gib:g} GiB of GPU memory, and there are {machine.memory:.0f}"
     )
 
 
@@ -150,6 +178,12 @@ def sentence(output: str) -> str:
     return json.loads(output)["sentence"]
 
 
+def fastest_of_bf16(output: str) -> str:
+    """Return the step of one preset as a multiple of that in bf16, with its peak memory."""
+    line = json.loads(output)[1]
+    return f"{line['of bf16']:.2f} of bf16, {line['peak MiB'] / 1024:.1f} GiB"
+
+
 def of_copy(output: str) -> str:
     """Return the slowest and the fastest quantiser of the largest bf16 tensor, as fractions of a copy."""
     lines = [line for line in json.loads(output) if line["dtype"] == "bfloat16"]
@@ -181,16 +215,50 @@ def of_bf16_layers(output: str) -> str:
 
 TRIALS = """\
 schema: 1
-question: Does the rotation pay on this GPU?
-workload: {{gpt: {{layers: 4, width: 256, heads: 4, batch: 8, steps: 300, eval_every: 100}}}}
+question: Does the rotation pay on this device?
+workload: {{gpt: {size}}}
 engine: {engine}
 recipe: nvfp4
 ablate: {{rht: [true, false]}}
 against: bf16
-seeds: 4
-resources: {{gpus: {gpus}}}
+seeds: {seeds}
+resources: {resources}
 """
-"""Twelve trials of seconds to a minute each."""
+"""Trials of seconds to a minute each."""
+SIZES = {
+    False: "{layers: 4, width: 256, heads: 4, batch: 8, steps: 300, eval_every: 100}",
+    True: "{layers: 1, width: 32, heads: 2, context: 16, batch: 2, steps: 4, eval_every: 2, eval_tokens: 64}",
+}
+"""Their gpt, by `--tiny`."""
+WORKLOADS = ("gpt", "mae", "finetune", "lora", "python", "command", "tensors")
+"""Workloads of the smoke steps."""
+EQUAL = ("bf16", "nvfp4", "quartet2", "fp8_delayed")
+"""Presets whose runs are continued: without state, with drawn bits, with an estimator, with a history."""
+BLOCK_WEIGHTS = 12
+"""Weights of a block over the square of its width: attention 4, an MLP of 8 / 3 of the width 8."""
+STEP_BYTES, LINEAR_BYTES = 290.0, 36.0
+"""Peak of the tensors of a training step per token, feature and block, and of a layer's two passes per
+element of its largest tensor, above weights and moments: the most of all presets by the reference quantisers,
+by torch's profiler on a CPU."""
+
+
+def step_memory(layers: int, width: int, tokens: int) -> float:
+    """Return the estimated GiB of `ablate bench step PRESET`, which keeps three models: bf16 and two modes.
+
+    A weight takes 16 bytes with its gradient and moments.
+
+    Args:
+        layers: blocks.
+        width: width of the model.
+        tokens: tokens of a step.
+    """
+    weights = 3 * 16 * BLOCK_WEIGHTS * width**2 * layers
+    return RESERVED + (weights + STEP_BYTES * tokens * width * layers) / 2**30
+
+
+def linear_memory(tokens: int, inputs: int, outputs: int) -> float:
+    """Return the estimated GiB of `ablate bench linear` at its largest layer, whose weight is fp32."""
+    return RESERVED + (8 * inputs * outputs + LINEAR_BYTES * max(tokens, inputs) * outputs) / 2**30
 
 
 def ablate(*words: str) -> tuple[str, ...]:
@@ -203,148 +271,269 @@ def pytest(*words: str) -> tuple[str, ...]:
     return (sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *words)
 
 
-def trials(name: str, about: str, out: Path, share: float, engine: str = "emulated", *needs: Need) -> Step:
-    """Return a step that runs a sweep of twelve trials, each with this share of a GPU."""
-    file, state = out / name / f"{name}.yaml", out / name / "state"
-    where = ("--state", str(state), "--device", "cuda", "--mlflow", "none", "--no-report", "--quiet")
-    text = TRIALS.format(engine=engine, gpus=share)
-    return Step(name, about, ablate("sweep", str(file), *where), 1800, needs, trials_run, {file.name: text})
+@cache
+def presets() -> list[str]:
+    """Return the names of all presets, as the package lists them."""
+    answer = output_of(sys.executable, "-c", "from ablate.recipes import PRESETS; print(*PRESETS)")
+    return answer.split()
 
 
-def steps(out: Path) -> list[Step]:
-    """Return all steps, those that others rely on first.
+@dataclass(frozen=True)
+class Day:
+    """Device and sizes of a day, from which its steps are made."""
+
+    out: Path
+    """Folder for their files."""
+    device: str = "cuda"
+    tiny: bool = False
+    """Sizes of seconds on a CPU, to try the steps themselves."""
+
+    @property
+    def base(self) -> tuple[Need, ...]:
+        """Conditions of every step."""
+        return (gpu,) if self.device == "cuda" else ()
+
+    def trials(
+        self,
+        name: str,
+        about: str,
+        share: float,
+        *needs: Need,
+        engine: str = "emulated",
+        seeds: int = 4,
+        memory: float = 4,
+    ) -> Step:
+        """Return a step that runs a sweep of trials, each with this share of a GPU."""
+        file, state = self.out / name / f"{name}.yaml", self.out / name / "state"
+        where = ("--state", str(state), "--device", self.device, "--mlflow", "none", "--no-report", "--quiet")
+        resources = f"{{gpus: {share}}}" if self.device == "cuda" else "{cpus: 1}"
+        seeds = 2 if self.tiny else seeds
+        text = TRIALS.format(size=SIZES[self.tiny], engine=engine, seeds=seeds, resources=resources)
+        return Step(
+            name,
+            about,
+            ablate("sweep", str(file), *where),
+            1800,
+            (*self.base, *needs),
+            60 + 25 * seeds * 3 * min(share, 1),
+            memory,
+            figure=trials_run,
+            files={file.name: text},
+        )
+
+    def check(
+        self, name: str, about: str, *words: str, expects: float = 40, memory: float = 4, limit: float = 900
+    ) -> Step:
+        """Return a step that runs a check of benchmarks/gpu_checks.py."""
+        command = (
+            sys.executable,
+            CHECKS,
+            *words,
+            "--device",
+            self.device,
+            *(["--tiny"] if self.tiny else []),
+        )
+        return Step(name, about, command, limit, self.base, expects, memory, figure=sentence)
+
+    def bench(
+        self, name: str, about: str, words: Sequence[str], figure: Callable[[str], str], **more: Any
+    ) -> Step:
+        """Return a step that times something with `ablate bench`."""
+        command = ablate("bench", *words, "--device", self.device, "--json")
+        needs = (*self.base, *more.pop("needs", ()))
+        return Step(name, about, command, more.pop("limit", 1200), needs, figure=figure, **more)
+
+    def preset(self, name: str, width: int) -> Step:
+        """Return a step that times one preset beside bf16, alone in its process."""
+        size = (
+            (2, 64, 128) if self.tiny else (2, width, 4096)
+        )  # one more than the last, which some keep in bf16
+        layers, width_, tokens = map(str, size)
+        words = ("step", name, "--layers", layers, "--width", width_, "--tokens", tokens)
+        words += ("--rounds", "1" if self.tiny else "5")
+        return self.bench(
+            f"preset-{width}-{name}",
+            f"step of {name}, width {width_}",
+            words,
+            fastest_of_bf16,
+            expects=25 if width == 2048 else 30,
+            memory=step_memory(*size),
+            limit=600,
+        )
+
+    def linears(self, name: str, about: str, words: Sequence[str], *needs: Need, **more: Any) -> Step:
+        """Return a step that times the layers of Llama 8B; tiny: one small layer."""
+        size = ("--shape", "32x64x64", "--rounds", "1") if self.tiny else ("--model", "llama-8b")
+        given = {"expects": 90, "memory": linear_memory(8192, 4096, 28672)} | more
+        return self.bench(name, about, ("linear", *words, *size), of_bf16_layers, needs=needs, **given)
+
+
+def steps(out: Path, device: str = "cuda", tiny: bool = False) -> list[Step]:
+    """Return all steps, those first that show most in the least time.
 
     Args:
         out: folder for their files.
+        device: `cuda`, or `cpu` to try the steps themselves.
+        tiny: sizes of seconds on a CPU.
     """
-    ranks, llama = "tests/test_api_ranks.py", ("--model", "llama-8b")
-    step, linear = (ablate("bench", name, "--device", "cuda", "--json") for name in ("step", "linear"))
-    kernels = ablate("bench", "kernels", "4096x4096", "8192x8192", "--device", "cuda", "--json")
-    trace = ("--trace", str(out / "step-2048" / "traces"))
-    narrow = ("--layers", "4", "--width", "2048", "--tokens", "8192")
-    wide = ("--layers", "2", "--width", "4096", "--tokens", "8192")
-    parity = ("--engine", "transformer_engine", "--record", str(out / "te-parity" / "parity.json"), "--json")
-    native, emulated = (("--engine", name, *llama) for name in ("transformer_engine", "emulated"))
-    backends = "scaled_mm,scaled_mm:cudnn,scaled_mm:cutlass,transformer_engine,emulated"
-    return [
-        Step("gpu-tests", "GPU tests", pytest("--ignore", ranks), 2400, (gpu,), last_line),
-        Step("doctor", "numerics, GPU bits included", ablate("doctor", "--json"), 1200, (gpu,), checks),
-        Step("kernels", "quantisers beside a device copy", kernels, 1200, (gpu,), of_copy),
-        Step(
-            "step-2048",
-            "step, width 2048",
-            (*step, "nvfp4", *narrow, *trace),
-            1200,
-            (gpu, memory(20)),
-            of_bf16,
-        ),
-        Step("step-4096", "step, width 4096", (*step, "nvfp4", *wide), 1200, (gpu, memory(30)), of_bf16),
-        Step(
-            "presets-2048",
-            "step of every preset, width 2048",
-            (*step, "--all-presets", "--layers", "1", "--width", "2048", "--tokens", "4096", "--rounds", "5"),
-            2400,
-            (gpu, memory(30)),
-            of_bf16,
-        ),
-        Step(
-            "presets-4096",
-            "step of every preset, width 4096",
-            (*step, "--all-presets", "--layers", "1", "--width", "4096", "--tokens", "4096", "--rounds", "5"),
-            2400,
-            (gpu, memory(76)),
-            of_bf16,
-        ),
-        Step("linear-8b", "layers of Llama 8B", (*linear, *llama), 1200, (gpu, memory(20)), of_bf16_layers),
-        Step(
-            "linear-70b",
-            "layers of Llama 70B",
-            (*linear, "--model", "llama-70b"),
-            1800,
-            (gpu, memory(76)),
-            of_bf16_layers,
-        ),
-        Step("ranks-gloo", "two ranks on one GPU, gloo", pytest(ranks, "-k", "gloo"), 900, (gpu,), last_line),
-        Step("ranks-nccl", "one rank, NCCL", pytest(ranks, "-k", "nccl"), 900, (gpu,), last_line),
-        trials("trials-alone", "12 trials, one at a time", out, 1, "emulated", gpu),
-        trials("trials-shared", "12 trials, four share the GPU", out, 0.25, "emulated", gpu),
-        trials("trials-ranks", "12 trials on two GPUs each", out, 2, "emulated", gpu, gpus(2)),
-        Step(
-            "te-parity",
-            "Transformer Engine beside the emulator",
-            ablate("doctor", *parity),
-            3600,
-            (gpu, trains("fp8")),
-            sentence,
-        ),
-        Step(
-            "te-fp8",
-            "FP8 layers by Transformer Engine",
-            (*linear, "fp8_current", *native),
-            1200,
-            (gpu, trains("fp8")),
-            of_bf16_layers,
-        ),
-        Step(
-            "emulated-fp8",
-            "the same layers emulated",
-            (*linear, "fp8_current", *emulated),
-            1200,
-            (gpu, trains("fp8")),
-            of_bf16_layers,
-        ),
-        Step(
-            "te-nvfp4",
-            "NVFP4 and MXFP8 layers by Transformer Engine",
-            (*linear, "nvfp4", "mxfp8", *native),
-            1200,
-            (gpu, trains("nvfp4")),
-            of_bf16_layers,
-        ),
-        trials(
-            "te-trials", "12 trials by NVFP4 hardware", out, 1, "transformer_engine", gpu, trains("nvfp4")
-        ),
-        *(
-            Step(
-                name,
-                f"{engine} beside the emulator",
-                ablate("doctor", "--engine", engine, "--record", str(out / name / "parity.json"), "--json"),
-                3600,
-                (gpu, multiplies(engine, family)),
-                sentence,
-            )
-            for name, engine, family in (
-                ("scaled-parity", "scaled_mm", "fp8"),
-                ("cudnn-parity", "scaled_mm:cudnn", "nvfp4"),
-                ("cutlass-parity", "scaled_mm:cutlass", "nvfp4"),
-            )
-        ),
-        Step(
-            "scaled-fp8",
-            "FP8 layers by torch's scaled products",
-            (*linear, "fp8_current", "--engine", "scaled_mm,emulated", *llama),
-            1200,
-            (gpu, multiplies("scaled_mm", "fp8")),
-            of_bf16_layers,
-        ),
-        Step(
-            "scaled-fp4",
-            "FP4 and MXFP8 layers by every engine",
-            (*linear, "nvfp4", "quartet2", "mxfp4", "mxfp8", "--engine", backends, *llama),
-            3600,
-            (gpu, multiplies("scaled_mm", "nvfp4")),
-            of_bf16_layers,
-        ),
-        trials(
-            "scaled-trials",
-            "12 trials by torch's scaled products",
-            out,
-            1,
-            "scaled_mm",
-            gpu,
-            multiplies("scaled_mm", "nvfp4"),
-        ),
+    day = Day(out, device, tiny)
+    names = [name for name in presets() if name != "bf16"]
+    smoke = [
+        day.check(f"smoke-{name}", f"two steps of {name}, killed, resumed", "smoke", name)
+        for name in WORKLOADS
     ]
+    smoke.append(day.check("smoke-compiled", "the same, compiled", "smoke", "gpt", "--compile", expects=180))
+    smoke.append(day.trials("smoke-shared", "six trials, four at a time on one GPU", 0.25, seeds=2, memory=6))
+    equal = [
+        day.check(f"resume-{name}", f"{name}, continued from a checkpoint", "resume", name) for name in EQUAL
+    ]
+    equal.append(day.check("fork", "a fork beside the run from scratch", "fork"))
+    agree = [
+        day.check(
+            f"agree-{name}-{recipe}",
+            f"{name} in {recipe}, 50 steps beside the CPU",
+            "agree",
+            name,
+            "--recipe",
+            recipe,
+            expects=240,
+            limit=1800,
+        )
+        for name, recipe in (("gpt", "bf16"), ("gpt", "nvfp4"), ("lora", "nvfp4"), ("mae", "nvfp4"))
+    ]
+    return [
+        *smoke,
+        *equal,
+        *agree,
+        *_numerics(day),
+        *(day.preset(name, 2048) for name in names),
+        *_speeds(day),
+        *_ranks(day),
+        day.trials("trials-alone", "12 trials, one at a time", 1),
+        day.trials("trials-shared", "12 trials, four share the GPU", 0.25, memory=6),
+        day.trials("trials-ranks", "12 trials on two GPUs each", 2, gpus(2)),
+        *_native(day),
+        *(day.preset(name, 4096) for name in ([] if tiny else names)),
+    ]
+
+
+def _numerics(day: Day) -> list[Step]:
+    """Return the steps that compare numbers, and those that time quantisers."""
+    few = ("tests/numerics/test_cuda_kernels.py", "tests/test_bench.py") if day.tiny else ()
+    tests = pytest("--ignore", "tests/test_api_ranks.py", *few)
+    fast = ("--fast",) if day.tiny else ()
+    sizes = ("64x64", "--rounds", "1") if day.tiny else ("4096x4096", "8192x8192")
+    return [
+        Step("gpu-tests", "GPU tests", tests, 2400, day.base, 600, 8, figure=last_line),
+        Step(
+            "doctor", "numerics, GPU bits included", ablate("doctor", *fast, "--json"), 1200, day.base,
+            120, 4, figure=checks,
+        ),
+        day.check("percentile", "a percentile beside a maximum", "percentile", memory=3),
+        day.bench(
+            "kernels", "quantisers beside a device copy", ("kernels", *sizes), of_copy, expects=120, memory=3
+        ),
+    ]  # fmt: skip
+
+
+def _speeds(day: Day) -> list[Step]:
+    """Return the steps that time NVFP4's training step and the layers of large models."""
+
+    def step(name: str, layers: int, width: int, tokens: int, *words: str, **more: Any) -> Step:
+        size = (1, 64, 128) if day.tiny else (layers, width, tokens)
+        options = itertools.chain(*zip(("--layers", "--width", "--tokens"), map(str, size), strict=True))
+        words = ("step", "nvfp4", *options, *words, *(("--rounds", "1") if day.tiny else ()))
+        given = {"expects": 60, "memory": step_memory(*size)} | ({} if day.tiny else more)
+        return day.bench(name, f"step, width {size[1]}", words, of_bf16, **given)
+
+    trace = ("--trace", str(day.out / "step-2048" / "traces"))
+    smaller = {"smaller": ("--layers", "1"), "smaller_memory": step_memory(1, 4096, 8192)}
+    seventy = ("--shape", "32x64x64", "--rounds", "1") if day.tiny else ("--model", "llama-70b")
+    return [
+        step("step-2048", 4, 2048, 8192, *trace),
+        step("step-4096", 2, 4096, 8192, **smaller),
+        day.linears("linear-8b", "layers of Llama 8B", ()),
+        day.bench(
+            "linear-70b", "layers of Llama 70B", ("linear", *seventy), of_bf16_layers,
+            expects=240, memory=linear_memory(8192, 8192, 57344), limit=1800,
+        ),
+    ]  # fmt: skip
+
+
+def _ranks(day: Day) -> list[Step]:
+    """Return the steps of several ranks."""
+    ranks, program = "tests/test_api_ranks.py", "tests/support/ddp_program.py"
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        program,
+    )
+    two = (gpus(2),) if day.device == "cuda" else ()
+    backend = "nccl" if day.device == "cuda" else "gloo"
+    return [
+        Step(
+            "ranks-gloo", "two ranks on one GPU, gloo", pytest(ranks, "-k", "gloo"), 900, day.base, 60, 3,
+            figure=last_line,
+        ),
+        Step(
+            "ranks-nccl", "one rank, NCCL", pytest(ranks, "-k", "nccl"), 900, day.base, 60, 3,
+            figure=last_line,
+        ),
+        Step(
+            "ranks-two", f"two ranks on two devices, {backend}", (*torchrun, backend, day.device), 900,
+            (*day.base, *two), 60, 3,
+            figure=lambda output: last_line(output) or "the weights of one process",
+        ),
+    ]  # fmt: skip
+
+
+def _native(day: Day) -> list[Step]:
+    """Return the steps of Transformer Engine and of torch's scaled products."""
+
+    def parity(name: str, engine: str, need: Need) -> Step:
+        words = ("doctor", "--engine", engine, "--record", str(day.out / name / "parity.json"), "--json")
+        about = f"{engine} beside the emulator"
+        command = ablate(*words, *(("--fast",) if day.tiny else ()))
+        return Step(name, about, command, 3600, (*day.base, need), 900, 8, figure=sentence)
+
+    te, scaled = "transformer_engine", "scaled_mm"
+    backends = f"{scaled},{scaled}:cudnn,{scaled}:cutlass,{te},emulated"
+    fp8, fp4 = trains("fp8"), trains("nvfp4")
+    return [
+        parity("te-parity", te, fp8),
+        day.linears("te-fp8", "FP8 layers by Transformer Engine", ("fp8_current", "--engine", te), fp8),
+        day.linears("emulated-fp8", "the same layers emulated", ("fp8_current", "--engine", "emulated"), fp8),
+        day.linears(
+            "te-nvfp4", "NVFP4 and MXFP8 layers by Transformer Engine",
+            ("nvfp4", "mxfp8", "--engine", te), fp4,
+        ),
+        day.trials("te-trials", "12 trials by NVFP4 hardware", 1, fp4, engine=te),
+        *(
+            parity(name, engine, multiplies(engine, family))
+            for name, engine, family in (
+                ("scaled-parity", scaled, "fp8"),
+                ("cudnn-parity", f"{scaled}:cudnn", "nvfp4"),
+                ("cutlass-parity", f"{scaled}:cutlass", "nvfp4"),
+            )
+        ),
+        day.linears(
+            "scaled-fp8", "FP8 layers by torch's scaled products",
+            ("fp8_current", "--engine", f"{scaled},emulated"), multiplies(scaled, "fp8"),
+        ),
+        day.linears(
+            "scaled-fp4", "FP4 and MXFP8 layers by every engine",
+            ("nvfp4", "quartet2", "mxfp4", "mxfp8", "--engine", backends), multiplies(scaled, "nvfp4"),
+            expects=300, limit=3600,
+        ),
+        day.trials(
+            "scaled-trials", "12 trials by torch's scaled products", 1, multiplies(scaled, "nvfp4"),
+            engine=scaled,
+        ),
+    ]  # fmt: skip
 
 
 # --- this machine ---------------------------------------------------------------------------------
@@ -416,9 +605,26 @@ def record(out: Path, machine: Machine) -> None:
 # --- the dry run ----------------------------------------------------------------------------------
 
 
+def rejected(parse: Callable[[Sequence[str]], object], words: Sequence[str]) -> str | None:
+    """Return why a parser of the standard library refuses these words; None if it takes them."""
+    message = io.StringIO()
+    try:
+        with redirect_stderr(message):
+            parse(words)
+    except SystemExit:
+        return last_line(message.getvalue())
+    return None
+
+
 def misfit(command: Sequence[str]) -> str | None:
     """Return why the program that a command names does not take its words; None if it does."""
+    if command[1] == CHECKS:
+        return rejected(gpu_checks.parser().parse_args, command[2:])
     module, words = command[2], list(command[3:])
+    if module == "torch.distributed.run":
+        from torch.distributed.run import get_args_parser
+
+        return rejected(get_args_parser().parse_args, words)
     if command[1] != "-m" or module not in ("ablate", "pytest"):
         return "no parser is known for this command"
     if module == "pytest":
@@ -448,16 +654,21 @@ def misfit(command: Sequence[str]) -> str | None:
 
 def dry_run(chosen: Sequence[Step], machine: Machine) -> int:
     """Print the steps and check their commands. Return the exit status: 1 if a command would be refused."""
-    wrong = 0
-    for step in chosen:
-        reason = step.obstacle(machine)
-        print(f"{step.name}: {step.about}; at most {step.seconds:g} s")
-        print(f"    {shlex.join(step.command)}")
-        if reason:
-            print(f"    skipped here: {reason}")
+    wrong = ready = 0
+    seconds = 0.0
+    print(f"{'step':<54}{'GiB':>5}{'about s':>9}{'limit s':>9}  here")
+    for given in chosen:
+        reason, step = given.obstacle(machine), given.sized(machine)
+        state = f"skipped: {reason}" if reason else "runs" if step is given else f"runs as: {step.about}"
+        print(f"{step.name:<54}{step.memory:>5.1f}{step.expects:>9.0f}{step.seconds:>9.0f}  {state}")
         if problem := misfit(step.command):
             wrong += 1
-            print(f"    REFUSED: {problem}")
+            print(f"    REFUSED: {shlex.join(step.command)}: {problem}")
+        if not reason:
+            ready += 1
+            seconds += step.expects
+    most = max((step.sized(machine).memory for step in chosen), default=0.0)
+    print(f"{ready} would run here, for about {seconds / 60:.0f} minutes; the largest takes {most:.0f} GiB")
     print(f"{len(chosen)} steps, {wrong} of which would be refused")
     return int(wrong > 0)
 
@@ -533,16 +744,46 @@ def summarize(results: Sequence[Result], chosen: Sequence[Step], machine: Machin
     rows = [f"| {' | '.join(row)} |" for row in cells]
     head = ["| step | what | result | seconds | main figure |", "|---|---|---|---|---|"]
     text = ["# A day with a GPU", "", *facts, "", *head, *rows, ""]
-    (out / "summary.md").write_text("\n".join(text))
-    (out / "results.json").write_text(json.dumps([asdict(one) for one in results], indent=1) + "\n")
+    replace_text(out / "summary.md", "\n".join(text))
+    replace_text(out / "results.json", json.dumps([asdict(one) for one in results], indent=1) + "\n")
 
 
-def earlier(out: Path) -> list[Result]:
-    """Return the results of an earlier run in this folder that ended well; [] if there was none."""
+def replace_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all: a day that ends here must not lose the results before."""
+    half = file.with_suffix(".half")
+    half.write_text(text)
+    half.replace(file)
+
+
+def archive(out: Path) -> Path:
+    """Write the folder as one archive beside it, and return its path."""
+    file = out.with_name(f"{out.name}.tar.gz")
+    half = file.with_suffix(".half")
+    with tarfile.open(half, "w:gz") as tar:
+        tar.add(out, arcname=out.name)
+    half.replace(file)
+    return file
+
+
+SAME = ("gpu", "torch", "commit")
+"""Facts of a machine in which the parts of one day must not differ."""
+
+
+def earlier(out: Path, machine: Machine) -> list[Result]:
+    """Return the results of an earlier run in this folder that ended well; [] if there was none.
+
+    Raises:
+        ValueError: they are of another GPU, torch or commit, and would be mixed with those of this one.
+    """
     try:
         rows = json.loads((out / "results.json").read_text())
+        before = json.loads((out / "machine.json").read_text())["facts"]
     except FileNotFoundError:
         return []
+    here = machine.facts | checkout()
+    for name in SAME:
+        if before.get(name) != here.get(name):
+            raise ValueError(f"{out} is of {name} {before.get(name)}, and this is {here.get(name)}")
     return [result for result in (Result(**row) for row in rows) if result.result == "ok"]
 
 
@@ -560,7 +801,7 @@ def run_all(chosen: Sequence[Step], machine: Machine, out: Path, done: Sequence[
         for number, step in enumerate(chosen, 1):
             if step.name in finished:
                 continue
-            reason = step.obstacle(machine)
+            reason, step = step.obstacle(machine), step.sized(machine)
             print(f"[{number}/{len(chosen)}] {step.name}: {step.about} ...", flush=True)
             result = (
                 Result(step.name, f"skipped: {reason}") if reason else run(step, out, {"ABLATE_CACHE": cache})
@@ -568,20 +809,20 @@ def run_all(chosen: Sequence[Step], machine: Machine, out: Path, done: Sequence[
             print(f"    {result.result}, {result.seconds:.0f} s  {result.figure}", flush=True)
             results.append(result)
             summarize(results, chosen, machine, out)
-    print(f"Written: {out / 'summary.md'}. Please send back the folder {out}.")
+    print(f"Written: {out / 'summary.md'}. Please look through it, and send back {archive(out)}.")
     return int(any(result.failed for result in results))
 
 
 def main(
     words: Sequence[str],
-    make: Callable[[Path], list[Step]] = steps,
+    make: Callable[[Path], list[Step]] | None = None,
     describe: Callable[[], Machine] = probe,
 ) -> int:
     """Run the command line and return its exit status: 0 all steps ended well or were skipped, 1 one failed.
 
     Args:
         words: command line.
-        make: function that returns the steps, given the folder for their files.
+        make: function that returns the steps, given the folder for their files; None: `steps`.
         describe: function that returns the properties of this machine.
     """
     parser = argparse.ArgumentParser(prog="benchmarks/gpu_day.sh", description=__doc__.splitlines()[0])
@@ -592,9 +833,15 @@ def main(
     parser.add_argument("--only", action="append", metavar="STEP", help="run this step alone; repeatable")
     default = Path(time.strftime("gpu-day-%Y%m%d-%H%M%S"))
     parser.add_argument("--out", type=Path, default=default, metavar="FOLDER", help="folder for the results")
+    parser.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu, with --tiny: try the steps"
+    )
+    parser.add_argument("--tiny", action="store_true", help="take sizes of seconds on a CPU")
     asked = parser.parse_args(words)
+    if asked.device == "cpu" and not asked.tiny:
+        parser.error("--device cpu: these sizes would take days; add --tiny")
     out = asked.out.resolve()
-    chosen = make(out)
+    chosen = (make or partial(steps, device=asked.device, tiny=asked.tiny))(out)
     names = [step.name for step in chosen]
     if unknown := [name for name in asked.only or () if name not in names]:
         parser.error(f"--only {', '.join(unknown)}: no such step; there are {', '.join(names)}")
@@ -602,7 +849,15 @@ def main(
     machine = describe()
     if asked.dry_run:
         return dry_run(chosen, machine)
-    return run_all(chosen, machine, out, earlier(out) if asked.resume else ())
+    try:
+        done = earlier(out, machine) if asked.resume else []
+    except ValueError as error:
+        parser.error(f"--resume: {error}; name another folder")
+    try:
+        return run_all(chosen, machine, out, done)
+    except KeyboardInterrupt:
+        print(f"Interrupted. Continue with: benchmarks/gpu_day.sh --resume --out {shlex.quote(str(out))}")
+        return 130
 
 
 if __name__ == "__main__":

@@ -4,8 +4,10 @@ What its commands find on a GPU is no matter of a test.
 """
 
 import json
+import re
 import subprocess
 import sys
+import tarfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +16,13 @@ from support.cases import every
 from support.experiments import environment
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import gpu_checks
 import gpu_day
 from gpu_day import Machine, Step
 
 from ablate.experiment.load import load
+from ablate.recipes import PRESETS
+from ablate.training.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[1]
 HERE = Machine(facts={"torch": "none"})
@@ -79,7 +84,7 @@ def test_a_dry_run_passes_without_a_gpu(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     for step in gpu_day.steps(tmp_path):
-        assert f"\n{step.name}: " in f"\n{done.stdout}"
+        assert f"\n{step.name} " in f"\n{done.stdout}"
     assert (
         done.stdout.splitlines()[-1] == f"{len(gpu_day.steps(tmp_path))} steps, 0 of which would be refused"
     )
@@ -214,14 +219,139 @@ def test_a_step_is_skipped_where_a_gpu_cannot_run_it(tmp_path):
     def skipped(machine):
         return {step.name: why for step in gpu_day.steps(tmp_path) if (why := step.obstacle(machine))}
 
-    assert skipped(BLACKWELL) == {"trials-ranks": "needs 2 GPUs, and there are 1"}
+    two = "needs 2 GPUs, and there are 1"
+    assert skipped(BLACKWELL) == {"trials-ranks": two, "ranks-two": two}
     assert skipped(HOPPER) == skipped(BLACKWELL) | dict.fromkeys(
         ("te-nvfp4", "te-trials"), "this GPU, SM 9.0, does not train NVFP4"
     ) | dict.fromkeys(("scaled-fp4", "scaled-trials", "cudnn-parity", "cutlass-parity"), OLDER)
     assert {*skipped(Machine())} == {step.name for step in gpu_day.steps(tmp_path)}
+    assert skipped(replace(BLACKWELL, memory=31.4)) == skipped(BLACKWELL)
+    assert {"linear-70b", "step-4096", "preset-4096-nvfp4"} < {*skipped(replace(BLACKWELL, memory=15.5))}
+
+
+STEPS = gpu_day.steps(Path("day"))
+CARDS = {"H100": 79.2, "RTX 5090": 31.4}
+"""Memory in GiB that torch reports for the cards that a day must fit."""
+
+
+@every(step=STEPS)
+def test_every_step_has_estimates_and_fits_each_card(step):
+    """A step whose own size is too large has a smaller one, which only changes words of its command."""
+    assert 0 < step.expects < step.seconds
+    assert step.memory > 0
+    for gib in CARDS.values():
+        machine = Machine(1, gib)
+        sized = step.sized(machine)
+        assert sized.memory <= gib
+        assert (sized is step) == (step.memory <= gib)
+        assert len(sized.command) == len(step.command)
+        assert sized.seconds == step.seconds
+
+
+def test_a_step_that_no_size_of_fits_says_how_much_it_needs():
+    step = Step("large", "", python("1"), 60, memory=40.2, smaller=("-c", "2"), smaller_memory=33.0)
+    assert step.obstacle(Machine(1, 31.4)) == "needs 33 GiB of GPU memory, and there are 31"
+    assert step.obstacle(Machine(1, 35.0)) is None
+    assert step.sized(Machine(1, 35.0)).command == python("2")
+    assert step.sized(Machine(1, 35.0)).about.endswith("for this GPU's memory)")
+    assert step.sized(Machine(1, 79.2)) is step
     assert (
-        {"presets-4096"} < {*skipped(replace(BLACKWELL, memory=31.8))} < {"presets-4096", *skipped(Machine())}
+        replace(step, smaller=()).obstacle(Machine(1, 35.0)) == "needs 40 GiB of GPU memory, and there are 35"
     )
+
+
+def test_the_day_covers_every_workload_and_every_preset_and_begins_with_the_smoke_steps():
+    names = [step.name for step in STEPS]
+    assert len({*names}) == len(names)
+    smoke = [name for name in names if name.startswith("smoke-")]
+    assert names[: len(smoke)] == smoke
+    assert {f"smoke-{name}" for name in WORKLOADS if name != "idle"} <= {*smoke}
+    assert {"smoke-lora", "smoke-compiled", "smoke-shared"} <= {*smoke}
+    for width in (2048, 4096):
+        assert {f"preset-{width}-{name}" for name in PRESETS if name != "bf16"} <= {*names}
+    layers = {step.command[step.command.index("--layers") + 1] for step in STEPS if "preset-" in step.name}
+    assert layers == {"2"}  # some presets keep the last block in bf16, and would time nothing of theirs
+
+
+@pytest.mark.parametrize("at", ["smoke-gpt", "preset-2048-mxfp8", "te-parity"])
+def test_a_day_that_is_interrupted_continues_at_that_step(tmp_path, monkeypatch, at):
+    """Every step of the day runs to its end exactly once."""
+    notes, out = tmp_path / "notes", tmp_path / "day"
+    real = [
+        replace(step, command=("/bin/sh", "-c", f"echo {step.name} >> {notes}"), needs=(), files={})
+        for step in STEPS
+    ]
+    run = gpu_day.run
+
+    def interrupted(step, *rest):
+        if step.name == at:
+            raise KeyboardInterrupt
+        return run(step, *rest)
+
+    monkeypatch.setattr(gpu_day, "run", interrupted)
+    words = ["--resume", "--out", str(out)]
+    assert gpu_day.main(words, lambda out: real, lambda: HERE) == 130
+    assert notes.exists() == (at != "smoke-gpt")
+    monkeypatch.setattr(gpu_day, "run", run)
+    assert gpu_day.main(words, lambda out: real, lambda: HERE) == 0
+    assert notes.read_text().split() == [step.name for step in real]
+    assert {row["step"] for row in json.loads((out / "results.json").read_text())} == {
+        step.name for step in real
+    }
+
+
+def test_a_day_is_not_continued_on_another_gpu(tmp_path, capsys):
+    step = Step("one", "", python("print(1)"), 60)
+
+    def day_on(gpu):
+        machine = Machine(facts={"gpu": gpu})
+        return gpu_day.main(["--resume", "--out", str(tmp_path / "day")], lambda out: [step], lambda: machine)
+
+    assert day_on("NVIDIA H100 80GB HBM3") == 0
+    with pytest.raises(SystemExit) as ended:
+        day_on("NVIDIA B200")
+    assert ended.value.code == 2
+    assert "is of gpu NVIDIA H100 80GB HBM3, and this is NVIDIA B200" in capsys.readouterr().err
+    assert day_on("NVIDIA H100 80GB HBM3") == 0
+
+
+def test_the_archive_has_what_the_folder_has(tmp_path):
+    out = tmp_path / "day"
+    day(out, Step("one", "", python("print(1)"), 60, files={"x.yaml": "y"}))
+    with tarfile.open(tmp_path / "day.tar.gz") as archive:
+        names = {name.removeprefix("day/") for name in archive.getnames()} - {"day"}
+    assert names == {str(path.relative_to(out)) for path in out.rglob("*")}
+    assert {"summary.md", "results.json", "machine.json", "nvidia-smi.txt", "one.out"} < names
+    assert "one/x.yaml" in names
+
+
+def test_full_sizes_are_refused_on_a_cpu(capsys):
+    with pytest.raises(SystemExit) as ended:
+        gpu_day.main(["--device", "cpu", "--dry-run"], lambda out: [], lambda: HERE)
+    assert ended.value.code == 2
+    assert "add --tiny" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smoke-python", "resume-quartet2", "fork"])
+def test_a_step_runs_in_small_on_a_cpu(tmp_path, name):
+    words = ["--device", "cpu", "--tiny", "--only", name, "--out", str(tmp_path / "day")]
+    assert gpu_day.main(words, None, lambda: HERE) == 0
+    (row,) = json.loads((tmp_path / "day" / "results.json").read_text())
+    assert re.search(r"\b(equal records|are equal, equal when continued)", row["figure"])
+
+
+def test_a_check_whose_runs_differ_fails(tmp_path, capsys, monkeypatch):
+    """The second of the two runs that `fork` compares has another number."""
+    lines, count = gpu_checks.lines_of, iter(range(99))
+
+    def moved(records):
+        yield from (f"{line} {number}" if (number := next(count)) > 5 else line for line in lines(records))
+
+    monkeypatch.setattr(gpu_checks, "lines_of", moved)
+    words = ["fork", "--device", "cpu", "--tiny", "--folder", str(tmp_path)]
+    assert gpu_checks.main(words) == 1
+    assert json.loads(capsys.readouterr().out)["sentence"] == "forked after step 3 of 6: DIFFERENT records"
 
 
 @every(name=["trials-alone", "trials-shared", "trials-ranks", "te-trials", "scaled-trials"])
