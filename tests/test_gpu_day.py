@@ -165,6 +165,17 @@ def test_what_a_hanging_command_started_ends_with_it(tmp_path):
     assert not (tmp_path / "late").exists()
 
 
+def test_tests_that_are_all_skipped_are_not_a_success(tmp_path):
+    def step(name, line):
+        return Step(name, "", python(f"print({line!r})"), 60, figure=gpu_day.last_line, proof="passed")
+
+    skipped, passed = step("skipped", "== 3 skipped in 1.2s =="), step("passed", "== 3 passed in 1.2s ==")
+    status, results, _ = day(tmp_path, skipped, passed)
+    assert (status, results["skipped"]["result"]) == (1, "nothing passed")
+    assert results["passed"]["result"] == "ok"
+    assert {one.proof for one in STEPS if "pytest" in one.command} == {"passed"}
+
+
 def test_one_step_can_be_chosen_and_a_name_that_is_not_there_is_refused(tmp_path, capsys):
     both = Step("one", "", python("print(1)"), 60), Step("two", "", python("print(2)"), 60)
     status, results, _ = day(tmp_path, *both, words=("--only", "two"))
@@ -278,7 +289,7 @@ def test_a_day_that_is_interrupted_continues_at_that_step(tmp_path, monkeypatch,
     """Every step of the day runs to its end exactly once."""
     notes, out = tmp_path / "notes", tmp_path / "day"
     real = [
-        replace(step, command=("/bin/sh", "-c", f"echo {step.name} >> {notes}"), needs=(), files={})
+        replace(step, command=("/bin/sh", "-c", f"echo {step.name} >> {notes}"), needs=(), files={}, proof="")
         for step in STEPS
     ]
     run = gpu_day.run

@@ -82,6 +82,8 @@ def data_parallel(model: nn.Module) -> nn.Module:
 def compare(backend: str, device: str, recipes: list[str]) -> list[str]:
     """Train each recipe both ways; returns a line for each parameter that differs on this rank."""
     torch.set_num_threads(1)
+    if device == "cuda":  # a GPU each, as NCCL wants it; with gloo they may share
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     # Before there is a group: from then on a converted model is one rank of several.
     alone = {recipe: trained(lambda model: model, [*range(ranks)], recipe, device) for recipe in recipes}
