@@ -284,7 +284,7 @@ def test_the_day_covers_every_workload_and_every_preset_and_begins_with_the_smok
     assert layers == {"2"}  # some presets keep the last block in bf16, and would time nothing of theirs
 
 
-@pytest.mark.parametrize("at", ["smoke-gpt", "preset-2048-mxfp8", "te-parity"])
+@pytest.mark.parametrize("at", ["smoke-gpt", "preset-2048-mxfp8"])
 def test_a_day_that_is_interrupted_continues_at_that_step(tmp_path, monkeypatch, at):
     """Every step of the day runs to its end exactly once."""
     notes, out = tmp_path / "notes", tmp_path / "day"

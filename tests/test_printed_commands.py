@@ -84,6 +84,7 @@ OTHERS = {
     "python benchmarks/validity.py": "test_fork_benchmarks.py",
     "python benchmarks/fork_designs.py": "test_fork_benchmarks.py",
     "python benchmarks/fuzz_yaml.py": "test_fuzz.py",
+    "python benchmarks/gpu_estimates.py": "test_gpu_estimates.py",
     "python benchmarks/simulated_truth.py": "test_simulated_truth.py",
     "python -m pytest": "is this suite",
     "python docs/generate_reference.py": "test_docs.py",
