@@ -245,18 +245,31 @@ CARDS = {"H100": 79.2, "RTX 5090": 31.4}
 """Memory in GiB that torch reports for the cards that a day must fit."""
 
 
-@every(step=STEPS)
-def test_every_step_has_estimates_and_fits_each_card(step):
+def test_every_step_has_estimates_and_fits_each_card():
     """A step whose own size is too large has a smaller one, which only changes words of its command."""
-    assert 0 < step.expects < step.seconds
-    assert step.memory > 0
-    for gib in CARDS.values():
-        machine = Machine(1, gib)
-        sized = step.sized(machine)
-        assert sized.memory <= gib
-        assert (sized is step) == (step.memory <= gib)
-        assert len(sized.command) == len(step.command)
-        assert sized.seconds == step.seconds
+    for step in STEPS:
+        assert 0 < step.expects < step.seconds, step.name
+        assert step.memory > 0, step.name
+        for gib in CARDS.values():
+            sized = step.sized(Machine(1, gib))
+            assert sized.memory <= gib, step.name
+            assert (sized is step) == (step.memory <= gib)
+            assert len(sized.command) == len(step.command)
+            assert sized.seconds == step.seconds
+
+
+def test_the_memory_of_a_timed_step_is_that_of_the_sizes_in_its_command():
+    """Three models of 16 bytes a weight, and what a step holds, of each size that a card gets."""
+    timed = [step for step in STEPS if step.command[3:5] == ("bench", "step")]
+    assert len(timed) == 2 * (len(PRESETS) - 1) + 2
+    for step in (step.sized(Machine(1, gib)) for step in timed for gib in CARDS.values()):
+        layers, width, tokens = (
+            int(step.command[step.command.index(option) + 1])
+            for option in ("--layers", "--width", "--tokens")
+        )
+        weights = layers * (4 * width**2 + 3 * width * (8 * width // 3))
+        least = (3 * 16 * weights + 290 * tokens * width * layers) / 2**30
+        assert least + 0.5 < step.memory < least + 1.5, step.name
 
 
 def test_a_step_that_no_size_of_fits_says_how_much_it_needs():
