@@ -357,7 +357,7 @@ def test_full_sizes_are_refused_on_a_cpu(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smoke-python", "resume-quartet2", "fork"])
+@pytest.mark.parametrize("name", ["smoke-python", "resume-quartet2"])
 def test_a_step_runs_in_small_on_a_cpu(tmp_path, name):
     words = ["--device", "cpu", "--tiny", "--only", name, "--out", str(tmp_path / "day")]
     assert gpu_day.main(words, None, lambda: HERE) == 0
