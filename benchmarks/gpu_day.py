@@ -548,7 +548,8 @@ def _native(day: Day) -> list[Step]:
 PROBE = """
 import json, torch
 from ablate import provenance
-from ablate.engines.hardware import driver, refusal, scaled_refusal, this_machine
+from ablate.engines.hardware import refusal, scaled_refusal, this_machine
+from ablate.provenance import driver
 here, count = this_machine(), torch.cuda.device_count() if torch.cuda.is_available() else 0
 facts = {name: fact for name, fact in provenance.environment().items() if name != "host"}
 facts |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver()}
