@@ -18,10 +18,7 @@ from ablate.recipes import PRESETS, Recipe
 
 
 def operations(x: "Tensor") -> dict[str, Callable[["Tensor"], object]]:
-    """Return the quantisers to time, by name. `x` decides on the amax given and on rotations.
-
-    On a GPU the amax is always that of the tensor: no kernel there takes another.
-    """
+    """Return the quantisers to time, by name. `x` decides on the amax given and on rotations."""
     import torch
 
     from ablate.numerics.philox import Clock
@@ -39,8 +36,6 @@ def operations(x: "Tensor") -> dict[str, Callable[["Tensor"], object]]:
         "columns, stochastic": lambda x: drawn(x.t()),
         "16x16, nearest": lambda x: quantize(x, square),
     }
-    if x.device.type == "cuda":
-        del quantisers["rows, nearest, amax given"]
     if x.dtype == torch.bfloat16:  # only bf16 is rotated
         quantisers |= {
             "columns, rotated, nearest": lambda x: quantize(x.t(), nearest, rotation=rotation),

@@ -264,7 +264,14 @@ class EmulatedLinear(nn.Linear):
             sites = self._sites["dgrad.g"], self._sites["wgrad.g"]
             turn = self._turns["wgrad.g"]
             both = quantize_both(
-                dy, rows.g, columns.g, rotation=columns.hadamard, clock=self.clock, where=sites, product=turn
+                dy,
+                rows.g,
+                columns.g,
+                rotation=columns.hadamard,
+                clock=self.clock,
+                where=sites,
+                product=turn,
+                histories=(self.histories["dgrad.g"], self.histories["wgrad.g"]),
             )
             if both:
                 self._count(both)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS
-from ablate.numerics.kernels import cpu
+from ablate.numerics.kernels import cpu, forms
 from ablate.numerics.quantize import Operand, pad
 from ablate.numerics.scaling import element_scales, encode_scale
 from ablate.numerics.spec import Quant
@@ -55,7 +55,8 @@ def last_step(quant: Quant) -> float:
 def census(operand: Operand) -> Census:
     """Return the census of an operand that kept its source, in one compiled pass if its form has one."""
     assert operand.quant is not None
-    if operand.scaled is None and cpu.covers(operand.quant):
+    on_cpu = operand.values.device.type == "cpu"
+    if operand.scaled is None and on_cpu and forms.nvidia(operand.quant):
         return _compiled(operand)
     return _reference(operand)
 

@@ -227,6 +227,7 @@ def quantize_both(
     clock: Clock,
     where: tuple[int, int],
     product: int,
+    histories: tuple[History | None, History | None],
 ) -> tuple[Operand, Operand] | None:
     """Quantise `x` and the rotated `x.t()` in one read, to the bits that two calls of `quantize` give.
 
@@ -238,21 +239,29 @@ def quantize_both(
         clock: Seed, stream, step and micro-batch of everything that is drawn.
         where: Draw sites of the two copies.
         product: Draw site of the signs of the rotation.
+        histories: Earlier amaxes of the two operands.
 
     Returns:
         The two operands; None if no kernel makes both at once.
     """
     if not cuda.can_quantize_both(x, first, second, rotation):
         return None
-    flips = rotation and signs(rotation, x.device, clock, product)
-    copies = cuda.quantize_both(
-        x, cuda.Form(first, None, where[0]), cuda.Form(second, flips, where[1]), clock
-    )
+    flips = rotation and _sign_word(rotation, clock, product)
     one, other = (
-        Operand(values, quant, amax, block_scale, amax)
-        for (values, amax, block_scale), quant in zip(copies, (first, second), strict=True)
+        cuda.Form(quant, word, site, _device_statistic(x, quant.outer, history, clock, None))
+        for quant, word, site, history in zip((first, second), (None, flips), where, histories, strict=True)
     )
-    return one, other
+    made = cuda.quantize_both(x, one, other, clock)
+    return _device_operand(made[0], first), _device_operand(made[1], second)
+
+
+def _device_operand(made: cuda.Quantized, quant: Quant, source: Tensor | None = None) -> Operand:
+    return Operand(made.values, quant, made.amax, made.block_scale, made.largest, source)
+
+
+def _sign_word(rotation: Hadamard, clock: Clock | None, product: int) -> int:
+    """Return the signs as an argument of a kernel, which takes no copy to the device."""
+    return cuda.sign_word(signs(rotation, torch.device("cpu"), clock, product))
 
 
 def _compiled(
@@ -270,12 +279,10 @@ def _compiled(
 
     `reduced` is the amax of the whole matrix if `x` is a part of it.
     """
-    if reduced is not None and not reduced.isfinite():
-        return None
-    if not keep and reduced is None and cuda.can_quantize(x, quant, rotation):
-        flips = rotation and signs(rotation, x.device, clock, product)
-        values, amax, block_scale = cuda.quantize(x, quant, flips, clock, where)
-        return Operand(values, quant, amax, block_scale, amax)
+    if cuda.can_quantize(x, quant):
+        return _on_device(x, quant, rotation, clock, where, product, history, keep, reduced)
+    if x.device.type != "cpu" or (reduced is not None and not reduced.isfinite()):
+        return None  # the device is asked before the number, which a GPU would have to be waited for
     nvidia = cpu.can_quantize(x, quant, rotation)
     if not nvidia and not general.can_quantize(x, quant):
         return None
@@ -287,6 +294,45 @@ def _compiled(
         turned, size = (rotate(x, rotation, clock, product), rotation.size) if rotation else (x, 0)
         made = general.quantize(turned, quant, size, clock, where, keep, statistic)
     return made and Operand(made.values, quant, made.amax, made.block_scale, made.largest, made.source)
+
+
+def _on_device(
+    x: Tensor,
+    quant: Quant,
+    rotation: Hadamard | None,
+    clock: Clock | None,
+    where: int,
+    product: int,
+    history: History | None,
+    keep: bool,
+    reduced: Tensor | None,
+) -> Operand | None:
+    """Return the operand from the kernels of a GPU; None if a source is to be kept that has to be padded.
+
+    A rotation that they lack, or whose result is to be kept, is computed before them.
+    """
+    word = None
+    if rotation is not None and not keep and cuda.can_rotate(x, quant, rotation):
+        word = _sign_word(rotation, clock, product)
+    elif rotation is not None:
+        x = rotate(x, rotation, clock, product)
+    rows, columns = quant.tile
+    if keep and (x.shape[0] % rows or x.shape[1] % columns):
+        return None
+    statistic = _device_statistic(x, quant.outer, history, clock, reduced)
+    made = cuda.quantize(x, cuda.Form(quant, word, where, statistic), clock)
+    return _device_operand(made, quant, x if keep else None)
+
+
+def _device_statistic(
+    x: Tensor, outer: Outer | None, history: History | None, clock: Clock | None, reduced: Tensor | None
+) -> cuda.Statistic | None:
+    """Return the outer statistic as a GPU's kernels take it; None for one that they compute."""
+    if reduced is not None:
+        return lambda largest: reduced
+    if outer is None or tag(outer.statistic) in ("amax", "percentile"):
+        return None
+    return lambda largest: outer_statistic(x, None, largest, outer, history, clock)
 
 
 def _statistic(

@@ -10,19 +10,23 @@ from unittest import mock
 
 import pytest
 import torch
-from support.quantisers import case, reference_only
+from support.quantisers import Coverage, case, difference, reference_only
 from torch import Tensor, nn
 
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.numerics.hadamard import butterflies, signs
-from ablate.numerics.kernels import cpu, cuda
+from ablate.numerics import census
+from ablate.numerics.choices import STATISTICS
+from ablate.numerics.hadamard import butterflies, rotate, signs
+from ablate.numerics.history import History
+from ablate.numerics.kernels import builds, cpu, cuda, general
 from ablate.numerics.philox import Clock
-from ablate.numerics.quantize import Operand, quantize
-from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range
+from ablate.numerics.quantize import Operand, quantize, quantize_both
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, tag
 from ablate.recipes import PRESETS
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+CPU = torch.device("cpu")
+DEVICE = CPU if INTERPRETED else torch.device("cuda")
 CLOCK = Clock(2**32 - 5, step=3, micro_batch=1)
 WHERE = 0xDEADBEEF
 
@@ -36,7 +40,7 @@ FORMS = {
     ),
 }
 REGIMES = {"ordinary": 1.0, "tiny": 1e-30, "huge": 1e30, "subnormal": 1e-40, "one ulp of bf16 apart": 0.0}
-CASES = [((9, 21), regime) for regime in REGIMES] + [((18, 37), "ordinary"), ((5, 150), "ordinary")]
+CASES = [((9, 21), regime) for regime in REGIMES] + [((18, 37), "ordinary"), ((5, 278), "ordinary")]
 """Ragged both ways; more than one slab of rows, more than one program along the columns. A GPU has time for more."""
 if not INTERPRETED:
     CASES += [(shape, regime) for shape in ((4096, 1000), (333, 2048)) for regime in REGIMES]
@@ -80,67 +84,129 @@ def same(a: Tensor, b: Tensor) -> bool:
     )
 
 
+def cast(
+    x: Tensor, quant: Quant, flips: Tensor | None = None, clock: Clock | None = CLOCK, where: int = WHERE
+) -> cuda.Quantized:
+    return cuda.quantize(x, form(quant, flips, where), clock)
+
+
+def form(quant: Quant, flips: Tensor | None = None, where: int = 0) -> cuda.Form:
+    return cuda.Form(quant, None if flips is None else cuda.sign_word(flips), where)
+
+
 def assert_equal(mine: cuda.Quantized, theirs: Operand) -> None:
-    expected = (theirs.values, theirs.amax, theirs.block_scale)
-    for name, a, b in zip(("values", "amax", "block scales"), mine, expected, strict=True):
-        assert a.device.type == DEVICE.type
-        assert same(a.cpu(), b), name
-    assert same(mine[1].cpu(), theirs.largest) or theirs.largest.isnan()
+    for name in ("values", "amax", "block_scale", "largest"):
+        value = getattr(mine, name)
+        assert value.device.type == DEVICE.type
+        assert same(value.cpu(), getattr(theirs, name)), name
 
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("form", FORMS)
-def test_every_bit_is_the_references(form, dtype, transposed):
-    for shape, regime in cases(form, transposed ^ (dtype == torch.float32)):
+@pytest.mark.parametrize("name", FORMS)
+def test_every_bit_is_the_references(name, dtype, transposed):
+    for shape, regime in cases(name, transposed ^ (dtype == torch.float32)):
         x = drawn(shape, regime, dtype)
         x, given = (z.t() if transposed else z for z in (x, x.to(DEVICE)))
-        assert_equal(
-            cuda.quantize(given, FORMS[form], None, CLOCK, WHERE), reference(x, FORMS[form], where=WHERE)
-        )
+        assert_equal(cast(given, FORMS[name]), reference(x, FORMS[name], where=WHERE))
 
 
-@pytest.mark.parametrize("name", ["fixed", "per_call"])
-@pytest.mark.parametrize("form", ["1x16 nearest", "headroom, bound 256"])
-def test_a_rotated_transpose_is_the_references_too(form, name):
-    rotation = Hadamard(signs=name)
-    flips = signs(rotation, DEVICE, CLOCK, 6)
-    for shape, regime in cases(form, name == "fixed"):
+@pytest.mark.parametrize("rule", ["fixed", "per_call"])
+@pytest.mark.parametrize("name", ["1x16 nearest", "headroom, bound 256"])
+def test_a_rotated_transpose_is_the_references_too(name, rule):
+    rotation = Hadamard(signs=rule)
+    flips = signs(rotation, CPU, CLOCK, 6)
+    for shape, regime in cases(name, rule == "fixed"):
         x = drawn(shape, regime)
-        theirs = reference(x.t(), FORMS[form], rotation=rotation, where=5, product=6)
-        assert_equal(cuda.quantize(x.to(DEVICE).t(), FORMS[form], flips, CLOCK, 5), theirs)
+        theirs = reference(x.t(), FORMS[name], rotation=rotation, where=5, product=6)
+        assert_equal(cast(x.to(DEVICE).t(), FORMS[name], flips, where=5), theirs)
+
+
+WANTED = {*STATISTICS} | {"part", "kept", "rotated before", "rotated inside", "16x16"}
+"""Kinds of cases that the random ones must contain."""
 
 
 def test_random_cases_over_every_field_are_the_references_too(monkeypatch):
-    """Whatever the kernels accept of the random cases that the CPU's kernels are tested on."""
-    wanted, number, statistics = 12 if INTERPRETED else 1000, 0, set()
+    """Whatever the kernels accept of the random cases that the CPU's kernels are tested on: every outer
+    statistic, over several steps, of parts, with telemetry, and the histories that they leave."""
     monkeypatch.setattr(cpu, "can_quantize", lambda *_: False)
-    if INTERPRETED:
-        monkeypatch.setattr(cuda, "runs_on", lambda device: True)
-    while wanted:
+    monkeypatch.setattr(general, "can_quantize", lambda *_: False)
+    if INTERPRETED:  # `reference_only` takes away the builds, and with them these kernels
+        monkeypatch.setattr(cuda, "runs_on", lambda device: builds.build() is not None)
+        monkeypatch.setattr(census, "_compiled", census._reference)  # which takes CPU tensors
+    count, number, seen = 24 if INTERPRETED else 2000, 0, set()
+    while count > 0 or not seen >= WANTED:
         number += 1
         one = case(23, number)
-        x = one.x.to(DEVICE)
-        if (
-            one.part
-            or x.numel() > (1024 if INTERPRETED else 10**6)
-            or not cuda.can_quantize(x, one.quant, one.rotation)
-        ):
+        if one.x.numel() > (1100 if INTERPRETED else 10**6) or not cuda.can_quantize(one.x, one.quant):
             continue
-        wanted -= 1
-        statistics.add(one.quant.outer.statistic)
-        options = {
-            "rotation": one.rotation,
-            "clock": one.clocks[0],
-            "where": one.where,
-            "product": one.product,
+        if one.part and one.quant.draws:  # its bits are drawn for the whole, by the reference
+            continue
+        inside = one.rotation is not None and cuda.can_rotate(one.x, one.quant, one.rotation)
+        has = {
+            tag(one.quant.outer.statistic): True,
+            "part": one.part is not None,
+            "16x16": one.quant.block == "16x16",
+            "kept": not any(size % 16 for size in one.x.shape),
+            "rotated inside": inside,
+            "rotated before": one.rotation is not None and not inside,
         }
-        mine = quantize(x, one.quant, **options)
-        with reference_only(), mock.patch.object(cuda, "can_quantize", return_value=False):
-            theirs = quantize(one.x, one.quant, **options)
-        for name in ("values", "amax", "block_scale"):
-            assert same(getattr(mine, name).cpu(), getattr(theirs, name)), f"{name}: {one}"
-    assert statistics == {"amax"}
+        words = {word for word, there in has.items() if there}
+        if count <= 0 and words <= seen:
+            continue
+        count -= 1
+        with mock.patch.object(cuda, "quantize", wraps=cuda.quantize) as launched:
+            assert difference(one, Coverage()) is None, one
+        assert launched.called or one.part, one  # half of the columns lies in memory as no kernel takes it
+        seen |= words if launched.called else set()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rotated", [False, True], ids=["as it is", "rotated"])
+def test_an_order_statistic_is_that_of_sorted_magnitudes(rotated, dtype):
+    """NaN above infinity; ranks at both ends, among zeros, and among equal magnitudes."""
+    if rotated and dtype == torch.float32:
+        return
+    flips = signs(Hadamard(), CPU)
+    few = [((9, 21), "subnormal"), ((5, 278), "ordinary")]
+    for shape, regime in (*(few if INTERPRETED else CASES), ((18, 37), "not finite")):
+        x = drawn(shape, "ordinary" if regime == "not finite" else regime, dtype)
+        if regime == "not finite":
+            x[2, 3], x[3, 4], x[4, 5] = float("nan"), float("-inf"), -float("nan")
+        copy = rotate(x.t(), Hadamard()) if rotated else x
+        magnitudes = copy.abs().float().flatten().sort().values  # sort: NaN last
+        for rank in {1, len(magnitudes) // 2, len(magnitudes) - 2}:
+            value, largest = cuda.order_statistic(
+                x.to(DEVICE), cuda.sign_word(flips) if rotated else None, rank
+            )
+            assert same(value.cpu(), magnitudes[rank - 1]), (shape, regime, rank)
+            assert same(largest.cpu(), magnitudes[-1])
+
+
+@pytest.mark.parametrize("statistic", ["percentile:0.9", "delayed:2", "static:0.5"])
+def test_both_copies_take_their_own_statistic(statistic, monkeypatch):
+    """Two steps: the second copy's history is its own, and the largest magnitude stays beside the statistic."""
+    first, second = NEAREST, Quant(rounding="stochastic", outer=Outer(statistic=statistic))
+    monkeypatch.setattr(cuda, "runs_on", lambda device: True)
+    mine, theirs = History(), History()
+    for step, factor in ((0, 1.0), (1, 8.0)):
+        x, clock = drawn((18, 48), "ordinary") * factor, replace(CLOCK, step=step)
+        both = quantize_both(
+            x.to(DEVICE), first, second, rotation=Hadamard(), clock=clock, where=(7, WHERE), product=6,
+            histories=(None, mine),
+        )  # fmt: skip
+        with reference_only(), mock.patch.object(cuda, "runs_on", return_value=False):
+            expected = (
+                quantize(x, first, clock=clock, where=7),
+                quantize(
+                    x.t(), second, rotation=Hadamard(), clock=clock, where=WHERE, product=6, history=theirs
+                ),
+            )
+        for one, other in zip(both, expected, strict=True):
+            assert_equal(one, other)
+    assert {step: float(amax) for step, amax in mine.amax.items()} == theirs.amax
+    assert bool(mine.amax) == statistic.startswith("delayed")
+    assert both[1].amax != both[1].largest
 
 
 def test_a_rotation_adds_in_the_references_order():
@@ -155,7 +221,7 @@ def test_a_rotation_adds_in_the_references_order():
     told = x[largest != opposite].bfloat16()
     assert len(told) > 10
     for column in told[:10]:
-        amax = cuda.amax_both(column[:, None].to(DEVICE), signs(Hadamard(signs="none"), DEVICE))
+        amax = cuda.amax_both(column[:, None].to(DEVICE), 0)
         assert amax[1].item() == butterflies(column[None].float()).bfloat16().abs().max()
 
 
@@ -168,11 +234,11 @@ def test_a_rotation_adds_in_the_references_order():
     ],
 )
 def test_both_copies_are_what_one_at_a_time_gives(first, second, rotation):
-    flips = rotation and signs(rotation, DEVICE, CLOCK, 6)
+    flips = rotation and signs(rotation, CPU, CLOCK, 6)
     for shape, regime in CASES[::2]:
         x = drawn(shape, regime, torch.bfloat16 if rotation else torch.float32)
         rows, columns = cuda.quantize_both(
-            x.to(DEVICE), cuda.Form(first, None, 7), cuda.Form(second, flips, WHERE), CLOCK
+            x.to(DEVICE), form(first, None, 7), form(second, flips, WHERE), CLOCK
         )
         assert_equal(rows, reference(x, first, where=7))
         assert_equal(columns, reference(x.t(), second, rotation=rotation, where=WHERE, product=6))
@@ -183,38 +249,38 @@ UNUSUAL_FORMS = ["1x16 nearest", "1x16 stochastic", "16x16 nearest"]
 
 
 @pytest.mark.parametrize(
-    ("form", "values"),  # the interpreter takes two of the three forms for each
+    ("name", "values"),  # the interpreter takes two of the three forms for each
     [
-        (form, values)
+        (name, values)
         for number, values in enumerate(UNUSUAL)
-        for place, form in enumerate(UNUSUAL_FORMS)
+        for place, name in enumerate(UNUSUAL_FORMS)
         if not INTERPRETED or place != number % 3
     ],
     ids=str,
 )
-def test_what_is_not_finite_is_the_references_too(form, values):
+def test_what_is_not_finite_is_the_references_too(name, values):
     """With 16 values near the largest, a rotation makes the infinity itself."""
-    quant, rotation = FORMS[form], Hadamard()
-    flips = signs(rotation, DEVICE)
+    quant, rotation = FORMS[name], Hadamard()
+    flips = signs(rotation, CPU)
     x = drawn((16, 21), "ordinary")
     x[: len(values), 3] = torch.tensor(values)
     for z, given in ((x, x.to(DEVICE)), (x.t(), x.to(DEVICE).t())):
-        assert_equal(cuda.quantize(given, quant, None, CLOCK, WHERE), reference(z, quant, where=WHERE))
+        assert_equal(cast(given, quant), reference(z, quant, where=WHERE))
     if quant.block == "1x16":
         rows, columns = cuda.quantize_both(
-            x.to(DEVICE), cuda.Form(quant, None, 7), cuda.Form(quant, flips, WHERE), CLOCK
+            x.to(DEVICE), form(quant, None, 7), form(quant, flips, WHERE), CLOCK
         )
         theirs = reference(x.t(), quant, rotation=rotation, where=WHERE)
         assert_equal(rows, reference(x, quant, where=7))
         assert_equal(columns, theirs)
-        assert_equal(cuda.quantize(x.to(DEVICE).t(), quant, flips, CLOCK, WHERE), theirs)
+        assert_equal(cast(x.to(DEVICE).t(), quant, flips), theirs)
         assert not theirs.largest.isfinite()
 
 
 def test_a_tensor_of_zeros_and_one_of_a_single_element():
     for x in (torch.zeros(17, 20), torch.zeros(1, 1), torch.full((1, 1), -2.5)):
         for quant in (NEAREST, FORMS["16x16 nearest"]):
-            assert_equal(cuda.quantize(x.to(DEVICE), quant, None, None, 0), reference(x, quant))
+            assert_equal(cast(x.to(DEVICE), quant, None, None, 0), reference(x, quant))
 
 
 def test_every_word_of_the_clock_counts():
@@ -223,15 +289,15 @@ def test_every_word_of_the_clock_counts():
         replace(CLOCK, **change)
         for change in ({"seed": 4}, {"step": 4}, {"micro_batch": 4}, {"stream": "evaluation"})
     ]
-    draws = [cuda.quantize(x, STOCHASTIC, None, clock, WHERE)[0] for clock in clocks]
-    draws.append(cuda.quantize(x, STOCHASTIC, None, CLOCK, WHERE - 1)[0])
+    draws = [cast(x, STOCHASTIC, clock=clock).values for clock in clocks]
+    draws.append(cast(x, STOCHASTIC, where=WHERE - 1).values)
     assert not any(torch.equal(a, b) for a, b in itertools.combinations(draws, 2))
 
 
 def test_an_amax_sees_every_element():
     for shape, places in (
         ((17, 1), [(row, 0) for row in range(17)]),
-        ((2, 130), [(1, 127), (1, 128), (0, 129)]),
+        ((2, 260), [(1, 255), (1, 256), (0, 259)]),
     ):
         for place in places:
             x = torch.zeros(shape, device=DEVICE)
@@ -242,16 +308,18 @@ def test_an_amax_sees_every_element():
 def test_a_form_that_is_not_theirs_is_refused(monkeypatch):
     monkeypatch.setattr(cuda, "runs_on", lambda device: True)
     x = torch.ones(16, 32, dtype=torch.bfloat16, device=DEVICE)
-    assert cuda.can_quantize(x, NEAREST, None)
-    assert cuda.can_quantize(x.t(), NEAREST, Hadamard())
-    assert not cuda.can_quantize(x, NEAREST, Hadamard())
-    assert not cuda.can_quantize(x.t(), NEAREST, Hadamard(size=32))
-    assert not cuda.can_quantize(x.t(), FORMS["16x16 nearest"], Hadamard())
-    assert not cuda.can_quantize(x.t().float(), NEAREST, Hadamard())
-    assert not cuda.can_quantize(x.half(), NEAREST, None)
-    assert not cuda.can_quantize(x[:0], NEAREST, None)
-    assert not cuda.can_quantize(x[:, ::2], NEAREST, None)
-    assert not cuda.can_quantize(x, Quant(scale=BlockScale(zero="one")), None)
+    assert cuda.can_quantize(x, NEAREST)
+    assert cuda.can_quantize(x.t(), Quant(outer=Outer(statistic="hold:3")))
+    assert cuda.can_rotate(x.t(), NEAREST, Hadamard())
+    assert not cuda.can_rotate(x, NEAREST, Hadamard())
+    assert not cuda.can_rotate(x.t(), NEAREST, Hadamard(size=32))
+    assert not cuda.can_rotate(x.t(), FORMS["16x16 nearest"], Hadamard())
+    assert not cuda.can_rotate(x.t().float(), NEAREST, Hadamard())
+    assert not cuda.can_quantize(x.half(), NEAREST)
+    assert not cuda.can_quantize(x[:0], NEAREST)
+    assert not cuda.can_quantize(x[:, ::2], NEAREST)
+    assert not cuda.can_quantize(x, Quant(scale=BlockScale(zero="one")))
+    assert not cuda.can_quantize(x, Quant(outer=Outer(granularity="row")))
     assert cuda.can_quantize_both(x, STOCHASTIC, STOCHASTIC, Hadamard())
     assert not cuda.can_quantize_both(x.t(), STOCHASTIC, STOCHASTIC, None)
     assert not cuda.can_quantize_both(x.float(), STOCHASTIC, STOCHASTIC, Hadamard())
@@ -285,13 +353,15 @@ def test_a_layer_reads_its_gradient_once_and_changes_no_bit(monkeypatch):
 
 @pytest.mark.skipif(INTERPRETED, reason="there is a device to wait for on a GPU only")
 def test_nothing_waits_for_the_device():
-    x, flips = drawn((64, 256), "ordinary").to(DEVICE), signs(Hadamard(), DEVICE)
+    x, flips = drawn((64, 256), "ordinary").to(DEVICE), signs(Hadamard(), CPU)
+    low = Quant(outer=Outer(statistic="percentile:0.9"))
     for mode in ("default", "error"):  # the first call of a shape compiles, and times what it compiled
         torch.cuda.set_sync_debug_mode(mode)
         try:
-            cuda.quantize(x, STOCHASTIC, None, CLOCK, WHERE)
-            cuda.quantize(x.t(), NEAREST, flips, CLOCK, WHERE)
-            cuda.quantize(x, FORMS["16x16 nearest"], None, CLOCK, WHERE)
-            cuda.quantize_both(x, cuda.Form(STOCHASTIC), cuda.Form(STOCHASTIC, flips), CLOCK)
+            cast(x, STOCHASTIC)
+            cast(x.t(), NEAREST, flips)
+            cast(x, FORMS["16x16 nearest"])
+            cast(x, low)
+            cuda.quantize_both(x, form(STOCHASTIC), form(STOCHASTIC, flips), CLOCK)
         finally:
             torch.cuda.set_sync_debug_mode("default")

@@ -57,7 +57,7 @@ SIMPLER = {
     "columns, stochastic, not rotated": (
         "by_columns",
         "fp32",
-        {"STOCHASTIC": True, "signs": None, "COLUMNS": 256},
+        {"STOCHASTIC": True, "signs": None},
     ),
     "both, nearest, not rotated": (
         "by_both",
@@ -72,7 +72,7 @@ CAPABILITIES = {"sm_80": 80, "sm_90a": 90, "sm_100a": 100, "sm_120a": 120}
 def type_of(name: str, dtype: str) -> str:
     """A kernel argument's type, as a launch would find it."""
     kind = name.rpartition("_")[2]
-    pointers = {"x": dtype, "values": "bf16", "scales": "fp32", "amax": "fp32", "signs": "fp32", "out": "i32"}
+    pointers = {"x": dtype, "values": "bf16", "scales": "fp32", "amax": "fp32", "out": "i32"}
     return f"*{pointers[kind]}" if kind in pointers else "fp32" if kind in ("top", "headroom") else "i32"
 
 
@@ -82,7 +82,7 @@ def compiled(kernel: str, dtype: str, constants: dict, capability: int):
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    function, constants = getattr(cuda.kernels(), kernel).fn, {"COLUMNS": 128} | constants
+    function, constants = getattr(cuda.kernels(), kernel), {"COLUMNS": cuda.COLUMNS} | constants
     signature = {
         name: "constexpr" if name in constants else type_of(name, dtype) for name in function.arg_names
     }
@@ -149,7 +149,7 @@ def test_a_triton_that_cannot_be_exact_is_as_good_as_none(monkeypatch):
 @pytest.mark.parametrize("name", ["by_rows", "by_columns", "by_both"])
 def test_one_build_serves_every_step_and_every_layer(name):
     """Triton compiles anew for an integer that is 1 or a multiple of 16, or has another type, unless it is told not to."""
-    parameters = {parameter.name: parameter for parameter in getattr(cuda.kernels(), name).fn.params}
+    parameters = {parameter.name: parameter for parameter in getattr(cuda.kernels(), name).params}
     changing = [p for p in parameters if p.rpartition("_")[2] in ("key0", "key1", "step", "batch", "where")]
     assert len(changing) >= 5
     assert all(parameters[p].do_not_specialize for p in changing)
@@ -180,5 +180,6 @@ def test_the_package_needs_no_triton():
 
 
 def test_a_cpu_tensor_is_not_theirs():
-    assert not cuda.can_quantize(torch.ones(16, 32), Quant(), None)
+    assert not cuda.can_quantize(torch.ones(16, 32), Quant())
+    assert not cuda.can_order(torch.ones(16, 32))
     assert not cuda.can_quantize_both(torch.ones(16, 32), Quant(), Quant(), None)

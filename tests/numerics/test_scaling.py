@@ -24,6 +24,8 @@ from ablate.numerics.scaling import (
     block_statistic,
     element_scales,
     encode_scale,
+    histogram,
+    order_statistic,
     outer_statistic,
     round_scale,
 )
@@ -310,6 +312,20 @@ def test_a_percentile_is_the_order_statistic_ceil_p_n(p, shape, generator):
     rows = statistic(x, statistic=f"percentile:{p}", granularity="row").flatten().numpy()
     ordered = np.sort(np.abs(x.numpy()), axis=1)
     np.testing.assert_array_equal(rows, ordered[:, math.ceil(Decimal(str(p)) * shape[1]) - 1])
+
+
+def test_the_ranks_of_bf16_are_those_of_a_sort_with_nan_above_infinity(generator):
+    x = torch.randn(8, 32, generator=generator).bfloat16()
+    x[0, :5] = torch.tensor([math.nan, math.inf, -math.nan, -math.inf, -0.0])
+    ordered = x.flatten().abs().float().sort().values  # NaN last
+    for rank in (1, 2, 100, 252, 253, 254, 255, 256):
+        assert torch.equal(order_statistic(x, rank).nan_to_num(-1), ordered[rank - 1].nan_to_num(-1)), rank
+
+
+def test_a_histogram_without_a_wait_counts_as_bincount_does(generator):
+    magnitudes = torch.randint(0, 2**15, (4096,), generator=generator, dtype=torch.int16)
+    magnitudes[:1000], magnitudes[1000:1100] = 0, 2**15 - 1
+    assert torch.equal(histogram(magnitudes), torch.bincount(magnitudes, minlength=2**15))
 
 
 def test_the_percentile_one_is_the_amax(generator):

@@ -629,7 +629,8 @@ def _census_difference(mine: Operand, theirs: Operand, one: Case) -> str | None:
         if getattr(ours, name) != getattr(wanted, name):
             return name
     for name in ("blocks", "block_scaled"):
-        if not torch.equal(getattr(ours, name).flatten().double(), getattr(wanted, name).flatten().double()):
+        a, b = (getattr(its, name).flatten().double() for its in (ours, wanted))
+        if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
             return name
     pairs = {
         name: torch.tensor([getattr(ours, name), getattr(wanted, name)], dtype=torch.float64)

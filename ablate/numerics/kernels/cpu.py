@@ -5,36 +5,19 @@ blocks of 16 or 16x16. All else is the reference's.
 """
 
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ablate.numerics.kernels import builds
+from ablate.numerics.kernels import builds, forms
 from ablate.numerics.kernels.builds import COUNTS, SUMS, CastArguments, Sums
 from ablate.numerics.philox import Clock, philox_key
-from ablate.numerics.spec import BlockScale, Hadamard, Quant, Range
+from ablate.numerics.spec import Hadamard, Quant
 
 TILES = {"rows": (1, 16), "columns": (16, 1), "tiles": (16, 16)}
 """Rows and columns of memory that share a block scale, by kernel."""
-
-
-@cache
-def covers(quant: Quant) -> bool:
-    """Return True if these kernels implement this form, whatever its outer statistic."""
-    drawn = quant.rounding == "stochastic"
-    return (
-        quant.element == "e2m1"
-        and quant.select is None
-        and quant.scale == BlockScale()
-        and quant.range == Range(headroom=quant.range.headroom)
-        and quant.outer is not None
-        and quant.outer.granularity == "tensor"
-        and (quant.block == "1x16" or (quant.block == "16x16" and not drawn))
-        and (quant.rounding == "nearest" or (drawn and quant.bits == 8))
-    )
 
 
 def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
@@ -43,7 +26,7 @@ def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
     A rotated x must be bf16 and stored by columns.
     """
     return (
-        covers(quant)
+        forms.nvidia(quant)
         and (rotation is None or _rotates(x, quant, rotation))
         and x.device.type == "cpu"
         and x.dtype in (torch.bfloat16, torch.float32)
@@ -54,9 +37,7 @@ def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
 
 
 def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
-    return (
-        rotation.size == 16 and quant.block == "1x16" and x.dtype == torch.bfloat16 and not x.is_contiguous()
-    )
+    return forms.fuses(quant, rotation) and x.dtype == torch.bfloat16 and not x.is_contiguous()
 
 
 class Made(NamedTuple):
@@ -89,7 +70,7 @@ def quantize(
 
     Args:
         x: [rows, columns], bf16 or fp32, stored by rows or by columns.
-        quant: Quantiser that `covers` accepts.
+        quant: Quantiser that `forms.nvidia` accepts.
         signs: Signs of the rotation, fp32 [16]; None: no rotation.
         clock: Seed, stream, step and micro-batch; needed for stochastic rounding.
         where: Draw site.

@@ -1,40 +1,67 @@
-"""Quantisers for CUDA tensors: launches of nvfp4.py's kernels that never wait for the device.
+"""Quantisers for CUDA tensors: launches of Triton kernels that never wait for the device.
 
-The forms are those of cpu.py.
+The forms are those of `forms.on_gpu`. The outer statistic is a tensor on the device: the largest magnitude or
+a percentile, which kernels take from the tensor, or what a function makes of the largest magnitude. It is
+not read here.
 
 What is not finite needs no second path: the kernels compute what the reference does, and the amax, which
 stays on the device, shows it.
+
+Launches have a fixed configuration. Triton's autotuning timed three for each kernel and width in each
+process, 7 s a trial; by their machine code (`benchmarks/kernel_code.py`), COLUMNS = 256 with 4 warps executes
+a fifth to two fifths fewer instructions per element than 128, as few as 512 with 8 warps, and spills nothing.
 """
 
+import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ablate.numerics.kernels.cpu import covers
+from ablate.numerics.kernels import forms
 from ablate.numerics.philox import Clock, philox_key
-from ablate.numerics.spec import Hadamard, Quant
+from ablate.numerics.spec import Hadamard, Quant, argument, tag
 
 EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 """Options of every launch: no product and sum contracted to one instruction, which rounds once instead of
 twice, and no subnormals flushed to zero, which would lose 1 / S of a tiny tensor."""
+COLUMNS = 256
+"""Width of a program's slab of sixteen rows."""
 
-Quantized = tuple[Tensor, Tensor, Tensor]
-"""Values bf16 [rows, columns padded to 16], amax fp32 scalar, block scales fp32 [row tiles, 1, column tiles,
-1], all on the device."""
+Statistic = Callable[[Tensor], Tensor]
+"""Outer statistic, fp32 scalar on the device, as a function of the largest magnitude of what is quantised."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """Quantisation of one copy: format, signs of a rotation (fp32 [16] on the device, or None), draw site."""
+    """Quantisation of one copy."""
 
     quant: Quant
-    signs: Tensor | None = None
+    signs: int | None = None
+    """Rotation: bit r is 1 if row r of sixteen is negated; None without one."""
     where: int = 0
+    """Draw site."""
+    statistic: Statistic | None = None
+    """None: the statistic that the quantiser names, `amax` or `percentile`."""
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A quantised copy, all on the device."""
+
+    values: Tensor
+    """bf16 [rows, columns padded to 16]."""
+    amax: Tensor
+    """Outer statistic, fp32 scalar."""
+    block_scale: Tensor
+    """fp32 [row tiles, 1, column tiles, 1]."""
+    largest: Tensor
+    """Largest magnitude, or NaN, fp32 scalar."""
 
 
 @cache
@@ -76,21 +103,20 @@ def runs_on(device: torch.device) -> bool:
     return False
 
 
-def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
-    """Return True if `quantize` can compute this: a known form, x stored by rows or by columns.
-
-    A rotated x must be bf16 and stored by columns.
-    """
+def can_quantize(x: Tensor, quant: Quant) -> bool:
+    """Return True if `quantize` can compute this: a known form, x stored by rows or by columns."""
     return (
-        covers(quant)
-        and quant.outer is not None
-        and quant.outer.statistic == "amax"
-        and (rotation is None or (_rotates(x, quant, rotation) and not x.is_contiguous()))
+        forms.on_gpu(quant)
         and x.dtype in (torch.bfloat16, torch.float32)
-        and x.numel() > 0
+        and 0 < x.numel() < 2**31
         and (x.is_contiguous() or x.t().is_contiguous())
         and runs_on(x.device)
     )
+
+
+def can_rotate(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
+    """Return True if `quantize` rotates, too: groups of 16 of bf16, along the columns of memory."""
+    return forms.fuses(quant, rotation) and x.dtype == torch.bfloat16 and not x.is_contiguous()
 
 
 def can_quantize_both(x: Tensor, first: Quant, second: Quant, rotation: Hadamard | None) -> bool:
@@ -98,58 +124,111 @@ def can_quantize_both(x: Tensor, first: Quant, second: Quant, rotation: Hadamard
     return (
         x.is_contiguous()
         and (first.block, second.block) == ("1x16", "1x16")
-        and (rotation is None or _rotates(x, second, rotation))
-        and can_quantize(x, first, None)
-        and covers(second)
-        and second.outer is not None
-        and second.outer.statistic == "amax"
+        and (rotation is None or (forms.fuses(second, rotation) and x.dtype == torch.bfloat16))
+        and can_quantize(x, first)
+        and forms.on_gpu(second)
     )
 
 
-def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
-    return rotation.size == 16 and quant.block == "1x16" and x.dtype == torch.bfloat16
+def quantize(x: Tensor, form: Form, clock: Clock | None) -> Quantized:
+    """Quantise x [rows, columns] in blocks along its columns, rotated along them first if there are signs.
 
-
-def quantize(x: Tensor, quant: Quant, signs: Tensor | None, clock: Clock | None, where: int) -> Quantized:
-    """Quantise x [rows, columns] in blocks along its columns, rotated along them first by `signs` [16]."""
+    A rotated x is stored by columns (`can_rotate`).
+    """
     down = not x.is_contiguous()
-    memory, form = x.t() if down else x, Form(quant, signs, where)
-    amax = amax_both(memory, signs)[0 if signs is None else 1]
-    launch = _tiles if quant.block == "16x16" else _columns if down else _rows
+    memory = x.t() if down else x
+    amax, largest = _statistic(memory, form, None)
+    launch = _tiles if form.quant.block == "16x16" else _columns if down else _rows
     values, scales = launch(memory, amax, form, clock)
     if down:
         values, scales = values.t(), scales.t()
-    return values[: x.shape[0]], amax, scales.unsqueeze(1).unsqueeze(3)
+    return Quantized(values[: x.shape[0]], amax, scales.unsqueeze(1).unsqueeze(3), largest)
 
 
 def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> tuple[Quantized, Quantized]:
     """Quantise x [rows, columns], and x.t() rotated by the signs of `second`, as `quantize` does.
 
-    x is read twice, not four times.
+    x is read twice, not four times, unless a statistic is a percentile.
 
     The first read is for the two amaxes: that of a rotated copy is its own.
     """
     rows, columns = x.shape
-    amax = amax_both(x, second.signs)
-    mine, theirs = amax[0], amax[0 if second.signs is None else 1]
+    largest = amax_both(x, second.signs)
+    mine, mine_largest = _statistic(x, first, largest[0])
+    theirs, theirs_largest = _statistic(x, second, largest[0 if second.signs is None else 1])
     outputs = (*_by_rows(x), *_by_columns(x))
     with torch.cuda.device_of(x):
         _compiled().by_both[_grid(x)](
             x, *outputs, mine, theirs, second.signs, rows, columns,
             *_range(first), *_range(second), *_draws(clock),
             signed_word(first.where), signed_word(second.where),
-            _stochastic(first), _stochastic(second), **EXACT,
+            _stochastic(first), _stochastic(second), COLUMNS, **EXACT,
         )  # fmt: skip
     values, scales, turned, turned_scales = outputs
-    return (values, mine, scales[:, None, :, None]), (turned.t(), theirs, turned_scales.t()[:, None, :, None])
+    return (
+        Quantized(values, mine, scales[:, None, :, None], mine_largest),
+        Quantized(turned.t(), theirs, turned_scales.t()[:, None, :, None], theirs_largest),
+    )
 
 
-def amax_both(x: Tensor, signs: Tensor | None) -> Tensor:
+# --- outer statistics -----------------------------------------------------------------------------
+
+
+def amax_both(x: Tensor, signs: int | None) -> Tensor:
     """Return the amax of x [rows, columns], and of x.t() rotated by `signs` (0 without): fp32 [2], or NaN."""
     bits = torch.zeros(2, dtype=torch.int32, device=x.device)
     with torch.cuda.device_of(x):
-        _compiled().amaxes[_grid(x)](x, signs, bits, *x.shape, **EXACT)
+        _compiled().amaxes[_grid(x)](x, signs, bits, *x.shape, COLUMNS, **EXACT)
     return bits.view(torch.float32)
+
+
+def percentile(x: Tensor, signs: int | None, p: Fraction) -> tuple[Tensor, Tensor]:
+    """Return the order statistic ceil(p n) of the magnitudes of x, as it lies in memory, and the largest one.
+
+    Args:
+        x: bf16 or fp32 [rows, columns], contiguous; bf16 if it is rotated.
+        signs: those of a rotation of the columns, which is then padded to sixteen rows, all of which count.
+        p: above 0, at most 1.
+
+    Returns:
+        Two fp32 scalars, NaN where the rank falls on one.
+    """
+    rows = x.shape[0] if signs is None else x.shape[0] + -x.shape[0] % 16
+    return order_statistic(x, signs, math.ceil(p * (rows * x.shape[1])))
+
+
+def can_order(x: Tensor) -> bool:
+    """Return True if `order_statistic` can compute this: any layout, bf16 or fp32, on a GPU with kernels."""
+    return x.dtype in (torch.bfloat16, torch.float32) and 0 < x.numel() < 2**31 and runs_on(x.device)
+
+
+def order_statistic(x: Tensor, signs: int | None, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the magnitude of a rank, counted from 1, and the largest one, as `percentile` does."""
+    from ablate.numerics.kernels import order_statistic as device_code
+
+    bins = (device_code.UPPER, device_code.LOWER)[: 1 if x.dtype == torch.bfloat16 else 2]
+    memory = torch.zeros(sum(bins) + 4, dtype=torch.int32, device=x.device)
+    *counts, found, largest = memory.split([*bins, 3, 1])
+    with torch.cuda.device_of(x):
+        for second, (count, size) in enumerate(zip(counts, bins, strict=True)):
+            device_code.counted[_grid(x)](
+                x, signs, count, found, largest, *x.shape, bool(second), COLUMNS, **EXACT
+            )
+            device_code.selected[(1,)](count, found, rank, size, bool(second), **EXACT)
+    scalars = memory[-2:].view(torch.float32)
+    return scalars[0], scalars[1]
+
+
+def _statistic(memory: Tensor, form: Form, largest: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the outer statistic of a copy, and its largest magnitude, which may be given."""
+    assert form.quant.outer is not None
+    if form.statistic is None and tag(form.quant.outer.statistic) == "percentile":
+        p = argument(form.quant.outer.statistic)
+        assert p is not None
+        return percentile(memory, form.signs, p)
+    if largest is None:
+        largest = amax_both(memory, form.signs)[0 if form.signs is None else 1]
+    return largest if form.statistic is None else form.statistic(largest), largest
 
 
 # --- launches, on x as it lies in memory: [rows, columns], contiguous -----------------------------
@@ -159,7 +238,7 @@ def _rows(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Ten
     values, scales = _by_rows(x)
     how = *_range(form), *_draws(clock), signed_word(form.where), _stochastic(form)
     with torch.cuda.device_of(x):
-        _compiled().by_rows[_grid(x)](x, values, scales, amax, *x.shape, *how, **EXACT)
+        _compiled().by_rows[_grid(x)](x, values, scales, amax, *x.shape, *how, COLUMNS, **EXACT)
     return values, scales
 
 
@@ -167,7 +246,9 @@ def _columns(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[
     values, scales = _by_columns(x)
     how = *_range(form), *_draws(clock), signed_word(form.where), _stochastic(form)
     with torch.cuda.device_of(x):
-        _compiled().by_columns[_grid(x)](x, values, scales, amax, form.signs, *x.shape, *how, **EXACT)
+        _compiled().by_columns[_grid(x)](
+            x, values, scales, amax, form.signs, *x.shape, *how, COLUMNS, **EXACT
+        )
     return values, scales
 
 
@@ -175,7 +256,7 @@ def _tiles(x: Tensor, amax: Tensor, form: Form, clock: Clock | None) -> tuple[Te
     rows, columns = (-(-size // 16) for size in x.shape)
     values, scales = _outputs(x, rows * 16, columns * 16, rows, columns)
     with torch.cuda.device_of(x):
-        _compiled().by_tiles[_grid(x)](x, values, scales, amax, *x.shape, *_range(form), **EXACT)
+        _compiled().by_tiles[_grid(x)](x, values, scales, amax, *x.shape, *_range(form), COLUMNS, **EXACT)
     return values, scales
 
 
@@ -196,10 +277,10 @@ def _outputs(
     return values, torch.empty(scale_rows, scale_columns, dtype=torch.float32, device=x.device)
 
 
-def _grid(x: Tensor) -> Callable[[Mapping[str, int]], tuple[int]]:
+def _grid(x: Tensor) -> tuple[int]:
     """Return Triton's grid: one program for each slab of sixteen rows, COLUMNS wide."""
     rows, columns = x.shape
-    return lambda options: (-(-rows // 16) * -(-columns // options["COLUMNS"]),)
+    return (-(-rows // 16) * -(-columns // COLUMNS),)
 
 
 def _range(form: Form) -> tuple[float, float]:
@@ -222,3 +303,8 @@ def _draws(clock: Clock | None) -> tuple[int, int, int, int]:
 def signed_word(number: int) -> int:
     """Return the 32 bits as an int32. Triton would compile a kernel for each size of integer."""
     return (number + 2**31) % 2**32 - 2**31
+
+
+def sign_word(signs: Tensor) -> int:
+    """Return signs, 16 numbers on the CPU, as a word whose bit r is 1 if the sign of r is negative."""
+    return sum(1 << number for number, sign in enumerate(signs.tolist()) if sign < 0)

@@ -18,30 +18,11 @@ ROUND = tl.constexpr(12582912.0)
 """1.5 * 2^23: adding and subtracting it rounds a small float to the nearest even integer."""
 
 CHANGING = [
-    "amax",
-    "first_amax",
-    "second_amax",
-    "key0",
-    "key1",
-    "step",
-    "micro_batch",
-    "where",
-    "first_where",
-    "second_where",
+    *("amax", "first_amax", "second_amax", "signs"),
+    *("key0", "key1", "step", "micro_batch", "where", "first_where", "second_where"),
 ]
 """Arguments whose values and alignment change from call to call: specialised on, each would be compiled
 anew."""
-
-CONFIGS = (
-    [triton.Config({"COLUMNS": 128}, num_warps=4)]
-    if triton.knobs.runtime.interpret
-    else [
-        triton.Config({"COLUMNS": columns}, num_warps=warps)
-        for columns, warps in ((128, 4), (256, 4), (512, 8))
-    ]
-)
-"""Configurations that the first call of each shape tries. No bit depends on the choice."""
-tuned = triton.autotune(CONFIGS, key=["columns", "STOCHASTIC", "FIRST_STOCHASTIC", "SECOND_STOCHASTIC"])
 
 
 # --- arithmetic -----------------------------------------------------------------------------------
@@ -76,6 +57,13 @@ def to_float(x):
         return float_of(x.to(tl.int16, bitcast=True).to(tl.int32) << 16)
     else:
         return x
+
+
+@triton.jit
+def nearest_bf16(z):
+    """Return fp32 rounded to bf16, in fp32. By the bits: Triton's interpreter does not round to even."""
+    even = (bits_of(z) + 0x7FFF + (bits_of(z) >> 16 & 1)) & -0x10000
+    return tl.where(z == z, float_of(even), z)  # the sum would turn a GPU's own NaN, 0x7FFFFFFF, into -0
 
 
 @triton.jit
@@ -184,23 +172,18 @@ def butterfly(slab, distance: tl.constexpr):
 def rotate(slab, signs):
     """Rotate: signs, butterflies by distance, a quarter, one rounding to bf16, in hadamard.py's order.
 
-    The result stays in fp32.
+    Bit r of `signs` is 1 if row r is negated. The result stays in fp32.
 
     Not `tl.dot` with H: sixteen bf16 of different exponents do not add exactly in fp32, and a tensor core
-    adds in an order, and with a width, of its own. The rounding is by the bits, since Triton's interpreter
-    does not round to nearest even.
+    adds in an order, and with a width, of its own.
     """
     turned = ()
     for r in tl.static_range(16):
-        turned += (slab[r] * tl.load(signs + r),)
+        turned += (float_of(bits_of(slab[r]) ^ ((signs >> r & 1) << 31)),)
     turned = butterfly(butterfly(butterfly(butterfly(turned, 1), 2), 4), 8)
     rounded = ()
     for r in tl.static_range(16):
-        z = turned[r] * 0.25
-        even = (bits_of(z) + 0x7FFF + (bits_of(z) >> 16 & 1)) & -0x10000
-        rounded += (
-            tl.where(z == z, float_of(even), z),
-        )  # the sum would turn a GPU's own NaN, 0x7FFFFFFF, into -0
+        rounded += (nearest_bf16(turned[r] * 0.25),)
     return rounded
 
 
@@ -266,8 +249,7 @@ def columns_of(
 # --- kernels --------------------------------------------------------------------------------------
 
 
-@triton.autotune(CONFIGS, key=["columns"])
-@triton.jit
+@triton.jit(do_not_specialize=["out", "signs"])
 def amaxes(x, signs, out, rows, columns, COLUMNS: tl.constexpr):
     """Find the amax of x [rows, columns], and of x with rotated columns if there are signs, in one read.
 
@@ -280,7 +262,6 @@ def amaxes(x, signs, out, rows, columns, COLUMNS: tl.constexpr):
         tl.atomic_max(out + 1, tl.max(largest_of(rotate(loaded, signs)), axis=0))
 
 
-@tuned
 @triton.jit(do_not_specialize=CHANGING)
 def by_rows(
     x, values, scales, amax, rows, columns, top, headroom, key0, key1, step, micro_batch, where,
@@ -291,7 +272,6 @@ def by_rows(
     rows_of(x, values, scales, rows, columns, scaling, draw, STOCHASTIC, COLUMNS)
 
 
-@tuned
 @triton.jit(do_not_specialize=CHANGING)
 def by_columns(
     x, values, scales, amax, signs, rows, columns, top, headroom, key0, key1, step, micro_batch, where,
@@ -302,7 +282,6 @@ def by_columns(
     columns_of(x, values, scales, signs, rows, columns, scaling, draw, STOCHASTIC, COLUMNS)
 
 
-@tuned
 @triton.jit(do_not_specialize=CHANGING)
 def by_both(
     x, first_values, first_scales, second_values, second_scales, first_amax, second_amax, signs,
@@ -325,7 +304,6 @@ def by_both(
     )
 
 
-@tuned
 @triton.jit(do_not_specialize=CHANGING)
 def by_tiles(x, values, scales, amax, rows, columns, top, headroom, COLUMNS: tl.constexpr):
     """Quantise 16x16 tiles to nearest: values padded to 16 both ways, scales [row tiles, column tiles]."""
