@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ablate.errors import InputError
+from ablate.numerics.kernels import cuda
 from ablate.numerics.quantize import Operand, pad
 
 Arguments = ParamSpec("Arguments")
@@ -50,14 +51,16 @@ def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
         [M, N] of dtype `out`.
     """
     left, right = _aligned(a, b)
+    if cuda.can_scale(left, a.amax, b.amax, out):
+        return cuda.scaled(_fp32(left, right), a.amax, b.amax, a.divisor * b.divisor, out)
     scale = alpha(a, b)
     if out == torch.float32:
-        return _scaled(_fp32(left, right), scale)
+        return _scaled(_fp32(left, right), scale, out)
     if scale is None and left.dtype == right.dtype == out:
         return linear(left, right)
     other = scale is None or scale.numel() != 1 or left.dtype != out or right.dtype != out
     if scale is None or other or left.is_cuda or not multiplies_bf16():
-        return _scaled(_fp32(left, right), scale).to(out)
+        return _scaled(_fp32(left, right), scale, out)
     # torch.mm would round to bf16 before alpha (26 % of outputs off by one ulp); addmm applies alpha before
     # its one rounding.
     y, factor = left.new_empty(left.shape[0], right.shape[0]), scale.item()
@@ -222,8 +225,11 @@ def _aligned(a: Operand, b: Operand) -> tuple[Tensor, Tensor]:
     return left, right
 
 
-def _scaled(y: Tensor, scale: Tensor | None) -> Tensor:
-    return y if scale is None else y * scale
+def _scaled(y: Tensor, scale: Tensor | None, out: torch.dtype) -> Tensor:
+    """Return y * scale, rounded once to `out`, in one pass over a tensor that this file made."""
+    if scale is None:
+        return y.to(out)
+    return torch.mul(y, scale, out=y if out == y.dtype else y.new_empty(y.shape, dtype=out))
 
 
 def _fp32(a: Tensor, b: Tensor) -> Tensor:

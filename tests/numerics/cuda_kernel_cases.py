@@ -4,6 +4,7 @@ Triton decides while it is imported whether it interprets, so this file cannot s
 """
 
 import itertools
+import math
 import os
 from dataclasses import replace
 from unittest import mock
@@ -20,6 +21,7 @@ from ablate.numerics.hadamard import butterflies, rotate, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import builds, cpu, cuda, general
 from ablate.numerics.philox import Clock
+from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand, quantize, quantize_both
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, tag
 from ablate.recipes import PRESETS
@@ -365,3 +367,38 @@ def test_nothing_waits_for_the_device():
             cuda.quantize_both(x, form(STOCHASTIC), form(STOCHASTIC, flips), CLOCK)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("out", [torch.bfloat16, torch.float32], ids=str)
+def test_a_product_is_scaled_and_rounded_as_by_torch(out):
+    """Sums of every exponent, ties of bf16, zeros of both signs, NaN and infinities; one amax or two."""
+    g = torch.Generator().manual_seed(2)
+    y = torch.randint(-(2**31), 2**31, (7, 401), generator=g).to(torch.int32).view(torch.float32)
+    y[0, :300] = 1 + torch.arange(300) / 256  # every second one a tie of bf16
+    y[1, :6] = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3e38])
+    factors = ((2.0, 0.5, 1.0), (2.7e-3, 31.4, 2688.0**2), (1e-40, None, 6.0), (None, 3e38, 0.1))
+    for first, second, divisor in factors:
+        amaxes = [None if amax is None else torch.tensor(amax) for amax in (first, second)]
+        numerator = math.prod(amax for amax in amaxes if amax is not None)
+        expected = (y * (numerator / torch.tensor(divisor))).to(out)
+        given = [None if amax is None else amax.to(DEVICE) for amax in amaxes]
+        assert same(cuda.scaled(y.to(DEVICE, copy=True), *given, divisor, out).cpu(), expected)
+
+
+def test_a_product_takes_the_scale_of_rows_and_of_one_operand(monkeypatch):
+    """By the kernel where both amaxes are scalars, else by torch, to the bits of three operations of torch."""
+    monkeypatch.setattr(cuda, "runs_on", lambda device: True)
+    x, w = drawn((9, 32), "ordinary"), drawn((21, 32), "ordinary")
+    by_row = Quant(outer=Outer(granularity="row"))
+    for first, second, launches in ((NEAREST, NEAREST, 1), (NEAREST, None, 1), (by_row, NEAREST, 0)):
+        a, b = (
+            quantize(z.to(DEVICE), quant) if quant else Operand(z.to(DEVICE))
+            for z, quant in ((x, first), (w, second))
+        )
+        for out in (torch.bfloat16, torch.float32):
+            with mock.patch.object(cuda, "scaled", wraps=cuda.scaled) as scaled:
+                y = product(a, b, out)
+            assert scaled.call_count == launches
+            if INTERPRETED:
+                sums = a.values.float() @ b.values.float().t()
+                assert same(y, (sums * alpha(a, b)).to(out))

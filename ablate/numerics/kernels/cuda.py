@@ -171,6 +171,44 @@ def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> 
     )
 
 
+# --- results of products --------------------------------------------------------------------------
+
+
+def can_scale(x: Tensor, first: Tensor | None, second: Tensor | None, out: torch.dtype) -> bool:
+    """Return True if `scaled` can compute a product on x's device: an amax or two, each of a whole tensor."""
+    amaxes = [amax for amax in (first, second) if amax is not None]
+    return (
+        bool(amaxes)
+        and all(amax.ndim == 0 for amax in amaxes)
+        and out in (torch.bfloat16, torch.float32)
+        and runs_on(x.device)
+    )
+
+
+def scaled(
+    y: Tensor, first: Tensor | None, second: Tensor | None, divisor: float, out: torch.dtype
+) -> Tensor:
+    """Return y * (first * second / divisor), rounded once to `out`, in one launch.
+
+    Args:
+        y: fp32, contiguous; it is overwritten if `out` is fp32.
+        first: amax, fp32 scalar on the device; None: 1.
+        second: the same of the other operand; one of the two is given.
+        divisor: product of the operands' divisors.
+        out: bf16 or fp32.
+    """
+    from ablate.numerics.kernels import result as device_code
+
+    if first is None:
+        first, second = second, None
+    target = y if out == torch.float32 else torch.empty(y.shape, dtype=out, device=y.device)
+    if y.numel():
+        grid = (-(-y.numel() // device_code.SIZE),)
+        with torch.cuda.device_of(y):
+            device_code.scaled[grid](y, target, first, second, divisor, y.numel(), device_code.SIZE, **EXACT)
+    return target
+
+
 # --- outer statistics -----------------------------------------------------------------------------
 
 
