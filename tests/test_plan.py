@@ -9,6 +9,10 @@ from support.experiments import shards, tiny, write
 
 from ablate.cli.plan import policies, remarks
 from ablate.experiment.load import Experiment
+from ablate.numerics.spec import Outer, Quant, Transform
+from ablate.recipes import PRESETS
+from ablate.recipes.gpu_kernels import on_reference
+from ablate.recipes.recipe import Fprop, QEma, Recipe, Weights
 from ablate.training.loop import Telemetry
 from ablate.training.models.causal import build, outlined
 
@@ -176,3 +180,29 @@ def test_a_plan_for_another_machine_takes_its_gpu_and_refuses_what_that_cannot_t
     ):
         done = here("plan", path, *words, "--state", tmp_path / "runs")
         assert (done.returncode, part in done.stderr) == (2, True), (words, done.stderr)
+
+
+def test_a_plan_for_a_gpu_counts_the_operands_that_no_kernel_makes(tmp_path):
+    """The gradients of Four Over Six have a form of NVIDIA's, its other operands have none."""
+    path = write(
+        tmp_path,
+        shape={"layers": 12},
+        recipe="nvfp4",
+        ablate={"recipe": ["nvfp4", "four_over_six"]},
+        against="bf16",
+    )
+    words = ("plan", path, "--state", tmp_path / "runs")
+    plan = json.loads(here(*words, "--device", "cuda", "--json").stdout)
+    assert sorted(len(arm["operands_on_reference"]) for arm in plan["arms"]) == [0, 0, 4]
+    assert "4 of 6 quantised operands have no GPU kernel" in here(*words, "--device", "cuda").stdout
+    assert "no GPU kernel" not in here(*words, "--device", "cpu").stdout
+
+
+def test_every_outer_statistic_of_nvidias_form_has_a_kernel():
+    for statistic in ("amax", "percentile:0.99", "delayed:4", "hold:4", "static:2.0"):
+        quant = Quant(outer=Outer(statistic=statistic))
+        assert on_reference(Recipe(fprop=Fprop(x=quant, w=quant))) == ((), 2)
+    moving = PRESETS["nvfp4"]().model_copy(update={"weights": Weights(q_ema=QEma())})
+    assert on_reference(moving) == (("fprop.w", "dgrad.w"), 6)
+    kept = Quant(transform=Transform(channels=0.1))
+    assert on_reference(Recipe(fprop=Fprop(x=kept, w=Quant()))) == (("fprop.x",), 2)

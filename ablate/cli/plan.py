@@ -19,7 +19,8 @@ from ablate.cli.common import WHERE, Device, JsonOption, Profile, Seeds, State, 
 from ablate.cli.recipe import placements
 from ablate.cli.settings import Settings, find_settings
 from ablate.cli.tensor_cores import as_data as multiplied_data
-from ablate.cli.tensor_cores import library, multiplied
+from ablate.cli.tensor_cores import library, multiplied, on_reference_lines
+from ablate.engines import makes_operands
 from ablate.engines.hardware import Machine, rented_machine
 from ablate.errors import InputError, one_line
 from ablate.execution.estimate import Load, TimeModel, time_left, unproposed
@@ -34,6 +35,7 @@ from ablate.experiment.search_space import conditions
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import display
 from ablate.files import Json
+from ablate.recipes.gpu_kernels import on_reference
 from ablate.recipes.recipe import Layers
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Member
@@ -300,6 +302,8 @@ def show(experiment: Experiment, settings: Settings) -> None:
         screen.print(f"\nEach trial is computed by {layout.ranks} ranks{sharded}.")
     for arms, lines in multiplied(experiment):
         screen.print(f"Products of arm {arms}:", *(f"  {line}" for line in lines), sep="\n", markup=False)
+    for arms, lines in on_reference_lines(experiment, settings.device):
+        screen.print(f"\nOn a GPU, arm {arms}: {lines[0]}.", markup=False, soft_wrap=True)
     for arms, lines in policies(experiment):
         screen.print(
             f"\nLayers of arm {arms}:",
@@ -372,6 +376,13 @@ def _planned(experiment: Experiment, state: Path) -> "Candidate | None":
     return planned(experiment, state)
 
 
+def _on_reference(experiment: Experiment, arm: Arm, device: str) -> Json:
+    """Return the quantised operands of an arm that no GPU kernel makes; None on a CPU."""
+    if device != "cuda" or not makes_operands(experiment.engine):
+        return None
+    return list(on_reference(arm.recipe).slots)
+
+
 def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
     """Return the plan as JSON data: what `show` prints."""
     result = forecast(experiment, settings.state, settings.device, _paces(experiment, settings))
@@ -390,6 +401,7 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
                 "arm": arm.name,
                 "baseline": arm.baseline,
                 "knobs": dict(arm.knobs),
+                "operands_on_reference": _on_reference(experiment, arm, settings.device),
                 "trials": [{"seed": spec.seed, "id": spec.id} for spec in specs],
                 "done": done,
             }

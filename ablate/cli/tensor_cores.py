@@ -1,12 +1,13 @@
 """Products that an engine `scaled_mm` multiplies on tensor cores, for `ablate plan` and for a page."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
-from ablate.engines import SCALED, backend_of, module_name
+from ablate.engines import SCALED, backend_of, makes_operands, module_name
 from ablate.errors import one_line
 from ablate.experiment.load import Experiment
 from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.gpu_kernels import on_reference
 from ablate.recipes.reasons import grouped
 from ablate.recipes.recipe import SLOTS
 from ablate.recipes.scaled_mapping import (
@@ -30,16 +31,32 @@ def multiplied(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
 
     Arms that quantise nothing are left out. Other engines yield nothing.
     """
-    if module_name(experiment.engine) != SCALED:
-        return
-    backend = backend_of(experiment.engine)
+    if module_name(experiment.engine) == SCALED:
+        backend = backend_of(experiment.engine)
+        yield from _alike(experiment, lambda recipe: tuple(lines(recipe, backend)))
+
+
+def on_reference_lines(experiment: Experiment, device: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield names of arms and a line on their operands that no GPU kernel makes; nothing for a CPU, or for an
+    engine that has quantisers of its own.
+    """
+    if device == "cuda" and makes_operands(experiment.engine):
+        yield from _alike(
+            experiment, lambda recipe: (str(on_reference(recipe)),) * bool(on_reference(recipe)[0])
+        )
+
+
+def _alike(
+    experiment: Experiment, said: Callable[[Recipe], tuple[str, ...]]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield names of arms with equal lines, and the lines. Arms that quantise nothing are left out."""
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
-        if not arm.recipe.plain:
-            arms.setdefault(tuple(lines(arm.recipe, backend)), []).append(one_line(arm.name))
-    for said, names in arms.items():
+        if not arm.recipe.plain and (words_of := said(arm.recipe)):
+            arms.setdefault(words_of, []).append(one_line(arm.name))
+    for words_of, names in arms.items():
         more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
-        yield ", ".join(map(repr, names[:_SHOWN])) + more, said
+        yield ", ".join(map(repr, names[:_SHOWN])) + more, words_of
 
 
 def library(engine: str) -> str:

@@ -26,7 +26,7 @@ def scaled(y, out, first, second, divisor, count, SIZE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     product = tl.load(y + at, mask=at < count, other=0.0) * tl.div_rn(numerator, divisor)
     if out.dtype.element_ty == tl.bfloat16:
-        # By the bits, since the interpreter converts neither subnormals nor every NaN. 2^22 makes a NaN quiet.
+        # By the bits: the interpreter converts neither subnormals nor every NaN. 2^22 makes a NaN quiet.
         bits = bits_of(nearest_bf16(product)) | tl.where(product != product, 0x400000, 0)
         product = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     tl.store(out + at, product, mask=at < count)

@@ -1,0 +1,42 @@
+"""Operands of a recipe for which a GPU has no compiled quantiser, so that the slow reference makes them.
+
+Torch-free: `ablate plan` prints the result. The kernels themselves ask the same `forms.on_gpu`.
+"""
+
+from typing import NamedTuple
+
+from ablate.numerics.kernels import forms
+from ablate.numerics.spec import Quant
+from ablate.recipes.recipe import Recipe
+from ablate.recipes.te_mapping import variants
+
+
+class OnReference(NamedTuple):
+    """Operands that the reference makes on a GPU, of all that are quantised."""
+
+    slots: tuple[str, ...]
+    quantised: int
+
+    def __str__(self) -> str:
+        count = f"{len(self.slots)} of {self.quantised} quantised operands"
+        return f"{count} have no GPU kernel and run on the slow reference: {', '.join(self.slots)}"
+
+
+def on_reference(recipe: Recipe) -> OnReference:
+    """Return the operands without a kernel in some layer at some step of the recipe."""
+    slots: dict[str, bool] = {}
+    for products in variants(recipe):
+        for slot, quant in products.quantised():
+            moving = recipe.weights.q_ema is not None and slot.endswith(".w") and _takes_target(quant)
+            slots[slot] = slots.get(slot, False) or moving or not _by_kernel(quant)
+    return OnReference(tuple(slot for slot, reference in slots.items() if reference), len(slots))
+
+
+def _by_kernel(quant: Quant) -> bool:
+    channels = quant.transform is not None and quant.transform.channels and quant.transform.channels_in
+    return forms.on_gpu(quant) and channels in (None, False, "bf16")
+
+
+def _takes_target(quant: Quant) -> bool:
+    """Return True if Q-EMA decides the rounding, which no kernel takes."""
+    return quant.rounding == "nearest" and not quant.from_forward
