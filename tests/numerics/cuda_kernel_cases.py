@@ -20,6 +20,7 @@ from ablate.numerics.choices import STATISTICS
 from ablate.numerics.hadamard import butterflies, rotate, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import builds, cpu, cuda, general
+from ablate.numerics.kernels.trial_launch import problem
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand, quantize, quantize_both
@@ -402,3 +403,20 @@ def test_a_product_takes_the_scale_of_rows_and_of_one_operand(monkeypatch):
             if INTERPRETED:
                 sums = a.values.float() @ b.values.float().t()
                 assert same(y, (sums * alpha(a, b)).to(out))
+
+
+def test_a_trial_launch_finds_every_kernel_equal_and_a_wrong_one():
+    assert problem(DEVICE) == ""
+
+    def wrong(x: Tensor, form: cuda.Form, clock: Clock | None) -> cuda.Quantized:
+        made = cuda.quantize(x, form, clock)
+        if form.quant.block == "16x16":
+            made.block_scale[-1] *= 2
+        return made
+
+    assert problem(DEVICE, wrong).startswith("the results of by_tiles differ")
+
+    def broken(*_: object) -> cuda.Quantized:
+        raise RuntimeError("Failed to find C compiler. Please specify")
+
+    assert "install gcc" in problem(DEVICE, broken)

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +13,11 @@ import pytest
 import torch
 
 from ablate.numerics.kernels import cuda
+from ablate.numerics.kernels.trial_launch import reason
 from ablate.numerics.spec import Quant
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from kernel_code import BUILDS, CAPABILITIES, compiled, machine_code
 
 CASES = Path(__file__).with_name("cuda_kernel_cases.py")
 
@@ -42,57 +47,9 @@ def test_every_bit_is_the_references_on_a_gpu():
 
 # --- ahead of time, for GPUs that are not here ----------------------------------------------------
 
-BUILDS = {
-    "amaxes": ("amaxes", "bf16", {}),
-    "rows": ("by_rows", "bf16", {"STOCHASTIC": True}),
-    "columns": ("by_columns", "bf16", {"STOCHASTIC": True}),
-    "both": ("by_both", "bf16", {"FIRST_STOCHASTIC": True, "SECOND_STOCHASTIC": True}),
-    "tiles": ("by_tiles", "bf16", {}),
-}
-"""Every kernel with all that it can do: rotated, stochastic."""
-SIMPLER = {
-    "amaxes, not rotated": ("amaxes", "fp32", {"signs": None}),
-    "rows, nearest": ("by_rows", "fp32", {"STOCHASTIC": False}),
-    "columns, nearest, rotated": ("by_columns", "bf16", {"STOCHASTIC": False}),
-    "columns, stochastic, not rotated": (
-        "by_columns",
-        "fp32",
-        {"STOCHASTIC": True, "signs": None},
-    ),
-    "both, nearest, not rotated": (
-        "by_both",
-        "fp32",
-        {"FIRST_STOCHASTIC": False, "SECOND_STOCHASTIC": False, "signs": None},
-    ),
-    "tiles, fp32": ("by_tiles", "fp32", {}),
-}
-CAPABILITIES = {"sm_80": 80, "sm_90a": 90, "sm_100a": 100, "sm_120a": 120}
-
-
-def type_of(name: str, dtype: str) -> str:
-    """A kernel argument's type, as a launch would find it."""
-    kind = name.rpartition("_")[2]
-    pointers = {"x": dtype, "values": "bf16", "scales": "fp32", "amax": "fp32", "out": "i32"}
-    return f"*{pointers[kind]}" if kind in pointers else "fp32" if kind in ("top", "headroom") else "i32"
-
-
-def compiled(kernel: str, dtype: str, constants: dict, capability: int):
-    """One kernel compiled as cuda.py launches it, for columns that are a multiple of 16."""
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    function, constants = getattr(cuda.kernels(), kernel), {"COLUMNS": cuda.COLUMNS} | constants
-    signature = {
-        name: "constexpr" if name in constants else type_of(name, dtype) for name in function.arg_names
-    }
-    aligned = [
-        n
-        for n, (name, kind) in enumerate(signature.items())
-        if (kind[0] == "*" and "amax" not in name) or name in ("rows", "columns")
-    ]
-    source = ASTSource(function, signature, constants, {(n,): [["tt.divisibility", 16]] for n in aligned})
-    return compile(source, target=GPUTarget("cuda", capability, 32), options=cuda.EXACT)
+MOST = "both, rotated, stochastic"
+"""The kernel with most instructions and registers."""
+TARGETS = [*CAPABILITIES]
 
 
 def instructions(ptx: str) -> Counter:
@@ -102,18 +59,21 @@ def instructions(ptx: str) -> Counter:
 @pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize(
-    ("build", "target"),
+    ("name", "target"),
     [
-        *itertools.product(BUILDS, ["sm_80", "sm_100a"]),  # the oldest, and the first with f32x2 instructions
-        *itertools.product(SIMPLER, ["sm_90a"]),
-        ("both", "sm_120a"),
+        *((name, TARGETS[number % len(TARGETS)]) for number, name in enumerate(BUILDS)),
+        *itertools.product([MOST], ["sm_80", "sm_100a", "sm_120a"]),  # 100: the first with f32x2 instructions
     ],
 )
-def test_a_kernel_compiles_to_exact_arithmetic(build, target, tmp_path, monkeypatch):
-    """PTX contracts only a multiplication and an addition that name no rounding; ptxas then keeps each as it is written."""
+def test_a_kernel_compiles_to_exact_arithmetic(name, target, tmp_path, monkeypatch):
+    """PTX contracts only a multiplication and an addition that name no rounding; ptxas then keeps each as it is
+    written.
+
+    In machine code a division is a sequence with one FCHK, an approximate reciprocal and five fused additions
+    that correct it, and a subroutine for its rare operands, which all divisions share: 9 more of them.
+    """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    kernel = compiled(*(BUILDS | SIMPLER)[build], CAPABILITIES[target])
-    assert kernel.asm["cubin"][:4] == b"\x7fELF"
+    kernel = compiled(BUILDS[name], CAPABILITIES[target])
     assert f".target {target}\n" in kernel.asm["ptx"]
     found = instructions(kernel.asm["ptx"])
     floats = {
@@ -124,19 +84,33 @@ def test_a_kernel_compiles_to_exact_arithmetic(build, target, tmp_path, monkeypa
     assert not {
         name for name in floats if not re.fullmatch(r"(add|sub|mul)\.rn\.f32(x2)?|div\.rn\.f32", name)
     }
-    assert ("div.rn.f32" in found) == ("amaxes" not in build)
     assert not [name for name in found if "ftz" in name]
-    # Held in registers, sixteen rows need no exchange between threads: what goes through shared memory is a scale or a maximum.
-    assert found["bar.sync"] <= 6
+    divisions = found["div.rn.f32"]
+    assert bool(divisions) == (BUILDS[name].kernel.startswith("by_") or BUILDS[name].module == "result")
+    # Held in registers, sixteen rows need no exchange between threads: what goes through shared memory is a
+    # scale or a maximum.
+    assert BUILDS[name].module != "nvfp4" or found["bar.sync"] <= 6
+    code = machine_code(kernel)
+    assert code.stack == 0  # nothing is spilled
+    made = code.instructions
+    assert made["FCHK"] == divisions
+    fused = sum(count for one, count in made.items() if re.match(r"FFMA2?(\.|$)(?!R[PMZ])", one))
+    assert fused == (5 * divisions + 9 if divisions else 0)
+    of_integers = sum(count for one, count in made.items() if re.match(r"U?I2F\.RP|U?I2F\.U32\.RP", one))
+    assert made["MUFU.RCP"] <= (divisions + 2 if divisions else 0) + of_integers
+    assert not {one for one in made if re.match(r"MUFU\.(?!RCP$|RSQ$)|F(MUL|FMA)2?\.FTZ", one)}
+    assert made["FADD.FTZ"] == made["MUFU.RSQ"] * 2 == 2 * bool(divisions)  # of the subroutine
 
 
 @needs_triton
 def test_contraction_would_be_seen(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(cuda, "EXACT", {"enable_fp_fusion": True})
-    found = instructions(compiled(*SIMPLER["rows, nearest"], 90).asm["ptx"])
+    kernel = compiled(BUILDS["rows, nearest"], 90, {"enable_fp_fusion": True})
+    found = instructions(kernel.asm["ptx"])
     assert found["fma.rn.f32"]
     assert not found["add.rn.f32"]
+    code = machine_code(kernel).instructions
+    assert code["FFMA"] > 5 * found["div.rn.f32"] + 9
 
 
 @needs_triton
@@ -183,3 +157,36 @@ def test_a_cpu_tensor_is_not_theirs():
     assert not cuda.can_quantize(torch.ones(16, 32), Quant())
     assert not cuda.can_order(torch.ones(16, 32))
     assert not cuda.can_quantize_both(torch.ones(16, 32), Quant(), Quant(), None)
+
+
+NO_COMPILER = """
+import tempfile
+from pathlib import Path
+from ablate.numerics.kernels.trial_launch import reason
+from triton.runtime import build
+try:
+    build._build("launcher", "launcher.c", tempfile.mkdtemp(), [], [], [], [])
+except Exception as error:
+    print(reason(error, Path({headers!r})))
+"""
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("missing", "way_out"),
+    [("compiler", "install gcc"), ("Python.h", "install python3-dev"), ("source", "set CC")],
+)
+def test_what_triton_lacks_is_named_with_the_way_out(missing, way_out, tmp_path):
+    """Triton's own build of a launcher fails: without PATH, or with a compiler that finds no file."""
+    headers = tmp_path if missing == "Python.h" else Path(sysconfig.get_paths()["include"])
+    environment = {name: value for name, value in os.environ.items() if name != "CC"}
+    path = {"PATH": ""} if missing == "compiler" else {"CC": "false"}
+    code = NO_COMPILER.format(headers=str(headers))
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment | path, capture_output=True, text=True, check=False)
+    assert way_out in done.stdout, done.stderr
+
+
+def test_other_errors_of_a_launch_keep_their_words():
+    assert "TRITON_PTXAS_PATH" in reason(RuntimeError("Cannot find ptxas"))
+    assert "ValueError: an unknown one" in reason(ValueError("an unknown one\nand its details"))

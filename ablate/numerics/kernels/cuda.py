@@ -90,17 +90,27 @@ def _compiled() -> ModuleType:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Return True for an NVIDIA GPU of compute capability 8 (Ampere) or higher with a suitable Triton."""
+    """Return True for a GPU on which the kernels run and equal the reference; else print why not, once."""
     if device.type != "cuda":
         return False
-    if torch.version.cuda and torch.cuda.get_device_capability(device)[0] >= 8 and kernels() is not None:
-        return True
-    needed = "they need an NVIDIA GPU from Ampere on, and Triton from 3.6 on"
-    print(
-        f"ablate: no compiled quantisers for {device}, so all runs on the slow reference; {needed}",
-        file=sys.stderr,
-    )
-    return False
+    why = unusable(device)
+    if why:
+        print(
+            f"ablate: no compiled quantisers for {device}, so all runs on the slow reference: {why}",
+            file=sys.stderr,
+        )
+    return not why
+
+
+def unusable(device: torch.device) -> str:
+    """Return why no kernel runs on a GPU, with the way out; empty if all do."""
+    if not torch.version.cuda or torch.cuda.get_device_capability(device)[0] < 8:
+        return "they need an NVIDIA GPU of compute capability 8.0 (Ampere) or higher"
+    if kernels() is None:
+        return "they need Triton from 3.6 on; pip install 'triton>=3.6'"
+    from ablate.numerics.kernels.trial_launch import problem
+
+    return problem(device)
 
 
 def can_quantize(x: Tensor, quant: Quant) -> bool:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from ablate.numerics.kernels.nvfp4 import bits_of, nearest_bf16
 
-SIZE = 1024
+SIZE = 4096
 """Elements of a program."""
 
 
