@@ -25,10 +25,15 @@ EMPTY = Machine("2.20.2", capability=(10, 0))
 OLD = Machine("2.19.1", native=True, capability=(10, 0))
 H100 = Machine("2.20.2", native=True, capability=(9, 0))
 RTX_SAID = (
-    "this GPU, SM 12.0, does not train NVFP4 (Transformer Engine runs NVFP4 inference on it, "
-    "and trains FP8 with one scale a tensor); engine"
+    "Transformer Engine accepts NVFP4 on SM 12.0 and documents no training there; "
+    "`ablate doctor --engine transformer_engine`"
+)
+SPARK_SAID = (
+    "this GPU, SM 12.1, does not train NVFP4 (it lacks the instruction cvt.e2m1x2; "
+    "it trains FP8 with one scale a tensor); engine"
 )
 RTX = Machine("2.21.0+cu13", native=True, capability=(12, 0))
+SPARK = Machine("2.20.2", native=True, capability=(12, 1))
 
 
 pytestmark = pytest.mark.usefixtures("cache")  # so that no comparison of this machine's counts
@@ -132,6 +137,7 @@ def test_a_copy_of_another_machines_file_counts_for_nothing():
             "this GPU, SM 9.0, does not train NVFP4 (it trains FP8 with one scale a tensor); engine: emulated",
         ),
         (RTX, RTX_SAID),
+        (SPARK, SPARK_SAID),
         (Machine("2.20.2", native=True, capability=(8, 0)), "this GPU, SM 8.0, does not train NVFP4; engine"),
     ],
 )
@@ -143,7 +149,16 @@ def test_a_machine_that_cannot_is_said_in_a_sentence_with_the_way_out(machine, w
     assert why.startswith(f"{found.why.partition('; scaled_mm would')[0]}; ")
 
 
-@pytest.mark.parametrize("machine", [H100, RTX])
+def test_nvfp4_runs_on_a_gpu_that_te_accepts_after_a_comparison_on_it():
+    parity_record.keep(compared(RTX), RTX)
+    for engine in ("transformer_engine", "auto"):
+        assert choose(engine, arms("bf16", "nvfp4"), "cuda", machine=RTX) == Choice("transformer_engine")
+    parity_record.keep(compared(RTX, {"nvfp4": "off"}), RTX)
+    with pytest.raises(ValueError, match=r"SM 12\.0"):
+        choose("transformer_engine", arms("nvfp4"), "cuda", machine=RTX)
+
+
+@pytest.mark.parametrize("machine", [H100, RTX, SPARK])
 def test_fp8_with_one_scale_a_tensor_runs_before_and_after_data_centre_blackwell_and_mxfp8_does_not(machine):
     assert (
         choose("transformer_engine", arms("fp8_current"), "cuda", machine=machine).engine

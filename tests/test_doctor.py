@@ -292,12 +292,13 @@ def test_a_peer_that_is_not_installed_or_has_moved_is_said_and_not_failed(monkey
     [
         ((10, 0), "trains"),
         ((10, 3), "trains"),
-        ((12, 0), "inference only"),
+        ((12, 0), "trains where a comparison agrees"),
+        ((12, 1), "inference only: no instruction cvt.e2m1x2"),
         ((9, 0), "no: FP8 at best"),
         ((8, 0), "no"),
     ],
 )
-def test_fp4_is_trained_on_two_capabilities_only(capability, said):
+def test_fp4_is_trained_without_a_comparison_on_two_capabilities_only(capability, said):
     assert machine.fp4(capability) == said
 
 

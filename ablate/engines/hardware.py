@@ -16,7 +16,9 @@ PARTS = ("transformer-engine-torch", "transformer-engine-cu13", "transformer-eng
 """Packages of its native part: the wheel `transformer-engine` alone is Python code whose import fails."""
 INSTALL = "pip install --no-build-isolation 'ablate-fp4[blackwell]'"
 TRAINS_FP4 = ((10, 0), (10, 3))
-"""Compute capabilities whose NVFP4 training Transformer Engine supports."""
+"""Compute capabilities whose NVFP4 training Transformer Engine documents."""
+WITHOUT_CAST = ((12, 1),)
+"""Those that lack the instruction `cvt.e2m1x2`, with which Transformer Engine casts to FP4."""
 
 NAMES = {"fp8": "FP8", "fp8_delayed": "FP8 with delayed scaling", "mxfp8": "MXFP8", "nvfp4": "NVFP4"}
 """Names of the families of formats in messages."""
@@ -123,15 +125,26 @@ def refusal(machine: Machine, families: Collection[str]) -> Refusal | None:
     )
 
 
+def untried(machine: Machine) -> set[str]:
+    """Return the families that TE accepts on a GPU for which it documents no training: a comparison with the
+    emulator on that machine comes first."""
+    capability = machine.capability
+    return set() if capability is None or capability in TRAINS_FP4 else _computes(capability) & {"nvfp4"}
+
+
 def _computes(capability: tuple[int, int]) -> set[str]:
-    if capability in TRAINS_FP4:
-        return {"fp8", "fp8_delayed", "mxfp8", "nvfp4"}
-    return {"fp8", "fp8_delayed"} if capability >= (8, 9) else set()
+    """Return the families that TE 2.20 accepts on a GPU (`_compute_nvfp4_support` and its neighbours)."""
+    families = {"fp8", "fp8_delayed"} if capability >= (8, 9) else set()
+    if capability >= (10, 0) and capability not in WITHOUT_CAST:
+        families.add("nvfp4")
+    if (10, 0) <= capability < (12, 0):
+        families.add("mxfp8")
+    return families
 
 
 def _alternative(capability: tuple[int, int]) -> str:
-    if capability >= (12, 0):
-        return " (Transformer Engine runs NVFP4 inference on it, and trains FP8 with one scale a tensor)"
+    if capability in WITHOUT_CAST:
+        return " (it lacks the instruction cvt.e2m1x2; it trains FP8 with one scale a tensor)"
     return " (it trains FP8 with one scale a tensor)" if capability >= (8, 9) else ""
 
 

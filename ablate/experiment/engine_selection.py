@@ -16,6 +16,7 @@ from ablate.engines.hardware import (
     scaled_refusal,
     stray_switch,
     this_machine,
+    untried,
 )
 from ablate.errors import nearest
 from ablate.experiment.arms import Arm
@@ -205,6 +206,13 @@ def _refusals(arms: list[Arm], device: str | None, layout: Layout, machine: Mach
             yield Refusal(f"arm {arm.name!r}: {why}", EMULATE)
     if reason := refusal(machine, _families(arms)):
         yield reason
+    if unseen := (untried(machine) & _families(arms)) - parity_record.agreed(machine):
+        formats = " and ".join(NAMES[family] for family in sorted(unseen))
+        gpu = ".".join(map(str, machine.capability or ()))
+        yield Refusal(
+            f"Transformer Engine accepts {formats} on SM {gpu} and documents no training there",
+            f"`{parity_record.COMMAND}` there compares its kernels with the emulator, which allows it",
+        )
 
 
 def _arm_refusals(arm: Arm, layout: Layout) -> Iterator[str]:

@@ -12,7 +12,7 @@ import torch
 from ablate import provenance
 from ablate.engines import ENGINES, SCALED, backend_of, module_name
 from ablate.engines.gpu_access import device_class
-from ablate.engines.hardware import PARTS, TRAINS_FP4, installed, scaled_refusal, this_machine
+from ablate.engines.hardware import PARTS, TRAINS_FP4, WITHOUT_CAST, installed, scaled_refusal, this_machine
 from ablate.engines.hardware import refusal as refused
 
 Fact = tuple[str, str, str]
@@ -56,15 +56,17 @@ def gpu(number: int) -> Iterator[Fact]:
     name = f"GPU {number}"
     yield name, f"{device.name}, SM {device.major}.{device.minor}, {device.total_memory / 2**30:.0f} GiB", ""
     yield f"{name}, bf16", "yes" if torch.cuda.is_bf16_supported(including_emulation=False) else "no", ""
-    yield f"{name}, FP4", fp4((device.major, device.minor)), "SM 10.0 or 10.3 to train"
+    yield f"{name}, FP4", fp4((device.major, device.minor)), "SM 10.0 or higher to train"
 
 
 def fp4(capability: tuple[int, int]) -> str:
     """Return the NVFP4 support of a compute capability."""
     if capability in TRAINS_FP4:
         return "trains"
+    if capability in WITHOUT_CAST:
+        return "inference only: no instruction cvt.e2m1x2"
     if capability >= (10, 0):
-        return "inference only"
+        return "trains where a comparison agrees"
     return "no: FP8 at best" if capability >= (8, 9) else "no"
 
 
