@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 from dataclasses import replace
+from random import Random
 from unittest import mock
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.numerics import census
 from ablate.numerics.choices import STATISTICS
+from ablate.numerics.encoded import packed_by_kernel
 from ablate.numerics.hadamard import butterflies, rotate, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import builds, cpu, cuda, general
@@ -420,3 +422,44 @@ def test_a_trial_launch_finds_every_kernel_equal_and_a_wrong_one():
         raise RuntimeError("Failed to find C compiler. Please specify")
 
     assert "install gcc" in problem(DEVICE, broken)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="a GPU chooses the order of programs itself")
+def test_no_bit_depends_on_the_order_of_programs_or_on_what_memory_held(monkeypatch):
+    """Programs run in a drawn order, and every allocated output holds NaN or the largest integer at first."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    place, random, ran = interpreter_builder.set_grid_idx, Random(8), []
+
+    def shuffled(x: int, y: int, z: int) -> None:
+        count = interpreter_builder.grid_dim[0]
+        if x == y == z == 0:
+            ran[:] = random.sample(range(count), count)
+        place(ran[x], y, z)
+
+    word = cuda.sign_word(signs(Hadamard(), CPU))
+    x = drawn((33, 272), "ordinary")
+    low = Quant(outer=Outer(statistic="percentile:0.9"))
+
+    def results() -> list[Tensor]:
+        sums = x.float()
+        made = [cast(x, STOCHASTIC), cast(x.t(), NEAREST), cast(x, FORMS["16x16 nearest"]), cast(x, low)]
+        made += cuda.quantize_both(x, form(NEAREST), cuda.Form(STOCHASTIC, word), CLOCK)
+        packed = packed_by_kernel(
+            Operand(made[0].values, STOCHASTIC, None, made[0].block_scale), "nvfp4", (64, 288)
+        )
+        amax = made[0].amax
+        parts = [part for one in made for part in (one.values, one.amax, one.block_scale, one.largest)]
+        scaled = cuda.scaled(sums, amax, amax, 3.0, torch.bfloat16)
+        return [*parts, scaled, packed.data.view(torch.uint8), packed.scales.view(torch.uint8)]
+
+    expected = results()
+    monkeypatch.setattr(interpreter_builder, "set_grid_idx", shuffled)
+    torch.use_deterministic_algorithms(True)  # fills what `empty` returns
+    try:
+        assert torch.empty(1).isnan()
+        found = results()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert len(ran) > 1
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
