@@ -262,16 +262,10 @@ class EmulatedLinear(nn.Linear):
         )
         if dx and dw and rows.g and columns.g and not apart:
             sites = self._sites["dgrad.g"], self._sites["wgrad.g"]
-            turn = self._turns["wgrad.g"]
+            past = self.histories["dgrad.g"], self.histories["wgrad.g"]
+            turn, turned, clock = self._turns["wgrad.g"], columns.hadamard, self.clock
             both = quantize_both(
-                dy,
-                rows.g,
-                columns.g,
-                rotation=columns.hadamard,
-                clock=self.clock,
-                where=sites,
-                product=turn,
-                histories=(self.histories["dgrad.g"], self.histories["wgrad.g"]),
+                dy, rows.g, columns.g, rotation=turned, clock=clock, where=sites, product=turn, histories=past
             )
             if both:
                 self._count(both)

@@ -246,7 +246,7 @@ def quantize_both(
     """
     if not cuda.can_quantize_both(x, first, second, rotation):
         return None
-    flips = rotation and _sign_word(rotation, clock, product)
+    flips = None if rotation is None else _sign_word(rotation, clock, product)
     one, other = (
         cuda.Form(quant, word, site, _device_statistic(x, quant.outer, history, clock, None))
         for quant, word, site, history in zip((first, second), (None, flips), where, histories, strict=True)

@@ -22,7 +22,7 @@ from ablate.numerics.encoded import packed_by_kernel
 from ablate.numerics.hadamard import butterflies, rotate, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import builds, cpu, cuda, general
-from ablate.numerics.kernels.trial_launch import problem
+from ablate.numerics.kernels.cuda import problem
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand, quantize, quantize_both

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from ablate.numerics.kernels import cuda
-from ablate.numerics.kernels.trial_launch import reason
-from ablate.numerics.spec import Quant
+from ablate.numerics.hadamard import signs
+from ablate.numerics.kernels import builds, cuda
+from ablate.numerics.kernels.launch_errors import reason
+from ablate.numerics.quantize import quantize
+from ablate.numerics.spec import Hadamard, Quant
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from kernel_code import BUILDS, CAPABILITIES, compiled, machine_code
@@ -162,7 +164,7 @@ def test_a_cpu_tensor_is_not_theirs():
 NO_COMPILER = """
 import tempfile
 from pathlib import Path
-from ablate.numerics.kernels.trial_launch import reason
+from ablate.numerics.kernels.launch_errors import reason
 from triton.runtime import build
 try:
     build._build("launcher", "launcher.c", tempfile.mkdtemp(), [], [], [], [])
@@ -190,3 +192,25 @@ def test_what_triton_lacks_is_named_with_the_way_out(missing, way_out, tmp_path)
 def test_other_errors_of_a_launch_keep_their_words():
     assert "TRITON_PTXAS_PATH" in reason(RuntimeError("Cannot find ptxas"))
     assert "ValueError: an unknown one" in reason(ValueError("an unknown one\nand its details"))
+
+
+def test_the_digests_of_a_trial_launch_are_those_of_the_reference():
+    x, rotation, digests = cuda.trial_matrix(), Hadamard(), {}
+    assert cuda.sign_word(signs(rotation, torch.device("cpu"))) == cuda.TRIAL_SIGNS
+    parts, amaxes = {}, {}
+    with builds.using(None):
+        for name, quant in cuda.TRIAL_QUANTS.items():
+            down = name == "by_columns"
+            one = quantize(
+                x.t() if down else x,
+                quant,
+                rotation=rotation if down else None,
+                clock=cuda.TRIAL_CLOCK,
+                where=cuda.TRIAL_WHERE,
+            )
+            parts[name] = one.values, one.amax.view(1), one.block_scale, one.largest.view(1)
+            amaxes[name], digests[name] = one.amax, cuda.digest(*parts[name])
+    digests["by_both"] = cuda.digest(*parts["by_rows"], *parts["by_columns"])
+    factor = amaxes["by_rows"] * amaxes["by_tiles"] / torch.tensor(cuda.TRIAL_DIVISOR)
+    digests["scaled"] = cuda.digest((x.float() * factor).bfloat16())
+    assert digests == cuda.TRIAL

@@ -12,6 +12,7 @@ process, 7 s a trial; by their machine code (`benchmarks/kernel_code.py`), COLUM
 a fifth to two fifths fewer instructions per element than 128, as few as 512 with 8 warps, and spills nothing.
 """
 
+import hashlib
 import math
 import sys
 from collections.abc import Callable
@@ -24,8 +25,9 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.kernels import forms
+from ablate.numerics.kernels.launch_errors import reason
 from ablate.numerics.philox import Clock, philox_key
-from ablate.numerics.spec import Hadamard, Quant, argument, tag
+from ablate.numerics.spec import Hadamard, Outer, Quant, argument, tag
 
 EXACT = {"enable_fp_fusion": False, "enable_reflect_ftz": False}
 """Options of every launch: no product and sum contracted to one instruction, which rounds once instead of
@@ -62,6 +64,9 @@ class Quantized:
     """fp32 [row tiles, 1, column tiles, 1]."""
     largest: Tensor
     """Largest magnitude, or NaN, fp32 scalar."""
+
+
+Cast = Callable[[Tensor, Form, Clock | None], Quantized]
 
 
 @cache
@@ -108,9 +113,92 @@ def unusable(device: torch.device) -> str:
         return "they need an NVIDIA GPU of compute capability 8.0 (Ampere) or higher"
     if kernels() is None:
         return "they need Triton from 3.6 on; pip install 'triton>=3.6'"
-    from ablate.numerics.kernels.trial_launch import problem
-
     return problem(device)
+
+
+TRIAL = {
+    "by_rows": "f9187bafb3ed3ec9",
+    "by_columns": "ddefa9515d0f12ba",
+    "by_tiles": "93e0b8bcfebee02d",
+    "counted": "7dc7a8bdb1a4ee12",
+    "by_both": "32561b2975bc58f5",
+    "scaled": "b00c3fcc1497e55a",
+}
+"""Digests of the reference's results for `trial_matrix`, by kernel; a test computes them again."""
+TRIAL_CLOCK, TRIAL_WHERE, TRIAL_SIGNS, TRIAL_DIVISOR = Clock(5, step=7), 3, 0b1101011111101000, 48.0
+TRIAL_QUANTS = {
+    "by_rows": Quant(rounding="stochastic"),
+    "by_columns": Quant(rounding="stochastic"),
+    "by_tiles": Quant(block="16x16"),
+    "counted": Quant(outer=Outer(statistic="percentile:0.9")),
+}
+
+
+def trial_matrix() -> Tensor:
+    """Return a bf16 matrix, ragged and more than one slab both ways, of many magnitudes. Nothing is drawn."""
+    number = torch.arange(17 * 272)
+    powers = torch.tensor([2.0**exponent for exponent in range(-9, 10)], dtype=torch.float32)
+    x = (number * 7919 % 4093 - 2046).to(torch.float32) * powers[number * 31 % 19]
+    return x.view(17, 272).to(torch.bfloat16)
+
+
+def digest(*parts: Tensor) -> str:
+    """Return a hash of the bits of some tensors, which are copied to the host."""
+    text = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        text.update(part.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return text.hexdigest()
+
+
+def problem(
+    device: torch.device, cast: Callable[[Tensor, Form, Clock | None], Quantized] | None = None
+) -> str:
+    """Launch each kernel once on a small matrix, and return why they cannot be used; empty if they can.
+
+    Triton compiles on the user's machine, with a compiler, headers and a driver that this project does not
+    choose. So nothing trusts a kernel before its bits were once those of the reference in this process.
+
+    Args:
+        device: GPU, or a CPU in Triton's interpreter.
+        cast: `quantize`, or another function to compare.
+    """
+    try:
+        found = _trial(trial_matrix().to(device), cast or quantize)
+    except Exception as error:  # whatever Triton, the compiler or the driver raises
+        return reason(error)
+    different = ", ".join(name for name, bits in found.items() if bits != TRIAL[name])
+    if not different:
+        return ""
+    return (
+        f"the results of {different} differ from the reference's; report this with `ablate doctor`'s output"
+    )
+
+
+def _trial(x: Tensor, cast: Cast) -> dict[str, str]:
+    """Return the digests of each kernel's results."""
+
+    def bits(one: Quantized) -> tuple[Tensor, ...]:
+        return one.values, one.amax.view(1), one.block_scale, one.largest.view(1)
+
+    made = {
+        name: cast(
+            x.t() if name == "by_columns" else x,
+            Form(quant, TRIAL_SIGNS if name == "by_columns" else None, TRIAL_WHERE),
+            TRIAL_CLOCK,
+        )
+        for name, quant in TRIAL_QUANTS.items()
+    }
+    first, second = (
+        Form(TRIAL_QUANTS[name], signs, TRIAL_WHERE)
+        for name, signs in (("by_rows", None), ("by_columns", TRIAL_SIGNS))
+    )
+    one, other = quantize_both(x, first, second, TRIAL_CLOCK)
+    amaxes = made["by_rows"].amax, made["by_tiles"].amax
+    product = scaled(x.to(torch.float32), *amaxes, TRIAL_DIVISOR, torch.bfloat16)
+    return {name: digest(*bits(each)) for name, each in made.items()} | {
+        "by_both": digest(*bits(one), *bits(other)),
+        "scaled": digest(product),
+    }
 
 
 def can_quantize(x: Tensor, quant: Quant) -> bool:
