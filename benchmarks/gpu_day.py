@@ -551,6 +551,8 @@ from ablate import provenance
 from ablate.engines.hardware import refusal, scaled_refusal, this_machine
 from ablate.provenance import driver
 here, count = this_machine(), torch.cuda.device_count() if torch.cuda.is_available() else 0
+if count:
+    torch.cuda.init()
 facts = {name: fact for name, fact in provenance.environment().items() if name != "host"}
 facts |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver()}
 facts |= {"capability": here.capability, "transformer engine": here.version, "native part": here.native}
