@@ -37,6 +37,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from ablate.engines.emulated_layer import DTYPES, HIGH, UNSET, EmulatedLinear, NotInForce, Probe
+from ablate.engines.nonfinite import NonfiniteCount
 from ablate.engines.ranks import Divided, Sharded
 from ablate.engines.weights import RulesState, WeightRules
 from ablate.numerics.history import History
@@ -202,7 +203,7 @@ class Engine:
         """Load a state that `state` returned after `step` steps."""
         for name, saved in state["layers"].items():
             layer = self.layers[name]
-            layer.nonfinite = saved["nonfinite"]
+            layer.nonfinite = NonfiniteCount(saved["nonfinite"])
             for slot, amaxes in saved["histories"].items():
                 layer.histories[slot].amax = {
                     moment: amax.to(layer.weight.device) if isinstance(amax, Tensor) else amax
@@ -273,7 +274,7 @@ class Engine:
 
     def nonfinite(self) -> int:
         """Return the number of operands so far, over all layers, that held a NaN or an infinity."""
-        return int(sum(layer.nonfinite for layer in self.layers.values()))
+        return int(sum(layer.nonfinite.number() for layer in self.layers.values()))
 
     def weight_casts(self) -> Iterator[tuple[str, tuple[Tensor, Operand]]]:
         """Yield every weight that fprop quantises, by layer name: itself [out, in], and its present cast.
@@ -327,7 +328,7 @@ class Engine:
         Args:
             unless_completed: restore them only if the context ends in an exception.
         """
-        counts = {name: layer.nonfinite for name, layer in self.layers.items()}
+        counts = self._count_apart()
         work = self._fp4, self._work
         histories = [
             (history, dict(history.amax))
@@ -339,23 +340,34 @@ class Engine:
             yield
             completed = True
         finally:
-            if not (completed and unless_completed):
+            kept = completed and unless_completed
+            for name, layer in self.layers.items():
+                if kept:
+                    counts[name].include(layer.nonfinite)
+                layer.nonfinite = counts[name]
+            if not kept:
                 self._fp4, self._work = work
-                for name, layer in self.layers.items():
-                    layer.nonfinite = counts[name]
                 for history, amax in histories:
                     history.amax = amax
+
+    def _count_apart(self) -> dict[str, NonfiniteCount]:
+        """Begin new counts of operands that are not finite; return the present ones by layer."""
+        before = {name: layer.nonfinite for name, layer in self.layers.items()}
+        for layer in self.layers.values():
+            layer.nonfinite = NonfiniteCount()
+        return before
 
     @contextmanager
     def again(self):
         """Inside this context, recompute activations: operands are neither counted nor given to the probe."""
-        before = {name: (layer.probe, layer.nonfinite) for name, layer in self.layers.items()}
+        probes = {name: layer.probe for name, layer in self.layers.items()}
+        counts = self._count_apart()
         self.listen(None)
         try:
             yield
         finally:
             for name, layer in self.layers.items():
-                layer.probe, layer.nonfinite = before[name]
+                layer.probe, layer.nonfinite = probes[name], counts[name]
 
 
 def described(model: nn.Module, names: Iterable[str], block: BlockOf = block_name) -> tuple[Layer, ...]:

@@ -36,7 +36,6 @@ Not modelled: the order of fp32 additions inside a tensor core, and the random b
 instruction draws.
 """
 
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
@@ -47,6 +46,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
+from ablate.engines.nonfinite import NonfiniteCount
 from ablate.engines.ranks import Divided, DrawArguments, Sharded, whole
 from ablate.engines.weight_source import Source
 from ablate.numerics import choices
@@ -102,7 +102,7 @@ class EmulatedLinear(nn.Linear):
         self.name, self.clock, self.dtype = name, clock, dtype
         self.products = HIGH
         self.probe: Probe | None = None
-        self.nonfinite: Tensor | int = 0
+        self.nonfinite = NonfiniteCount()
         """Number of operands so far that held a NaN or an infinity."""
         self.whole_graph: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         """This layer's operator for torch.compile (compiled.py), used instead of the autograd function."""
@@ -357,10 +357,7 @@ class EmulatedLinear(nn.Linear):
 
     def _count(self, parts: Iterable[Operand]) -> None:
         for largest in (part.largest for part in parts if part.largest is not None):
-            if largest.device.type != "cpu":  # stays on the GPU: reading it here would wait for the GPU
-                self.nonfinite = self.nonfinite + ~largest.isfinite()
-            elif not math.isfinite(largest):
-                self.nonfinite += 1
+            self.nonfinite.add(largest)
 
     def _part(self, part: Part, slot: str, rotation: Hadamard | None, main: Quant, keep: Keep) -> Operand:
         x, how = part.values, part.quant
@@ -437,6 +434,7 @@ class EmulatedLinear(nn.Linear):
         """Inside this context casts draw from a copy of the clock, and no probe or count sees them."""
         before = self.clock, self.probe, self.nonfinite
         self.clock, self.probe = replace(self.clock, stream="evaluation"), None
+        self.nonfinite = NonfiniteCount()
         try:
             yield
         finally:

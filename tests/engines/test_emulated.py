@@ -1,6 +1,8 @@
 """The emulated linear layer: three products as Transformer Engine's reference computes them, and nn.Linear where nothing is quantised."""
 
 import itertools
+import math
+import random
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.nn.utils import prune
 
 from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.nonfinite import NonfiniteCount
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.quantize import pad, quantize
@@ -648,3 +651,14 @@ def test_autocast_around_a_model_does_not_reach_into_its_quantised_products():
     plain = layer(x)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.equal(layer(x), plain)
+
+
+@pytest.mark.parametrize("operands", [0, 1, 63, 64, 65, 200])
+def test_operands_that_are_not_finite_are_counted_however_many_there_are(operands):
+    draws = random.Random(operands)
+    values = [draws.choice([1.0, 0.0, math.inf, math.nan]) for _ in range(operands)]
+    count, other = NonfiniteCount(3), NonfiniteCount()
+    for number, value in enumerate(values):
+        (count if number % 3 else other).add(torch.tensor(value))
+    count.include(other)
+    assert int(count) == 3 + sum(not math.isfinite(value) for value in values)
