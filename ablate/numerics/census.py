@@ -57,11 +57,12 @@ def census(operand: Operand) -> Census:
     assert operand.quant is not None
     on_cpu = operand.values.device.type == "cpu"
     if operand.scaled is None and on_cpu and forms.nvidia(operand.quant):
-        return _compiled(operand)
-    return _reference(operand)
+        return compiled(operand)
+    return reference(operand)
 
 
-def _compiled(operand: Operand) -> Census:
+def compiled(operand: Operand) -> Census:
+    """Return the census of an operand from the compiled kernels."""
     quant, amax, block_scale, source = operand.quant, operand.amax, operand.block_scale, operand.source
     assert quant is not None
     assert amax is not None
@@ -96,7 +97,8 @@ def _compiled(operand: Operand) -> Census:
     )
 
 
-def _reference(operand: Operand) -> Census:
+def reference(operand: Operand) -> Census:
+    """Return the census of an operand by torch's operations."""
     quant, source = operand.quant, operand.source
     assert quant is not None
     assert source is not None

@@ -330,7 +330,8 @@ def _device_statistic(
     """Return the outer statistic as a GPU's kernels take it; None for one that they compute."""
     if reduced is not None:
         return lambda largest: reduced
-    if outer is None or tag(outer.statistic) in ("amax", "percentile"):
+    # A statistic that only a whole tensor can have is a function of its largest magnitude.
+    if outer is None or not STATISTICS[tag(outer.statistic)].per_tensor:
         return None
     return lambda largest: outer_statistic(x, None, largest, outer, history, clock)
 
