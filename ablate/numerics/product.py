@@ -31,7 +31,8 @@ def alpha(a: Operand, b: Operand) -> Tensor | None:
     factors = [f for f in (a.amax, None if b.amax is None else b.amax.t()) if f is not None]
     if not factors:
         return (
-            None if divisor == 1 else torch.tensor(1 / divisor, dtype=torch.float32, device=a.values.device)
+            # Filled on the device: torch.tensor would copy it from the host.
+            None if divisor == 1 else torch.full((), 1 / divisor, dtype=torch.float32, device=a.values.device)
         )
     numerator = factors[0] * factors[1] if len(factors) == 2 else factors[0]
     # The divisor is a tensor because a GPU may turn `/ number` into `* reciprocal`.
