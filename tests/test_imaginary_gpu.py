@@ -1,29 +1,17 @@
 """Promises that only a machine with a GPU could break, on an imaginary GPU, in processes of their own."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from support.imaginary_gpu import environment, why_not
+from regenerate_imaginary_gpu import COUNTED, TABLE
+from support.imaginary_gpu import printed, why_not
 from support.imaginary_gpu.fork_cases import FORKS, VISIBLE
 
+from ablate.recipes import PRESETS
+
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "an imaginary GPU can be plugged in")
-
-
-def printed(module: str) -> dict:
-    """Return the JSON object that a module of the support package prints in a process with the imaginary GPU."""
-    done = subprocess.run(
-        [sys.executable, "-m", f"support.imaginary_gpu.{module}"],
-        cwd=Path(__file__).parent,
-        env=environment(),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
 
 
 def test_the_device_is_visible_and_refuses_forks_as_a_real_one():
@@ -39,3 +27,28 @@ def test_the_device_is_visible_and_refuses_forks_as_a_real_one():
 def test_the_process_of_the_tests_has_no_imaginary_gpu():
     assert "support.imaginary_gpu.cuda_module" not in sys.modules
     assert torch.accelerator.current_accelerator() is None or torch.version.cuda
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, dict]:
+    """Counts of a plain training step by each preset."""
+    pytest.importorskip("triton")
+    return printed("preset_cases")
+
+
+def test_every_preset_takes_a_step_without_mixed_devices(steps):
+    assert steps.keys() == PRESETS.keys()
+    assert {name: step["error"] for name, step in steps.items() if "error" in step} == {}
+
+
+@pytest.mark.parametrize("quantity", COUNTED)
+def test_no_preset_asks_more_of_the_device_than_the_table_says(steps, quantity):
+    allowed = json.loads(TABLE.read_text())
+    risen = {
+        name: (step["totals"][quantity], allowed[name][quantity], step["places"][quantity])
+        for name, step in steps.items()
+        if step["totals"][quantity] > allowed[name][quantity]
+    }
+    assert risen == {}, (
+        "lines of ours, the most first; python tests/regenerate_imaginary_gpu.py writes the table"
+    )

@@ -10,6 +10,6 @@ left on the CPU, waits for the device. `plugin.py` makes the device exist, witho
 A process that has it sees it until it ends, so only child processes of the tests do.
 """
 
-from support.imaginary_gpu.plugin import environment, plug_in, why_not
+from support.imaginary_gpu.plugin import environment, plug_in, printed, why_not
 
-__all__ = ["environment", "plug_in", "why_not"]
+__all__ = ["environment", "plug_in", "printed", "why_not"]

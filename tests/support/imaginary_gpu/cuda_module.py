@@ -6,6 +6,7 @@ fork of a process that did so can use it.
 
 import ctypes
 import os
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import torch
@@ -88,5 +89,6 @@ def imitate(library: ctypes.CDLL) -> None:
     answers |= {name: needs(lambda: 0) for name in ("max_memory_allocated", "max_memory_reserved")}
     answers |= {name: needs(lambda: None) for name in ("set_device", "set_rng_state", "set_rng_state_all")}
     answers |= {name: needs(lambda: None) for name in ("synchronize", "reset_peak_memory_stats")}
+    answers |= {"device_of": needs(nullcontext)}
     for name, answer in answers.items():
         setattr(torch.cuda, name, answer)

@@ -7,6 +7,7 @@ and kept under the hash of its source and of torch's version.
 import ctypes
 import hashlib
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
@@ -48,6 +49,19 @@ def environment() -> dict[str, str]:
     library()  # here, and not by several children at the same time
     path = os.environ.get("PYTHONPATH")
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ON_PATH), *([path] if path else [])])}
+
+
+def printed(module: str) -> dict:
+    """Return the JSON object that a module of this package prints in a process with the imaginary GPU."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"support.imaginary_gpu.{module}"],
+        cwd=Path(__file__).parents[2],
+        env=environment(),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def library() -> Path:

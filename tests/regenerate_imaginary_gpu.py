@@ -1,0 +1,28 @@
+"""Write tests/golden/imaginary_gpu.json anew: what a training step of each preset asks of a GPU.
+
+    python tests/regenerate_imaginary_gpu.py
+
+Only after a change that is meant to ask more of the device, or that asks less.
+"""
+
+import json
+from pathlib import Path
+
+from support.imaginary_gpu import printed
+
+TABLE = Path(__file__).parent / "golden" / "imaginary_gpu.json"
+COUNTED = ("kernels", "bytes", "waits", "copies", "strays")
+
+
+def main() -> None:
+    """Count every preset's step, and write the sums."""
+    steps = printed("preset_cases")
+    rows = (
+        f"  {json.dumps(name)}: {json.dumps({quantity: step['totals'][quantity] for quantity in COUNTED})}"
+        for name, step in steps.items()
+    )
+    TABLE.write_text("{\n" + ",\n".join(rows) + "\n}\n")
+
+
+if __name__ == "__main__":
+    main()

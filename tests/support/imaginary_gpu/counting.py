@@ -1,0 +1,139 @@
+"""Counts of what a program asks of the imaginary GPU: kernels, bytes, copies and waits, by line of ours.
+
+CUDA tensors are FakeTensors, which know shape, dtype and device and refuse mixed devices. An ATen operation
+that computes counts as one kernel. Values read from the device are 1, so no result is a number to compare.
+"""
+
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ablate
+
+PACKAGE = f"{Path(ablate.__file__).parent}/"
+NO_KERNEL = frozenset(
+    [
+        "view",
+        "_unsafe_view",
+        "t",
+        "transpose",
+        "slice",
+        "select",
+        "expand",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "detach",
+        "alias",
+        "as_strided",
+        "split",
+        "split_with_sizes",
+        "chunk",
+        "unbind",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "lift_fresh",
+        "_reshape_alias",
+        "unfold",
+    ]
+)
+"""Operations that return a view, or memory that nothing has written."""
+READS = frozenset(("_local_scalar_dense", "item", "is_nonzero", "equal"))
+
+
+class Counts(TorchDispatchMode):
+    """Inside this context, counts by place (`file:line`, or `autograd` for torch's own backward passes)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(allow_non_fake_inputs=True)
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin to count anew."""
+        self.kernels, self.bytes, self.waits = Counter(), Counter(), Counter()
+        self.copies, self.strays = Counter(), Counter()
+
+    def __enter__(self):
+        self._lifted = torch._C._only_lift_cpu_tensors()
+        torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor(..., device="cuda")` is seen as a copy
+        self._run = triton.runtime.autotuner.Autotuner.run
+        triton.runtime.autotuner.Autotuner.run = lambda kernel, *args, **options: self.launch(args)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch._C._set_only_lift_cpu_tensors(self._lifted)
+        triton.runtime.autotuner.Autotuner.run = self._run
+        return super().__exit__(*error)
+
+    def launch(self, args: tuple) -> None:
+        """Count the launch of a Triton kernel, and check the devices of its arguments."""
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        place = _place()
+        self.strays[place] += sum(x.device.type != "cuda" for x in tensors)
+        self.kernels[place] += 1
+        self.bytes[place] += sum(x.numel() * x.element_size() for x in tensors)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        torch._C._set_only_lift_cpu_tensors(True)  # of this thread: autograd has one for each device
+        kwargs = kwargs or {}
+        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        device = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
+        here = [x for x in tensors if isinstance(x, FakeTensor)]
+        if not here and device != "cuda":
+            return func(*args, **kwargs)
+        name, place = func.overloadpacket.__name__, _place()
+        if name in READS:
+            self.waits[place] += 1
+            return (bool if here[0].dtype == torch.bool else float if here[0].is_floating_point() else int)(1)
+        others = [x for x in tensors if x.device.type == "cpu"]
+        if here and device == "cpu":
+            self.waits[place] += 1
+            return torch.zeros(here[0].shape, dtype=kwargs.get("dtype") or here[0].dtype)
+        if name == "copy_" and others:
+            self.waits[place] += isinstance(args[1], FakeTensor)
+            self.copies[place] += not isinstance(args[1], FakeTensor)
+        elif device == "cuda" and others:
+            self.copies[place] += 1
+        elif here and others:
+            self.strays[place] += 1
+        if name == "copy_" and not isinstance(args[0], FakeTensor):
+            return args[0]
+        with self.fake:
+            args, kwargs = pytree.tree_map_only(Tensor, self._faked, (args, kwargs))
+            out = func(*args, **kwargs)
+        if name not in NO_KERNEL:
+            self.kernels[place] += 1
+            made = here + [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
+            self.bytes[place] += sum(x.numel() * x.element_size() for x in made)
+        return out
+
+    def _faked(self, x: Tensor) -> Tensor:
+        return x if isinstance(x, FakeTensor) else self.fake.from_tensor(x)
+
+    def totals(self) -> dict[str, int]:
+        """Return the sums over all places."""
+        return {name: sum(counter.values()) for name, counter in self.by_place().items()}
+
+    def by_place(self) -> dict[str, Counter]:
+        """Return the counters by what they count."""
+        names = "kernels", "bytes", "waits", "copies", "strays"
+        return {name: +getattr(self, name) for name in names}
+
+
+def _place() -> str:
+    """Return the innermost line of the package that is being executed."""
+    frame = sys._getframe(1)
+    while frame and not frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}" if frame else "autograd"
