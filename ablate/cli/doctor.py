@@ -21,6 +21,7 @@ from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, console, duration, print_starting
 from ablate.engines import ENGINES, SCALED, module_name, parity_record
+from ablate.engines.gpu_access import hidden
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError, nearest
 from ablate.numerics.spec import VERSION
@@ -255,12 +256,17 @@ class Checkup:
         command: Command of the checks.
         timeout: Time limit in seconds. The checks are slow on a busy machine, but a check that hangs must not
             stop a sweep.
+        device: Class of device of the trials, `cpu` or `cuda`. For `cpu` the checks see no GPU: neither its
+            faults nor its memory matter to such a sweep.
     """
 
-    def __init__(self, command: Sequence[str] = COMMAND, timeout: float = _TIMEOUT_SECONDS) -> None:
+    def __init__(
+        self, command: Sequence[str] = COMMAND, timeout: float = _TIMEOUT_SECONDS, device: str = "cpu"
+    ) -> None:
         self._command, self._timeout = command, timeout
+        self._environment = hidden(os.environ) if device == "cpu" else dict(os.environ)
         self._process: subprocess.Popen[str] | None = None
-        self._subject = passed_checks.subject() if command == COMMAND else None
+        self._subject = passed_checks.subject(self._environment) if command == COMMAND else None
         self._known = self._subject is not None and passed_checks.known(self._subject)
 
     def start(self) -> None:
@@ -274,6 +280,7 @@ class Checkup:
                 stderr=self._errors,
                 text=True,
                 start_new_session=True,
+                env=self._environment,
             )
 
     def passed(self) -> None:

@@ -178,11 +178,13 @@ def run_task(
     Exit status: 0 the trial is over, 1 it failed, 2 there is no such task, 75 the task was told to end
     (SIGTERM) and is to be queued again; its trial then goes on from its last checkpoint.
     """
-    from ablate.cli.doctor import Checkup, Unfit
+    from ablate.cli.doctor import COMMAND, Checkup, Unfit
 
-    with closing(Checkup(shlex.split(check_command)) if check_command else Checkup()) as checkup:
+    request = request_of(folder, stage, task)
+    command = shlex.split(check_command) if check_command else COMMAND
+    with closing(Checkup(command, device=request.device)) as checkup:
         checkup.start()
-        job = Task(request_of(folder, stage, task))
+        job = Task(request)
         signal.signal(signal.SIGTERM, lambda number, frame: job.end())
         try:
             checkup.passed()

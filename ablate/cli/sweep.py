@@ -294,13 +294,14 @@ class SweepRun:
                 self.screen.print(line, soft_wrap=True, markup=False)
 
     def _steps(self, options: RunOptions) -> str:
-        from ablate.cli.doctor import Checkup, Unfit
+        from ablate.cli.doctor import COMMAND, Checkup, Unfit
         from ablate.cli.executor import StartingExecutor
         from ablate.cli.live_view import View
         from ablate.execution.workers import ClusterError, ClusterLost
 
-        checkup = Checkup(shlex.split(self.check_command)) if self.check_command else Checkup()
         settings = self.settings
+        command = shlex.split(self.check_command) if self.check_command else COMMAND
+        checkup = Checkup(command, device=settings.device)
         executor = StartingExecutor(settings, self.experiment.resources, checkup)
         outcome: Outcome | None = None
         controller = Controller(

@@ -39,8 +39,8 @@ _PREFIXES = (
 """Beginnings of environment variables that may change what is computed, or which code."""
 
 
-def subject() -> dict[str, object]:
-    """Return all that the result of the checks depends on."""
+def subject(environment: Mapping[str, str] = os.environ) -> dict[str, object]:
+    """Return all that the result of checks in a process with these environment variables depends on."""
     return {
         "files": _digest(),
         "libraries": {name: _installed(name) for name in _LIBRARIES},
@@ -48,7 +48,9 @@ def subject() -> dict[str, object]:
         "path": list(sys.path),  # a copy: Ray puts a folder of its own before the others
         "processor": _processor(),
         "gpus": gpus(),
-        "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(_PREFIXES)},
+        "environment": {
+            name: value for name, value in sorted(environment.items()) if name.startswith(_PREFIXES)
+        },
     }
 
 
