@@ -41,7 +41,7 @@ from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Member
 from ablate.results.trial_store import Store
 from ablate.training.fork_design import Forks
-from ablate.training.memory_estimate import estimate
+from ablate.training.memory_estimate import MemoryEstimate, estimate
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.own_code import OwnCode
@@ -312,8 +312,15 @@ def show(experiment: Experiment, settings: Settings) -> None:
             markup=False,
             soft_wrap=True,
         )
-    for arms, line in memory(experiment, settings.device):
-        screen.print(f"\nMemory of arm {arms}: {line}", markup=False, soft_wrap=True)
+    if largest := memory(experiment, settings.device):
+        arm, needed = largest
+        parts = ", ".join(f"{name} {_size(size)}" for name, size in needed._asdict().items())
+        screen.print(
+            f"\nGPU memory of a trial: at most about {_size(needed.total)} beside CUDA's own, by arm"
+            f" {one_line(arm)} ({parts}).",
+            markup=False,
+            soft_wrap=True,
+        )
     for remark in remarks(experiment):
         screen.print(f"\nNote: {remark}", markup=False, soft_wrap=True)
     if result.redefined:
@@ -426,22 +433,24 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
     }
 
 
-def memory(experiment: Experiment, device: str) -> Iterator[tuple[str, str]]:
-    """Yield names of arms that need equally much memory on a GPU, and a line about it.
+def memory(experiment: Experiment, device: str) -> tuple[str, MemoryEstimate] | None:
+    """Return the name of the arm whose trials need most memory on a GPU, and how much.
 
-    Nothing is yielded for a CPU, several ranks, or another engine than the emulated one.
+    None for a CPU, several ranks, another engine than the emulated one, or where nothing is known.
     """
-    arms: dict[str, list[str]] = {}
-    counted = device == "cuda" and experiment.engine == "emulated"
-    for arm in experiment.arms if counted and experiment.resources.layout(device).ranks == 1 else ():
-        config = arm.config
-        needed = estimate(config, arm.recipe, device) if isinstance(config, Gpt) else None
-        if needed is None:
-            continue
-        parts = ", ".join(f"{name} {size / 1e9:.2g}" for name, size in needed._asdict().items())
-        line = f"about {needed.total / 1e9:.2g} GB ({parts}), beside CUDA's own"
-        arms.setdefault(line, []).append(one_line(arm.name))
-    yield from ((", ".join(names), line) for line, names in arms.items())
+    if device != "cuda" or experiment.engine != "emulated" or experiment.resources.layout(device).ranks > 1:
+        return None
+    needed = [
+        (arm.name, size)
+        for arm in experiment.arms
+        if isinstance(arm.config, Gpt) and (size := estimate(arm.config, arm.recipe, device))
+    ]
+    return max(needed, key=lambda each: each[1].total, default=None)
+
+
+def _size(number: int) -> str:
+    """Return a number of bytes as text, as in `5.1 MB`."""
+    return f"{number / 1e9:,.1f} GB" if number >= 1e9 else f"{number / 1e6:.1f} MB"
 
 
 def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
