@@ -45,7 +45,7 @@ seeds: [0, 3]
 metric: [{name: val/loss}, {name: grad/norm, min_effect: 1 %}]
 published: [{arm: bf16, metric: val/loss, value: 3.2, tolerance: 0.1, source: a paper}]
 search: {sampler: nsga2, trials: 4, seed: 1, confirm: 2, warm: [other]}
-constraints: [{metric: nan/loss, at_most: 0}]
+constraints: [{metric: nan/activation, at_most: 0}]
 budget: {trials: 9, hours: 1.0, cost: 2.0}
 resources: {gpus: 0.5}
 telemetry: {every: 5, shadow: 10, log: 1, checkpoint: 3.0}

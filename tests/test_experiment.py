@@ -224,6 +224,18 @@ REFUSED = {
         "ablate: {rht: [true]}\nmetric: [{name: val/loss}, {name: val/los}]",
         "5:29: metric.1.name: 'val/los': no such metric of gpt; 'val/loss' is the nearest",
     ),
+    "a mean over an interval of telemetry": (
+        "ablate: {rht: [true]}\nmetric: {name: train/loss}",
+        "5:16: metric.name: 'train/loss': is the mean since the record before, so telemetry.log and guards change it; use train/recent_loss",
+    ),
+    "a measurement of telemetry": (
+        "ablate: {rht: [true]}\nmetric: [{name: val/loss}, {name: quant/fprop.x/sqnr_db}]",
+        "5:35: metric.1.name: 'quant/fprop.x/sqnr_db': is measured at the steps that telemetry sets",
+    ),
+    "a constraint on a gradient that telemetry compares": (
+        "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: grad/noise_ratio, at_least: 2}]",
+        "6:16: constraints.0.metric: 'grad/noise_ratio': is measured at the steps that telemetry sets",
+    ),
     "a metric twice": (
         "ablate: {rht: [true]}\nmetric: [{name: val/loss}, {name: val/loss}]",
         "5:28: metric.1: 'val/loss': is given twice",
@@ -314,24 +326,24 @@ REFUSED = {
         "5:1: pruner: 'median': belongs under search: the arms of a grid are compared seed by seed, and none of them may end early",
     ),
     "constraints of a grid": (
-        "ablate: {rht: [true]}\nconstraints: [{metric: nan/loss, at_most: 0}]",
+        "ablate: {rht: [true]}\nconstraints: [{metric: grad/norm, at_most: 0}]",
         "5:1: constraints: have no effect without a search: every arm of a grid is run and compared; leave them out",
     ),
     "constraints for a sampler that takes none": (
-        "ablate: {rht: [true]}\nsearch: {trials: 2, sampler: cmaes}\nconstraints: [{metric: nan/loss, at_most: 0}]",
+        "ablate: {rht: [true]}\nsearch: {trials: 2, sampler: cmaes}\nconstraints: [{metric: grad/norm, at_most: 0}]",
         "5:21: search.sampler: 'cmaes': takes no constraints; tpe, gp and nsga2 learn where they hold",
     ),
     "a constraint of no metric": (
-        "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: nan/los, at_most: 0}]",
-        "6:16: constraints.0.metric: 'nan/los': no such metric of gpt; 'nan/loss' is the nearest",
+        "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: grad/nor, at_most: 0}]",
+        "6:16: constraints.0.metric: 'grad/nor': no such metric of gpt; 'grad/norm' is the nearest",
     ),
     "a constraint with two sides": (
-        "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: nan/loss, at_most: 0, at_least: 1}]",
-        "6:15: constraints.0: {'metric': 'nan/loss', 'at_most': 0, 'at_least': 1}: give either at_most or at_least",
+        "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: grad/norm, at_most: 0, at_least: 1}]",
+        "6:15: constraints.0: {'metric': 'grad/norm', 'at_most': 0, 'at_least': 1}: give either at_most or at_least",
     ),
     "a constraint twice": (
-        "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: nan/loss, at_most: 0}, {metric: nan/loss, at_most: 1}]",
-        "6:47: constraints.1: 'nan/loss at most': is given twice",
+        "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: grad/norm, at_most: 0}, {metric: grad/norm, at_most: 1}]",
+        "6:48: constraints.1: 'grad/norm at most': is given twice",
     ),
     "constraints that are no mappings": (
         "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [a]",
@@ -1071,7 +1083,7 @@ KEYS = [
             "confirm": 5,
         },
         "constraints": [
-            {"metric": "nan/loss", "at_most": 0},
+            {"metric": "nan/activation", "at_most": 0},
             {"metric": "throughput/tokens_per_s", "at_least": 10.5},
         ],
     },

@@ -68,9 +68,11 @@ SEARCH = {"search": {"trials": 3, "sampler": "random"}, "ablate": {"cooldown": {
 
 def test_an_arm_is_the_mean_over_its_seeds_and_keeps_to_what_the_worst_of_them_keeps_to(tmp_path, book):
     metrics = [{"name": "val/loss"}, {"name": "grad/norm", "direction": "maximize"}]
-    experiment = tiny(tmp_path, metric=metrics, constraints=[{"metric": "nan/grad", "at_most": 1}], **SEARCH)
-    member(book, 0, "done", val_loss={2: 5.0, 4: 3.0}, grad_norm={4: 1.0}, nan_grad={4: 0.0})
-    member(book, 1, "done", val_loss={2: 4.0, 3: 9.0, 4: 2.0}, grad_norm={4: 4.0}, nan_grad={4: 3.0})
+    experiment = tiny(
+        tmp_path, metric=metrics, constraints=[{"metric": "nan/activation", "at_most": 1}], **SEARCH
+    )
+    member(book, 0, "done", val_loss={2: 5.0, 4: 3.0}, grad_norm={4: 1.0}, nan_activation={4: 0.0})
+    member(book, 1, "done", val_loss={2: 4.0, 3: 9.0, 4: 2.0}, grad_norm={4: 4.0}, nan_activation={4: 3.0})
     its = outcome(book, book.members(), experiment)
     assert its.values == (2.5, 2.5)
     assert its.by_seed == ([3.0, 2.0], [1.0, 4.0])

@@ -488,7 +488,7 @@ def test_a_study_whose_constraints_changed_is_drawn_again(tmp_path):
     study = Study(tmp_path / "optuna.log", first, [])
     number, knobs = study.ask()
     study.tell(number, (1.0,), {}, {"arm": "0"}, (-1.0,))
-    second = tiny(tmp_path, search={"trials": 2}, constraints=[{"metric": "nan/loss", "at_most": 0}])
+    second = tiny(tmp_path, search={"trials": 2}, constraints=[{"metric": "nan/activation", "at_most": 0}])
     again = Study(tmp_path / "optuna.log", second, [Point("0", knobs, (1.0,), violations=(0.0, -1.0))])
     assert again.running() == [0]
 

@@ -222,7 +222,18 @@ def test_logging_seldom_averages_the_losses_in_between(shards):
         losses(train(gpt(shards, eval_every=100), telemetry=Telemetry(every=10**6, log=n))) for n in (1, 100)
     )
     assert set(all_at_once) == {5}  # the first step is measured too, and is no interval of its own
-    assert all_at_once[5] == pytest.approx(math.fsum(each[step] for step in (2, 3, 4, 5)) / 4, rel=1e-12)
+    assert all_at_once[5] == pytest.approx(math.fsum(each.values()) / 5, rel=1e-12)
+
+
+@pytest.mark.parametrize("every", [1, 3, 50])
+def test_the_result_of_training_is_the_mean_of_a_fixed_number_of_steps(every, shards):
+    workload = gpt(shards, steps=13, eval_every=6)
+    each = losses(train(workload, telemetry=SELDOM))
+    records = train(workload, telemetry=Telemetry(every=every, shadow=every, log=2 * every))
+    assert column(records, "train/recent_loss") == {
+        end: pytest.approx(math.fsum(each[step] for step in range(first, end + 1)) / (end + 1 - first))
+        for first, end in ((1, 6), (3, 12), (4, 13))
+    }
 
 
 def test_measured_steps_are_records_of_their_own_and_cut_no_interval_of_the_losses(shards):
@@ -231,7 +242,7 @@ def test_measured_steps_are_records_of_their_own_and_cut_no_interval_of_the_loss
     records = train(workload, telemetry=Telemetry(every=2, shadow=10**6, log=4))
     found, measured = losses(records), column(records, "quant/fprop.x/sqnr_db")
     assert set(measured) == {1, 3, 5, 7, 9, 11, 12}
-    intervals = {4: (1, 2, 3, 4), 6: (5, 6), 8: (7, 8), 12: (12,)}  # the last: since the record before it
+    intervals = {4: (1, 2, 3, 4), 6: (5, 6), 8: (7, 8), 12: (9, 10, 11, 12)}
     assert found == {
         end: pytest.approx(math.fsum(each[step] for step in steps) / len(steps))
         for end, steps in intervals.items()
@@ -251,17 +262,16 @@ def test_the_time_of_a_measured_step_is_in_no_rate_but_where_all_steps_are_measu
     assert meter.metrics(11)["throughput/tokens_per_s"] == 8 / 5
 
 
-def test_an_interval_goes_on_from_a_checkpoint_within_it_and_from_one_of_an_earlier_version():
-    meter, resumed, older = (Meter(tokens_per_step=8) for _ in range(3))
-    meter.add(1.0, 1.0, 0.5, measured=True)
-    meter.latest(1)
-    vars(resumed).update(copy.deepcopy(meter.state()))
-    vars(older).update({"losses": [1.0], "norms": [1.0], "seconds": 0.5})
-    for one in (meter, resumed, older):
-        one.add(3.0, 1.0, 0.25)
-    assert resumed.metrics(2) == meter.metrics(2)
-    assert meter.metrics(2, last=True)["train/loss"] == 3.0
-    assert older.metrics(2) == meter.metrics(2)
+def test_an_interval_goes_on_from_a_checkpoint_within_it():
+    meter, resumed = (Meter(tokens_per_step=8) for _ in range(2))
+    meter.add(1.0, 1.0, 0.5)
+    meter.reset()
+    meter.add(2.0, 1.0, 0.5, measured=True)
+    resumed.restore(copy.deepcopy(meter.state()))
+    for one in (meter, resumed):
+        one.add(6.0, 1.0, 0.25)
+    assert resumed.metrics(3) == meter.metrics(3)
+    assert (resumed.metrics(3)["train/loss"], resumed.result()["train/recent_loss"]) == (4.0, 3.0)
 
 
 def test_evaluation_changes_nothing(shards):

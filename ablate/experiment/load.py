@@ -26,13 +26,14 @@ from pydantic import ValidationError
 
 from ablate.engines.hardware import Machine
 from ablate.errors import InputError, nearest
-from ablate.experiment.arms import RECIPE_FILES, Arm, KnobError, Knobs, StartingPoint, keys, reason
+from ablate.experiment.arms import RECIPE_FILES, Arm, KnobError, Knobs, StartingPoint, keys
 from ablate.experiment.asked import check_asked, check_kept
 from ablate.experiment.baseline import Against, baseline_of, compared, read_against, with_baselines
 from ablate.experiment.engine_selection import Choice, check, choose, misfit
 from ablate.experiment.expand import arms_and_ends
 from ablate.experiment.forked_design import misfits as fork_misfits
 from ablate.experiment.forked_design import resolved
+from ablate.experiment.metric_checks import metrics_in, refuse_metric
 from ablate.experiment.misplaced_keys import misplaced, with_paths
 from ablate.experiment.phases import unreached
 from ablate.experiment.recipe_source import load as recipe_of
@@ -215,7 +216,7 @@ def load(
     _check_engine(file, document)
     base = _base(file, document)
     seeds, growth = _seeds(file, document)
-    metrics = _metrics(file, base, document)
+    metrics = metrics_in(file, base, document)
     knobs = space(file, document)
     if base is None:
         document.check()
@@ -517,56 +518,12 @@ def _seeds(file: ExperimentFile, document: Document) -> tuple[tuple[int, ...], G
     return file.seeds.first, file.seeds
 
 
-def _metrics(file: ExperimentFile, base: StartingPoint | None, document: Document) -> tuple[Metric, ...]:
-    """Return the file's metrics, one or a list. Metrics that the workload does not measure are noted."""
-    if not isinstance(file.metric, list):
-        return (_metric(file.metric, ("metric",), base, document),)
-    if not file.metric:
-        document.problem(
-            ("metric",), "is an empty list; name at least one metric, by which arms are compared", file.metric
-        )
-    metrics = tuple(
-        _metric(value, ("metric", index), base, document) for index, value in enumerate(file.metric)
-    )
-    refuse_twins(("metric",), [metric.name for metric in metrics], document)
-    return metrics or (Metric(),)
-
-
-def _metric(
-    value: Json, path: tuple[str | int, ...], base: StartingPoint | None, document: Document
-) -> Metric:
-    try:
-        metric = Metric.model_validate(value)
-    except ValidationError as error:
-        for problem in error.errors():
-            document.problem((*path, *problem["loc"]), reason(problem, Metric), problem["input"])
-        return Metric()
-    _refuse_unknown(metric.name, (*path, "name"), base, document)
-    return metric
-
-
-def _refuse_unknown(
-    name: str, path: tuple[str | int, ...], base: StartingPoint | None, document: Document
-) -> None:
-    metrics = WORKLOADS[base.workload].METRICS if base is not None else None
-    if base is not None and metrics is not None and isinstance(base.config, Trained):
-        metrics |= base.config.of_readings
-    if target_of(name) is not None:
-        if path == ("metric", "name") or path[:2] == ("metric", 0) or path[0] != "metric":
-            document.problem(
-                path, "is computed from the curve of val/loss: list it after a main metric", name
-            )
-        return
-    if base is not None and metrics is not None and name not in metrics:
-        document.problem(path, f"no such metric of {base.workload}; {nearest(name, sorted(metrics))}", name)
-
-
 def _refuse_unmeasured(
     file: ExperimentFile, base: StartingPoint, arms: list[str], document: Document
 ) -> None:
     """Refuse published figures of arms or metrics that this experiment does not have."""
     for index, figure in enumerate(file.published):
-        _refuse_unknown(figure.metric, ("published", index, "metric"), base, document)
+        refuse_metric(figure.metric, ("published", index, "metric"), base, document)
         for key in ("arm", "against"):
             name = getattr(figure, key)
             if name is not None and name not in arms and not file.search:
@@ -578,7 +535,7 @@ def _check_constraints(file: ExperimentFile, base: StartingPoint, document: Docu
     """Note constraints on a metric that the workload does not measure, duplicates, and constraints without a
     search."""
     for index, constraint in enumerate(file.constraints):
-        _refuse_unknown(constraint.metric, ("constraints", index, "metric"), base, document)
+        refuse_metric(constraint.metric, ("constraints", index, "metric"), base, document)
     refuse_twins(
         ("constraints",),
         [constraint.description.rpartition(" ")[0] for constraint in file.constraints],

@@ -98,7 +98,9 @@ _SEEDS_SCHEMA = {
 
 
 class Metric(Spec):
-    """Metric by which arms are compared: its value in the last record that has it."""
+    """Metric by which arms are compared: its value in the last record that has it. Metrics that telemetry
+    changes are refused: instead of `train/loss`, built-in workloads have `train/recent_loss`, the mean of the
+    last 10 steps."""
 
     name: str = "val/loss"
     direction: Literal["minimize", "maximize"] = "minimize"
@@ -301,7 +303,7 @@ class Constraint(Spec):
 
     @property
     def description(self) -> str:
-        """Constraint in one line: `nan/loss at most 0`."""
+        """Constraint in one line: `nan/activation at most 0`."""
         return (
             f"{self.metric} at most {self.at_most:g}"
             if self.at_least is None

@@ -34,7 +34,7 @@ from ablate.training.metric_names import DAMAGE
 
 _FEWEST_SHARED = 3
 """Fewest knobs for Shapley shares: of two, the contrasts say the same."""
-_LOSSES = ("train/loss", "val/loss", "val/loss_bf16")
+_LOSSES = ("train/loss", "train/recent_loss", "val/loss", "val/loss_bf16")
 """Metrics whose curves fall with the tokens seen, so that a gap can be expressed in tokens."""
 _AGREEMENTS = {"agrees": "better", "disagrees": "worse", "differs": "worse"}
 """CSS class of a row that has a verdict on a published figure, by the verdict's kind."""

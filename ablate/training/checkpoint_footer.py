@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FOOTER = struct.Struct("<II8s")
 _MAGIC = b"ablate-1"
-CHECKPOINT_VERSION = 4
+CHECKPOINT_VERSION = 5
 """Version of the content of checkpoints; those of another version are not read."""
 
 

@@ -50,11 +50,11 @@ class MeterState(TypedDict):
     """State of a `loop.Meter`: the steps of an interval so far."""
 
     losses: list[float]
+    recent: list[float]
     norms: list[float]
     seconds: float
     unmeasured: int
     unmeasured_seconds: float
-    recorded: int
 
 
 class RunState(ModelState):

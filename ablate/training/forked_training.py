@@ -20,7 +20,7 @@ from ablate.training.hyperparameters import Training
 from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Telemetry, Twin
 from ablate.training.metric_names import ENDINGS, part_metric, plain_metric
 
-_TRAIN_LOSS = "train/loss"
+_TRAIN_LOSSES = frozenset({"train/loss", "train/recent_loss"})
 """Not recorded within windows, as no metric of an evaluation is: at a falling rate, and with a jump from each
 window to the next, a curve of them says nothing."""
 
@@ -234,5 +234,5 @@ def _ended(record: Record | None, window: Window, readings: Readings, forks: For
 
 def _without_levels(metrics: Mapping[str, float], evaluation: Evaluation | None) -> dict[str, float]:
     """Return a window's metrics without those of levels, which only the trial's last record has."""
-    levels = {_TRAIN_LOSS, *map(plain_metric, evaluation or ())}
+    levels = {*_TRAIN_LOSSES, *map(plain_metric, evaluation or ())}
     return {name: value for name, value in metrics.items() if name not in levels}

@@ -27,11 +27,21 @@ MOST_LAYERS, MOST_WIDTH = 1024, 1 << 20
 
 METRICS = frozenset(
     (
-        *("train/loss", "val/loss", "val/loss_bf16", "grad/norm", "nan/loss", "nan/grad", "nan/activation"),
-        *("memory/rss", "throughput/step_ms", "throughput/tokens_per_s", "flops/fp4_share"),
+        *("train/recent_loss", "val/loss", "val/loss_bf16", "grad/norm", "nan/activation"),
+        *("throughput/step_ms", "throughput/tokens_per_s", "flops/fp4_share"),
     )
 )
 """Metrics that the training loop records under every recipe; an experiment can compare arms by them."""
+_COUNTS = "counts since the record before, so telemetry.log changes it"
+OF_TELEMETRY = {
+    "train/loss": "is the mean since the record before, so telemetry.log and guards change it; use"
+    " train/recent_loss, the mean of the last 10 steps",
+    "nan/loss": f"{_COUNTS}; a run with a loss that is not finite ends as diverged unless a guard skips it",
+    "nan/grad": f"{_COUNTS}; use nan/activation, a count of the run",
+    "memory/rss": "includes what telemetry keeps for its measurements, of quantised arms alone",
+}
+"""Metrics that the training loop records under every recipe but that telemetry changes, with the reason why
+arms cannot be compared by them."""
 FINAL = frozenset(("flops/fp4_share",))
 """Metrics of `METRICS` that only the last record has."""
 

@@ -73,11 +73,15 @@ class Telemetry(Spec):
     shadow: int = Field(100, ge=1)
     """Steps between comparisons of the gradient with that of the same batch without quantisation."""
     log: int = Field(10, ge=1)
-    """Steps between records of the training loss, which is the mean over them."""
+    """Steps between records of the training loss `train/loss`, which is the mean over them."""
     checkpoint: float = Field(60.0, ge=0)
     """Least seconds between checkpoints, which take 5 % of the time at most; 0: after every step."""
     keep_weights: bool = False
     """True to keep the weights after the last step, unless the run diverged."""
+
+
+RECENT = 10
+"""Steps whose mean loss is `train/recent_loss`."""
 
 
 class Meter:
@@ -88,12 +92,17 @@ class Meter:
     means of ten would look like a spike. Measured steps are slower, since telemetry works inside them, so
     rates count only the other steps. In an interval without other steps, rates count the measured ones.
 
+    The length of an interval depends on telemetry and on the guard, so no mean over one is a result of the
+    trial. That is the mean loss of the last `RECENT` steps, whichever intervals they are in.
+
     Args:
         tokens_per_step: tokens (or image patches) that one optimizer step processes.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
         self.tokens_per_step = tokens_per_step
+        self.recent: list[float] = []
+        """Losses of the last `RECENT` steps, across intervals."""
         self.reset()
 
     def reset(self) -> None:
@@ -102,8 +111,6 @@ class Meter:
         self.norms: list[float] = []
         self.seconds = 0.0
         self.unmeasured, self.unmeasured_seconds = 0, 0.0
-        self.recorded = 0
-        """Number of the interval's losses up to its last record of a measured step."""
 
     def add(self, loss: float, norm: float, seconds: float, measured: bool = False) -> None:
         """Add a step.
@@ -115,6 +122,7 @@ class Meter:
             measured: True if telemetry worked inside the step.
         """
         self.losses.append(loss)
+        self.recent = [*self.recent, loss][-RECENT:]
         self.norms.append(norm)
         self.seconds += seconds
         if not measured:
@@ -130,11 +138,11 @@ class Meter:
         """Return the state from which a later attempt continues within an interval."""
         return {
             "losses": self.losses,
+            "recent": self.recent,
             "norms": self.norms,
             "seconds": self.seconds,
             "unmeasured": self.unmeasured,
             "unmeasured_seconds": self.unmeasured_seconds,
-            "recorded": self.recorded,
         }
 
     def restore(self, state: MeterState) -> None:
@@ -147,25 +155,24 @@ class Meter:
         Args:
             step: number of optimizer steps done.
         """
-        self.recorded = len(self.losses)
         return {"grad/norm": self.norms[-1], "tokens": float(step * self.tokens_per_step)}
 
-    def metrics(self, step: int, last: bool = False) -> dict[str, float]:
+    def result(self) -> dict[str, float]:
+        """Return the mean loss of the last `RECENT` steps, or of all if there are fewer."""
+        return {"train/recent_loss": _mean(self.recent)}
+
+    def metrics(self, step: int) -> dict[str, float]:
         """Return means over the interval, counts of its non-finite values, and its throughput.
 
         Args:
             step: number of optimizer steps done.
-            last: True for the last record of a run. Its train/loss is the mean since the previous record of
-                any kind: it is a result of the trial, and earlier versions, in which a measured step ended an
-                interval, computed it so.
         """
-        losses = self.losses[self.recorded if last and self.recorded < len(self.losses) else 0 :]
         mixed = self.unmeasured == 0
         count, seconds = (
             (len(self.losses), self.seconds) if mixed else (self.unmeasured, self.unmeasured_seconds)
         )
         return {
-            "train/loss": math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan,
+            "train/loss": _mean(self.losses),
             "grad/norm": self.norms[-1],
             "nan/loss": float(sum(not math.isfinite(x) for x in self.losses)),
             "nan/grad": float(sum(not math.isfinite(x) for x in self.norms)),
@@ -173,6 +180,11 @@ class Meter:
             "throughput/step_ms": 1000 * seconds / count,
             "throughput/tokens_per_s": count * self.tokens_per_step / seconds,
         }
+
+
+def _mean(losses: list[float]) -> float:
+    """Return the mean of losses; NaN if one is not finite."""
+    return math.fsum(losses) / len(losses) if all(map(math.isfinite, losses)) else math.nan
 
 
 class Twin(NamedTuple):
@@ -374,8 +386,10 @@ class Loop:
         finite = self.meter.finite
         closes = evaluates or diverges or self.over or done % self.telemetry.log == 0
         if metrics or closes:
-            metrics |= self.meter.metrics(done, self.over) if closes else self.meter.latest(done)
+            metrics |= self.meter.metrics(done) if closes else self.meter.latest(done)
             metrics |= of_machine(self.device) | self._seen(done) | self.watch.metrics()
+        if evaluates or self.over:
+            metrics |= self.meter.result()
         if closes:
             self.meter.reset()
         if evaluates:

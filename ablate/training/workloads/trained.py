@@ -47,6 +47,7 @@ class Trained(Training):
 
     UNITS: ClassVar[dict[str, str]] = {
         "train/loss": "nats",
+        "train/recent_loss": "nats",
         "val/loss": "nats",
         "val/loss_bf16": "nats",
         "val/kl": "nats",

@@ -1,0 +1,99 @@
+"""Check the metrics of an experiment: a trial's last value must be a result of the trial.
+
+A trial is identified by its model, data, recipe and seed. Telemetry is no part of that, since it changes no
+bit of the training. So a value that depends on when telemetry measured cannot be compared over trials: two of
+them may have measured at different steps. Such metrics are records of a run, and refused here by name.
+"""
+
+from pydantic import ValidationError
+
+from ablate.errors import nearest
+from ablate.experiment.arms import StartingPoint, reason
+from ablate.experiment.schema import ExperimentFile, Metric
+from ablate.experiment.search_space import refuse_twins
+from ablate.experiment.yaml_document import Document
+from ablate.files import Json
+from ablate.training.hyperparameters import OF_TELEMETRY
+from ablate.training.metric_names import parse, target_of
+from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.python import Python
+from ablate.training.workloads.trained import Trained
+
+_MEASURED = frozenset({"quant", "weights"})
+"""Families that telemetry measures inside a few steps of a run."""
+_OF_GRADIENT = frozenset({"grad/cosine_to_bf16", "grad/noise_ratio"})
+
+
+def metrics_in(file: ExperimentFile, base: StartingPoint | None, document: Document) -> tuple[Metric, ...]:
+    """Return the file's metrics, one or a list. Note those that the workload does not measure.
+
+    Args:
+        file: experiment file.
+        base: its workload and recipe; None if they could not be read.
+        document: document that problems are noted in.
+    """
+    if not isinstance(file.metric, list):
+        return (_metric(file.metric, ("metric",), base, document),)
+    if not file.metric:
+        document.problem(
+            ("metric",), "is an empty list; name at least one metric, by which arms are compared", file.metric
+        )
+    metrics = tuple(
+        _metric(value, ("metric", index), base, document) for index, value in enumerate(file.metric)
+    )
+    refuse_twins(("metric",), [metric.name for metric in metrics], document)
+    return metrics or (Metric(),)
+
+
+def _metric(
+    value: Json, path: tuple[str | int, ...], base: StartingPoint | None, document: Document
+) -> Metric:
+    try:
+        metric = Metric.model_validate(value)
+    except ValidationError as error:
+        for problem in error.errors():
+            document.problem((*path, *problem["loc"]), reason(problem, Metric), problem["input"])
+        return Metric()
+    refuse_metric(metric.name, (*path, "name"), base, document)
+    return metric
+
+
+def refuse_metric(
+    name: str, path: tuple[str | int, ...], base: StartingPoint | None, document: Document
+) -> None:
+    """Note a metric that is no result of the workload's trials.
+
+    Args:
+        name: name of the metric.
+        path: its place in the document.
+        base: the experiment's workload and recipe; None if they could not be read.
+        document: document that problems are noted in.
+    """
+    if target_of(name) is not None:
+        if path == ("metric", "name") or path[:2] == ("metric", 0) or path[0] != "metric":
+            document.problem(
+                path, "is computed from the curve of val/loss: list it after a main metric", name
+            )
+        return
+    if base is None:
+        return
+    metrics = WORKLOADS[base.workload].METRICS
+    if isinstance(base.config, Trained):
+        metrics = (metrics or frozenset()) | base.config.of_readings
+    if name in (metrics or ()):
+        return
+    if why := _telemetry(name, base):
+        document.problem(path, why, name)
+    elif metrics is not None:
+        document.problem(path, f"no such metric of {base.workload}; {nearest(name, sorted(metrics))}", name)
+
+
+def _telemetry(name: str, base: StartingPoint) -> str:
+    """Return the reason why a metric depends on telemetry; empty if it does not."""
+    if isinstance(base.config, Trained) and name in OF_TELEMETRY:
+        return OF_TELEMETRY[name]
+    if not isinstance(base.config, Trained | Python):  # a command logs what it wants, when it wants
+        return ""
+    if parse(name).family in _MEASURED or name in _OF_GRADIENT:
+        return "is measured at the steps that telemetry sets, so it is no result of a trial; reports draw it"
+    return ""
