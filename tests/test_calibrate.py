@@ -7,9 +7,12 @@ import numpy as np
 import pytest
 from support.commands import here
 from support.experiments import content, ledger, problems, sweep, tiny, write
+from support.made_up import member
 
 from ablate.experiment.load import load
+from ablate.experiment.schema import Metric
 from ablate.experiment.yaml_document import parse, with_values
+from ablate.results.ledger import Ledger
 from ablate.results.summary import metrics_of, steps_to, summaries
 
 TEXT = """\
@@ -114,6 +117,30 @@ def test_arms_are_compared_by_the_steps_that_they_need(tmp_path):
         trials = {member.seed: member.trial for member in book.members() if member.name == arm.name}
         for seed, value in arm.values.items():
             assert value == steps_to(book.series(trials[seed], "val/loss"), 3.9)
+    book.close()
+
+
+@pytest.mark.parametrize("slow", ["arm", "baseline"])
+def test_arms_with_seeds_that_never_reach_the_target_have_no_gap(slow, tmp_path):
+    """The slow arm truly takes 40 steps more; its seeds that reach the target within the run say about 20."""
+    draws = np.random.default_rng(1)
+    book = Ledger(tmp_path / "book" / "ledger.db")
+    book.describe(metric='{"name": "val/loss"}')
+    base = book.add_arm("bf16", {}, None, None)
+    arms = {"baseline": base, "arm": book.add_arm("nvfp4", {}, base, None)}
+    for role, arm in arms.items():
+        for seed in range(9):
+            reached = draws.uniform(40, 90) + 40 * (role == slow)
+            curve = [(step, {"val/loss": 3.0 - (step >= reached)}) for step in range(10, 101, 10)]
+            member(book, arm, seed, curve)
+    metric = Metric(name="steps_to/2.0")
+    by_role = dict(zip(arms, summaries(book, metric), strict=True))
+    assert {role: bool(one.values) for role, one in by_role.items()} == {role: role != slow for role in arms}
+    lost, arm = len(by_role[slow].censored), by_role["arm"]
+    assert 0 < lost < 9
+    assert (arm.gap.pairs, arm.verdict.kind, arm.verdict.reason) == (0, "unjudged", "censored")
+    assert arm.verdict.count == lost
+    assert not arm.unmeasured
     book.close()
 
 

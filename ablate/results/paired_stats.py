@@ -248,6 +248,7 @@ Reason = Literal[
     "few_values",
     "equal_counts",
     "nothing_learned",
+    "censored",
     "baseline",
     "refused",
     "pruned",

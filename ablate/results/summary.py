@@ -59,6 +59,9 @@ class ArmSummary:
     """Seeds that were not run to the end, or failed."""
     pruned: tuple[int, ...] = ()
     """Seeds that the pruner stopped. They are not run again."""
+    censored: tuple[int, ...] = ()
+    """Finished seeds that never reach the target of a metric `steps_to`. The arm then has no values: a mean
+    over the seeds that reach it would be of the fastest alone."""
     reason: str = ""
     """Reason why a refused arm cannot be run; empty if its ledger has none."""
     context_free: float | None = None
@@ -100,7 +103,8 @@ class ArmSummary:
     @property
     def unmeasured(self) -> int:
         """Number of seeds that are done without a finite value of the metric."""
-        return self.seeds - len(self.values) - len(self.diverged) - len(self.missing) - len(self.pruned)
+        without = (self.values, self.diverged, self.missing, self.pruned)
+        return 0 if self.censored else self.seeds - sum(map(len, without))
 
     @property
     def is_baseline(self) -> bool:
@@ -314,7 +318,11 @@ def _judged(
     verdicts = judge_learned(
         list(compared.values()), metric, plan, unseen, [by_name[name].view for name in compared]
     )
-    return dict(zip(compared, verdicts, strict=True))
+    return {
+        name: replace(verdict, reason="censored", count=lost) if lost else verdict
+        for (name, (_, _, pair)), verdict in zip(compared.items(), verdicts, strict=True)
+        for lost in [len({seed for arm in pair for seed in arm.censored})]
+    }
 
 
 def _qualified(arm: ArmSummary, verdict: Verdict) -> Verdict:
@@ -434,11 +442,21 @@ def steps_to(losses: Mapping[int, float], target: float) -> float:
 
 
 def _values(members: list[Member], lasts: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
-    """Return the last finite values of a metric by seed, of finished runs."""
+    """Return the last finite values of a metric by seed, of finished runs; none if a seed is censored."""
+    if _censored(members, lasts, name):
+        return {}
     values = {
         member.seed: lasts[member.trial].get(name, math.nan) for member in members if member.status == "done"
     }
     return {seed: value for seed, value in values.items() if math.isfinite(value)}
+
+
+def _censored(members: list[Member], lasts: Mapping[int, Mapping[str, float]], name: str) -> tuple[int, ...]:
+    """Return the finished seeds that never reach the target of a metric `steps_to`; none by other metrics."""
+    if target_of(name) is None:
+        return ()
+    done = (member for member in members if member.status == "done")
+    return tuple(member.seed for member in done if math.isnan(lasts[member.trial].get(name, math.nan)))
 
 
 def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSummary:
@@ -477,6 +495,7 @@ def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSumm
             member.seed for member in members if member.status not in ("done", "diverged", "pruned")
         ),
         pruned=pruned,
+        censored=_censored(members, lasts, readings.metric.name),
         reason=arm.reason or "",
         readings=readings_of(
             ((member.seed, lasts[member.trial]) for member in members if member.status == "done"),

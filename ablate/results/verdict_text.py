@@ -20,6 +20,7 @@ REASONS: Mapping[str, str] = {
     "few_values": f"too few distinct differences: {{count}} (a verdict needs {FEWEST_DISTINCT})",
     "equal_counts": "equal counts on {count} seeds",
     "nothing_learned": "no answer: nothing was learned",
+    "censored": "the target is not reached on {count} seeds of the pair, so there is no gap",
     "baseline": "baseline",
     "refused": "refused",
     "pruned": "pruned",
