@@ -2,7 +2,10 @@
 
 import json
 import math
+import shutil
+import sqlite3
 from collections import Counter
+from contextlib import closing
 
 import pytest
 from support.books import ALIKE, BASE, LOOSE, SPEC, WORSE, add, noisy, whole_grid
@@ -12,6 +15,7 @@ from ablate.cli.live_view import summary_table
 from ablate.experiment.schema import Metric, Published
 from ablate.results.answer import Answer
 from ablate.results.figures import forest
+from ablate.results.gate import checks
 from ablate.results.ledger import Ledger
 from ablate.results.markdown_summary import summary_markdown
 from ablate.results.next_runs import undecided
@@ -19,6 +23,7 @@ from ablate.results.published import replications
 from ablate.results.summary import UNLEARNED, gap, summaries
 from ablate.results.trial_store import Store
 from ablate.results.verdict_text import REASONS, needed_text
+from ablate.training.workloads import context_free
 
 
 @pytest.fixture
@@ -260,6 +265,28 @@ def test_an_unrelated_arm_that_learned_gives_no_verdict_to_two_that_did_not(book
     ]
     assert [line.verdict.reason for line in replications(book, figures)] == ["nothing_learned"] * 2
     assert "bad is not judged against bf16" in Answer(book).verdict()
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_without_the_files_of_trials_a_model_that_learned_nothing_has_not_learned(recorded, tmp_path):
+    """The figure that the check needs is in the ledger; a ledger of an earlier version says that it is unknown."""
+    sweep(tiny(tmp_path, shape={"steps": 2}), tmp_path / "runs")
+    with closing(ledger(tmp_path / "runs")) as book:
+        store = Store(tmp_path / "runs")
+        floors = {m.trial: context_free(store.result(m.id)) for m in book.members()}
+        assert book.context_free() == floors
+        assert all(floors.values())
+    statement = "UPDATE context_free SET loss = 0.1" if recorded else "DROP TABLE context_free"
+    with closing(sqlite3.connect(tmp_path / "runs" / "sweeps" / "tiny" / "ledger.db")) as db, db:
+        db.execute(statement)
+    shutil.rmtree(tmp_path / "runs" / "trials")
+    with closing(ledger(tmp_path / "runs")) as book:
+        arms = summaries(book)
+        check = next(check for check in checks(book, arms) if "learned" in check.text)
+    assert (check.kind, "unknown" in check.text) == (("failed", False) if recorded else ("warning", True))
+    assert all(arm.floor_unknown != recorded for arm in arms)
+    if recorded:
+        assert {arm.verdict.reason for arm in arms if arm.gap} == {"nothing_learned"}
 
 
 def test_an_arm_that_alone_learned_nothing_keeps_its_verdict_and_is_marked(book):

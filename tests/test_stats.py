@@ -453,6 +453,12 @@ WORDS = {
         ["no answer: nothing was learned"],
         "no answer: nothing was learned",
     ),
+    "not reached": (
+        Verdict("unjudged", "censored", count=2),
+        "not judged",
+        ["the target is not reached on 2 seeds of the pair, so there is no gap"],
+        "the target is not reached on 2 seeds of the pair, so there is no gap",
+    ),
     "a baseline": (Verdict("unjudged", "baseline"), "baseline", [], "baseline"),
     "refused": (Verdict("unjudged", "refused"), "refused", [], "refused"),
     "pruned": (Verdict("unjudged", "pruned"), "pruned", [], "pruned"),

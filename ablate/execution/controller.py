@@ -40,6 +40,7 @@ from ablate.files import Json, full
 from ablate.results.ledger import Ledger
 from ablate.results.trial_store import Store
 from ablate.training.metric_names import ENDINGS, is_added
+from ablate.training.workloads import context_free
 from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
@@ -465,6 +466,8 @@ class Controller:
             self._pace.learn(
                 running.work.load, result["seconds"] * running.steps / (running.steps - running.begun)
             )
+        if outcome == "done":
+            self.scheduler.ledger.note_context_free(running.trial, context_free(result))
         self.scheduler.settle(running.trial, outcome, reason, result["seconds"])
         self.projections.settled(running.trial)
         if outcome == "done":

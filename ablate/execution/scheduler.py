@@ -38,6 +38,7 @@ from ablate.results.ledger_rows import FINISHED, Member
 from ablate.results.trial_store import Store
 from ablate.results.verify import doubted
 from ablate.training.data.facts import KINDS, facts
+from ablate.training.workloads import context_free
 
 
 class Scheduler:
@@ -351,6 +352,8 @@ class Scheduler:
                         f"trial {trial_id}: its records in the ledger were damaged; read again from {folder}"
                     )
             self.ledger.files_seen(trial_id, signature)
+        if result["status"] == "done":
+            self.ledger.note_context_free(trial, context_free(result))
         if (row.status, row.reason, row.seconds) != (result["status"], result["reason"], result["seconds"]):
             reused = row.reused if finished else True
             self.settle(trial, result["status"], result["reason"], result["seconds"], reused)

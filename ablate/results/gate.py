@@ -85,6 +85,10 @@ def _one_product(ledger: Ledger) -> Check | None:
 
 def _learned(arms: Sequence[ArmSummary]) -> Check | None:
     measured = [arm for arm in arms if arm.context_free is not None and not math.isnan(arm.loss)]
+    unknown = sum(arm.floor_unknown for arm in arms)
+    if unknown:
+        what = "the loss of a model that ignores its input is in neither the ledger nor a result.json"
+        return Check("warning", f"unknown whether {counted(unknown, 'arm')} learned anything: {what}")
     if not measured:
         return None
     best = min(measured, key=lambda arm: arm.loss)

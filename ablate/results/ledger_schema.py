@@ -27,6 +27,7 @@ CREATE TABLE IF NOT EXISTS records (
     PRIMARY KEY (trial, name, step)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS events (
     trial INTEGER, step INTEGER, text TEXT, PRIMARY KEY (trial, step, text)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS context_free (trial INTEGER PRIMARY KEY, loss REAL);
 INSERT OR IGNORE INTO sweep VALUES ('edition', lower(hex(randomblob(16))));
 CREATE TABLE IF NOT EXISTS compared (id TEXT PRIMARY KEY, signature TEXT NOT NULL) WITHOUT ROWID;
 """

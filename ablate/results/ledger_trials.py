@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from ablate.results import ledger_seals
 from ablate.results.ledger_file import LedgerFile
 from ablate.results.ledger_rows import FINISHED, TRIAL_COLUMNS, TrialRow
+from ablate.results.ledger_schema import has_table
 from ablate.results.trial_store import Event
 
 
@@ -81,6 +82,21 @@ class TrialStates(LedgerFile):
         )
         if status not in FINISHED:
             self.db.execute("UPDATE members SET closed = 0 WHERE trial = ?", (trial,))
+
+    def note_context_free(self, trial: int, loss: float | None) -> None:
+        """Record the loss of a model that ignores its input, so that no reader needs the trial's files.
+
+        Args:
+            trial: Number of the trial.
+            loss: The loss on the trial's validation data; None: its workload reports none.
+        """
+        self.db.execute("INSERT OR REPLACE INTO context_free VALUES (?, ?)", (trial, loss))
+
+    def context_free(self) -> dict[int, float | None]:
+        """Return what `note_context_free` recorded, by number of the trial."""
+        if not has_table(self.db, "context_free"):
+            return {}
+        return dict(self.db.execute("SELECT trial, loss FROM context_free").fetchall())
 
     def requeue(self, now: float) -> int:
         """Make trials pending again that failed, were stopped, or whose controller died; return their

@@ -19,7 +19,7 @@ from ablate.results.ledger_rows import OVER, ArmRow, Member
 from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
 from ablate.results.trial_store import Store
 from ablate.training.metric_names import FIRST_NONFINITE, parse, reading, target_of
-from ablate.training.workloads import context_free
+from ablate.training.workloads import context_free, reports_context_free
 
 LOSS = "val/loss"
 _SQNR = "sqnr_db"
@@ -67,6 +67,8 @@ class ArmSummary:
     context_free: float | None = None
     """Loss of a model that ignores its input, if the workload reports one and the metric is of validation or
     training."""
+    floor_unknown: bool = False
+    """True if the workload reports that loss, and neither the ledger nor a result has it."""
     loss: float = math.nan
     """Mean val/loss over the seeds that have it."""
     readings: Readings | None = None
@@ -290,18 +292,29 @@ def judge_learned(
     ]
 
 
-def _context_free(store: Store, members: Iterable[Member], noted: Mapping[str, float]) -> float | None:
-    """Return the loss of a model that ignores its input.
+@dataclass(frozen=True)
+class _Floors:
+    """Sources of the loss of a model that ignores its input, in the order in which they are asked."""
 
-    It comes from the result of the arm's first finished run, or from the loss that `noted` has by arm.
-    """
-    first = next((member for member in members if member.status == "done"), None)
-    if first is None:
-        return None
-    loss = None
-    with suppress(Damaged):  # `status --verify` reports it
-        loss = context_free(store.result(first.id))
-    return noted.get(first.name) if loss is None else loss
+    recorded: Mapping[int, float | None]
+    """The ledger's, by number of the trial."""
+    store: Store
+    """Results of the trials, for ledgers of earlier versions."""
+    by_arm: Mapping[str, float]
+    """Those that MLflow had, by name of the arm."""
+
+    def of(self, members: Iterable[Member]) -> tuple[float | None, bool]:
+        """Return the loss for an arm's first finished run, and True if it should be known and is not."""
+        first = next((member for member in members if member.status == "done"), None)
+        if first is None:
+            return None, False
+        if first.trial in self.recorded:
+            return self.recorded[first.trial], False
+        result = None
+        with suppress(Damaged):  # `status --verify` reports it
+            result = self.store.result(first.id)
+        loss = self.by_arm.get(first.name) if result is None else context_free(result)
+        return loss, result is None and loss is None and reports_context_free(first.spec)
 
 
 def _judged(
@@ -414,10 +427,15 @@ def _with_references(
     training."""
     if not parse(metric.name).of_data:
         return arms
-    store, noted = Store(ledger.path.absolute().parents[2]), json.loads(ledger.fact("context_free") or "{}")
+    floors = _Floors(
+        ledger.context_free(),
+        Store(ledger.path.absolute().parents[2]),
+        json.loads(ledger.fact("context_free") or "{}"),
+    )
+    found = [floors.of(group) for group in members.values()]
     return [
-        replace(arm, context_free=_context_free(store, group, noted))
-        for arm, group in zip(arms, members.values(), strict=True)
+        replace(arm, context_free=loss, floor_unknown=unknown)
+        for arm, (loss, unknown) in zip(arms, found, strict=True)
     ]
 
 
