@@ -11,8 +11,8 @@ from support.books import add
 
 from ablate.results.answer import Answer
 from ablate.results.attribution import extra_tokens, front, grid, interactions, main_effects, shares
-from ablate.results.doses import doses, sentence
-from ablate.results.intervals import Interval
+from ablate.results.doses import doses, sentence, share_closed
+from ablate.results.intervals import SINGLE_LOOK, Interval
 from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Verdict, paired_difference
 from ablate.results.summary import ArmSummary
@@ -174,13 +174,13 @@ def test_doses_are_in_order_with_the_share_of_the_gap_that_each_closes(tmp_path)
     cooled(book, {0.2: 0.02, 0: 0.1, 0.1: 0.06})
     found = found_doses(book)
     assert [dose.value for dose in found] == [0, 0.1, 0.2]
-    assert [dose.closed for dose in found] == [
+    assert [dose.closed and dose.closed.value for dose in found] == [
         None,
         pytest.approx(0.4, abs=0.03),
         pytest.approx(0.8, abs=0.03),
     ]
     assert found[2].change.mean == pytest.approx(found[2].gap.mean - found[0].gap.mean)
-    assert sentence("cooldown", found).startswith("cooldown 0.2 closes 80 % of the gap of cooldown 0")
+    assert sentence("cooldown", found).startswith("cooldown 0.2 closes 80 % (95 % interval 79 to 80 %) of")
     book.close()
 
 
@@ -188,8 +188,8 @@ def test_doses_are_in_order_with_the_share_of_the_gap_that_each_closes(tmp_path)
     ("gaps", "said"),
     [
         ({0: 0.0, 0.1: 0.05, 0.2: 0.1}, "is not told from zero, so that no share"),
-        ({0: 0.1, 0.1: 0.2, 0.2: 0.15}, "widens 50 % of the gap of cooldown 0, not steadily"),
-        ({0: 0.1, 0.1: 0.1, 0.2: 0.1}, "that change is not told from zero"),
+        ({0: 0.1, 0.1: 0.2, 0.2: 0.15}, " %) of the gap of cooldown 0, not steadily"),
+        ({0: 0.1, 0.1: 0.1, 0.2: 0.1}, "which is not told from zero"),
     ],
 )
 def test_a_dose_says_what_it_cannot(gaps, said, tmp_path):
@@ -198,6 +198,24 @@ def test_a_dose_says_what_it_cannot(gaps, said, tmp_path):
     cooled(book, gaps, noise=1e-4)
     assert said in sentence("cooldown", found_doses(book))
     book.close()
+
+
+@pytest.mark.parametrize(("gap", "pairs"), [(2.0, 5), (4.0, 5), (2.0, 8)])
+def test_the_interval_of_a_share_covers_the_true_share(gap, pairs):
+    """Gaps of 2 and 4 deviations, of which 48 % are truly closed, with errors that correlate by .5.
+
+    Given only where the first gap is told from zero, so a little below 95 %.
+    """
+    draws = np.random.default_rng(pairs)
+    shared, first, dose = draws.normal(size=(3, 4000, pairs)) * math.sqrt(0.5)
+    a, b = gap + first + shared, 0.52 * gap + dose + shared
+    shares = [
+        share_closed(*(dict(enumerate(row)) for row in rows), SINGLE_LOOK) for rows in zip(a, b, strict=True)
+    ]
+    given = [share for share in shares if share]
+    assert len(given) > 0.9 * len(shares)
+    assert np.mean([share.low <= 0.48 <= share.high for share in given]) == pytest.approx(0.95, abs=0.015)
+    assert all(share.low <= share.value <= share.high for share in given)
 
 
 def test_two_values_or_names_are_no_doses(tmp_path):
