@@ -10,7 +10,8 @@ growth of the damage per step, and those of each part of the validation data. Fr
 the evaluation, which is added to that of the seeds, and verdicts that name no winner:
 
     depends on the horizon     resolved with opposite signs at two horizons, or the damage per step grows
-    depends on the position    resolved with opposite signs at two positions
+    depends on the position    resolved with opposite signs at two positions, or a winner that the spread
+                               over positions may have made
     this design cannot tell    equivalence, without a known-bad arm that the same design resolves
 
 Seeds are the only replicates: values are means over positions within a seed before anything is compared.
@@ -23,6 +24,7 @@ from functools import partial
 from typing import NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
+from scipy import special
 
 from ablate.experiment.schema import START, Design
 from ablate.results.intervals import ALPHA
@@ -282,6 +284,8 @@ def qualified(verdict: Verdict, view: Views | None, sees: bool) -> Verdict:
         return replace(verdict, kind="unjudged", reason="windows", planned=None)
     if _opposed(view.positions):
         return replace(verdict, kind="unjudged", reason="position", planned=None)
+    if verdict.kind in ("better", "worse") and not _stands(view.positions):
+        return replace(verdict, kind="unjudged", reason="position", planned=None)
     if _opposed(view.horizons) or (verdict.kind in ("better", "worse") and _grows(view)):
         return replace(verdict, kind="unjudged", reason="horizon", planned=None)
     if verdict.kind == "equivalent" and not sees:
@@ -296,6 +300,29 @@ def _opposed(differences: Mapping[int, Difference]) -> bool:
     """
     alpha = ALPHA / len(differences)
     return len({math.copysign(1, each.mean) for each in differences.values() if p_value(each) < alpha}) == 2
+
+
+def _stands(positions: Mapping[int, Difference]) -> bool:
+    """Return True if a resolved effect cannot come from the choice of the positions.
+
+    True if it is resolved with one sign at every position, or if its mean is resolved as one over positions
+    that are drawn: the variance of the mean then has that between positions in it, with Satterthwaite's
+    degrees of freedom. A single position says nothing about others: True.
+    """
+    each = list(positions.values())
+    if len(each) < 2 or len({one.pairs for one in each}) > 1 or each[0].pairs < 2:
+        return True
+    if all(p_value(one) < ALPHA for one in each) and len({one.mean > 0 for one in each}) == 1:
+        return True
+    table = np.array([one.values for one in each])
+    count, seeds = table.shape
+    of_positions = float(np.var(table.mean(axis=1), ddof=1)) / count  # with noise of seeds: an upper bound
+    of_seeds = float(np.var(table.mean(axis=0), ddof=1)) / seeds
+    total = of_seeds + of_positions
+    if not total > 0:
+        return True
+    free = total**2 / (of_seeds**2 / (seeds - 1) + of_positions**2 / (count - 1))
+    return 2 * float(special.stdtr(free, -abs(table.mean()) / math.sqrt(total))) < ALPHA
 
 
 def _grows(view: Views) -> bool:

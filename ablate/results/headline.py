@@ -293,6 +293,8 @@ def headline_of(sweep: Comparisons) -> Headline:
         sweep: its comparisons.
     """
     lead, text, verdicts = _answer(sweep)
+    if sweep.forked and any(verdict.decided for verdict in verdicts):
+        text += f" {_at_positions(sweep.arms)}"
     found = tuple(checks(sweep.ledger, sweep.arms))
     valid = not any(check.kind == "failed" for check in found)
     search = bool(sweep.ledger.fact("search"))
@@ -343,6 +345,15 @@ def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
         lead, _, text = text.partition(": ")
         lead += ":"
     return lead, text, [verdict for _, verdict in statements]
+
+
+def _at_positions(arms: Sequence[ArmSummary]) -> str:
+    """Return the sentence that limits an answer to the positions of the windows, which no seed changes."""
+    cells = (arm.readings for arm in arms if arm.readings and arm.readings.cells)
+    steps = next((readings.positions for readings in cells), [])
+    if len(steps) < 2:
+        return f"This holds for windows from step {steps[0] if steps else 0}; other positions may differ."
+    return f"This holds for windows from steps {', '.join(map(str, steps))}."
 
 
 def _in_windows(lead: str, verdict: Verdict) -> str:
