@@ -10,6 +10,7 @@ from contextlib import closing
 import pytest
 from support.books import ALIKE, BASE, LOOSE, SPEC, WORSE, add, noisy, whole_grid
 from support.experiments import ledger, sweep, tiny
+from support.made_up import member as finish
 
 from ablate.cli.live_view import summary_table
 from ablate.experiment.schema import Metric, Published
@@ -265,6 +266,27 @@ def test_an_unrelated_arm_that_learned_gives_no_verdict_to_two_that_did_not(book
     ]
     assert [line.verdict.reason for line in replications(book, figures)] == ["nothing_learned"] * 2
     assert "bad is not judged against bf16" in Answer(book).verdict()
+
+
+@pytest.mark.parametrize(("short", "allowed"), [(None, False), (50, False), (50, True), (100, False)])
+def test_runs_that_end_early_are_named_and_unequal_ones_have_no_verdict(short, allowed, book):
+    """The arm of 50 steps is better by what it computed, and worse by its last loss: the baseline has 100."""
+    metric = {"name": "val/loss", "min_effect": 0.01, "any_length": allowed}
+    book.describe(metric=json.dumps(metric))
+    spec = json.dumps({"workload": {"python": {"steps": 200 if short == 100 else 100}}})
+    base = book.add_arm("bf16", {}, None, None)
+    arm = book.add_arm("nvfp4", {}, base, None)
+    for seed in range(4):
+        for number, last in ((base, 100), (arm, short or 100)):
+            loss = 3.0 + 0.01 * seed + (0.1 + 0.001 * seed) * (number == arm)
+            finish(book, number, seed, [(1, {"val/loss": 4.0}), (last, {"val/loss": loss})], spec=spec)
+    verdict = summaries(book)[1].verdict
+    unequal = short == 50 and not allowed
+    assert (verdict.kind, verdict.reason) == (("unjudged", "length") if unequal else ("worse", None))
+    named = [check.text for check in checks(book, summaries(book)) if "ended early" in check.text]
+    assert len(named) == bool(short)
+    assert all(f"{4 if short == 50 else 8} of 8 runs" in text for text in named)
+    assert gap(book, arm)[1].kind == verdict.kind
 
 
 @pytest.mark.parametrize("recorded", [True, False])

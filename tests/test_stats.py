@@ -459,6 +459,12 @@ WORDS = {
         ["the target is not reached on 2 seeds of the pair, so there is no gap"],
         "the target is not reached on 2 seeds of the pair, so there is no gap",
     ),
+    "not as long": (
+        Verdict("unjudged", "length", count=2),
+        "not judged",
+        ["runs of unequal length on 2 seeds: no verdict without metric.any_length"],
+        "runs of unequal length on 2 seeds: no verdict without metric.any_length",
+    ),
     "a baseline": (Verdict("unjudged", "baseline"), "baseline", [], "baseline"),
     "refused": (Verdict("unjudged", "refused"), "refused", [], "refused"),
     "pruned": (Verdict("unjudged", "pruned"), "pruned", [], "pruned"),

@@ -110,6 +110,9 @@ class Metric(Spec):
     """Smallest difference that matters, in the metric's unit, or as a share of the baseline's mean:
     `0.1%`."""
 
+    any_length: bool = False
+    """True to compare runs of your own code that ended at unequal steps; false: such arms have no verdict."""
+
     def margin(self, level: float) -> float | None:
         """Return `min_effect` in the metric's unit for a baseline with mean `level`; None if it is not given,
         or there is no baseline."""

@@ -34,7 +34,7 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
         arms: its arms, by the main metric.
     """
     found = [_finished(arms), _finite(ledger, arms), _learned(arms), _twin(arms), _bad(arms)]
-    found += [_one_product(ledger), *_spread(arms)]
+    found += [_ended_early(arms), _one_product(ledger), *_spread(arms)]
     return [check for check in found if check]
 
 
@@ -45,6 +45,20 @@ def _finished(arms: Sequence[ArmSummary]) -> Check:
         return Check("failed", f"none of {counted(total, 'run')} has finished")
     text = f"{total - missing} of {counted(total, 'run')} finished"
     return Check("warning" if missing else "passed", text)
+
+
+def _ended_early(arms: Sequence[ArmSummary]) -> Check | None:
+    """Return the warning that runs of the user's own code ended before the steps that the file names."""
+    ends = [(last, steps, arm.name) for arm in arms for last, steps in arm.early.values()]
+    if not ends:
+        return None
+    last, steps, name = min(ends)
+    total = sum(len(arm.early) for arm in arms) + sum(
+        arm.seeds - len(arm.early) - len(arm.missing) - len(arm.diverged) for arm in arms
+    )
+    uneven = [arm.name for arm in arms if arm.uneven]
+    words = f"{len(ends)} of {counted(total, 'run')} ended early, {name} at step {last} of {steps}"
+    return Check("warning", words + (f"; no verdict on {', '.join(uneven[:3])}" if uneven else ""))
 
 
 def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:

@@ -139,6 +139,13 @@ class RecordQueries(LedgerFile):
         )
         return {trial: rate for trial, rate in rows if rate is not None}
 
+    def last_step(self, trial: int) -> int:
+        """Return the step of a trial's last record; 0 without one."""
+        step: int | None = self.db.execute(
+            "SELECT max(step) FROM records WHERE trial = ?", (trial,)
+        ).fetchone()[0]
+        return step or 0
+
     def largest(self, metric: str) -> dict[int, float]:
         """Return the largest value of a metric for each wanted trial that recorded it, by its number."""
         records = f"FROM records JOIN names USING (name) WHERE trial IN ({WANTED}) AND text = ?"

@@ -249,6 +249,7 @@ Reason = Literal[
     "equal_counts",
     "nothing_learned",
     "censored",
+    "length",
     "baseline",
     "refused",
     "pruned",

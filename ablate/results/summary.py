@@ -5,7 +5,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
 
@@ -17,6 +17,7 @@ from ablate.results.intervals import ALPHA, Interval
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import OVER, ArmRow, Member
 from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
+from ablate.results.run_lengths import Lengths, lengths
 from ablate.results.trial_store import Store
 from ablate.training.metric_names import FIRST_NONFINITE, parse, reading, target_of
 from ablate.training.workloads import context_free, reports_context_free
@@ -67,6 +68,10 @@ class ArmSummary:
     context_free: float | None = None
     """Loss of a model that ignores its input, if the workload reports one and the metric is of validation or
     training."""
+    early: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Step of the last record and steps of the spec by seed, of finished runs that ended early."""
+    uneven: tuple[int, ...] = ()
+    """Seeds of those that ended before another arm's run. The arm has no values unless the file allows it."""
     floor_unknown: bool = False
     """True if the workload reports that loss, and neither the ledger nor a result has it."""
     loss: float = math.nan
@@ -106,7 +111,7 @@ class ArmSummary:
     def unmeasured(self) -> int:
         """Number of seeds that are done without a finite value of the metric."""
         without = (self.values, self.diverged, self.missing, self.pruned)
-        return 0 if self.censored else self.seeds - sum(map(len, without))
+        return 0 if self.censored or self.uneven else self.seeds - sum(map(len, without))
 
     @property
     def is_baseline(self) -> bool:
@@ -198,9 +203,10 @@ def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
     if target is not None:
         for trial, values_of in lasts.items():
             values_of[metric.name] = steps_to(ledger.series(trial, LOSS), target)
-    values = {number: _values(group, lasts, metric.name) for number, group in members.items()}
+    ends = lengths(ledger, itertools.chain.from_iterable(members.values()))
+    values = {number: _values(group, lasts, metric, ends) for number, group in members.items()}
     searches = bool(ledger.fact("search"))
-    readings = _Readings(arms, lasts, speeds, peaks, values, metric, interval_of(ledger), searches)
+    readings = _Readings(arms, lasts, speeds, peaks, values, metric, interval_of(ledger), searches, ends)
     without_references = [_summary(readings, number, members[number]) for number in arms]
     return _with_references(_in_windows(without_references, ledger, metric), ledger, members, metric)
 
@@ -256,6 +262,7 @@ class _Readings:
     interval: Interval
     searches: bool
     """True if the sweep is a search."""
+    ends: Lengths
 
 
 def nothing_learned(arms: Collection[ArmSummary]) -> bool:
@@ -332,10 +339,18 @@ def _judged(
         list(compared.values()), metric, plan, unseen, [by_name[name].view for name in compared]
     )
     return {
-        name: replace(verdict, reason="censored", count=lost) if lost else verdict
+        name: _withheld(pair) or verdict
         for (name, (_, _, pair)), verdict in zip(compared.items(), verdicts, strict=True)
-        for lost in [len({seed for arm in pair for seed in arm.censored})]
     }
+
+
+def _withheld(pair: Collection[ArmSummary]) -> Verdict | None:
+    """Return the verdict on two arms of which one has no values since its runs cannot be compared."""
+    censored = {seed for arm in pair for seed in arm.censored}
+    uneven = {seed for arm in pair for seed in arm.uneven}
+    if uneven:
+        return Verdict("unjudged", "length", count=len(uneven))
+    return Verdict("unjudged", "censored", count=len(censored)) if censored else None
 
 
 def _qualified(arm: ArmSummary, verdict: Verdict) -> Verdict:
@@ -408,8 +423,9 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
             m.trial: {name: ledger.last_value(m.trial, name) for name in names}
             for m in itertools.chain.from_iterable(groups.values())
         }
-        values = {number: _values(group, lasts, metric.name) for number, group in groups.items()}
-        readings = _Readings(rows, lasts, {}, {}, values, metric, interval_of(ledger), searches)
+        ends = lengths(ledger, itertools.chain.from_iterable(groups.values()))
+        values = {number: _values(group, lasts, metric, ends) for number, group in groups.items()}
+        readings = _Readings(rows, lasts, {}, {}, values, metric, interval_of(ledger), searches, ends)
         pair = [_summary(readings, number, group) for number, group in groups.items()]
         pair = _in_windows(pair, ledger, metric)
         summary, base, *_ = _with_references(pair, ledger, groups, metric)
@@ -459,12 +475,17 @@ def steps_to(losses: Mapping[int, float], target: float) -> float:
     return math.nan
 
 
-def _values(members: list[Member], lasts: Mapping[int, Mapping[str, float]], name: str) -> dict[int, float]:
-    """Return the last finite values of a metric by seed, of finished runs; none if a seed is censored."""
-    if _censored(members, lasts, name):
+def _values(
+    members: list[Member], lasts: Mapping[int, Mapping[str, float]], metric: Metric, ends: Lengths
+) -> dict[int, float]:
+    """Return the last finite values of a metric by seed, of finished runs; none if a seed is censored, or
+    ended before the runs that it is compared with."""
+    if _censored(members, lasts, metric.name) or _uneven(members, metric, ends):
         return {}
     values = {
-        member.seed: lasts[member.trial].get(name, math.nan) for member in members if member.status == "done"
+        member.seed: lasts[member.trial].get(metric.name, math.nan)
+        for member in members
+        if member.status == "done"
     }
     return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
@@ -475,6 +496,11 @@ def _censored(members: list[Member], lasts: Mapping[int, Mapping[str, float]], n
         return ()
     done = (member for member in members if member.status == "done")
     return tuple(member.seed for member in done if math.isnan(lasts[member.trial].get(name, math.nan)))
+
+
+def _uneven(members: list[Member], metric: Metric, ends: Lengths) -> tuple[int, ...]:
+    """Return the seeds that ended before another arm's run; none if the file compares them all the same."""
+    return () if metric.any_length else tuple(m.seed for m in members if m.trial in ends.uneven)
 
 
 def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSummary:
@@ -513,6 +539,8 @@ def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSumm
             member.seed for member in members if member.status not in ("done", "diverged", "pruned")
         ),
         pruned=pruned,
+        early={m.seed: readings.ends.early[m.trial] for m in members if m.trial in readings.ends.early},
+        uneven=_uneven(members, readings.metric, readings.ends),
         censored=_censored(members, lasts, readings.metric.name),
         reason=arm.reason or "",
         readings=readings_of(

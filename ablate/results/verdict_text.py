@@ -21,6 +21,7 @@ REASONS: Mapping[str, str] = {
     "equal_counts": "equal counts on {count} seeds",
     "nothing_learned": "no answer: nothing was learned",
     "censored": "the target is not reached on {count} seeds of the pair, so there is no gap",
+    "length": "runs of unequal length on {count} seeds: no verdict without metric.any_length",
     "baseline": "baseline",
     "refused": "refused",
     "pruned": "pruned",

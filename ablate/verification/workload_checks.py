@@ -122,6 +122,7 @@ def promises(runs: Runs) -> Iterator[Promise]:
         yield _compared(first, runs.metrics)
     reaches = () if runs.recipe.plain else (_recipe,)
     forks = (_anneals,) if runs.anneals else ()
+    yield _takes_its_steps(first, runs.workload.steps)
     for check in (_repeats, _seeds, *reaches, *forks, _telemetry, _resumes):
         try:
             yield check(runs)
@@ -162,6 +163,16 @@ def _compared(records: list[Record], metrics: Collection[str]) -> Promise:
         not missing,
         f"it logs {', '.join(own)}; not {', '.join(missing)}" if missing else ", ".join(metrics),
         f"correct `metric:` in the experiment ({nearest(missing[0], own)}), or log it" if missing else "",
+    )
+
+
+def _takes_its_steps(records: list[Record], steps: int) -> Promise:
+    last = max(record.step for record in records)
+    return Promise(
+        "it takes the steps that it is given",
+        last == steps,
+        f"the last record is that of step {last} of {steps}" if last < steps else f"{steps} steps",
+        "runs of unequal length are not compared: train until the last step, and log it",
     )
 
 

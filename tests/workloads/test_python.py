@@ -79,7 +79,7 @@ MISTAKES = {
 @pytest.mark.slow
 def test_a_right_function_keeps_all_promises(code):
     found = list(promises(Runs(workload(code, steps=6))))
-    assert len(found) == 6
+    assert len(found) == 7
     assert [promise for promise in found if not promise.kept] == []
 
 
@@ -90,6 +90,13 @@ def test_a_planted_mistake_is_named_with_its_remedy(name, code):
     broken = [promise for promise in promises(Runs(workload(code, steps=6))) if not promise.kept]
     assert name in f"{broken[0].name}: {broken[0].detail}"
     assert broken[0].remedy
+
+
+def test_a_function_that_ends_before_its_last_step_is_named(code):
+    logs = 'trial.log({"train/loss": loss.item()})'
+    changed(code, (logs, f"{logs}\n        if _ == 2:\n            break"))
+    broken = [promise for promise in promises(Runs(workload(code, steps=6))) if not promise.kept]
+    assert "step 3 of 6" in broken[0].detail
 
 
 def test_an_error_is_reported_with_its_line(code):
@@ -386,7 +393,7 @@ def test_the_files_that_init_writes_keep_all_promises_and_are_never_overwritten(
 @pytest.mark.slow
 def test_check_says_what_is_broken_and_its_status_says_whether(code):
     right = here("check", code / "train.py", "--config", "width=32", "--config", "lr=0.01", "--steps", "4")
-    assert (right.returncode, right.stdout.count("PASS"), right.stdout.count("FAIL")) == (0, 6, 0)
+    assert (right.returncode, right.stdout.count("PASS"), right.stdout.count("FAIL")) == (0, 7, 0)
     changed(code, *MISTAKES["it resumes"])
     wrong = here("check", experiment(code), "--steps", "4")
     assert (wrong.returncode, wrong.stdout.count("FAIL")) == (1, 1)

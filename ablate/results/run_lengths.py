@@ -1,0 +1,53 @@
+"""Lengths of finished runs of a user's own code, which may end before the steps that the experiment names.
+
+A function that returns at step 50 of 100 has finished, and its last loss is that of step 50. Beside a run of
+100 steps it looks worse, whatever the recipe does. Built-in workloads take the steps of their spec.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ablate.results.forked import design_of
+from ablate.results.ledger import Ledger
+from ablate.results.ledger_rows import Member
+
+_OWN = frozenset({"python", "command"})
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Finished runs whose last record stands before the last step of their spec, by number of the trial."""
+
+    early: dict[int, tuple[int, int]]
+    """Step of the last record, and the spec's steps."""
+    uneven: frozenset[int]
+    """Those of them with a longer run of the same seed and the same spec's steps beside them."""
+
+
+def lengths(ledger: Ledger, members: Iterable[Member]) -> Lengths:
+    """Return the runs that ended early.
+
+    Args:
+        ledger: Ledger of the sweep.
+        members: Members of arms that are compared with each other.
+    """
+    early: dict[int, tuple[int, int]] = {}
+    beside: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
+    if design_of(ledger) is not None:  # windows have steps of their own
+        return Lengths({}, frozenset())
+    for member in members:
+        workload = json.loads(member.spec).get("workload", {})
+        if workload.keys().isdisjoint(_OWN):
+            break  # a sweep has one workload
+        if member.status != "done":
+            continue
+        (config,) = workload.values()
+        steps, last = config["steps"], ledger.last_step(member.trial)
+        beside[member.seed, steps][member.trial] = last
+        if last < steps:
+            early[member.trial] = last, steps
+    groups = [(group, max(group.values())) for group in beside.values()]
+    uneven = frozenset(trial for group, most in groups for trial, last in group.items() if last < most)
+    return Lengths(early, uneven)
