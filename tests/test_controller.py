@@ -2,6 +2,7 @@
 
 import math
 import re
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from support.studies import trials
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome
 from ablate.execution.workers import Inline
+from ablate.results.gate import checks
 from ablate.results.ledger import Ledger
 from ablate.results.summary import open_ledger, summaries
 from ablate.results.trial_store import Store
@@ -120,6 +122,7 @@ def test_a_trial_folder_that_is_gone_is_run_again(tmp_path):
 def test_an_arm_that_diverges_is_a_result_and_harms_no_other(tmp_path):
     outcome, news = sweep(tiny(tmp_path, ablate=None, arms=WILD), tmp_path)
     assert (outcome.status, outcome.failed) == ("done", 0)
+    assert "diverged on every seed" in outcome.why  # the baseline of its own learning rate
     found = statuses(tmp_path)
     assert found["wild", 0] == found["wild", 1] == "diverged"
     assert found["good", 0] == found["bf16", 1] == "done"
@@ -132,6 +135,16 @@ def test_an_arm_that_diverges_is_a_result_and_harms_no_other(tmp_path):
     book.close()
     again, _ = sweep(tiny(tmp_path, ablate=None, arms=WILD), tmp_path)
     assert again.ran == 0
+
+
+def test_a_sweep_whose_baseline_diverges_on_every_seed_fails_and_says_so(tmp_path):
+    wild = {"lr": 1e30, "clip": None, "warmup": 0.0}
+    outcome, _ = sweep(tiny(tmp_path, shape=wild), tmp_path)
+    assert (outcome.status, outcome.failed) == ("failed", 0)
+    assert "bf16 diverged on every seed" in outcome.why
+    with closing(open_ledger(tmp_path, "tiny")) as book:
+        texts = [(check.kind, check.text) for check in checks(book, summaries(book))]
+    assert ("failed", "6 of 6 runs diverged, also of the baseline bf16") in texts
 
 
 def test_a_budget_ends_a_run_and_the_same_sweep_goes_on(tmp_path):

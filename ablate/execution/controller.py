@@ -291,10 +291,26 @@ class Controller:
             return self._halt[0]
         if self.scheduler.queue or self.scheduler.asks_left > 0:
             return "budget"
-        return "failed" if self._failures() else "done"
+        lost, baselines = self._lost_baselines()
+        return "failed" if self._failures() or (lost and len(lost) == baselines) else "done"
+
+    def _lost_baselines(self) -> tuple[list[str], int]:
+        """Return the baselines that diverged on every seed, and the number of all baselines."""
+        compared = {arm.baseline for arm in self.ledger.arms() if arm.baseline is not None}
+        statuses: dict[str, set[str]] = {}
+        for member in self.ledger.members():
+            if member.arm in compared:
+                statuses.setdefault(member.name, set()).add(member.status)
+        return [name for name, seen in statuses.items() if seen == {"diverged"}], len(statuses)
 
     def _outcome(self, status: Status) -> Outcome:
         why = self._halt[1] if self._halt else ""
+        lost, _ = self._lost_baselines()
+        if lost and not why:
+            why = (
+                f"{', '.join(lost)} diverged on every seed, so nothing can be compared with it. What its"
+                " arms change is not the cause: lower the learning rate, or clip gradients."
+            )
         if status == "budget":
             rest = f"{self.scheduler.count['pending']} trials are not run"
             if self.scheduler.asks_left > 0:
