@@ -21,6 +21,7 @@ from ablate.results.ledger import Ledger
 from ablate.results.markdown_summary import summary_markdown
 from ablate.results.next_runs import undecided
 from ablate.results.published import replications
+from ablate.results.subject import described, title
 from ablate.results.summary import UNLEARNED, gap, summaries
 from ablate.results.trial_store import Store
 from ablate.results.verdict_text import REASONS, needed_text
@@ -266,6 +267,30 @@ def test_an_unrelated_arm_that_learned_gives_no_verdict_to_two_that_did_not(book
     ]
     assert [line.verdict.reason for line in replications(book, figures)] == ["nothing_learned"] * 2
     assert "bad is not judged against bf16" in Answer(book).verdict()
+
+
+def test_a_report_names_the_model_that_was_trained_and_not_the_fields_that_it_replaces():
+    model = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2}
+    of_run = {"context": 32, "steps": 300, "layers": 4, "width": 128}
+    spec = {"workload": {"gpt": of_run | {"model": model}}}
+    assert title(spec) == "gpt qwen3 2x64, 300 steps"
+    assert described(spec) == "gpt (model qwen3, layers 2, width 64, context 32, steps 300)"
+    named = {"workload": {"finetune": {"model": "org/name", "steps": 5}}}
+    assert (title(named), described(named)) == (
+        "finetune org/name, 5 steps",
+        "finetune (model org/name, steps 5)",
+    )
+    assert title({"workload": {"gpt": of_run}}) == "gpt 4x128, 300 steps"
+
+
+@pytest.mark.parametrize(("share", "kind"), [("0.1", "warning"), ("0.8", "note"), ("", None)])
+def test_an_answer_says_how_much_of_the_model_a_recipe_quantises(share, kind, book):
+    book.describe(covered=share)
+    add(book, "bf16", BASE, None)
+    add(book, "mxfp4", WORSE)
+    found = [check for check in checks(book, summaries(book)) if "matrix weights" in check.text]
+    assert [check.kind for check in found] == ([kind] if kind else [])
+    assert all(f"{float(share):.0%}" in check.text for check in found)
 
 
 @pytest.mark.parametrize(("short", "allowed"), [(None, False), (50, False), (50, True), (100, False)])

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -28,6 +28,7 @@ from ablate.execution.sweep_control import check
 from ablate.results.databases import path_of
 from ablate.results.ledger import Ledger
 from ablate.results.report_about import ABOUT, current, stamp
+from ablate.results.subject import title
 from ablate.results.trial_store import Store
 from ablate.results.verify import verify
 
@@ -231,22 +232,12 @@ def _about(ledger: Ledger, name: str, verified: str) -> str:
     commit = json.loads(ledger.fact("provenance.json") or "{}").get("commit")
     facts = [
         f"ablate, experiment {name}",
-        _model(json.loads(members[0].spec)) if members else "",
+        title(json.loads(members[0].spec)) if members else "",
         f"{len(members)} runs{partial}",
         f"commit {commit[:8]}" if commit else "",
     ]
     shown = " · ".join(filter(None, facts))
     return f"{shown} · {verified} · Report of {time.strftime('%Y-%m-%d %H:%M')}"
-
-
-def _model(spec: dict[str, Any]) -> str:
-    """Return workload and size of a trial: `gpt 3x96, 300 steps`, or `300 steps forked for 60`."""
-    ((workload, config),) = (spec.get("workload") or {"": {}}).items()
-    size = f" {config['layers']}x{config['width']}" if {"layers", "width"} <= config.keys() else ""
-    steps = f", {config['steps']} steps" if "steps" in config else ""
-    if forks := spec.get("forks"):
-        steps += f" forked for {max(forks['windows'])}"
-    return f"{workload}{size}{steps}"
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from ablate.experiment.load import Experiment
 from ablate.results.ledger import Ledger
 from ablate.results.registration import register
 from ablate.results.trial_store import Store
+from ablate.training.workloads.finetune import Finetune
+from ablate.training.workloads.gpt import Gpt
+from ablate.training.workloads.text import outlined
 
 
 def describe(ledger: Ledger, experiment: Experiment) -> None:
@@ -29,12 +32,25 @@ def describe(ledger: Ledger, experiment: Experiment) -> None:
             "metric": experiment.metric.model_dump_json(),
             "metrics": json.dumps([metric.name for metric in experiment.metrics]),
             "compared": json.dumps([metric.model_dump() for metric in experiment.metrics]),
+            "covered": covered_share(experiment),
             "published": json.dumps([figure.model_dump() for figure in experiment.published]),
             "experiment.yaml": experiment.text,
             "provenance.json": json.dumps({"commit": commit, **provenance.environment()}, indent=1),
             "uncommitted.diff": diff,
         }
     )
+
+
+def covered_share(experiment: Experiment) -> str:
+    """Return the smallest share of the weights of a model's matrices, without embeddings, that are in layers
+    which a recipe quantises; empty for a workload whose model has no other matrices, or is not known."""
+    configs = [arm.config for arm in experiment.arms if not arm.recipe.plain]
+    shares = {
+        outlined(config.model, config.corpus).covered
+        for config in configs
+        if isinstance(config, Gpt | Finetune) and config.model is not None
+    }
+    return f"{min(shares):.4f}" if shares else ""
 
 
 def register_design(ledger: Ledger, experiment: Experiment, store: Store, device: str) -> None:

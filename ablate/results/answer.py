@@ -27,6 +27,7 @@ from ablate.results.number_text import counted
 from ablate.results.page import Code, Gallery, Part, Section, Table, Text, section
 from ablate.results.paired_stats import FEWEST_DISTINCT
 from ablate.results.run_tables import recipes_table, runs_table
+from ablate.results.subject import described
 from ablate.results.summary import foremost, open_ledger, summaries
 from ablate.results.table_notes import reading
 from ablate.results.trial_store import Store
@@ -186,9 +187,6 @@ class Answer(VerdictSentences):
     def method(self) -> Text:
         """Return paragraphs on how the numbers were made, for readers who want to quote them."""
         specs = [json.loads(member.spec) for member in self.ledger.members()]
-        ((workload, config),) = (
-            specs[0]["workload"].items() if specs and specs[0].get("workload") else (("?", {}),)
-        )
         seeds = sorted({arm.seeds for arm in self.arms if arm.role != "refused"})
         number_of_seeds = (
             counted(seeds[0], "seed")
@@ -197,8 +195,6 @@ class Answer(VerdictSentences):
             if seeds
             else "no seeds"
         )
-        keys = ("layers", "width", "context", "batch", "steps", "lr")
-        shape = ", ".join(f"{key} {config[key]}" for key in keys if key in config)
         matters = (
             f" Effects smaller than {self.metric.min_effect} (min_effect) are taken not to matter."
             if self.metric.min_effect
@@ -211,7 +207,8 @@ class Answer(VerdictSentences):
                 shared = "the data order (the weights that they start from are the same at every seed)"
             matters += f" {estimand(design, self.arms)}"
         return Text(
-            f"{counted(len(self.arms), 'arm')} of workload {workload} ({shape}), {number_of_seeds} per arm."
+            f"{counted(len(self.arms), 'arm')} of workload {described(specs[0] if specs else {})},"
+            f" {number_of_seeds} per arm."
             f" An arm and its baseline share {shared} at each seed, so gaps are taken"
             f" seed by seed; a gap is their mean with a {interval}. Verdicts are corrected by Holm over the"
             " comparisons of their table. Better or worse: the hypothesis of no effect is rejected; the"

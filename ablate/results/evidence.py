@@ -10,8 +10,7 @@ from ablate.results.effect_table import EffectTable, lines
 from ablate.results.forked import design_of, estimand
 from ablate.results.headline import headline_of
 from ablate.results.registration import registered_text
-
-_SHAPE = ("layers", "width", "context", "batch", "steps", "lr")
+from ablate.results.subject import described
 
 
 def facts(sweep: Comparisons) -> dict[str, str]:
@@ -42,14 +41,12 @@ def facts(sweep: Comparisons) -> dict[str, str]:
 def _design(sweep: Comparisons) -> str:
     """Return workload, arms and seeds in a sentence."""
     specs = [json.loads(member.spec) for member in sweep.ledger.members()]
-    ((workload, config),) = (
-        specs[0]["workload"].items() if specs and specs[0].get("workload") else (("?", {}),)
-    )
-    shape = ", ".join(f"{key} {config[key]}" for key in _SHAPE if key in config)
     seeds = sorted({arm.seeds for arm in sweep.arms if arm.role != "refused"}) or [0]
     count = f"{seeds[0]} seeds" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
     engines = ", ".join(sorted({spec.get("engine", "?") for spec in specs}))
-    return f"{workload} ({shape}), {len(sweep.arms)} arms, {count} an arm, engine {engines}."
+    return (
+        f"{described(specs[0] if specs else {})}, {len(sweep.arms)} arms, {count} an arm, engine {engines}."
+    )
 
 
 def table(sweep: Comparisons) -> EffectTable:

@@ -17,6 +17,9 @@ from ablate.results.paired_stats import common
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.training.metric_names import PRODUCT_BITS, parse
 
+_LEAST_COVERED = 0.5
+"""Share of a model's weights in layers that a recipe quantises, below which every answer says so."""
+
 
 @dataclass(frozen=True)
 class Check:
@@ -34,7 +37,7 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
         arms: its arms, by the main metric.
     """
     found = [_finished(arms), _finite(ledger, arms), _learned(arms), _twin(arms), _bad(arms)]
-    found += [_ended_early(arms), _one_product(ledger), *_spread(arms)]
+    found += [_ended_early(arms), _covered(ledger), _one_product(ledger), *_spread(arms)]
     return [check for check in found if check]
 
 
@@ -45,6 +48,15 @@ def _finished(arms: Sequence[ArmSummary]) -> Check:
         return Check("failed", f"none of {counted(total, 'run')} has finished")
     text = f"{total - missing} of {counted(total, 'run')} finished"
     return Check("warning" if missing else "passed", text)
+
+
+def _covered(ledger: Ledger) -> Check | None:
+    """Return the share of the model's weights that a recipe can quantise; a warning below half."""
+    share = ledger.fact("covered")
+    if not share or float(share) == 1:
+        return None
+    text = f"a recipe quantises {float(share):.0%} of the model's matrix weights, embeddings not counted"
+    return Check("warning" if float(share) < _LEAST_COVERED else "note", text)
 
 
 def _ended_early(arms: Sequence[ArmSummary]) -> Check | None:
@@ -66,7 +78,11 @@ def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
     runs = sum(len(arm.diverged) for arm in arms)
     over = runs + sum(len(arm.values) for arm in arms)
     if runs:
-        return Check("failed" if runs == over else "warning", f"{runs} of {counted(over, 'run')} diverged")
+        lost = [arm.name for arm in arms if arm.diverged and arm.is_baseline]
+        too = f", also of the baseline {', '.join(lost)}" if lost else ""
+        return Check(
+            "failed" if runs == over else "warning", f"{runs} of {counted(over, 'run')} diverged{too}"
+        )
     if not over:
         return None
     counts = [text for text in ledger.names().values() if parse(text).is_count]

@@ -1,0 +1,53 @@
+"""Subject of an answer in words: workload, model, size, steps, as a trial's spec has them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+_OF_MODEL = ("layers", "width")
+_OF_RUN = ("context", "batch", "steps", "lr")
+_DEPTHS, _WIDTHS = ("num_hidden_layers", "n_layer", "num_layers"), ("hidden_size", "n_embd", "d_model")
+"""Names of the number of layers and of features in configurations of `transformers`."""
+
+
+def _model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the name of a configuration of `transformers` and its size as far as it says it; an empty name
+    for the workload's own model, which `layers` and `width` describe."""
+    model = config.get("model")
+    if not model:
+        return "", {key: config[key] for key in _OF_MODEL if key in config}
+    if not isinstance(model, Mapping):
+        return str(model), {}
+    sizes = {
+        own: next((model[key] for key in keys if key in model), None)
+        for own, keys in zip(_OF_MODEL, (_DEPTHS, _WIDTHS), strict=True)
+    }
+    return str(model.get("model_type", "model")), {key: size for key, size in sizes.items() if size}
+
+
+def title(spec: Mapping[str, Any]) -> str:
+    """Return workload and size of a trial: `gpt 3x96, 300 steps`, `gpt llama 2x64, 300 steps forked for 60`.
+
+    Args:
+        spec: the trial's spec.
+    """
+    ((workload, config),) = (spec.get("workload") or {"": {}}).items()
+    name, sizes = _model(config)
+    size = "x".join(str(sizes[key]) for key in _OF_MODEL) if len(sizes) == len(_OF_MODEL) else ""
+    steps = f", {config['steps']} steps" if "steps" in config else ""
+    if forks := spec.get("forks"):
+        steps += f" forked for {max(forks['windows'])}"
+    return " ".join(filter(None, (workload, name, size))) + steps
+
+
+def described(spec: Mapping[str, Any]) -> str:
+    """Return the workload with what it trains and for how long: `gpt (layers 2, width 64, steps 300)`.
+
+    Args:
+        spec: the trial's spec.
+    """
+    ((workload, config),) = (spec.get("workload") or {"?": {}}).items()
+    name, sizes = _model(config)
+    parts = [f"model {name}"] if name else []
+    parts += [f"{key} {size}" for key, size in sizes.items()]
+    parts += [f"{key} {config[key]}" for key in _OF_RUN if config.get(key) is not None]
+    return f"{workload} ({', '.join(parts)})"
