@@ -65,6 +65,21 @@ def test_a_comparison_that_cannot_be_made_is_refused_at_its_place(answer, said, 
     assert any(said in str(problem) for problem in found), found
 
 
+def test_an_arm_that_the_file_asks_for_has_one_verdict_in_headline_and_tables(book):
+    """Alone it is worse (p about .02); among nine, after Holm's correction, it is undecided."""
+    add(book, "bf16", BASE, None)
+    add(book, "asked", {seed: loss + (0.03, 0.05, 0.07, 0.1)[seed] for seed, loss in BASE.items()})
+    for number in range(8):
+        add(book, f"noise {number}", {s: v + 0.1 * math.sin(7 * s + number) for s, v in BASE.items()})
+    together = next(arm for arm in summaries(book) if arm.name == "asked")
+    asked(book, arm="asked")
+    compared = Comparisons(book)
+    row = next(arm for arm in compared.arms if arm.name == "asked")
+    (stated,) = headline_of(compared).verdicts
+    assert (together.verdict.kind, row.verdict.kind, stated.kind) == ("undecided", "worse", "worse")
+    assert (row.verdict.p, row.verdict.needed) == (stated.p, stated.needed)
+
+
 def test_a_search_answers_by_its_winner(tmp_path):
     search = {"sampler": "random", "trials": 2}
     knobs = {"sr": {"choice": [True, False]}}

@@ -516,12 +516,12 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
     ledger = open_ledger(settings.state, experiment.name)
     compared = Comparisons(ledger)
     for metric in experiment.metrics:
-        arms = summaries(ledger, metric)
+        main = metric == compared.metric
+        arms = [*compared.arms] if main else summaries(ledger, metric)
         if experiment.search:
             sign = 1 if metric.direction == "minimize" else -1
             arms.sort(key=lambda arm: (arm.baseline is not None, not arm.values, sign * arm.mean))
         screen.print(summary_table(arms, metric, screen.width), "")
-        main = metric == compared.metric
         found = compared.contrasts if main else contrasts(arms, metric, MOST_CONTRASTS)
         table = contrast_table(found, screen.width)
         if table and len(found) <= MOST_CONTRASTS:

@@ -19,6 +19,8 @@ from ablate.training.workloads import unit
 
 _MOST_CONTRASTS = 60
 """Largest number of contrasts that a table shows."""
+_OF_FAMILY = ("kind", "reason", "p", "p_equivalence", "alone", "count", "planned")
+"""Fields of a verdict that depend on the comparisons that it is corrected for."""
 
 
 class Comparisons:
@@ -36,7 +38,25 @@ class Comparisons:
 
     @cached_property
     def arms(self) -> list[ArmSummary]:
-        """Every arm, by the main metric."""
+        """Every arm, by the main metric.
+
+        One that the file asks for has the verdict of its own family, as it has wherever it is stated.
+        """
+        asked = self.asked
+        if asked is None or asked.arm is None or not self.asked_effects:
+            return self._arms
+        ((_, own),) = self.asked_effects
+        family = {name: getattr(own, name) for name in _OF_FAMILY}
+        return [
+            replace(arm, verdict=replace(arm.verdict, **family))
+            if arm.name == asked.arm and asked.against in (None, arm.baseline)
+            else arm
+            for arm in self._arms
+        ]
+
+    @cached_property
+    def _arms(self) -> list[ArmSummary]:
+        """Every arm, all judged together."""
         return summaries(self.ledger, self.metric)
 
     @cached_property
@@ -142,7 +162,7 @@ class Comparisons:
             return []
         if asked.arm is None:
             return self._judged(lambda grid: held_effects(grid, asked.knob or "", asked.given))
-        by_name = {arm.name: arm for arm in self.arms}
+        by_name = {arm.name: arm for arm in self._arms}
         arm = by_name.get(asked.arm)
         other = by_name.get(asked.against or (arm.baseline if arm else None) or "")
         if arm is None or other is None:
@@ -152,7 +172,7 @@ class Comparisons:
             values = {one.name: one.values for one in those}
             return [paired_difference(values[arm.name], values[other.name], arm.interval)]
 
-        (difference,), (view,) = compared(self.arms), views(self.arms, compared, 1)
+        (difference,), (view,) = compared(self._arms), views(self._arms, compared, 1)
         effect = Effect((), f"{arm.name} instead of {other.name}", sharpened(difference, view), arm.margin)
         margin = arm.margin or other.margin
         verdicts = judge_learned([(effect.effect, margin, (arm, other))], self.metric, seen=[view])

@@ -22,10 +22,18 @@ _MOST_NAMED = 8
 
 
 def emulated(ledger: Ledger) -> str:
-    """Return a sentence on speed and memory if the sweep emulated four-bit formats, else nothing."""
-    engines = {json.loads(member.spec).get("engine") for member in ledger.members()}
-    note = "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
-    return note if "emulated" in engines and ledger.rates("throughput/tokens_per_s") else ""
+    """Return sentences on what speed and memory are of: an emulation, steps of a user's own code."""
+    specs = [json.loads(member.spec) for member in ledger.members()]
+    if not ledger.rates("throughput/tokens_per_s"):
+        return ""
+    notes = []
+    if any(spec.get("engine") == "emulated" for spec in specs):
+        notes.append(
+            "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
+        )
+    if any("python" in spec.get("workload", {}) for spec in specs):
+        notes.append("tokens/s counts the time inside trial.step() alone, without the loading of data.")
+    return " ".join(notes)
 
 
 def smallest_damage(arms: Sequence[ArmSummary]) -> str:
