@@ -107,7 +107,7 @@ def test_nothing_is_equivalent_in_a_design_that_sees_nothing():
 
 @pytest.mark.parametrize("seeds", [3, 5, 8])
 def test_an_effect_that_only_the_positions_make_seldom_has_a_winner(seeds):
-    """Of an effect of 0 that varies over drawn positions by half a deviation of a pair: 9 to 23 % without the guard."""
+    """Winners of an effect of 0 that varies over drawn positions by half a deviation: 9 to 23 % without the guard."""
     random, winners, fired, clear = np.random.default_rng(seeds), 0, 0, 0
     for mean in [0.0] * 1000 + [4.0] * 100:
         of_position = mean + 0.5 * random.normal(size=len(POSITIONS))
@@ -430,6 +430,17 @@ def test_seeds_are_proposed_until_the_width_is_a_fifth_of_the_damage():
 
 
 # Seeds for all comparisons, and their hours
+
+
+@pytest.mark.parametrize(("error", "asks"), [(0.01, "more validation data"), (0.0005, "seeds")])
+def test_where_the_evaluation_is_the_floor_more_data_is_asked_for_and_no_seeds(error, asks, tmp_path):
+    values = dict(enumerate(-0.004 + 0.01 * np.random.default_rng(0).normal(size=8)))
+    gap_of = paired_difference(values, dict.fromkeys(values, 0.0)).with_shared_error(error)
+    (verdict,) = judge([(gap_of, 0.005)], True)
+    book = Ledger(tmp_path / "ledger.db")
+    assert verdict.kind == "undecided"
+    assert asks in seeds_to_settle(book, [verdict]).text
+    book.close()
 
 
 @pytest.mark.parametrize(

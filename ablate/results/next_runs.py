@@ -11,6 +11,8 @@ from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import MOST_SEEDS, Verdict
 from ablate.results.summary import metric_of, summaries
 
+_NORMAL = 1.96
+"""Half-width of a 95 % interval in standard errors, with as many seeds as one likes."""
 _SETTLED = ("horizon", "position", "windows")
 """Reasons without a verdict that more seeds do not remove."""
 
@@ -82,6 +84,9 @@ class Settling:
     """Runs that are missing for that."""
     hours: float
     """Hours of one worker that these take."""
+    floored: int = 0
+    """Undecided comparisons that no number of seeds settles, since all seeds share the error of the
+    evaluation."""
 
     @property
     def time(self) -> str:
@@ -91,6 +96,11 @@ class Settling:
     @property
     def text(self) -> str:
         """The number as a sentence."""
+        if not self.known and self.floored == self.undecided:
+            return (
+                "No number of seeds settles this: the error of the evaluation, which all seeds share, is as"
+                " large as the effects in question. Evaluate on more validation data (eval_tokens)."
+            )
         if not self.known:
             count = "" if self.undecided == 1 else f"each of the {self.undecided} "
             noun = "undecided comparison" + ("" if self.undecided == 1 else "s")
@@ -130,4 +140,22 @@ def seeds_to_settle(ledger: Ledger, verdicts: Sequence[Verdict]) -> Settling | N
     each = math.fsum(math.fsum(times) / len(times) for times in seconds.values())
     have = max((len(times) for times in seconds.values()), default=0)
     more = max(0, max(known, default=0) - have)
-    return Settling(len(open_), len(known), max(known, default=0), more * len(seconds), more * each / 3600)
+    return Settling(
+        len(open_),
+        len(known),
+        max(known, default=0),
+        more * len(seconds),
+        more * each / 3600,
+        sum(map(_floored, open_)),
+    )
+
+
+def _floored(verdict: Verdict) -> bool:
+    """Return True if a verdict stays undecided without any spread over seeds: by the error of the
+    evaluation."""
+    if verdict.planned is None:
+        return False
+    difference, margin, *_ = verdict.planned
+    half = _NORMAL * difference.shared_error
+    resolved = abs(difference.mean) > half
+    return half > 0 and not resolved and (margin is None or abs(difference.mean) + half >= margin)
