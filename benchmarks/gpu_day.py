@@ -548,12 +548,15 @@ def _native(day: Day) -> list[Step]:
 PROBE = """
 import json, torch
 from ablate import provenance
+from ablate.engines.gpu_access import device_class
 from ablate.engines.hardware import refusal, scaled_refusal, this_machine
 from ablate.provenance import driver
 here, count = this_machine(), torch.cuda.device_count() if torch.cuda.is_available() else 0
 if count:
     torch.cuda.init()
 facts = {name: fact for name, fact in provenance.environment().items() if name != "host"}
+why = device_class().why
+facts |= {"no gpu": why} if why and not count else {}
 facts |= {"torch": torch.__version__, "cuda": torch.version.cuda, "driver": driver()}
 facts |= {"capability": here.capability, "transformer engine": here.version, "native part": here.native}
 refused = {family: refusal(here, {family}) for family in ("fp8", "nvfp4")}

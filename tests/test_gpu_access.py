@@ -41,19 +41,23 @@ def test_a_command_gets_the_original_setting(value, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["nvidia0", "nvidia3", "dxg"])
 def test_a_gpu_that_torch_cannot_use_is_named(name, tmp_path):
     (tmp_path / "dev").mkdir()
-    assert gpu_access.device_class({}, tmp_path) == ("cpu", "")  # no GPU: nothing to say
+    nothing = gpu_access.device_class({}, tmp_path)
+    assert (nothing.device, nothing.note(), nothing.note("cpu")) == ("cpu", "", "")
+    assert "docker run --gpus all" in nothing.note("cuda")
     for other in ("nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / other).touch()
-    assert gpu_access.device_class({}, tmp_path) == ("cpu", "")
+    assert gpu_access.device_class({}, tmp_path) == nothing
     (tmp_path / "dev" / name).touch()
     place = gpu_access.device_class({}, tmp_path)
     why = gpu_access.torch_problem(gpu_access.torch_cuda(), gpu_access.driver_cuda())
     assert place.device == ("cpu" if why else "cuda")
-    assert (why or "") in place.note
+    assert (why or "") in place.note()
+    assert (why or "") in place.note("cuda")
+    assert place.note("cpu") == ""
     for value in ("", "-1"):
         hidden = gpu_access.device_class({VISIBLE: value}, tmp_path)
         assert hidden.device == "cpu"
-        assert VISIBLE in hidden.note
+        assert VISIBLE in hidden.note()
 
 
 def test_the_installed_torchs_cuda_version_is_read_without_importing_it():

@@ -7,7 +7,7 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -103,6 +103,7 @@ def plan(
     machine = machine_of(capability, device)
     device = "cuda" if machine else device
     settings = find_settings(profile, state=state, device=device)
+    settings = replace(settings, device_note="") if machine else settings
     experiment = load(file, settings.device, seeds, machine)
     if as_json:
         print(json.dumps(as_data(experiment, settings), indent=2))
@@ -321,7 +322,7 @@ def show(experiment: Experiment, settings: Settings) -> None:
             markup=False,
             soft_wrap=True,
         )
-    for remark in remarks(experiment):
+    for remark in (*filter(None, [settings.device_note]), *remarks(experiment)):
         screen.print(f"\nNote: {remark}", markup=False, soft_wrap=True)
     if result.redefined:
         screen.print(f"\nNote: {one_line(redefinition(result.redefined))}.", markup=False, soft_wrap=True)

@@ -127,9 +127,11 @@ def find_settings(profile: str | None = None, **flags: object) -> Settings:
         "state": state,
         "mlflow": mlflow_uri(values["mlflow"], state),
     }
-    values["device"], values["device_note"] = (
-        device_class() if values["device"] == "auto" else (values["device"], "")
-    )
+    values["device_note"] = ""
+    if values["device"] != "cpu":
+        here = device_class()
+        values["device_note"] = here.note(values["device"]) if values["ray"] in (None, "local") else ""
+        values["device"] = here.device if values["device"] == "auto" else values["device"]
     values["shared_state"] = _parse_boolean(values["shared_state"])
     values["ray"] = None if values["ray"] == "local" else values["ray"]
     return Settings(**values, profile=name, origins=origins)

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -198,6 +199,7 @@ def sweep(
     settings = find_settings(
         profile, **given, notify=notify, price=price, priority=priority, shared_state=shared_state or None
     )
+    settings = replace(settings, device_note="") if machine else settings
     print_starting(f"reading {file} and its data", quiet=quiet or not sys.stderr.isatty())
     experiment = load(file, settings.device, seeds, machine)
     if dry_run:

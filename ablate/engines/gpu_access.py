@@ -29,6 +29,10 @@ CPU_TRIAL = (
     "this trial runs on the CPU, where no GPU is visible; run the sweep with --device cuda (YAML:"
     " resources: {gpus: 1}), or move the code's tensors to trial.device"
 )
+NO_GPU = (
+    "there is no NVIDIA GPU (no /dev/nvidia0); in a container pass it on (docker run --gpus all), and see"
+    " whether nvidia-smi works there"
+)
 _CHECK_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Variable that makes `torch.cuda.is_available` read the environment before it asks CUDA's driver."""
 _NEEDS_GPU = (
@@ -86,8 +90,22 @@ class Place(NamedTuple):
 
     device: str
     """`cpu` or `cuda`."""
-    note: str = ""
-    """Reason why a GPU that is here is not used; empty if there is none, or if it is used."""
+    why: str = ""
+    """Reason why no GPU is used, as a clause; empty if one is."""
+    present: bool = True
+    """True if there is a GPU."""
+
+    def note(self, asked: str = "auto") -> str:
+        """Return a note for the user; empty if there is nothing to say.
+
+        Args:
+            asked: class of device that the user asked for: `auto`, `cpu` or `cuda`.
+        """
+        if asked == "cuda" and self.why:
+            return f"trials on a GPU cannot run on this machine: {self.why}"
+        if asked == "auto" and self.present and self.why:
+            return f"a GPU is here, and trials run on the CPU: {self.why}"
+        return ""
 
 
 def device_class(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Place:
@@ -101,11 +119,11 @@ def device_class(environment: Mapping[str, str] = os.environ, root: Path = Path(
     """
     devices = sorted((root / "dev").glob("nvidia[0-9]*")) or sorted((root / "dev").glob("dxg"))
     if not devices:
-        return Place("cpu")
+        return Place("cpu", NO_GPU, present=False)
     if environment.get(VISIBLE) in ("", "-1", "NoDevFiles"):
-        return Place("cpu", f"{VISIBLE} hides this machine's GPU, so trials run on the CPU")
+        return Place("cpu", f"{VISIBLE} hides it")
     why = torch_problem(torch_cuda(), driver_cuda())
-    return Place("cpu", f"this machine has a GPU, and trials run on the CPU: {why}") if why else Place("cuda")
+    return Place("cpu", why) if why else Place("cuda")
 
 
 def torch_problem(cuda: str | None, supported: tuple[int, int] | None) -> str | None:

@@ -32,7 +32,7 @@ def facts() -> Iterator[Fact]:
     yield "bf16 on the processor", bf16(), "any; the numbers are the same"
     available = torch.cuda.is_available()
     gpus = f"{torch.cuda.device_count()} with CUDA" if available else "none with CUDA"
-    yield "GPUs", gpus, "" if available else device_class().note
+    yield "GPUs", gpus, "" if available else device_class().why
     for number in range(torch.cuda.device_count()):
         yield from gpu(number)
     yield "transformer-engine", library(), "a native part, for its GPU kernels"
