@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ablate.files import Busy, lock, write
@@ -97,14 +97,23 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def remembered(key: str, find: Callable[[], str]) -> str:
-    """Return the cached text of this key; if there is none, call `find` and store its result."""
+    """Return the cached text of this key; if there is none, call `find` and store its result.
+
+    A note repeats its key and has a hash of both, so that a note that was edited, or moved to another key's
+    place, does not count.
+    """
     path = root() / "notes" / f"{key}.json"
-    try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        text = find()
-        write(_writable_folder("notes") / path.name, text)
-        return text
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        note = json.loads(path.read_bytes())
+        if note == _note(key, note["text"]):
+            return note["text"]
+    text = find()
+    write(_writable_folder("notes") / path.name, _note(key, text))
+    return text
+
+
+def _note(key: str, text: str) -> dict[str, str]:
+    return {"key": key, "text": text, "seal": key_of(key, text)}
 
 
 def key_of(*values: object) -> str:
@@ -115,16 +124,17 @@ def key_of(*values: object) -> str:
 def digest(paths: Sequence[Path]) -> str:
     """Return 32 hex digits of the SHA-256 hash of the contents of these files, in this order.
 
-    The hash is cached; files are read again if their path, size, modification time or inode has changed.
+    The hash is cached; files are read again if their path, size, inode, or time of modification or of
+    change (ctime) differs. Programs can restore the time of modification after an edit, but not ctime.
     """
     stats = [path.stat() for path in paths]
     key = key_of(
         [
-            (str(path.resolve()), s.st_size, s.st_mtime_ns, s.st_ino)
+            (str(path.resolve()), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
             for path, s in zip(paths, stats, strict=True)
         ]
     )
-    if time.time() - max((s.st_mtime for s in stats), default=0) < _SETTLED_SECONDS:
+    if time.time() - max((max(s.st_mtime, s.st_ctime) for s in stats), default=0) < _SETTLED_SECONDS:
         return hash_contents(paths)
     return remembered(key, lambda: hash_contents(paths))
 

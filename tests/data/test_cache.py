@@ -1,11 +1,14 @@
 """Tests of the cache: what is made once is whole or absent, and a process that waits for it receives signs of progress."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from ablate.cache import growing, kept
+from ablate import cache as caches
+from ablate.cache import digest, growing, kept
 
 pytestmark = pytest.mark.usefixtures("cache")
 HELD = "import sys, time; from ablate.cache import kept; kept('k', 'a', lambda folder: (print('made', flush=True), sys.stdin.read()))"
@@ -45,3 +48,47 @@ def test_whoever_waits_for_another_process_hears_that_it_goes_on(monkeypatch):
         other.stdin.close()
         list(waiting)
         assert other.wait(timeout=300) == 0
+
+
+def settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let digests of files be cached at once, as they are two seconds after the last change."""
+    monkeypatch.setattr("ablate.cache._SETTLED_SECONDS", 0.0)
+
+
+def test_an_edit_that_restores_the_time_of_modification_changes_the_digest(tmp_path, monkeypatch):
+    settled(monkeypatch)
+    data = tmp_path / "data.bin"
+    data.write_bytes(b"1.0")
+    before, facts = digest([data]), data.stat()
+    with data.open("r+b") as file:
+        file.write(b"9.0")
+    os.utime(data, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert data.stat().st_mtime_ns == facts.st_mtime_ns
+    assert digest([data]) != before
+
+
+def exchanged(notes: list[Path]) -> None:
+    one, other = (note.read_bytes() for note in notes)
+    notes[0].write_bytes(other)
+    notes[1].write_bytes(one)
+
+
+def edited(notes: list[Path]) -> None:
+    for note in notes:
+        note.write_text(note.read_text().replace("a", "b").replace("0", "1"))
+
+
+@pytest.mark.parametrize("damage", [exchanged, edited])
+def test_notes_that_were_exchanged_or_edited_do_not_count(damage, cache, tmp_path, monkeypatch):
+    settled(monkeypatch)
+    files = [tmp_path / "one", tmp_path / "other"]
+    for file in files:
+        file.write_text(file.name)
+    digests = [digest([file]) for file in files]
+    monkeypatch.setattr(caches, "hash_contents", lambda _: pytest.fail("a note was not used"))
+    assert [digest([file]) for file in files] == digests
+    monkeypatch.undo()
+    settled(monkeypatch)
+    monkeypatch.setenv("ABLATE_CACHE", str(cache))
+    damage(sorted((cache / "notes").iterdir()))
+    assert [digest([file]) for file in files] == digests
