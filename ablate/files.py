@@ -48,6 +48,29 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
+def below(folder: Path) -> list[Path]:
+    """Return all files in a folder and in its folders, links to folders included, sorted by path.
+
+    A link to a folder that contains it is not followed, since there would be no end. Links that lead nowhere
+    are left out.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    return sorted(_below(folder, ()))
+
+
+def _below(folder: Path, above: tuple[str, ...]) -> Iterator[Path]:
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    for path in folder.iterdir():
+        if path.is_dir():
+            yield from _below(path, (*above, real))
+        elif path.is_file():
+            yield path
+
+
 def synced(path: Path) -> None:
     """Flush a file, or the entries of a folder, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)

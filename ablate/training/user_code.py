@@ -25,6 +25,7 @@ from types import ModuleType
 
 from ablate import cache
 from ablate.errors import nearest
+from ablate.files import below
 
 GROUP = "ablate.workloads"
 """Group of entry points by which installed packages offer training functions."""
@@ -171,8 +172,11 @@ def digest_of(files: Iterable[Path], folder: Path) -> str:
 
 
 def content(path: Path) -> str:
-    """Return 16 hex digits of a file's content, or of all files of a folder with their names; OSError."""
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if file.is_file())
+    """Return 16 hex digits of a file's content, or of all files of a folder with their names; OSError.
+
+    Links to folders are followed: code that reads the folder reads those files as well.
+    """
+    files = [path] if path.is_file() else below(path)
     if not files:
         raise FileNotFoundError(2, "No such file, or an empty folder", str(path))
     return _identified(files, path)

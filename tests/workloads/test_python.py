@@ -182,6 +182,24 @@ def test_a_function_that_is_nowhere_is_refused_with_what_would_be_right(code, fu
 # --- what identifies a trial --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("beside", [True, False], ids=["beside other files", "alone"])
+def test_files_in_a_linked_folder_of_the_data_identify_the_trial(code, tmp_path, beside):
+    outside, data = tmp_path / "outside", tmp_path / "data"
+    outside.mkdir()
+    data.mkdir()
+    (outside / "bias.txt").write_text("1.0")
+    if beside:
+        (data / "plain.txt").write_text("plain")
+    (data / "linked").symlink_to(outside)
+    (data / "nowhere").symlink_to(tmp_path / "missing")
+    (outside / "up").symlink_to(data)  # a circle
+    given = workload(code, data=(str(data),))
+    assert not list(given.problems())
+    before = spec_id(given)
+    (outside / "bias.txt").write_text("9.0")
+    assert spec_id(workload(code, data=(str(data),))) != before
+
+
 def test_an_edit_of_the_code_is_another_trial_and_an_unrelated_file_is_not(code):
     (code / "package").mkdir()
     (code / "package" / "__init__.py").write_text("")

@@ -8,6 +8,7 @@ from types import ModuleType
 
 from ablate.cache import digest, key_of, remembered
 from ablate.errors import redact
+from ablate.files import below
 
 _EXTRA = "pip install 'ablate-fp4[hf]'"
 _SECONDS = 15.0
@@ -33,7 +34,7 @@ def version(dataset: str, revision: str | None, instead: str) -> str:
     """
     folder = local(dataset)
     if folder:
-        return digest([path for path in sorted(folder.rglob("*")) if path.is_file()])
+        return digest(below(folder))
     return remembered(
         key_of("dataset", dataset, revision), lambda: latest_commit("dataset", dataset, revision, instead)
     )

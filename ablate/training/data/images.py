@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import Field, Tag
 
 from ablate.cache import digest, kept, key_of
+from ablate.files import below
 from ablate.numerics.spec import Spec
 from ablate.training.data import cifar
 from ablate.training.data.hub import rows, version
@@ -323,7 +324,7 @@ def read_folder(source: Folder) -> ImageSet:
 
 
 def _files(root: Path) -> list[Path]:
-    return sorted(path for path in root.rglob("*") if path.suffix.lower() in _SUFFIXES)
+    return [path for path in below(root) if path.suffix.lower() in _SUFFIXES]
 
 
 def _split(items: list[T]) -> tuple[list[T], list[T]]:
