@@ -1,11 +1,12 @@
 """An edit that gives an arm's name other contents: plan and sweep say so, and no number of the old ones stands under the name."""
 
 import json
+import sys
 from collections import Counter
 
 import pytest
 from support.commands import here
-from support.experiments import ledger, sweep, tiny, write
+from support.experiments import Children, ledger, statuses, sweep, tiny, values, write
 
 from ablate.cli.plan import forecast
 from ablate.experiment.edits import PlannedTrial, redefined
@@ -139,3 +140,37 @@ def _by_name(book: Ledger) -> list:
 def _runs(client) -> list:
     experiment = client.get_experiment_by_name("tiny")
     return client.search_runs([experiment.experiment_id], "tags.`ablate.kind` = 'trial'", max_results=1000)
+
+
+LATE = """
+import json, os, pathlib
+here = pathlib.Path(__file__).parent
+if not (here / "edited").exists():
+    (here / "edited").touch()
+    (here / "value.py").write_text("VALUE = 0.25\\n")
+import value
+print(json.dumps({"step": 1, "val/loss": value.VALUE}))
+"""
+"""A program that imports a module late, after an editor has saved another version of it."""
+
+
+def test_a_trial_whose_code_was_edited_while_it_ran_has_no_result(tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    (tmp_path / "value.py").write_text("VALUE = 0.5\n")
+    program = {"run": f"{sys.executable} late.py {{rate}}", "folder": str(tmp_path), "steps": 1}
+    keys = {
+        "workload": {"command": program | {"sources": [str(tmp_path / "late.py")], "config": {"rate": 1}}},
+        "recipe": "bf16",
+        "ablate": {"workload.config.rate": [1, 2]},
+        "metric": {"name": "val/loss"},
+        "seeds": 1,
+        "retry": 0,
+    }
+    state = tmp_path / "state"
+    first, news = sweep(tiny(tmp_path, **keys), state, connect=Children)
+    assert first.ran == 0
+    assert set(statuses(state).values()) == {"failed"}
+    assert sum("were edited while it ran" in line for line in news) == 1
+    assert set(values(state).values()) == {None}
+    sweep(tiny(tmp_path, **keys), state, connect=Children)
+    assert set(values(state).values()) == {0.25}

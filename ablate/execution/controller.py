@@ -518,6 +518,10 @@ class Controller:
             self._stop_for_space("some of it")
             self.scheduler.settle(running.trial, "pending")
             return
+        if end.edited:
+            self.ledger.forget(running.trial)
+            self._give_up(running, "failed", end.reason, end.log)
+            return
         tries = self.ledger.attempts_since(running.trial, self._started)
         if tries <= self.experiment.retry and not self._halt:
             self._say(f"{running.title}: {end.reason}; retry {tries}/{self.experiment.retry}")

@@ -171,6 +171,8 @@ class Ended:
     """End of the attempt's log, if it has no result."""
     disk_full: bool = False
     """True if the disk was full: the trial runs again once there is space."""
+    edited: bool = False
+    """True if code or data were edited while it ran: its records do not count."""
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ from ablate.execution.messages import (
     message_of,
     parse_line,
 )
-from ablate.execution.trial_runner import NO_SPACE, OUT_OF_MEMORY, OutOfMemory, run
+from ablate.execution.trial_runner import EDITED, NO_SPACE, OUT_OF_MEMORY, Edited, OutOfMemory, run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Damaged
 from ablate.results.trial_store import Store
@@ -355,6 +355,8 @@ def end_of_attempt(
     end = died or exited
     if end is None:
         return Ended("failed", "its process died", log=log)
+    if end.status == EDITED:
+        return Ended("failed", last, edited=True)
     if end.status == OUT_OF_MEMORY:
         return Ended("oom", last, log=log)
     if end.status == -signal.SIGKILL and starved and not hung:
@@ -376,5 +378,7 @@ def run_inline(request: TrialRequest) -> Generator[Message, None, None]:
             yield message_of(recorded)
     except OutOfMemory as error:
         yield Ended("oom", str(error))
+    except Edited as error:
+        yield Ended("failed", str(error), edited=True)
     else:
         yield end_of_attempt(request, Exited(0), None, False)

@@ -1,6 +1,7 @@
 """Run of one trial: one workload, one recipe, one seed, one engine. No Ray, no Optuna, no MLflow."""
 
 import os
+import shutil
 import sys
 import time
 import traceback
@@ -36,8 +37,14 @@ class OutOfMemory(Exception):
 
 OUT_OF_MEMORY = 12
 """Exit status of a process whose trial ran out of memory: ENOMEM."""
+EDITED = 11
+"""Exit status of a process whose trial's code or data were edited while it ran: EAGAIN."""
 NO_SPACE = 28
 """Exit status of a process that found the disk full: ENOSPC. It arrives even if the log cannot be written."""
+
+
+class Edited(Exception):
+    """Code or data of the trial were edited while it ran, so that its numbers are those of neither."""
 
 
 class Superseded(Exception):
@@ -62,6 +69,9 @@ def exit_status(work: Callable[[], None]) -> int:
     except OutOfMemory as error:
         print(error, file=sys.stderr, flush=True)
         return OUT_OF_MEMORY
+    except Edited as error:
+        print(error, file=sys.stderr, flush=True)
+        return EDITED
     except InputError as error:
         print(error, file=sys.stderr, flush=True)
         return 2
@@ -201,6 +211,7 @@ def run(
         that step. An event with alarms has `alarms`.
 
     Raises:
+        Edited: code or data of the trial changed while it ran; its records and checkpoints are deleted.
         OutOfMemory: the trial needs more memory than there is.
         Superseded: a later attempt holds the trial.
     """
@@ -280,6 +291,7 @@ def _run(
         _refuse_superseded(held, spec, attempt)
         remaining, records = journal.finish()
         yield from remaining
+    _refuse_edited(spec, folder)
     about = {"facts": facts, "ranks": ranks, "records": records}
     if kept := store.kept_weights(spec.id):
         about["weights"] = kept
@@ -290,6 +302,24 @@ def _run(
 def _refuse_superseded(held: Callable[[], bool], spec: TrialSpec, attempt: int) -> None:
     if not held():
         raise Superseded(f"attempt {attempt} of trial {spec.id} was superseded by a later one, and ends")
+
+
+def _refuse_edited(spec: TrialSpec, folder: Path) -> None:
+    """Delete what the trial wrote and raise Edited if its code or data are no longer those of its id.
+
+    Code is read while a trial runs: modules that a function imports late, files that it opens.
+    """
+    if spec.unchanged:
+        return
+    for path in (*folder.glob("events-*.jsonl"), *folder.glob("checkpoint*")):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    raise Edited(
+        "its code or data were edited while it ran: its numbers are discarded, and the same command runs"
+        " the edited code"
+    )
 
 
 def within_memory(events: Iterator[Event], device: str) -> Iterator[Event]:

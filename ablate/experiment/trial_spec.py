@@ -74,6 +74,16 @@ class TrialSpec(Spec):
             json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         ).hexdigest()[:16]
 
+    @property
+    def unchanged(self) -> bool:
+        """True if code and data on disk are still those that the id stands for; False if they cannot be
+        read."""
+        fields = {name: getattr(self, name) for name in type(self).model_fields}
+        try:
+            return type(self).model_construct(**fields).id == self.id
+        except (OSError, SyntaxError, ValueError):
+            return False
+
     @cached_property
     def segments(self) -> tuple[tuple[int, str], ...]:
         """Recipes in the order in which they apply: the first step of each, and the recipe as JSON; empty if
