@@ -2,6 +2,7 @@
 identity.
 """
 
+import hashlib
 import os
 import platform
 import re
@@ -17,7 +18,7 @@ _LARGEST_DIFF = 1 << 20
 
 def environment() -> dict[str, str]:
     """Return versions and hardware of this process, and the FP4 back end if Transformer Engine is loaded."""
-    return _machine() | _gpu() | _kernels()
+    return _machine() | _instructions() | _gpu() | _kernels()
 
 
 @cache
@@ -35,6 +36,31 @@ def _machine() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return facts
+
+
+_ROUNDING = ("ATEN_CPU_CAPABILITY", "MKL_CBWR")
+"""Environment variables by which torch and MKL add in another order on the same CPU."""
+
+
+def arithmetic(device: str) -> float:
+    """Return a number that differs between processors which may compute other bits.
+
+    Of a GPU: model and capability. Of a CPU: the instructions that torch uses, and the variables in
+    `_ROUNDING`. 48 bits of a hash, since a trial records numbers.
+    """
+    if device == "cuda":
+        gpu = _gpu()
+        kind = [gpu.get("gpu", ""), gpu.get("capability", "")]
+    else:
+        kind = [*_instructions().values()]
+    return float(int.from_bytes(hashlib.sha256(repr(kind).encode()).digest()[:6], "big"))
+
+
+def _instructions() -> dict[str, str]:
+    """Return the instructions that torch uses on this CPU, once torch is loaded, and what restricts them."""
+    torch = sys.modules.get("torch")
+    facts = {} if torch is None else {"simd": str(torch.backends.cpu.get_cpu_capability())}
+    return facts | {name: f"{name}={os.environ[name]}" for name in _ROUNDING if os.environ.get(name)}
 
 
 def _gpu() -> dict[str, str]:

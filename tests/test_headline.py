@@ -3,7 +3,10 @@
 import csv
 import json
 import math
+import os
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -20,7 +23,7 @@ from ablate.results.gate import checks
 from ablate.results.headline import headline_of
 from ablate.results.ledger import Ledger
 from ablate.results.summary import summaries
-from ablate.training.metric_names import PRODUCT_BITS
+from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS
 
 GRID = {"rht": [True, False], "sr": [True, False]}
 
@@ -284,6 +287,27 @@ def test_pairs_of_runs_that_multiplied_in_different_ways_are_named_above_the_ver
         ]
         == "warning"
     )
+
+
+def test_pairs_of_runs_on_two_kinds_of_processors_are_named_above_the_verdict(book):
+    add(book, "bf16", BASE, None)
+    add(book, "a", WORSE)
+    for member in book.members():
+        kind = 7.0 if member.name == "a" and member.seed == 2 else 5.0
+        book.record(member.trial, [{"step": 41, "time": 0.0, "metrics": {ARITHMETIC: kind}}])
+    assert kinds(book)["runs on 2 kinds of processors: pairs of seed 2 compare those too"] == "warning"
+
+
+@pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY=default", "MKL_CBWR=COMPATIBLE"])
+def test_variables_that_change_sums_make_another_kind_of_processor(variable):
+    program = "import torch; from ablate.provenance import arithmetic; print(arithmetic('cpu'))"
+    name, _, value = variable.partition("=")
+    plain = {key: text for key, text in os.environ.items() if key not in ("ATEN_CPU_CAPABILITY", "MKL_CBWR")}
+    first, second = (
+        subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
+        for env in (plain, plain | {name: value})
+    )
+    assert float(first.stdout) != float(second.stdout)
 
 
 def test_missing_diverged_and_non_finite_runs_are_named_above_the_verdict(book):

@@ -6,7 +6,7 @@ told from its baseline. If one of them fails there is no answer, and no line is 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, stdev, variance
 from typing import Literal
@@ -15,7 +15,7 @@ from ablate.results.ledger import Ledger
 from ablate.results.number_text import counted, number, signed
 from ablate.results.paired_stats import common
 from ablate.results.summary import ArmSummary, nothing_learned
-from ablate.training.metric_names import PRODUCT_BITS, parse
+from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, parse
 
 _LEAST_COVERED = 0.5
 """Share of a model's weights in layers that a recipe quantises, below which every answer says so."""
@@ -37,7 +37,8 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
         arms: its arms, by the main metric.
     """
     found = [_finished(arms), _finite(ledger, arms), _learned(arms), _twin(arms), _bad(arms)]
-    found += [_ended_early(arms), _covered(ledger), _one_product(ledger), *_spread(arms)]
+    found += [_ended_early(arms), _covered(ledger), _one_product(ledger), _one_processor(ledger)]
+    found += _spread(arms)
     return [check for check in found if check]
 
 
@@ -98,11 +99,7 @@ def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
 def _one_product(ledger: Ledger) -> Check | None:
     """Return the warning that runs of one seed multiplied in different ways, and so compare CPUs too."""
     bits = ledger.largest(PRODUCT_BITS)
-    by_seed: dict[int, set[float]] = {}
-    for member in ledger.members():
-        if member.trial in bits:
-            by_seed.setdefault(member.seed, set()).add(bits[member.trial])
-    mixed = sorted(seed for seed, seen in by_seed.items() if len(seen) > 1)
+    mixed = _mixed_seeds(ledger, bits)
     if not mixed:
         return None
     in_fp32 = sum(1 for value in bits.values() if value == 32)
@@ -111,6 +108,28 @@ def _one_product(ledger: Ledger) -> Check | None:
         f"{in_fp32} of {counted(len(bits), 'run')} multiplied in fp32, the others by bf16 instructions: pairs"
         f" of {'seed' if len(mixed) == 1 else 'seeds'} {', '.join(map(str, mixed))} compare the CPUs too",
     )
+
+
+def _one_processor(ledger: Ledger) -> Check | None:
+    """Return the warning that runs of one seed were computed by different kinds of processors."""
+    kinds = ledger.largest(ARITHMETIC)
+    mixed = _mixed_seeds(ledger, kinds)
+    if not mixed:
+        return None
+    return Check(
+        "warning",
+        f"runs on {len(set(kinds.values()))} kinds of processors: pairs of"
+        f" {'seed' if len(mixed) == 1 else 'seeds'} {', '.join(map(str, mixed))} compare those too",
+    )
+
+
+def _mixed_seeds(ledger: Ledger, values: Mapping[int, float]) -> list[int]:
+    """Return the seeds whose runs differ in a fact of the machine, given by number of the trial."""
+    by_seed: dict[int, set[float]] = {}
+    for member in ledger.members():
+        if member.trial in values:
+            by_seed.setdefault(member.seed, set()).add(values[member.trial])
+    return sorted(seed for seed, seen in by_seed.items() if len(seen) > 1)
 
 
 def _learned(arms: Sequence[ArmSummary]) -> Check | None:

@@ -37,6 +37,8 @@ DAMAGE = "damage"
 
 PRODUCT_BITS = "throughput/product_bits"
 """Bits of the operands that a CPU multiplies for a bf16 product: 16 by its bf16 instructions, 32 as fp32."""
+ARITHMETIC = "throughput/arithmetic"
+"""Number that stands for the kind of processor that computed (`provenance.arithmetic`)."""
 STEPS_TO = "steps_to"
 """Family of the metrics that no trial records: steps after which val/loss is down to a target,
 `steps_to/2.5`."""
@@ -104,13 +106,13 @@ class Name:
     @property
     def for_tracker(self) -> bool:
         """Return True if MLflow gets this metric: all but per-layer series, most errors of slots,
-        readings of parts of the data, and how the CPU multiplies.
+        readings of parts of the data, and how the processor computes.
 
         The ledger keeps the rest. A run in MLflow then has about 30 keys, which its page can still show.
         """
         if self.family == "quant":
             return self.slot is not None and self.layer is None and self.metric in _TRACKED_ERRORS
-        return self.family != EVALUATED and str(self) != PRODUCT_BITS
+        return self.family != EVALUATED and str(self) not in (PRODUCT_BITS, ARITHMETIC)
 
     @property
     def of_window(self) -> bool:

@@ -13,12 +13,13 @@ import psutil
 import torch
 from torch import Tensor
 
+from ablate import provenance
 from ablate.numerics.census import census
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.product import MODES, mode
 from ablate.numerics.quantize import Operand
 from ablate.training.alarms import Alarm
-from ablate.training.metric_names import PRODUCT_BITS, Name
+from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, Name
 from ablate.training.operand_metrics import OPERAND_METRICS
 
 
@@ -155,9 +156,10 @@ class SlotErrors:
 
 
 def of_machine(device: torch.device) -> dict[str, float]:
-    """Return `memory`, and on a CPU the bits of what it multiplies for a bf16 product (`product.MODES`)."""
+    """Return `memory`, the number of the kind of processor, and on a CPU the bits of what it multiplies for a
+    bf16 product (`product.MODES`)."""
     bits = {} if device.type != "cpu" else {PRODUCT_BITS: float(MODES[mode()])}
-    return memory(device) | bits
+    return memory(device) | bits | {ARITHMETIC: provenance.arithmetic(device.type)}
 
 
 def memory(device: torch.device) -> dict[str, float]:

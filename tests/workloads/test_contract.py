@@ -37,6 +37,7 @@ MORE = (
     "train/loss",
     "nan/loss",
     "nan/grad",
+    "throughput/arithmetic",
     "nan/first_step",
     "nan/steps_skipped",
     "tokens",
