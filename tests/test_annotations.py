@@ -85,6 +85,41 @@ def test_a_grids_arm_waits_for_its_baseline_and_is_told_then(tmp_path):
     assert seen == [("RUNNING", None), ("COMPLETE", 0.5)]
 
 
+class CountingLedger(Ledger):
+    """A ledger that counts how often the last values of all its trials are read."""
+
+    reads = 0
+
+    def finals(self, wanted):
+        self.reads += 1
+        return super().finals(wanted)
+
+
+def test_all_arms_of_a_grid_are_settled_from_one_reading_of_its_ledger(tmp_path):
+    experiment = tiny(tmp_path, ablate={"rht": [True, False], "sr": [True, False]}, seeds=1)
+    folder = tmp_path / "sweeps" / "tiny"
+    book, numbers = CountingLedger(folder / "ledger.db"), {}
+    book.describe(metric=experiment.metric.model_dump_json())
+    for place, arm in enumerate(sorted(experiment.arms, key=lambda arm: arm.baseline is not None)):
+        spec = experiment.spec(arm, 0, "cpu")
+        numbers[arm.name] = book.add_arm(
+            arm.name, arm.knobs, numbers.get(arm.baseline), None if arm.baseline is None else place - 1
+        )
+        trial = book.add_member(numbers[arm.name], 0, spec.id, spec.wire)
+        book.record(trial, [{"step": 4, "time": 0.0, "metrics": {"val/loss": 2.0 + place}}])
+    projections = Projections(experiment, book, tmp_path, folder, None, busy=True)
+    for member in book.members():
+        book.settle(member.trial, "done")
+        projections.settled(member.trial)
+    projections.refresh()
+    assert book.reads == 1
+    Projections(experiment, book, tmp_path, folder, None, busy=False)  # of a restart
+    assert book.reads == 2
+    book.close()
+    gaps = {trial.user_attrs["arm"]: trial.user_attrs["gap"] for trial in trials(tmp_path)}
+    assert sorted(gaps.values()) == [1.0, 2.0, 3.0, 4.0]
+
+
 def test_a_gap_that_is_not_true_any_more_is_drawn_again(copied):
     with_gap = {trial.user_attrs["arm"]: trial.user_attrs["gap"] for trial in trials(copied, "first")}
     book, store = Ledger(copied / "sweeps" / "first" / "ledger.db", readonly=True), Store(copied)

@@ -22,7 +22,7 @@ from ablate.results.markdown_summary import summary_markdown
 from ablate.results.next_runs import undecided
 from ablate.results.published import replications
 from ablate.results.subject import described, title
-from ablate.results.summary import UNLEARNED, gap, summaries
+from ablate.results.summary import UNLEARNED, Gaps, summaries
 from ablate.results.trial_store import Store
 from ablate.results.verdict_text import REASONS, needed_text
 from ablate.training.workloads import context_free
@@ -150,7 +150,7 @@ def test_a_note_names_the_seeds_of_the_table_among_several_arms(book):
     arms = summaries(book)
     assert {arm.verdict.kind for arm in arms[2:]} == {"undecided"}
     assert len({arm.verdict.needed for arm in arms[2:]}) > 1
-    assert [gap(book, place)[1] for place in range(2, 7)] == [arm.verdict for arm in arms[1:]]
+    assert [Gaps(book).of(place)[1] for place in range(2, 7)] == [arm.verdict for arm in arms[1:]]
 
 
 def test_an_arm_that_is_not_over_counts_as_open_in_a_note(book):
@@ -160,10 +160,10 @@ def test_an_arm_that_is_not_over_counts_as_open_in_a_note(book):
         "barely",
         {seed: BASE[seed] + more for seed, more in {0: 0.051, 1: 0.02, 2: 0.03, 3: 0.045}.items()},
     )
-    assert gap(book, 2)[1].kind == "worse"
+    assert Gaps(book).of(2)[1].kind == "worse"
     for number in range(8):
         book.add_member(book.add_arm(f"waiting {number}", {}, 1, None), 0, f"waiting/{number}", SPEC)
-    assert (gap(book, 2)[1].kind, gap(book, 2)[1].alone) == ("undecided", "worse")
+    assert (Gaps(book).of(2)[1].kind, Gaps(book).of(2)[1].alone) == ("undecided", "worse")
 
 
 def test_wilcoxons_p_is_corrected_over_all_arms_and_not_over_those_shown(book):
@@ -259,7 +259,7 @@ def test_an_unrelated_arm_that_learned_gives_no_verdict_to_two_that_did_not(book
     learn(book, 4.0)
     _, bad, fine = Answer(book).arms
     assert (bad.verdict, fine.verdict.kind) == (UNLEARNED, "better")
-    assert gap(book, 2)[1] == UNLEARNED
+    assert Gaps(book).of(2)[1] == UNLEARNED
     assert undecided(book) == []
     figures = [
         Published(arm="bad", against=against, metric="val/loss", value=value, source="a paper")
@@ -311,7 +311,7 @@ def test_runs_that_end_early_are_named_and_unequal_ones_have_no_verdict(short, a
     named = [check.text for check in checks(book, summaries(book)) if "ended early" in check.text]
     assert len(named) == bool(short)
     assert all(f"{4 if short == 50 else 8} of 8 runs" in text for text in named)
-    assert gap(book, arm)[1].kind == verdict.kind
+    assert Gaps(book).of(arm)[1].kind == verdict.kind
 
 
 @pytest.mark.parametrize("recorded", [True, False])

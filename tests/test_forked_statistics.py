@@ -31,7 +31,7 @@ from ablate.results.paired_stats import (
     paired_difference,
     seeds_needed,
 )
-from ablate.results.summary import gap, summaries
+from ablate.results.summary import Gaps, summaries
 from ablate.results.table_notes import smallest_damage
 
 SEEDS = range(8)
@@ -303,7 +303,7 @@ def test_what_counts_as_none_and_why_is_said(tmp_path):
 def test_a_searchs_proposal_is_judged_with_the_known_bad_arm_as_the_whole_table_is(tmp_path):
     book = forked_book(tmp_path, 0.01, search="tpe")
     whole = {arm.name: arm for arm in summaries(book)}["alike"]
-    difference, verdict = gap(book, 3)
+    difference, verdict = Gaps(book).of(3)
     assert (difference, verdict.kind) == (whole.gap, whole.verdict.kind)
     book.close()
 

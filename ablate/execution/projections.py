@@ -21,7 +21,7 @@ from ablate.results.databases import path_of
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import ArmRow, Member
 from ablate.results.markdown_summary import summary_markdown
-from ablate.results.summary import gap
+from ablate.results.summary import Gaps
 from ablate.results.verdict_text import verdict_text
 
 if TYPE_CHECKING:
@@ -163,8 +163,10 @@ class Projections:
         self._open_study()
 
     def _open_study(self) -> None:
-        arms = self._ledger.points()
-        self.study = Study(self._journal, self._experiment, [self._point(arm) for arm in arms], self._warm)
+        arms, gaps = self._ledger.points(), Gaps(self._ledger)
+        self.study = Study(
+            self._journal, self._experiment, [self._point(arm, gaps) for arm in arms], self._warm
+        )
         running = set(self.study.running())
         self._due = {arm.arm for arm in arms if arm.optuna in running}
         """Arms that may be over: one of their trials ended."""
@@ -212,6 +214,7 @@ class Projections:
         candidates = self._due | waited | (self._late if final else set())
         self._due.clear()
         self._late -= candidates
+        gaps = Gaps(self._ledger)
         for arm in candidates:
             point = self._ledger.point(arm)
             subject = point.repeats or arm
@@ -227,7 +230,7 @@ class Projections:
             if waits and not over(self._ledger.members(baseline)):
                 self._late.add(arm)
                 continue
-            self._settle_point(point.optuna, members)
+            self._settle_point(point.optuna, members, gaps)
 
     def finish(self, status: str, seconds: float) -> str | None:
         """Bring both projections up to date, waiting at most `seconds`; return a sentence about missing
@@ -257,7 +260,7 @@ class Projections:
                 given_up[arm] = GivenUp(search.pruner, last)
         return given_up
 
-    def _point(self, arm: ArmRow) -> Point:
+    def _point(self, arm: ArmRow, gaps: Gaps) -> Point:
         members = self._ledger.members(arm.repeats or arm.arm)
         shown = {} if arm.repeats else reports(self._ledger, members, self._experiment)
         unfinished = Point(
@@ -275,10 +278,10 @@ class Projections:
             unfinished,
             values=result.values,
             violations=result.violations,
-            compared=self._compared(members[0]),
+            compared=_compared(members[0], gaps),
         )
 
-    def _settle_point(self, number: int, members: list[Member]) -> None:
+    def _settle_point(self, number: int, members: list[Member], gaps: Gaps) -> None:
         runs = [member.mlflow for member in members]
         facts: dict[str, Json] = {
             "arm": members[0].name,
@@ -287,7 +290,7 @@ class Projections:
             "mlflow_runs": [*runs],
         }
         facts |= {REPEATS: members[0].optuna} if number != members[0].optuna else {}
-        facts |= self._compared(members[0])
+        facts |= _compared(members[0], gaps)
         if self.mirror and (pages := self.mirror.pages(runs)):
             facts["mlflow"] = [*pages]
         if _pruned(members):
@@ -300,18 +303,19 @@ class Projections:
         }
         self.study.tell(number, result.values, result.means, facts | by_seed, result.violations)
 
-    def _compared(self, member: Member) -> dict[str, Json]:
-        """Return an arm's gap and verdict so far; an arm of a search may be settled before its baseline is
-        over.
-        """
-        estimate = gap(self._ledger, member.arm)
-        if estimate is None or not estimate[0].pairs:
-            return {}
-        difference, verdict = estimate
-        interval: dict[str, Json] = (
-            {"interval": [difference.low, difference.high]} if difference.has_interval else {}
-        )
-        return {"gap": difference.mean, **interval, "verdict": verdict_text(verdict)}
+
+def _compared(member: Member, gaps: Gaps) -> dict[str, Json]:
+    """Return an arm's gap and verdict so far; an arm of a search may be settled before its baseline is
+    over.
+    """
+    estimate = gaps.of(member.arm)
+    if estimate is None or not estimate[0].pairs:
+        return {}
+    difference, verdict = estimate
+    interval: dict[str, Json] = (
+        {"interval": [difference.low, difference.high]} if difference.has_interval else {}
+    )
+    return {"gap": difference.mean, **interval, "verdict": verdict_text(verdict)}
 
 
 def _pruned(members: list[Member]) -> bool:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -370,51 +371,116 @@ def _qualified(arm: ArmSummary, verdict: Verdict) -> Verdict:
     )
 
 
-def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
-    """Return one arm's gap by the main metric with its verdict.
+class Gaps:
+    """Gaps of arms by the main metric with their verdicts, from one state of a ledger.
 
-    The verdict cannot be overturned by arms that are still running: they count as comparisons without a
-    result. When all arms are over it is that of `summaries`, with the same number of seeds. No seeds are
-    planned for a search's proposal. There may be thousands of proposals, so only this one and its baseline
-    are read, and its p-value is multiplied by the number of proposals.
-
-    Args:
-        ledger: Ledger of the sweep.
-        arm: Number of the arm.
-
-    Returns:
-        Gap and verdict; None for a baseline, or while a run of the baseline is not over.
+    All arms of a grid are summarised once, at the first question about one of them: a grid of 1,000 arms
+    would be read 1,000 times otherwise.
     """
-    members = ledger.members(arm)
-    baseline = members[0].baseline if members else None
-    if baseline is None:
-        return None
-    others = ledger.members(baseline)
-    if not others or any(member.status not in OVER for member in others):
-        return None
-    metric, rows, searches = (
-        metric_of(ledger),
-        {row.arm: row for row in ledger.arms()},
-        bool(ledger.fact("search")),
-    )
-    roles = {number: role_of(row, searches, 1) for number, row in rows.items() if row.baseline is not None}
-    family = [number for number, role in roles.items() if _family(role) == _family(roles[arm])]
-    if roles[arm] != "searched":
-        arms = dict(zip(rows, _summaries(ledger, metric), strict=True))
-        open_ = {member.arm for member in ledger.members() if member.status not in OVER} - {arm}
-        compared = [
-            number
-            for number in family
-            if number not in open_ and arms[number].gap is not None and not arms[number].pruned
-        ]
-        judged = _judged(
-            [arms[number] for number in compared], arms.values(), metric, len(open_.intersection(family))
-        )
-        summary = arms[arm]
-    else:
+
+    def __init__(self, ledger: Ledger) -> None:
+        """Read nothing yet.
+
+        Args:
+            ledger: ledger of the sweep. If it is written to, the gaps are those of before or after that.
+        """
+        self._ledger = ledger
+
+    @cached_property
+    def _metric(self) -> Metric:
+        return metric_of(self._ledger)
+
+    @cached_property
+    def _rows(self) -> dict[int, ArmRow]:
+        return {row.arm: row for row in self._ledger.arms()}
+
+    @cached_property
+    def _searches(self) -> bool:
+        return bool(self._ledger.fact("search"))
+
+    @cached_property
+    def _roles(self) -> dict[int, Role]:
+        """Roles of the arms that have a baseline, by number."""
+        return {
+            number: role_of(row, self._searches, 1)
+            for number, row in self._rows.items()
+            if row.baseline is not None
+        }
+
+    @cached_property
+    def _families(self) -> dict[str, list[int]]:
+        """Numbers of the arms that are corrected together, by the name of the family."""
+        families: dict[str, list[int]] = {}
+        for number, role in self._roles.items():
+            families.setdefault(_family(role), []).append(number)
+        return families
+
+    @cached_property
+    def _open(self) -> set[int]:
+        """Numbers of arms of which a run is not over."""
+        return {member.arm for member in self._ledger.members() if member.status not in OVER}
+
+    @cached_property
+    def _arms(self) -> dict[int, ArmSummary]:
+        return dict(zip(self._rows, _summaries(self._ledger, self._metric), strict=True))
+
+    def of(self, arm: int) -> tuple[Difference, Verdict] | None:
+        """Return one arm's gap by the main metric with its verdict.
+
+        The verdict cannot be overturned by arms that are still running: they count as comparisons without a
+        result. When all arms are over it is that of `summaries`, with the same number of seeds. No seeds are
+        planned for a search's proposal. There may be thousands of proposals, so only this one and its
+        baseline are read, and its p-value is multiplied by the number of proposals.
+
+        Args:
+            arm: Number of the arm.
+
+        Returns:
+            Gap and verdict; None for a baseline, or while a run of the baseline is not over.
+        """
+        members = self._ledger.members(arm)
+        baseline = members[0].baseline if members else None
+        if baseline is None:
+            return None
+        others = self._ledger.members(baseline)
+        if not others or any(member.status not in OVER for member in others):
+            return None
+        if self._roles[arm] == "searched":
+            summary, verdict = self._of_proposal(arm, members, baseline, others)
+        else:
+            summary = self._arms[arm]
+            verdict = self._verdicts(_family(self._roles[arm]), arm).get(summary.name)
+        if summary.gap is None:
+            return None
+        return summary.gap, _qualified(summary, verdict) if verdict else summary.verdict
+
+    def _verdicts(self, family: str, arm: int) -> dict[str, Verdict]:
+        """Return the verdicts on a family's arms by name. `arm` counts as over even if a run is open."""
+        key = (family, arm if arm in self._open else None)
+        if key not in self._judged:
+            members, open_ = self._families[family], self._open - {arm}
+            arms = [self._arms[number] for number in members if number not in open_]
+            compared = [summary for summary in arms if summary.gap is not None and not summary.pruned]
+            self._judged[key] = _judged(
+                compared, self._arms.values(), self._metric, len(open_.intersection(members))
+            )
+        return self._judged[key]
+
+    @cached_property
+    def _judged(self) -> dict[tuple[str, int | None], dict[str, Verdict]]:
+        return {}
+
+    def _of_proposal(
+        self, arm: int, members: list[Member], baseline: int, others: list[Member]
+    ) -> tuple[ArmSummary, Verdict | None]:
+        """Return the summary of a search's proposal, and the verdict on it."""
+        ledger, metric = self._ledger, self._metric
         groups = {arm: members, baseline: others}
         design = design_of(ledger)
-        for number, row in rows.items():  # without its known-bad arm a forked design cannot tell "equivalent"
+        for (
+            number,
+            row,
+        ) in self._rows.items():  # without its known-bad arm a forked design cannot tell "equivalent"
             if design and design.bad == row.name and row.baseline is not None:
                 groups |= {each: ledger.members(each) for each in (number, row.baseline)}
         names = [metric.name, LOSS]
@@ -425,15 +491,14 @@ def gap(ledger: Ledger, arm: int) -> tuple[Difference, Verdict] | None:
         }
         ends = lengths(ledger, itertools.chain.from_iterable(groups.values()))
         values = {number: _values(group, lasts, metric, ends) for number, group in groups.items()}
-        readings = _Readings(rows, lasts, {}, {}, values, metric, interval_of(ledger), searches, ends)
+        readings = _Readings(
+            self._rows, lasts, {}, {}, values, metric, interval_of(ledger), self._searches, ends
+        )
         pair = [_summary(readings, number, group) for number, group in groups.items()]
         pair = _in_windows(pair, ledger, metric)
         summary, base, *_ = _with_references(pair, ledger, groups, metric)
-        judged = _judged([summary], [summary, base], metric, len(family) - 1)
-    if summary.gap is None:
-        return None
-    verdict = judged.get(summary.name)
-    return summary.gap, _qualified(summary, verdict) if verdict else summary.verdict
+        family = self._families[_family(self._roles[arm])]
+        return summary, _judged([summary], [summary, base], metric, len(family) - 1).get(summary.name)
 
 
 def _with_references(
