@@ -409,6 +409,7 @@ PATTERNS = {
     ],
     "experiment.schema": ["a share or a number, as a user writes it"],
     "execution.job_array": [
+        "the form of a trial's id",
         "options of sbatch, as a user writes them",
         "characters that the name of a job does not keep",
     ],

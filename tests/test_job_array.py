@@ -250,6 +250,33 @@ def test_a_damaged_result_is_told_and_not_copied(tmp_path):
     assert not (state / "trials" / trial).exists()
 
 
+@pytest.mark.parametrize("place", ["artifacts/secret", "log-9.txt"])
+def test_a_folder_with_a_link_is_told_and_not_copied(place, tmp_path):
+    path = write(tmp_path, workload={"idle": {"steps": 2}}, ablate={"rht": [True]}, seeds=1)
+    folder, state, secret = tmp_path / "jobs", tmp_path / "state", tmp_path / "secret"
+    export(path, folder, state)
+    secret.write_text("a file outside")
+    trial = Jobs.read(folder).trials[0]
+    assert here("run-task", folder, 1, 0).returncode == 0
+    link = folder / "state" / "trials" / trial / place
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(secret)
+    done = here("collect", folder, "--state", state)
+    assert (done.returncode, f"{trial} damaged" in done.stdout) == (1, True)
+    assert not (state / "trials" / trial).exists()
+
+
+def test_a_manifest_with_a_trial_outside_of_its_folder_is_refused(tmp_path):
+    path = write(tmp_path, workload={"idle": {"steps": 2}}, ablate={"rht": [True]}, seeds=1)
+    export(path, tmp_path / "jobs", tmp_path / "state")
+    manifest = tmp_path / "jobs" / "jobs.json"
+    content = json.loads(manifest.read_text())
+    content["stages"][0][0] = "../../elsewhere"
+    manifest.write_text(json.dumps(content))
+    done = here("collect", tmp_path / "jobs", "--state", tmp_path / "state")
+    assert (done.returncode, "elsewhere" in done.stderr) == (2, True)
+
+
 def test_what_is_missing_is_listed_with_the_command_that_queues_it(tmp_path):
     """A later stage after the earlier ones; tasks in the words of sbatch."""
     path = write(tmp_path, shape={"steps": 8}, ablate={"cooldown": [0.25, 0.5]}, seeds=3)

@@ -158,6 +158,16 @@ def test_a_module_path_that_grows_while_the_checks_run_is_not_part_of_their_subj
     assert passed_checks.known(passed_checks.subject() | {"environment": subject["environment"]})
 
 
+def test_a_record_from_the_future_does_not_count(cache, monkeypatch):
+    monkeypatch.setenv("ABLATE_CACHE", str(cache))
+    subject = passed_checks.subject()
+    passed_checks.keep(subject)
+    assert passed_checks.known(subject)
+    (record,) = (cache / "checks").iterdir()
+    os.utime(record, (record.stat().st_atime, record.stat().st_mtime + 10**6))
+    assert not passed_checks.known(subject)
+
+
 def test_the_subject_of_the_checks_has_this_processor_torch_and_every_file(tmp_path, monkeypatch):
     subject = passed_checks.subject()
     assert subject["libraries"]["torch"][0] == version("torch")

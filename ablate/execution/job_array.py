@@ -49,6 +49,10 @@ _OWN = ("array", "chdir", "open-mode", "output", "requeue", "signal")
 """Options of sbatch that the scripts set themselves."""
 
 
+_TRIAL = re.compile(r"[0-9a-f]{16}")
+"""Id of a trial, which is a name of a folder."""
+
+
 @dataclass(frozen=True)
 class Jobs:
     """Manifest of an exported sweep."""
@@ -70,7 +74,7 @@ class Jobs:
         """Return the manifest of a folder. InputError if there is none, or none that `export` wrote."""
         path = folder / MANIFEST
         try:
-            return TypeAdapter(cls).validate_json(path.read_bytes())
+            jobs = TypeAdapter(cls).validate_json(path.read_bytes())
         except OSError as error:
             raise InputError(
                 [
@@ -80,6 +84,9 @@ class Jobs:
             ) from None
         except ValidationError as error:
             raise InputError([f"{path}: not a manifest of jobs: {error.errors()[0]['msg']}"]) from None
+        if wrong := [trial for trial in jobs.trials if not _TRIAL.fullmatch(trial)]:
+            raise InputError([f"{path}: not a manifest of jobs: {wrong[0]!r} is not the id of a trial"])
+        return jobs
 
     @property
     def trials(self) -> list[str]:
@@ -206,7 +213,8 @@ class Collected:
 def collect(folder: Path, jobs: Jobs, store: Store) -> Iterator[Collected]:
     """Copy the finished trials of a folder into a state folder, and yield what was found of each trial.
 
-    An unfinished folder of the same trial is moved to `retired/`. A damaged one is not copied.
+    An unfinished folder of the same trial is moved to `retired/`. A damaged one is not copied, and neither is
+    one with links: their targets, anywhere on this machine, would be copied and sent to MLflow.
     """
     source = Store(folder / STATE)
     for trial in jobs.trials:
@@ -214,6 +222,8 @@ def collect(folder: Path, jobs: Jobs, store: Store) -> Iterator[Collected]:
             if store.finished(trial):
                 yield Collected(trial, "there already")
                 continue
+            if link := _link(source.folder(trial)):
+                raise Damaged(link, "a link, which no trial writes")
             result = source.result(trial)
             if result is not None:
                 source.proven(trial, result)
@@ -227,6 +237,11 @@ def collect(folder: Path, jobs: Jobs, store: Store) -> Iterator[Collected]:
             yield Collected(trial, "not finished", source.log_tail(trial, attempt, 1))
         else:
             yield Collected(trial, "not begun")
+
+
+def _link(folder: Path) -> Path | None:
+    """Return a link in a folder, or the folder itself if it is one; None if there is none."""
+    return next((path for path in (folder, *folder.rglob("*")) if path.is_symlink()), None)
 
 
 def _copy(source: Path, store: Store, trial: str) -> None:

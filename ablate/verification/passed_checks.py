@@ -55,9 +55,9 @@ def subject(environment: Mapping[str, str] = os.environ) -> dict[str, object]:
 
 
 def known(checked: Mapping[str, object]) -> bool:
-    """Return True if the checks of a `subject` passed within the last day."""
+    """Return True if the checks of a `subject` passed within the last day; False for a time in the future."""
     try:
-        return time.time() - _record(checked).stat().st_mtime < _VALID_SECONDS
+        return 0 <= time.time() - _record(checked).stat().st_mtime < _VALID_SECONDS
     except OSError:
         return False
 
