@@ -37,7 +37,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from ablate.engines.emulated_layer import DTYPES, HIGH, UNSET, EmulatedLinear, NotInForce, Probe
-from ablate.engines.nonfinite import NonfiniteCount
+from ablate.engines.nonfinite import NonfiniteCount, total
 from ablate.engines.ranks import Divided, Sharded
 from ablate.engines.weights import RulesState, WeightRules
 from ablate.numerics.history import History
@@ -274,7 +274,7 @@ class Engine:
 
     def nonfinite(self) -> int:
         """Return the number of operands so far, over all layers, that held a NaN or an infinity."""
-        return int(sum(layer.nonfinite.number() for layer in self.layers.values()))
+        return total(layer.nonfinite for layer in self.layers.values())
 
     def weight_casts(self) -> Iterator[tuple[str, tuple[Tensor, Operand]]]:
         """Yield every weight that fprop quantises, by layer name: itself [out, in], and its present cast.

@@ -1,5 +1,8 @@
 """Count of operands that held a NaN or an infinity, without a wait for a GPU at each of them."""
 
+from collections.abc import Iterable
+from itertools import islice
+
 import torch
 from torch import Tensor
 
@@ -33,4 +36,17 @@ class NonfiniteCount:
         return self._number
 
     def __int__(self) -> int:
-        return int(self.number())
+        return total([self])
+
+
+def total(counts: Iterable[NonfiniteCount]) -> int:
+    """Return the sum of counts on one device, which looks at all of them at once; waits for the device."""
+    counts = list(counts)
+    unread = [largest for count in counts for largest in count._unread]
+    flags = iter((~torch.stack(unread).isfinite()).cpu().tolist() if unread else ())
+    numbers = [count._number for count in counts if isinstance(count._number, Tensor)]
+    known = iter(torch.stack(numbers).cpu().tolist() if numbers else ())
+    for count in counts:
+        number = next(known) if isinstance(count._number, Tensor) else count._number
+        count._number, count._unread = number + sum(islice(flags, len(count._unread))), []
+    return sum(int(count._number) for count in counts)

@@ -11,10 +11,11 @@ from support.cases import every
 from support.linears import ANYWHERE, Watch, drawn, exact, layer, run
 from torch import Tensor, nn
 from torch.nn.utils import prune
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.engines.nonfinite import NonfiniteCount
+from ablate.engines.nonfinite import NonfiniteCount, total
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.quantize import pad, quantize
@@ -662,3 +663,29 @@ def test_operands_that_are_not_finite_are_counted_however_many_there_are(operand
         (count if number % 3 else other).add(torch.tensor(value))
     count.include(other)
     assert int(count) == 3 + sum(not math.isfinite(value) for value in values)
+
+
+@pytest.mark.parametrize("operands", [0, 5, 70])
+def test_counts_of_all_layers_are_read_by_as_many_operations_as_one(operands):
+    """Each layer's own would start kernels by the layer on a GPU, at every step that is recorded."""
+
+    class Operations(TorchDispatchMode):
+        done = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.done += 1
+            return func(*args, **(kwargs or {}))
+
+    operations = []
+    for layers in (1, 9):
+        counts = [NonfiniteCount(number) for number in range(layers)]
+        for number, count in enumerate(counts):
+            for operand in range(operands):
+                count.add(torch.tensor(math.nan if operand < number else 1.0))
+        with Operations() as here:
+            assert total(counts) == sum(number + min(number, operands) for number in range(layers))
+        operations.append(here.done)
+        assert [int(count) for count in counts] == [
+            number + min(number, operands) for number in range(layers)
+        ]
+    assert operations[0] == operations[1]
