@@ -106,7 +106,7 @@ SLEEP, DIE = "import time; time.sleep(600)", "import os; os.kill(os.getpid(), 9)
 
 @pytest.mark.parametrize(("kind", "end"), [("cpu", "pass"), ("cpu", DIE), ("cpu", SLEEP), ("cuda", DIE)])
 def test_processes_that_a_function_starts_end_with_its_trial(kind, end, tmp_path):
-    """When it ends, when it is killed, and when its supervisor goes."""
+    """After its end, after its kill, and after the end of its supervisor."""
     supervisor = Supervisor(COMMANDS[kind])
     messages, sleepers = supervisor.run(of_function(tmp_path, CHILDREN.replace("{end}", end))), []
 

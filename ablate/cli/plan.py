@@ -314,11 +314,11 @@ def show(experiment: Experiment, settings: Settings) -> None:
             soft_wrap=True,
         )
     if largest := memory(experiment, settings.device):
-        arm, needed = largest
+        name, needed = largest
         parts = ", ".join(f"{name} {_size(size)}" for name, size in needed._asdict().items())
         screen.print(
             f"\nGPU memory of a trial: at most about {_size(needed.total)} beside CUDA's own, by arm"
-            f" {one_line(arm)} ({parts}).",
+            f" {one_line(name)} ({parts}).",
             markup=False,
             soft_wrap=True,
         )
