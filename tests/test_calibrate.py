@@ -13,7 +13,8 @@ from ablate.experiment.load import load
 from ablate.experiment.schema import Metric
 from ablate.experiment.yaml_document import parse, with_values
 from ablate.results.ledger import Ledger
-from ablate.results.summary import metrics_of, steps_to, summaries
+from ablate.results.run_lengths import steps_to
+from ablate.results.summary import metrics_of, summaries
 
 TEXT = """\
 # Why this file exists.

@@ -1,12 +1,13 @@
-"""Lengths of finished runs of a user's own code, which may end before the steps that the experiment names.
+"""Steps of runs: of finished runs of own code, which may end early, and of a run until it reaches a loss.
 
 A function that returns at step 50 of 100 has finished, and its last loss is that of step 50. Beside a run of
 100 steps it looks worse, whatever the recipe does. Built-in workloads take the steps of their spec.
 """
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ablate.results.forked import design_of
@@ -51,3 +52,23 @@ def lengths(ledger: Ledger, members: Iterable[Member]) -> Lengths:
     groups = [(group, max(group.values())) for group in beside.values()]
     uneven = frozenset(trial for group, most in groups for trial, last in group.items() if last < most)
     return Lengths(early, uneven)
+
+
+def steps_to(losses: Mapping[int, float], target: float) -> float:
+    """Return the steps after which a loss is down to a target for the first time; NaN if it never is.
+
+    Between two evaluations the loss is taken to fall with the logarithm of the steps.
+
+    Args:
+        losses: loss by step, ascending.
+        target: loss to reach.
+    """
+    earlier: tuple[int, float] | None = None
+    for step, loss in losses.items():
+        if loss <= target:
+            if earlier is None or loss == target:
+                return float(step)
+            share = (earlier[1] - target) / (earlier[1] - loss)
+            return math.exp(math.log(earlier[0]) + share * math.log(step / earlier[0]))
+        earlier = (step, loss) if math.isfinite(loss) else earlier
+    return math.nan

@@ -4,7 +4,6 @@ import itertools
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,16 +11,15 @@ from typing import Self
 
 from ablate.experiment.roles import Role, role_of
 from ablate.experiment.schema import Metric, Published
-from ablate.files import Damaged, Json
+from ablate.files import Json
 from ablate.results.forked import FIFTH, Readings, Views, design_of, qualified, readings_of, sharpened, views
 from ablate.results.intervals import ALPHA, Interval
+from ablate.results.learning_floor import Floors
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import OVER, ArmRow, Member
 from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
-from ablate.results.run_lengths import Lengths, lengths
-from ablate.results.trial_store import Store
+from ablate.results.run_lengths import Lengths, lengths, steps_to
 from ablate.training.metric_names import FIRST_NONFINITE, parse, reading, target_of
-from ablate.training.workloads import context_free, reports_context_free
 
 LOSS = "val/loss"
 _SQNR = "sqnr_db"
@@ -300,31 +298,6 @@ def judge_learned(
     ]
 
 
-@dataclass(frozen=True)
-class _Floors:
-    """Sources of the loss of a model that ignores its input, in the order in which they are asked."""
-
-    recorded: Mapping[int, float | None]
-    """The ledger's, by number of the trial."""
-    store: Store
-    """Results of the trials, for ledgers of earlier versions."""
-    by_arm: Mapping[str, float]
-    """Those that MLflow had, by name of the arm."""
-
-    def of(self, members: Iterable[Member]) -> tuple[float | None, bool]:
-        """Return the loss for an arm's first finished run, and True if it should be known and is not."""
-        first = next((member for member in members if member.status == "done"), None)
-        if first is None:
-            return None, False
-        if first.trial in self.recorded:
-            return self.recorded[first.trial], False
-        result = None
-        with suppress(Damaged):  # `status --verify` reports it
-            result = self.store.result(first.id)
-        loss = self.by_arm.get(first.name) if result is None else context_free(result)
-        return loss, result is None and loss is None and reports_context_free(first.spec)
-
-
 def _judged(
     arms: Collection[ArmSummary], everything: Iterable[ArmSummary], metric: Metric, unseen: int = 0
 ) -> dict[str, Verdict]:
@@ -508,36 +481,12 @@ def _with_references(
     training."""
     if not parse(metric.name).of_data:
         return arms
-    floors = _Floors(
-        ledger.context_free(),
-        Store(ledger.path.absolute().parents[2]),
-        json.loads(ledger.fact("context_free") or "{}"),
-    )
+    floors = Floors.of_ledger(ledger)
     found = [floors.of(group) for group in members.values()]
     return [
         replace(arm, context_free=loss, floor_unknown=unknown)
         for arm, (loss, unknown) in zip(arms, found, strict=True)
     ]
-
-
-def steps_to(losses: Mapping[int, float], target: float) -> float:
-    """Return the steps after which a loss is down to a target for the first time; NaN if it never is.
-
-    Between two evaluations the loss is taken to fall with the logarithm of the steps.
-
-    Args:
-        losses: loss by step, ascending.
-        target: loss to reach.
-    """
-    earlier: tuple[int, float] | None = None
-    for step, loss in losses.items():
-        if loss <= target:
-            if earlier is None or loss == target:
-                return float(step)
-            share = (earlier[1] - target) / (earlier[1] - loss)
-            return math.exp(math.log(earlier[0]) + share * math.log(step / earlier[0]))
-        earlier = (step, loss) if math.isfinite(loss) else earlier
-    return math.nan
 
 
 def _values(
