@@ -21,7 +21,7 @@ from ablate.files import Busy, lock, write
 VARIABLE = "ABLATE_CACHE"
 _BLOCK = 1 << 20
 POLL_SECONDS = 1.0
-_SETTLED_SECONDS = 2.0
+SETTLED_SECONDS = 2.0
 """Age in seconds below which a file may change again without a change of its modification time."""
 
 
@@ -134,7 +134,7 @@ def digest(paths: Sequence[Path]) -> str:
             for path, s in zip(paths, stats, strict=True)
         ]
     )
-    if time.time() - max((max(s.st_mtime, s.st_ctime) for s in stats), default=0) < _SETTLED_SECONDS:
+    if time.time() - max((max(s.st_mtime, s.st_ctime) for s in stats), default=0) < SETTLED_SECONDS:
         return hash_contents(paths)
     return remembered(key, lambda: hash_contents(paths))
 

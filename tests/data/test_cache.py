@@ -52,7 +52,7 @@ def test_whoever_waits_for_another_process_hears_that_it_goes_on(monkeypatch):
 
 def settled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let digests of files be cached at once, as they are two seconds after the last change."""
-    monkeypatch.setattr("ablate.cache._SETTLED_SECONDS", 0.0)
+    monkeypatch.setattr("ablate.cache.SETTLED_SECONDS", 0.0)
 
 
 def test_an_edit_that_restores_the_time_of_modification_changes_the_digest(tmp_path, monkeypatch):
