@@ -90,6 +90,16 @@ def test_only_recipes_whose_bits_a_fix_changed_have_another_numerics_version(tmp
     assert spec(tmp_path, turned).history(2) != spec(tmp_path, straight).history(2)
 
 
+def test_only_models_that_may_call_a_layer_twice_and_recipes_that_draw_have_another_version(tmp_path):
+    model = {"model_type": "albert", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
+    plain = spec(tmp_path)
+    shape = {name: value for name, value in SHAPE.items() if name not in ("layers", "width", "heads")}
+    shared = Gpt.model_validate(shape | {"data": plain.config.data, "model": model})
+    for recipe, config, version in (("nvfp4", shared, 2), ("bf16", shared, 1), ("nvfp4", plain.config, 1)):
+        there = plain.model_copy(update={"recipe": PRESETS[recipe](), "config": config})
+        assert json.loads(there.wire)["workload_version"] == version
+
+
 def test_the_same_trial_has_the_same_id(tmp_path):
     assert spec(tmp_path).id == spec(tmp_path).id == spec(tmp_path, lr=3e-3, beta2=0.95).id
 

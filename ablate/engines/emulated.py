@@ -27,6 +27,8 @@ are left alone. emulated_layer.py computes the products of one layer.
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, TypeVar
@@ -358,14 +360,23 @@ class Engine:
         return before
 
     @contextmanager
-    def again(self):
-        """Inside this context, recompute activations: operands are neither counted nor given to the probe."""
+    def again(self, moment: Clock | None = None):
+        """Inside this context, recompute activations: operands are neither counted nor given to the probe.
+
+        Args:
+            moment: copy of the clock before the first computation, whose random bits are drawn again; None:
+                the clock is right.
+        """
+        before = self.clock.micro_batch, self.clock.calls
+        if moment:  # a layer's backward pass, which has a clock of its own call, may ask for an activation
+            self.clock.micro_batch, self.clock.calls = moment.micro_batch, moment.calls
         probes = {name: layer.probe for name, layer in self.layers.items()}
         counts = self._count_apart()
         self.listen(None)
         try:
             yield
         finally:
+            self.clock.micro_batch, self.clock.calls = before
             for name, layer in self.layers.items():
                 layer.probe, layer.nonfinite = probes[name], counts[name]
 
@@ -534,6 +545,11 @@ def recompute(model: nn.Module, engine: Engine) -> None:
 def _recomputed(forward: Callable[..., Output], engine: Engine, *args: object, **kwargs: object) -> Output:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    moment = replace(engine.clock, calls=copy(engine.clock.calls))
     return checkpoint(
-        forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), engine.again()), **kwargs
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (nullcontext(), engine.again(moment)),
+        **kwargs,
     )

@@ -116,7 +116,7 @@ class EmulatedLinear(nn.Linear):
         self.sharded: Sharded | None = None
         """Division of the weight among ranks; None if this rank has all of it."""
         self.called: Callable[[EmulatedLinear], int] | None = None
-        """Called with the layer at the begin of each of its forward passes; returns the micro-batch."""
+        """Called with the layer at the begin of each of its forward passes, in place of `Clock.called`."""
         self.returned: Callable[[EmulatedLinear, int], None] | None = None
         """Called at the end of each of its backward passes, with the micro-batch."""
         self.compiled: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
@@ -175,7 +175,7 @@ class EmulatedLinear(nn.Linear):
                 f"{self.name}: no step of the recipe is in force, so nothing would be quantised;"
                 f" {self.products.remedy}"
             )
-        return self.clock.micro_batch if self.called is None else self.called(self)
+        return self.clock.called(self.name) if self.called is None else self.called(self)
 
     def end_call(self, micro_batch: int) -> None:
         """End the backward pass of a call: report it to `returned`."""

@@ -47,6 +47,16 @@ class TrialSpec(Spec):
     """True for a second trial of the same recipe and seed, which differs in nothing that matters."""
 
     @property
+    def _calls_drawn(self) -> int:
+        """Return what the workload's version is raised by: 1 if a layer may draw in several calls.
+
+        The package's own models call each layer once in a micro-batch. A model of `transformers` may call one
+        several times (ALBERT); each of its calls drew the same random bits in trials of version 1.
+        """
+        recipes = (self.recipe, *(trunk for trunk in (self.forks and self.forks.trunk,) if trunk))
+        return int(getattr(self.config, "model", None) is not None and any(one.draws for one in recipes))
+
+    @property
     def steps(self) -> int:
         """Steps that the trial counts."""
         return self.forks.steps if self.forks else self.config.steps
@@ -188,7 +198,7 @@ class TrialSpec(Spec):
             recipes.append(self.forks.trunk.canonical())
         return others | {
             "workload": {self.workload: config},
-            "workload_version": self.config.VERSION,
+            "workload_version": self.config.VERSION + self._calls_drawn,
             "data": self.config.fingerprint(),
             "recipe": recipe,
             "numerics_version": numerics.version(recipes, self.device),

@@ -22,6 +22,10 @@ GROUP = 16
 _NAMES = ("training", "evaluation", "data", "weights", "augmentation", "masking", "twin")
 STREAMS = {name: number for number, name in enumerate(_NAMES)}
 """Numbers of the streams. `twin` is that of a second run with the same recipe and seed."""
+MOST_MICRO_BATCHES = 2**20
+"""Micro-batches of a step in which a layer may be called several times."""
+_MOST_CALLS = 2**11
+"""Calls of a layer in one micro-batch, so that the counter's word has no sign as a 32-bit integer."""
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 _MASK = 0xFFFFFFFF
@@ -35,6 +39,29 @@ class Clock:
     stream: str = "training"
     step: int = 0
     micro_batch: int = 0
+    calls: dict[str, int] | None = None
+    """Number of calls of each layer since `begin`; None: calls are not counted, and draw the same bits."""
+
+    def begin(self, micro_batch: int) -> None:
+        """Begin a micro-batch: count the calls of its layers from 0."""
+        self.micro_batch, self.calls = micro_batch, {}
+
+    def called(self, layer: str) -> int:
+        """Return the micro-batch by which a layer's next call draws: call k adds k * 2^20 to it.
+
+        Raises:
+            RuntimeError: the number would be that of another micro-batch or call.
+        """
+        if self.calls is None:
+            return self.micro_batch
+        number = self.calls.get(layer, 0)
+        self.calls[layer] = number + 1
+        if number and (self.micro_batch >= MOST_MICRO_BATCHES or number >= _MOST_CALLS):
+            raise RuntimeError(
+                f"{layer}: call {number} of micro-batch {self.micro_batch} has no random bits of its own;"
+                f" a layer may be called {_MOST_CALLS} times in each of {MOST_MICRO_BATCHES} micro-batches"
+            )
+        return self.micro_batch + number * MOST_MICRO_BATCHES
 
     @contextmanager
     def within(self, micro_batch: int) -> Iterator[None]:

@@ -87,7 +87,7 @@ def _losses(run: PreparedRun, part: RankPart) -> list[float]:
     losses = []
     with run.engine.still_weights():
         for number in part.shares(len(run.validation)):
-            run.engine.clock.micro_batch = number
+            run.engine.clock.begin(number)
             losses.append(_loss(run, run.validation[number]))
     return part.in_order(losses, len(run.validation))
 
@@ -103,13 +103,14 @@ def by_other_recipes(run: PreparedRun, part: RankPart) -> Evaluation:
     """
     values: Evaluation = {}
     for number in part.shares(len(run.validation)):
-        run.engine.clock.micro_batch = number
+        run.engine.clock.begin(number)
         batch = run.validation[number]
         reference = None
         if run.logits:
             with run.engine.high_precision():
                 reference = run.logits(*batch).float().log_softmax(-1)
         for name, recipe in run.readings.items():
+            run.engine.clock.begin(number)
             with run.engine.reading(recipe):
                 read = _against(run, batch, reference)
             for quantity, value in read.items():

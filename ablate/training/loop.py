@@ -445,7 +445,7 @@ class Loop:
         total, part = 0.0, self.part
         with self.run.engine.still_weights(), part.divided():
             for micro_batch in part.micro_batches:
-                self.run.engine.clock.micro_batch = micro_batch
+                self.run.engine.clock.begin(micro_batch)
                 with self.noise.added(self.plan.steps) if self.noise else nullcontext():
                     loss = self.loss(*part.of(self.run.batch(step, micro_batch))) / (
                         self.config.accumulate * part.splits

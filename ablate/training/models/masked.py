@@ -303,7 +303,7 @@ def reconstructions(
     model.eval()
     with engine.still_weights():
         for number, batch in enumerate(batches):
-            engine.clock.micro_batch = number
+            engine.clock.begin(number)
             result.append(reconstruct(model, config, images, batch))
     model.train()
     return result

@@ -193,7 +193,8 @@ def _gradient(run: PreparedRun, config: Trained, state: dict[str, Tensor], step:
     run.model.load_state_dict(state)
     run.model.zero_grad()
     run.engine.at(step, Run(config.steps, config.tokens_per_step, config.decay_start))
-    run.engine.clock.stream, run.engine.clock.step, run.engine.clock.micro_batch = "training", step, 0
+    run.engine.clock.stream, run.engine.clock.step = "training", step
+    run.engine.clock.begin(0)
     with run.engine.still_weights():
         (run.loss or run.model)(*run.batch(step, 0)).backward()
     return torch.cat([parameter.grad.flatten().double() for parameter in run.model.parameters()])
