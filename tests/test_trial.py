@@ -83,6 +83,7 @@ def test_only_recipes_whose_bits_a_fix_changed_have_another_numerics_version(tmp
         (PRESETS["metis"](), "cpu", 6),
         (PRESETS["tetrajet2"](), "cuda", 7),
         (PRESETS["averis"](), "cpu", 8),
+        (PRESETS["quartet"](), "cpu", 9),
         (PRESETS["nvfp4"](), "cpu", 3),
     ]
     for recipe, device, version in cases:

@@ -34,6 +34,11 @@ from ablate.numerics.rounding import SCALE_ROUNDINGS
 from ablate.numerics.spec import BlockScale, Outer, Quant, argument, tag
 
 FLT_MAX = torch.finfo(torch.float32).max
+_SMALL = 2.0**-50
+"""Blocks whose amax is below this, or above its inverse, are multiplied by a power of two before they are
+squared."""
+_LIFT = 2.0**-96
+"""That power for large blocks; its inverse for small ones."""
 _SMALLEST = 2.0**-127
 """E8M0's code 0, a subnormal in fp32."""
 
@@ -48,12 +53,22 @@ def block_amax(tiles: Tensor) -> Tensor:
 
 def block_rms(tiles: Tensor) -> Tensor:
     """Return the root mean square of each block, fp32 [row tiles, 1, column tiles, 1]."""
-    return _root(_block_mean(tiles.square()))
+    lift = _lift(tiles)
+    return _root(_block_mean((tiles * lift).square())) / lift
 
 
 def block_std(tiles: Tensor) -> Tensor:
     """Return the population standard deviation of each block, fp32 [row tiles, 1, column tiles, 1]."""
-    return _root(_block_mean((tiles - _block_mean(tiles)).square()))
+    lift = _lift(tiles)
+    lifted = tiles * lift
+    return _root(_block_mean((lifted - _block_mean(lifted)).square())) / lift
+
+
+def _lift(tiles: Tensor) -> Tensor:
+    """Return the power of two that keeps the squares of each block in fp32's range; 1 for ordinary blocks."""
+    largest = block_amax(tiles)
+    lift = torch.where(largest < _SMALL, 1 / _LIFT, 1.0)
+    return torch.where(largest > 1 / _SMALL, _LIFT, lift)
 
 
 def _root(x: Tensor) -> Tensor:
@@ -62,9 +77,12 @@ def _root(x: Tensor) -> Tensor:
 
 
 def _block_mean(tiles: Tensor) -> Tensor:
-    rows, columns = tiles.shape[1], tiles.shape[3]
-    total = tree_sum(tiles.permute(0, 2, 1, 3).flatten(2)) / (rows * columns)
-    return total[:, None, :, None]
+    """Return the mean of each block; of a square one, the same for the transposed matrix."""
+    terms = tiles.permute(0, 2, 1, 3)
+    number = terms.shape[2] * terms.shape[3]
+    if terms.shape[2] == terms.shape[3]:
+        terms, number = terms + terms.transpose(2, 3), 2 * number
+    return (tree_sum(terms.flatten(2)) / number)[:, None, :, None]
 
 
 def tree_sum(terms: Tensor) -> Tensor:
@@ -290,7 +308,8 @@ def block_scales(largest: Tensor, scale: Tensor, quant: Quant, bits: Tensor | No
     multiplier = scale * torch.full_like(scale, 1 / top)
     if quant.range.headroom != 1:
         multiplier = multiplier * quant.range.headroom
-    exact = (largest * multiplier).clamp(max=FLT_MAX)
+    # At most FLT_MAX, or a block of zeros would be multiplied by infinity.
+    exact = (largest * multiplier.clamp(max=FLT_MAX)).clamp(max=FLT_MAX)
     rounded = round_scale(exact, quant.scale, bits)
     if quant.scale.halve_below is None:
         return rounded

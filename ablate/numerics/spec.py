@@ -5,6 +5,7 @@ refused, with the reason, when an object is built. "Off" is always None: an unqu
 and an unrotated product has no Hadamard.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
@@ -46,6 +47,10 @@ Up to 6 the zeros of the other channels were multiplied too, which adds fp32 sum
 EQUAL_VERSION = 8
 """Version of the recipes that take the mean out of an operand (`transform.mean`). Up to 7 its equal rows were
 multiplied one by one, and its equal columns, which adds fp32 sums in another order."""
+RANGE_VERSION = 9
+"""Version of the recipes that map a block's rms or standard deviation (`range.statistic`), or a magnitude
+below the headroom. Up to 8 squares of blocks of extreme magnitudes left fp32's range, the sum over a square
+tile was not that over its transpose, and headroom made the scales of tiny blocks infinite or NaN."""
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 """JSON data, as `ablate.files` has it: this package imports none of the others."""
 
@@ -53,6 +58,8 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 def version(recipes: Iterable[Json], device: str) -> int:
     """Return the version of the numerics of some recipes (as JSON data) on a device class."""
     words = {word for recipe in recipes for word in _words(recipe)}
+    if "range" in words:
+        return RANGE_VERSION
     if "mean" in words:
         return EQUAL_VERSION
     if "channels" in words:
@@ -68,11 +75,14 @@ def _words(data: Json) -> Iterator[str]:
     """Yield the words of a recipe's data that a version depends on.
 
     They are `rotated` for each rotation by 16, `static` for each given amax, `sums`, `low_rank`, `channels`,
-    `mean`.
+    `mean`, `range`.
     """
     if isinstance(data, dict):
-        if isinstance(range_ := data.get("range"), dict) and str(range_.get("statistic")) != "amax":
-            yield "sums"
+        if isinstance(range_ := data.get("range"), dict) and (
+            str(range_.get("statistic")) != "amax"
+            or (range_.get("headroom") or 1) > (range_.get("map_to") or math.inf)
+        ):
+            yield "range"
         if isinstance(transform := data.get("transform"), dict):
             if transform.get("low_rank"):
                 yield "low_rank"

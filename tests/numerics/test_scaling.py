@@ -13,6 +13,7 @@ from support.cases import every
 
 from ablate.numerics.formats import SCALES
 from ablate.numerics.history import History
+from ablate.numerics.kernels import builds
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import pad, quantize
 from ablate.numerics.rounding import SCALE_ROUNDINGS
@@ -460,3 +461,61 @@ def test_a_smallest_normal_amax_and_one_below_it_decode_to_about_the_input():
         )
         assert powers.block_scale.min() == 2.0**-127
         assert powers.dequantize().isfinite().all()
+
+
+@pytest.mark.parametrize("word", ["rms:2.5", "std:2.92"])
+def test_a_statistic_scales_with_its_block_by_powers_of_two(word, generator):
+    """Squares leave fp32's range below 2^-75 and above 2^64; the statistic does not."""
+    x = torch.randn(32, 64, generator=generator) + 0.5
+    for tile in ((1, 32), (16, 16)):
+        tiles = tiles_of(x, *tile)
+        plain = block_statistic(tiles, block_amax(tiles), word)
+        for power in (-110, -80, -60, -49, 0, 49, 60, 80, 110):
+            scaled = tiles * 2.0**power
+            assert torch.equal(block_statistic(scaled, block_amax(scaled), word), plain * 2.0**power)
+
+
+@pytest.mark.parametrize("word", ["rms:2.5", "std:2.92"])
+@pytest.mark.parametrize("power", [-120, -100, -80, -40, 0, 40, 80, 100])
+def test_compiled_statistics_are_the_references_at_any_magnitude(word, power, generator):
+    if not builds.build():
+        pytest.skip("there are no compiled quantisers")
+    x = torch.randn(33, 96, generator=generator) * 2.0**power
+    x[0, :32], x[1, 5] = 0, 2.0 ** (power + 20)
+    quant = Quant(
+        block="1x32",
+        scale=BlockScale(format="e8m0", rounding="floor"),
+        outer=None,
+        range=Range(statistic=word),
+    )
+    names = [name for name in ("portable", "x86_64_v3", "x86_64_v4") if builds.path(name).exists()]
+    ranks = ["portable", "x86_64_v3", "x86_64_v4"]
+    with builds.using(None):
+        wanted = quantize(x, quant)
+    # The sum's power of two alone may leave the format: the values are those of the block without it.
+    assert wanted.values[2:].count_nonzero() > 0.8 * wanted.values[2:].numel()
+    for name in names:
+        if ranks.index(name) <= ranks.index(builds.level()):
+            with builds.using(builds.load(builds.path(name))):
+                made = quantize(x, quant)
+            assert torch.equal(made.values, wanted.values), name
+            assert torch.equal(made.block_scale, wanted.block_scale), name
+
+
+@pytest.mark.parametrize("name", ["block_rms", "block_std"])
+@pytest.mark.parametrize("tile", [16, 32])
+def test_a_square_tile_and_its_transpose_have_one_statistic(name, tile, generator):
+    statistic = BLOCK_STATISTICS[name.removeprefix("block_")]
+    x = torch.randn(128, 256, generator=generator)
+    ours, its = statistic(tiles_of(x, tile, tile)), statistic(tiles_of(x.t().contiguous(), tile, tile))
+    assert torch.equal(ours.squeeze(), its.squeeze().t())
+
+
+@pytest.mark.parametrize("magnitude", [1e-35, 1e-37, 1e-40])
+def test_headroom_makes_no_scale_of_tiny_blocks_infinite(magnitude):
+    x = torch.zeros(2, 32)
+    x[0, :16] = magnitude
+    result = quantize(x, Quant(range=Range(map_to=1.0, headroom=1.0625)))
+    assert result.block_scale.isfinite().all()
+    assert result.dequantize().isfinite().all()
+    assert result.dequantize()[0, :16].max() == pytest.approx(magnitude, rel=0.3 if magnitude > 1e-39 else 1)

@@ -272,23 +272,22 @@ INLINE float tree(f32 *t, int64_t count) {
     return v[0] + v[1];
 }
 
-/* The root mean square of sixteen blocks of a row, or their standard deviation: a lane each. */
+/* The root mean square of sixteen blocks of a row, or their standard deviation: a lane each. `lift` keeps squares in fp32's range. */
 INLINE f32 spread_of(const band *b, int64_t first, int64_t length, int32_t centred) {
-    f32 t[128], u[128], mean = {0};
+    f32 t[128], u[128], mean = {0}, largest = *(const f32_memory *)(b->groups + first);
+    f32 lift = where(largest < 0x1p-50f, splat(0x1p96f), where(largest > 0x1p50f, splat(0x1p-96f), splat(1.0f)));
     for (int64_t chunk = 0; chunk < length; chunk += 16) {
         for (int64_t v = 0; v < 16; v++)
-            t[chunk + v] = first + v < b->blocks ? *(const f32_memory *)(b->z + (first + v) * length + chunk) : (f32){0};
+            t[chunk + v] = first + v < b->blocks ? *(const f32_memory *)(b->z + (first + v) * length + chunk) * lift[v] : (f32){0};
         transpose(t + chunk);
     }
     if (centred) {
         memcpy(u, t, length * sizeof *t);
         mean = fold_vectors(u, length) / (float)length;
     }
-    for (int64_t e = 0; e < length; e++) {
-        f32 away = centred ? t[e] - mean : t[e];
-        t[e] = away * away;
-    }
-    return __builtin_elementwise_sqrt(fold_vectors(t, length) / (float)length);
+    for (int64_t e = 0; e < length; e++)
+        t[e] = (t[e] - mean) * (t[e] - mean);
+    return __builtin_elementwise_sqrt(fold_vectors(t, length) / (float)length) / lift;
 }
 
 /* S of an outer statistic. */
