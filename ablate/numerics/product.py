@@ -110,6 +110,8 @@ def _of_parts(a: Operand, b: Operand) -> Tensor:
 
 def _of_equal_columns(a: Operand, b: Operand) -> Tensor:
     """Return a b^T in fp32 of an unquantised `a` whose columns are equal: one of them times b's row sums."""
+    if not a.values.shape[1]:
+        return torch.zeros(a.values.shape[0], b.values.shape[0], device=a.values.device)
     one = Operand(torch.ones_like(a.values[:1]))
     return a.values[:, :1].to(torch.float32) * product(one, b, torch.float32)
 

@@ -172,8 +172,9 @@ def quartet() -> Recipe:
 
     Forward: clipped as is best for Gaussian data, rotated by 32, scale from 2.92 standard deviations,
     gradients stopped where it clipped. Backward: rotated with new signs, from the forward copies, stochastic
-    with Amazon's 3/4. Not modelled: its casts' ties (toward zero; here to even), and dgrad and wgrad sharing
-    their signs.
+    with Amazon's 3/4. As in the authors' training code, the mean of each rotated block is no part of that
+    deviation: an outlier in the first channel of 32, which the rotation spreads evenly, is clipped. Not
+    modelled: its casts' ties (toward zero; here to even), and dgrad and wgrad sharing their signs.
     """
     forward = _mx("e2m1", "floor", range=Range(statistic="std:2.92247856"), estimator="clip_mask")
     gradient = _mx("e2m1", "floor", range=Range(map_to=4.0, prescale=0.75), rounding="stochastic", bits=24)

@@ -7,14 +7,15 @@ import pytest
 import torch
 from support.cases import every
 from support.linears import Watch, drawn, exact, layer, run
-from torch import Tensor
+from torch import Tensor, nn
 
+from ablate.engines.emulated import convert
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Transform
 from ablate.numerics.transform import CHANNEL_FORMATS
 from ablate.recipes import PRESETS, Recipe
-from ablate.recipes.recipe import DIRECTIONS, Dgrad, Fprop, Wgrad
+from ablate.recipes.recipe import DIRECTIONS, Dgrad, Fprop, Run, Wgrad
 
 TE_SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -541,3 +542,15 @@ def test_the_two_backward_products_of_a_layer_draw_their_own_signs(signs):
     of_dgrad = torch.stack([dgrad[17 * c, 0] for c in range(16)]).sign()
     assert of_wgrad.abs().sum() == of_dgrad.abs().sum() == 16
     assert not torch.equal(of_wgrad, of_dgrad)
+
+
+@pytest.mark.parametrize("name", [*PRESETS])
+def test_an_empty_batch_has_gradients_of_zero(name):
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"up": nn.Linear(128, 256)})])})
+    preset = PRESETS[name]()
+    recipe = Recipe(fprop=preset.fprop, dgrad=preset.dgrad, wgrad=preset.wgrad)
+    convert(model, recipe, Clock(0)).at(0, Run(2))
+    x = torch.zeros(0, 128, requires_grad=True)
+    model["blocks"][0]["up"](x).sum().backward()
+    assert x.grad.shape == (0, 128)
+    assert model["blocks"][0]["up"].weight.grad.eq(0).all()

@@ -116,3 +116,21 @@ def test_nemotron3_super_leaves_attention_and_the_last_blocks_in_high_precision(
         for layer in config.linear_layers
         if layer.name in kept and "Attention" not in layer.classes
     } == {5, 6}
+
+
+def test_quartets_forward_scale_is_that_of_the_deviation_about_the_rotated_blocks_mean():
+    """The authors' kernel, in float64: floor(log2) of 2.92247856 / 6 times sqrt(mean(y^2) - mean(y)^2), y the block times H / sqrt(32)."""
+    x = torch.randn(64, 128, generator=torch.Generator().manual_seed(5))
+    x[:8, 0] = 50.0
+    x = x.to(torch.bfloat16)
+    fprop = PRESETS["quartet"]().fprop
+    made = quantize(x, fprop.x, rotation=fprop.hadamard, clock=Clock(0))
+    signs = [[(-1.0) ** (r & c).bit_count() for c in range(32)] for r in range(32)]
+    turned = x.double().view(64, 4, 32) @ torch.tensor(signs, dtype=torch.float64) / 32**0.5
+    blocks = turned.to(torch.bfloat16).double()
+    variance = blocks.square().mean(2) - blocks.mean(2).square()
+    exponent = (2.92247856 / 6 * variance.sqrt()).log2()
+    sure = (exponent - exponent.round()).abs() > 1e-3
+    assert sure.float().mean() > 0.98
+    assert torch.equal(made.block_scale.view(64, 4).double()[sure], exponent.floor().exp2()[sure])
+    assert made.block_scale.view(64, 4)[:8, 0].max() <= 1
