@@ -74,9 +74,17 @@ def test_a_step_is_timed_on_a_gpu(tmp_path):
     assert (tmp_path / "nvfp4.json").exists()
 
 
+def test_a_step_whose_blocks_all_stay_in_high_precision_is_not_timed_as_its_preset():
+    shape = ("--layers", 1, "--width", 64, "--tokens", 128, "--rounds", 1)
+    done = here("bench", "step", "nvfp4_paper", *shape, "--json")
+    assert done.returncode == 2
+    assert "nvfp4_paper" in done.stderr
+    assert not done.stdout
+
+
 @pytest.mark.slow
 def test_a_step_is_timed_in_every_preset_there_is_once_each():
-    shape = ("--layers", 1, "--width", 64, "--tokens", 128, "--rounds", 1)
+    shape = ("--layers", 2, "--width", 64, "--tokens", 128, "--rounds", 1)
     done = here("bench", "step", "--all-presets", *shape, "--json")
     assert done.returncode == 0, done.stderr
     found = [line["preset"] for line in json.loads(done.stdout)]

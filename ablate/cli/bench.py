@@ -152,6 +152,13 @@ def step(
     timing.one_thread()
     recipes = {name: PRESETS[name]() for name in names} if all_presets else in_both_modes(names)
     steppers = {name: stepper(recipe, layers, width, tokens, device) for name, recipe in recipes.items()}
+    if kept := [name for name, run in steppers.items() if not (recipes[name].plain or run.quantised)]:
+        raise InputError(
+            [
+                f"--layers {layers}: {', '.join(kept)} would be timed as bf16, since all blocks of so small a"
+                " model are in high precision; use --layers 2 or more"
+            ]
+        )
     if compiled:
         whole = {name: recipe for name, recipe in recipes.items() if recipe.products.backward_needs is None}
         steppers |= {

@@ -92,13 +92,16 @@ class Stepper:
     step: Callable[[], object]
     """Function that runs one training step per call."""
     layers: "Collection[EmulatedLinear]"
-    """Quantised layers of the model."""
+    """Layers of the model that a recipe may quantise."""
+    quantised: bool
+    """True if the recipe quantises one of them in the first step."""
 
 
 def stepper(
     recipe: Recipe, layers: int, width: int, tokens: int, device: str, compile: bool = False
 ) -> Stepper:
     """Return a training run of a gpt with this recipe."""
+    from ablate.recipes.recipe import Run
     from ablate.training.loop import Record, Telemetry
     from ablate.training.workloads.gpt import Gpt
 
@@ -117,7 +120,9 @@ def stepper(
     )
     run = config.prepare(recipe, 0, device)
     steps: Iterator[Record] = config.train(run, Telemetry(every=never, log=1, shadow=never))
-    return Stepper(partial(next, steps), tuple(run.engine.layers.values()))
+    run.engine.at(0, Run(never), counted=False)
+    layers_ = tuple(run.engine.layers.values())
+    return Stepper(partial(next, steps), layers_, not all(layer.products.plain for layer in layers_))
 
 
 def forked(call: Callable[[], object]) -> float:

@@ -29,7 +29,11 @@ def facts() -> Iterator[Fact]:
     memory = psutil.virtual_memory()
     yield "memory", f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free", ""
     yield "python, torch", f"{environment['python']}, {torch.__version__}", ""
-    yield "bf16 on the processor", bf16(), "any; the numbers are the same"
+    yield (
+        "bf16 on the processor",
+        bf16(),
+        "any; the two add in other orders, and losses differ slightly",
+    )
     available = torch.cuda.is_available()
     gpus = f"{torch.cuda.device_count()} with CUDA" if available else "none with CUDA"
     yield "GPUs", gpus, "" if available else device_class().why

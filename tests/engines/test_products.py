@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from ablate.engines.emulated import convert
 from ablate.numerics.philox import Clock
+from ablate.numerics.product import linear, multiplying
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Transform
 from ablate.numerics.transform import CHANNEL_FORMATS
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.recipe import DIRECTIONS, Dgrad, Fprop, Run, Wgrad
+from ablate.verification.machine import facts
 
 TE_SIGNS = [1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1]
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
@@ -554,3 +556,26 @@ def test_an_empty_batch_has_gradients_of_zero(name):
     model["blocks"][0]["up"](x).sum().backward()
     assert x.grad.shape == (0, 128)
     assert model["blocks"][0]["up"].weight.grad.eq(0).all()
+
+
+def test_products_in_bf16_and_as_fp32_are_not_the_same_numbers():
+    """As `ablate doctor` says of the two; the difference is that of the order of additions."""
+    a, b = drawn(64, 2048, seed=1).to(torch.bfloat16), drawn(64, 2048, seed=2).to(torch.bfloat16)
+    with multiplying("bf16"):
+        first = linear(a, b)
+    with multiplying("fp32"):
+        second = linear(a, b)
+    torch.testing.assert_close(first, second, rtol=2**-7, atol=1e-2)
+    (claim,) = (wanted for name, _, wanted in facts() if name == "bf16 on the processor")
+    assert torch.equal(first, second) or "differ" in claim
+
+
+def test_values_in_bf16_are_exact_down_to_its_smallest_number_alone():
+    quant = Quant(element="e4m3", block="1x32", scale=BlockScale(format="e8m0", rounding="floor"), outer=None)
+    exact_, rounded = (
+        quantize(drawn(8, 32, seed=3) * 2.0**power, quant, keep=True) for power in (-110, -130)
+    )
+    for made, same in ((exact_, True), (rounded, False)):
+        assert made.block_scale is not None
+        values = made.codes * made.block_scale.view(8, 1)
+        assert torch.equal(made.values.float(), values) is same
