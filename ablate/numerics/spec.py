@@ -80,7 +80,7 @@ def _words(data: Json) -> Iterator[str]:
     if isinstance(data, dict):
         if isinstance(range_ := data.get("range"), dict) and (
             str(range_.get("statistic")) != "amax"
-            or (range_.get("headroom") or 1) > (range_.get("map_to") or math.inf)
+            or float(str(range_.get("headroom") or 1)) > float(str(range_.get("map_to") or math.inf))
         ):
             yield "range"
         if isinstance(transform := data.get("transform"), dict):
