@@ -38,7 +38,7 @@ _SMALL = 2.0**-50
 """Blocks whose amax is below this, or above its inverse, are multiplied by a power of two before they are
 squared."""
 _LIFT = 2.0**-96
-"""That power for large blocks; its inverse for small ones."""
+"""Power of two for large blocks; its inverse is that for small ones."""
 _SMALLEST = 2.0**-127
 """E8M0's code 0, a subnormal in fp32."""
 
