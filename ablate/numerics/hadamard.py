@@ -88,7 +88,28 @@ def signs(spec: Hadamard, device: torch.device, clock: Clock | None = None, wher
         return _constant_signs(spec, device)
     if clock is None:
         raise ValueError(f"signs {spec.signs} are drawn and take their random bits from a clock: pass clock")
-    return SIGNS[spec.signs](spec.size, clock, where).to(device)
+    drawn = SIGNS[spec.signs](spec.size, clock, where)
+    return drawn if device.type == "cpu" else filled(drawn, device)
+
+
+_WORD = 32
+"""Bits of a word of drawn signs, which are read as a non-negative int64."""
+
+
+def filled(signs: Tensor, device: torch.device) -> Tensor:
+    """Return signs on a device without a copy, which waits for a GPU: as bits of integers filled there.
+
+    Args:
+        signs: fp32 [size] of +1 and -1, on the CPU.
+        device: Device of the result.
+    """
+    minus = [sign < 0 for sign in signs.tolist()]
+    words = torch.empty(-(-len(minus) // _WORD), 1, dtype=torch.int64, device=device)
+    for number in range(len(words)):
+        bits = minus[number * _WORD : (number + 1) * _WORD]
+        words[number].fill_(sum(1 << place for place, bit in enumerate(bits) if bit))
+    bits = words >> torch.arange(_WORD, device=device) & 1
+    return (1 - 2 * bits).view(-1)[: len(minus)].to(torch.float32)
 
 
 def rotate(

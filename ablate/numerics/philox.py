@@ -140,7 +140,7 @@ def random_bits(
     counter = torch.empty(4, groups, dtype=torch.int64, device=device)
     torch.arange(groups, out=counter[0])
     for word, value in enumerate((clock.step, clock.micro_batch, where), start=1):
-        counter[word] = value
+        counter[word].fill_(value)  # an assignment makes a scalar on the CPU
     fields = {8: 4, 16: 2, 24: 1}[width]  # draws in one 32-bit word
     words = [philox(counter, philox_key(clock, purpose, call)) for call in range(4 // fields)]
     # torch's default dtype may be another, and 24 bits fit no narrower one.

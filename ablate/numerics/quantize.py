@@ -129,9 +129,9 @@ class Operand:
 
     def dequantize(self) -> Tensor:
         """Return value(code) * ((s * amax) * fp32(1 / divisor)), left to right, fp32 [rows, columns]."""
-        factor = 1.0 / torch.tensor(self.divisor, dtype=torch.float32)
         if self.quant is None:
             return self.values.to(torch.float32)
+        factor = 1.0 / torch.full((), self.divisor, dtype=torch.float32, device=self.values.device)
         if self.block_scale is None or self.quant.wide:
             return self.values.to(torch.float32) * (factor if self.amax is None else self.amax * factor)
         if cpu.can_decode(self.values, self.block_scale, self.amax):
@@ -517,7 +517,7 @@ def _operand(
     values = chosen.codes if chosen.block_scale is None else chosen.codes * chosen.block_scale
     if amax is not None and amax.ndim and quant.outer is not None:
         if quant.outer.granularity == "block:128":
-            divisor = torch.tensor(ELEMENTS[quant.element].max * quant.outer.bound, dtype=torch.float32)
+            divisor = torch.full_like(amax, ELEMENTS[quant.element].max * quant.outer.bound)
             values, amax = values * (amax * (1.0 / divisor)), None
         else:
             amax = amax.view(-1).repeat_interleave(quant.tile[0])[: x.shape[0], None]

@@ -13,7 +13,7 @@ from oracles import te
 from support.cases import every
 
 from ablate.numerics import choices
-from ablate.numerics.hadamard import SIGNS, TE_SIGNS, rotate
+from ablate.numerics.hadamard import SIGNS, TE_SIGNS, filled, rotate
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Hadamard, Quant
@@ -51,6 +51,11 @@ FOLLOWS = {
 
 class TestSigns:
     """Promises of every entry of SIGNS."""
+
+    @every(signs=SIGNS, size=SIZES)
+    def test_those_filled_on_a_device_are_the_same(self, signs, size):
+        drawn = signs_of(Hadamard(size=size, signs=signs))
+        assert torch.equal(filled(drawn, CPU), drawn)
 
     @every(signs=SIGNS, size=SIZES)
     def test_they_are_plus_or_minus_one_for_every_row_and_repeat(self, signs, size):
