@@ -1,13 +1,17 @@
-"""Counts of one training step of a tiny gpt by each preset, or its error, as JSON."""
+"""Counts of a training step of a tiny gpt by each preset, or its error: of one block, and of the rest, as JSON."""
 
 import json
 import sys
 import tempfile
+from collections import Counter
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 
 import torch
 
-from ablate.recipes import PRESETS
+from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.recipe import Layers
 from ablate.training.loop import Loop, Telemetry
 from support.corpus import write_shards
 from support.gpt_runs import gpt
@@ -16,17 +20,51 @@ from support.imaginary_gpu.counting import Counts
 PLAIN = Telemetry(every=1000, shadow=1000, log=1000)
 
 
-def counted(preset: str, folder: Path) -> dict:
+def quantised_everywhere(recipe: Recipe) -> Recipe:
+    """Return a recipe without the rules that keep some layers in bf16: the first and last blocks, attention."""
+    return recipe.model_copy(update={"layers": Layers()})
+
+
+def remembers(recipe: Recipe) -> bool:
+    """Return True if a statistic of some operand depends on the steps before."""
+    return any(name in repr(recipe) for name in ("delayed:", "hold:"))
+
+
+def step(recipe: Recipe, shards: str, layers: int) -> Counts:
     """Return the counts of a plain step, the second of a run."""
-    workload = gpt(write_shards(folder), layers=1, width=64, context=32, eval_every=1000)
+    workload = gpt(shards, layers=layers, width=64, context=32, eval_every=1000)
     with Counts() as counts:
-        run = workload.prepare(PRESETS[preset](), 0, "cuda")
+        run = workload.prepare(recipe, 0, "cuda")
         loop = Loop(run, workload, PLAIN)
-        loop.step(1)
+        with nullcontext() if remembers(recipe) else run.engine.high_precision():
+            loop.step(1)  # makes the optimizer's state, which is all that others need of it
         counts.reset()
         loop.step(2)
-        places = {name: dict(counter.most_common(8)) for name, counter in counts.by_place().items()}
-        return {"totals": counts.totals(), "places": places, "strays": places["strays"]}
+    return counts
+
+
+@cache
+def rest(dtype: str, shards: str) -> dict[str, Counter]:
+    """Return the counts of a step outside its blocks, from two models without quantisation."""
+    recipe = PRESETS["bf16" if dtype == "bf16" else "fp32"]()
+    one, two = (step(recipe, shards, layers).by_place() for layers in (1, 2))
+    outside = {name: one[name].copy() for name in one}
+    for name, counter in outside.items():
+        counter.subtract(two[name])
+        counter.update(one[name])
+    return outside
+
+
+def counted(preset: str, shards: str) -> dict:
+    """Return the counts of a block, that of the only layer, and of the rest of a step."""
+    recipe = quantised_everywhere(PRESETS[preset]())
+    outside = rest(recipe.dtype, shards)
+    whole = step(recipe, shards, 1).by_place()
+    return {
+        "block": {name: whole[name].total() - outside[name].total() for name in whole},
+        "rest": {name: outside[name].total() for name in whole},
+        "places": {name: dict(counter.most_common(8)) for name, counter in whole.items()},
+    }
 
 
 if __name__ == "__main__":
@@ -35,9 +73,10 @@ if __name__ == "__main__":
     torch.version.cuda = "13.0"  # a build for CUDA, as the choice of kernels asks
     results = {}
     with tempfile.TemporaryDirectory() as folder:
+        shards = write_shards(Path(folder))
         for preset in sys.argv[1:] or PRESETS:
             try:
-                results[preset] = counted(preset, Path(folder))
+                results[preset] = counted(preset, shards)
             except Exception as error:  # of whatever class: the test says which preset fails
                 results[preset] = {"error": f"{type(error).__name__}: {error}"[:300]}
     print(json.dumps(results))
