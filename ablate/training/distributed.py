@@ -205,14 +205,14 @@ class RankPart:
             else list(batch)
         )
 
-    def total(self, loss: float, step: int) -> float:
-        """Return the loss of the whole step.
+    def total(self, loss: Tensor, step: int) -> Tensor | float:
+        """Return the loss of the whole step, of one rank still on the device.
 
         Leave the whole step's gradient in the parameters (sharded ones have it already), and make the amaxes
         of the step, which later steps need, equal on all ranks. Collective.
 
         Args:
-            loss: this rank's part of the mean loss.
+            loss: this rank's part of the mean loss, fp64 scalar.
             step: optimizer step.
         """
         if self.world.size == 1:
@@ -221,7 +221,7 @@ class RankPart:
             _add_up([p.grad for p in self.parameters if p.grad is not None])
         if self.several:
             _agree(self.engine.histories(step), step)
-        return self.world.sums(loss)[0]
+        return self.world.sums(loss.item())[0]
 
     def shares(self, count: int) -> list[int]:
         """Return the numbers of the evaluation batches that this rank takes.
@@ -289,15 +289,17 @@ def _agree(histories: Sequence[dict[int, Tensor | float]], step: int) -> None:
         amaxes[step] = largest.to(own.device) if isinstance(own, Tensor) else largest.item()
 
 
-def clip(parameters: Sequence[nn.Parameter], limit: float) -> float:
+def clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor | float:
     """Scale the gradient, with all ranks' parts, and return its L2 norm before. Collective if sharded.
+
+    The norm of a gradient in one piece is a scalar on its device, which is not read here.
 
     Args:
         parameters: the trained parameters, whose `grad` is scaled in place.
         limit: largest L2 norm of the gradient of all parameters together; infinity: no scaling.
     """
     if not any(in_parts(p) for p in parameters):
-        return nn.utils.clip_grad_norm_(parameters, limit).item()
+        return nn.utils.clip_grad_norm_(parameters, limit)
     mine = nn.utils.get_total_norm([p.grad.to_local() for p in parameters if p.grad is not None]).item()
     norm = math.sqrt(world().sums(mine**2)[0])
     nn.utils.clip_grads_with_norm_(parameters, limit, torch.tensor(norm, device=world().device))

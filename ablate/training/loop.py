@@ -427,7 +427,7 @@ class Loop:
             look.metrics |= _timed(look, lambda: gradient_noise(self._gradients(), reference))
         if errors:
             look.metrics |= errors.metrics()
-        return total, clip(self.parameters, self.watch.clip)
+        return _read(total, clip(self.parameters, self.watch.clip))
 
     def _update(self, step: int, look: "Look") -> None:
         """Apply the optimizer's step and the recipe's weight rules before and after it."""
@@ -439,10 +439,13 @@ class Loop:
         if casts:
             look.metrics |= _timed(look, lambda: oscillation(casts, engine.weight_casts()))
 
-    def gradient(self, step: int) -> float:
-        """Leave the step's gradient in the parameters and return the mean loss."""
+    def gradient(self, step: int) -> Tensor | float:
+        """Leave the step's gradient in the parameters and return the mean loss, fp64 on the device.
+
+        Of several ranks it is a number. Nothing waits for the device before all micro-batches are launched.
+        """
         self.optimizer.zero_grad()
-        total, part = 0.0, self.part
+        total, part = torch.zeros((), dtype=torch.float64, device=self.device), self.part
         with self.run.engine.still_weights(), part.divided():
             for micro_batch in part.micro_batches:
                 self.run.engine.clock.begin(micro_batch)
@@ -451,7 +454,7 @@ class Loop:
                         self.config.accumulate * part.splits
                     )
                     loss.backward()
-                total += loss.item()
+                total += loss.detach().to(total).view(())
         return part.total(total, step)
 
     def _shadow(self, step: int) -> list[Tensor]:
@@ -480,6 +483,13 @@ class Look:
     shadow: bool
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
+
+
+def _read(loss: Tensor | float, norm: Tensor | float) -> tuple[float, float]:
+    """Return two numbers, copied from the device together if both are there."""
+    if isinstance(loss, Tensor) and isinstance(norm, Tensor):
+        loss, norm = torch.stack((loss, norm.to(loss))).tolist()
+    return float(loss), float(norm)
 
 
 def _timed(look: Look, work: Callable[[], T]) -> T:
