@@ -488,7 +488,7 @@ class Look:
 def _read(loss: Tensor | float, norm: Tensor | float) -> tuple[float, float]:
     """Return two numbers, copied from the device together if both are there."""
     if isinstance(loss, Tensor) and isinstance(norm, Tensor):
-        loss, norm = torch.stack((loss, norm.to(loss))).tolist()
+        loss, norm = torch.stack((loss, norm.to(loss))).cpu().tolist()
     return float(loss), float(norm)
 
 
