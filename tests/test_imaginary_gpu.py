@@ -57,3 +57,19 @@ def test_no_preset_asks_more_of_the_device_than_the_table_says(steps, part):
 
 def test_no_step_computes_with_a_scalar_on_the_cpu(steps):
     assert {name: step["places"]["strays"] for name, step in steps.items() if step["places"]["strays"]} == {}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, dict]:
+    """Errors and strays of whole runs."""
+    pytest.importorskip("triton")
+    return printed("workload_cases")
+
+
+def test_every_workload_trains_without_mixed_devices_or_scalars_on_the_cpu(runs):
+    assert {name: run["error"] for name, run in runs.items() if run["error"]} == {}
+    strays = {
+        name: {k: v for k, v in run["strays"].items() if k != "transformers"} for name, run in runs.items()
+    }
+    assert {name: places for name, places in strays.items() if places} == {}
+    assert all(run["kernels"] > 100 for run in runs.values())

@@ -156,8 +156,10 @@ class Counts(TorchDispatchMode):
 
 
 def _place() -> str:
-    """Return the innermost line of the package that is being executed."""
+    """Return the innermost line of the package that is being executed, or `transformers` if that is inside it."""
     frame = sys._getframe(1)
     while frame and not frame.f_code.co_filename.startswith(PACKAGE):
+        if "/site-packages/transformers/" in frame.f_code.co_filename:
+            return "transformers"
         frame = frame.f_back
     return f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}" if frame else "autograd"

@@ -1,0 +1,161 @@
+"""Errors and strays of whole runs on the imaginary GPU, as JSON: each workload, and what a run can do."""
+
+import contextlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+import ablate
+from ablate.recipes import PRESETS
+from ablate.training.fork_design import Forks
+from ablate.training.forked_training import train_forks
+from ablate.training.loop import Loop, Telemetry
+from ablate.training.workloads.python import Python
+from support.corpus import write_shards
+from support.gpt_runs import gpt
+from support.imaginary_gpu.counting import Counts
+from support.workloads import SMALL
+
+NVFP4 = PRESETS["nvfp4"]()
+OFTEN = Telemetry(every=2, shadow=2, log=1, checkpoint=0)
+TRAINED = [name for name in SMALL if name not in ("idle", "python", "command")]
+SHORTER = {
+    "gpt": {"steps": 2, "eval_every": 2, "accumulate": 1, "layers": 1},
+    "mae": {"steps": 2},
+    "finetune": {"steps": 2, "accumulate": 1},
+    "tensors": {"draws": 2},
+}
+COUNTS = Counts()
+
+
+def moved(module: nn.Module, *args: object, **kwargs: object) -> nn.Module:
+    """Move a module as `nn.Module.to` does, which cannot exchange a fake parameter for itself."""
+    device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+    if dtype is not None:
+        return TO(module, *args, **kwargs)
+    for part in module.modules():
+        for name, own in part._parameters.items():
+            if own is not None and own.device != device:
+                part._parameters[name] = nn.Parameter(own.data.to(device), own.requires_grad)
+        for name, own in part._buffers.items():
+            part._buffers[name] = own if own is None else own.to(device)
+    return module
+
+
+TO, nn.Module.to = nn.Module.to, moved
+
+
+def on_the_device(case: Callable[[Path], None]) -> Callable[[Path], None]:
+    """Count inside a case."""
+
+    def counted(folder: Path) -> None:
+        with COUNTS:
+            case(folder)
+
+    return counted
+
+
+def workload(name: str, folder: Path) -> None:
+    """Run a small instance from beginning to end; every second step is measured."""
+    own = SMALL[name](folder)
+    with COUNTS:
+        list(own.model_copy(update=SHORTER.get(name, {})).records(NVFP4, 0, "emulated", "cuda", OFTEN))
+
+
+FUNCTION = """
+import torch, __main__
+def train(trial):
+    __main__.COUNTS.__enter__()  # in the thread of the function, which ends after what follows the function
+    model = trial.convert(torch.nn.Sequential(torch.nn.Linear(32, 32)), blocks="*").to(trial.device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    trial.checkpoint(model=model, optimizer=optimizer)
+    for _ in trial.steps():
+        with trial.step():
+            x = torch.ones(4, 32, device=trial.device)
+            trial.compare_gradient(lambda: model(x).square().mean().backward())
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        trial.log({"train/loss": loss.item()})
+    with trial.evaluation(), torch.no_grad():
+        trial.log({"val/loss": model(torch.ones(4, 32, device=trial.device)).mean().item()})
+"""
+
+
+def function(folder: Path) -> None:
+    """Run a function of the user's own."""
+    (folder / "train.py").write_text(FUNCTION)
+    list(Python(file=str(folder / "train.py"), steps=3).records(NVFP4, 0, "emulated", "cuda", OFTEN))
+
+
+@on_the_device
+def convert(folder: Path) -> None:
+    """Train and evaluate a converted model of the user's own."""
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])}).to("cuda")
+    engine = ablate.convert(model, "nvfp4", steps=2, blocks="*")
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        with engine.step():
+            y = torch.ones(4, 32, device="cuda")
+            for layer in model["blocks"]:
+                y = layer(y)
+            y.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@on_the_device
+def forked(folder: Path) -> None:
+    """Train a trunk and a window from it."""
+    config = gpt(write_shards(folder), layers=1)
+    forks = Forks(trunk=PRESETS["bf16"](), positions=(1,), windows=(1,))
+    list(train_forks(lambda recipe: config.prepare(recipe, 0, "cuda"), config, forks, NVFP4, OFTEN))
+
+
+@on_the_device
+def resumed(folder: Path) -> None:
+    """Continue from the state of another run, whose tensors a checkpoint's file gives on the CPU."""
+    config = gpt(write_shards(folder), layers=1)
+    first = Loop(config.prepare(NVFP4, 0, "cuda"), config, OFTEN)
+    first.step(0)
+    state = pytree.tree_map_only(Tensor, lambda x: torch.ones(x.shape, dtype=x.dtype), first.state(1))
+    second = Loop(config.prepare(NVFP4, 0, "cuda"), config, OFTEN)
+    second.step(second.restore(state))
+
+
+CASES: dict[str, Callable[[Path], None]] = {
+    **{name: lambda folder, name=name: workload(name, folder) for name in TRAINED},
+    "convert": convert,
+    "forked": forked,
+    "resumed": resumed,
+    "python": function,  # the last, since its counting does not end
+}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.get_autocast_gpu_dtype = lambda: torch.bfloat16
+    torch.version.cuda = "13.0"  # a build for CUDA, as the choice of kernels asks
+    results = {}
+    for name in sys.argv[1:] or CASES:
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
+            COUNTS.reset()
+            try:
+                CASES[name](Path(folder))
+                error = ""
+            except Exception as raised:  # of whatever class: the test says which case fails
+                error = f"{type(raised).__name__}: {raised}"[:400]
+        places = COUNTS.by_place()
+        results[name] = {
+            "error": error,
+            "kernels": places["kernels"].total(),
+            "strays": dict(places["strays"]),
+        }
+    print(json.dumps(results))
