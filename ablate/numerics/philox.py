@@ -90,7 +90,7 @@ def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
     Returns:
         int64 [4, n] of 32-bit words.
     """
-    multiplier, keys = _schedule(key, counter.device)
+    multiplier, keys = schedule(key, counter.device)
     even, odd = counter[0::2], counter[1::2]  # words (0, 2) and (1, 3)
     for round_key in keys:
         product = (even * multiplier).flip(0)  # the two words cross over
@@ -100,7 +100,8 @@ def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _schedule(key: tuple[int, int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+def schedule(key: tuple[int, int], device: torch.device) -> tuple[Tensor, list[Tensor]]:
+    """Return Philox's multipliers, int64 [2, 1] on the device, and the keys of its ten rounds."""
     keys = [[[(k + r * w) & _MASK] for k, w in zip(key, _WEYL, strict=True)] for r in range(10)]
     multiplier = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device).unsqueeze(1)
     return multiplier, list(torch.tensor(keys, dtype=torch.int64, device=device))

@@ -87,7 +87,7 @@ class Counts(TorchDispatchMode):
         """Count the ten rounds of a call like those of the first of its shape: seventy operations each."""
         if not isinstance(counter, FakeTensor):
             return self._philox(counter, key)
-        philox._schedule(key, counter.device)  # copies its words to the device once
+        philox.schedule(key, counter.device)  # copies its words to the device once
         if counter.shape not in self._rounds:
             before = self.kernels.copy(), self.bytes.copy()
             words = self._philox(counter, key)
