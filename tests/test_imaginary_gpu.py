@@ -11,7 +11,10 @@ from support.imaginary_gpu.fork_cases import FORKS, VISIBLE
 
 from ablate.recipes import PRESETS
 
-pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "an imaginary GPU can be plugged in")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(why_not()), reason=why_not() or "an imaginary GPU can be plugged in"),
+]
 
 
 def test_the_device_is_visible_and_refuses_forks_as_a_real_one():
