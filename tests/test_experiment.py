@@ -226,11 +226,11 @@ REFUSED = {
     ),
     "a mean over an interval of telemetry": (
         "ablate: {rht: [true]}\nmetric: {name: train/loss}",
-        "5:16: metric.name: 'train/loss': is the mean since the record before, so telemetry.log and guards change it; use train/recent_loss",
+        "5:10: metric.name: 'train/loss': is the mean since the record before, so telemetry.log and guards change it; use train/recent_loss",
     ),
     "a measurement of telemetry": (
         "ablate: {rht: [true]}\nmetric: [{name: val/loss}, {name: quant/fprop.x/sqnr_db}]",
-        "5:35: metric.1.name: 'quant/fprop.x/sqnr_db': is measured at the steps that telemetry sets",
+        "5:29: metric.1.name: 'quant/fprop.x/sqnr_db': is measured at the steps that telemetry sets",
     ),
     "a constraint on a gradient that telemetry compares": (
         "ablate: {rht: [true]}\nsearch: {trials: 2}\nconstraints: [{metric: grad/noise_ratio, at_least: 2}]",

@@ -400,7 +400,7 @@ WRONG = {
     "a bad arm that is none": ({"design": {"bad": "mxpf4"}}, "neither an arm nor a preset; 'mxfp4'"),
     "phases": ({"design": {}, "ablate": {"cooldown": [0, 0.5]}}, "phases"),
     "seconds": ({"design": {}, "shape": {"time_budget": 5.0}}, "by its seconds"),
-    "another metric": ({"design": {}, "metric": {"name": "train/loss"}}, "end of its windows"),
+    "another metric": ({"design": {}, "metric": {"name": "train/recent_loss"}}, "end of its windows"),
     "a pruner": (
         {
             "design": {},

@@ -69,6 +69,7 @@ VERBS = {
 }
 """The test file that runs each verb at its smallest size."""
 OTHERS = {
+    "docker run --gpus all": "needs Docker and a GPU",
     "docker compose": "needs Docker: test_docker.py and test_compose_services.py",
     "export RAY_": "environment of Ray: test_cluster.py",
     "kill $(jobs": "part of the SLURM script: test_cluster.py",

@@ -357,7 +357,7 @@ def test_a_training_function_with_the_hf_trainer_keeps_the_promises_of_a_workloa
         found = list(promises(runs))
         last = runs.records()[-1]
     assert [promise for promise in found if not promise.kept] == []
-    assert len(found) == 6
+    assert len(found) == 7
     assert last.step == 4
     assert {"train/loss", "val/loss", "grad/norm", "train/lr"} <= last.metrics.keys()
     assert not [name for name in last.metrics if "runtime" in name or "per_second" in name]
@@ -368,7 +368,7 @@ def test_the_experiment_of_the_tutorial_keeps_the_promises_of_a_workload():
     small = experiment.base.config.model_copy(update={"steps": 4})
     found = list(promises(Runs(small)))
     assert [promise for promise in found if not promise.kept] == []
-    assert len(found) == 6
+    assert len(found) == 7
     assert {arm.name for arm in experiment.arms} > {"bf16 config.width=64", "sr=true config.width=128"}
 
 
