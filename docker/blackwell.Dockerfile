@@ -38,6 +38,6 @@ USER ablate
 WORKDIR /work
 ENV ABLATE_STATE=/state RAY_USAGE_STATS_ENABLED=0 MLFLOW_DISABLE_TELEMETRY=true PYTHONUNBUFFERED=1
 VOLUME /state
-HEALTHCHECK --interval=60s --timeout=30s CMD ["ablate", "version"]
+HEALTHCHECK --interval=60s --timeout=30s CMD ["ablate", "--version"]
 ENTRYPOINT ["ablate"]
 CMD ["--help"]

@@ -413,7 +413,12 @@ PATTERNS = {
         "options of sbatch, as a user writes them",
         "characters that the name of a job does not keep",
     ],
-    "execution.tracking.local_database": ["names that MLflow allows"],
+    "training.metric_names": ["names that MLflow allows"],
+    "training.user_errors": [
+        "torch's prefix of a rank's lines",
+        "a frame of a traceback that Python printed",
+        "its last line",
+    ],
     "execution.tracking.login": ["why a connection failed, in urllib3's message"],
     "cli.report_server": ["the Host header of a request"],
     "training.workloads.command": ["absolute paths in a command line, as a user writes it"],

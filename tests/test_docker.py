@@ -313,14 +313,14 @@ def program(name):
         from ray.scripts.scripts import cli as found
     else:
         import typer
-        from ablate.cli.app import app
-        found = typer.main.get_command(app)
+        from ablate.cli.commands import whole_app
+        found = typer.main.get_command(whole_app())
     return found
 wrong = []
 for what, (name, *words) in json.load(sys.stdin).items():
     found, context = program(name), None
     try:
-        while hasattr(found, "commands"):
+        while hasattr(found, "commands") and not words[0].startswith("-"):
             found, words = found.commands[words[0]], words[1:]
         found.make_context(found.name, list(words))
     except KeyError as error:

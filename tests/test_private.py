@@ -33,6 +33,28 @@ pool.close()
 """
 
 
+ENDED = """
+import os, signal, threading
+from ablate.execution.workers import Pool
+received, pools = [], []
+signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+thread = threading.Thread(target=lambda: pools.append(Pool(None, 1, 0)))
+thread.start()
+thread.join()
+os.kill(os.getpid(), signal.SIGTERM)
+pools[0].close()
+os.kill(os.getpid(), signal.SIGTERM)
+print(len(received))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.services
+def test_sigterm_is_handled_beside_ray_and_after_it():
+    done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, "SIGTERM received" in done.stderr) == (0, "2\n", False)
+
+
 def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 

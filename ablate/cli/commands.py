@@ -1,0 +1,108 @@
+"""The command `ablate`: the table of its verbs, and its start.
+
+The file of a verb is imported when the verb is asked for: all of them together take half a second, which
+every command would wait for. Only the help of the whole needs them all.
+"""
+
+import sys
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any
+
+import typer
+
+from ablate import __version__
+from ablate.cli.common import run
+
+VERBS: dict[str, dict[str, tuple[str, str]]] = {
+    "Every day": {
+        "init": ("init", "Write a commented experiment to start from."),
+        "check": ("check", "Check that a training function is fit for comparisons."),
+        "plan": ("plan", "Show arms, trials, time and cost; run nothing."),
+        "sweep": ("sweep", "Run or continue an experiment, and answer its question."),
+        "status": ("status", "Show running trials, speed, time left and failures."),
+        "report": ("report", "Write the report, with tables and figures."),
+        "ui": ("ui", "Serve MLflow, Optuna's dashboard and reports here."),
+        "recipe": ("recipe_targets", "Show, diff, export, import or audit recipes."),
+    },
+    "Results": {
+        "leaderboard": ("leaderboard", "List the arms of all sweeps, best first."),
+        "compare": ("compare", "Compare two arms, or two sweeps, in detail."),
+        "evidence": ("export", "Print claim, design and interval, to paste."),
+        "export-tables": ("export", "Write arms, effects and records for pandas or R."),
+        "export-model": ("export_model", "Write a trial's weights, packed for serving."),
+    },
+    "Running sweeps": {
+        "calibrate": ("calibrate", "Find the design that tells most per hour."),
+        "stop": ("stop", "Stop a sweep, an arm or a trial; results are kept."),
+        "workers": ("stop", "Change the number of workers of a running sweep."),
+        "collect": ("jobs", "Adopt the finished trials of a job array."),
+        "sync": ("sync", "Send MLflow the records that it does not have yet."),
+        "rebuild": ("rebuild", "Rebuild a damaged ledger from its trials."),
+    },
+    "Machine and files": {
+        "doctor": ("doctor", "Show what this machine can run; check its numerics."),
+        "bench": ("bench", "Time quantisers, layers and training steps."),
+        "data": ("data", "Prepare text for training, or describe a source."),
+        "schema": ("init", "Print the JSON Schema of an experiment, for editors."),
+    },
+    "": {"run-task": ("jobs", "Run the next trials of a job array.")},
+}
+"""File in `ablate.cli` and line of help of each verb, by heading; those under "" are not listed. The function
+has the verb's name; a group of verbs is the file's `app`."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    """Does this part of my low-precision training recipe matter, for my model, and by how much?"""
+
+
+def _new_app() -> typer.Typer:
+    """Return the command without verbs."""
+    app = typer.Typer(
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(options)
+    return app
+
+
+def _add(app: typer.Typer, verb: str, file: str, **shown: Any) -> None:
+    """Import the file of a verb and add the verb to the command."""
+    module = import_module(f"ablate.cli.{file}")
+    if function := getattr(module, verb.replace("-", "_"), None):
+        app.command(verb, **shown)(function)
+    else:
+        app.add_typer(module.app, name=verb, **shown)
+
+
+@cache
+def whole_app() -> typer.Typer:
+    """Return the command with all its verbs."""
+    app = _new_app()
+    for heading, verbs in VERBS.items():
+        for verb, (file, about) in verbs.items():
+            _add(app, verb, file, rich_help_panel=heading, short_help=about, hidden=not heading)
+    return app
+
+
+def main() -> None:
+    """Run the command line."""
+    files = {verb: file for verbs in VERBS.values() for verb, (file, _) in verbs.items()}
+    verb = sys.argv[1] if len(sys.argv) > 1 else ""
+    if verb not in files:
+        run(whole_app())
+        return
+    app = _new_app()
+    _add(app, verb, files[verb])
+    run(app)
