@@ -45,7 +45,9 @@ from ablate.recipes import PRESETS
 
 WIDTH, TOKENS = 2048, 8192
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-FLAGS = ("STOCHASTIC", "FIRST_STOCHASTIC", "SECOND_STOCHASTIC", "SECOND")
+FLAGS = ("STOCHASTIC", "FIRST_STOCHASTIC", "SECOND_STOCHASTIC")
+FIRST_DIGIT = 23
+"""Lowest bit of the digit of a histogram that needs none before it."""
 BF16 = torch.bfloat16
 
 Work = list[int]
@@ -87,7 +89,7 @@ class Kernels(Counts):
         before = self.bytes.total()
         self.launch(args)
         given = dict(zip(kernel.arg_names, args, strict=False))
-        elements = given["BINS"] if "BINS" in given else args[0].numel()
+        elements = 2 ** given["WIDTH"] if kernel.__name__ == "selected" else args[0].numel()
         self.add(row_of(kernel, given), 1, self.bytes.total() - before, elements, 0)
 
     def work(self) -> dict[str, Work]:
@@ -104,7 +106,8 @@ def row_of(kernel: Any, given: dict[str, Any]) -> str:
     """Return the kernel's row of kernel_code.json: that which does the least beyond what this launch does."""
 
     def does(constants: Mapping[str, Any], rotates: bool, rounds: bool) -> set[str]:
-        more = {"rotation": rotates, "rounding": rounds}
+        later = constants.get("SHIFT", FIRST_DIGIT) != FIRST_DIGIT
+        more = {"rotation": rotates, "rounding": rounds, "later digit": later}
         return {name for name in FLAGS if constants.get(name)} | {name for name in more if more[name]}
 
     dtype = "bf16" if next(iter(given.values())).dtype == BF16 else "fp32"

@@ -649,10 +649,10 @@ def misfit(command: Sequence[str]) -> str | None:
     sys.path.insert(0, str(ROOT))
     import typer
 
-    from ablate.cli.app import app
+    from ablate.cli.commands import whole_app
     from ablate.recipes import PRESETS
 
-    node, name = typer.main.get_command(app), "ablate"
+    node, name = typer.main.get_command(whole_app()), "ablate"
     while words and (inner := getattr(node, "commands", {}).get(words[0])):
         node, name = inner, f"{name} {words.pop(0)}"
     if hasattr(node, "commands"):

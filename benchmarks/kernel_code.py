@@ -40,7 +40,7 @@ class Build(NamedTuple):
 
 
 BOTH = {"FIRST_STOCHASTIC": True, "SECOND_STOCHASTIC": True}
-ORDER = {"SECOND": False}
+ORDER, LOWEST = {"SHIFT": 23, "WIDTH": 8}, {"SHIFT": 0, "WIDTH": 8}
 BUILDS = {
     "amax": Build("nvfp4", "amaxes", constants={"signs": None}),
     "amax, rotated too": Build("nvfp4", "amaxes"),
@@ -57,8 +57,8 @@ BUILDS = {
     "tiles, fp32": Build("nvfp4", "by_tiles", "fp32"),
     "count": Build("order_statistic", "counted", constants=ORDER | {"signs": None}),
     "count, rotated": Build("order_statistic", "counted", constants=ORDER),
-    "count, lower bits": Build("order_statistic", "counted", "fp32", {"SECOND": True, "signs": None}),
-    "select": Build("order_statistic", "selected", constants=ORDER | {"BINS": 2**15}, elements=2**15),
+    "count, lower bits": Build("order_statistic", "counted", "fp32", LOWEST | {"signs": None}),
+    "select": Build("order_statistic", "selected", constants=ORDER, elements=256),
     "scale and round": Build("result", "scaled", "fp32", {"SIZE": 4096}, elements=4096),
     "scale": Build("result", "scaled", "fp32", {"SIZE": 4096}, "fp32", 4096),
 }

@@ -80,7 +80,7 @@ def kernels(
     print_starting("importing torch, then timing the quantisers", quiet=as_json)
     import torch
 
-    sizes = [_size(text, 2) for text in shapes or ["1024x1024"]]
+    sizes = dict.fromkeys(_size(text, 2) for text in shapes or ["1024x1024"])
     _device(device)
     if builds and device == "cuda":
         raise InputError(["--builds: the builds are for CPUs; leave it out, or use --device cpu"])
@@ -372,12 +372,14 @@ def _layers(
     if wrong:
         raise InputError(wrong)
     texts = shapes if shapes or models else ["2048x1024x1024", "2048x2048x2048", "512x4096x14336"]
-    given = [linear_layers.Shape(text, *_size(text, 3)) for text in texts or ()]
-    return given + [
+    sizes = [_size(text, 3) for text in texts or ()]
+    given = [linear_layers.Shape("x".join(map(str, size)), *size) for size in sizes]
+    given += [
         shape
         for name in models or ()
         for shape in linear_layers.shapes_of(name, tokens or linear_layers.TOKENS[device])
     ]
+    return list(dict.fromkeys(given))
 
 
 def _engines(

@@ -342,15 +342,13 @@ def order_statistic(x: Tensor, signs: int | None, rank: int) -> tuple[Tensor, Te
     """Return the magnitude of a rank, counted from 1, and the largest one, as `percentile` does."""
     from ablate.numerics.kernels import order_statistic as device_code
 
-    bins = (device_code.UPPER, device_code.LOWER)[: 1 if x.dtype == torch.bfloat16 else 2]
-    memory = torch.zeros(sum(bins) + 4, dtype=torch.int32, device=x.device)
-    *counts, found, largest = memory.split([*bins, 3, 1])
+    digits = device_code.DIGITS[x.element_size()]
+    memory = torch.zeros(sum(2**width for _, width in digits) + 4, dtype=torch.int32, device=x.device)
+    *counts, found, largest = memory.split([*(2**width for _, width in digits), 3, 1])
     with torch.cuda.device_of(x):
-        for second, (count, size) in enumerate(zip(counts, bins, strict=True)):
-            device_code.counted[_grid(x)](
-                x, signs, count, found, largest, *x.shape, bool(second), COLUMNS, **EXACT
-            )
-            device_code.selected[(1,)](count, found, rank, size, bool(second), **EXACT)
+        for count, digit in zip(counts, digits, strict=True):
+            device_code.counted[_grid(x)](x, signs, count, found, largest, *x.shape, *digit, COLUMNS, **EXACT)
+            device_code.selected[(1,)](count, found, rank, *digit, **EXACT)
     scalars = memory[-2:].view(torch.float32)
     return scalars[0], scalars[1]
 

@@ -1,9 +1,11 @@
 """Order statistics of magnitudes for GPUs: device code in Triton, launched by cuda.py.
 
 Torch's `kthvalue` selects by one thread block, whatever the size of the tensor, and takes over a second for
-a layer's gradient. A magnitude has 15 or 31 bits, which are ordered as the magnitudes are. So `counted` makes
-a histogram of the upper 15 bits, and `selected` finds the bin that holds the rank. In fp32 a second pair of
-calls does the same for the lower 16 bits of the magnitudes in that bin.
+a layer's gradient. A magnitude has 15 or 31 bits, which are ordered as the magnitudes are. So the rank is
+found digit by digit: `counted` makes a histogram of one digit of those magnitudes that have the digits found
+before, and `selected` finds the digit of the rank in it. Digits have 8 bits at most, since most values share
+few exponents: each program counts in its own memory, and adds to the common bins once. Additions of all
+elements to common bins were 25 times slower on an H200.
 
 A NaN counts as larger than infinity, as in `kthvalue`: the statistic is NaN only if its rank falls among the
 NaNs. Counts are integers, so no order of additions matters, and nothing waits for the device.
@@ -14,23 +16,36 @@ import triton.language as tl
 
 from ablate.numerics.kernels.nvfp4 import largest_of, load_slab, magnitude, place, rotate
 
-UPPER, LOWER = 2**15, 2**16
-"""Bins of the upper 15 bits of a magnitude, and of the lower 16."""
-_CHUNK = tl.constexpr(4096)
+DIGITS = {2: ((23, 8), (16, 7)), 4: ((23, 8), (16, 7), (8, 8), (0, 8))}
+"""Lowest bit and number of bits of each digit of a magnitude, by the bytes of an element."""
+
+
+@triton.jit
+def _joined(parts, COUNT: tl.constexpr):
+    """Join a tuple's neighbours along a new last axis."""
+    pairs = ()
+    for number in tl.static_range(COUNT // 2):
+        pairs += (tl.join(parts[2 * number], parts[2 * number + 1]),)
+    return pairs
 
 
 @triton.jit(do_not_specialize=["signs", "found", "largest"])
-def counted(x, signs, counts, found, largest, rows, columns, SECOND: tl.constexpr, COLUMNS: tl.constexpr):
-    """Add the magnitudes of x [rows, columns] to a histogram, rotated first if there are signs.
+def counted(
+    x, signs, counts, found, largest, rows, columns,
+    SHIFT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add one digit of the magnitudes of x [rows, columns] to a histogram, rotated first if there are signs.
 
-    A rotated copy is padded to sixteen rows, and what the rotation makes of the padding counts. Zeros, of
-    which a tensor may have millions, are added up before they go to their bin.
+    A rotated copy is padded to sixteen rows, and what the rotation makes of the padding counts.
 
     Args:
         x: bf16, or fp32 without signs.
-        counts: int32, zeros at first: the upper bits, or, if SECOND, the lower bits below the bin found[0].
-        largest: int32, zero at first: receives the bits of the largest magnitude, in the first call.
+        counts: int32 [2**WIDTH], zeros at first: one digit of those with the digits found[0] before it.
+        largest: int32, zero at first: receives the bits of the largest magnitude with the first digit.
+        SHIFT: lowest bit of the digit.
+        WIDTH: its bits.
     """
+    FIRST: tl.constexpr = SHIFT + WIDTH == 31
     slab, first = place(columns, COLUMNS)
     column = first + tl.arange(0, COLUMNS)
     loaded = load_slab(x, slab, column, rows, columns)
@@ -38,42 +53,40 @@ def counted(x, signs, counts, found, largest, rows, columns, SECOND: tl.constexp
     if signs is not None:
         loaded = rotate(loaded, signs)
         height = tl.cdiv(rows, 16) * 16
-    if not SECOND:
+    if FIRST:
         tl.atomic_max(largest, tl.max(largest_of(loaded), axis=0))
-    zeros = column * 0
+    else:
+        before = tl.load(found)
+    others = column * 0
+    digits = ()
     for r in tl.static_range(16):
         bits = magnitude(loaded[r])
         inside = (column < columns) & (slab * 16 + r < height)
-        bin = bits >> 16
-        if SECOND:
-            inside = inside & (bin == tl.load(found))
-            bin = bits & 0xFFFF
-        tl.atomic_add(counts + bin, 1, mask=inside & (bin != 0), sem="relaxed")
-        zeros += (inside & (bin == 0)).to(tl.int32)
-    tl.atomic_add(counts, tl.sum(zeros, axis=0), sem="relaxed")
+        if not FIRST:
+            inside = inside & (bits >> (SHIFT + WIDTH) == before)
+        digits += (tl.where(inside, (bits >> SHIFT) & ((1 << WIDTH) - 1), 0),)
+        others += (inside == 0).to(tl.int32)
+    all_digits = _joined(_joined(_joined(_joined(digits, 16), 8), 4), 2)[0]
+    flat = tl.reshape(all_digits, [16 * COLUMNS], can_reorder=True)
+    digit = tl.arange(0, 1 << WIDTH)
+    found_here = tl.histogram(flat, 1 << WIDTH) - tl.where(digit == 0, tl.sum(others, axis=0), 0)
+    tl.atomic_add(counts + digit, found_here, mask=found_here != 0, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rank", "found"])
-def selected(counts, found, rank, BINS: tl.constexpr, SECOND: tl.constexpr):
-    """Find the bin with the magnitude of this rank, counted from 1; one program.
+def selected(counts, found, rank, SHIFT: tl.constexpr, WIDTH: tl.constexpr):
+    """Find the digit of the magnitude of this rank, counted from 1; one program.
 
-    `found`, int32 [3]: the bin of the upper bits, the rank within it, and the bits of the magnitude. If
-    SECOND, the rank is that of found[1].
+    `found`, int32 [3]: the digits so far, the rank among the magnitudes that have them, and the bits of the
+    smallest of those. After the first digit the rank is that of found[1].
     """
-    wanted = rank
-    if SECOND:
+    wanted, before = rank, 0
+    if SHIFT + WIDTH < 31:
         wanted = tl.load(found + 1)
-    offset = tl.arange(0, _CHUNK)
-    before, below, place_of = 0, 0, 0
-    for chunk in range(BINS // _CHUNK):
-        count = tl.load(counts + chunk * _CHUNK + offset)
-        passed = before + tl.cumsum(count, axis=0) < wanted
-        place_of += tl.sum(passed.to(tl.int32), axis=0)
-        below += tl.sum(tl.where(passed, count, 0), axis=0)
-        before += tl.sum(count, axis=0)
-    if SECOND:
-        tl.store(found + 2, (tl.load(found) << 16) | place_of)
-    else:
-        tl.store(found, place_of)
-        tl.store(found + 1, wanted - below)
-        tl.store(found + 2, place_of << 16)
+        before = tl.load(found)
+    count = tl.load(counts + tl.arange(0, 1 << WIDTH))
+    passed = tl.cumsum(count, axis=0) < wanted
+    digits = (before << WIDTH) | tl.sum(passed.to(tl.int32), axis=0)
+    tl.store(found, digits)
+    tl.store(found + 1, wanted - tl.sum(tl.where(passed, count, 0), axis=0))
+    tl.store(found + 2, digits << SHIFT)
