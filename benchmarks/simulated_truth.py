@@ -16,12 +16,20 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import optuna
 
+from ablate.results.decomposition import correlation
+from ablate.results.forked import Views, qualified
+from ablate.results.inference import wilcoxon
 from ablate.results.intervals import ALPHA, Interval
-from ablate.results.paired_stats import Difference, judge, paired_difference, seeds_needed
+from ablate.results.paired_stats import Difference, Verdict, judge, paired_difference, seeds_needed
+from ablate.results.search_effects import knob_effects
+from ablate.results.summary import ArmSummary
 
 EFFECTS, DEVIATIONS, STARTS = (0.0, 0.25, 0.5, 1.0, 2.0), (0.5, 1.0, 2.0, 4.0), (3, 5, 8)
 INTERVALS = ("t", "split:4", "sequence")
+LOOKS = (6, 12, 18, 24)
+"""Seeds at the looks of a growing sweep whose differences are ranked."""
 ARMS = 8
 PRIORS = {
     "N(0, 1)": lambda random: random.normal(0, 1),
@@ -77,6 +85,26 @@ def scenarios() -> Iterator[Scenario]:
     for shape in ("normal", "lognormal", "t3", "outlier"):
         yield from (Scenario("coverage", "t", pairs, 1.0, shape=shape) for pairs in STARTS)
     yield from (Scenario("counts", "t", pairs, rate) for pairs in (2, 3, 5, 8) for rate in (0.5, 2.0))
+    for shape in ("normal", "t3", "outlier"):
+        yield from (
+            Scenario("correlation", "t", pairs, 1.0, rho, shape=shape)
+            for rho in (0.0, 0.8)
+            for pairs in (5, 8, 20)
+        )
+    yield from (Scenario("ranks", interval, LOOKS[0]) for interval in INTERVALS[1:])
+    for sampler in ("random", "tpe"):
+        yield from (
+            Scenario("search", "t", 1, 0.3, size, count, sampler)
+            for count in (20, 40, 100)
+            for size in (0.0, 0.5, 1.0)
+        )
+    for count in (1, 2, 3, 5):
+        yield from (
+            Scenario("positions", "t", pairs, spread, effect, count)
+            for effect in (0.0, 2.0)
+            for spread in (0.5, 1.0, 2.0)
+            for pairs in STARTS
+        )
 
 
 def draw(random: np.random.Generator, shape: str, size: tuple[int, ...]) -> np.ndarray:
@@ -199,9 +227,102 @@ def counts(scenario: Scenario, experiments: int) -> dict[str, int]:
     return {"experiments": experiments, "false": false, "zero_width": zero_width}
 
 
+def correlated(scenario: Scenario, experiments: int) -> dict[str, int]:
+    """Count the experiments whose interval contains the true correlation, `effect`.
+
+    One draw scales both values of a seed, as one run far away from the others moves an arm and its baseline.
+    """
+    random, covered = scenario.random(), 0
+    for _ in range(experiments):
+        own, shared = random.normal(0, 1, (2, scenario.pairs))
+        scale = np.ones(scenario.pairs)
+        if scenario.shape == "t3":
+            scale = 1 / np.sqrt(random.chisquare(3, scenario.pairs))
+        elif scenario.shape == "outlier":
+            scale = np.where(random.random(scenario.pairs) < 0.1, 5.0, 1.0)
+        values = scale * shared, scale * (scenario.effect * shared + math.sqrt(1 - scenario.effect**2) * own)
+        found = correlation(*(dict(enumerate(side.tolist())) for side in values))
+        covered += bool(found.low <= scenario.effect <= found.high)
+    return {"experiments": experiments, "covered": covered}
+
+
+def ranks(scenario: Scenario, experiments: int) -> dict[str, int]:
+    """Count sweeps without an effect, with growing seeds, in which p of Wilcoxon's test is below 5 %.
+
+    Counted at the look at which the sweep stops, and at any of the declared looks.
+    """
+    random, interval = scenario.random(), Interval.parse(scenario.interval)
+    stopped = anywhere = 0
+    for _ in range(experiments):
+        values = random.normal(0, scenario.deviation, LOOKS[-1])
+        sides = [(dict(enumerate(values[:n].tolist())), dict.fromkeys(range(n), 0.0)) for n in LOOKS]
+        low = [wilcoxon(*side) < ALPHA for side in sides]
+        judged = [judge([(paired_difference(*side, interval), 1.0)], True, plan=False)[0] for side in sides]
+        stopped += next((p for p, one in zip(low, judged, strict=True) if one.decided), low[-1])
+        anywhere += any(low)
+    return {"sweeps": experiments, "stopped": stopped, "anywhere": anywhere}
+
+
+def search(scenario: Scenario, experiments: int) -> dict[str, int]:
+    """Count effects of a search's knobs whose interval contains the mean effect over all settings.
+
+    Two of the four switches do nothing on average. Each two interact, by N(0, `effect`^2). `shape` is the
+    sampler.
+    """
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    random, main = scenario.random(), np.array([1.0, 0.0, 0.5, 0.0])
+    samplers = {"tpe": optuna.samplers.TPESampler, "random": optuna.samplers.RandomSampler}
+    covered = effects = false = idle = 0
+    for _ in range(experiments):
+        both = np.triu(scenario.effect * random.normal(0, 1, (len(main), len(main))), 1)
+        study = optuna.create_study(sampler=samplers[scenario.shape](seed=int(random.integers(2**31))))
+        arms = []
+        for number in range(scenario.arms):
+            trial = study.ask()
+            knobs = {f"knob {at}": trial.suggest_categorical(f"knob {at}", [False, True]) for at in range(4)}
+            signs = np.where(list(knobs.values()), 1, -1)
+            value = float((main @ signs + signs @ both @ signs) / 2 + scenario.deviation * random.normal())
+            study.tell(trial, value)
+            arms.append(searched(str(number), knobs, value))
+        for effect in knob_effects(arms):
+            true = float(main[int(effect.knob.split()[1])])
+            covered, effects = covered + (abs(effect.mean - true) <= effect.half), effects + 1
+            false, idle = false + (true == 0 and effect.p < ALPHA), idle + (true == 0)
+    return {"experiments": effects, "covered": covered, "idle": idle, "false": false}
+
+
+def searched(name: str, knobs: dict, value: float) -> ArmSummary:
+    """Return an arm that a search has finished."""
+    rest = {"gap": None, "margin": None, "interval": Interval(), "verdict": Verdict("undecided")}
+    blank = {"sqnr_db": math.nan, "tokens_per_s": math.nan, "memory": math.nan, "nans": 0}
+    seeds = {"given": (0,), "diverged": (), "missing": ()}
+    return ArmSummary(
+        name=name, baseline=None, knobs=knobs, values={0: value}, role="searched", **rest, **blank, **seeds
+    )
+
+
+def positions(scenario: Scenario, experiments: int) -> dict[str, int]:
+    """Count the winners of a forked design with the guard for positions, and without it.
+
+    `arms` positions are drawn; the effect varies over them by `deviation`, and at each by 1 over seeds.
+    """
+    random = scenario.random()
+    winners = unguarded = 0
+    for _ in range(experiments):
+        means = scenario.effect + scenario.deviation * random.normal(0, 1, (scenario.arms, 1))
+        table = means + random.normal(0, 1, (scenario.arms, scenario.pairs))
+        whole = difference(table.mean(axis=0), Interval())
+        each = {at: difference(row, Interval()) for at, row in enumerate(table)}
+        (plain,) = judge([(whole, None)], True, plan=False)
+        unguarded += plain.decided
+        winners += qualified(plain, Views({1: whole}, each, {}, math.nan), True).decided
+    return {"experiments": experiments, "winners": winners, "unguarded": unguarded}
+
+
 KINDS = {"promise": promise, "headline": headline, "growth": growth, "coverage": coverage, "counts": counts}
-SHARES = {"promise": 0.03, "headline": 1.0, "growth": 0.2, "coverage": 1.0, "counts": 1.0}
-"""Experiments of a scenario of each kind, as a share of those asked for: by what one costs."""
+KINDS |= {"correlation": correlated, "ranks": ranks, "search": search, "positions": positions}
+SHARES = {"promise": 0.03, "growth": 0.2, "search": 0.05}
+"""Experiments of a scenario of each costly kind, as a share of those asked for."""
 
 
 def run(cache: Path, experiments: int, kinds: set[str]) -> dict[str, dict[str, int]]:
@@ -216,7 +337,7 @@ def run(cache: Path, experiments: int, kinds: set[str]) -> dict[str, dict[str, i
     for number, scenario in enumerate(wanted, 1):
         if scenario.name not in results:
             results[scenario.name] = KINDS[scenario.kind](
-                scenario, max(1, round(experiments * SHARES[scenario.kind]))
+                scenario, max(1, round(experiments * SHARES.get(scenario.kind, 1.0)))
             )
             written = cache.with_suffix(".part")
             written.write_text(json.dumps(results, indent=0))
@@ -258,6 +379,7 @@ def tables(results: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
         rows += [(f"effect {effect:g}", {"effect": effect}) for effect in EFFECTS]
         rows += [(f"deviation {deviation:g}", {"deviation": deviation}) for deviation in DEVIATIONS]
         rows += [(f"after {pairs} seeds", {"pairs": pairs}) for pairs in STARTS]
+        rows += [(f"after {pairs} seeds, deviation 4", {"pairs": pairs, "deviation": 4}) for pairs in STARTS]
         for title, fixed in rows:
             cells = (
                 kept(results, **{"interval": interval, "arms": 1, "shape": "normal"} | fixed)
@@ -277,6 +399,10 @@ def tables(results: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
         "growth": "| 8 arms, no effect, seeds grow | from | deviation | false headline |",
         "coverage": "| differences | seeds | 95 % interval covers |",
         "counts": "| counts, no effect | seeds | rate | false verdict | zero width, non-zero mean |",
+        "correlation": "| values | true correlation | seeds | Fisher's interval covers |",
+        "ranks": "| no effect, seeds grow from 6 to 24 | Wilcoxon's p < 5 % at the end | at any look |",
+        "search": "| sampler | arms | interactions | covers the mean effect | false calls |",
+        "positions": "| positions | spread over them | effect | seeds | winners | without the guard |",
     }
     for kind, head in by_kind.items():
         lines = [scenario for scenario in scenarios() if scenario.kind == kind and scenario.name in results]
@@ -287,16 +413,21 @@ def tables(results: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
 
 
 def _row(scenario: Scenario, got: Mapping[str, int]) -> str:
-    if scenario.kind == "coverage":
-        return f"| {scenario.shape} | {scenario.pairs} | {share(got['covered'], got['experiments'])} |"
-    whole = got["experiments"] if scenario.kind == "counts" else got["sweeps"]
-    cells = [
-        scenario.interval if scenario.kind != "counts" else "Poisson",
-        scenario.pairs,
-        f"{scenario.deviation:g}",
+    one, whole = scenario, got.get("experiments", got.get("sweeps", 0))
+    cells = {
+        "coverage": (one.shape, one.pairs),
+        "counts": ("Poisson", one.pairs, f"{one.deviation:g}"),
+        "correlation": (one.shape, f"{one.effect:g}", one.pairs),
+        "ranks": (one.interval,),
+        "search": (one.shape, one.arms, f"{one.effect:g}"),
+        "positions": (one.arms, f"{one.deviation:g}", f"{one.effect:g}", one.pairs),
+    }.get(one.kind, (one.interval, one.pairs, f"{one.deviation:g}"))
+    counted = [
+        share(count, got.get("idle", whole) if key == "false" else whole)
+        for key, count in got.items()
+        if key not in ("experiments", "sweeps", "idle")
     ]
-    cells += [share(got[key], whole) for key in ("false", "uncorrected", "zero_width") if key in got]
-    return f"| {' | '.join(map(str, cells))} |"
+    return f"| {' | '.join(map(str, (*cells, *counted)))} |"
 
 
 def main() -> None:

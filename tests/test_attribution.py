@@ -10,7 +10,7 @@ from pandas import DataFrame
 from support.books import add
 
 from ablate.results.answer import Answer
-from ablate.results.attribution import extra_tokens, front, grid, interactions, main_effects, shares
+from ablate.results.attribution import Grid, extra_tokens, front, grid, interactions, main_effects, shares
 from ablate.results.doses import doses, sentence, share_closed
 from ablate.results.intervals import SINGLE_LOOK, Interval
 from ablate.results.ledger import Ledger
@@ -224,3 +224,30 @@ def test_two_values_or_names_are_no_doses(tmp_path):
     cooled(book, {0: 0.1, 0.1: 0.2})
     assert found_doses(book) is None
     book.close()
+
+
+class CountedValues(dict):
+    """Values of a grid that count how often all of them are read."""
+
+    reads = 0
+
+    def __iter__(self):
+        self.reads += 1
+        return super().__iter__()
+
+    def values(self):
+        self.reads += 1
+        return super().values()
+
+
+def test_effects_of_many_levels_read_the_grid_a_fixed_number_of_times():
+    reads = []
+    for levels in (5, 50):
+        values = CountedValues({(n,): {0: n / 7, 1: n / 3} for n in range(levels)})
+        line = Grid({"lr": tuple(range(levels))}, values, SINGLE_LOOK, ())
+        effects = main_effects(line)
+        reads.append(values.reads - len(effects) * 2)  # `mean` reads the first point's seeds
+        assert [effect.effect.mean for effect in effects] == pytest.approx(
+            [n * 5 / 21 for n in range(1, levels)]
+        )
+    assert reads[0] == reads[1]

@@ -50,6 +50,7 @@ def test_the_report_has_both_tables(state):
     answer = Answer.open(state, "tiny")
     assert [row["arm"] for row in answer.damage().rows] == ["sr=true", "sr=false"]
     (row, _) = answer.pairing().rows
+    assert "normal values" in answer.pairing().caption
     text, value = row["correlation with baseline"]
     assert text.startswith(f"{value:+.2f} (")
 
@@ -82,6 +83,36 @@ def test_planted_damage_is_found_in_its_part(tmp_path):
     assert second.direct.mean == pytest.approx(0.004)
     assert second.learnt.mean == 0
     assert damages(ledger, summaries(ledger), "val/loss_bf16") == []
+    ledger.close()
+
+
+def test_the_total_of_a_forked_design_has_the_interval_of_the_table_of_arms(tmp_path):
+    """Sixteen parts of the validation data that differ in the damage: an error that no seed removes."""
+    rng = np.random.default_rng(0)
+    ledger = planted(
+        tmp_path,
+        {"bf16": [*rng.normal(3, 1e-4, 6)], "fp4": [*rng.normal(3, 1e-4, 6)]},
+        {"bf16": 0.0, "fp4": 0.0},
+    )
+    ledger.describe(design='{"trunk": "bf16", "positions": 1, "window": 0.5, "horizons": [2]}')
+    of_data = rng.normal(0, 1e-3, 16)
+    for member in ledger.members():
+        parts = {f"evaluated/{part}/loss": 3 + (member.name == "fp4") * of_data[part] for part in range(16)}
+        ledger.record(
+            member.trial,
+            [
+                {
+                    "step": 2,
+                    "time": 0.0,
+                    "metrics": parts
+                    | {"val/loss": 3.0 + rng.normal(0, 1e-4), "val/loss_bf16": 3.0, "fork/5/4/loss": 3.0},
+                }
+            ],
+        )
+    (arm,) = (arm for arm in summaries(ledger) if arm.baseline)
+    (damage,) = damages(ledger, summaries(ledger), "val/loss")
+    assert (damage.gap.low, damage.gap.high) == (arm.gap.low, arm.gap.high)
+    assert damage.gap.shared_error == pytest.approx(np.std(of_data, ddof=1) / 4)
     ledger.close()
 
 

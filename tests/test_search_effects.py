@@ -77,6 +77,8 @@ def test_effects_and_intervals_are_those_of_statsmodels(usual):
     }
     found = knob_effects(searched(usual, rows))
     assert len(found) == 5
+    (table,) = effects_parts(searched(usual, rows), "nats")
+    assert table.caption.startswith("Main effects only")
     assert [effect.p for effect in found] == sorted(effect.p for effect in found)
     for (knob, start), (mean, half, p) in expected.items():
         (effect,) = [one for one in found if one.knob == knob and one.change.startswith(start)]

@@ -57,6 +57,31 @@ def test_equal_counts_on_two_seeds_are_never_a_verdict():
     assert got["false"] == 0
 
 
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+def test_an_effect_that_only_the_positions_make_seldom_has_a_winner(seeds):
+    """An effect of 0 varies over drawn positions by half a deviation of a pair; one of 4 is still found."""
+    got = KINDS["positions"](Scenario("positions", "t", seeds, 0.5, 0.0, 3), 1000)
+    assert got["winners"] < 0.05 * 1000 < 1.5 * got["unguarded"]
+    assert KINDS["positions"](Scenario("positions", "t", seeds, 0.5, 4.0, 3), 100)["winners"] >= 95
+
+
+def test_intervals_cover_under_what_they_assume_and_not_under_what_their_captions_exclude():
+    """Fisher's needs normal values, effects of a search need a sampler that does not learn, ranks need one look."""
+    normal, outlier = (
+        KINDS["correlation"](Scenario("correlation", "t", 20, 1.0, 0.8, shape=shape), SWEEPS)
+        for shape in ("normal", "outlier")
+    )
+    random, tpe = (
+        KINDS["search"](Scenario("search", "t", 1, 0.3, 1.0, 100, sampler), 20)
+        for sampler in ("random", "tpe")
+    )
+    for good, bad in ((normal, outlier), (random, tpe)):
+        assert within(good["covered"], good["experiments"], 0.93, 0.97)
+        assert bad["covered"] < 0.8 * bad["experiments"]
+    looks = KINDS["ranks"](Scenario("ranks", "split:4", 6), SWEEPS)
+    assert looks["anywhere"] > 0.07 * SWEEPS
+
+
 def test_a_scenario_gives_the_same_figures_alone_and_resumed(tmp_path, monkeypatch):
     few = [scenario for scenario in scenarios() if scenario.kind in ("coverage", "counts")][:3]
     monkeypatch.setattr(simulated_truth, "scenarios", lambda: iter(few))

@@ -7,8 +7,9 @@ Everything is computed by seed first, so each number is a mean of paired differe
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ablate.files import Json
 from ablate.results.contrasts import is_switch
@@ -43,12 +44,23 @@ class Grid:
 
     def cells(self, **held: int) -> list[Cell]:
         """Return the points at which the named knobs have the levels with these indices."""
-        names = list(self.levels)
-        return [
-            cell
-            for cell in self.values
-            if all(cell[names.index(knob)] == level for knob, level in held.items())
-        ]
+        groups = [self._at.get((knob, level), set()) for knob, level in held.items()]
+        first, *others = sorted(groups, key=len) or [self.values.keys()]
+        return [cell for cell in first if all(cell in group for group in others)]
+
+    @cached_property
+    def _at(self) -> Mapping[tuple[str, int], Set[Cell]]:
+        """Points at each level of each knob, in the order of `values`."""
+        points: dict[tuple[str, int], dict[Cell, None]] = {}
+        for cell in self.values:
+            for at in zip(self.levels, cell, strict=True):
+                points.setdefault(at, {})[cell] = None
+        return {at: cells.keys() for at, cells in points.items()}
+
+    @cached_property
+    def whole(self) -> bool:
+        """True if all values are counts."""
+        return all(value.is_integer() for values in self.values.values() for value in values.values())
 
     def mean(self, cells: Sequence[Cell]) -> dict[int, float]:
         """Return the mean over these points, by seed."""
@@ -132,8 +144,19 @@ def held_effects(grid: Grid, knob: str, given: Mapping[str, Json]) -> list[Effec
         cells = grid.cells(**held, **{knob: level})
         effect = _difference(grid, cells, grid.cells(**held, **{knob: 0}))
         effect = _of_runs(grid, effect, _unchanged(grid, cells, position))
-        effects.append(Effect((knob,), _change(levels, level), effect, grid.margin, given))
+        change = _change(_named(grid) or levels, level)
+        effects.append(Effect((knob,), change, effect, grid.margin, given))
     return effects
+
+
+def _named(grid: Grid) -> list[Json]:
+    """Return the names of one knob's arms in place of levels that are lists or mappings; else nothing."""
+    levels = next(iter(grid.levels.values()))
+    if len(grid.levels) > 1 or not any(isinstance(level, list | dict) for level in levels):
+        return []
+    (knob,) = grid.levels
+    names = {json.dumps(arm.knobs[knob]): arm.name for arm in grid.arms}
+    return [names[json.dumps(level)] for level in levels]
 
 
 def _level(grid: Grid, knob: str, value: Json) -> int:
@@ -149,8 +172,7 @@ def _unchanged(grid: Grid, cells: Sequence[Cell], position: int) -> bool:
 def _of_runs(grid: Grid, effect: Difference, unchanged: bool) -> Difference:
     """Return an effect on averages with two facts about the runs: all values are counts, and zero differences
     mean equal runs."""
-    whole = all(value.is_integer() for values in grid.values.values() for value in values.values())
-    return replace(effect, whole=whole, runs_equal=unchanged)
+    return replace(effect, whole=grid.whole, runs_equal=unchanged)
 
 
 def interactions(grid: Grid) -> list[Effect]:

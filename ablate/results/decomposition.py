@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
+from ablate.results.forked import sharpened
 from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Difference, common, paired_difference
 from ablate.results.summary import ArmSummary
@@ -31,7 +32,11 @@ FEWEST_CORRELATED = 4
 
 @dataclass(frozen=True)
 class Damage:
-    """The gap of an arm and its two parts, in the metric's unit, over the seeds that have all readings."""
+    """The gap of an arm and its two parts, in the metric's unit, over the seeds that have all readings.
+
+    In a forked design the gap's interval has the error of the evaluation in it, as everywhere; those of the
+    parts have the spread over seeds alone.
+    """
 
     arm: str
     gap: Difference
@@ -79,7 +84,7 @@ def _damage(
     cast = {name: _minus(own[name], high[name]) for name in (arm.name, arm.baseline)}
     return Damage(
         arm.name,
-        paired_difference(own[arm.name], own[arm.baseline], arm.interval),
+        sharpened(paired_difference(own[arm.name], own[arm.baseline], arm.interval), arm.view),
         paired_difference(cast[arm.name], cast[arm.baseline], arm.interval),
         paired_difference(high[arm.name], high[arm.baseline], arm.interval),
     )
@@ -90,7 +95,7 @@ def _minus(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, fl
 
 
 def correlation(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Correlation:
-    """Return the correlation of two arms over their common seeds, with Fisher's interval.
+    """Return the correlation of two arms over their common seeds, with Fisher's interval (of normal values).
 
     Pairing by seed makes a gap sharper only where it is positive: the variance of the paired gap is
     var(arm) + var(baseline) - 2 r sd(arm) sd(baseline).

@@ -9,10 +9,10 @@ which is corrected by Holm; without an answer no line is coloured.
 """
 
 import csv
-import html
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ablate.recipes import KNOBS
@@ -21,7 +21,7 @@ from ablate.results.forked import difference_word
 from ablate.results.number_text import signed
 from ablate.results.page import inline
 from ablate.results.paired_stats import Difference, Verdict
-from ablate.results.plain_text import csv_cell, footnotes, markdown_cell
+from ablate.results.plain_text import csv_cell, footnotes, html_text, markdown_cell
 from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
 from ablate.training.metric_names import DAMAGE
 
@@ -167,7 +167,7 @@ class EffectTable:
         band = f"; grey band: below {margin:.3g}, too small to matter" if margin else ""
         return f"Bar: 95 % interval; large dot: mean; small dots: seeds{band}."
 
-    @property
+    @cached_property
     def _open(self) -> bool:
         """True if any comparison needs more seeds, which have a column then."""
         return any(_seeds(line.verdict) for line in self.lines)
@@ -182,7 +182,7 @@ class EffectTable:
         classes = " ".join(filter(None, (kind, "question" if line.asked else "")))
         seeds = f'<td class="number">{inline(_seeds(line.verdict))}</td>' if self._open else ""
         return (
-            f'<tr class="{classes}" data-arm="{html.escape(line.label)}"><td>{inline(line.label)}{asked}</td>'
+            f'<tr class="{classes}" data-arm="{html_text(line.label)}"><td>{inline(line.label)}{asked}</td>'
             f'<td class="drawn">{scale.draw(line)}</td><td class="number">{_bounds(line.difference)}</td>'
             f'<td class="verdict">{inline(verdict_text(line.verdict, short=True) + mark)}</td>'
             f"{seeds}</tr>"
@@ -208,7 +208,7 @@ class EffectTable:
                 ]
             )
         table = "\n".join(f"| {' | '.join(map(markdown_cell, row))} |" for row in rows)
-        return "\n\n".join(filter(None, [table, "  \n".join(notes)]))
+        return "\n\n".join(filter(None, [table, "  \n".join(map(markdown_cell, notes))]))
 
     def save(self, folder: Path) -> None:
         """Write the numbers as a CSV file, one comparison a row, with every seed's difference."""
@@ -324,7 +324,7 @@ class _Scale:
         ]
         if one.pairs:
             parts.append(f'<circle class="mean" cx="{self.x(one.mean)}" cy="{middle}" r="4"/>')
-        label = html.escape(f"{line.group}, {line.label}: {_bounds(one)}")
+        label = html_text(f"{line.group}, {line.label}: {_bounds(one)}")
         return (
             f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img"'
             f' aria-label="{label}"><title>{label}</title>{"".join(parts)}</svg>'

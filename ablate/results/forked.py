@@ -307,7 +307,8 @@ def _stands(positions: Mapping[int, Difference]) -> bool:
 
     True if it is resolved with one sign at every position, or if its mean is resolved as one over positions
     that are drawn: the variance of the mean then has that between positions in it, with Satterthwaite's
-    degrees of freedom. A single position says nothing about others: True.
+    degrees of freedom. A single position says nothing about others: True. Effects that are far larger than
+    the noise at each of a few positions pass with one sign by chance, so the answer names its positions.
     """
     each = list(positions.values())
     if len(each) < 2 or len({one.pairs for one in each}) > 1 or each[0].pairs < 2:

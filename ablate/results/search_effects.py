@@ -1,9 +1,10 @@
 """Findings of a search about its knobs and its objectives: effects with intervals, and the arms of the front.
 
 The effects are those of one least-squares fit of the arms' values on all knobs at once: what a value does
-while the others stay. A sampler that learns looks where it has found good arms, so the arms are no random
-sample, and a fit of main effects knows no interaction; a grid of the few knobs that seem to matter is the
-comparison that holds.
+while the others stay. A sampler that learns looks where it has found good arms, so the arms are not a random
+sample, and a fit of main effects has no interaction; a grid of the few knobs that seem to matter is the
+comparison that holds. A fit of all pairs besides covers where it has the arms for it and no three knobs
+interact, and else less than this one (experiments/LOG.md).
 """
 
 import math
@@ -136,9 +137,11 @@ def effects_parts(arms: Sequence[ArmSummary], unit: str) -> list[Part]:
         for effect in effects
     ]
     caption = (
-        "Least squares over all arms that the search finished, all knobs at once; 95 % t intervals and p of"
-        f" each by itself, of {counted(len(effects), 'effect')}. The sampler chose where to look: a grid of"
-        " the knobs that seem to matter is the comparison that holds."
+        "Main effects only: least squares over all arms that the search finished, all knobs at once; 95 % t"
+        f" intervals and p of each by itself, of {counted(len(effects), 'effect')}. If knobs interact, the"
+        " arms that a learning sampler chose show another effect than the mean over all settings: of 100"
+        " simulated arms by tpe, 41 % of such intervals cover that mean, and 57 % of knobs without an effect"
+        " have p < 0.05. A grid of the knobs that seem to matter is the comparison that holds."
     )
     return [Table("knob-effects", rows, caption)]
 
