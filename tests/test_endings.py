@@ -1,7 +1,9 @@
 """Ends and places that batch systems and containers bring: SIGTERM, quotas, no home, a state folder that cannot be written."""
 
 import errno
+import itertools
 import os
+import random
 import shutil
 import signal
 import sqlite3
@@ -10,6 +12,7 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 from support.commands import INLINE, here
 from support.experiments import end, environment, ledger, start, statuses, sweep, tiny, until, write
@@ -18,7 +21,7 @@ from ablate.execution.messages import Ended, Exited, TrialRequest
 from ablate.execution.supervisor import end_of_attempt
 from ablate.execution.trial_runner import NO_SPACE
 from ablate.files import full
-from ablate.results.databases import open_readonly
+from ablate.results.databases import open_readonly, url
 
 SLOW = {"workload": {"idle": {"steps": 1000, "seconds": 0.05}}, "seeds": 1}
 FAST = {"workload": {"idle": {"steps": 4}}, "seeds": 1}
@@ -38,6 +41,23 @@ def test_sigterm_ends_a_sweep_as_ctrl_c_does_with_its_own_status(tmp_path):
     assert set(statuses(tmp_path / "state").values()) == {"pending"}
     outcomes = ledger(tmp_path / "state").db.execute("SELECT outcome FROM attempts").fetchall()
     assert [tuple(row) for row in outcomes] == [("interrupted",)]
+
+
+@pytest.mark.slow
+@pytest.mark.services
+@pytest.mark.parametrize("killed", ["no process", "gcs_server"])
+def test_sigterm_has_its_status_on_ray_beside_another_fault(killed, tmp_path):
+    driver = start("sweep", write(tmp_path, **SLOW), "--state", tmp_path / "state", "--mlflow", "none")
+    try:
+        until(lambda: list((tmp_path / "state").glob("trials/*/events-1.jsonl")))
+        for process in psutil.Process(driver.pid).children(recursive=True):
+            if killed in process.name():
+                process.kill()
+        driver.send_signal(signal.SIGTERM)
+        output, _ = driver.communicate(timeout=60)
+    finally:
+        end(driver)
+    assert (driver.returncode, "SIGTERM received" in output) == (143, False), output
 
 
 # Full disks, in all their forms
@@ -205,3 +225,32 @@ def test_a_database_that_cannot_be_written_is_read_unless_its_log_holds_more(fro
     subprocess.run(["mount", "-o", "remount,ro", str(frozen)], check=True)
     with pytest.raises(sqlite3.OperationalError, match=r"killed\.db-wal"):
         open_readonly(frozen / "killed.db")
+
+
+@pytest.mark.parametrize(
+    "words", [("rebuild", "{file}", "--force"), ("sync", "tiny", "--mlflow", "{mlflow}")]
+)
+def test_what_writes_refuses_a_state_folder_that_cannot_be_written(words, frozen, tmp_path):
+    names = {"file": tmp_path / "tiny.yaml", "mlflow": url(tmp_path / "mlflow.db")}
+    done = here(*(word.format(**names) for word in words), "--state", frozen)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert str(frozen / "sweeps" / "tiny" / "lock") in done.stderr
+
+
+def test_a_folder_or_a_lost_link_in_place_of_a_file_is_named_or_replaced(tmp_path):
+    path, whole = write(tmp_path, **FAST), tmp_path / "whole"
+    assert here("sweep", path, "--state", whole, *INLINE).returncode == 0
+    verbs = [("sweep", path, *INLINE), ("rebuild", path, "--force"), ("evidence", "tiny"), ("status",)]
+    files = sorted(file.relative_to(whole) for file in whole.rglob("*") if file.is_file())
+    files = list({file.name: file for file in files}.values())
+    cases = [*itertools.product(files, ("folder", "link"), verbs)]
+    for number, (file, kind, verb) in enumerate(random.Random(0).sample(cases, 40)):
+        state = shutil.copytree(whole, tmp_path / str(number))
+        (state / file).unlink()
+        if kind == "folder":
+            (state / file).mkdir()
+        else:
+            (state / file).symlink_to("nowhere/file")
+        done = here(*verb, "--state", state)
+        assert done.returncode in (0, 2), (file, kind, verb, done.stderr)
+        assert "Traceback" not in done.stderr

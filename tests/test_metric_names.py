@@ -141,17 +141,17 @@ def test_a_name_says_what_follows_from_it(text, facts):
     assert {name for name in properties if getattr(parse(text), name)} == set(facts.split())
 
 
-def test_what_a_tracker_gets_is_what_earlier_versions_sent():
-    """A run that an earlier version began is continued by this one: the oracle is that version's rule."""
-    for text in set(recorded()) - {PRODUCT_BITS, ARITHMETIC}:  # which no earlier version recorded
-        earlier = not text.startswith("quant/") or (
+def test_a_tracker_gets_two_metrics_of_each_quantiser_and_all_others():
+    """The oracle is the rule on the text of a name."""
+    for text in set(recorded()) - {PRODUCT_BITS, ARITHMETIC}:
+        sent = not text.startswith("quant/") or (
             text.count("/") == 2 and text.endswith(("/sqnr_db", "/zero_frac"))
         )
-        assert parse(text).for_tracker == earlier
+        assert parse(text).for_tracker == sent
 
 
-def test_single_layers_are_left_out_of_last_values_as_before(tmp_path):
-    """The oracle is SQLite's own pattern, which earlier versions used."""
+def test_single_layers_are_left_out_of_last_values(tmp_path):
+    """The oracle is SQLite's own pattern."""
     book = Ledger(tmp_path / "ledger.db")
     trial = book.add_member(book.add_arm("a", {}, None, None), 0, "t", '{"seed": 0}')
     names = [*recorded(), "quant/a/b/c/d", "Quant/a/b/c", "loss"]

@@ -18,13 +18,18 @@ from typing import IO, BinaryIO, NamedTuple
 
 from ablate.engines.gpu_access import restored
 from ablate.training.out_of_memory import kernel_kills, sign
+from ablate.training.user_errors import CommandError, printed
 
 # The guard's file, not its module: the working directory is the user's, whose modules must not replace ours.
 _GUARD = Path(__file__).parents[1] / "execution" / "process_guard.py"
 _POLL_SECONDS = 0.1
-_KEPT_LINES = 50
+_KEPT_LINES = 400
+"""Lines of standard error in which an exception is looked for; torchrun adds many below it."""
+_MEMORY_LINES = 50
 _MOST_BYTES = 1 << 22
 """Bytes of a batch."""
+LONGEST_LINE = 1 << 20
+"""Bytes of a line that are kept; the rest of it is dropped."""
 _SIGKILL_STATUS = 128 + 9
 
 
@@ -39,16 +44,21 @@ class _Splitter:
     """Whole lines of a stream of bytes."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        self._rest = bytearray()
 
-    def add(self, chunk: bytes) -> list[str]:
+    def add(self, chunk: bytearray) -> list[str]:
         """Return the lines that a chunk completes."""
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        lines: list[bytearray] = []
+        for number, part in enumerate(chunk.split(b"\n")):
+            if number:
+                lines.append(self._rest)
+                self._rest = bytearray()
+            self._rest += part[: LONGEST_LINE - len(self._rest)]
         return [line.decode(errors="replace").rstrip("\r") for line in lines]
 
     def finish(self) -> list[str]:
         """Return the last line, if it has no end."""
-        return self.add(b"\n") if self._rest else []
+        return self.add(bytearray(b"\n")) if self._rest else []
 
 
 def search_path() -> str:
@@ -63,7 +73,7 @@ class CommandProcess:
         self._process, self._metrics = process, metrics
         self._kills = kernel_kills()
         self._errors: deque[str] = deque(maxlen=_KEPT_LINES)
-        """Last lines of standard error."""
+        """Last lines of standard error that are not empty."""
 
     def batches(self) -> Iterator[list[Line]]:
         """Yield the lines that have come, in batches, until the command has ended.
@@ -72,7 +82,7 @@ class CommandProcess:
 
         Raises:
             MemoryError: the command ended because memory was out.
-            RuntimeError: it ended by a signal, or with an exit status that is not 0.
+            CommandError: it ended by a signal, or with an exit status that is not 0.
         """
         streams = {"output": self._process.stdout, "errors": self._process.stderr}
         splitters = {"output": _Splitter(), "errors": _Splitter(), "metrics": _Splitter()}
@@ -97,13 +107,13 @@ class CommandProcess:
                     yield batch
         self._refuse_failure()
 
-    def _chunks(self, selector: selectors.BaseSelector, seconds: float) -> dict[str, bytes]:
+    def _chunks(self, selector: selectors.BaseSelector, seconds: float) -> dict[str, bytearray]:
         """Return what came on each stream: wait at most `seconds` for the first.
 
         File and streams are read in turn until neither has more. So whatever was written before something in
         this batch is in it too, or in an earlier one.
         """
-        chunks = {"output": b"", "errors": b"", "metrics": b""}
+        chunks = {"output": bytearray(), "errors": bytearray(), "metrics": bytearray()}
         while sum(map(len, chunks.values())) < _MOST_BYTES:
             file = self._metrics.read()
             chunks["metrics"] += file
@@ -125,21 +135,23 @@ class CommandProcess:
     def _copy(self, lines: Sequence[str]) -> None:
         for line in lines:
             if line.strip():
-                self._errors.append(line.strip())
+                self._errors.append(line)
             print(line, file=sys.stderr, flush=True)
 
     def _refuse_failure(self) -> None:
         status = self._process.returncode
         if status == 0:
             return
-        last = f": {self._errors[-1]}" if self._errors else ""
-        if memory := sign(self._errors):
-            raise MemoryError(f"the command ended with exit status {status}: {memory}")
+        raised = printed(self._errors)
+        last = str(raised) if raised else self._errors[-1].strip() if self._errors else ""
+        reason = f": {last}" if last else ""
+        if memory := sign(list(self._errors)[-_MEMORY_LINES:]):
+            raise MemoryError(f"the command ended with exit status {status}: {memory.strip()}")
         if status == _SIGKILL_STATUS and kernel_kills() > self._kills:
             raise MemoryError("out of memory: the kernel killed the command")
         if status > 128:
-            raise RuntimeError(f"the command was killed by signal {status - 128}{last}")
-        raise RuntimeError(f"the command ended with exit status {status}{last}")
+            raise CommandError(f"the command was killed by signal {status - 128}{reason}")
+        raise CommandError(f"the command ended with exit status {status}{reason}", raised)
 
 
 @contextmanager

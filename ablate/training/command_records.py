@@ -127,10 +127,13 @@ class CommandRecords:
         for name, value in content.items():
             if name == "step" or not name.strip():
                 continue
-            if isinstance(value, (int, float)) and not isinstance(value, bool):
+            try:
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    raise TypeError
                 self._metrics[name] = float(value)
-            else:
-                print(f"step {step}: {name} is no number and no metric: {str(value)[:200]}", flush=True)
+            except (TypeError, OverflowError):
+                left_out = f"{name[:100]!a} is left out, not a number that fits a float"
+                print(f"step {step}: {left_out}: {ascii(value)[:200]}", flush=True)
         if not math.isfinite(self._metrics.get("train/loss", 0.0)):
             self._metrics[FIRST_NONFINITE] = float(step)
 

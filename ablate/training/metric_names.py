@@ -9,14 +9,16 @@ A name is the text that records, ledgers and MLflow store. Its parts are separat
     tokens                                  metric
 
 Only this file splits and joins names and defines what families mean; all other files read the fields of
-`parse(text)`. Every text is a name, since workloads of other packages may record any metric. Only the
+`parse(text)`. Workloads of other packages may record any metric whose name is `recordable`. Only the
 families `quant`, `gemm` and `mean` have slots and layers; in any other name, everything after the first slash
-is the metric. Names of earlier versions therefore stay valid, and `str(parse(text)) == text`.
+is the metric. Therefore `str(parse(text)) == text`.
 """
 
 import math
+import posixpath
+import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 
@@ -63,6 +65,10 @@ _TRACKED_ERRORS = frozenset({"sqnr_db", "zero_frac"})
 _EVENTS = frozenset({"first_step", "steps_skipped"})
 _SO_FAR = frozenset({"nan/activation", "nan/steps_skipped"})
 _MOST_CACHED = 1 << 17
+_LONGEST = 250
+_PLAIN = re.compile(r"[/\w.\- :]*")
+NAMING = f"names have letters, digits, spaces and / _ - . : @, in at most {_LONGEST} characters"
+"""Rule of `recordable`, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +163,21 @@ def parse(text: str) -> Name:
         return Name(family, None, None, rest)
     layer, slash, metric = more.rpartition("/")
     return Name(family, slot, layer if slash else None, metric)
+
+
+def trackable(text: str) -> bool:
+    """Return True for the name of a metric, param or tag that MLflow takes: its client's rules."""
+    plain = posixpath.normpath(text)
+    inside = plain == text and plain != "." and not plain.startswith(("..", "/"))
+    return inside and len(text) <= _LONGEST and _PLAIN.fullmatch(text) is not None
+
+
+@lru_cache(_MOST_CACHED)
+def recordable(text: str) -> bool:
+    """Return True for a name that a trial may record: text that MLflow takes, but for `@` and for layers,
+    which it never gets.
+    """
+    return text.isprintable() and trackable(str(replace(parse(text), layer=None)).replace("@", "."))
 
 
 def each_layer(metric: str) -> str:

@@ -155,9 +155,13 @@ def digest(code: Code, globs: Sequence[str] = ()) -> str:
     Raises:
         OSError, SyntaxError: a file cannot be read.
     """
+    return _identified(files_of(code, globs), code.root)
+
+
+def files_of(code: Code, globs: Sequence[str] = ()) -> list[Path]:
+    """Return the files of a function's closure and those that absolute patterns name; sorted."""
     more = (Path(name) for pattern in globs for name in glob.glob(pattern, recursive=True))
-    files = sorted({*closure(code), *(file for file in more if file.is_file())})
-    return _identified(files, code.root)
+    return sorted({*closure(code), *(file for file in more if file.is_file())})
 
 
 def digest_of(files: Iterable[Path], folder: Path) -> str:
@@ -167,8 +171,35 @@ def digest_of(files: Iterable[Path], folder: Path) -> str:
         files: the files.
         folder: folder to which their names are relative.
     """
-    closures = (closure(Code(file, "", file.parent)) if file.suffix == ".py" else (file,) for file in files)
-    return _identified(sorted({file for each in closures for file in each}), folder)
+    return _identified(closures(files), folder)
+
+
+def closures(files: Iterable[Path]) -> list[Path]:
+    """Return files and, of Python files, the files beside them that they import, directly or not; sorted."""
+    each = (closure(Code(file, "", file.parent)) if file.suffix == ".py" else (file,) for file in files)
+    return sorted({file for own in each for file in own})
+
+
+def drop_old_bytecode(files: Iterable[Path]) -> None:
+    """Delete bytecode from before the last change of its source, so that Python compiles the source again.
+
+    Python takes bytecode for that of a source of the same size and time of modification in whole seconds. An
+    edit of one digit within that second, or one by a program that restores the time, would run the old code
+    under the new code's id.
+
+    Args:
+        files: files of the user's code; those that are not Python have no bytecode.
+
+    Raises:
+        OSError: the bytecode cannot be deleted.
+    """
+    for file in files:
+        if file.suffix != ".py":
+            continue
+        folder = Path(importlib.util.cache_from_source(str(file))).parent
+        for compiled in folder.glob(f"{glob.escape(file.stem)}.*.pyc"):  # of every version of Python
+            if compiled.stat().st_mtime_ns <= file.stat().st_ctime_ns:
+                compiled.unlink(missing_ok=True)
 
 
 def content(path: Path) -> str:
@@ -176,10 +207,15 @@ def content(path: Path) -> str:
 
     Links to folders are followed: code that reads the folder reads those files as well.
     """
-    files = [path] if path.is_file() else below(path)
-    if not files:
+    return _identified(listed(path), path)
+
+
+def listed(path: Path) -> list[Path]:
+    """Return a file, or all files of a folder; FileNotFoundError if there is none."""
+    found = [path] if path.is_file() else below(path)
+    if not found:
         raise FileNotFoundError(2, "No such file, or an empty folder", str(path))
-    return _identified(files, path)
+    return found
 
 
 def _identified(files: Sequence[Path], folder: Path) -> str:
@@ -191,8 +227,9 @@ def load(code: Code) -> Callable[..., object]:
     """Import a function's file anew and return the function; modules beside the file can be imported by it.
 
     Modules that earlier calls imported are forgotten: they may have changed, or be those of another folder
-    with the same name.
+    with the same name. So is bytecode from before the last change of a file.
     """
+    drop_old_bytecode(closure(code))
     if code.package:
         own = [name for name in sys.modules if name.partition(".")[0] == code.package]
         for name in own:

@@ -15,18 +15,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.experiments import Children, sweep
+from support.experiments import Children, ledger, sweep
 from support.workloads import OWN_COMMAND
 
 from ablate.errors import InputError
 from ablate.execution.messages import Ended, TrialRequest
 from ablate.execution.supervisor import Supervisor
+from ablate.execution.tracking import behind
 from ablate.execution.trial_runner import OutOfMemory, within_memory
 from ablate.execution.workers import Inline
 from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
+from ablate.results.databases import url
 from ablate.training.checkpoints import Checkpoints
+from ablate.training.command_process import LONGEST_LINE
 from ablate.training.loop import Telemetry
 from ablate.training.workloads.command import Command
 
@@ -139,6 +142,32 @@ print('{"step": 9, "val/loss": 2}', end="")
     assert [record.metrics["tokens"] for record in found] == [2.0, 9.0]
     printed = capsys.readouterr().out.splitlines()
     assert {"hello", '{"broken": ', "[1, 2]", '{"val/loss": 5}', '{"step": 0, "val/loss": 5}'} <= set(printed)
+
+
+def test_a_line_without_an_end_is_cut(tmp_path, capsys):
+    code = f"print('x' * {32 * LONGEST_LINE})\n" + PLAIN
+    assert len(records(command(tmp_path, code))) == 3
+    assert len(capsys.readouterr().out) == LONGEST_LINE + 1
+
+
+def test_a_bad_name_is_left_out_and_the_rest_is_kept_and_sent(tmp_path, capsys):
+    code = r"""
+import json
+bad = ["\ud800", "a\nb", "\x1b[31m", "loss (%)", "../up", "x" * 300]
+for step in (1, 2):
+    print(json.dumps({"step": step, "val/loss": 1, "acc@5": 2, "large": 10**400} | dict.fromkeys(bad, 1)))
+"""
+    (tmp_path / "script.py").write_text(code)
+    path = experiment(tmp_path, "{run: python script.py, config: {lr: 1, 'odd (%)': 1}, steps: 2}")
+    state = tmp_path / "state"
+    outcome, _ = sweep(load(path, device="cpu"), state, url(tmp_path / "mlflow.db"))
+    assert outcome.status == "done"
+    book = ledger(state, "own")
+    assert set(book.last_values(1)) - {"tokens", "memory/rss"} == {"val/loss", "acc@5"}
+    assert (behind(book), {member.closed for member in book.members()}) == (0, {True})
+    printed = capsys.readouterr().out.splitlines()
+    assert sum(" is left out: names have" in line for line in printed) == 6 * len(book.members())
+    book.close()
 
 
 def test_with_metrics_in_a_file_lines_of_standard_output_are_none(tmp_path):
@@ -257,6 +286,7 @@ def test_outside_of_a_sweep_log_does_nothing_and_says_so_once():
     ("call", "sentence"),
     [
         ("ablate.log({'loss': 'low'}, step=1)", "loss is 'low', which is no number"),
+        ("ablate.log({'loss': 10**400}, step=1)", "loss is 10+, which is no number"),
         ("ablate.log({'loss': 1.0}, step=0)", "step is 0"),
         ("ablate.log({'': 1.0}, step=1)", "is no name of a metric"),
         ("ablate.recipe()", "ABLATE_RECIPE is not set"),
@@ -376,6 +406,18 @@ def test_no_process_outlives_a_trial_and_the_next_attempt_waits_for_them(how, tm
 
 
 # --- what identifies it -------------------------------------------------------------------------------
+
+
+def test_a_commands_bytecode_from_before_an_edit_is_not_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    program = "import json\nfrom helper import VALUE\nprint(json.dumps({'step': 1, 'val/loss': VALUE}))\n"
+    helper, losses = tmp_path / "helper.py", []
+    for value in ("1.0", "2.0"):
+        helper.write_text(f"VALUE = {value}\n")
+        os.utime(helper, (10**9, 10**9))
+        losses += values(records(command(tmp_path, program))).values()
+        assert [*(tmp_path / "__pycache__").glob("helper.*.pyc")]
+    assert losses == [1.0, 2.0]
 
 
 def test_content_of_sources_data_and_config_identify_it_and_their_places_do_not(tmp_path):

@@ -116,10 +116,12 @@ def test_the_default_and_the_small_instance_have_no_problems(name, workload):
 
 
 def test_planning_any_loads_no_heavy_library(folder):
-    """In one process for all: what one imports, it imports for all that come after it."""
+    """In one process for all: what one imports, it imports for all that come after it. A model of transformers is
+    built once, by whoever asks first for its layers; from then on they are in the cache."""
     code = "import sys; from ablate.training.workloads import WORKLOADS, unit; from ablate.experiment.trial_spec import TrialSpec\n"
     code += "from ablate.recipes import PRESETS\n"
     for name, small in SMALL.items():
+        assert small(folder).linear_layers is not None
         code += (
             f"config = WORKLOADS[{name!r}].model_validate_json({small(folder).model_dump_json()!r})\n"
             "list(config.problems()), config.cost(True), config.blocks, config.linear_layers, config.tokens_per_step\n"

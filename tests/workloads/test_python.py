@@ -230,6 +230,29 @@ def test_an_edit_of_the_code_is_another_trial_and_an_unrelated_file_is_not(code)
     assert len(ids) == 9
 
 
+def test_bytecode_from_before_an_edit_is_not_run(tmp_path, monkeypatch):
+    """Python takes bytecode for current if size and time of modification of its source are the same."""
+    monkeypatch.setattr("sys.dont_write_bytecode", False)
+    for name, module in (("far", "1.0"), ("near", "1.0")):
+        (tmp_path / f"{name}.py").write_text(f"VALUE = {module}\n")
+    (tmp_path / "train.py").write_text(
+        "import importlib\nfrom near import VALUE\n\n\ndef train(trial):\n"
+        "    far = importlib.import_module('f' + 'ar').VALUE\n"
+        "    with trial.step():\n        trial.log({'val/loss': VALUE + 10 * far})\n"
+    )
+    given = {"steps": 1, "config": {}, "sources": (str(tmp_path / "far.py"),)}
+    losses = []
+    for near, far in (("1.0", "1.0"), ("2.0", "1.0"), ("2.0", "3.0")):
+        for name, value in (("near", near), ("far", far)):
+            path = tmp_path / f"{name}.py"
+            facts = path.stat()
+            path.write_text(f"VALUE = {value}\n")
+            os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+        losses.append(records(workload(tmp_path, **given), "bf16")[-1].metrics["val/loss"])
+    assert [*(tmp_path / "__pycache__").glob("near.*.pyc")]  # Python did write bytecode
+    assert losses == [11.0, 12.0, 32.0]
+
+
 # --- mistakes in the experiment -----------------------------------------------------------------------
 
 
@@ -350,6 +373,7 @@ def body(
     [
         ({"model": "Net(16)"}, "never called trial.convert"),
         ({"after": 'trial.log({"train/loss": "low"})'}, "train/loss is 'low', which is no number"),
+        ({"after": 'trial.log({"large": 10**400})'}, "large is 10+, which is no number"),
         ({"after": 'trial.log({"": 1.0})'}, "is no name of a metric"),
         ({"before": "return"}, "took no step"),
         ({"before": "trial.checkpoint(model=3)"}, "model has no state_dict"),
