@@ -99,21 +99,33 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
 def remembered(key: str, find: Callable[[], str]) -> str:
     """Return the cached text of this key; if there is none, call `find` and store its result.
 
-    A note repeats its key and has a hash of both, so that a note that was edited, or moved to another key's
+    A note has a hash of its key and its text, so that a note that was edited, or moved to another key's
     place, does not count.
     """
-    path = root() / "notes" / f"{key}.json"
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        note = json.loads(path.read_bytes())
-        if note == _note(key, note["text"]):
-            return note["text"]
-    text = find()
-    write(_writable_folder("notes") / path.name, _note(key, text))
+    text = noted(key)
+    if text is None:
+        text = find()
+        note(key, text)
     return text
 
 
+def noted(key: str) -> str | None:
+    """Return the cached text of this key; None if there is none."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        found = json.loads((root() / "notes" / f"{key}.json").read_bytes())
+        if found == _note(key, found["text"]):
+            text: str = found["text"]
+            return text
+    return None
+
+
+def note(key: str, text: str) -> None:
+    """Keep the text of this key; OSError if the cache cannot be written."""
+    write(_writable_folder("notes") / f"{key}.json", _note(key, text))
+
+
 def _note(key: str, text: str) -> dict[str, str]:
-    return {"key": key, "text": text, "seal": key_of(key, text)}
+    return {"text": text, "seal": key_of(key, text)}
 
 
 def key_of(*values: object) -> str:
@@ -124,19 +136,27 @@ def key_of(*values: object) -> str:
 def digest(paths: Sequence[Path]) -> str:
     """Return 32 hex digits of the SHA-256 hash of the contents of these files, in this order.
 
-    The hash is cached; files are read again if their path, size, inode, or time of modification or of
-    change (ctime) differs. Programs can restore the time of modification after an edit, but not ctime.
+    The hash is cached; files are read again if `stamp` differs.
+    """
+    key = stamp(paths)
+    return hash_contents(paths) if key is None else remembered(key, lambda: hash_contents(paths))
+
+
+def stamp(paths: Sequence[Path]) -> str | None:
+    """Return a key that differs once a file's path, size, inode, or time of modification or of change (ctime)
+    differs; None if one was changed so recently that a further change might keep all of them.
+
+    Programs can restore the time of modification after an edit, but not ctime.
     """
     stats = [path.stat() for path in paths]
-    key = key_of(
+    if time.time() - max((max(s.st_mtime, s.st_ctime) for s in stats), default=0) < SETTLED_SECONDS:
+        return None
+    return key_of(
         [
             (str(path.resolve()), s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino)
             for path, s in zip(paths, stats, strict=True)
         ]
     )
-    if time.time() - max((max(s.st_mtime, s.st_ctime) for s in stats), default=0) < SETTLED_SECONDS:
-        return hash_contents(paths)
-    return remembered(key, lambda: hash_contents(paths))
 
 
 def hash_contents(paths: Iterable[Path]) -> str:

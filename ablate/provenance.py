@@ -43,16 +43,17 @@ _ROUNDING = ("ATEN_CPU_CAPABILITY", "MKL_CBWR")
 
 
 def arithmetic(device: str) -> float:
-    """Return a number that differs between processors which may compute other bits.
+    """Return a number that differs between processors, and versions of torch, which may compute other bits.
 
-    Of a GPU: model and capability. Of a CPU: the instructions that torch uses, and the variables in
-    `_ROUNDING`. 48 bits of a hash, since a trial records numbers.
+    Of both: torch's version. Of a GPU: model and capability. Of a CPU: the instructions that torch uses, and
+    the variables in `_ROUNDING`. 48 bits of a hash, since a trial records numbers.
     """
     if device == "cuda":
         gpu = _gpu()
         kind = [gpu.get("gpu", ""), gpu.get("capability", "")]
     else:
         kind = [*_instructions().values()]
+    kind.append(_machine().get("torch", ""))
     return float(int.from_bytes(hashlib.sha256(repr(kind).encode()).digest()[:6], "big"))
 
 

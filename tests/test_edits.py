@@ -9,6 +9,8 @@ from support.commands import here
 from support.experiments import Children, ledger, statuses, sweep, tiny, values, write
 
 from ablate.cli.plan import forecast
+from ablate.errors import InputError
+from ablate.execution.planned_code import PlannedCode
 from ablate.experiment.edits import PlannedTrial, redefined
 from ablate.results.ledger import Ledger
 from ablate.results.records import frame
@@ -167,10 +169,82 @@ def test_a_trial_whose_code_was_edited_while_it_ran_has_no_result(tmp_path):
         "retry": 0,
     }
     state = tmp_path / "state"
-    first, news = sweep(tiny(tmp_path, **keys), state, connect=Children)
-    assert first.ran == 0
-    assert set(statuses(state).values()) == {"failed"}
-    assert sum("were edited while it ran" in line for line in news) == 1
+    with pytest.raises(InputError, match=f"{tmp_path / 'value.py'} was edited while the sweep ran"):
+        sweep(tiny(tmp_path, **keys), state, connect=Children)
+    assert set(statuses(state).values()) == {"pending"}
     assert set(values(state).values()) == {None}
     sweep(tiny(tmp_path, **keys), state, connect=Children)
     assert set(values(state).values()) == {0.25}
+
+
+LONG = """
+import os, pathlib, time
+
+def train(trial):
+    here = pathlib.Path(__file__).parent
+    for step in trial.steps():
+        with trial.step():
+            pass
+        trial.log({"val/loss": float(trial.seed)})
+        if trial.seed == 1 and step == 2:
+            edited = here / here.joinpath("edit").read_text()
+            stand_in = edited.with_name("stand_in")
+            stand_in.write_text(edited.read_text() + here.joinpath("added").read_text())
+            os.replace(stand_in, edited)
+        if trial.seed == 1 and step >= 2:
+            time.sleep(5)
+"""
+"""A function that takes hours at seed 1, while somebody edits a file of the experiment's folder."""
+
+
+def long(folder, edit: str, added: str):
+    (folder / "train.py").write_text(LONG)
+    (folder / "data.txt").write_text("1")
+    (folder / "notes.txt").write_text("1")
+    (folder / "edit").write_text(edit)
+    (folder / "added").write_text(added)
+    function = {"file": str(folder / "train.py"), "steps": 2000, "data": [str(folder / "data.txt")]}
+    return tiny(
+        folder,
+        workload={"python": function | {"config": {"a": 1}}},
+        recipe="bf16",
+        ablate={"workload.config.a": [1, 2]},
+        metric={"name": "val/loss"},
+        seeds=[1],
+    )
+
+
+@pytest.mark.parametrize("edit", ["train.py", "data.txt"])
+def test_a_sweep_whose_code_or_data_are_edited_ends_at_once_and_the_next_run_begins_those_trials_again(
+    edit, tmp_path
+):
+    state, experiment = tmp_path / "state", long(tmp_path, edit, "\n# edited")
+    began = {path: (tmp_path / path).read_text() for path in ("train.py", "data.txt")}
+    with pytest.raises(InputError) as raised:
+        sweep(experiment, state, connect=Children)
+    (sentence,) = raised.value.problems
+    assert f"{tmp_path / edit} was edited" in sentence
+    assert set(statuses(state).values()) == {"pending"}
+    book = ledger(state)
+    assert book.db.execute("SELECT count(*) FROM records").fetchone()[0] == 0
+    book.close()
+    assert list(state.glob("retired/*/events-1.jsonl"))
+    assert not list(state.glob("trials/*/events-*.jsonl"))
+    assert {path: (tmp_path / path).read_text() for path in began} == began | {
+        edit: began[edit] + "\n# edited"
+    }
+
+
+def test_files_that_are_saved_without_a_change_or_not_read_end_nothing(tmp_path):
+    config = long(tmp_path, "", "").base.config
+    code = PlannedCode([config])
+    (tmp_path / "train.py").write_text(LONG)
+    (tmp_path / "notes.txt").write_text("2")
+    assert code.edited(now=True) == ()
+    (tmp_path / "data.txt").write_text("2")
+    assert code.edited() == ()  # it has looked a moment ago
+    assert code.edited(now=True) == (tmp_path / "data.txt",)
+    (tmp_path / "data.txt").write_text("1")
+    code = PlannedCode([config])
+    (tmp_path / "train.py").unlink()
+    assert code.edited(now=True) == (tmp_path / "train.py",)

@@ -1,5 +1,6 @@
 """Tests of the cache: what is made once is whole or absent, and a process that waits for it receives signs of progress."""
 
+import json
 import os
 import subprocess
 import sys
@@ -75,7 +76,8 @@ def exchanged(notes: list[Path]) -> None:
 
 def edited(notes: list[Path]) -> None:
     for note in notes:
-        note.write_text(note.read_text().replace("a", "b").replace("0", "1"))
+        content = json.loads(note.read_text())
+        note.write_text(json.dumps(content | {"text": "0" * 32}))
 
 
 @pytest.mark.parametrize("damage", [exchanged, edited])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from ablate.training.data import Shards, open_corpus
+from ablate.training.data import Shards, jobs, open_corpus, prepared
 from ablate.training.data.batches import training_batch, validation_batches
 from ablate.training.data.corpus import Corpus
 from ablate.training.workloads.gpt import Gpt
@@ -118,6 +118,36 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path):
     prints = [open_corpus(source(tmp_path, train, val)).fingerprint for train in (a, same, changed)]
     assert prints[0] == prints[1] != prints[2]
     assert open_corpus(source(tmp_path, a, val, vocab=51)).fingerprint != prints[0]
+
+
+def test_an_edit_between_the_sampled_windows_of_a_large_shard_is_seen(tmp_path):
+    """Windows of 64 KiB are sampled, 64 of a shard: of 5 MB, ids from 32,768 to 39,161 are in none."""
+    text = np.random.default_rng(0).integers(97, 123, 5_100_000, dtype=np.uint8).tobytes()
+    (tmp_path / "text.txt").write_bytes(b"\n".join(text[i : i + 99] for i in range(0, len(text), 99)))
+    (tmp_path / "books").mkdir()
+    job = jobs.of_files([str(tmp_path / "text.txt")], None, "text", 0.01, shard_tokens=2_500_000)
+    prepared.prepare(tmp_path / "books", job)
+    shard = tmp_path / "books" / "train_000000.bin"
+    raw = {"train": str(shard), "val": str(tmp_path / "books" / "val_000000.bin"), "vocab": 256}
+    before = open_corpus(Shards(**raw)).fingerprint
+    prepared.read(tmp_path / "books")
+    with shard.open("r+b") as file:
+        file.seek(1024 + 2 * 35_000)
+        file.write(bytes(2))
+    again = raw | {"val": raw["val"].replace("/val_", "/./val_")}  # sources are opened once a process
+    assert open_corpus(Shards(**again)).fingerprint != before
+    with pytest.raises(ValueError, match=r"are not those that data\.json describes"):
+        prepared.read(tmp_path / "books")
+
+
+def test_a_vocabulary_that_was_edited_in_a_prepared_folder_is_refused(tmp_path):
+    (tmp_path / "text.txt").write_text("some words\n" * 1000)
+    (tmp_path / "books").mkdir()
+    prepared.prepare(tmp_path / "books", jobs.of_files([str(tmp_path / "text.txt")], None, "text", 0.01))
+    about = tmp_path / "books" / "data.json"
+    about.write_text(about.read_text().replace('"vocab": 256', '"vocab": 300'))
+    with pytest.raises(ValueError, match=r"are not those that data\.json describes"):
+        prepared.read(tmp_path / "books")
 
 
 def test_the_unigram_entropy_of_uniform_tokens_is_log_vocab():

@@ -13,6 +13,7 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import AfterValidator, Field, Tag
 
+from ablate.cache import digest as file_digest
 from ablate.cache import kept, root
 from ablate.numerics.spec import Spec
 from ablate.training.data import documents, jobs, prepared, shards
@@ -229,6 +230,8 @@ def _shards(source: Shards) -> Corpus:
         parts = [shards.read(path, source.dtype) for path in documents.named([pattern])]
         for part in parts:
             shards.check_and_digest(part, source.vocab, digest)
+            if shards.sampled_in_part(part):
+                digest.update(file_digest([part.path]).encode())
         return shards.joined(parts)
 
     train, val = opened(source.train), opened(source.val)

@@ -3,7 +3,6 @@
 Since the kind is decided first, an error in a source is reported for that kind alone.
 """
 
-import glob
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -59,7 +58,7 @@ def without_places(fields: Json, source: object) -> Json:
     return {name: value for name, value in fields.items() if name not in paths}
 
 
-def located(value: T, folder: Path, strays: dict[str, None]) -> T:
+def located(value: T, folder: Path) -> T:
     """Return a configuration with its relative paths made absolute.
 
     Args:
@@ -67,8 +66,6 @@ def located(value: T, folder: Path, strays: dict[str, None]) -> T:
             fields of paths: `PATHS` (files, folders, globs), and `NAMES`, which may be names on a hub too and
             stay as they are unless such a folder exists.
         folder: folder of the experiment file, which paths are relative to.
-        strays: receives paths that do not exist there but relative to the working directory; those are taken
-            from there, as earlier versions did.
     """
     if not isinstance(value, Spec):
         return value
@@ -77,13 +74,15 @@ def located(value: T, folder: Path, strays: dict[str, None]) -> T:
         part = getattr(value, name)
         other: object
         if isinstance(part, Spec):
-            other = located(part, folder, strays)
+            other = located(part, folder)
         elif isinstance(part, str) and name in getattr(value, "PATHS", ()):
-            other = _absolute(part, folder, strays, False)
+            other = _absolute(part, folder)
         elif isinstance(part, tuple) and name in getattr(value, "PATHS", ()):
-            other = tuple(_absolute(path, folder, strays, False) for path in part)
+            other = tuple(_absolute(path, folder) for path in part)
         elif isinstance(part, str) and name in getattr(value, "NAMES", ()):
-            other = _absolute(part, folder, strays, True)
+            beside = _absolute(part, folder)
+            # The libraries take a folder in the working directory for the name: name the one beside the file.
+            other = beside if Path(beside).exists() or Path(part).exists() else part
         else:
             continue
         if other is not part:
@@ -91,17 +90,5 @@ def located(value: T, folder: Path, strays: dict[str, None]) -> T:
     return value.model_copy(update=changed) if changed else value
 
 
-def _absolute(text: str, folder: Path, strays: dict[str, None], may_be_a_name: bool) -> str:
-    if Path(text).expanduser().is_absolute():
-        return text
-    beside = str(folder / text)
-    if _exists(beside):
-        return beside
-    if _exists(text):
-        strays[text] = None
-        return str(Path.cwd() / text)
-    return text if may_be_a_name else beside
-
-
-def _exists(path: str) -> bool:
-    return next(glob.iglob(path, recursive=True), None) is not None or Path(path).exists()
+def _absolute(text: str, folder: Path) -> str:
+    return text if Path(text).expanduser().is_absolute() else str(folder / text)

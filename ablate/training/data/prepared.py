@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field, ValidationError
 
+from ablate import cache
 from ablate.files import write
 from ablate.numerics.spec import Spec
 from ablate.training.data import shards
@@ -181,9 +182,29 @@ def read(folder: Path) -> tuple[About, Tokens, Tokens]:
     described = about(folder)
     (train, val), sample = _sampled(folder, (described.train, described.val), described.vocab)
     tokens = described.train.tokens, described.val.tokens
-    if sample != described.sample or (len(train), len(val)) != tokens:
+    if (
+        sample != described.sample
+        or (len(train), len(val)) != tokens
+        or _fingerprint(folder, described) != described.fingerprint
+    ):
         raise ValueError(f"{folder}: its shards are not those that {ABOUT} describes; prepare the text again")
     return described, train, val
+
+
+def _fingerprint(folder: Path, described: About) -> str:
+    """Return the hash of the vocabulary and all tokens of a folder; kept until one of its shards changes."""
+    parts = [[folder / name for name in part.shards] for part in (described.train, described.val)]
+
+    def find() -> str:
+        digest = hashlib.sha256(f"{described.vocab}".encode())
+        for paths in parts:
+            ids = shards.digest_of_ids([shards.read(path, "uint16") for path in paths])
+            digest.update(ids.encode())
+        return digest.hexdigest()[:16]
+
+    sizes = [len(paths) for paths in parts]
+    content = cache.digest([path for paths in parts for path in paths])
+    return cache.remembered(cache.key_of("tokens", described.vocab, sizes, content), find)
 
 
 def _sampled(folder: Path, parts: tuple[SplitAbout, SplitAbout], vocab: int) -> tuple[list[Tokens], str]:

@@ -18,6 +18,8 @@ _HEADER = 256 * 4
 _MOST = (1 << 31) - 1
 """Largest number of tokens in a file that its header can count."""
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 16
+_BLOCK = 1 << 20
+"""Tokens that are hashed at once."""
 _MAPPED = 64
 """Number of files mapped at once: each takes a file descriptor, and a process may have only 1,024."""
 
@@ -142,6 +144,20 @@ def check_and_digest(shard: Shard, vocab: int, digest: "hashlib._Hash") -> None:
         if window.max() >= vocab:
             raise ValueError(f"{shard.path}: token id {window.max()} is beyond the vocabulary of {vocab}")
     digest.update(f"{len(shard)}/{shard.dtype}".encode())
+
+
+def sampled_in_part(shard: Shard) -> bool:
+    """Return True if a shard has tokens that `check_and_digest` does not read."""
+    return len(shard) * shard.dtype.itemsize > _SAMPLES * _SAMPLE_BYTES
+
+
+def digest_of_ids(parts: Sequence[Shard]) -> str:
+    """Return what `Writer.close` returned for these shards: the hash of all their ids, 64 hex digits."""
+    digest = hashlib.sha256(parts[0].dtype.name.encode())
+    for part in parts:
+        for start in range(0, len(part), _BLOCK):
+            digest.update(part[start : start + _BLOCK].tobytes())
+    return digest.hexdigest()
 
 
 def _sample(shard: Shard) -> list[np.ndarray]:

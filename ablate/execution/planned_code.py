@@ -1,0 +1,110 @@
+"""Watch over the files of a user's code and data while a sweep runs.
+
+The problem. A trial's id has the content of these files. Once one is edited, no trial that is left can end
+under the id that was planned: each would run for hours and then be discarded.
+
+The idea. Sizes and times of the files are compared with those at the start, a few times a minute; only if one
+differs are contents read. A file that was saved without a change does not matter.
+
+    code = PlannedCode([arm.config for arm in experiment.arms])
+    code.edited()             # () while nothing has changed, else the paths of the files that have
+"""
+
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ablate.errors import InputError
+from ablate.training.workloads import Workload
+from ablate.training.workloads.command import Command
+from ablate.training.workloads.python import Python
+
+_SECONDS = 2.0
+"""Time between two looks at the files."""
+_SHARE = 50
+"""A look takes at most one part in so many of the time: a folder of data may have a million files."""
+
+_Signature = tuple[int, int, int]
+
+
+class PlannedCode:
+    """Files of a sweep's own code, as they were when it began."""
+
+    def __init__(self, configs: Iterable[Workload]) -> None:
+        """Read the files. `configs`: workloads of all arms; those that are not the user's own code have no
+        files here.
+        """
+        own = (config for config in configs if isinstance(config, Python | Command))
+        self._configs = {_fingerprint(config): config for config in own}
+        self._signatures = self._look()
+        self._due = 0.0
+
+    def edited(self, now: bool = False) -> tuple[Path, ...]:
+        """Return the files whose edit changes a fingerprint; nothing until it is time for another look.
+
+        Args:
+            now: look in any case.
+        """
+        began = time.monotonic()
+        if not self._configs or (began < self._due and not now):
+            return ()
+        signatures = self._look()
+        self._due = time.monotonic() + max(_SECONDS, _SHARE * (time.monotonic() - began))
+        before = self._signatures
+        if signatures == before:
+            return ()
+        if all(_fingerprint(config) == planned for planned, config in self._configs.items()):
+            self._signatures = signatures
+            return ()
+        paths = before.keys() | signatures.keys()
+        return tuple(sorted(path for path in paths if before.get(path) != _signature(path)))
+
+    def _look(self) -> dict[Path, _Signature]:
+        return {path: signature for config in self._configs.values() for path, signature in _signed(config)}
+
+
+def _signed(config: Python | Command) -> Iterator[tuple[Path, _Signature]]:
+    """Yield each file of a configuration, with what changes if it is written."""
+    try:
+        for path in config.files():
+            if signature := _signature(path):
+                yield path, signature
+    except (OSError, SyntaxError, ValueError):  # deleted, or half written: its fingerprint differs
+        return
+
+
+def _signature(path: Path) -> _Signature | None:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _fingerprint(config: Python | Command) -> str | None:
+    try:
+        return config.fingerprint()
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def edited_error(name: str, files: Iterable[Path], discarded: int) -> InputError:
+    """Return the error of a sweep whose code or data were edited.
+
+    Args:
+        name: the sweep's name.
+        files: files that were edited; none if only a trial noticed.
+        discarded: number of trials that ran, and may have read the edited files.
+    """
+    listed = [*map(str, files)]
+    shown = ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+    verb = "were" if len(listed) != 1 else "was"
+    trials = f"the {discarded} trials" if discarded > 1 else "the trial"
+    lost = f" Finished trials are kept; {trials} in flight will run again." if discarded else ""
+    return InputError(
+        [
+            f"{name}: {shown or 'code or data'} {verb} edited while the sweep ran, so no trial that is left"
+            " would be the one that was planned. The same command runs all trials with the edited code; undo"
+            f" the edit first to continue with those that are done.{lost}"
+        ]
+    )
