@@ -41,6 +41,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object that `write` wrote; Damaged if the file does not contain one."""
     try:
         content = json.loads(path.read_bytes())
+    except IsADirectoryError:
+        raise Damaged(path, "a folder, not a file") from None
     except ValueError as error:
         raise Damaged(path, f"torn or damaged: {error}") from None
     if not isinstance(content, dict):
@@ -130,15 +132,7 @@ class Holder:
 
     @classmethod
     def parse(cls, content: str) -> "Holder | None":
-        """Parse the content of a lock file; None if it is damaged or not yet written.
-
-        Earlier versions wrote `pid 12 on host, attempt 3`, which is still read.
-        """
-        match content.replace(",", " ").split():
-            case ["pid", pid, "on", host] if pid.isdecimal():
-                return cls(int(pid), host)
-            case ["pid", pid, "on", host, "attempt", attempt] if pid.isdecimal() and attempt.isdecimal():
-                return cls(int(pid), host, int(attempt))
+        """Parse the content of a lock file; None if it is damaged or not yet written."""
         try:
             holder = cls(**json.loads(content))
         except (ValueError, TypeError):

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from ruamel.yaml import YAML
 
 from ablate.results.calibration import Candidate, from_forks
+from ablate.results.checked_ledger import open_ledger
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import design_of
 from ablate.results.headline import headline_of
 from ablate.results.number_text import interval
-from ablate.results.summary import open_ledger
 from ablate.results.verdict_text import verdict_text
 
 SEEDS = range(900_000, 900_006)

@@ -18,9 +18,8 @@ from typing import Any, get_args
 
 from pydantic import BaseModel
 
-from ablate.cli.app import knob_table
 from ablate.experiment.schema import ExperimentFile, Growth, Metric, json_schema
-from ablate.recipes import Recipe
+from ablate.recipes import KNOBS, Recipe
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
@@ -167,6 +166,17 @@ TEXTS = {
 
 
 @cache
+def knob_table() -> str:
+    """Return the short knobs of recipes and workloads as a Markdown table."""
+    rows = ["| knob | values | what it turns | full paths |", "|---|---|---|---|"]
+    for name, knob in KNOBS.items():
+        paths = "<br>".join(f"`recipe.{path}`" for path in knob.shown())
+        rows.append(f"| `{name}` | {knob.values} | {knob.help} | {paths} |")
+    for name, text in WORKLOAD_KNOBS.items():
+        rows.append(f"| `{name}` | those of the field | {text} | `workload.{name}` |")
+    return "\n".join(rows)
+
+
 def docstrings(model: type[BaseModel]) -> dict[str, str]:
     """Return the docstring below each field of a class, its bases included, each as one line."""
     texts: dict[str, str] = {}

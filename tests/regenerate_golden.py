@@ -1,13 +1,13 @@
 """Golden traces, five losses of a tiny gpt as hexadecimal floats, and golden ids.
 
-`python tests/regenerate_golden.py` writes the traces and the ids of gpt trials anew: only together with a raised VERSION of the numerics
-or of the workload, since a changed trace is a changed number in every trial. `python tests/regenerate_golden.py ids` adds ids of presets,
+`python tests/regenerate_golden.py` writes the traces and all ids anew: only together with a raised VERSION of the numerics or of the
+workload, since a changed trace is a changed number in every trial. `python tests/regenerate_golden.py ids` adds ids of presets,
 experiments and layer rules that have none yet. It never changes an id that is there, since finished trials are found by it.
 
 tests/golden/ids.json has four tables:
     gpt: ids of one trial of a tiny gpt for each preset, by device class, and the name of its checkpoint after the last step.
     recipes: for each preset, the id of a trial without data and fields, and a hash of the recipe as canonical JSON.
-    rules: the same for layer rules in their first spelling, from before they had fields.
+    rules: the same for layer rules that name layers or classes of modules.
     experiments: the same for each arm of each shipped experiment, and a hash of its workload's fields.
 """
 
@@ -45,7 +45,7 @@ RULES = {
     "a name that is a word": [{"match": "Attention"}],
     "no rule": [],
 }
-"""Layer rules in their first spelling."""
+"""Layer rules that name layers or classes of modules."""
 
 
 def tiny(shards: Shards) -> Gpt:
@@ -174,7 +174,7 @@ def main() -> None:
     if not comparable():
         sys.exit("write traces on a CPU with avx512_bf16: only there are they compared exactly")
     FOLDER.mkdir(exist_ok=True)
-    write_ids({table: ids for table, ids in stored_ids().items() if table != "gpt"})
+    write_ids({})
     for preset in TRACED:
         trace = {
             "written_with": {"torch": torch.__version__, "machine": platform.machine()},

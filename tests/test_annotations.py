@@ -15,9 +15,10 @@ from support.studies import trials
 from ablate.execution.projections import Projections
 from ablate.execution.search import CombinedStorage, Study, dashboard, decorate, importances
 from ablate.execution.study_points import Point
+from ablate.results.checked_ledger import open_ledger
 from ablate.results.ledger import Ledger
 from ablate.results.number_text import interval
-from ablate.results.summary import metric_of, open_ledger, summaries
+from ablate.results.summary import metric_of, summaries
 from ablate.results.trial_store import Store, Tally, line
 from ablate.results.verdict_text import verdict_text
 
@@ -95,8 +96,8 @@ class CountingLedger(Ledger):
         return super().finals(wanted)
 
 
-def test_all_arms_of_a_grid_are_settled_from_one_reading_of_its_ledger(tmp_path):
-    experiment = tiny(tmp_path, ablate={"rht": [True, False], "sr": [True, False]}, seeds=1)
+def finished(tmp_path, experiment) -> CountingLedger:
+    """A ledger in which every arm of this experiment has its records."""
     folder = tmp_path / "sweeps" / "tiny"
     book, numbers = CountingLedger(folder / "ledger.db"), {}
     book.describe(metric=experiment.metric.model_dump_json())
@@ -107,6 +108,12 @@ def test_all_arms_of_a_grid_are_settled_from_one_reading_of_its_ledger(tmp_path)
         )
         trial = book.add_member(numbers[arm.name], 0, spec.id, spec.wire)
         book.record(trial, [{"step": 4, "time": 0.0, "metrics": {"val/loss": 2.0 + place}}])
+    return book
+
+
+def test_all_arms_of_a_grid_are_settled_from_one_reading_of_its_ledger(tmp_path):
+    experiment = tiny(tmp_path, ablate={"rht": [True, False], "sr": [True, False]}, seeds=1)
+    folder, book = tmp_path / "sweeps" / "tiny", finished(tmp_path, experiment)
     projections = Projections(experiment, book, tmp_path, folder, None, busy=True)
     for member in book.members():
         book.settle(member.trial, "done")
@@ -118,6 +125,28 @@ def test_all_arms_of_a_grid_are_settled_from_one_reading_of_its_ledger(tmp_path)
     book.close()
     gaps = {trial.user_attrs["arm"]: trial.user_attrs["gap"] for trial in trials(tmp_path)}
     assert sorted(gaps.values()) == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_a_running_grid_reads_its_ledger_in_a_share_of_the_time_that_its_trials_take(tmp_path):
+    experiment = tiny(tmp_path, ablate={"amax_percentile": [0.9 + n / 1000 for n in range(60)]}, seeds=1)
+    folder, book = tmp_path / "sweeps" / "tiny", finished(tmp_path, experiment)
+    ended: list[int] = []
+
+    def clock() -> float:  # a trial takes 1 s, a reading of all arms half of that
+        return len(ended) + 0.5 * book.reads
+
+    projections = Projections(experiment, book, tmp_path, folder, None, busy=True, clock=clock)
+    for member in book.members():
+        book.settle(member.trial, "done")
+        ended.append(member.trial)
+        projections.settled(member.trial)
+        projections.refresh()
+    projections.refresh(final=True)
+    assert 2 < book.reads <= 2 + 0.1 * len(ended)
+    book.close()
+    shown = trials(tmp_path)
+    assert len(shown) == 60
+    assert all("gap" in trial.user_attrs for trial in shown)
 
 
 def test_a_gap_that_is_not_true_any_more_is_drawn_again(copied):

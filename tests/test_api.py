@@ -12,6 +12,7 @@ from torch import nn
 
 import ablate
 from ablate.recipes import PRESETS
+from ablate.training.alarms import Alarm, alerts
 from ablate.training.conversion import Conversion
 from ablate.training.loop import Telemetry, train
 from ablate.training.workloads.gpt import Gpt
@@ -525,6 +526,18 @@ def test_telemetry_changes_no_bit_and_measures():
     assert 0 < metrics["weights/flipped"] < 1
     assert metrics["flops/fp4_share"] == 1.0
     assert not {name for name in silent.metrics() if name.startswith("quant/")}
+
+
+def test_printed_measurements_and_alarms_are_short_and_complete_sentences():
+    model = net()
+    run = ablate.convert(model, "nvfp4", measure_every=1)
+    trained(model, run)
+    text = str(run.metrics())
+    assert len(text) < 1500 < len(str(dict(run.metrics())))
+    assert f"flops/fp4_share: {run.metrics()['flops/fp4_share']:.4g}" in text.splitlines()
+    assert f"and {len(run.metrics()) - text.count(chr(10)):,} more" in text
+    alarm = Alarm("a", "above", 0.5, "{:.1%} is too much")
+    assert str(alerts({"a": 0.625}, [alarm])) == "[62.5% is too much]"
 
 
 def test_the_gradient_is_compared_and_everything_else_stays():

@@ -16,6 +16,18 @@ from ablate.results.ledger import Ledger
 from ablate.results.run_lengths import steps_to
 from ablate.results.summary import metrics_of, summaries
 
+OF_ARMS = {
+    "ablate": None,
+    "arms": {
+        "a": {},
+        "b": {"sr": False},
+        "c": {"rht": False},
+        "d": {"recipe": "mxfp8"},
+        "e": {"recipe": "quartet"},
+    },
+    "answer": {"arm": "b"},
+}
+"""Keys of a file of whose arms a calibration runs three, without the one that its `answer` names."""
 TEXT = """\
 # Why this file exists.
 schema: 1
@@ -87,6 +99,27 @@ def test_hours_that_no_calibration_fits_into_are_refused(tmp_path):
     done = here("calibrate", path, "--state", tmp_path / "runs", "--hours", 0.001)
     assert done.returncode == 2
     assert "give more --hours" in done.stderr
+
+
+def test_a_file_with_an_answer_is_calibrated(tmp_path):
+    """The calibration's arms are not the file's, so its `answer` is left out of it: only the hours are refused."""
+    long = {"steps": 100_000, "eval_every": 100_000}
+    for keys in ({"ablate": {"sr": [True, False]}, "answer": {"knob": "sr"}}, OF_ARMS):
+        path = write(tmp_path, shape=long, **keys)
+        done = here("calibrate", path, "--state", tmp_path / "runs", "--hours", 0.001)
+        assert done.returncode == 2
+        assert "give more --hours" in done.stderr
+
+
+def test_a_refusal_of_full_runs_names_the_option_that_leaves_them_out(tmp_path):
+    """The known-bad arm is an arm of the file: forks use that one, full runs would have it twice."""
+    arms = {"fine": {}, "coarse": {"recipe": "mxfp4"}}
+    path = write(tmp_path, shape={"steps": 100_000, "eval_every": 100_000}, ablate=None, arms=arms)
+    refused = here("calibrate", path, "--state", tmp_path / "runs", "--hours", 0.001)
+    assert refused.returncode == 2
+    assert refused.stderr.count("--no-full") == 1
+    alone = here("calibrate", path, "--state", tmp_path / "runs", "--hours", 0.001, "--no-full")
+    assert "give more --hours" in alone.stderr
 
 
 # Steps to a loss

@@ -72,7 +72,7 @@ def flip(path: Path, place: float, bit: int = 0) -> None:
 
 HARMS = {
     "torn": lambda path: path.write_bytes(path.read_bytes()[:-20]),
-    "of an earlier version": lambda path: torch.save({"version": 3, "trial": "trial", "step": 3}, path),
+    "without a footer": lambda path: torch.save({"trial": "trial", "step": 3}, path),
     "another trial": lambda path: Checkpoints(path, "other", 0).leave(3, {"step": 3}, (False, True)),
 } | {
     f"a bit at {place}": lambda path, place=place: flip(path, place)
@@ -570,9 +570,7 @@ def test_checkpoints_that_another_unfinished_sweep_wants_stay(tmp_path):
     finish(tiny(tmp_path, ablate={"cooldown": [0, 0.25]}, **TRUNK), tmp_path)
     assert left(tmp_path) == before
     with closing(Ledger(tmp_path / "sweeps" / "other" / "ledger.db")) as book:
-        book.db.execute(
-            "DELETE FROM sweep WHERE key IN ('shared', 'ended')"
-        )  # as an earlier version wrote it
+        book.db.execute("DELETE FROM sweep WHERE key IN ('shared', 'ended')")
     finish(tiny(tmp_path, "third", ablate={"rht": [True]}, **TRUNK), tmp_path)
     assert left(tmp_path) == before
     finish(other, tmp_path)

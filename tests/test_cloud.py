@@ -32,7 +32,7 @@ import session
 from rent import GPUS, Refusal
 from session import BUDGET, DONE, FAILED, REFUSED, TERMINATED, Mirror, Request, Session, Step
 
-from ablate.cli.app import app
+from ablate.cli.commands import whole_app
 from ablate.engines.hardware import rented_machine
 
 ROOT = Path(__file__).parents[1]
@@ -216,7 +216,7 @@ def test_the_commands_of_a_task_exist(task):
     for step in rent.steps_of(task):
         name, *words = step.command
         if name == "ablate":
-            node = typer.main.get_command(app).commands[words[0]]
+            node = typer.main.get_command(whole_app()).commands[words[0]]
             parsed = node.make_context(name, words[1:]).params
             assert str(parsed.get("file", f"{session.WORK}/mine.yaml")) == f"{session.WORK}/mine.yaml"
             assert str(parsed.get("state") or "/session/runs") == "/session/runs"
@@ -678,7 +678,7 @@ def test_modals_client_reads_the_app(tmp_path):
         "tests/test_cloud.py",
     ]
     sent = [
-        "ablate/cli/app.py",
+        "ablate/cli/commands.py",
         "docker/pins.py",
         "docker/cloud/session.py",
         "constraints.txt",

@@ -1,6 +1,5 @@
 """The command line as people and machines use it: real processes, real signals, exit statuses, and what is printed."""
 
-import importlib
 import json
 import math
 import os
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import typer
 from jsonschema import Draft202012Validator
 from support.cases import every
 from support.commands import INLINE, here
@@ -39,9 +39,10 @@ from support.processes import modules
 from support.studies import trials
 
 from ablate import __version__
-from ablate.cli.app import app
-from ablate.cli.start import FILES
+from ablate.cli.commands import VERBS, whole_app
 from ablate.cli.sweep import how_to_read
+from ablate.execution.estimate import Load
+from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.tracking import database
 from ablate.files import lock
 from ablate.results.databases import url
@@ -77,7 +78,7 @@ def table(output: str) -> list[str]:
 @pytest.mark.parametrize("words", [("--help",), ("-h",), ()])
 def test_help_names_every_verb(words):
     done = here(*words)
-    assert all(f" {verb} " in done.stdout for verb in ("sweep", "plan", "schema", "version"))
+    assert all(f" {verb} " in done.stdout for verb in ("sweep", "plan", "schema", "recipe"))
     assert done.returncode == (0 if words else 2)
 
 
@@ -95,7 +96,7 @@ def test_a_verbs_help_lists_its_options(verb):
 
 
 def test_version_prints_the_version():
-    assert ablate("version").stdout == here("--version").stdout == f"{__version__}\n"
+    assert ablate("--version").stdout == f"{__version__}\n"
 
 
 @pytest.mark.parametrize(
@@ -193,10 +194,13 @@ def test_a_plan_as_json_has_the_trials_that_the_sweep_runs(tmp_path):
     assert (plan["to_run"], plan["done"], plan["seconds"]) == (0, 6, 0)
 
 
-def test_a_dry_run_says_what_a_plan_says_and_runs_nothing(tmp_path):
+def test_a_dry_run_says_what_a_plan_says_and_runs_nothing(tmp_path, cache):
+    """Both count the trials that this machine remembers, in a cache that no test beside this one writes to."""
     path = write(tmp_path)
+    MachinePaces("cpu").keep([(Load(("gpt", "emulated", "cpu"), "a", True, 1.0, 10), 2.0)] * 3)
     dry = here("sweep", path, "--dry-run", "--state", tmp_path / "state", "--device", "cpu")
     assert dry.returncode == 0
+    assert "based on 3 trials measured on this machine before" in dry.stdout
     assert dry.stdout == here("plan", path, "--state", tmp_path / "state", "--device", "cpu").stdout
     assert not (tmp_path / "state").exists()
 
@@ -495,17 +499,21 @@ def test_a_driver_killed_on_ray_with_mlflow_leaves_no_process_and_the_same_comma
             assert found == list(range(1, 9))
 
 
-def test_a_verb_that_is_started_alone_is_the_same_command():
-    """`start.FILES` saves the import of all others; each of its functions is the one that the whole app has."""
-    whole = {
-        command.name or command.callback.__name__.replace("_", "-"): command.callback
-        for command in app.registered_commands
-    }
-    for verb, file in FILES.items():
-        module = importlib.import_module(f"ablate.cli.{file}")
-        assert getattr(module, verb.replace("-", "_")) is whole[verb]
-    apart = {"schema", "knobs", "place", "version"}  # in app.py itself
-    assert whole.keys() == FILES.keys() | apart
+def test_help_fits_one_screen_and_begins_with_the_verbs_of_every_day():
+    done = here("--help", COLUMNS="80")
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 50
+    first = [line.split()[1] for line in lines if re.match(r"│ [a-z]", line)][:8]
+    assert first == [*VERBS["Every day"]]
+
+
+def test_every_verb_of_the_table_is_in_the_help_with_one_line():
+    shown = here("--help", COLUMNS="80").stdout
+    for heading, verbs in VERBS.items():
+        for verb, (_, about) in verbs.items():
+            assert (f" {verb} " in shown) == (about in shown) == bool(heading), verb
+    whole = typer.main.get_command(whole_app()).commands
+    assert sorted(whole) == sorted(verb for verbs in VERBS.values() for verb in verbs)
 
 
 CAUGHT = """

@@ -12,9 +12,10 @@ from support.studies import trials
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome
 from ablate.execution.workers import Inline
+from ablate.results.checked_ledger import open_ledger
 from ablate.results.gate import checks
 from ablate.results.ledger import Ledger
-from ablate.results.summary import open_ledger, summaries
+from ablate.results.summary import summaries
 from ablate.results.trial_store import Store
 
 

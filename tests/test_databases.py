@@ -66,7 +66,7 @@ def test_a_journal_that_vanishes_while_a_database_is_opened_is_no_error(tmp_path
         assert db.execute("SELECT name FROM sqlite_master").fetchall() == [("t",)]
 
 
-def test_addresses_of_earlier_versions_are_as_they_were(tmp_path):
+def test_addresses_without_special_characters_are_written_as_they_are(tmp_path):
     assert databases.url(tmp_path / "mlflow.db") == f"sqlite:///{tmp_path / 'mlflow.db'}"
     assert databases.path_of("postgresql://me@db/mlflow") is databases.path_of(None) is None
     assert databases.path_of("sqlite:////x/y.db?timeout=3") == Path("/x/y.db")

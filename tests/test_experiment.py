@@ -46,11 +46,19 @@ def told_of(folder: Path, lines: str) -> list[str]:
 REFUSED = {
     "unknown knob": (
         "ablate: {rhtt: [true]}",
-        "4:17: ablate.rhtt.0: true: no such knob; 'rht' is the nearest of rht, ",
+        "4:10: ablate.rhtt: no such knob; 'rht' is the nearest of rht, ",
     ),
     "unknown path": (
         "ablate: {recipe.wgrad.y: [null]}",
-        "4:27: ablate.recipe.wgrad.y.0: null: no such knob; 'x' is the nearest of x, ",
+        "4:10: ablate.recipe.wgrad.y: no such knob; 'x' is the nearest of x, ",
+    ),
+    "value of no type of several": (
+        "ablate: {rht: [true]}\nmetric: {name: val/loss, min_effect: -5}",
+        "5:26: metric.min_effect: -5: input should be greater than 0",
+    ),
+    "item of no type of several": (
+        "ablate: {rht: [true]}\ndesign: {trunk: bf16, window: 0.5, positions: [0.5, a]}",
+        "5:53: design.positions.1: 'a': input should be a valid number",
     ),
     "unknown top-level key": (
         "ablate: {rht: [true]}\nsead: 3",
@@ -646,6 +654,16 @@ def test_a_bad_range_is_refused(values, expected, tmp_path):
     assert sum(line.startswith(expected) for line in found) == 1, found
 
 
+def test_a_knob_that_does_not_exist_is_told_once_and_each_wrong_value_by_itself(tmp_path):
+    lines = "ablate: {rhtt: [true, false], recipe.fprop.z: [1, 2, 3], workload.lr: [-1, -2]}"
+    assert [line.split(": ")[1] for line in told_of(tmp_path, lines)] == [
+        "ablate.rhtt",
+        "ablate.recipe.fprop.z",
+        "ablate.workload.lr.0",
+        "ablate.workload.lr.1",
+    ]
+
+
 def test_every_mistake_of_a_file_is_told_at_once_in_the_order_of_its_lines(tmp_path):
     found = told(
         tmp_path,
@@ -672,7 +690,7 @@ def test_every_mistake_of_a_file_is_told_at_once_in_the_order_of_its_lines(tmp_p
         "question",
         "workload.gpt.layerz",
         "recipe",
-        "ablate.rhtt.0",
+        "ablate.rhtt",
         "ablate.sr.0",
         "ablate.cooldown.1",
     ]

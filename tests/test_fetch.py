@@ -104,6 +104,29 @@ def test_a_sweep_that_is_under_way_has_what_was_wanted_since_it_began(store, tmp
         client.update_run(parent.info.run_id, status="FINISHED")
 
 
+def test_a_shared_trial_that_one_run_has_as_done_is_done_and_the_latest_run_of_a_member_counts(
+    store, tmp_path
+):
+    """As after a controller that died between two sends, and after a file that was edited and edited back."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri := copy(store, tmp_path / "copy.db"))
+    experiment = client.get_experiment_by_name("grid").experiment_id
+    runs = {run.data.tags["ablate.kind"]: run for run in client.search_runs([experiment])}
+    tags, parent = runs["trial"].data.tags, runs["sweep"].info.run_id
+    client.update_run(parent, status="RUNNING")
+    other = {"ablate.trial": "other", "ablate.status": "running"}
+    for changed in ({"ablate.arm": "twin", "ablate.status": "running"}, other, {}):
+        client.create_run(experiment, tags=tags | changed)
+    found = fetch(uri, "grid", tmp_path / "ledger.db")
+    members = {(m.name, m.seed): (m.id, m.status) for m in found.members()}
+    expected = (tags["ablate.trial"], "done")
+    assert [members[name, int(tags["ablate.seed"])] for name in (tags["ablate.arm"], "twin")] == [
+        expected
+    ] * 2
+    found.close()
+
+
 # What cannot be read
 
 

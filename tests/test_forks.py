@@ -395,6 +395,7 @@ def test_a_search_in_a_forked_design_proposes_and_confirms(tmp_path):
 WRONG = {
     "a preset that is none": ({"design": {"trunk": "fp5"}}, "neither a preset"),
     "positions twice": ({"design": {"positions": [0.5, 0.5]}}, "not different steps"),
+    "no position": ({"design": {"positions": []}}, "must be shares of the steps"),
     "positions before the first step": ({"design": {"positions": [0.01, 0.5]}}, "not different steps"),
     "horizons twice": ({"design": {"horizons": [2, 2]}}, "ascending"),
     "a bad arm that is none": ({"design": {"bad": "mxpf4"}}, "neither an arm nor a preset; 'mxfp4'"),
@@ -429,13 +430,15 @@ def test_what_cannot_be_forked_is_refused_at_its_place(case, tmp_path):
     assert any(why in problem for problem in found), found
 
 
-def test_ids_of_plain_trials_have_no_word_of_forks(tmp_path):
-    plain = trial(tmp_path, forks=None)
-    assert not {"forks", "twin"} & plain.content.keys()
-    assert TrialSpec.parse(plain.wire) == plain
-    for spec in (trial(tmp_path), trial(tmp_path, twin=True), replace_trunk(trial(tmp_path))):
-        assert TrialSpec.parse(spec.wire) == spec
-    assert len({trial(tmp_path).id, trial(tmp_path, twin=True).id, replace_trunk(trial(tmp_path)).id}) == 3
+def test_forks_their_trunk_and_a_twin_are_part_of_the_id(tmp_path):
+    specs = (
+        trial(tmp_path, forks=None),
+        trial(tmp_path),
+        trial(tmp_path, twin=True),
+        replace_trunk(trial(tmp_path)),
+    )
+    assert [TrialSpec.parse(spec.wire) for spec in specs] == [*specs]
+    assert len({spec.id for spec in specs}) == len(specs)
 
 
 def replace_trunk(spec: TrialSpec) -> TrialSpec:

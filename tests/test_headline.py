@@ -295,7 +295,8 @@ def test_pairs_of_runs_on_two_kinds_of_processors_are_named_above_the_verdict(bo
     for member in book.members():
         kind = 7.0 if member.name == "a" and member.seed == 2 else 5.0
         book.record(member.trial, [{"step": 41, "time": 0.0, "metrics": {ARITHMETIC: kind}}])
-    assert kinds(book)["runs on 2 kinds of processors: pairs of seed 2 compare those too"] == "warning"
+    sentence = "runs on 2 kinds of processors or versions of torch: pairs of seed 2 compare those too"
+    assert kinds(book)[sentence] == "warning"
 
 
 @pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY=default", "MKL_CBWR=COMPATIBLE"])
@@ -308,6 +309,23 @@ def test_variables_that_change_sums_make_another_kind_of_processor(variable):
         for env in (plain, plain | {name: value})
     )
     assert float(first.stdout) != float(second.stdout)
+
+
+def test_another_version_of_torch_is_another_kind_of_processor(tmp_path):
+    """Python takes the version from the first torch-*.dist-info on its path."""
+    (tmp_path / "torch-9.9.dist-info").mkdir()
+    (tmp_path / "torch-9.9.dist-info" / "METADATA").write_text("Name: torch\nVersion: 9.9\n")
+    program = "from ablate.provenance import arithmetic; print(arithmetic('cpu'))"
+    numbers = [
+        subprocess.run(
+            [sys.executable, "-c", f"import sys; sys.path[:0] = {path}; {program}"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for path in ([], [str(tmp_path)])
+    ]
+    assert numbers[0] != numbers[1]
 
 
 def test_missing_diverged_and_non_finite_runs_are_named_above_the_verdict(book):

@@ -4,7 +4,9 @@ import json
 import shutil
 from contextlib import closing
 
+import numpy as np
 import pytest
+from support import made_up
 from support.commands import here
 from support.experiments import ablate, ledger, shards, sweep, tiny
 
@@ -90,6 +92,36 @@ def test_the_table_has_a_line_an_arm_and_says_which_way_is_better(state):
     assert all(
         line.rstrip().endswith(("one", "two", "fast")) for line in lines if line.startswith(("rht=", "sr="))
     )
+
+
+def test_means_have_the_digits_that_their_gaps_resolve_and_a_shared_trunk_is_named(tmp_path):
+    """Two arms that differ by 0.00003 on each seed, with a spread of 0.000003: four decimals would be equal."""
+    random = np.random.default_rng(0)
+    book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    book.describe(metric='{"name": "val/loss"}')
+    spec = json.loads(made_up.SPEC) | {
+        "recipe": {},
+        "data": "",
+        "engine": "emulated",
+        "device": "cpu",
+        "forks": {"trunk": {"fprop": {}}},
+    }
+    base = None
+    for name, effect in (("bf16", 0.0), ("one", 0.00102), ("other", 0.00105)):
+        arm = book.add_arm(name, {}, base, None)
+        base = base or arm
+        for seed in range(6):
+            losses = {"val/loss": 2.84 + 0.01 * seed + effect + 3e-6 * random.normal()}
+            made_up.member(book, arm, seed, [(9, losses)], spec=json.dumps(spec))
+    book.close()
+    out = here("leaderboard", "--markdown", "--state", tmp_path).stdout
+    means = [line.split("|")[3].strip() for line in out.splitlines() if line.startswith(("| one", "| other"))]
+    assert [round(float(mean), 5) for mean in means] == [2.86602, 2.86605]
+    assert out.count("a trunk that arms share") == 1
+
+
+def test_a_shared_trunk_is_named_where_there_is_one(state):
+    assert "trunk" not in here("leaderboard", "--markdown", "--state", state).stdout
 
 
 def test_markdown_is_a_table_of_as_many_cells_in_every_line(state):

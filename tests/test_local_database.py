@@ -226,3 +226,19 @@ def test_a_file_that_was_deleted_or_replaced_is_not_written(folders):
     (folders[0] / "mlflow.db").unlink()
     with pytest.raises(FileNotFoundError), tracker.batch():
         pass
+
+
+def test_artifacts_follow_a_state_folder_that_was_moved(folders, tmp_path):
+    before, after = folders[0], tmp_path / "moved"
+    with closing(direct(before)) as db:
+        runs = []
+        for name in ("first", "second one"):
+            experiment = db.experiment(name, (before / "artifacts" / name).as_uri(), {})
+            runs.append(db.create(experiment, "run", {}))
+    before.rename(after)
+    with closing(direct(after)) as db:
+        db.experiment("second one", (after / "artifacts" / "second one").as_uri(), {})
+        for run in runs:
+            assert db.run(run.id).artifacts == run.artifacts.replace("/direct/", "/moved/")
+            db.text(run.id, "text", "note.txt")
+    assert (len([*after.glob("artifacts/*/*/artifacts/note.txt")]), before.exists()) == (2, False)

@@ -58,20 +58,16 @@ def test_what_crosses_to_a_worker_is_found_in_its_working_directory(beside, tmp_
     assert TrialSpec.parse(wire).config.corpus.vocab == VOCAB
 
 
-def test_what_lies_in_the_working_directory_alone_is_used_with_a_note_under_the_same_id(
+def test_what_lies_in_the_working_directory_alone_is_not_taken_for_data_beside_the_file(
     beside, tmp_path, monkeypatch
 ):
-    expected = first(beside).id
-    work = tmp_path / "work"
-    work.mkdir()
+    (work := tmp_path / "work").mkdir()
     shutil.move(beside.parent / "tokens", work / "tokens")
     monkeypatch.chdir(work)
-    spec = first(beside)
-    assert spec.id == expected
-    assert spec.config.data.train == str(work / "tokens" / "train.bin")
-    (note,) = remarks(load(beside, "cpu"))
-    assert "tokens/train.bin, tokens/val*.bin" in note
-    assert str(beside.parent) in note
+    (problem,) = problems(beside)
+    assert str(beside.parent / "tokens" / "train.bin") in problem.message
+    found = located(Gpt(model="tokens"), beside.parent)  # torch's libraries would read ./tokens
+    assert found.model == str(beside.parent / "tokens")
 
 
 def test_what_lies_in_both_is_taken_from_beside_the_file(beside, tmp_path, monkeypatch):
@@ -118,10 +114,9 @@ def test_every_field_that_holds_a_path_is_made_absolute(source, field, tmp_path,
     (tmp_path / "file").mkdir()
     (tmp_path / "file" / "a").mkdir()
     monkeypatch.chdir(tmp_path)
-    found = located(source, tmp_path / "file", strays := {})
+    found = located(source, tmp_path / "file")
     assert Path(getattr(found, field)) == tmp_path / "file" / "a"
     assert found.model_copy(update={field: getattr(source, field)}) == source
-    assert strays == {}
 
 
 def test_names_on_a_hub_and_words_stay_as_they_are(tmp_path):
@@ -131,7 +126,7 @@ def test_names_on_a_hub_and_words_stay_as_they_are(tmp_path):
         Gpt(model="a/b"),
         TextFiles(text="/a"),
     ):
-        assert located(source, tmp_path, {}) == source
+        assert located(source, tmp_path) == source
 
 
 @pytest.mark.filterwarnings("ignore")

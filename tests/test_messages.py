@@ -17,6 +17,7 @@ from ablate.execution.messages import (
     GangPart,
     MalformedMessage,
     PipeMessage,
+    Raised,
     RankDied,
     Started,
     TornLine,
@@ -28,6 +29,7 @@ from ablate.execution.messages import (
     send,
 )
 from ablate.execution.supervisor import Supervisor
+from ablate.training.user_errors import UserError
 
 EVENT = {
     "step": 3,
@@ -40,6 +42,7 @@ SAMPLES = [
     Events((EVENT, EVENT | {"step": 4, "resumed": 2})),
     Waiting("pid 7 on node, attempt 1"),
     RankDied(1, -9),
+    Raised(UserError("ValueError", "no \u2014 such", "/home/me/train.py", 3, ('  File "x"',), True)),
     Exited(-15),
     Exited(1, "malformed"),
 ]

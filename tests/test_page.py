@@ -49,9 +49,25 @@ def test_in_markdown_a_bar_in_a_cell_ends_no_cell():
     assert lines[:3] == [
         "| arm | gap | verdict |",
         "| --- | --- | --- |",
-        "| a \\<b> \\| c | +0.10 | worse |",
+        "| a &lt;b> \\| c | +0.10 | worse |",
     ]
     assert lines[-1] == "Said below."
+
+
+class CountedRow(dict):
+    """Row that counts how often its names are read."""
+
+    reads = 0
+
+    def __iter__(self):
+        CountedRow.reads += 1
+        return super().__iter__()
+
+
+def test_the_names_of_a_long_tables_columns_are_read_once(tmp_path):
+    table = Table("t", [CountedRow({"arm": str(n), "gap": ("0", 0.0)}) for n in range(50)])
+    table.html(), table.markdown(), table.save(tmp_path)
+    assert CountedRow.reads == 50
 
 
 def test_a_table_is_saved_as_csv(tmp_path):
@@ -66,7 +82,7 @@ def test_notes_are_numbered_under_the_table_equal_ones_once_and_the_csv_has_them
     cells = Cells(table.html())
     assert [row[-1] for row in cells.rows[1:]] == ["worse¹ ²", "better (on 3 fresh seeds)", "baseline²"]
     assert "<caption>¹ a &lt;note&gt;<br>² b<br>Said below.</caption>" in table.html()
-    assert table.markdown().splitlines()[-4:] == ["¹ a <note>  ", "² b", "", "Said below."]
+    assert table.markdown().splitlines()[-4:] == ["¹ a &lt;note>  ", "² b", "", "Said below."]
     table.save(tmp_path)
     rows = list(csv.reader((tmp_path / "t.csv").read_text().splitlines()))
     assert [row[-2:] for row in rows] == [
@@ -105,7 +121,7 @@ def test_a_gallery_holds_its_pictures_and_links_copies_of_them(tmp_path):
     assert inside[2][0] == "rht=&quot;true&quot; mask_ratio=0.5"
     gallery.save(tmp_path / "out" / "figures")
     lines = gallery.markdown().splitlines()
-    assert lines[0] == '| a \\<b> \\| c | a b c | rht="true" mask_ratio=0.5 |'
+    assert lines[0] == '| a &lt;b> \\| c | a b c | rht="true" mask_ratio=0.5 |'
     linked = re.findall(r"!\[\]\(([^)]+)\)", lines[2])
     assert [(tmp_path / "out" / link).read_bytes()[:1] for link in linked] == [b"\0", b"\1", b"\2"]
 

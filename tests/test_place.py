@@ -244,13 +244,12 @@ def test_the_command_prints_what_is_in_force_and_where_it_comes_from(bare):
         LAB.replace("http://tracker:5000", "postgresql://ablate:$PW@db/x")
     )
     done = ablate(
-        "place",
+        "status",
+        "--settings",
         "--profile",
         "lab",
         "--state",
         "other",
-        "--device",
-        "cpu",
         PW="s3cret",
         HOME=str(bare / "home"),
     )

@@ -34,6 +34,8 @@ NASTY = (
     "i|j",
     "<k>",
     "l\u202em",
+    "\\<script>n</script>",
+    "![o](https://o.test/o.png)",
 )
 QUESTION = "Does [/] or [red] \x1b[2J matter :smile:?"
 IDLE = {"workload": {"idle": {"steps": 4}}, "seeds": 1}
@@ -84,6 +86,18 @@ def test_every_command_prints_what_users_name_as_it_is(state, words):
         assert [name for name in shown if one_line(name) not in done.stdout] == []
     if words[0] != "leaderboard" and words[0] != "stop":
         assert drawn(QUESTION) in done.stdout
+
+
+def test_what_is_pasted_and_opened_elsewhere_has_no_markup_of_a_name(state, tmp_path):
+    pasted = here("evidence", "nasty", "--state", state).stdout
+    assert "o.test" in pasted
+    assert (hidden(pasted), re.findall(r"<[a-zA-Z/!?]|\]\(", pasted)) == (set(), [])
+    web = here("evidence", "nasty", "--to", "html", "--state", state).stdout
+    assert (hidden(web), "<script" in web, "n&lt;/script&gt;" in web) == (set(), False, True)
+    here("export-tables", "nasty", "--state", state, "--out", tmp_path)
+    tables = {file.name: file.read_text() for file in tmp_path.glob("*.csv")}
+    assert "arms.csv" in tables
+    assert {name: hidden(text) for name, text in tables.items()} == {name: set() for name in tables}
 
 
 def test_a_failure_is_told_as_it_is(tmp_path):
@@ -139,11 +153,11 @@ def test_any_text_is_a_cell_of_every_kind(text):
     assert hidden(one_line(text)) == set()
     assert "\n" not in one_line(text)
     cell = csv_cell(text)
-    assert cell in (text, f"'{text}")
+    assert cell in (printable(text), f"'{printable(text)}")
     assert not re.match(r"[=@\t\r]|[+-](?!$)\D", cell)
     row = markdown_cell(text)
     assert "\n" not in row
-    assert not re.search(r"(?<!\\)\||(?<!\\)<[a-zA-Z/!?]", row)
+    assert not re.search(r"(?<!\\)\||<[a-zA-Z/!?]|\]\(", row)
     assert not re.search("[\x00-\x09\x0b-\x1f]", page.Text(text).html())
 
 

@@ -16,8 +16,8 @@ from ablate.cli.notebooks import NotebookError
 from ablate.cli.report import NOTEBOOKS, analysis, is_current, make
 from ablate.errors import InputError
 from ablate.results.answer import Answer
+from ablate.results.checked_ledger import open_ledger
 from ablate.results.ledger import Ledger
-from ablate.results.summary import open_ledger
 from ablate.training.data.montage import montage
 
 pytestmark = pytest.mark.slow
@@ -111,7 +111,7 @@ def test_it_is_the_same_twice_apart_from_its_date(state, made):
     assert about["answer"] in text_of(made.folder / "index.md").replace("**", "")
     assert f"*{about['about']}*" in text_of(made.folder / "index.md")
     (made.folder / "index.json").rename(made.folder / "aside.json")
-    assert not is_current(state, "grid")  # a report of an earlier version
+    assert not is_current(state, "grid")
     (made.folder / "aside.json").rename(made.folder / "index.json")
 
 

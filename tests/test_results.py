@@ -18,6 +18,7 @@ from ablate.cli.live_view import replication_table, summary_table
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import Growth, Metric, Published
 from ablate.results.attribution import grid, main_effects
+from ablate.results.checked_ledger import open_ledger
 from ablate.results.comparisons import Comparisons
 from ablate.results.contrasts import contrasts
 from ablate.results.headline import headline_of
@@ -25,11 +26,11 @@ from ablate.results.intervals import Interval
 from ablate.results.ledger import Ledger
 from ablate.results.markdown_summary import summary_markdown
 from ablate.results.next_runs import fresh_seeds, undecided, winner
-from ablate.results.number_text import interval, number
+from ablate.results.number_text import interval, number, percents
 from ablate.results.paired_stats import Difference, decided, paired_difference
 from ablate.results.published import Agreement, agreement_notes, agreement_text, replications
 from ablate.results.records import frame
-from ablate.results.summary import foremost, metric_of, open_ledger, summaries
+from ablate.results.summary import foremost, metric_of, summaries
 from ablate.results.table_notes import emulated, reading
 from ablate.results.trial_store import Store
 
@@ -358,7 +359,7 @@ def test_a_published_difference_is_shown_with_its_sign_its_unit_and_the_measured
     assert [line.found for line in lines] == [
         "-0.1000 ±0.0248",
         "-0.1000 ±0.0248",
-        "-3.22 ±0.7 %",
+        "-3.22 ±0.70 %",
         "3.1 ±0.25",
     ]
     assert {line.subject for line in lines} == {f"{DOWN} minus bf16", "bf16"}
@@ -367,7 +368,7 @@ def test_a_published_difference_is_shown_with_its_sign_its_unit_and_the_measured
         word in drawn
         for word in (
             "rht=false sr=true minus bf16",
-            "-3.22 ±0.7 %",
+            "-3.22 ±0.70 %",
             "agrees¹",
             "¹ larger here than published",
         )
@@ -506,6 +507,15 @@ def test_the_markdown_of_many_arms_fits_a_tag_of_mlflow(book):
 )
 def test_an_interval_shows_what_it_resolves(mean, half, shown):
     assert interval(Difference(mean, mean - half, mean + half, 3, 1.0)) == shown
+
+
+@pytest.mark.parametrize(
+    ("scale", "shown"),
+    [(1.0, "+20 ±25 %"), (0.1, "+2.0 ±2.5 %"), (0.001, "+0.020 ±0.025 %"), (-10.0, "-200 ±248 %")],
+)
+def test_a_percentage_ends_at_the_second_digit_of_its_interval(scale, shown):
+    values = {seed: scale * value for seed, value in enumerate((0.1, 0.2, 0.3))}
+    assert percents(paired_difference(values, dict.fromkeys(values, 0.0))) == shown
 
 
 @pytest.mark.parametrize(
@@ -761,12 +771,19 @@ def studied(searched, tmp_path):
     ledger.close()
 
 
+def searches(book: Ledger) -> None:
+    """As if a sampler had proposed the arms that have a baseline."""
+    book.describe(search="tpe")
+    book.db.execute("UPDATE arms SET role = iif(baseline IS NULL, 'baseline', 'searched')")
+    book.db.execute("UPDATE arms SET optuna = arm WHERE baseline NOTNULL")
+
+
 def test_what_a_search_saw_is_exploratory_and_its_colour_is_kept_for_results(grown):
     """One gap that its interval resolves and one that it does not, as a sampler's and as the file's own."""
-    grown.db.execute("UPDATE arms SET optuna = arm WHERE baseline NOTNULL")
     colours = {}
     for search in ("", "tpe"):
-        grown.describe(search=search)
+        if search:
+            searches(grown)
         arms = summaries(grown)
         (column,) = [
             column for column in summary_table(arms, metric_of(grown)).columns if column.header == "verdict"
@@ -802,8 +819,7 @@ def test_the_winner_has_the_best_mean_of_the_arms_whose_seeds_are_all_done(studi
 
 def test_a_winner_is_not_one_whose_worst_seed_is_missing(grown):
     """Without its seed 1 the first arm has the best mean of all."""
-    grown.describe(search="tpe")
-    grown.db.execute("UPDATE arms SET optuna = arm WHERE baseline NOTNULL")
+    searches(grown)
     assert winner(grown) == "same"
     trial = next(member.trial for member in grown.members() if (member.name, member.seed) == ("wide", 1))
     grown.settle(trial, "failed")
@@ -815,8 +831,8 @@ def test_what_a_search_proposed_and_its_winner_run_again_are_in_no_contrast(grow
     """The first were chosen by the numbers that a contrast would rest on; the second has other seeds."""
     grown.describe(search="tpe")
     for point, value in enumerate((True, False)):
-        grown.add_arm(f"{point}: rht", {"rht": value}, 1, point)
-    grown.add_arm(f"{CONFIRM}0: rht", {"rht": True}, 1, None)
+        grown.add_arm(f"{point}: rht", {"rht": value}, 1, point, "searched")
+    grown.add_arm(f"{CONFIRM}0: rht", {"rht": True}, 1, None, "confirmed")
     arms = [arm for arm in summaries(grown) if arm.knobs.keys() == {"rht"}]
     assert [arm.role for arm in arms] == ["searched", "searched", "confirmed"]
     assert contrasts(arms, metric_of(grown)) == []
@@ -845,7 +861,7 @@ def test_a_winner_run_again_has_a_line_with_the_gap_of_the_fresh_seeds_alone(stu
     arm, baseline = experiment.propose(json.loads(row.knobs))
     again = tiny(folder, name="again", ablate=None, arms={"winner": dict(arm.knobs)}, seeds=list(seeds))
     assert sweep(again, folder)[0].status == "done"
-    number = studied.add_arm(CONFIRM + name, arm.knobs, row.baseline, None)
+    number = studied.add_arm(CONFIRM + name, arm.knobs, row.baseline, None, "confirmed")
     for seed in seeds:
         adopted(studied, folder, experiment, arm, number, seed)
         adopted(studied, folder, experiment, baseline, row.baseline, seed)

@@ -1,10 +1,7 @@
 """Arms and what they are to a sweep (baseline, listed, searched, refused, pruned, confirmed), from its file to its answer."""
 
 import json
-import sqlite3
 from contextlib import closing
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from support.commands import here
@@ -14,7 +11,6 @@ from support.studies import trials
 from ablate.cli.leaderboard import collect
 from ablate.execution.tracking import runs
 from ablate.experiment.load import load
-from ablate.experiment.roles import role_of
 from ablate.results.answer import Answer
 from ablate.results.contrasts import contrasts
 from ablate.results.ledger import Ledger
@@ -165,23 +161,6 @@ def test_points_of_an_earlier_range_do_not_end_a_search_of_todays(tmp_path):
 # --- roles ----------------------------------------------------------------------------------------
 
 
-def as_earlier(state, path: Path) -> Ledger:
-    """A copy of the sweep's ledger as an earlier version wrote it: without roles, a repeated point as an arm with trials."""
-    with closing(ledger(state)) as source, closing(sqlite3.connect(path)) as copy:
-        source.db.backup(copy)
-        copy.execute(
-            "UPDATE arms SET baseline = (SELECT of.baseline FROM arms AS of WHERE of.arm = arms.repeats) WHERE repeats"
-        )
-        copy.execute(
-            "INSERT INTO members (arm, seed, trial) SELECT arms.arm, seed, trial FROM arms JOIN members ON members.arm = arms.repeats"
-        )
-        copy.execute("DROP INDEX repeats_of_an_arm")
-        for column in ("role", "repeats", "reason"):
-            copy.execute(f"ALTER TABLE arms DROP COLUMN {column}")
-        copy.commit()
-    return Ledger(path, readonly=True)
-
-
 def roles(book: Ledger) -> dict[str, str]:
     return {arm.name: arm.role for arm in summaries(book)}
 
@@ -206,9 +185,6 @@ def test_a_proposed_arm_that_cannot_be_run_is_refused_with_its_reason_and_is_no_
         assert [(arm["role"], arm["reason"]) for arm in fetched] == [
             (arm.role, arm.reason or None) for arm in arms
         ]
-        known = roles(book)
-    with closing(as_earlier(tmp_path, tmp_path / "earlier.db")) as earlier:
-        assert known.items() <= roles(earlier).items()
 
 
 def test_pruned_arms_are_said_to_be_pruned_and_nothing_of_them_is_missing(tmp_path):
@@ -246,42 +222,3 @@ def test_baselines_that_a_sampler_brought_are_in_no_comparison_of_their_own(tmp_
         assert contrasts(arms, metric_of(book)) == []
         best = min((arm for arm in arms if arm.role == "searched"), key=lambda arm: arm.mean)
         assert best.name in Answer(book).verdict()
-        known = roles(book)
-    with closing(as_earlier(tmp_path, tmp_path / "earlier.db")) as earlier:
-        assert known.items() <= roles(earlier).items()
-        assert contrasts(summaries(earlier), metric_of(earlier)) == []
-
-
-def test_a_ledger_of_an_earlier_version_goes_on(tmp_path):
-    """Check that its repeats, which it has as arms of their own, are no arms in the next run; nothing is run again."""
-    experiment = searching(tmp_path, 10, **SEVEN)
-    sweep(experiment, tmp_path)
-    points, path = rows(tmp_path), tmp_path / "sweeps" / "tiny" / "ledger.db"
-    assert any(first is not None for *_, first in points)
-    with closing(as_earlier(tmp_path, tmp_path / "earlier.db")) as earlier:
-        assert len(earlier.arms()) == len(earlier.points()) + len(
-            [arm for arm in earlier.arms() if arm.optuna is None]
-        )
-    for old in path.parent.glob("ledger.db*"):
-        old.unlink()
-    (tmp_path / "earlier.db").rename(path)
-    outcome, news = sweep(experiment, tmp_path)
-    assert (outcome.status, outcome.ran, rows(tmp_path)) == ("done", 0, points)
-    assert not any("edited" in line for line in news)
-
-
-@pytest.mark.parametrize(
-    ("role", "name", "optuna", "searches", "expected"),
-    [
-        ("listed", "confirm: a", None, True, "listed"),
-        (None, "confirm: a", None, True, "confirmed"),
-        (None, "confirm: a", None, False, "listed"),
-        (None, "a", None, True, "baseline"),
-        (None, "0: a", 0, True, "refused"),
-    ],
-)
-def test_a_role_that_the_ledger_has_counts_and_a_name_only_where_it_has_none(
-    role, name, optuna, searches, expected
-):
-    row = SimpleNamespace(role=role, name=name, optuna=optuna, baseline=None)
-    assert role_of(row, searches, 0) == expected

@@ -206,11 +206,14 @@ def test_fresh_runs_everything_again_once_and_keeps_what_was_there(tmp_path):
     assert sweep(experiment, tmp_path)[0].ran == 0
 
 
-def test_an_edited_file_says_what_it_wants_more_and_what_no_longer(tmp_path):
+def test_a_changed_sweep_says_what_it_wants_more_and_what_no_longer(tmp_path):
+    """Without blaming the file: `--seeds` changes a sweep as well."""
     sweep(tiny(tmp_path, seeds=1, ablate={"rht": [True, False]}), tmp_path)
     _, news = sweep(tiny(tmp_path, seeds=2, ablate={"sr": [True, False]}), tmp_path)
-    assert news[0] == "the file was edited: +2 arms, 2 arms no longer wanted (kept), +1 seed"
-    assert "edited" not in " ".join(sweep(tiny(tmp_path, seeds=2, ablate={"sr": [True, False]}), tmp_path)[1])
+    assert news[0] == "changed since the last run: +2 arms, 2 arms no longer wanted (kept), +1 seed"
+    assert "changed" not in " ".join(
+        sweep(tiny(tmp_path, seeds=2, ablate={"sr": [True, False]}), tmp_path)[1]
+    )
 
 
 def test_code_that_changed_in_the_middle_of_a_sweep_is_refused_until_it_is_accepted(tmp_path, monkeypatch):
@@ -232,6 +235,8 @@ def test_code_that_changed_in_the_middle_of_a_sweep_is_refused_until_it_is_accep
     assert (
         wished(tiny(tmp_path), tmp_path, accept_version=True)[0].ran == 4
     )  # what was done at first is still there
+    monkeypatch.setattr(numerics, "VERSION", then + 1)
+    assert sweep(changed, tmp_path)[0].ran == 0  # and all of it is done under this one too
 
 
 def test_a_budget_of_cost_ends_a_run(tmp_path):

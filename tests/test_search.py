@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -15,7 +16,8 @@ from optuna.trial import TrialState
 from support.experiments import Children, content, ledger, sweep, tiny, write
 from support.studies import outcomes, trials
 
-from ablate.execution.search import ENDED, PRUNERS, SAMPLERS, Study
+from ablate.execution.projections import Projections
+from ablate.execution.search import ENDED, PRUNERS, SAMPLERS, Study, points
 from ablate.execution.study_points import Point
 from ablate.experiment.load import load
 from ablate.experiment.schema import SEVERAL, Search
@@ -108,6 +110,29 @@ def test_a_line_that_the_power_took_and_what_came_after_it_are_drawn_again(kept,
     sweep(experiment, tmp_path)
     assert journal.read_bytes().startswith(b"".join(lines[:kept]))
     assert outcomes(tmp_path) == outcomes(swept)
+
+
+def test_a_changed_bit_or_no_file_at_all_is_drawn_again_and_said(swept, tmp_path):
+    experiment = copy(swept, tmp_path)
+    journal = tmp_path / "sweeps" / "tiny" / "optuna.log"
+    before, draw, book, damaged = journal.read_bytes(), random.Random(0), ledger(tmp_path), 0
+    for _ in range(120):
+        content = bytearray(before)
+        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+        journal.write_bytes(content)
+        points(journal, "tiny")
+        drawn = Projections(experiment, book, tmp_path, journal.parent, None, busy=False)
+        drawn.refresh(final=True)
+        damaged += drawn.study.damaged is not None
+        assert [point[:3] for point in outcomes(tmp_path)] == [point[:3] for point in outcomes(swept)]
+    book.close()
+    assert damaged > 10
+    journal.unlink()
+    journal.mkdir()
+    assert points(journal, "tiny") == []
+    outcome, news = sweep(experiment, tmp_path)
+    assert (outcome.ran, outcomes(tmp_path)) == (0, outcomes(swept))
+    assert sum("journal was damaged: it is kept as" in line for line in news) == 1
 
 
 def test_what_a_dashboard_wrote_stays(swept, tmp_path):

@@ -1,5 +1,6 @@
 """A trial's id is the hash of what determines its numbers, and of nothing else; running one commits one result."""
 
+import hashlib
 import json
 
 import pytest
@@ -8,9 +9,7 @@ from support.experiments import SHAPE, shards
 from ablate.execution.trial_runner import run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.numerics import spec as numerics
-from ablate.numerics.spec import Hadamard, Outer, Quant
-from ablate.recipes import PRESETS, Recipe
-from ablate.recipes.recipe import Fprop, Wgrad
+from ablate.recipes import PRESETS
 from ablate.results.trial_store import Store
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.gpt import Gpt
@@ -31,14 +30,14 @@ def spec(folder, recipe=None, seed=0, engine="emulated", device="cpu", **shape) 
 
 
 def test_the_id_of_one_known_trial_is_what_it_was(tmp_path, monkeypatch):
-    """Raise the numerics' or the workload's VERSION before changing this: results of older code carry the old id."""
+    """Raise the numerics' or the workload's VERSION before changing this: finished trials are found by it."""
     monkeypatch.chdir(tmp_path)
     shards(tmp_path)
     config = Gpt.model_validate(SHAPE | {"data": {"train": "train.bin", "val": "val.bin", "vocab": 64}})
     known = TrialSpec(
         workload="gpt", config=config, recipe=PRESETS["nvfp4"](), seed=0, engine="emulated", device="cpu"
     )
-    assert known.id == "52e62109acf93a00"
+    assert known.id == "e883dfe114331e27"
 
 
 def test_what_determines_the_numbers_is_in_the_id(tmp_path, monkeypatch):
@@ -69,36 +68,25 @@ def test_what_determines_the_numbers_is_in_the_id(tmp_path, monkeypatch):
     assert len(set(ids)) == len(ids)
 
 
-def test_only_recipes_whose_bits_a_fix_changed_have_another_numerics_version(tmp_path):
-    """Compiled quantisers of numerics version 3 ignored the amax that was given for columns rotated by 16."""
-    given = Quant(outer=Outer(statistic="static:6"))
-    turned = Recipe(wgrad=Wgrad(g=given, x=given, hadamard=Hadamard()))
-    by_32 = Recipe(wgrad=Wgrad(g=given, x=given, hadamard=Hadamard(size=32)))
-    straight = Recipe(fprop=Fprop(x=given, w=given))
-    cases = [
-        (turned, "cpu", 4),
-        (turned, "cuda", 3),
-        (by_32, "cpu", 3),
-        (straight, "cpu", 3),
-        (PRESETS["metis"](), "cpu", 6),
-        (PRESETS["tetrajet2"](), "cuda", 7),
-        (PRESETS["averis"](), "cpu", 8),
-        (PRESETS["quartet"](), "cpu", 9),
-        (PRESETS["nvfp4"](), "cpu", 3),
-    ]
-    for recipe, device, version in cases:
-        assert json.loads(spec(tmp_path, recipe, device=device).wire)["numerics_version"] == version
-    assert spec(tmp_path, turned).history(2) != spec(tmp_path, straight).history(2)
+@pytest.mark.parametrize(("device", "left_out"), [("cpu", {"deterministic"}), ("cuda", set())])
+def test_an_id_is_the_hash_of_its_domain_and_of_the_spec_as_it_is_stored(tmp_path, device, left_out):
+    trial = spec(tmp_path, device=device)
+    content = json.loads(trial.wire)
+    known = content.pop("id")
+    fields = content["workload"]["gpt"]
+    for name in {"recompute", "token_budget"} | left_out:
+        del fields[name]
+    fields["data"] = {
+        name: value for name, value in fields["data"].items() if name not in ("train", "val")
+    }  # the fingerprint stands for their content
+    text = json.dumps(["ablate trial 1", content], sort_keys=True, separators=(",", ":"))
+    assert known == hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def test_only_models_that_may_call_a_layer_twice_and_recipes_that_draw_have_another_version(tmp_path):
-    model = {"model_type": "albert", "hidden_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
-    plain = spec(tmp_path)
-    shape = {name: value for name, value in SHAPE.items() if name not in ("layers", "width", "heads")}
-    shared = Gpt.model_validate(shape | {"data": plain.config.data, "model": model})
-    for recipe, config, version in (("nvfp4", shared, 2), ("bf16", shared, 1), ("nvfp4", plain.config, 1)):
-        there = plain.model_copy(update={"recipe": PRESETS[recipe](), "config": config})
-        assert json.loads(there.wire)["workload_version"] == version
+def test_deterministic_algorithms_are_part_of_an_id_on_gpus_alone(tmp_path):
+    for device, same in (("cpu", True), ("cuda", False)):
+        ids = {spec(tmp_path, device=device, deterministic=value).id for value in (True, False)}
+        assert (len(ids) == 1) is same
 
 
 def test_the_same_trial_has_the_same_id(tmp_path):

@@ -7,8 +7,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
+from functools import partial
+from http.server import ThreadingHTTPServer
 
 import psutil
 import pytest
@@ -16,7 +19,7 @@ from support.commands import here
 from support.experiments import end, gone, start, sweep, tiny, until
 from support.processes import addresses
 
-from ablate.cli.report_server import index
+from ablate.cli.report_server import ReportHandler, index
 
 pytestmark = [
     pytest.mark.services,
@@ -107,6 +110,16 @@ def refuses(address: str, host: str) -> int:
     except urllib.error.HTTPError as error:
         with error:
             return error.code
+
+
+def test_a_path_that_no_file_can_have_is_not_found(tmp_path):
+    names = frozenset({"127.0.0.1"})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(ReportHandler, tmp_path, names)) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            assert refuses(f"http://127.0.0.1:{server.server_port}/first/%00", "127.0.0.1") == 404
+        finally:
+            server.shutdown()
 
 
 def studies(found: dict[str, str]) -> tuple[str, list[str]]:
@@ -204,14 +217,16 @@ def test_the_list_says_each_reports_answer_and_whether_it_is_one(state):
     page = index(state)
     assert "<p>a &lt;b&gt; is worse, +0.01</p>" in page
     assert "<small>ablate, experiment first: 15 runs</small>" in page
-    assert page.count('class="chip unknown"') == 2  # the report's file is of an earlier version
+    assert (
+        page.count('class="chip unknown"') == 2
+    )  # one report has no file of facts, the other's has no verdict
     for answered, valid, chip in ((True, True, "answered"), (False, True, "open"), (False, False, "none")):
         about = {"answer": "So.", "about": "", "answered": answered, "valid": valid}
         (state / "reports" / "first" / "index.json").write_text(json.dumps(about))
         assert f'class="chip {chip}"' in index(state)
 
 
-def test_a_report_of_an_earlier_version_is_listed_without_its_answer(state, tmp_path):
+def test_a_report_without_its_file_of_facts_is_listed_without_its_answer(state, tmp_path):
     shutil.copytree(state, tmp_path / "copy")
     (tmp_path / "copy" / "reports" / "first" / "index.json").unlink()
     page = index(tmp_path / "copy")

@@ -83,7 +83,7 @@ def test_short_names_are_fields_of_some_workload_and_no_knobs_of_recipes():
 
 
 WRONG = {
-    "no such field": ("idle: {steps: 3}", "ablate:\n  lr: [0.1]", ["5:8: ablate.lr.0: 0.1: no such knob; "]),
+    "no such field": ("idle: {steps: 3}", "ablate:\n  lr: [0.1]", ["5:3: ablate.lr: no such knob; "]),
     "no such field of an arm": (
         "idle: {steps: 3}",
         "arms:\n  a: {steps: 4}\n  b: {lr: 0.1}",

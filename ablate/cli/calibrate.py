@@ -40,7 +40,9 @@ def calibrate(
         str, typer.Option(help="Known-bad arm: a preset that is certainly worse than the others.")
     ] = "mxfp4",
     full: Annotated[bool, typer.Option(help="Try full runs beside forks.")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the proposal nowhere.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the proposal without writing it to the file.")
+    ] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Trials to run at once.")] = None,
     state: State = None,
     profile: Profile = None,
@@ -110,7 +112,7 @@ def _sweeps(
         "seeds": list(range(_FIRST_SEED, _FIRST_SEED + seeds)),
         "null": True,
         "metric": {"name": experiment.metric.name, "direction": experiment.metric.direction},
-        **dict.fromkeys(("ablate", "search", "published", "constraints", "budget", "design")),
+        **dict.fromkeys(("ablate", "answer", "search", "published", "constraints", "budget", "design")),
     }
     sweeps = {_beside(file, CALIBRATION): common | {"design": design | {"bad": bad}}}
     if full and not isinstance(experiment.base.config, OwnCode):
@@ -142,7 +144,8 @@ def _fitting(
         files, total = _sweeps(file, experiment, count, bad, both), 0.0
         for path, values in files.items():
             path.write_text(with_values(experiment.text, values))
-            total += forecast(load(path, settings.device), settings.state, settings.device).seconds
+            sweep = _loaded(path, settings.device)
+            total += forecast(sweep, settings.state, settings.device).seconds
         if hours is None or total / workers <= 3600 * hours:
             return count, list(files)
     raise InputError(
@@ -151,6 +154,17 @@ def _fitting(
             " give more --hours, or a smaller workload"
         ]
     )
+
+
+def _loaded(path: Path, device: str) -> Experiment:
+    """Return a sweep of the calibration. A refusal of its full runs names the option that leaves them out."""
+    try:
+        return load(path, device)
+    except InputError as error:
+        if not path.stem.endswith(FULL_CALIBRATION):
+            raise
+        instead = f"{path}: has the full runs of the calibration; --no-full calibrates forks alone"
+        raise InputError([*error.problems, instead]) from None
 
 
 def _table(candidates: "Sequence[Candidate]", chosen: "Candidate", arms: int) -> Table:

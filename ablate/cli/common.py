@@ -2,9 +2,11 @@
 signals.
 """
 
+import errno
 import os
 import shutil
 import signal
+import sqlite3
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -97,16 +99,42 @@ def run(command: Callable[[], None]) -> None:
     except InputError as error:
         print(printable(str(error)), file=sys.stderr)
         sys.exit(BAD_INPUT)
+    except (OSError, sqlite3.OperationalError) as error:
+        if (why := _unusable(error)) is None:
+            raise
+        print(printable(why), file=sys.stderr)
+        sys.exit(BAD_INPUT)
     finally:
         # CPython notes a Ctrl-C that passes through exec() of a string, such as the making of a dataclass,
         # and kills `python -m` by SIGINT at its end even if it was caught. The next string clears the note.
         eval("0")
 
 
+def _unusable(error: OSError | sqlite3.OperationalError) -> str | None:
+    """Return a sentence on a file of the state folder that cannot be used: a folder, a link that leads
+    nowhere, or a file that cannot be written is in its place. None for any other error.
+    """
+    path: str | None
+    why: str | None
+    if isinstance(error, sqlite3.OperationalError):
+        code = getattr(error, "sqlite_errorname", "")
+        named = code.startswith(("SQLITE_CANTOPEN", "SQLITE_IOERR", "SQLITE_READONLY"))
+        path, why = ", ".join(getattr(error, "__notes__", ())), str(error)
+    else:
+        path, why = error.filename2 or error.filename, error.strerror
+        named = isinstance(error, IsADirectoryError | NotADirectoryError | PermissionError)
+        named |= error.errno == errno.EROFS or bool(path and Path(path).is_symlink())
+    advice = "it has to be a file that can be read and written; move away what is there, or copy the folder"
+    return f"{path}: {why}: {advice}" if named and path else None
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, with which SLURM, Docker and systemd end a command. Handled like Ctrl-C, with its own exit
     status.
     """
+
+    received = False
+    """True after a SIGTERM. Calls of Ray that it interrupts raise KeyboardInterrupt in place of this."""
 
 
 @contextmanager
@@ -117,11 +145,13 @@ def raise_on_sigterm() -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        Terminated.received = True
         raise Terminated
 
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set a handler
         yield
         return
+    Terminated.received = False
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield
@@ -131,7 +161,8 @@ def raise_on_sigterm() -> Iterator[None]:
 
 def interruption(error: KeyboardInterrupt) -> tuple[int, str]:
     """Return the exit status and the text that describes how a signal ended the command."""
-    return (TERMINATED, "Ended by SIGTERM") if isinstance(error, Terminated) else (INTERRUPTED, "Interrupted")
+    ended = isinstance(error, Terminated) or Terminated.received
+    return (TERMINATED, "Ended by SIGTERM") if ended else (INTERRUPTED, "Interrupted")
 
 
 def run_program(command: Callable[..., None]) -> None:

@@ -12,6 +12,7 @@ from rich.text import Text
 from ablate.cli.common import JsonOption, Profile, State, complete_sweeps, console
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest, one_line
+from ablate.results.checked_ledger import open_checked, unverified
 from ablate.results.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def compare(
         else:
             pairs = [(side(one, arm), side(other, other_arm))]
         found = [(a, b, compared(a, b)) for a, b in pairs]
+        unsealed = [f"{each.name}: {text}" for each in (one, other) if (text := unverified(each))]
     if as_json:
         rows = [
             {
@@ -61,6 +63,7 @@ def compare(
                 "same_trials": result.same,
                 "difference": result.difference and _numbers(result.difference),
                 "why_none": result.why,
+                "unverified": unsealed,
             }
             for a, b, result in found
         ]
@@ -79,6 +82,8 @@ def compare(
         else:
             screen.print("The same recipe, workload, data and versions.")
         screen.print(Text(_sentence(a.metric, len(a.values), result.same, result.difference, result.why)))
+    for line in dict.fromkeys(unsealed):
+        screen.print(Text(line))
 
 
 def _opened(word: str, state: Path, stack: ExitStack) -> tuple[Ledger, str | None]:
@@ -89,7 +94,7 @@ def _opened(word: str, state: Path, stack: ExitStack) -> tuple[Ledger, str | Non
     if name not in known:
         hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
         raise InputError([f"{name}: no such sweep; {hint}"])
-    ledger = Ledger(state / "sweeps" / name / "ledger.db", readonly=True)
+    ledger = open_checked(state / "sweeps" / name / "ledger.db")
     stack.callback(ledger.close)
     arms = [row.name for row in ledger.arms()]
     if colon and arm not in arms:

@@ -27,9 +27,9 @@ def evidence(
     """Print one block with claim, design, interval, checks, command and commit, to paste into a pull request
     or a paper's appendix.
     """
+    from ablate.results.checked_ledger import open_ledger
     from ablate.results.comparisons import Comparisons
     from ablate.results.evidence import markdown, page
-    from ablate.results.summary import open_ledger
 
     name, folder = Path(sweep).stem, find_settings(profile, state=state).state
     try:
@@ -62,6 +62,7 @@ def export_tables(
     target, screen = out or Path(f"{Path(sweep).stem}_tables"), console()
     target.mkdir(parents=True, exist_ok=True)
     with found as results:
+        unsealed = results.unverified
         tables = {name: getattr(results, name) for name in _TABLES}
         if records:
             tables["records"] = results.records()
@@ -73,5 +74,7 @@ def export_tables(
             mixed = [column for column in table if table[column].map(type).nunique() > 1]
             table.astype(dict.fromkeys(mixed, str)).to_parquet(path, index=False)
         else:
-            table.map(csv_cell).to_csv(path, index=False, lineterminator="\n")
+            table.rename(columns=csv_cell).map(csv_cell).to_csv(path, index=False, lineterminator="\n")
         screen.print(f"{path}: {len(table):,} rows", soft_wrap=True, markup=False)
+    if unsealed:
+        screen.print(unsealed, soft_wrap=True, markup=False)

@@ -1,5 +1,6 @@
-"""`ablate init`: write a commented experiment, and on request a training file, to start from."""
+"""`ablate init`: write an experiment, and on request a training file, to start from. `ablate schema`."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -119,3 +120,10 @@ def experiment_text(name: str, training: bool) -> str:
     workload = (_OWN if training else _BUILT_IN).format(name=name)
     knob = "workload.config.width: [64, 128]" if training else "lr: [1.0e-3, 2.0e-3]"
     return _EXPERIMENT.format(name=name, workload=workload, knob=knob)
+
+
+def schema() -> None:
+    """Print the JSON Schema of an experiment file, for editors."""
+    from ablate.experiment.schema import json_schema
+
+    print(json.dumps(json_schema(), indent=2))

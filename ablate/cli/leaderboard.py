@@ -25,13 +25,12 @@ from rich.text import Text
 from ablate.cli.common import JsonOption, Profile, State, console, duration
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, one_line
-from ablate.execution.sweep_control import folders, refusal
+from ablate.execution.sweep_control import folders
 from ablate.experiment.yaml_document import display
 from ablate.recipes import PRESETS, Recipe
+from ablate.results.checked_ledger import open_checked, refusal, unverified
 from ablate.results.ledger import Ledger
-from ablate.results.ledger_integrity import flaw
 from ablate.results.ledger_rows import Member
-from ablate.results.ledger_schema import has_table
 from ablate.results.plain_text import footnotes, markdown_cell
 from ablate.training.workloads import WORKLOADS
 
@@ -75,6 +74,10 @@ class Entry:
     sweep: str
     shown: str
     """The gap with its interval, as text."""
+    shares_trunk: bool
+    """True if its trials leave a trunk that other arms leave, too. The arm that computed it has its time."""
+    unverified: str
+    """Sentence on the trials of its sweep whose records have no seal; empty if all have one."""
 
     @property
     def sort_key(self) -> tuple[str, str, str, bool, float, str, str]:
@@ -134,15 +137,14 @@ def collect(sweeps: list[Path]) -> tuple[list[Entry], list[str]]:
     tasks: dict[str, Fields] = {}
     for folder in sweeps:
         try:
-            with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
-                if has_table(ledger.db, "members") and (why := flaw(ledger)):
-                    unreadable.append(f"left out: {refusal(folder, why, f'{folder.name}.yaml')}")
-                else:
-                    entries += _entries(ledger, tasks)
+            with closing(open_checked(folder / "ledger.db")) as ledger:
+                entries += _entries(ledger, tasks)
+        except InputError as error:
+            unreadable.append(f"left out: {error}")
         except sqlite3.OperationalError as error:
             unreadable.append(f"{folder / 'ledger.db'}: left out: no ledger of a sweep ({error})")
         except sqlite3.DatabaseError as error:
-            unreadable.append(f"left out: {refusal(folder, str(error), f'{folder.name}.yaml')}")
+            unreadable.append(f"left out: {refusal(folder / 'ledger.db', str(error))}")
         except (KeyError, ValueError) as error:  # a database with tables of the same names, but other content
             unreadable.append(
                 f"{folder / 'ledger.db'}: left out: no ledger of a sweep "
@@ -175,6 +177,7 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
     members: dict[str, list[Member]] = {}
     for member in ledger.members():
         members.setdefault(member.name, []).append(member)
+    unsealed = unverified(ledger)
     seconds = {trial.trial: trial.seconds or 0.0 for trial in ledger.wanted_trials()}
     for arm in summaries(ledger):
         if arm.gap is None or arm.baseline is None or arm.role in ("null", "bad"):
@@ -205,6 +208,8 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
             commit=commit,
             sweep=name,
             shown=interval(arm.gap),
+            shares_trunk=bool((spec.get("forks") or {}).get("trunk")),
+            unverified=unsealed,
         )
 
 
@@ -351,6 +356,7 @@ def _nothing(entries: list[Entry], workload: str | None, metric: str | None) -> 
 # Drawing
 
 _COLUMNS = ("arm", "against", "mean", "gap", "seeds", "verdict", "seeds needed", "cost", "commit", "sweep")
+_SHARED_COST = "cost: the time of a trunk that arms share is in that of the arm whose trials computed it."
 _RIGHT = ("mean", "gap", "seeds", "seeds needed", "cost")
 
 
@@ -359,14 +365,18 @@ def _cells(group: list[Entry]) -> tuple[list[list[str]], list[str]]:
     from ablate.results.verdict_text import verdict_notes
 
     marks, notes = footnotes([verdict_notes(entry.verdict) for entry in group])
-    return [_row(entry, mark) for entry, mark in zip(group, marks, strict=True)], notes
+    halves = [entry.high - entry.gap for entry in group if entry.high is not None and entry.gap is not None]
+    finest = min(filter(None, halves), default=math.nan)
+    notes += [_SHARED_COST] * any(entry.shares_trunk for entry in group)
+    return [_row(entry, mark, finest) for entry, mark in zip(group, marks, strict=True)], notes
 
 
-def _row(entry: Entry, mark: str) -> list[str]:
+def _row(entry: Entry, mark: str, finest: float) -> list[str]:
+    """Return the cells of an entry; `finest`: half of the table's narrowest interval, which means resolve."""
     from ablate.results.number_text import number
     from ablate.results.verdict_text import needed_text, verdict_text
 
-    mean = "-" if entry.mean is None else number(entry.mean)
+    mean = "-" if entry.mean is None else number(entry.mean, finest)
     cost = duration(entry.seconds)
     verdict = verdict_text(entry.verdict, short=True) + mark
     needed = needed_text(entry.verdict.needed)
@@ -427,12 +437,20 @@ def _print(entries: list[Entry]) -> None:
             "dim",
         )
     )
+    for line in _unverified(entries):
+        screen.print(Text(line))
+
+
+def _unverified(entries: list[Entry]) -> list[str]:
+    """Return a line for each sweep with trials whose records have no seal."""
+    return [*dict.fromkeys(f"{entry.sweep}: {entry.unverified}" for entry in entries if entry.unverified)]
 
 
 def _markdown(entries: list[Entry]) -> Iterator[str]:
     for title, group in _groups(entries).items():
-        yield from (f"### {title}", "", f"| {' | '.join(_COLUMNS)} |")
+        yield from (f"### {markdown_cell(title)}", "", f"| {' | '.join(_COLUMNS)} |")
         yield f"|{'|'.join('---:' if name in _RIGHT else '---' for name in _COLUMNS)}|"
         rows, notes = _cells(group)
         yield from (f"| {' | '.join(markdown_cell(cell) for cell in row)} |" for row in rows)
-        yield from ("", *(f"{note}  " for note in notes), *([""] if notes else []))
+        yield from ("", *(f"{markdown_cell(note)}  " for note in notes), *([""] if notes else []))
+    yield from (f"{markdown_cell(line)}  " for line in _unverified(entries))

@@ -30,7 +30,6 @@ from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.edits import PlannedTrial, redefined, redefinition
 from ablate.experiment.forked_design import CALIBRATION
 from ablate.experiment.load import Experiment, load
-from ablate.experiment.roles import role_of
 from ablate.experiment.search_space import conditions
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import display
@@ -253,7 +252,7 @@ def _add_ledger(
     wanted = {"engine": experiment.engine, "device": device}
     named = {arm.name for arm in experiment.arms}
     for arm in ledger.arms():
-        recorded.confirmed |= role_of(arm, True, 1) == "confirmed"
+        recorded.confirmed |= arm.role == "confirmed"
         first = experiment.seeds if arm.name in named else ()
         own = [row for row in members.get(arm.name, []) if row.seed not in first]
         if unchanged and all(_finished(row, wanted, store, recorded.pruned) for row in own):
@@ -473,19 +472,8 @@ def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
 def remarks(experiment: Experiment) -> Iterator[str]:
     """Yield one sentence for each weakness of an experiment that can run all the same."""
     yield from experiment.notes
-    yield from _strays(experiment)
     yield from _idle_knobs(experiment)
     yield from _uncovered(experiment)
-
-
-def _strays(experiment: Experiment) -> Iterator[str]:
-    """Yield a note on data paths that only resolve from the current working directory."""
-    if strays := experiment.base.strays:
-        folder = experiment.base.folder
-        yield (
-            f"{', '.join(strays)}: found in the working directory and not next to the experiment file. "
-            f"Write paths relative to {folder}: a later version will only look there."
-        )
 
 
 def _idle_knobs(experiment: Experiment) -> Iterator[str]:

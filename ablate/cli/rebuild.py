@@ -161,7 +161,7 @@ def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[s
 
 
 def _lost(facts: dict[str, str], experiment: Experiment, points: Points) -> list[str]:
-    lost = ["failed trials and their reasons (they run again)", "members of earlier versions of the file"]
+    lost = ["failed trials and their reasons (they run again)", "members that the file names no more"]
     if experiment.search and not points:
         lost.append(
             "the points of the search (its journal has none; it restarts, and reuses finished trials)"

@@ -7,7 +7,7 @@ import typer
 from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, console
-from ablate.cli.recipe import Set, Source, differences, layers_of, print_differences, resolve
+from ablate.cli.recipe import Set, Source, app, differences, layers_of, print_differences, resolve
 from ablate.cli.recipe_jobs import Job
 from ablate.engines.hardware import stray_switch
 from ablate.errors import InputError
@@ -66,6 +66,7 @@ Environment = Annotated[
 ]
 
 
+@app.command()
 def export(
     source: Source,
     target: Annotated[
@@ -111,6 +112,7 @@ def _title(source: str, turned: list[str]) -> str:
     return " ".join(whole.split()).replace("\\", "/").replace('"', "'")
 
 
+@app.command("import")
 def import_recipe(
     arguments: Arguments = None,
     script: Script = None,
@@ -136,6 +138,7 @@ def import_recipe(
     _put(text, out, "a recipe file, for `recipe:` of an experiment")
 
 
+@app.command()
 def audit(
     source: Source,
     turn: Set = None,

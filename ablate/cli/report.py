@@ -310,8 +310,9 @@ def _replace(folder: Path, made: Path) -> None:
 def _annotate_study(state: Path, name: str, folder: Path) -> None:
     """Write the answer into the study of the sweep, for Optuna's dashboard."""
     from ablate.execution.search import decorate
+    from ablate.results.checked_ledger import open_ledger
     from ablate.results.markdown_summary import summary_markdown
-    from ablate.results.summary import metric_of, open_ledger, summaries
+    from ablate.results.summary import metric_of, summaries
 
     ledger = open_ledger(state, name)
     note = f"{summary_markdown(ledger)}\n\nThe report: `{folder / 'index.html'}`"

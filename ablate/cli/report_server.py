@@ -2,7 +2,7 @@
 dashboard.
 """
 
-import html
+import io
 import ipaddress
 import re
 import socket
@@ -10,15 +10,18 @@ import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import closing
+from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from socketserver import BaseServer
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import quote
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
+from ablate.errors import InputError
 from ablate.execution.sweep_control import changed, folders, holder
 from ablate.results.ledger import Ledger
+from ablate.results.plain_text import html_text
 from ablate.results.report_about import about
 
 # The Host header
@@ -102,6 +105,14 @@ class ReportHandler(SimpleHTTPRequestHandler):
         if self._calls_us():
             super().do_HEAD()
 
+    def send_head(self) -> io.BytesIO | BinaryIO | None:
+        """Send status 404 for a path that no file can have (`/name/%00`); else as the base class does."""
+        try:
+            return super().send_head()
+        except ValueError:
+            self.send_error(HTTPStatus.NOT_FOUND)
+            return None
+
     def _calls_us(self) -> bool:
         """Return True if the request names this server; otherwise send status 403."""
         if calls_us(self.headers.get("Host"), self._names):
@@ -176,7 +187,7 @@ def index(state: Path) -> str:
 
 def _item(state: Path, folder: Path) -> str:
     report, path = state / "reports" / folder.name, quote(folder.name)
-    name, (question, runs) = html.escape(folder.name), _facts(folder)
+    name, (question, runs) = html_text(folder.name), _facts(folder)
     found = about(report)
     title = (
         f'<a href="{path}/index.html"><b>{name}</b></a>'
@@ -184,16 +195,16 @@ def _item(state: Path, folder: Path) -> str:
         else f"<b>{name}</b>"
     )
     kind = "running" if holder(folder) else _kind(found)
-    answer = f"<p>{html.escape(found['answer'])}</p>" if found.get("answer") else ""
-    when = f"<br><small>{html.escape(found['about'])}</small>" if found.get("about") else ""
+    answer = f"<p>{html_text(found['answer'])}</p>" if found.get("answer") else ""
+    when = f"<br><small>{html_text(found['about'])}</small>" if found.get("about") else ""
     return (
-        f"<tr><td>{title}</td><td>{html.escape(question)}{answer}{when}</td>"
-        f'<td><span class="chip {kind}">{_CHIPS[kind]}</span></td><td>{html.escape(runs)}</td></tr>'
+        f"<tr><td>{title}</td><td>{html_text(question)}{answer}{when}</td>"
+        f'<td><span class="chip {kind}">{_CHIPS[kind]}</span></td><td>{html_text(runs)}</td></tr>'
     )
 
 
 def _kind(found: Mapping[str, Any]) -> str:
-    """Return the class of a sweep's chip; "unknown" without a report, or with one of an earlier version."""
+    """Return the class of a sweep's chip; "unknown" without a report."""
     if "answered" not in found:
         return "unknown"
     return "answered" if found["answered"] else "open" if found["valid"] else "none"
@@ -205,7 +216,7 @@ def _facts(folder: Path) -> tuple[str, str]:
         with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
             counts = Counter(member.status for member in ledger.members())
             question = ledger.fact("question") or ""
-    except sqlite3.DatabaseError as error:
+    except (sqlite3.DatabaseError, InputError) as error:
         return f"(its ledger cannot be read: {error})", ""
     return question, ", ".join(f"{count} {status}" for status, count in counts.items())
 

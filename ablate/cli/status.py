@@ -18,11 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, JsonOption, Profile, State, Sweeps, console, duration
-from ablate.cli.settings import find_settings
+from ablate.cli.settings import Settings, find_settings
 from ablate.errors import InputError, one_line
-from ablate.execution.sweep_control import changed, damage, folders, holder, refusal
+from ablate.execution.sweep_control import changed, damage, folders, holder
 from ablate.execution.tracking import behind
 from ablate.files import Holder
+from ablate.results.checked_ledger import refusal
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_progress import Attempt, last_attempt, pace, running_attempts
 from ablate.results.ledger_rows import Member
@@ -111,6 +112,9 @@ def status(
         ),
     ] = False,
     as_json: JsonOption = False,
+    show_settings: Annotated[
+        bool, typer.Option("--settings", help="Print the settings in use instead, each with its origin.")
+    ] = False,
     state: State = None,
     profile: Profile = None,
 ) -> None:
@@ -118,6 +122,9 @@ def status(
     Changes nothing.
     """
     settings, screen = find_settings(profile, state=state), console()
+    if show_settings:
+        screen.print(_table_of(settings))
+        return
     selected = folders(settings.state, sweeps)
     if verified:
         raise typer.Exit(_verify(selected, settings.state, as_json))
@@ -131,6 +138,14 @@ def status(
         _watch(screen, settings.state, sweeps)
     else:
         screen.print(_page(_all(selected, settings.state), bool(sweeps), settings.state))
+
+
+def _table_of(settings: Settings) -> Table:
+    """Return the settings, each with its origin: a flag, the environment, a profile or the default."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    for key, value in settings.shown().items():
+        table.add_row(key, Text(value, overflow="fold"), Text(settings.origins[key], "dim"))
+    return table
 
 
 def _verify(sweeps: Iterable[Path], state: Path, as_json: bool) -> int:
@@ -162,7 +177,7 @@ def _compare(folder: Path, state: Path) -> Verified:
     except (sqlite3.DatabaseError, InputError) as error:
         why = str(error).removeprefix(f"{path}: ")
     remedy = f"`ablate rebuild {folder.name}.yaml` rebuilds it from the trial folders"
-    return Verified(0, 0, 0, 0, False, (Mismatch("", str(path), f"{path}: {why}", remedy),))
+    return Verified(0, 0, 0, (Mismatch("", str(path), f"{path}: {why}", remedy),))
 
 
 def _watch(screen: Console, state: Path, sweeps: list[str] | None) -> None:
@@ -198,7 +213,7 @@ def read(folder: Path, store: Store) -> Status:
         trouble = "is starting" if "no such table" in str(error) else str(error)
         return Status(folder.name, controller=controller, trouble=trouble)
     except (sqlite3.DatabaseError, ValueError, TypeError, KeyError) as error:  # a damaged page or cell
-        trouble = refusal(folder, str(error), f"{folder.name}.yaml")
+        trouble = refusal(folder / "ledger.db", str(error))
         return Status(folder.name, controller=controller, trouble=trouble)
 
 
@@ -268,7 +283,7 @@ def _seconds_left(ledger: Ledger, now: float, running: Iterable[RunningTrialStat
     """Return the controller's estimate less the time since then, and at least what a running trial needs.
 
     The controller learns from trials that ended; one that runs may be slower than they were. None while it
-    has no estimate, or if an earlier version runs the sweep.
+    has no estimate.
     """
     at, seconds = json.loads(ledger.fact("left") or "[0, null]")
     if seconds is None:

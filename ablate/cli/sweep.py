@@ -48,6 +48,7 @@ from ablate.execution.tracking import check_login
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, Json, lock
 from ablate.results.databases import network_file_system
+from ablate.results.ledger import Ledger
 from ablate.results.unmet_phases import never_began
 
 if TYPE_CHECKING:
@@ -347,8 +348,11 @@ class SweepRun:
         failed = f", {outcome.failed} failed" if outcome.failed else ""
         self.screen.print(f"{outcome.ran} trials run{reused}{failed} in {duration(outcome.seconds)}")
         self.screen.print(*([outcome.why, ""] if outcome.why else []), soft_wrap=True, markup=False)
-        _print_answer(self.experiment, settings, self.screen)
-        self._print_next_steps()
+        if outcome.ran or outcome.reused or not outcome.cause:
+            _print_answer(self.experiment, settings, self.screen)
+            self._print_next_steps()
+        if outcome.cause:
+            self.screen.print(Text(outcome.cause, "red"), soft_wrap=True)
         return outcome.status
 
     def _print_next_steps(self) -> None:
@@ -393,7 +397,6 @@ def _message(
 ) -> dict[str, Json]:
     """Return the content of a notification; `text` is the summary that a chat shows."""
     from ablate.results.markdown_summary import summary_markdown
-    from ablate.results.summary import open_ledger
 
     content: dict[str, Json] = {
         "event": event,
@@ -402,10 +405,10 @@ def _message(
         "status": status,
         "seconds": round(seconds, 1),
     }
-    try:
-        ledger = open_ledger(settings.state, experiment.name)
-    except FileNotFoundError:
+    path = settings.state / "sweeps" / experiment.name / "ledger.db"
+    if not path.exists():
         return content | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {status}"}
+    ledger = Ledger(path, readonly=True)
     trials = {member.id: member for member in ledger.members()}
     counts = Counter(member.status for member in trials.values())
     failures = [
@@ -512,10 +515,11 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
     from ablate.results.contrasts import contrasts
     from ablate.results.headline import headline_of
     from ablate.results.published import replications
-    from ablate.results.summary import open_ledger, summaries
+    from ablate.results.summary import summaries
     from ablate.results.table_notes import emulated
 
-    ledger = open_ledger(settings.state, experiment.name)
+    # Not compared with its seals: this process wrote it, and compared all that was there before.
+    ledger = Ledger(settings.state / "sweeps" / experiment.name / "ledger.db", readonly=True)
     compared = Comparisons(ledger)
     for metric in experiment.metrics:
         main = metric == compared.metric

@@ -24,6 +24,7 @@ from ablate.errors import InputError, redact
 from ablate.execution.sweep_control import check, damage, folders, holder, put_aside
 from ablate.execution.tracking import behind, check_login, unusable
 from ablate.files import Busy, lock
+from ablate.results.checked_ledger import open_checked
 from ablate.results.databases import path_of
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import FINISHED
@@ -126,6 +127,7 @@ def _sync_all(
 def _sync_locked(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Console) -> bool:
     with lock(folder / "lock", wait=False):
         check(folder, f"{folder.name}.yaml")
+        open_checked(folder / "ledger.db").close()  # MLflow would keep wrong records
         return _sync(folder, settings, rebuild, timeout, screen)
 
 

@@ -19,29 +19,30 @@ import math
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
-from ablate.errors import InputError, nearest, one_line
+from ablate.errors import one_line
 from ablate.execution import sweep_control
 from ablate.execution.estimate import TimeModel
+from ablate.execution.failures import Failures, lost_baselines
 from ablate.execution.messages import Ended, Event, Events, Message, Notice, Result, TrialRequest, Waiting
+from ablate.execution.planned_code import PlannedCode, edited_error
 from ablate.execution.progress import Executor, Outcome, Progress, Running, RunOptions, Status
 from ablate.execution.scheduler import Scheduler
 from ablate.execution.study_points import GivenUp
-from ablate.execution.sweep_facts import describe, register_design
+from ablate.execution.sweep_facts import describe, register_design, require_metrics
 from ablate.execution.trial_queue import Work
 from ablate.experiment.arms import KnobError
 from ablate.experiment.load import Experiment
 from ablate.files import Json, full
 from ablate.results.ledger import Ledger
 from ablate.results.trial_store import Store
-from ablate.training.metric_names import ENDINGS, is_added
+from ablate.training.metric_names import ENDINGS
 from ablate.training.workloads import context_free
-from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
     from ablate.execution.projections import Projections
@@ -84,9 +85,11 @@ class Controller:
         """Trials run, points proposed and trials in flight when `_extend` last looked."""
         self._slot_seconds = 0.0
         self._slots = 1
-        self._halt: tuple[Literal["stopped", "disk"], str] | None = None
-        """Status and sentence that explain why no more trials start: the sweep was stopped, or the disk is
-        full.
+        self._failures, self._discards = Failures(), False
+        self._code = PlannedCode(arm.config for arm in experiment.arms)
+        self._halt: tuple[Literal["stopped", "disk", "failed"], str] | None = None
+        """Status and sentence that explain why no more trials start: the sweep was stopped, the disk is full,
+        or all trials fail by the same exception.
         """
 
     # The run
@@ -116,11 +119,14 @@ class Controller:
             )
             if self.projections.warmed:
                 self._say(self.projections.warmed)
+            if aside := self.projections.study.damaged:
+                self._say(f"The study's journal was damaged: it is kept as {aside}, and made from the ledger")
             if self._work_left():
                 executor = self._connect()
                 yield from self._loop(executor)
             status = self._status()
-            if status in ("done", "failed"):
+            self._release()
+            if status in ("done", "failed") and not self._halt:
                 self.scheduler.queue.tidy()
             self.ledger.describe(ended=status)
             if self.options.paces:
@@ -208,7 +214,7 @@ class Controller:
         for line in self.scheduler.everything(self.options.accept_version, points):
             self._say(line)
         if done := next((member for member in self.ledger.members() if member.status == "done"), None):
-            self._require_metrics(done.trial, f"{done.name} seed={done.seed}")
+            require_metrics(self.experiment, self.ledger, done.trial, f"{done.name} seed={done.seed}")
         if requeued:
             self._say(f"{requeued} trials were left unfinished and go on")
 
@@ -217,6 +223,8 @@ class Controller:
         self.projections.refresh()
         while self._running or self._work_left():
             self._obey(executor)
+            if edited := self._code.edited():
+                self._end_edited(edited)
             executor.wanted = self._wanted()
             self._slots = executor.slots
             while (
@@ -233,6 +241,8 @@ class Controller:
                 return
             for trial_id, message in executor.wait(_WAIT_SECONDS):
                 self._receive(executor, trial_id, message)
+            if self._halt and self._halt[0] == "failed":
+                return
             self._extend()
             self.projections.refresh()
             yield self._progress()
@@ -291,21 +301,12 @@ class Controller:
             return self._halt[0]
         if self.scheduler.queue or self.scheduler.asks_left > 0:
             return "budget"
-        lost, baselines = self._lost_baselines()
-        return "failed" if self._failures() or (lost and len(lost) == baselines) else "done"
-
-    def _lost_baselines(self) -> tuple[list[str], int]:
-        """Return the baselines that diverged on every seed, and the number of all baselines."""
-        compared = {arm.baseline for arm in self.ledger.arms() if arm.baseline is not None}
-        statuses: dict[str, set[str]] = {}
-        for member in self.ledger.members():
-            if member.arm in compared:
-                statuses.setdefault(member.name, set()).add(member.status)
-        return [name for name, seen in statuses.items() if seen == {"diverged"}], len(statuses)
+        lost, baselines = lost_baselines(self.ledger)
+        return "failed" if self._failed_trials() or (lost and len(lost) == baselines) else "done"
 
     def _outcome(self, status: Status) -> Outcome:
         why = self._halt[1] if self._halt else ""
-        lost, _ = self._lost_baselines()
+        lost, _ = lost_baselines(self.ledger)
         if lost and not why:
             why = (
                 f"{', '.join(lost)} diverged on every seed, so nothing can be compared with it. What its"
@@ -316,11 +317,11 @@ class Controller:
             if self.scheduler.asks_left > 0:
                 rest += f" and {self.scheduler.asks_left} arms not proposed"
             why = f"Partial: the budget is reached, and {rest}. The same command goes on."
-        return Outcome(
-            status, self._ran, len(self.scheduler.reused), self._failures(), time.time() - self._started, why
-        )
+        cause, seconds = self._failures.cause, time.time() - self._started
+        reused, failed = len(self.scheduler.reused), self._failed_trials()
+        return Outcome(status, self._ran, reused, failed, seconds, why, str(cause or ""))
 
-    def _failures(self) -> int:
+    def _failed_trials(self) -> int:
         return sum(self.scheduler.count[status] for status in ("failed", "oom", "stopped"))
 
     # Starting trials
@@ -487,31 +488,12 @@ class Controller:
         self.scheduler.settle(running.trial, outcome, reason, result["seconds"])
         self.projections.settled(running.trial)
         if outcome == "done":
-            self._require_metrics(running.trial, running.title)
+            require_metrics(self.experiment, self.ledger, running.trial, running.title)
         final = self.ledger.last_value(running.trial, self.experiment.metric.name)
         ending = (
             f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.5g}"
         )
         self._say(f"{running.title}: {ending} ({result['seconds']:.0f} s)")
-
-    def _require_metrics(self, trial: int, title: str) -> None:
-        """Raise InputError if a finished trial of a user's own code has not logged what is compared.
-
-        Only the code knows its metrics, so that a misspelt one is not seen before.
-        """
-        if not isinstance(self.experiment.base.config, OwnCode):
-            return
-        logged = self.ledger.last_values(trial)
-        for metric in self.experiment.metrics:
-            if metric.name not in logged:
-                own = [name for name in logged if not is_added(name)]
-                raise InputError(
-                    [
-                        f"{self.experiment.name}: metric: {metric.name!r}: {title} is done and logged"
-                        f" {', '.join(own) or 'no metric'}; {nearest(metric.name, own)}. Its results are"
-                        " kept: correct the name, or log it, and the same command goes on"
-                    ]
-                )
 
     def _failed(self, executor: Executor, trial_id: str, running: Running, end: Ended) -> None:
         if end.disk_full:
@@ -520,10 +502,11 @@ class Controller:
             return
         if end.edited:
             self.ledger.forget(running.trial)
-            self._give_up(running, "failed", end.reason, end.log)
-            return
+            self.scheduler.settle(running.trial, "pending")
+            self._end_edited(self._code.edited(now=True))
+        repeats = end.raised is not None and self._failures.repeats(end.raised)
         tries = self.ledger.attempts_since(running.trial, self._started)
-        if tries <= self.experiment.retry and not self._halt:
+        if tries <= self.experiment.retry and not self._halt and not repeats:
             self._say(f"{running.title}: {end.reason}; retry {tries}/{self.experiment.retry}")
             attempt = self.scheduler.start(running.trial, trial_id, time.time())
             request = replace(running.request, attempt=attempt)
@@ -532,13 +515,25 @@ class Controller:
             )
             executor.submit(request)
             return
-        self._give_up(running, "failed", end.reason, end.log)
+        new = not end.raised or self._failures.settled(running.trial, end.raised)
+        self._give_up(running, "failed", end.reason, end.log if new else "")
+        hopeless = end.raised and self._failures.hopeless(self.ledger, self.scheduler.asks_left)
+        if hopeless and not self._halt:
+            self._halt = (
+                "failed",
+                "Stopped: trials fail by the same exception, and without them nothing can be compared."
+                " Nothing is lost: correct the code, and the same command continues.",
+            )
+
+    def _end_edited(self, files: Iterable[Path]) -> NoReturn:
+        self._discards = True
+        raise edited_error(self.experiment.name, files, len(self._running))
 
     def _give_up(self, running: Running, status: str, reason: str | None, log: str) -> None:
         """Settle a trial that has no result and is not tried again in this run."""
         self.scheduler.settle(running.trial, status, reason)
         self.projections.settled(running.trial)
-        lines = "".join(f"\n    {line}" for line in log.splitlines())
+        lines = "".join(f"\n    {line}" for line in log.splitlines() if line != reason)
         shown = str(GivenUp.parse(reason) or reason) if status == "pruned" and reason else reason
         why = status if not shown else shown if shown.startswith(status) else f"{status}: {shown}"
         self._say(f"{running.title}: {why}{lines}")
@@ -556,11 +551,17 @@ class Controller:
                 more = f" (and {len(event['alarms']) - 1} more)" if event["alarms"][1:] else ""
                 self._say(f"{running.title} step {event['step']}: alarm: {event['alarms'][0]}{more}")
 
-    def _interrupted(self) -> None:
-        now = time.time()
-        for running in self._running.values():
-            self.ledger.end_attempt(running.trial, running.attempt, now, "interrupted")
+    def _release(self) -> None:
+        """Let the next run continue the trials in flight, or begin them again if their code was edited."""
+        for trial_id, running in self._running.items():
+            self.ledger.end_attempt(running.trial, running.attempt, time.time(), "interrupted")
             self.scheduler.settle(running.trial, "pending")
+            if self._discards:
+                self.scheduler.discard(running.trial, trial_id)
+        self._running = {}
+
+    def _interrupted(self) -> None:
+        self._release()
         if self._projections:
             self._projections.finish("KILLED", _INTERRUPT_GRACE_SECONDS)
 
@@ -577,7 +578,7 @@ class Controller:
         done, running = total - count["pending"] - count["running"], tuple(self._running.values())
         queue, asks = self.scheduler.queue, self.scheduler.asks_left
         seconds_left = queue.seconds_left(running, self._slots, asks, self._confirmed)
-        return Progress(done, total, self._failures(), running, news, trouble, seconds_left)
+        return Progress(done, total, self._failed_trials(), running, news, trouble, seconds_left)
 
 
 def _ordered(order: sweep_control.Order, work: Work) -> bool:

@@ -22,6 +22,7 @@ from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationE
 
 from ablate.files import Json
 from ablate.results.trial_store import as_event
+from ablate.training.user_errors import UserError
 
 PATIENCE_SECONDS = 60.0
 _CLOSED = ConfigDict(strict=True, extra="forbid")
@@ -137,6 +138,15 @@ class RankDied:
 
 
 @dataclass(frozen=True)
+class Raised:
+    """The user's code raised an exception, which ends the trial."""
+
+    __pydantic_config__ = _CLOSED
+    error: UserError
+    kind: Literal["raised"] = "raised"
+
+
+@dataclass(frozen=True)
 class Exited:
     """The trial's process has ended, or was never started. A negative status is the signal that ended it."""
 
@@ -173,6 +183,8 @@ class Ended:
     """True if the disk was full: the trial runs again once there is space."""
     edited: bool = False
     """True if code or data were edited while it ran: its records do not count."""
+    raised: UserError | None = None
+    """Exception of the user's code that ended it."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +194,7 @@ class Notice:
     text: str
 
 
-PipeMessage = Started | Events | Waiting | RankDied | Exited
+PipeMessage = Started | Events | Waiting | RankDied | Raised | Exited
 """Messages in the pipe from a trial's process and from the warm process that forked it."""
 Message = Events | Waiting | Heartbeat | Forked | Ended | Notice
 """Messages that a controller receives. The last one of each trial is Ended."""
@@ -200,7 +212,8 @@ def send(pipe: BinaryIO, message: PipeMessage) -> None:
     """Write a message into a pipe, after a line break: another writer may have been killed in the middle of a
     line.
     """
-    pipe.write(b"\n" + json.dumps({"kind": message.kind} | vars(message)).encode() + b"\n")
+    content = {"kind": message.kind} | vars(message)
+    pipe.write(b"\n" + json.dumps(content, default=vars).encode() + b"\n")
     pipe.flush()
 
 

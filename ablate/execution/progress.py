@@ -75,7 +75,8 @@ Status = Literal["done", "failed", "budget", "stopped", "disk"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """End of a run; `why` explains it if the status alone does not."""
+    """End of a run; `why` explains it if the status alone does not, and `cause` is the exception of the
+    user's code that most failed trials ended by."""
 
     status: Status
     ran: int
@@ -83,6 +84,7 @@ class Outcome:
     failed: int
     seconds: float
     why: str = ""
+    cause: str = ""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,9 @@ The sweep never reads anything back from them: either can be deleted and is made
 
 import hashlib
 import json
+import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,6 +27,10 @@ from ablate.results.verdict_text import verdict_text
 
 if TYPE_CHECKING:
     from ablate.execution.tracking import Projector
+
+
+_SETTLING_SHARE = 0.05
+"""Largest share of a grid's time that settling arms takes while trials run: each settling reads all arms."""
 
 
 class Mirror:
@@ -148,8 +153,10 @@ class Projections:
         folder: Path,
         mlflow: str | None,
         busy: bool,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._experiment, self._ledger = experiment, ledger
+        self._clock, self._settle_after = clock, -math.inf
         self.mirror = Mirror(mlflow, ledger, state, folder, experiment.name, busy) if mlflow else None
         self._journal = folder / "optuna.log"
         self._warm, outside = warm(ledger, state, experiment)
@@ -202,7 +209,8 @@ class Projections:
         over.
 
         An arm's MLflow runs are facts of its point, so it waits for them, unless MLflow is delayed or `final`
-        is True.
+        is True. Finished arms of a large grid are settled together after a while, since a verdict depends on
+        all arms: settled one by one, they would cost the square of their number.
         """
         updated = self.mirror.collect_news() if self.mirror else set()
         if self._experiment.growth:  # an arm's mean is not settled before the last look
@@ -210,8 +218,12 @@ class Projections:
                 return
             self._open_study()
         patient = self.mirror and not (final or self.trouble)
-        waited = {point for point, arm in self._waiting.items() if arm in updated or not patient}
-        candidates = self._due | waited | (self._late if final else set())
+        if updated or not patient:
+            self._due |= {point for point, arm in self._waiting.items() if arm in updated or not patient}
+        began = self._clock()
+        if not (final or self._experiment.search or began >= self._settle_after):
+            return
+        candidates = self._due | (self._late if final else set())
         self._due.clear()
         self._late -= candidates
         gaps = Gaps(self._ledger)
@@ -231,6 +243,8 @@ class Projections:
                 self._late.add(arm)
                 continue
             self._settle_point(point.optuna, members, gaps)
+            now = self._clock()
+            self._settle_after = now + (now - began) / _SETTLING_SHARE
 
     def finish(self, status: str, seconds: float) -> str | None:
         """Bring both projections up to date, waiting at most `seconds`; return a sentence about missing

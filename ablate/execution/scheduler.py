@@ -15,6 +15,7 @@ writer, so the two cannot differ.
 
 import itertools
 import json
+import time
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -29,16 +30,18 @@ from ablate.execution.trial_queue import TrialQueue, Work
 from ablate.experiment.arms import Arm, KnobError, label
 from ablate.experiment.edits import edits, versions_alone
 from ablate.experiment.load import Experiment
-from ablate.experiment.roles import CONFIRM, Role, role_of
+from ablate.experiment.roles import CONFIRM, Role
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json
 from ablate.results.ledger import DATA, Ledger
 from ablate.results.ledger_integrity import strays, tally
 from ablate.results.ledger_rows import FINISHED, Member
 from ablate.results.trial_store import Store
-from ablate.results.verify import doubted
 from ablate.training.data.facts import KINDS, facts
 from ablate.training.workloads import context_free
+
+_END_SECONDS = 10.0
+"""Time in which the process of a trial ends after its executor was closed."""
 
 
 class Scheduler:
@@ -88,7 +91,7 @@ class Scheduler:
     def everything(self, accept: bool = False, points: Sequence[Mapping[str, Json]] = ()) -> list[str]:
         """Request all members that the experiment names now.
 
-        Members that only an earlier version of the file named stay in the ledger, outside of the answer.
+        Members that the file named once and names no more stay in the ledger, outside of the answer.
 
         Args:
             accept: allow finished trials of other versions of the code, which are then run again.
@@ -121,11 +124,7 @@ class Scheduler:
                 self._refuse_other_versions(before)
         new = {(member.name, member.seed): member for member in self.ledger.members()}
         gone = {point.name for point in self.ledger.points() if point.repeats}  # once arms of their own
-        gone |= {
-            name
-            for (name, _), row in before.items()
-            if role_of(row, bool(self.experiment.search), 1) == "confirmed"
-        }
+        gone |= {name for (name, _), row in before.items() if row.role == "confirmed"}
         seeds = not self.experiment.growth and not self.experiment.search  # those add seeds to the file's
         return edits(before, new, gone, seeds)
 
@@ -316,7 +315,7 @@ class Scheduler:
         self.reused.discard(trial_id)
         try:
             result = self.store.result(trial_id)
-            if result and self._fresh and result.get("started", 0.0) < self._fresh:
+            if result and self._fresh and result["started"] < self._fresh:
                 self._retire(trial, trial_id)
                 result = None
             if result is None:
@@ -338,8 +337,6 @@ class Scheduler:
         agrees = finished and self._agrees(trial, result)
         if not agrees or self.ledger.files_seen(trial_id) != signature:
             events = self.store.proven(trial_id, result)
-            if finished:
-                doubted(self.ledger, self.store, row, result, events)
             if not finished:
                 self.ledger.record(trial, events)
                 agrees = self._agrees(trial, result)
@@ -360,12 +357,10 @@ class Scheduler:
 
     def _agrees(self, trial: int, result: Result) -> bool:
         """Return True if the ledger's records of a trial match the digest in its result and the ledger's own
-        seal.
-
-        Results of earlier versions have no digest. Records without a seal get one if they agree.
+        seal. Records without a seal get one if they agree.
         """
         digest, kept = self._digest(trial), self.ledger.records_seal(trial)
-        if digest is None or digest != result.get("records", {}).get("sha256", digest):
+        if digest is None or digest != result["records"]["sha256"]:
             return False
         if kept is None:
             self.ledger.seal_records(trial, digest)
@@ -415,6 +410,22 @@ class Scheduler:
             return
         self.news.append(f"{error}. The folder is kept as {aside}, and the trial runs again")
 
+    def discard(self, trial: int, trial_id: str) -> None:
+        """Put aside what a trial wrote whose process is ending; the trial is pending again.
+
+        If another process holds the trial, its files stay.
+        """
+        deadline = time.monotonic() + _END_SECONDS
+        while True:
+            try:
+                with self.store.claim(trial_id, 0, wait=False):
+                    self._retire(trial, trial_id)
+                return
+            except Busy:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.1)
+
     def _retire(self, trial: int, trial_id: str) -> Path | None:
         aside = self.store.retire(trial_id)
         self._retired.add(trial_id)
@@ -443,8 +454,8 @@ class Scheduler:
         return self.ledger.add_arm(name, baseline.knobs, None, None)
 
     def _refuse_other_versions(self, before: Mapping[tuple[str, int], Member]) -> None:
-        """Raise InputError if part of this sweep was computed by other versions of the code: its arms could
-        not be compared.
+        """Raise InputError if part of this sweep was computed by other versions of the code, and trials would
+        run: its arms could not be compared.
         """
         outdated: Counter[str] = Counter()
         changes = set()
@@ -458,8 +469,9 @@ class Scheduler:
                     f"{key.replace('_', ' ')} {then.get(key)}, now {now.get(key)}" for key in differing
                 }
                 outdated[old.id] += 1
-        if outdated:
-            pending = self.count["pending"]
+        if outdated and (
+            pending := self.count["pending"]
+        ):  # if none, this code has computed all of it before
             raise InputError(
                 [
                     f"{self.experiment.file}: {len(outdated)} trials are done under"

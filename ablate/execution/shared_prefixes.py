@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
+from ablate.errors import InputError
 from ablate.experiment.schema import TelemetryKeys
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.results.ledger import Ledger
@@ -113,7 +114,7 @@ def wanted_elsewhere(state: Path, sweep: str) -> set[str] | None:
             with closing(Ledger(path, readonly=True)) as other:
                 if other.unfinished():
                     names |= set(json.loads(other.fact("shared") or "null"))
-        except (sqlite3.Error, TypeError):  # damaged, just begun, or of an earlier version
+        except (sqlite3.Error, InputError, TypeError):  # damaged, just begun, or another version's
             return None
     return names
 
@@ -122,7 +123,7 @@ def trunks_elsewhere(state: Path, sweep: str) -> set[str]:
     """Return the names of the states at which windows of other sweeps leave their trunks."""
     names: set[str] = set()
     for path in _other_ledgers(state, sweep):
-        with suppress(sqlite3.Error), closing(Ledger(path, readonly=True)) as other:
+        with suppress(sqlite3.Error, InputError), closing(Ledger(path, readonly=True)) as other:
             names |= set(json.loads(other.fact("trunks") or "[]"))
     return names
 

@@ -16,6 +16,7 @@ from ablate.experiment.load import Experiment
 from ablate.experiment.schema import Constraint, Design, Metric, Search
 from ablate.experiment.search_space import Dimension
 from ablate.files import Json
+from ablate.results.checked_ledger import open_checked
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import OVER, Member
 
@@ -156,10 +157,7 @@ class GivenUp:
 
     @classmethod
     def parse(cls, reason: str | None) -> "GivenUp | None":
-        """Read a pruned trial's reason; older ledgers have a sentence. None if it is neither."""
-        match (reason or "").split():
-            case ["given", "up", "by", pruner, "at", step] if step.isdecimal():
-                return cls(pruner, int(step))
+        """Read a pruned trial's reason; None if it is anything else."""
         try:
             return cls(**json.loads(reason or ""))
         except (ValueError, TypeError):
@@ -244,7 +242,7 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
         raise InputError(
             [f"{experiment.file}: search.warm: {name!r}: no such sweep in {state}; {nearest(name, others)}"]
         )
-    book = Ledger(sweeps[name], readonly=True)
+    book = open_checked(sweeps[name])
     try:
         here, there = experiment.design, design_of(book)
         if _windows(here) != _windows(there):

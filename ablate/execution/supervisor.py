@@ -14,7 +14,8 @@ imports. A supervisor yields:
 
 Events arrive in batches of 0.2 s. A Heartbeat comes every 5 s of silence, a Waiting while another process
 runs the same trial. The last message is always an Ended. Its status is read from the committed result first,
-then from the exit status of the process, and its reason from the last line of the log.
+then from the exit status of the process, and its reason from the exception of the user's code, or else from
+the last line of the log.
 
 A trial is hung after a silence longer than `SilenceTimer.limit`, which follows the pace of the trial's own
 steps.
@@ -47,6 +48,7 @@ from ablate.execution.messages import (
     MalformedMessage,
     Message,
     PipeMessage,
+    Raised,
     RankDied,
     Started,
     TornLine,
@@ -61,6 +63,7 @@ from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Damaged
 from ablate.results.trial_store import Store
 from ablate.training.out_of_memory import kernel_kills
+from ablate.training.user_errors import UserError
 
 COMMANDS = {
     "cpu": (sys.executable, "-m", "ablate.execution.trial_process"),
@@ -155,7 +158,7 @@ class Supervisor:
     def _run(self, request: TrialRequest) -> Iterator[Message]:
         self._one_rank = request.ranks == 1
         child, killed = self._send(request), kernel_kills()
-        watch, hung, died = SilenceTimer(request.patience), None, None
+        watch, hung, died, raised = SilenceTimer(request.patience), None, None, None
         expects_events = not (request.gang and request.gang.node)  # rank 0, on node 0, sends a gang's events
         assert child.stdout
         for received, over in _batches(child.stdout.fileno()):
@@ -165,6 +168,8 @@ class Supervisor:
                     self.trial_process = message.pid
                 elif isinstance(message, RankDied):
                     died = message
+                elif isinstance(message, Raised):
+                    raised = message.error
             for message in _forwarded(received):
                 watch.note(message)
                 yield message
@@ -172,7 +177,7 @@ class Supervisor:
                 self.trial_process = None
                 if over:
                     self._bury()
-                yield end_of_attempt(request, exited, hung, kernel_kills() > killed, died)
+                yield end_of_attempt(request, exited, hung, kernel_kills() > killed, died, raised)
                 return
             if expects_events and not hung and watch.silence > watch.limit:
                 hung = f"no step for {watch.silence:.0f} s; its stack is in its log; ended"
@@ -331,6 +336,7 @@ def end_of_attempt(
     hung: str | None,
     starved: bool,
     died: RankDied | None = None,
+    raised: UserError | None = None,
 ) -> Ended:
     """Return the end of an attempt: its committed result, or why there is none.
 
@@ -340,6 +346,7 @@ def end_of_attempt(
         hung: why the supervisor ended the trial; None if it did not.
         starved: True if the kernel has killed a process for lack of memory since the trial began.
         died: of several ranks, the one that ended first.
+        raised: exception of the user's code that ended the trial.
     """
     store = Store(Path(request.root))
     try:
@@ -364,7 +371,10 @@ def end_of_attempt(
     if end.status < 0:
         killed = f"killed by signal {-end.status} ({signal.Signals(-end.status).name})"
         return Ended("failed", hung or (f"rank {died.rank} was {killed}" if died else killed), log=log)
-    return Ended("failed", last or f"exit status {end.status}", log=log, disk_full=end.status == NO_SPACE)
+    disk_full = end.status == NO_SPACE
+    if raised and not disk_full:
+        return Ended("failed", str(raised), log=raised.report, raised=raised)
+    return Ended("failed", last or f"exit status {end.status}", log=log, disk_full=disk_full)
 
 
 def run_inline(request: TrialRequest) -> Generator[Message, None, None]:

@@ -19,6 +19,7 @@ from typing import Literal, TypedDict
 
 from ablate.errors import InputError, nearest
 from ablate.files import Holder, write
+from ablate.results.checked_ledger import refusal
 from ablate.results.databases import open_readonly, quick_check
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_integrity import flaw
@@ -128,8 +129,8 @@ def _flaw(path: Path) -> str | None:
 
 
 def put_aside(path: Path) -> Path:
-    """Rename a SQLite file and its logs; return its new name, which contains the time."""
-    when = time.strftime("%Y%m%d-%H%M%S")
+    """Rename a file and, if SQLite wrote it, its logs; return its new name, which contains the time."""
+    when = f"{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns() % 10**9:09}"
     for part in ("", "-wal", "-shm", "-journal"):
         with suppress(FileNotFoundError):
             path.with_name(path.name + part).rename(path.with_name(f"{path.name}.damaged-{when}{part}"))
@@ -142,15 +143,7 @@ def check(folder: Path, file: str) -> None:
     """
     found = damage(folder / "ledger.db")
     if found:
-        raise InputError([refusal(folder, found, file)])
-
-
-def refusal(folder: Path, found: str, file: str) -> str:
-    """Return the error message for a damaged ledger."""
-    return (
-        f"{folder / 'ledger.db'}: damaged ({found});"
-        f" `ablate rebuild {file}` makes it again from the trial folders"
-    )
+        raise InputError([refusal(folder / "ledger.db", found, file)])
 
 
 # Orders

@@ -7,12 +7,15 @@ from pathlib import Path
 
 from ablate import provenance
 from ablate.cache import key_of
+from ablate.errors import InputError, nearest
 from ablate.experiment.load import Experiment
 from ablate.results.ledger import Ledger
 from ablate.results.registration import register
 from ablate.results.trial_store import Store
+from ablate.training.metric_names import is_added
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
+from ablate.training.workloads.own_code import OwnCode
 from ablate.training.workloads.text import outlined
 
 
@@ -76,3 +79,23 @@ def register_design(ledger: Ledger, experiment: Experiment, store: Store, device
     )
     ids = set(trials.values())
     register(ledger, digest, time.time(), len(ids), lambda: sum(map(store.finished, ids)))
+
+
+def require_metrics(experiment: Experiment, ledger: Ledger, trial: int, title: str) -> None:
+    """Raise InputError if a finished trial of a user's own code has not logged what is compared.
+
+    Only the code knows its metrics, so that a misspelt one is not seen before.
+    """
+    if not isinstance(experiment.base.config, OwnCode):
+        return
+    logged = ledger.last_values(trial)
+    for metric in experiment.metrics:
+        if metric.name not in logged:
+            own = [name for name in logged if not is_added(name)]
+            raise InputError(
+                [
+                    f"{experiment.name}: metric: {metric.name!r}: {title} is done and logged"
+                    f" {', '.join(own) or 'no metric'}; {nearest(metric.name, own)}. Its results are"
+                    " kept: correct the name, or log it, and the same command goes on"
+                ]
+            )

@@ -36,7 +36,15 @@ from pathlib import Path
 from typing import BinaryIO, NoReturn
 
 from ablate import provenance
-from ablate.execution.messages import Exited, MalformedMessage, Started, TrialRequest, message_of, send
+from ablate.execution.messages import (
+    Exited,
+    MalformedMessage,
+    Raised,
+    Started,
+    TrialRequest,
+    message_of,
+    send,
+)
 from ablate.execution.process_guard import adopt_orphans, end_orphans, exit_with_parent
 from ablate.execution.rank_process import IMPORTS, SHARDING, StartMethod, launch
 from ablate.execution.trial_runner import NO_SPACE, exit_status, run
@@ -196,7 +204,9 @@ def compute(
             os.dup2(log.fileno(), 2)
             faulthandler.register(signal.SIGUSR1, file=log)
             send(pipe, Started(os.getpid()))
-            status = exit_status(lambda: _run(request, parse, pipe, method))
+            status = exit_status(
+                lambda: _run(request, parse, pipe, method), lambda error: send(pipe, Raised(error))
+            )
     except OSError as error:  # its log cannot be created
         status = NO_SPACE if full(error) else 1
     finally:

@@ -19,7 +19,8 @@ from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json, full, write
 from ablate.results.trial_store import Store, Tally, line
 from ablate.training.alarms import alerts
-from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED
+from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED, NAMING, recordable
+from ablate.training.user_errors import UserError, described
 
 if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
@@ -59,10 +60,14 @@ def start_cuda(index: int | None = None) -> None:
     gpu_access.start(index)
 
 
-def exit_status(work: Callable[[], None]) -> int:
+def exit_status(work: Callable[[], None], raised: Callable[[UserError], None] = lambda error: None) -> int:
     """Run the work of a process and return its exit status.
 
     An error goes to standard error, which is the log.
+
+    Args:
+        work: the work.
+        raised: called with an exception of the user's code.
     """
     try:
         work()
@@ -72,14 +77,19 @@ def exit_status(work: Callable[[], None]) -> int:
     except Edited as error:
         print(error, file=sys.stderr, flush=True)
         return EDITED
-    except InputError as error:
-        print(error, file=sys.stderr, flush=True)
-        return 2
     except Exception as error:  # the boundary of the process
+        users, sentence = described(error), isinstance(error, InputError)
+        if users:
+            raised(users)
         with suppress(OSError):
-            traceback.print_exc()
+            if sentence:
+                print(error, file=sys.stderr)
+            else:
+                traceback.print_exc()
+            if users and not sentence:
+                print(f"\nIn the trial's own code:\n{users.report}", file=sys.stderr)
             sys.stderr.flush()
-        return NO_SPACE if full(error) else 1
+        return NO_SPACE if full(error) else 2 if sentence else 1
     return 0
 
 
@@ -356,9 +366,13 @@ def _events(spec: TrialSpec, telemetry: TelemetrySettings, checkpoints: "Checkpo
     from ablate.training.loop import Telemetry
     from ablate.training.metrics import ALARMS
 
-    marked = False
+    marked, refused = False, set[str]()
     for record in spec.records(Telemetry.model_validate(telemetry), checkpoints):
-        event = {"step": record.step, "time": time.time(), "metrics": record.metrics}
+        metrics = {name: value for name, value in record.metrics.items() if recordable(name)}
+        for name in sorted(record.metrics.keys() - metrics.keys() - refused):
+            refused.add(name)
+            print(f"step {record.step}: metric {name[:100]!a} is left out: {NAMING}", flush=True)
+        event = {"step": record.step, "time": time.time(), "metrics": metrics}
         if record.verdict:
             event["events"] = [str(record.verdict)]
         if raised := alerts(record.metrics, ALARMS):

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -71,6 +71,10 @@ class Arm:
         return self.config.model_copy(update=same), self.recipe, self.twin
 
 
+class NoSuchKnob(str):
+    """Reason against a knob that does not exist, whatever its value."""
+
+
 class KnobError(ValueError):
     """Knobs whose values are not possible: (knob or None, reason) for each."""
 
@@ -91,8 +95,6 @@ class StartingPoint:
     directory."""
     own: Recipe | None = None
     """Recipe that `preset` names if it is no preset's name: of a file, or written in the experiment."""
-    strays: dict[str, None] = field(default_factory=dict, compare=False, repr=False)
-    """Relative paths that were found in the working directory instead."""
 
     @cached_property
     def config(self) -> Workload:
@@ -108,7 +110,7 @@ class StartingPoint:
         start, recipe, paths = self._turned(knobs)
         config = paths.apply("workload", deepcopy(dict(self.values)), WORKLOADS[self.workload])
         if config is not None and self.folder is not None:
-            config = located(config, self.folder, self.strays)
+            config = located(config, self.folder)
         if config is not None and recipe is not None:
             paths.reasons += _contradictions(config, recipe, paths)
             if not at_end and not paths.reasons:
@@ -194,7 +196,7 @@ class _Paths:
             names = [*KNOBS, *WORKLOAD_KNOBS, "recipe", "recipe.<path>", "workload.<field>"]
             near = get_close_matches(knob, names, 1, NEAR)
             hint = nearest(knob, names) if near else elsewhere(knob.split(".")) or nearest(knob, names)
-            self.reasons.append((knob, f"no such knob; {hint}"))
+            self.reasons.append((knob, NoSuchKnob(f"no such knob; {hint}")))
 
     def apply(self, root: str, content: dict[str, Json], model: type[Model]) -> Model | None:
         """Return `model` from `content` with all paths under `root` set; None, with the reasons noted, if
@@ -232,7 +234,7 @@ def assign(content: dict[str, Json], parts: list[str], value: Json, model: type[
                 return f"no such knob; write workload.{'.'.join(parts[depth + 1 :])}, without the name"
             near = get_close_matches(part, model.model_fields, 1, NEAR)
             hint = "" if near else elsewhere(parts)
-            return f"no such knob; {hint or nearest(part, model.model_fields)}"
+            return NoSuchKnob(f"no such knob; {hint or nearest(part, model.model_fields)}")
         if depth == len(parts) - 1:
             content[part] = value
             return None

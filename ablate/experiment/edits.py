@@ -81,7 +81,7 @@ def edits(before: Members, now: Members, without: Collection[str] = (), seeds: b
         counts += [f"+{_counted(len(new - old), what)}"] if new - old else []
         counts += [f"{_counted(len(old - new), what)} no longer wanted (kept)"] if old - new else []
     names = redefined(before, now)
-    return [f"the file was edited: {', '.join(counts)}"] * bool(counts) + (
+    return [f"changed since the last run: {', '.join(counts)}"] * bool(counts) + (
         [redefinition(names)] if names else []
     )
 

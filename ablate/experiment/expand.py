@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 
-from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint
+from ablate.experiment.arms import Arm, KnobError, Knobs, NoSuchKnob, StartingPoint
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import MOST_ARMS, ExperimentFile
 from ablate.experiment.search_space import Dimension, conditions, grid, values_at
@@ -89,7 +89,9 @@ def build_arm(
     except KnobError as error:
         for knob, why in error.reasons:
             path: Path_ = ("ablate",) if name is None else ("arms", name)
-            if knob is not None and knob in knobs:
+            if isinstance(why, NoSuchKnob) and name is None and knob is not None and knob in positions:
+                document.problem(positions[knob][:2], why)  # once, not for each of its values
+            elif knob is not None and knob in knobs:
                 document.problem(positions.get(knob, path), why, knobs[knob])
             else:
                 document.problem(path, why)

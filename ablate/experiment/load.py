@@ -34,7 +34,7 @@ from ablate.experiment.expand import arms_and_ends
 from ablate.experiment.forked_design import misfits as fork_misfits
 from ablate.experiment.forked_design import resolved
 from ablate.experiment.metric_checks import metrics_in, refuse_metric
-from ablate.experiment.misplaced_keys import misplaced, with_paths
+from ablate.experiment.misplaced_keys import misplaced, with_paths, without_alternatives
 from ablate.experiment.phases import unreached
 from ablate.experiment.recipe_source import load as recipe_of
 from ablate.experiment.recipe_source import parse, recipe_name
@@ -401,7 +401,7 @@ def _surface(document: Document) -> ExperimentFile:
     try:
         return ExperimentFile.model_validate(document.value)
     except ValidationError as error:
-        for problem in error.errors():
+        for problem in without_alternatives(error.errors(), document.value):
             missing = problem["type"] == "missing"
             why = misplaced(problem, next(iter(document.mapping(["workload"])), None))
             document.problem(problem["loc"], why, *(() if missing else (problem["input"],)))

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from ablate.errors import nearest
 from ablate.experiment.arms import StartingPoint, reason
+from ablate.experiment.misplaced_keys import without_alternatives
 from ablate.experiment.schema import ExperimentFile, Metric
 from ablate.experiment.search_space import refuse_twins
 from ablate.experiment.yaml_document import Document
@@ -51,7 +52,7 @@ def _metric(
     try:
         metric = Metric.model_validate(value)
     except ValidationError as error:
-        for problem in error.errors():
+        for problem in without_alternatives(error.errors(), value):
             document.problem((*path, *problem["loc"]), reason(problem, Metric), problem["input"])
         return Metric()
     refuse_metric(metric.name, (*path, "name"), base, document)

@@ -5,7 +5,7 @@ A key may be spelt right and stand one level too high or too deep: `keep_weights
 models of the file (`schema`) and of its workload.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import get_origin
@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 
 from ablate.experiment.arms import below, models_of, reason, siblings
 from ablate.experiment.schema import ExperimentFile, Metric
+from ablate.files import Json
 from ablate.recipes import KNOBS, Recipe
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
@@ -58,6 +59,62 @@ def misplaced(problem: ErrorDetails, workload: str | None) -> str:
     if len(problem["loc"]) == 1 and problem["loc"][0] in _OF_A_SEARCH:
         return f"belongs under search: {_SEED_BY_SEED}"
     return with_paths(usual, str(problem["loc"][-1]), workload, siblings(problem, ExperimentFile))
+
+
+def without_alternatives(problems: Iterable[ErrorDetails], content: Json) -> list[ErrorDetails]:
+    """Return pydantic's errors, located by keys and items alone.
+
+    A value that fits none of several types has an error for each, whose location has the name of the type
+    (`min_effect.constrained-float`). Kept are those of one type: for which the value is of the right kind, or
+    that it fits furthest.
+
+    Args:
+        problems: the errors.
+        content: what was validated.
+    """
+    kept: list[ErrorDetails] = []
+    of_types: dict[tuple[int | str, ...], dict[int | str, list[ErrorDetails]]] = {}
+    for problem in problems:
+        path, place = _located(problem, content)
+        located = ErrorDetails({**problem, "loc": path})
+        if place is None:
+            kept.append(located)
+        else:
+            of_types.setdefault(place, {}).setdefault(problem["loc"][len(place)], []).append(located)
+    for by_type in of_types.values():
+        kept += max(by_type.values(), key=lambda each: max(map(_fit, each)))
+    return kept
+
+
+def _located(
+    problem: ErrorDetails, content: Json
+) -> tuple[tuple[int | str, ...], tuple[int | str, ...] | None]:
+    """Return an error's location without names of types, and the place of the first of them, or None."""
+    path: tuple[int | str, ...] = ()
+    first: tuple[int | str, ...] | None = None
+    for part in problem["loc"]:
+        inside = part in content if isinstance(content, dict) else isinstance(part, int)
+        if inside:
+            path = (*path, part)
+            content = _part(content, part)
+        elif problem["type"] == "missing" and part == problem["loc"][-1]:
+            path = (*path, part)
+        elif first is None:
+            first = path
+    return path, first
+
+
+def _part(content: Json, part: int | str) -> Json:
+    if isinstance(content, dict):
+        return content.get(str(part))
+    return (
+        content[part] if isinstance(content, list) and isinstance(part, int) and part < len(content) else None
+    )
+
+
+def _fit(problem: ErrorDetails) -> tuple[bool, int]:
+    """Return a key that sorts errors by how near the value is to the type that it does not fit."""
+    return not problem["type"].endswith(("_type", "_parsing")), len(problem["loc"])
 
 
 def with_paths(usual: str, key: str, workload: str | None, valid: Sequence[str]) -> str:

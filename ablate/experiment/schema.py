@@ -227,10 +227,9 @@ class Design(Spec):
             )
         if list(self.horizons) != sorted(set(self.horizons)):
             raise ValueError(f"horizons {list(self.horizons)} must be different numbers in ascending order")
-        if not isinstance(self.positions, int) and not all(0 < share <= 1 for share in self.positions):
-            raise ValueError(
-                f"positions {list(self.positions)} must be shares of the steps, above 0 and up to 1"
-            )
+        shares = (1,) if isinstance(self.positions, int) else self.positions
+        if not shares or not all(0 < share <= 1 for share in shares):
+            raise ValueError(f"positions {list(shares)} must be shares of the steps, above 0 and up to 1")
         return self
 
 

@@ -68,7 +68,7 @@ def spell_out(document: Document) -> None:
     _spell_out(("against",), document)
     _spell_out(("answer", "given"), document)
     asked = document.mapping(("answer",)).get("knob")
-    if asked in WORKLOAD_KNOBS:
+    if isinstance(asked, str) and asked in WORKLOAD_KNOBS:
         document.mapping(("answer",))["knob"] = f"workload.{asked}"
 
 

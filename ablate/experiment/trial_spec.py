@@ -4,7 +4,7 @@ these: trials with the same id have the same numbers, and are run once."""
 import hashlib
 import json
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,11 @@ from ablate.training.workloads import WORKLOADS
 if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
     from ablate.training.loop import Record, Telemetry
+
+
+_TRIAL, _STATE = "ablate trial 1", "ablate state 1"
+"""First words of what is hashed for the id of a trial and for the name of a checkpoint. Under other words, no
+trial has an id that a trial had before."""
 
 
 class TrialSpec(Spec):
@@ -47,16 +52,6 @@ class TrialSpec(Spec):
     """True for a second trial of the same recipe and seed, which differs in nothing that matters."""
 
     @property
-    def _calls_drawn(self) -> int:
-        """Return what the workload's version is raised by: 1 if a layer may draw in several calls.
-
-        The package's own models call each layer once in a micro-batch. A model of `transformers` may call one
-        several times (ALBERT); each of its calls drew the same random bits in trials of version 1.
-        """
-        recipes = (self.recipe, *(trunk for trunk in (self.forks and self.forks.trunk,) if trunk))
-        return int(getattr(self.config, "model", None) is not None and any(one.draws for one in recipes))
-
-    @property
     def steps(self) -> int:
         """Steps that the trial counts."""
         return self.forks.steps if self.forks else self.config.steps
@@ -79,10 +74,12 @@ class TrialSpec(Spec):
     def id(self) -> str:
         """16 hex digits of the SHA-256 of everything that determines the trial: `content` without the paths
         of its data."""
-        content = self._content(self._identity, self.recipe.canonical())
-        return hashlib.sha256(
-            json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-        ).hexdigest()[:16]
+        return _hash(
+            _TRIAL,
+            self._origin(self._identity)
+            | {"recipe": self.recipe.canonical()}
+            | {"forks": self.forks and self.forks.canonical(), "twin": self.twin},
+        )
 
     @property
     def unchanged(self) -> bool:
@@ -138,16 +135,8 @@ class TrialSpec(Spec):
     def history(self, step: int) -> str:
         """Return the name of a checkpoint after `step` steps: 16 hex digits of the SHA-256 of everything that
         determined the state."""
-        points = [point for point in self.segments if point[0] < step]
-        version = numerics.version((json.loads(recipe) for _, recipe in points), self.device)
-        content = self._content(self._identity, {}, varied=False) | {
-            "recipe": points,
-            "numerics_version": version,
-            "step": step,
-        }
-        return hashlib.sha256(
-            json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
-        ).hexdigest()[:16]
+        points: list[Json] = [list(point) for point in self.segments if point[0] < step]
+        return _hash(_STATE, self._origin(self._identity) | {"recipe": points, "step": step})
 
     def alike(self, other: "TrialSpec") -> int:
         """Return the number of steps for which two trials that start in the same state stay in the same
@@ -169,39 +158,27 @@ class TrialSpec(Spec):
     @property
     def content(self) -> dict[str, Json]:
         """Whole spec as JSON data, with its id."""
-        return {"id": self.id} | self._content(
-            self.config.model_dump(mode="json"), self.recipe.model_dump(mode="json")
-        )
+        fields = self.model_dump(mode="json", include={"recipe", "forks", "twin"})
+        return {"id": self.id} | self._origin(self.config.model_dump(mode="json")) | fields
 
     @property
     def _identity(self) -> dict[str, Json]:
         """Return the workload's fields that determine the numbers on this device.
 
-        `deterministic` changes none on a CPU. On a GPU it always counts: trials from before its default was
-        true have another id.
+        `deterministic` changes none on a CPU.
         """
         fields: dict[str, Json] = self.config.identity()
-        if not isinstance(self.config, Training):
-            return fields
-        fields = {name: value for name, value in fields.items() if name != "deterministic"}
-        return fields if self.device == "cpu" else fields | {"deterministic": self.config.deterministic}
+        if self.device == "cpu" and isinstance(self.config, Training):
+            del fields["deterministic"]
+        return fields
 
-    def _content(
-        self, config: dict[str, Json], recipe: dict[str, Json], varied: bool = True
-    ) -> dict[str, Json]:
-        """Return what determines the trial. `varied`: with forks and twin, which a plain trial's lacks."""
-        others: dict[str, Json] = {"forks": self.forks.canonical()} if varied and self.forks else {}
-        if varied and self.twin:
-            others["twin"] = True
-        recipes: list[Json] = [recipe]
-        if varied and self.forks and self.forks.trunk:
-            recipes.append(self.forks.trunk.canonical())
-        return others | {
+    def _origin(self, config: dict[str, Json]) -> dict[str, Json]:
+        """Return what determines the trial beside its recipe. `config`: the workload's fields."""
+        return {
             "workload": {self.workload: config},
-            "workload_version": self.config.VERSION + self._calls_drawn,
+            "workload_version": self.config.VERSION,
             "data": self.config.fingerprint(),
-            "recipe": recipe,
-            "numerics_version": numerics.version(recipes, self.device),
+            "numerics_version": numerics.VERSION,
             "seed": self.seed,
             "engine": self.engine,
             "device": self.device,
@@ -226,9 +203,8 @@ class TrialSpec(Spec):
             workload=name,
             config=WORKLOADS[name].model_validate(config, strict=False),
             recipe=Recipe.model_validate(content["recipe"], strict=False),
-            forks=content.get("forks") and Forks.model_validate(content["forks"], strict=False),
-            twin=content.get("twin", False),
-            **{key: content[key] for key in ("seed", "engine", "device")},
+            forks=content["forks"] and Forks.model_validate(content["forks"], strict=False),
+            **{key: content[key] for key in ("seed", "engine", "device", "twin")},
         )
         if spec.id != content["id"]:
             raise ValueError(
@@ -236,3 +212,9 @@ class TrialSpec(Spec):
                 "its code or its data differ from those of the process that planned it"
             )
         return spec
+
+
+def _hash(domain: str, content: Mapping[str, object]) -> str:
+    """Return 16 hex digits of the SHA-256 of a domain and the JSON data that it is followed by."""
+    text = json.dumps([domain, content], sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -5,8 +5,7 @@ refused, with the reason, when an object is built. "Off" is always None: an unqu
 and an unrotated product has no Hadamard.
 """
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
 from itertools import pairwise
@@ -28,77 +27,11 @@ from ablate.numerics.choices import (
 )
 from ablate.numerics.formats import ELEMENTS, SCALES
 
-VERSION = 3
+VERSION = 1
 """Raise by hand when a change here or in a kernel changes any bit that a recipe computes: it is part of every
 trial's id."""
-STATIC_ROTATED_VERSION = 4
-"""Version of the recipes that rotate by 16 and give an amax (`outer.statistic: static:v`), on a CPU: up to
-version 3 the compiled quantiser ignored the given amax of rotated columns. The bits of no other recipe
-changed, so the ids of its trials stay."""
-TREE_SUMS_VERSION = 5
-"""Version of the recipes that add up a block: `range.statistic` rms or std, and MS-EDEN. Up to version 3 they
-added in torch's order, which differs between machines; now by halves (`scaling.tree_sum`)."""
-CONTIGUOUS_VERSION = 6
-"""Version of the recipes that split off singular components: up to 5, the order in which those of a
-transposed operand were added up followed its layout in memory, which differs between one rank and several."""
-NONZERO_VERSION = 7
-"""Version of the recipes that take channels out of an operand (`transform.channels` and `transform.patch`).
-Up to 6 the zeros of the other channels were multiplied too, which adds fp32 sums in other groups."""
-EQUAL_VERSION = 8
-"""Version of the recipes that take the mean out of an operand (`transform.mean`). Up to 7 its equal rows were
-multiplied one by one, and its equal columns, which adds fp32 sums in another order."""
-RANGE_VERSION = 9
-"""Version of the recipes that map a block's rms or standard deviation (`range.statistic`), or a magnitude
-below the headroom. Up to 8 squares of blocks of extreme magnitudes left fp32's range, the sum over a square
-tile was not that over its transpose, and headroom made the scales of tiny blocks infinite or NaN."""
 Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 """JSON data, as `ablate.files` has it: this package imports none of the others."""
-
-
-def version(recipes: Iterable[Json], device: str) -> int:
-    """Return the version of the numerics of some recipes (as JSON data) on a device class."""
-    words = {word for recipe in recipes for word in _words(recipe)}
-    if "range" in words:
-        return RANGE_VERSION
-    if "mean" in words:
-        return EQUAL_VERSION
-    if "channels" in words:
-        return NONZERO_VERSION
-    if "low_rank" in words:
-        return CONTIGUOUS_VERSION
-    if "sums" in words:
-        return TREE_SUMS_VERSION
-    return STATIC_ROTATED_VERSION if device == "cpu" and words >= {"rotated", "static"} else VERSION
-
-
-def _words(data: Json) -> Iterator[str]:
-    """Yield the words of a recipe's data that a version depends on.
-
-    They are `rotated` for each rotation by 16, `static` for each given amax, `sums`, `low_rank`, `channels`,
-    `mean`, `range`.
-    """
-    if isinstance(data, dict):
-        if isinstance(range_ := data.get("range"), dict) and (
-            str(range_.get("statistic")) != "amax"
-            or float(str(range_.get("headroom") or 1)) > float(str(range_.get("map_to") or math.inf))
-        ):
-            yield "range"
-        if isinstance(transform := data.get("transform"), dict):
-            if transform.get("low_rank"):
-                yield "low_rank"
-            if transform.get("mean"):
-                yield "mean"
-            if transform.get("channels") or transform.get("patch"):
-                yield "channels"
-        if data.get("rounding") == "ms_eden":
-            yield "sums"
-        if isinstance(turn := data.get("hadamard"), dict) and turn.get("size") == 16:
-            yield "rotated"
-        if isinstance(outer := data.get("outer"), dict) and str(outer["statistic"]).startswith("static"):
-            yield "static"
-    for value in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
-        yield from _words(value)
-
 
 _CAST = tuple(name for name, scale in SCALES.items() if scale.bits >= 16)
 """Scale formats to which torch casts, only to nearest; the others are rounded on their grid."""
@@ -140,8 +73,8 @@ class Spec(BaseModel):
     )
 
     LATER: ClassVar[frozenset[str]] = frozenset()
-    """Fields added later. With its default such a field is not part of a trial's identity, so older results
-    stay valid."""
+    """Fields added since 0.1.0. With its default such a field is not part of a trial's identity, so results
+    of earlier releases stay valid."""
 
     def canonical(self, exclude: Collection[str] = ()) -> dict[str, Json]:
         """Return the JSON data that identifies this description.
@@ -239,8 +172,6 @@ class BlockScale(Spec):
     micro_exponents: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(None, strict=False, min_length=1)
     """Lengths of the sub-blocks that have a one-bit exponent of their own, each a divisor of the one before:
     `[8, 4]` in HiF4, whose elements are e1m2 in blocks of 1x64 with e6m2 scales."""
-
-    LATER: ClassVar[frozenset[str]] = frozenset({"halve_below", "micro_exponents"})
 
     @property
     def levels(self) -> int:
@@ -344,8 +275,6 @@ class Select(Spec):
     """Values to which the two candidates of `scales` map the block's largest magnitude. Beyond 6 it
     saturates, and the block's other elements are finer: `[6, 12]`. The first wins where errors are equal."""
 
-    LATER: ClassVar[frozenset[str]] = frozenset({"map_to"})
-
     @model_validator(mode="after")
     def _pair(self) -> "Select":
         if self.among != "scales" and self.map_to != (6.0, 4.0):
@@ -385,8 +314,6 @@ class Transform(Spec):
     patch: float | None = Field(None, gt=0, lt=1)
     """The fraction of channels with the largest magnitude whose quantisation error is added back to the
     product, in the operand's own precision (Hot-Channel Patch, arXiv 2602.02047)."""
-
-    LATER: ClassVar[frozenset[str]] = frozenset({"patch"})
 
     @model_validator(mode="after")
     def _consistent(self) -> "Transform":

@@ -24,7 +24,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -111,8 +111,6 @@ class Fprop(Product):
 
 class Backward(Product):
     """Fields of both products of the backward pass."""
-
-    LATER: ClassVar[frozenset[str]] = frozenset({"dequantised"})
 
     dequantised: bool = False
     """Take w (dgrad) or x (wgrad) as the forward pass quantised it, dequantised and rounded to bf16, instead
@@ -482,7 +480,6 @@ class QRamping(Spec):
 class Weights(Spec):
     """Treatment of the master weights of quantised layers; `noise` is on norms."""
 
-    LATER: ClassVar[frozenset[str]] = frozenset({"noise"})
     master: Dtype = "fp32"
     """Type that the optimizer keeps all weights in; bf16 rounds to nearest after every step."""
     osci_reset: OsciReset | None = None

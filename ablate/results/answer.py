@@ -20,6 +20,7 @@ import pandas as pd
 from ablate.experiment.schema import START, Metric
 from ablate.results import answer_tables, operand_health, search_effects
 from ablate.results.answer_verdict import VerdictSentences
+from ablate.results.checked_ledger import open_ledger
 from ablate.results.doses import doses, parts
 from ablate.results.effect_table import EffectTable, lines
 from ablate.results.forked import design_of, estimand
@@ -28,7 +29,7 @@ from ablate.results.page import Code, Gallery, Part, Section, Table, Text, secti
 from ablate.results.paired_stats import FEWEST_DISTINCT
 from ablate.results.run_tables import recipes_table, runs_table
 from ablate.results.subject import described
-from ablate.results.summary import foremost, open_ledger, summaries
+from ablate.results.summary import foremost, summaries
 from ablate.results.table_notes import reading
 from ablate.results.trial_store import Store
 

@@ -201,7 +201,8 @@ def damage_table(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> 
     caption = (
         f"Direct damage: {metric.name} minus {metric.name}_bf16 of the same weights, less the baseline's."
         f" Learnt damage: the difference in {metric.name}_bf16, both arms' weights read in high precision."
-        " The two add up to the first column, which has the verdict; their intervals are not corrected."
+        " The two add up to the first column, which has the verdict; their intervals are not corrected"
+        + (", and lack the error of the evaluation, which the first column's has." if forked else ".")
     )
     return Table("damage", rows, caption) if rows else None
 
@@ -262,7 +263,8 @@ def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:
             }
         )
     caption = (
-        "Correlation of the arm's values with its baseline's over seeds; in brackets its 95 % interval."
+        "Correlation of the arm's values with its baseline's over seeds; in brackets Fisher's 95 % interval,"
+        " which holds for normal values: it is too narrow where single seeds lie far from the others."
         " Pairing sharpens a gap where it is positive, and blurs it where it is negative."
     )
     return Table("pairing", rows, caption) if rows else None
@@ -287,7 +289,9 @@ def power_table(arms: Sequence[ArmSummary]) -> Table | None:
     if any(row["seeds needed"] for row in rows):
         caption = (
             "Spread: standard deviation over seeds. Seeds needed: the total number for an 80 % chance of a"
-            " verdict; in brackets, that number if the spread is at either end of its range."
+            " verdict; in brackets, that number if the spread is at either end of its range. The chance is a"
+            " mean over all spreads that the seeds so far allow. If the true spread is several times"
+            " min_effect, a number that is named all the same is too small (docs/statistics.md)."
         )
     else:
         caption = "" if all(arm.margin for arm in arms if arm.gap) else NO_MIN_EFFECT
@@ -296,7 +300,7 @@ def power_table(arms: Sequence[ArmSummary]) -> Table | None:
 
 def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Table | None:
     """Return the table of the same gaps by other tests: equivalence, and Wilcoxon's ranks if there are enough
-    seeds.
+    seeds, whose number was fixed before: the test has no correction for looks.
 
     Args:
         arms: Arms of the sweep. Wilcoxon's p-values are corrected over all of them.
@@ -309,7 +313,7 @@ def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Tab
     family = {
         arm.name: (arm.values, baselines[arm.baseline])
         for arm in arms
-        if arm.role != "searched" and arm.verdict.kind != "unjudged"
+        if arm.role != "searched" and arm.verdict.kind != "unjudged" and arm.interval.kind == "t"
         if arm.gap is not None and arm.gap.informative and arm.baseline is not None
     }
     by_name = dict(zip(family, holm([_wilcoxon(*pair) for pair in family.values()]), strict=True))
@@ -322,7 +326,9 @@ def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Tab
         for arm in compared
     ]
     caption = "Equivalence: p of the hypothesis that the gap is min_effect or more, in either direction."
-    if any(arm.gap and arm.gap.pairs < FEWEST_RANKED for arm in compared):
+    if any(arm.interval.kind != "t" for arm in compared):
+        caption += " Wilcoxon's signed-rank test is left out: it is valid at one look, and seeds grow here."
+    elif any(arm.gap and arm.gap.pairs < FEWEST_RANKED for arm in compared):
         caption += (
             f" Wilcoxon's signed-rank test needs {FEWEST_RANKED} pairs: with fewer, its two-sided p cannot"
             " fall below 5 %."

@@ -1,14 +1,16 @@
 """Evidence block: what a sweep found, in one snippet to paste into a pull request or a paper's appendix."""
 
-import html
 import json
 from collections.abc import Sequence
 
 from ablate import __version__
+from ablate.errors import one_line
+from ablate.results.checked_ledger import unverified
 from ablate.results.comparisons import Comparisons
 from ablate.results.effect_table import EffectTable, lines
 from ablate.results.forked import design_of, estimand
 from ablate.results.headline import headline_of
+from ablate.results.plain_text import html_text, markdown_cell
 from ablate.results.registration import registered_text
 from ablate.results.subject import described
 
@@ -30,6 +32,7 @@ def facts(sweep: Comparisons) -> dict[str, str]:
         "Interval": f"{sweep.arms[0].interval if sweep.arms else 'interval'} of differences paired by seed;"
         " verdicts corrected by Holm over the comparisons of their kind",
         "Checks": "; ".join(check.text for check in answer.checks),
+        "Records": unverified(ledger),
         "Registered": registered_text(ledger),
         "Command": f"ablate sweep {ledger.fact('file') or f'{ledger.name}.yaml'}",
         "Made with": f"ablate {__version__}, commit {commit}"
@@ -66,11 +69,14 @@ def markdown(sweep: Comparisons) -> str:
     """
     known = [(name, text) for name, text in facts(sweep).items() if text]
     (_, question), *rest = known
-    return "\n".join([f"**{question}**", "", *_listed(rest), "", table(sweep).markdown(), ""])
+    return "\n".join([f"**{markdown_cell(question)}**", "", *_listed(rest), "", table(sweep).markdown(), ""])
 
 
 def _listed(rest: Sequence[tuple[str, str]]) -> list[str]:
-    return [f"- {name}: {f'`{text}`' if name == 'Command' else text}" for name, text in rest]
+    return [
+        f"- {name}: " + (f"`{one_line(text)}`" if name == "Command" else markdown_cell(text))
+        for name, text in rest
+    ]
 
 
 def page(sweep: Comparisons) -> str:
@@ -80,7 +86,7 @@ def page(sweep: Comparisons) -> str:
         sweep: the sweep's comparisons.
     """
     known = [(name, text) for name, text in facts(sweep).items() if text]
-    items = "\n".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(text)}</dd>" for name, text in known[1:])
+    items = "\n".join(f"<dt>{html_text(name)}</dt><dd>{html_text(text)}</dd>" for name, text in known[1:])
     style = (
         ".ablate .bar { stroke: #555; stroke-width: 2 } .ablate .zero { stroke: #888 } .ablate .margin {"
         " fill: #e9edf1 } .ablate .mean { fill: #fff; stroke: #555 } .ablate .seed { fill: #2f7f86 } .ablate"
@@ -88,6 +94,6 @@ def page(sweep: Comparisons) -> str:
         " left; padding-right: 1em }"
     )
     return (
-        f'<section class="ablate"><style>{style}</style>\n<h3>{html.escape(known[0][1])}</h3>\n'
+        f'<section class="ablate"><style>{style}</style>\n<h3>{html_text(known[0][1])}</h3>\n'
         f"<dl>\n{items}\n</dl>\n{table(sweep).html()}\n</section>\n"
     )

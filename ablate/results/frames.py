@@ -7,8 +7,8 @@
     results.trials          # a row for each run: arm, seed, status, value
     results.records("val/loss", "quant/*/sqnr_db")    # every recorded number
 
-The numbers are those of the sweep's own tables and report. A ledger that something but a sweep has changed
-is refused, as it is there.
+The numbers are those of the sweep's own tables and report. A ledger whose rows or records differ from what
+the sweep wrote is refused, as it is there.
 """
 
 import json
@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
-from ablate.errors import nearest
+from ablate.errors import InputError, nearest
 from ablate.results import attribution, records
+from ablate.results.checked_ledger import open_checked, unverified
 from ablate.results.decomposition import damages
 from ablate.results.ledger import Ledger
-from ablate.results.ledger_integrity import flaw
 from ablate.results.summary import metrics_of, summaries
 
 if TYPE_CHECKING:
@@ -39,11 +39,12 @@ class Results:
 
     Attributes:
         metric: name of the metric that arms are compared by.
+        unverified: sentence on the trials whose records have no seal to be compared with; empty if all have.
     """
 
     def __init__(self, ledger: Ledger, metric: "Metric") -> None:
         self._ledger, self._metric = ledger, metric
-        self.metric = metric.name
+        self.metric, self.unverified = metric.name, unverified(ledger)
 
     def __enter__(self) -> "Results":
         """Return the results."""
@@ -56,8 +57,9 @@ class Results:
         self._ledger.close()
 
     def __repr__(self) -> str:
-        """Return the sweep's name and its size."""
-        return f"<results of {self._ledger.name}: {len(self._ledger.arms())} arms, by {self.metric}>"
+        """Return the sweep's name and its size, and what is unverified."""
+        size = f"{self._ledger.name}: {len(self._ledger.arms())} arms, by {self.metric}"
+        return f"<results of {', '.join(filter(None, [size, self.unverified]))}>"
 
     @property
     def arms(self) -> pd.DataFrame:
@@ -194,12 +196,11 @@ def open(sweep: str | Path, *, state: str | Path | None = None, metric: str | No
     if name not in known:
         hint = nearest(name, known) if known else "none has been run there"
         raise FileNotFoundError(f"{name}: no such sweep in {folder.parent}; {hint}")
-    ledger = Ledger(folder / name / "ledger.db", readonly=True)
     try:
-        if found := flaw(ledger):
-            raise ValueError(
-                f"{folder / name / 'ledger.db'}: damaged ({found}); `ablate rebuild {name}` makes it again"
-            )
+        ledger = open_checked(folder / name / "ledger.db")
+    except InputError as error:
+        raise ValueError(str(error)) from None
+    try:
         compared = {one.name: one for one in metrics_of(ledger)}
         if metric is not None and metric not in compared:
             raise ValueError(f"{metric}: {name} compares by {', '.join(compared)}")

@@ -111,14 +111,14 @@ def _one_product(ledger: Ledger) -> Check | None:
 
 
 def _one_processor(ledger: Ledger) -> Check | None:
-    """Return the warning that runs of one seed were computed by different kinds of processors."""
+    """Return the warning that runs of one seed were computed by other processors or versions of torch."""
     kinds = ledger.largest(ARITHMETIC)
     mixed = _mixed_seeds(ledger, kinds)
     if not mixed:
         return None
     return Check(
         "warning",
-        f"runs on {len(set(kinds.values()))} kinds of processors: pairs of"
+        f"runs on {len(set(kinds.values()))} kinds of processors or versions of torch: pairs of"
         f" {'seed' if len(mixed) == 1 else 'seeds'} {', '.join(map(str, mixed))} compare those too",
     )
 

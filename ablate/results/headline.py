@@ -316,8 +316,10 @@ def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
     """Return lead, text and verdicts of the comparisons that the question is about."""
     arms = sweep.grid.arms if sweep.grid and sweep.turned_knobs else sweep.arms
     if nothing_learned(arms):
-        best = min((arm for arm in arms if not math.isnan(arm.loss)), key=lambda arm: arm.loss)
-        subset = "" if nothing_learned(sweep.arms) else " of the arms that turn these knobs"
+        everywhere = nothing_learned(sweep.arms)
+        ended = (arm for arm in (sweep.arms if everywhere else arms) if not math.isnan(arm.loss))
+        best = min(ended, key=lambda arm: arm.loss)
+        subset = "" if everywhere else " of the arms that turn these knobs"
         reference = math.nan if best.context_free is None else best.context_free
         text = (
             f"nothing was learned. The lowest loss{subset} is {number(best.loss)} ({best.name}); a model that"
@@ -350,10 +352,10 @@ def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
 def _at_positions(arms: Sequence[ArmSummary]) -> str:
     """Return the sentence that limits an answer to the positions of the windows, which no seed changes."""
     cells = (arm.readings for arm in arms if arm.readings and arm.readings.cells)
-    steps = next((readings.positions for readings in cells), [])
-    if len(steps) < 2:
-        return f"This holds for windows from step {steps[0] if steps else 0}; other positions may differ."
-    return f"This holds for windows from steps {', '.join(map(str, steps))}."
+    steps = next((readings.positions for readings in cells), [0])
+    where, plural = ("this position", "") if len(steps) < 2 else ("these positions", "s")
+    listed = ", ".join(map(str, steps))
+    return f"This holds at {where} (windows from step{plural} {listed}); other positions may differ."
 
 
 def _in_windows(lead: str, verdict: Verdict) -> str:

@@ -2,15 +2,12 @@
 
 import json
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
-from ablate.files import Damaged
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Member
-from ablate.results.trial_store import Store
-from ablate.training.workloads import context_free, reports_context_free
+from ablate.training.workloads import reports_context_free
 
 
 @dataclass(frozen=True)
@@ -19,16 +16,13 @@ class Floors:
 
     recorded: Mapping[int, float | None]
     """The ledger's, by number of the trial."""
-    store: Store
-    """Results of the trials, for ledgers of earlier versions."""
     by_arm: Mapping[str, float]
     """Those that MLflow had, by name of the arm."""
 
     @classmethod
     def of_ledger(cls, ledger: Ledger) -> Self:
         """Return the sources for the trials of a ledger."""
-        store = Store(ledger.path.absolute().parents[2])
-        return cls(ledger.context_free(), store, json.loads(ledger.fact("context_free") or "{}"))
+        return cls(ledger.context_free(), json.loads(ledger.fact("context_free") or "{}"))
 
     def of(self, members: Iterable[Member]) -> tuple[float | None, bool]:
         """Return the loss for an arm's first finished run, and True if it should be known and is not."""
@@ -37,8 +31,5 @@ class Floors:
             return None, False
         if first.trial in self.recorded:
             return self.recorded[first.trial], False
-        result = None
-        with suppress(Damaged):  # `status --verify` reports it
-            result = self.store.result(first.id)
-        loss = self.by_arm.get(first.name) if result is None else context_free(result)
-        return loss, result is None and loss is None and reports_context_free(first.spec)
+        loss = self.by_arm.get(first.name)
+        return loss, loss is None and reports_context_free(first.spec)

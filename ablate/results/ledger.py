@@ -50,7 +50,7 @@ class Ledger(RecordQueries, TrialStates, ShippingState):
         knobs: Mapping[str, object],
         baseline: int | None,
         optuna: int | None,
-        role: Role | None = None,
+        role: Role = "listed",
         repeats: int | None = None,
         reason: str | None = None,
     ) -> int:

@@ -30,7 +30,7 @@ class ArmQueries(LedgerFile):
         return point
 
     def _select_arms(self, condition: str, arm: int | None = None) -> list[ArmRow]:
-        query = f"SELECT {ARM_COLUMNS} FROM {self._arms_table} WHERE {condition}"
+        query = f"SELECT {ARM_COLUMNS} FROM arms WHERE {condition}"
         return [ArmRow.of(row) for row in self.db.execute(query, {"arm": arm})]
 
     def proposed(self) -> int:
@@ -64,7 +64,7 @@ class ArmQueries(LedgerFile):
     def _select_members(self, condition: str, **values: int | None) -> list[Member]:
         """Return the wanted members that meet a condition in SQL, by arm and seed."""
         query = (
-            f"SELECT {MEMBER_COLUMNS} FROM members JOIN {self._arms_table} AS arms USING (arm)"
+            f"SELECT {MEMBER_COLUMNS} FROM members JOIN arms AS arms USING (arm)"
             " JOIN trials USING (trial) LEFT JOIN arms AS bases ON bases.arm = arms.baseline WHERE wanted"
             f" AND arms.place IS NOT NULL {condition} ORDER BY arms.place, seed"
         )

@@ -36,22 +36,24 @@ class LedgerFile:
             mounts: Text of a mounts table, which decides the journal mode; default: this machine's.
 
         Raises:
+            InputError: Another version of this package wrote it, in another format.
             sqlite3.Error: The file cannot be opened, or is not a database.
         """
         self.path = path
-        if readonly:
-            self.db = databases.open_readonly(path)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.db = sqlite3.connect(path, isolation_level=None, timeout=60)
-            databases.set_journal(self.db, path, mounts)
-            ledger_schema.create(self.db)
-        self.db.row_factory = sqlite3.Row
-        missing = ledger_schema.missing_columns(self.db)
-        unknown = ", ".join(f"NULL AS {column}" for column in missing)
-        self._arms_table = f"(SELECT *, {unknown} FROM arms)" if missing else "arms"
-        """The table of arms, with all columns: an earlier version's ledger that is only read keeps its
-        own."""
+        try:
+            if readonly:
+                self.db = databases.open_readonly(path)
+                ledger_schema.check(self.db, path)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.db = sqlite3.connect(path, isolation_level=None, timeout=60)
+                ledger_schema.check(self.db, path)
+                databases.set_journal(self.db, path, mounts)
+                ledger_schema.create(self.db, path)
+            self.db.row_factory = sqlite3.Row
+        except sqlite3.Error as error:
+            error.add_note(str(path))
+            raise
         self._replaced: list[tuple[str, str]] = []
         """Trials and members whose runs in MLflow are to be removed, until the transaction ends."""
         self._names = {row["text"]: row["name"] for row in self.db.execute("SELECT * FROM names")}

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 
-from ablate.results import ledger_schema
 from ablate.results.ledger_file import LedgerFile
 from ablate.results.ledger_rows import Intervention
 from ablate.training.metric_names import Name, parse
@@ -20,8 +19,6 @@ class RecordQueries(LedgerFile):
 
     def events(self) -> list[Intervention]:
         """Return the texts on interventions by arm, seed and step."""
-        if not ledger_schema.has_table(self.db, "events"):
-            return []
         query = (
             "SELECT arms.name AS arm, seed, step, text FROM events JOIN members USING (trial)"
             " JOIN arms USING (arm)"

@@ -31,8 +31,8 @@ class ArmRow:
     """Its number in the study, None if it is not part of one."""
     place: int | None
     """Position among the wanted arms, None if it is not wanted."""
-    role: Role | None
-    """Its role in the sweep; None in a ledger of an earlier version."""
+    role: Role
+    """Its role in the sweep."""
     repeats: int | None
     """Number of the arm whose trials it shares, if a search proposed the same point again."""
     reason: str | None
@@ -65,8 +65,8 @@ class Member:
     """Its arm's number in the study, None if it is not part of one."""
     baseline: int | None
     """Number of the arm that its arm is compared with, None for a baseline."""
-    role: Role | None
-    """Role of its arm; None in a ledger of an earlier version."""
+    role: Role
+    """Role of its arm."""
     against: str | None
     """Name of the arm that its arm is compared with, None for a baseline."""
     id: str

@@ -3,8 +3,7 @@
 A bad disk, a copy or an edit by hand can change, add or remove a row without damage that SQLite detects. The
 writer's connection therefore has temporary triggers: each row that it inserts, updates or deletes has its
 seal written or removed in the same transaction. A write without them leaves a row that differs from its seal,
-a row
-without a seal, or a seal without a row:
+a row without a seal, or a seal without a row:
 
     writer = Ledger(path);                  writer.describe(metric="val/loss")         # row and seal
     other = sqlite3.connect(path);          other.execute("DELETE FROM sweep")         # seals remain
@@ -46,9 +45,10 @@ SEALED = {
     "members": _Table(("arm", "seed", "trial", "wanted"), keys=2),
     "attempts": _Table(("trial", "attempt", "started", "ended", "outcome", "reason"), keys=2),
     "names": _Table(("name", "text")),
+    "context_free": _Table(("trial", "loss")),
 }
-"""Sealed columns by table. A change here makes every seal of earlier ledgers wrong: give `row_seals` another
-name then."""
+"""Sealed columns by table. A change here makes every seal of existing ledgers wrong: raise
+`ledger_schema.FORMAT` with it."""
 
 RECORDS = "records"
 """Part of the seals that each cover all records of one trial."""
@@ -59,19 +59,8 @@ def _row_digest(*cells: object) -> str:
 
 
 def install(db: sqlite3.Connection) -> None:
-    """Add the triggers to a writer's connection, and seal all rows of a ledger that has no seals yet."""
+    """Add the triggers to a writer's connection."""
     _define(db)
-    if not is_sealed(db):
-        db.execute("BEGIN IMMEDIATE")
-        db.execute(
-            "CREATE TABLE IF NOT EXISTS row_seals (part TEXT, key TEXT, seal TEXT, PRIMARY KEY (part, key))"
-            " WITHOUT ROWID"
-        )
-        for name, table in SEALED.items():
-            db.execute(
-                f"INSERT OR IGNORE INTO row_seals SELECT '{name}', {table.key()}, {table.digest} FROM {name}"
-            )
-        db.execute("COMMIT")
     for name, table in SEALED.items():
         # No conflict clause in the bodies: SQLite replaces it with that of the statement that fires the
         # trigger.
@@ -96,13 +85,8 @@ def _define(db: sqlite3.Connection) -> None:
     db.create_function("row_digest", -1, _row_digest, deterministic=True)
 
 
-def is_sealed(db: sqlite3.Connection) -> bool:
-    """Return False for a ledger of an earlier version that was only read since."""
-    return bool(db.execute("SELECT 1 FROM sqlite_master WHERE name = 'row_seals'").fetchone())
-
-
 def difference(db: sqlite3.Connection) -> tuple[str, str, str] | None:
-    """Return the first row that differs from its seal, None if there is none. The ledger must have seals.
+    """Return the first row that differs from its seal, None if there is none.
 
     Returns:
         Name of the table, key of the row, and the difference: `is gone`, for example.
@@ -145,10 +129,7 @@ def seal_records(db: sqlite3.Connection, trial: int, digest: str | None) -> None
 
 
 def records_seal(db: sqlite3.Connection, trial: int) -> str | None:
-    """Return the seal of a trial's records; None if it has none, because it runs, or because an earlier
-    version wrote it."""
-    if not is_sealed(db):
-        return None
+    """Return the seal of a trial's records; None if it has none, because it runs."""
     row = db.execute(
         "SELECT seal FROM row_seals WHERE part = ? AND key = ?", (RECORDS, str(trial))
     ).fetchone()

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from ablate.results import ledger_seals
 from ablate.results.ledger_file import LedgerFile
 from ablate.results.ledger_rows import FINISHED, TRIAL_COLUMNS, TrialRow
-from ablate.results.ledger_schema import has_table
 from ablate.results.trial_store import Event
 
 
@@ -94,8 +93,6 @@ class TrialStates(LedgerFile):
 
     def context_free(self) -> dict[int, float | None]:
         """Return what `note_context_free` recorded, by number of the trial."""
-        if not has_table(self.db, "context_free"):
-            return {}
         return dict(self.db.execute("SELECT trial, loss FROM context_free").fetchall())
 
     def requeue(self, now: float) -> int:
@@ -164,10 +161,7 @@ class TrialStates(LedgerFile):
         ledger_seals.seal_records(self.db, trial, digest)
 
     def records_seal(self, trial: int) -> str | None:
-        """Return the digest that a trial's records had when it last ended.
-
-        None while the trial runs, or if an earlier version wrote the records.
-        """
+        """Return the digest that a trial's records had when it last ended; None while it runs."""
         return ledger_seals.records_seal(self.db, trial)
 
     def _name(self, text: str) -> int:

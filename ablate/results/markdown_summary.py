@@ -28,7 +28,7 @@ def summary_markdown(ledger: Ledger) -> str:
         markdown_cell(answer.sentence),
         "",
         *([f"`{answer.command}` ({answer.cost})", ""] if answer.command else []),
-        f"| arm | {metric.name} | {differences} | seeds | verdict | seeds needed |",
+        f"| arm | {markdown_cell(metric.name)} | {differences} | seeds | verdict | seeds needed |",
         "|---|---|---|---|---|---|",
     ]
     shown = foremost(arms, metric, _MOST_LINES)
@@ -39,7 +39,7 @@ def summary_markdown(ledger: Ledger) -> str:
         lines.append(
             f"| {markdown_cell(arm.name)} | {number(arm.mean)} | {gap} | {len(arm.values)} | {verdict} |"
         )
-    lines += ["", *(f"{note}  " for note in notes)] if notes else []
+    lines += ["", *(f"{markdown_cell(note)}  " for note in notes)] if notes else []
     if shown != arms:
         lines += ["", f"and {len(arms) - len(shown):,} more arms, none of them better"]
     return "\n".join(lines)

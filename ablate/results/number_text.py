@@ -5,9 +5,19 @@ import math
 from ablate.results.paired_stats import Difference
 
 
-def number(value: float) -> str:
-    """Return a number with four decimals (a loss), or with four significant digits if it is below 0.1."""
+def number(value: float, half: float = math.nan) -> str:
+    """Return a number with four decimals (a loss), or with four significant digits if it is below 0.1.
+
+    `half`: half an interval, of which two digits are to be seen. A small one gives the number more decimals.
+    """
+    if (places := _places(half)) > 4 and places > 3 - _exponent(value):
+        return f"{value:z.{places}f}"
     return f"{value:z.4f}" if value == 0 or abs(value) >= 0.1 else f"{value:.4g}"
+
+
+def _exponent(value: float) -> int:
+    """Return the power of ten of a number's first digit; 0 for zero, NaN and infinities."""
+    return math.floor(math.log10(abs(value))) if value and math.isfinite(value) else 0
 
 
 def counted(count: int, noun: str) -> str:
@@ -48,10 +58,16 @@ def _decimals(difference: Difference) -> int:
 
 
 def _places(smallest: float) -> int:
-    return max(4, 1 - math.floor(math.log10(smallest))) if smallest and math.isfinite(smallest) else 4
+    return max(4, 1 - _exponent(smallest)) if smallest and math.isfinite(smallest) else 4
 
 
 def percents(difference: Difference) -> str:
-    """Return a difference of fractions in percent: `+1.23 ±0.45 %`."""
-    half = f" ±{100 * (difference.high - difference.mean):.2g}" if difference.has_interval else ""
-    return f"{100 * difference.mean:+z.2f}{half} %"
+    """Return a difference of fractions in percent: `+1.23 ±0.45 %`, `+35 ±12 %`.
+
+    Both numbers end at the second digit of half the interval; without an interval there are two decimals.
+    """
+    half = 100 * (difference.high - difference.mean) if difference.has_interval else 0.0
+    places = max(0, 1 - _exponent(half)) if half else 2
+    return (
+        f"{100 * difference.mean:+z.{places}f}{f' ±{half:.{places}f}' if difference.has_interval else ''} %"
+    )

@@ -5,7 +5,6 @@ reader of a healthy sweep has seen everything after one sentence.
 """
 
 import csv
-import html
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from ablate.results.figures import tables
 from ablate.results.figures.health import in_order
 from ablate.results.number_text import counted
 from ablate.results.page import Cell, Table, inline
-from ablate.results.plain_text import csv_cell
+from ablate.results.plain_text import csv_cell, html_text
 from ablate.training.metric_names import parse
 
 FALL = 3.0
@@ -227,7 +226,7 @@ def _map(lines: pd.DataFrame) -> str:
     values = {(line.layer, line.slot): float(line.sqnr_db) for line in lines.itertuples()}
     head = "".join(f'<th class="number">{inline(slot)}</th>' for slot in slots)
     rows = [
-        f"<tr><th>{html.escape(layer)}</th>{''.join(_tinted(values.get((layer, slot))) for slot in slots)}"
+        f"<tr><th>{html_text(layer)}</th>{''.join(_tinted(values.get((layer, slot))) for slot in slots)}"
         for layer in sorted(layers, key=_block)
     ]
     whole = f"<thead><tr><th></th>{head}</tr></thead><tbody>{'</tr>'.join(rows)}</tr></tbody>"

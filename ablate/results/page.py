@@ -5,18 +5,18 @@ Nothing is computed here.
 
 import base64
 import csv
-import html
 import itertools
 import math
 import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
-from ablate.errors import printable
-from ablate.results.plain_text import csv_cell, footnotes, markdown_cell
+from ablate.errors import one_line, printable
+from ablate.results.plain_text import csv_cell, footnotes, html_text, markdown_cell, markdown_text
 
 
 class Part(Protocol):
@@ -70,7 +70,8 @@ class Text:
 
     def markdown(self) -> str:
         """Return the text; a verdict is bold."""
-        return f"**{self.text}**" if self.kind == "verdict" else self.text
+        text = markdown_text(self.text)
+        return f"**{text}**" if self.kind == "verdict" else text
 
     def save(self, folder: Path) -> None:
         """A text has no data."""
@@ -96,7 +97,8 @@ class Answered:
 
     def markdown(self) -> str:
         """Return the answer with bold first words."""
-        return f"**{self.lead}** {self.text}" if self.lead else f"**{self.text}**"
+        text = markdown_text(self.text)
+        return f"**{self.lead}** {text}" if self.lead else f"**{text}**"
 
     def save(self, folder: Path) -> None:
         """A text has no data."""
@@ -118,7 +120,7 @@ class Chips:
 
     def markdown(self) -> str:
         """Return the remarks in one line."""
-        return " · ".join(f"{_MARKS[kind]} {text}".strip() for kind, text in self.chips)
+        return " · ".join(markdown_cell(f"{_MARKS[kind]} {text}".strip()) for kind, text in self.chips)
 
     def save(self, folder: Path) -> None:
         """Remarks have no data."""
@@ -137,7 +139,7 @@ class Command:
     def html(self) -> str:
         """Return the command with a button that copies it; without scripts the button is hidden."""
         comment = f' <span class="comment"># {inline(self.comment)}</span>' if self.comment else ""
-        command = html.escape(printable(self.command))
+        command = html_text(self.command)
         return (
             f'<div class="command"><code>{command}</code>{comment}'
             f'<button type="button" class="copy" data-copy="{command}" hidden>copy</button></div>'
@@ -146,7 +148,7 @@ class Command:
     def markdown(self) -> str:
         """Return a code block."""
         comment = f"  # {self.comment}" if self.comment else ""
-        return f"```sh\n{self.command}{comment}\n```"
+        return f"```sh\n{one_line(self.command + comment)}\n```"
 
     def save(self, folder: Path) -> None:
         """A command has no data."""
@@ -162,13 +164,13 @@ class Code:
 
     def html(self) -> str:
         """Return preformatted text."""
-        return f'<pre class="file">{html.escape(self.text, quote=False)}</pre>'
+        return f'<pre class="file">{html_text(self.text, quote=False)}</pre>'
 
     def markdown(self) -> str:
         """Return a code block. Its fence is longer than any run of backticks in the text."""
         longest = max((len(ticks) for ticks in re.findall("`+", self.text)), default=0)
         fence = "`" * max(3, longest + 1)
-        return f"{fence}{self.language}\n{self.text.rstrip()}\n{fence}"
+        return f"{fence}{self.language}\n{printable(self.text.rstrip())}\n{fence}"
 
     def save(self, folder: Path) -> None:
         """A text has no data."""
@@ -195,7 +197,7 @@ class Table:
         """True if the table has no more than one column with content."""
         return len(self.columns) < 2
 
-    @property
+    @cached_property
     def columns(self) -> list[str]:
         """Names of the columns in which any row has content."""
         names = dict.fromkeys(name for row in self.rows for name in row)
@@ -229,7 +231,7 @@ class Table:
         key = f' data-sort="{value[1]!r}"' if isinstance(value, tuple) and math.isfinite(value[1]) else ""
         kind = _right(name, right) or (' class="verdict"' if name == VERDICT else "")
         if isinstance(value, Link):
-            return f'<td{kind}><a href="{html.escape(value.target)}">{inline(value)}</a></td>'
+            return f'<td{kind}><a href="{html_text(value.target)}">{inline(value)}</a></td>'
         return f"<td{kind}{key}>{inline(_text(value) + (mark if name == VERDICT else ''))}</td>"
 
     def markdown(self) -> str:
@@ -239,7 +241,8 @@ class Table:
         for row, mark in zip(self.rows, marks or [""] * len(self.rows), strict=True):
             lines.append([_text(row.get(name)) + (mark if name == VERDICT else "") for name in self.columns])
         table = "\n".join(f"| {' | '.join(markdown_cell(cell) for cell in line)} |" for line in lines)
-        return "\n\n".join(filter(None, [table, "  \n".join(notes), self.caption]))
+        below = ["  \n".join(map(markdown_cell, notes)), markdown_text(self.caption)]
+        return "\n\n".join(filter(None, [table, *below]))
 
     def save(self, folder: Path) -> None:
         """Write the texts of the cells as a CSV file."""
@@ -265,7 +268,7 @@ class Gallery:
     def html(self) -> str:
         """Return the pictures, embedded as data."""
         figures = (
-            f'<figure><figcaption>{inline(title)}</figcaption><img alt="{html.escape(title)}"'
+            f'<figure><figcaption>{inline(title)}</figcaption><img alt="{html_text(title)}"'
             f' src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></figure>'
             for title, path in self.pictures
         )
@@ -316,9 +319,8 @@ class Section:
         """Return the heading and the parts as Markdown."""
         if not self.parts:
             return ""
-        return "\n\n".join(
-            [*([f"## {self.title}"] if self.title else []), *(part.markdown() for part in self.parts)]
-        )
+        heading = [f"## {markdown_cell(self.title)}"] if self.title else []
+        return "\n\n".join([*heading, *(part.markdown() for part in self.parts)])
 
     def save(self, folder: Path) -> None:
         """Save the parts."""
@@ -367,5 +369,5 @@ def slug(title: str) -> str:
 
 def inline(text: str) -> str:
     """Return text escaped for HTML, with the Markdown of `code` and **bold** as tags."""
-    escaped = html.escape(printable(text), quote=False)
+    escaped = html_text(text, quote=False)
     return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`(.+?)`", r"<code>\1</code>", escaped))

@@ -5,10 +5,11 @@ escape character in them controls a terminal, a line break forges a line of a lo
 CSV cell starts a formula. `cli.common.console` turns Rich's markup off.
 """
 
+import html
 import re
 from collections.abc import Sequence
 
-from ablate.errors import one_line
+from ablate.errors import one_line, printable
 
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.][^()|!=@'\"]*$|$)")
@@ -33,13 +34,23 @@ def footnotes(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
 
 
 def csv_cell(value: object) -> object:
-    """Return a cell that no spreadsheet reads as a formula: text that begins like one gets an apostrophe
-    before it. Numbers stay as they are."""
-    if not isinstance(value, str) or not _FORMULA.match(value):
+    """Return a cell that no spreadsheet reads as a formula and no terminal obeys: text that begins like a
+    formula gets an apostrophe before it, hidden characters are escapes. Numbers stay as they are."""
+    if not isinstance(value, str):
         return value
-    return f"'{value}"
+    return ("'" if _FORMULA.match(value) else "") + printable(value)
+
+
+def html_text(text: str, quote: bool = True) -> str:
+    """Return the text escaped for HTML, hidden characters as escapes. `quote`: for attributes, too."""
+    return html.escape(printable(text), quote=quote)
+
+
+def markdown_text(text: str) -> str:
+    """Return the text of Markdown without tags, links and images; `code` and **bold** stay."""
+    return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", printable(text).replace("](", r"]\("))
 
 
 def markdown_cell(text: str) -> str:
-    """Return the text as a cell of a pipe table: in one line, without a column's end or a tag."""
-    return re.sub(r"<(?=[a-zA-Z/!?])", r"\\<", one_line(text).replace("|", r"\|"))
+    """Return `markdown_text` as a cell of a pipe table or a sentence: in one line, without a column's end."""
+    return one_line(markdown_text(text)).replace("|", r"\|")

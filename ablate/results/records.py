@@ -120,7 +120,7 @@ def tokens_per_step(spec: Mapping[str, Json]) -> int | None:
         return (
             (workload.model_validate_json(json.dumps(config)).tokens_per_step or None) if workload else None
         )
-    except ValueError:  # pydantic's error is one: a spec of an older version
+    except ValueError:  # pydantic's error is one: a spec of another release
         return None
 
 

@@ -44,7 +44,7 @@ class Registration:
 
 
 def registrations(ledger: Ledger) -> list[Registration]:
-    """Return the registrations of a sweep, the first one first; [] for a sweep of an earlier version."""
+    """Return the registrations of a sweep, the first one first."""
     return [Registration(**entry) for entry in json.loads(ledger.fact(_FACT) or "[]")]
 
 

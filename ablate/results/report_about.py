@@ -19,13 +19,13 @@ def stamp(ledger: Ledger) -> str:
 
 
 def about(report: Path) -> dict[str, Any]:
-    """Return what a report says about itself; {} without a report, or with one of an earlier version.
+    """Return what a report says about itself; {} without a report.
 
     Args:
         report: folder of the report.
     """
     file = report / ABOUT
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
 
 def current(report: Path, ledger: Ledger) -> dict[str, Any]:

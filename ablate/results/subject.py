@@ -1,6 +1,7 @@
 """Subject of an answer in words: workload, model, size, steps, as a trial's spec has them."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 _OF_MODEL = ("layers", "width")
@@ -39,8 +40,13 @@ def title(spec: Mapping[str, Any]) -> str:
     return " ".join(filter(None, (workload, name, size))) + steps
 
 
+def _source(data: object) -> str:
+    """Return the name of a data source, or of its first file or folder."""
+    return Path(str(next(iter(data.values())))).name if isinstance(data, Mapping) else str(data)
+
+
 def described(spec: Mapping[str, Any]) -> str:
-    """Return the workload with what it trains and for how long: `gpt (layers 2, width 64, steps 300)`.
+    """Return the workload with what it trains, for how long and on what: `gpt (layers 2, steps 9, data a)`.
 
     Args:
         spec: the trial's spec.
@@ -50,4 +56,5 @@ def described(spec: Mapping[str, Any]) -> str:
     parts = [f"model {name}"] if name else []
     parts += [f"{key} {size}" for key, size in sizes.items()]
     parts += [f"{key} {config[key]}" for key in _OF_RUN if config.get(key) is not None]
+    parts += [f"data {_source(config['data'])}"] if config.get("data") else []
     return f"{workload} ({', '.join(parts)})"

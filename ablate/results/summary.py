@@ -6,10 +6,9 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Self
 
-from ablate.experiment.roles import Role, role_of
+from ablate.experiment.roles import Role
 from ablate.experiment.schema import Metric, Published
 from ablate.files import Json
 from ablate.results.forked import FIFTH, Readings, Views, design_of, qualified, readings_of, sharpened, views
@@ -123,22 +122,6 @@ class ArmSummary:
         return math.fsum(self.values.values()) / len(self.values) if self.values else math.nan
 
 
-def open_ledger(state: Path, sweep: str) -> Ledger:
-    """Open the ledger of a sweep for reading.
-
-    Args:
-        state: State folder.
-        sweep: Name of the sweep.
-
-    Raises:
-        FileNotFoundError: The sweep has not been run.
-    """
-    path = state / "sweeps" / sweep / "ledger.db"
-    if not path.exists():
-        raise FileNotFoundError(f"{path}: no such sweep has been run")
-    return Ledger(path, readonly=True)
-
-
 def metric_of(ledger: Ledger) -> Metric:
     """Return the main metric of the sweep: the first of `metrics_of`."""
     return Metric.model_validate_json(ledger.fact("metric") or "{}")
@@ -156,8 +139,7 @@ def published_of(ledger: Ledger) -> list[Published]:
 
 
 def interval_of(ledger: Ledger) -> Interval:
-    """Return the kind of the sweep's intervals; t for a sweep of an earlier version that did not record
-    it."""
+    """Return the kind of the sweep's intervals; t if the ledger names none."""
     return Interval.parse(ledger.fact("interval") or "t")
 
 
@@ -204,8 +186,7 @@ def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
             values_of[metric.name] = steps_to(ledger.series(trial, LOSS), target)
     ends = lengths(ledger, itertools.chain.from_iterable(members.values()))
     values = {number: _values(group, lasts, metric, ends) for number, group in members.items()}
-    searches = bool(ledger.fact("search"))
-    readings = _Readings(arms, lasts, speeds, peaks, values, metric, interval_of(ledger), searches, ends)
+    readings = _Readings(arms, lasts, speeds, peaks, values, metric, interval_of(ledger), ends)
     without_references = [_summary(readings, number, members[number]) for number in arms]
     return _with_references(_in_windows(without_references, ledger, metric), ledger, members, metric)
 
@@ -259,7 +240,6 @@ class _Readings:
     """Last values of the metric by number of the arm, and by seed."""
     metric: Metric
     interval: Interval
-    searches: bool
     """True if the sweep is a search."""
     ends: Lengths
 
@@ -368,17 +348,9 @@ class Gaps:
         return {row.arm: row for row in self._ledger.arms()}
 
     @cached_property
-    def _searches(self) -> bool:
-        return bool(self._ledger.fact("search"))
-
-    @cached_property
     def _roles(self) -> dict[int, Role]:
         """Roles of the arms that have a baseline, by number."""
-        return {
-            number: role_of(row, self._searches, 1)
-            for number, row in self._rows.items()
-            if row.baseline is not None
-        }
+        return {number: row.role for number, row in self._rows.items() if row.baseline is not None}
 
     @cached_property
     def _families(self) -> dict[str, list[int]]:
@@ -464,9 +436,7 @@ class Gaps:
         }
         ends = lengths(ledger, itertools.chain.from_iterable(groups.values()))
         values = {number: _values(group, lasts, metric, ends) for number, group in groups.items()}
-        readings = _Readings(
-            self._rows, lasts, {}, {}, values, metric, interval_of(ledger), self._searches, ends
-        )
+        readings = _Readings(self._rows, lasts, {}, {}, values, metric, interval_of(ledger), ends)
         pair = [_summary(readings, number, group) for number, group in groups.items()]
         pair = _in_windows(pair, ledger, metric)
         summary, base, *_ = _with_references(pair, ledger, groups, metric)
@@ -525,8 +495,7 @@ def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSumm
     gap = None if reference is None else paired_difference(values, compared, readings.interval)
     done = [member.trial for member in members if member.status == "done"]
     diverged, pruned = _seeds(members, "diverged"), _seeds(members, "pruned")
-    role = role_of(arm, readings.searches, len(members))
-    unjudged: Reason = "refused" if role == "refused" else "pruned" if pruned else "baseline"
+    unjudged: Reason = "refused" if arm.role == "refused" else "pruned" if pruned else "baseline"
     lost = bool(diverged) and gap is not None
     return ArmSummary(
         name=arm.name,
@@ -543,7 +512,7 @@ def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSumm
             diverged=len(diverged) if lost else 0,
             seeds=len(members) if lost else 0,
         ),
-        role=role,
+        role=arm.role,
         sqnr_db=mean_of([v for trial in done for k, v in lasts[trial].items() if parse(k).metric == _SQNR]),
         tokens_per_s=_rate([readings.speeds.get(trial, math.nan) for trial in done]),
         memory=mean_of([readings.peaks.get(trial, math.nan) for trial in done]),

@@ -38,14 +38,16 @@ from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, read_footer
 
 _RECORD = struct.Struct("<qdd")
 _CRC = b', "crc": "'
-_RESULT_KEYS = {"status", "reason", "seconds", "started", "steps"}
+_LOG_LINE, _LOG_TAIL = 500, 1 << 20
+"""Characters of a line of a log, and bytes of its end, that are shown."""
+_RESULT_KEYS = {"id", "status", "reason", "seconds", "started", "steps", "records"}
 
 Event = dict[str, Any]
 """Records of a trial at one step: `step`, `time` (seconds since 1970), `metrics` (value by name), and
 optionally `events` (texts on interventions) and `resumed` (step that the attempt resumed from)."""
 Result = dict[str, Any]
-"""Content of a finished trial's result.json: at least `status`, `reason`, `seconds`, `started` and
-`steps`."""
+"""Content of a finished trial's result.json: at least `id`, `status`, `reason`, `seconds`, `started`, `steps`
+and `records`, number and digest of the trial's records."""
 
 
 class Trunk(TypedDict):
@@ -131,15 +133,15 @@ def line(event: Event, trial: str) -> bytes:
 
 
 def parsed(text: bytes, trial: str) -> Event:
-    """Return the event of a line of a trial's file. Lines of earlier versions have no checksum.
+    """Return the event of a line of a trial's file.
 
     Raises:
         ValueError: The line is not what was written, or belongs to another trial.
     """
     body, mark, crc = text.rpartition(_CRC)
-    if mark and crc != b'%08x"}\n' % _checksum(body + b"}", trial):
+    if not mark or crc != b'%08x"}\n' % _checksum(body + b"}", trial):
         raise ValueError("its checksum does not match")
-    return as_event(json.loads(body + b"}" if mark else text))
+    return as_event(json.loads(body + b"}"))
 
 
 def as_event(content: object) -> Event:
@@ -155,6 +157,7 @@ def as_event(content: object) -> Event:
         or not isinstance(content.get("time"), int | float)
     ):
         raise ValueError("it is no event")
+    "".join(content["metrics"]).encode()  # a ValueError for a lone surrogate, which SQLite cannot store
     return content
 
 
@@ -179,8 +182,6 @@ class Store:
     def result(self, trial: str) -> Result | None:
         """Return the result of a finished trial, None for one that is not finished.
 
-        `records` in it has number and digest of the trial's records; results of earlier versions lack it.
-
         Raises:
             Damaged: The file is not what was committed.
         """
@@ -189,8 +190,7 @@ class Store:
             result = read_json(path)
         except FileNotFoundError:
             return None
-        seal = result.pop("sha256", None)
-        if seal != _digest(result) and (seal or "records" in result):
+        if result.pop("sha256", None) != _digest(result):
             raise Damaged(path, "damaged: its checksum does not match")
         if result.get("id", trial) != trial:
             raise Damaged(path, f"the result of another trial, {result['id']}")
@@ -400,8 +400,6 @@ class Store:
     def proven(self, trial: str, result: Result) -> list[Event]:
         """Return the events of a finished trial, after comparing them with the digest in its result.
 
-        A result of an earlier version has no digest: only its last step is compared.
-
         Args:
             trial: Id of the trial.
             result: Its result.
@@ -412,13 +410,12 @@ class Store:
         folder = self.folder(trial)
         if lacking := _RESULT_KEYS - result.keys():
             raise Damaged(folder / "result.json", f"damaged: it has no {', '.join(sorted(lacking))}")
-        wanted = result.get("records")
+        wanted = result["records"]
         try:
-            events = list(
-                self.events(trial, strict=not wanted)
-            )  # a damaged line may be one that a later attempt made again
+            # A damaged line may be one that a later attempt made again.
+            events = list(self.events(trial, strict=False))
             counted = Tally(events).sealed()
-            if wanted and counted != wanted:
+            if counted != wanted:
                 list(self.events(trial))  # raises an error that names the damaged line, if there is one
         except (ValueError, KeyError, TypeError, RecursionError, struct.error) as error:
             raise (
@@ -426,14 +423,9 @@ class Store:
                 if isinstance(error, Damaged)
                 else Damaged(folder, f"its events cannot be read: {error}")
             ) from None
-        last = max((event["step"] for event in events), default=0)
-        if wanted and counted != wanted:
+        if counted != wanted:
             raise Damaged(
                 folder, f"its events hold {_counted(counted)}, and its result was made of {_counted(wanted)}"
-            )
-        if not wanted and last != result["steps"]:
-            raise Damaged(
-                folder, f"its events end at step {last}, and its result says step {result['steps']}"
             )
         return events
 
@@ -449,7 +441,7 @@ class Store:
             files += [
                 (name, path.name, (facts := path.stat()).st_size, facts.st_mtime_ns)
                 for path in paths
-                if path.name != "spec.json"
+                if path.name != "spec.json" and path.exists()
             ]
             waiting += [
                 trunk["trial"] for trunk in self._trunks(name, strict=False) if trunk["trial"] not in done
@@ -461,9 +453,14 @@ class Store:
         return self.folder(trial) / f"log-{attempt}.txt"
 
     def log_tail(self, trial: str, attempt: int, lines: int = 20) -> str:
-        """Return the last lines that an attempt printed."""
+        """Return the last lines that an attempt printed, the long ones cut."""
         path = self.log(trial, attempt)
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
+        if not path.exists():
+            return ""
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LOG_TAIL))
+            last = file.read().decode(errors="replace").splitlines()[-lines:]
+        return "\n".join(f"{text[:_LOG_LINE]} ..." if len(text) > _LOG_LINE else text for text in last)
 
     @contextmanager
     def claim(self, trial: str, attempt: int, wait: bool = True) -> Iterator[Callable[[], bool]]:
@@ -485,6 +482,10 @@ class Store:
 
 
 def _lines(path: Path, strict: bool) -> Iterator[Event]:
+    if not path.is_file():
+        if strict:
+            raise Damaged(path, "a folder or a link that leads nowhere, not a file")
+        return
     with path.open("rb") as file:
         for number, text in enumerate(file, 1):
             if not text.endswith(b"\n"):

@@ -1,18 +1,14 @@
 """Comparison of a sweep's ledger with its own seals and with its trial folders: rows, records, results.
+Nothing is written."""
 
-A trial whose result was committed by an earlier version has no digest. Its last step is compared and, if one
-attempt ran it, its records; it counts as unverified. Nothing is written.
-"""
-
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ablate.files import Damaged
 from ablate.results.ledger import Ledger
-from ablate.results.ledger_integrity import flaw, strays, tally
+from ablate.results.ledger_integrity import flaw, tally
 from ablate.results.ledger_rows import TrialRow
-from ablate.results.ledger_seals import is_sealed
-from ablate.results.trial_store import Event, Result, Store
+from ablate.results.trial_store import Result, Store
 
 
 @dataclass(frozen=True)
@@ -40,24 +36,16 @@ class Verified:
     """Number of finished trials."""
     verified: int
     """Number of trials whose records agree with their digests."""
-    unverified: int
-    """Number of trials of an earlier version, which have no digest."""
     absent: int
     """Number of trials without a folder to compare with."""
-    unsealed: bool
-    """True if the ledger, of an earlier version, has no seals to compare its rows with."""
     mismatches: tuple[Mismatch, ...]
 
     @property
     def sentence(self) -> str:
         """Numbers of trials that were and were not verified, as a sentence."""
         text = f"{self.verified} of {self.trials} trials verified against their records"
-        if self.unverified:
-            text += f"; {self.unverified} from an earlier version unverified"
         if self.absent:
             text += f"; {self.absent} without a folder unverified"
-        if self.unsealed:
-            text += "; its ledger, of an earlier version, has no seals: arms and settings unverified"
         return text
 
 
@@ -72,14 +60,14 @@ def verify(ledger: Ledger, store: Store) -> Verified:
     why = flaw(ledger)
     mismatches = [Mismatch("", str(ledger.path), f"{ledger.path}: {why}", again)] if why else []
     trials = [] if why else ledger.wanted_trials()
-    counts = dict.fromkeys(("verified", "unverified", "absent"), 0)
+    counts = dict.fromkeys(("verified", "absent"), 0)
     for row in trials:
         kind, differences = _compare(ledger, store, row, again)
         mismatches += differences
         if kind and not differences:
             counts[kind] += 1
     finished = sum(row.finished for row in trials)
-    return Verified(finished, **counts, unsealed=not is_sealed(ledger.db), mismatches=tuple(mismatches))
+    return Verified(finished, **counts, mismatches=tuple(mismatches))
 
 
 def _compare(ledger: Ledger, store: Store, row: TrialRow, again: str) -> tuple[str, list[Mismatch]]:
@@ -90,9 +78,9 @@ def _compare(ledger: Ledger, store: Store, row: TrialRow, again: str) -> tuple[s
     try:
         if row.finished:
             result = store.result(trial)
-            kind = "absent" if result is None else "verified" if "records" in result else "unverified"
+            kind = "absent" if result is None else "verified"
             if result is not None:
-                doubted(ledger, store, row, result, store.proven(trial, result))
+                store.proven(trial, result)
                 wrong += _differs(store, row, result)
     except Damaged as error:
         rerun = (
@@ -104,24 +92,11 @@ def _compare(ledger: Ledger, store: Store, row: TrialRow, again: str) -> tuple[s
         digest = tally(ledger, row.trial).sealed()["sha256"]
         if digest != (ledger.records_seal(row.trial) or digest):
             wrong.append("table records: its records are not what was written")
-        elif result is not None and digest != result.get("records", {}).get("sha256", digest):
+        elif result is not None and digest != result["records"]["sha256"]:
             wrong.append(f"its records are not those in {store.folder(trial)}")
     except ValueError as error:
         wrong.append(str(error))
     return kind, [Mismatch(trial, str(ledger.path), f"{ledger.path}: {why}", again) for why in wrong]
-
-
-def doubted(ledger: Ledger, store: Store, row: TrialRow, result: Result, events: Iterable[Event]) -> None:
-    """Raise Damaged if the ledger and the folder of a trial of an earlier version have different records.
-
-    Only trials that one attempt ran are compared.
-    """
-    if "records" not in result and store.attempts(row.id) == 1 and strays(ledger, row.trial, events):
-        why = (
-            f"its records are not those in {ledger.path}, and its result, of an earlier version, does not say"
-            " which are right"
-        )
-        raise Damaged(store.folder(row.id), why)
 
 
 def _differs(store: Store, row: TrialRow, result: Result) -> Iterator[str]:

@@ -32,9 +32,12 @@ class Alarm:
         return value > self.limit if self.side == "above" else value < self.limit
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Alert:
-    """Value beyond an alarm's limit. `str` is the sentence, with layer and slot if the metric has them."""
+    """Value beyond an alarm's limit. `str` is the sentence, with layer and slot if the metric has them.
+
+    So is `repr`, which a printed list shows.
+    """
 
     alarm: Alarm
     name: Name
@@ -43,6 +46,8 @@ class Alert:
     def __str__(self) -> str:
         operand = " ".join(filter(None, (self.name.layer, self.name.slot)))
         return self.alarm.message.format(self.value) + (f" in {operand}" if operand else "")
+
+    __repr__ = __str__
 
 
 def alerts(metrics: Mapping[str, float], alarms: Iterable[Alarm]) -> list[Alert]:

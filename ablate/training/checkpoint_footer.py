@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _FOOTER = struct.Struct("<II8s")
 _MAGIC = b"ablate-1"
-CHECKPOINT_VERSION = 5
+CHECKPOINT_VERSION = 1
 """Version of the content of checkpoints; those of another version are not read."""
 
 
@@ -113,7 +113,7 @@ def read_footer(file: BinaryIO, path: Path) -> Footer:
     file.seek(max(0, end - _FOOTER.size))
     footer = file.read()
     if len(footer) < _FOOTER.size or not footer.endswith(_MAGIC):
-        raise Damaged(path, "without a digest: cut short, damaged, or of an earlier version")
+        raise Damaged(path, "without a digest: cut short or damaged")
     length, crc, _ = _FOOTER.unpack(footer)
     file.seek(max(0, end - _FOOTER.size - length))
     text = file.read(length)

@@ -52,6 +52,7 @@ from ablate.recipes.readings import reading
 from ablate.recipes.recipe import Recipe, Run, Weights
 from ablate.training.alarms import Alert, alerts
 from ablate.training.calls import Calls
+from ablate.training.metric_names import parse
 from ablate.training.metrics import ALARMS, Casts, SlotErrors, gradient_noise, keep_casts, oscillation
 
 if TYPE_CHECKING:
@@ -69,6 +70,23 @@ class ConversionState(TypedDict):
     recipe: str
     """As JSON."""
     engine: emulated.EngineState
+
+
+class Measurements(dict[str, float]):
+    """Measurements by name. Printed are those that belong to no operand, and each operand's SQNR over all
+    layers. A model of 100 layers has thousands of others."""
+
+    def __repr__(self) -> str:
+        """Return the lines that are printed, and the number of the other measurements."""
+        names = {text: parse(text) for text in self}
+        shown = [
+            text
+            for text, name in names.items()
+            if name.slot is None or (name.layer is None and name.metric == "sqnr_db")
+        ]
+        rest = len(self) - len(shown)
+        more = [f"and {rest:,} more by operand and layer: sorted(run.metrics()) has their names"] * bool(rest)
+        return "\n".join([*(f"{text}: {self[text]:.4g}" for text in shown), *more])
 
 
 _OUTSIDE = "call the model inside `with run.step():`, or inside `with run.evaluation():` to evaluate it"
@@ -277,18 +295,19 @@ class Conversion:
         engine, step = self.engine, self.steps_done
         return any(step % trigger.every == 0 for trigger in engine.recipe.triggers - engine.tripped)
 
-    def metrics(self) -> dict[str, float]:
-        """Return the latest measurements by name, and the counts so far.
+    def metrics(self) -> Measurements:
+        """Return the latest measurements by name, and the counts so far. `print` shows the most important.
 
         `quant/<slot>/<metric>` and `quant/<slot>/<layer>/<metric>` of the last measured step, `grad/...` of
         the last `compare_gradient`, `weights/...` of the last measured step whose optimizer stepped inside,
         `nan/activation`: operands so far with a NaN or an infinity, and `flops/fp4_share`: fraction of the
-        layers' FLOPs so far that were in FP4.
+        converted layers' FLOPs so far that were in FP4; the rest of the model is not counted.
         """
-        return self._metrics | {
+        counts = {
             "nan/activation": float(self.engine.nonfinite()),
             "flops/fp4_share": self.engine.fp4_share(),
         }
+        return Measurements(self._metrics | counts)
 
     def alarms(self) -> list[Alert]:
         """Return the alarms of `metrics()`: values beyond which something is wrong. `str` is the sentence."""

@@ -129,12 +129,6 @@ class Training(Spec):
 
     SAME_BITS: ClassVar[frozenset[str]] = frozenset({"recompute", "token_budget"})
     """Fields that change how a run is written down or computed, but none of its numbers."""
-    LATER: ClassVar[frozenset[str]] = frozenset(
-        {
-            *("compile", "time_budget", "optimizer", "optimizer_state", "momentum", "guard", "deterministic"),
-            "evaluate",
-        }
-    )
 
     steps: int = Field(300, ge=1, le=MOST_STEPS)
     token_budget: int | None = Field(None, ge=1, le=1 << 50)

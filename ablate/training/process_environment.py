@@ -71,7 +71,7 @@ def log(metrics: Mapping[str, object], step: int) -> None:
             raise ValueError(f"ablate.log: {name!r} is no name of a metric")
         try:
             values[name] = float(value)  # type: ignore[arg-type]  # a tensor or anything that has __float__
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise ValueError(f"ablate.log: {name} is {value!r}, which is no number") from None
     if os.environ.get("RANK", "0") == "0":
         _append({"step": index(step)} | values)

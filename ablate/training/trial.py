@@ -282,7 +282,7 @@ class Trial:
                 raise ValueError(f"trial.log: {name!r} is no name of a metric")
             try:
                 self._metrics[name] = float(value)
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 raise ValueError(f"trial.log: {name} is {value!r}, which is no number") from None
         if not math.isfinite(self._metrics.get("train/loss", 0.0)):
             self._metrics[FIRST_NONFINITE] = float(max(1, self._done) + self._before)

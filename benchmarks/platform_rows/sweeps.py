@@ -42,9 +42,8 @@ def search(folder: Path, name: str, trials: int, recipe: str = "bf16") -> Path:
 
 def grid(folder: Path, name: str, arms: int, seeds: int) -> Path:
     """Write an experiment of arms x seeds trials, and one baseline trial per seed."""
-    return experiment(
-        folder, name, ablate={"cooldown": [n / (arms + arms // 3) for n in range(arms)]}, seeds=seeds
-    )
+    points = [(n + 1) / arms for n in range(arms)]
+    return experiment(folder, name, ablate={"workload.x": points}, against={"workload.x": 0}, seeds=seeds)
 
 
 def command(*arguments: object, stderr: int | None = subprocess.PIPE) -> float:

@@ -213,11 +213,13 @@ def diverged(folder: Path) -> Ledger:
 def many(folder: Path) -> Ledger:
     ledger = Ledger(folder / "many" / "ledger.db")
     ledger.describe(search="{}")
-    base = ledger.add_arm("bf16", {}, None, None)
+    base = ledger.add_arm("bf16", {}, None, None, "baseline")
     with ledger.transaction():
         for number in range(1001):
             arm = (
-                ledger.add_arm(f"_arm ${number}, {'long ' * 20}{number}", {"n": number}, base, number)
+                ledger.add_arm(
+                    f"_arm ${number}, {'long ' * 20}{number}", {"n": number}, base, number, "searched"
+                )
                 if number
                 else base
             )

@@ -75,12 +75,6 @@ def test_a_pair_may_be_written_as_a_list_of_whole_numbers(written):
     assert Select.model_validate({"among": "scales", "map_to": written}).map_to == (6.0, 12.0)
 
 
-def test_the_usual_pair_is_no_part_of_a_recipes_identity():
-    plain, other = Select(among="scales"), Select(among="scales", map_to=(6.0, 12.0))
-    assert "map_to" not in plain.canonical()
-    assert other.canonical()["map_to"] == [6.0, 12.0]
-
-
 @pytest.mark.parametrize("pair", [(6.0,), (6.0, 4.0, 3.0), (0.0, 6.0), (6.0, 49.0), (6.0, "4"), 6.0])
 def test_what_is_no_pair_of_values_is_refused(pair):
     with pytest.raises(ValidationError):

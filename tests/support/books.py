@@ -18,8 +18,10 @@ def add(
     knobs: dict | None = None,
     status="done",
     optuna=None,
+    role=None,
 ) -> int:
-    arm = book.add_arm(name, {name: True} if knobs is None else knobs, baseline, optuna)
+    role = role or ("listed" if optuna is None else "searched")
+    arm = book.add_arm(name, {name: True} if knobs is None else knobs, baseline, optuna, role)
     for seed, loss in losses.items():
         trial = book.add_member(arm, seed, f"{name}/{seed}", SPEC)
         steps = ((10, loss + 0.4), (20, loss + 0.2), (40, loss))

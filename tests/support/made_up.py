@@ -106,7 +106,7 @@ def search(path: Path, count: int = 24) -> Ledger:
     ledger = Ledger(path / "search" / "ledger.db")
     ledger.describe(metric=LOSS.model_dump_json(), search="{}", question="Which learning rate?")
     draw = np.random.default_rng(1)
-    base = ledger.add_arm("bf16", {}, None, None)
+    base = ledger.add_arm("bf16", {}, None, None, "baseline")
     for seed in range(2):
         member(
             ledger, base, seed, [(100, {"val/loss": 3.0 + 0.02 * seed, "throughput/tokens_per_s": 9000.0})]
@@ -117,7 +117,11 @@ def search(path: Path, count: int = 24) -> Ledger:
         knobs = {"workload.lr": rate, "recipe.layers.keep_last": blocks, "recipe.wgrad.g.rounding": rounding}
         knobs |= {"sr_bits": int(draw.choice([8, 16, 24]))} if rounding == "stochastic" else {}
         arm = ledger.add_arm(
-            " ".join(f"{knob.split('.')[-1]}={value}" for knob, value in knobs.items()), knobs, base, place
+            " ".join(f"{knob.split('.')[-1]}={value}" for knob, value in knobs.items()),
+            knobs,
+            base,
+            place,
+            "searched",
         )
         value = (
             3.02 + 0.1 * (math.log10(rate) + 2.8) ** 2 - 0.005 * blocks - 0.02 * (rounding == "stochastic")

@@ -82,7 +82,7 @@ def _load(journal: Path, sweep: str) -> tuple[optuna.Study, JournalStorage] | No
     try:
         storage = JournalStorage(JournalFileBackend(str(journal)))
         return optuna.load_study(study_name=sweep, storage=storage), storage
-    except (KeyError, ValueError):  # no study of this name, or no journal
+    except Exception:  # no study of this name, or no journal, which Optuna's replay says in many ways
         return None
 
 

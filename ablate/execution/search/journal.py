@@ -131,7 +131,7 @@ def _own(journal: Path, name: str) -> list[FrozenTrial]:
         return []
     try:
         study = optuna.load_study(storage=JournalStorage(StudyJournal(journal)), study_name=name)
-    except (KeyError, ValueError):  # no study of this name, or no journal
+    except Exception:  # no study of this name, or no journal, which Optuna's replay says in many ways
         return []
     return [trial for trial in study.get_trials(deepcopy=False) if WARM not in trial.user_attrs]
 

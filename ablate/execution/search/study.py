@@ -18,6 +18,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 from ablate.execution.search.journal import WARM, Category, StudyJournal, decode, encode
 from ablate.execution.search.optuna_private import generation_attribute
 from ablate.execution.study_points import Point
+from ablate.execution.sweep_control import put_aside
 from ablate.experiment.load import Experiment
 from ablate.experiment.search_space import Dimension, Kind
 from ablate.files import Json
@@ -107,9 +108,15 @@ class Study:
         self.distributions = {knob: distribution(dimension) for knob, dimension in shown.items() if dimension}
         self._constraints = [*(constraint.description for constraint in experiment.constraints), ENDED]
         self._given_up: dict[int, int] = {}
-        self.study = self._open()
-        if not self._agrees(points):
-            journal.unlink()
+        self.damaged: Path | None = None
+        """New path of a journal that could not be read, and was written again."""
+        try:
+            self.study = self._open()
+            agrees = self._agrees(points)
+        except Exception:  # a changed byte can make Optuna's replay raise any of them
+            agrees, self.damaged = False, put_aside(journal)
+        if not agrees:
+            journal.unlink(missing_ok=True)
             self.study = self._open()
         self._equip(len(points))
         for point in warm[len(self._trials()) :]:
@@ -161,7 +168,8 @@ class Study:
         trials, warm = self._trials(), len(self._warm)
         directions = [direction.name.lower() for direction in self.study.directions]
         return (
-            directions == [metric.direction for metric in self._experiment.objectives]
+            len(self._storage.get_all_studies()) == 1
+            and directions == [metric.direction for metric in self._experiment.objectives]
             and len(trials) <= warm + len(points)
             and all(map(self._same_warm, trials, self._warm))
             and all(map(self._same, trials[warm:], points))

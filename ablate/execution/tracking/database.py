@@ -3,7 +3,7 @@ leaves nothing half-made there.
 
 MLflow migrates a fresh database through some hundred revisions, which takes seconds; so an empty one of each
 version of MLflow is cached and copied. Killed while it migrates, it leaves a file that no MLflow opens again.
-A database that such a kill left (by an earlier version, or by a server of the user's) holds no experiment,
+A database that such a kill left (by a server of the user's) holds no experiment,
 not even the one that every complete database begins with: it is put aside. Whatever holds an experiment is
 never touched here.
 

@@ -21,8 +21,6 @@ are left to that client.
 """
 
 import math
-import posixpath
-import re
 import shutil
 import sqlite3
 import sys
@@ -35,14 +33,13 @@ from urllib.parse import unquote, urlsplit
 
 from ablate.execution.tracking.tracker import NOTE, Child, Entries, MlflowTracker, Point, Run
 from ablate.results.databases import path_of, set_journal
+from ablate.training.metric_names import trackable
 
 REVISIONS = frozenset({"dc11669786a5"})
 """Revisions of MLflow's tables whose rows this file writes: that of MLflow 3.17."""
 _BUSY_SECONDS = 60.0
-_LONGEST_KEY, _LONGEST_PARAM, _LONGEST_TAG = 250, 6000, 8000
-"""Lengths to which MLflow restricts keys, and cuts params and tags."""
-_NAME = re.compile(r"[/\w.\- :]*")
-"""Characters that MLflow allows in the names of metrics, params and tags."""
+_LONGEST_PARAM, _LONGEST_TAG = 6000, 8000
+"""Lengths to which MLflow cuts params and tags."""
 _FILE = "file://"
 _LATEST = (
     "INSERT INTO latest_metrics (key, value, timestamp, step, is_nan, run_uuid) VALUES (?, ?, ?, ?, ?, ?)"
@@ -76,13 +73,13 @@ class LocalDatabase:
         except sqlite3.DatabaseError:  # not MLflow's, or damaged: its own client says which
             revision = ""
         if revision in REVISIONS:
-            return cls(uri, path, db)
+            return cls(uri, path, db, own)
         db.close()
         return None
 
-    def __init__(self, uri: str, path: Path, db: sqlite3.Connection) -> None:
+    def __init__(self, uri: str, path: Path, db: sqlite3.Connection, own: bool) -> None:
         """Use `open`, which makes sure that the tables are known."""
-        self._uri, self._path, self._db = uri, path, db
+        self._uri, self._path, self._db, self._own = uri, path, db, own
         self._file = self._identity()
         self._active: str | None = None
         """Run that was active earlier in this transaction."""
@@ -123,13 +120,18 @@ class LocalDatabase:
     # Experiments
 
     def experiment(self, name: str, location: str | None, tags: Mapping[str, str]) -> str:
-        """Return the id of an experiment by its name; create or restore it if needed."""
-        query = "SELECT experiment_id, lifecycle_stage FROM experiments WHERE name = ?"
+        """Return the id of an experiment by its name; create or restore it if needed.
+
+        Artifacts of a state folder that was moved have their new place from then on.
+        """
+        query = "SELECT experiment_id, lifecycle_stage, artifact_location FROM experiments WHERE name = ?"
         found = self._db.execute(f"{query} AND workspace = 'default'", (name,)).fetchone()
         creates = found is None and (location or "").startswith(_FILE)
         if not creates and (found is None or found[1] != "active"):
             return MlflowTracker(self._uri).experiment(name, location, tags)
         if found:
+            if self._own and location and found[2] != location:
+                self._move(found[2], location)
             return str(found[0])
         now = _now()
         with self._writing():
@@ -141,6 +143,17 @@ class LocalDatabase:
             for key, value in tags.items():
                 self.experiment_tag(str(number), key, value)
         return str(number)
+
+    def _move(self, old: str, new: str) -> None:
+        """Replace the folder above an experiment's artifacts in the places of all experiments and runs."""
+        name = new.rpartition("/")[2]
+        before, after = old.removesuffix(name), new.removesuffix(name)
+        if not before.startswith(_FILE) or not before.endswith("/"):
+            return
+        with self._writing():
+            for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
+                moved = f"{column} = ? || substr({column}, ?) WHERE substr({column}, 1, ?) = ?"
+                self._db.execute(f"UPDATE {table} SET {moved}", (after, len(before) + 1, len(before), before))
 
     def experiment_tag(self, experiment: str, key: str, value: str) -> None:
         """Set a tag of an experiment."""
@@ -215,7 +228,8 @@ class LocalDatabase:
         """Add entries to a run."""
         names = (point.name for point in entries.points)
         for name in (*names, *(key for key, _ in entries.params), *entries.tags):
-            _check_name(name)
+            if not trackable(name):
+                raise ValueError(f"MLflow allows no metric, param or tag of the name {name[:250]!r}")
         with self._writing():
             self._require_active(run)
             if entries.params:
@@ -360,14 +374,6 @@ class LocalDatabase:
         if not run.artifacts.startswith(f"{_FILE}/"):
             return None
         return Path(unquote(urlsplit(run.artifacts).path))
-
-
-def _check_name(name: str) -> None:
-    """Raise ValueError for the name of a metric, a param or a tag that MLflow's client refuses."""
-    plain = posixpath.normpath(name)
-    inside = plain == name and plain != "." and not plain.startswith(("..", "/"))
-    if len(name) > _LONGEST_KEY or not inside or not _NAME.fullmatch(name):
-        raise ValueError(f"MLflow allows no metric, param or tag of the name {name[:_LONGEST_KEY]!r}")
 
 
 def _now() -> int:

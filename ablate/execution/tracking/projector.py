@@ -36,6 +36,7 @@ from ablate.results.ledger import DATA, Ledger
 from ablate.results.ledger_progress import unshipped_records
 from ablate.results.ledger_rows import Member
 from ablate.results.trial_store import Store
+from ablate.training.metric_names import trackable
 from ablate.training.workloads import unit
 
 _TERMINAL = {
@@ -286,7 +287,8 @@ class Projector:
             known.run or self._orphans.get((member.key, member.id), ""),
         )
         begun = (known.arm, known.seed) in self._shipped
-        params = [] if begun or known.step >= 0 else list(runs.params(member))
+        new = not begun and known.step < 0
+        params = [param for param in runs.params(member) if trackable(param[0])] if new else []
         tags = {"ablate.status": member.status} if over and run else {}
         if not run:
             run = self._create(tracker, member)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NotRequired, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 from ablate.errors import InputError, nearest, redact
 from ablate.execution.messages import Event
@@ -23,6 +23,7 @@ from ablate.experiment.roles import Role
 from ablate.files import Json
 from ablate.results.databases import open_readonly, path_of
 from ablate.results.ledger import Ledger
+from ablate.results.ledger_rows import FINISHED
 from ablate.training.metric_names import DAMAGE, GAP, parse
 
 if TYPE_CHECKING:
@@ -133,9 +134,8 @@ class _ArmDescription(TypedDict):
     against: str | None
     """Name of its baseline; None if it is one."""
     optuna: int | None
-    role: NotRequired[Role | None]
-    """Earlier versions wrote neither role nor reason."""
-    reason: NotRequired[str | None]
+    role: Role
+    reason: str | None
     trials: dict[str, str]
     """Id of its trial by seed."""
 
@@ -162,8 +162,11 @@ class _Sweep:
         self.facts = {key: value for key, value in described["facts"].items() if value is not None}
         self.trials = described["trials"]
         self.arms = described["arms"]
-        self.runs = {_key(run): run for run in sorted(runs, key=lambda run: run.info.start_time)}
-        """Latest run by arm, seed and trial."""
+        self.runs: dict[tuple[str, str, str], Run] = {}
+        """Latest run by arm, seed and trial, in order of their starts."""
+        for run in sorted(runs, key=lambda run: run.info.start_time):
+            self.runs.pop(_key(run), None)  # a key that is assigned again would keep its first position
+            self.runs[_key(run)] = run
         if parent.info.status == "RUNNING":  # what was wanted since it began
             self._add_new()
 
@@ -177,6 +180,8 @@ class _Sweep:
                 "knobs": json.loads(tags["ablate.knobs"]),
                 "against": tags.get("ablate.against"),
                 "optuna": None if optuna is None else int(optuna),
+                "role": cast("Role", tags["ablate.role"]),
+                "reason": None,
                 "trials": {},
             }
             arm = known.setdefault(name, new)
@@ -235,9 +240,10 @@ def _fill(book: Ledger, client: "MlflowClient", sweep: _Sweep) -> None:
         for arm in sorted(
             sweep.arms, key=lambda arm: arm["against"] is not None
         ):  # a baseline has its number first
-            role, reason = arm.get("role"), arm.get("reason")  # an earlier version wrote neither
             against = numbers.get(arm["against"])
-            number = book.add_arm(arm["name"], arm["knobs"], against, arm["optuna"], role, reason=reason)
+            number = book.add_arm(
+                arm["name"], arm["knobs"], against, arm["optuna"], arm["role"], reason=arm["reason"]
+            )
             numbers[arm["name"]] = number
         for place, arm in enumerate(sweep.arms):
             book.move_arm(numbers[arm["name"]], place)
@@ -252,6 +258,8 @@ def _fill(book: Ledger, client: "MlflowClient", sweep: _Sweep) -> None:
                 ending = sweep.trials.get(trial)
                 tags = run.data.tags
                 book.record(number, events)
+                if book.status(number) in FINISHED and tags["ablate.status"] not in FINISHED:
+                    continue  # the run of an arm that shares the trial has its end; this one's was never sent
                 book.settle(
                     number,
                     tags["ablate.status"],

@@ -17,7 +17,7 @@ from ablate.files import Json
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Member
 from ablate.results.trial_store import Store
-from ablate.training.metric_names import DAMAGE, GAP, Name, parse
+from ablate.training.metric_names import DAMAGE, GAP, Name, parse, trackable
 from ablate.training.workloads import context_free, unit
 
 TURNED = "ablate."
@@ -40,8 +40,11 @@ _MOST_CHARACTERS = 5000
 
 
 def shown(name: str, metrics: Collection[str]) -> bool:
-    """Return True for a metric that goes to MLflow: those that compare arms, and those of every run."""
-    return name in metrics or parse(name).for_tracker
+    """Return True for a metric that goes to MLflow: those that compare arms, and those of every run.
+
+    A name that MLflow refuses, such as `val/loss@nvfp4`, stays in the ledger.
+    """
+    return trackable(name) and (name in metrics or parse(name).for_tracker)
 
 
 def page(server: str, experiment: str, run: str | None = None) -> str:
@@ -75,6 +78,7 @@ def tags(member: Member, sweep: str, parent: str | None, against: str | None) ->
         "ablate.member": member.key,
         "ablate.baseline": str(against is None).lower(),
         "ablate.against": against,
+        "ablate.role": member.role,
         "ablate.trial": member.id,
         "ablate.engine": spec["engine"],
         "ablate.device": spec["device"],

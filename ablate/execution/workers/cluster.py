@@ -4,6 +4,7 @@ each.
 Nothing here weakens Ray's token authentication.
 """
 
+import ctypes
 import ipaddress
 import logging
 import os
@@ -12,8 +13,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TypedDict
@@ -126,6 +127,22 @@ def silence(address: str) -> str | None:
     return None
 
 
+@contextmanager
+def sigterm_kept() -> Iterator[None]:
+    """Set the C handler of SIGTERM again after the block, in any thread; `signal.signal` needs the main one.
+
+    `ray.init` sets a handler that prints a C++ stack and lets the process abort later; `ray.shutdown` sets
+    the default, by which a second SIGTERM ends the process at once.
+    """
+    get_handler, set_handler = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
+    get_handler.restype, set_handler.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
+    handler = get_handler(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        set_handler(signal.SIGTERM, handler)
+
+
 def connect(address: str | None, workers: int | None) -> ModuleType:
     """Return the `ray` module, connected to the cluster at an address, or to a local Ray started here.
 
@@ -148,7 +165,8 @@ def connect(address: str | None, workers: int | None) -> ModuleType:
     quiet: dict[str, object] = {"log_to_driver": False, "logging_level": logging.ERROR}
     try:
         if address:
-            ray.init(address=address, **quiet)
+            with sigterm_kept():
+                ray.init(address=address, **quiet)
         else:
             local: dict[str, object] = {
                 "include_dashboard": False,
@@ -157,7 +175,7 @@ def connect(address: str | None, workers: int | None) -> ModuleType:
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
             _private_token()
-            with as_one_machine(ray):
+            with as_one_machine(ray), sigterm_kept():
                 ray.init(address="local", num_cpus=workers or os.cpu_count(), **local, **quiet)
     except (ConnectionError, ImportError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
         action = f"reached at {address}" if address else "started here"

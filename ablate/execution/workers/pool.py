@@ -44,6 +44,7 @@ from ablate.execution.workers.cluster import (
     Node,
     connect,
     exposed,
+    sigterm_kept,
     unusable,
 )
 from ablate.execution.workers.running_trial import RunningTrial, Unusable, Waits
@@ -452,7 +453,8 @@ class Pool:
                 for actors in (*self.idle, *(trial.actors for trial in self._running.values())):
                     actors.dismiss()
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self._ray.shutdown()
+        with sigterm_kept():
+            self._ray.shutdown()
         if self._nonce:
             Path(self._nonce).unlink(missing_ok=True)
 

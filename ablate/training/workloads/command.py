@@ -142,6 +142,11 @@ class Command(OwnCode):
         parts = [user_code.digest_of(self._sources(), self._folder)]
         return "-".join(parts + [user_code.content(Path(name).expanduser()) for name in self.data])
 
+    def files(self) -> Iterator[Path]:
+        """Yield the files of the command's code and of its data."""
+        yield from user_code.closures(self._sources())
+        yield from super().files()
+
     def arguments(self, values: Mapping[str, str]) -> list[str]:
         """Return program and arguments, with all placeholders filled in."""
         texts = {
@@ -162,6 +167,7 @@ class Command(OwnCode):
         from ablate.training.command_records import CommandRecords
         from ablate.training.process_environment import METRICS, recipe_hash
 
+        user_code.drop_old_bytecode(user_code.closures(self._sources()))
         with ExitStack() as stack:
             if checkpoints:
                 own, artifacts = checkpoints.path.parent / "command", checkpoints.artifacts

@@ -34,7 +34,6 @@ class Gpt(TextWorkload):
     """Shape of the model, its data, and the training run."""
 
     VERSION: ClassVar[int] = 1
-    LATER: ClassVar[frozenset[str]] = TextWorkload.LATER | {"model"}
     NAMES: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Architecture | None = None

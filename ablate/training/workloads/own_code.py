@@ -5,12 +5,15 @@ Nothing is known of the code before it runs: neither its model, nor its metrics,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
 from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer
+from ablate.training import user_code
 from ablate.training.hyperparameters import MOST_STEPS
 from ablate.training.workloads.text import Fields
 
@@ -37,6 +40,11 @@ class OwnCode(Spec):
     """Files and folders that the code reads; a trial's identity has their content."""
     log_every: int = Field(1, ge=1)
     """Steps between two records that all trials have, by which a search prunes."""
+
+    def files(self) -> Iterator[Path]:
+        """Yield the files whose content the fingerprint has; OSError, SyntaxError as `fingerprint`."""
+        for path in map(Path, self.data):
+            yield from user_code.listed(path.expanduser())
 
     def recorded(self, metric: str) -> range:
         """Return the steps before the last at which every trial has the metric."""

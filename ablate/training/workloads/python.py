@@ -99,6 +99,13 @@ class Python(OwnCode):
             parts.append(f"start:{user_code.content(Path(self.start).expanduser())}")
         return "-".join(parts)
 
+    def files(self) -> Iterator[Path]:
+        """Yield the files of the function's code, its data, and the weights that it starts from."""
+        yield from user_code.files_of(self._code, self.sources)
+        yield from super().files()
+        if self.start:
+            yield from user_code.listed(Path(self.start).expanduser())
+
     def records(
         self,
         recipe: Recipe,
@@ -144,6 +151,7 @@ class Python(OwnCode):
         from ablate.training.trial import Trial, TrialState, TrialWindow, emitted, seeded
 
         code = self._code
+        user_code.drop_old_bytecode(user_code.files_of(code, self.sources))
         function, declared = user_code.load(code), user_code.declares_config(code)
         run = Run(self.steps, self.tokens_per_step, self.decay_start)
         window = None
