@@ -3,9 +3,11 @@
 import json
 import math
 import sqlite3
+from contextlib import closing
 
 import pytest
 
+from ablate.results import ledger_schema
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Intervention
 
@@ -244,3 +246,22 @@ def test_what_was_done_in_a_run_is_kept_in_words_once(book):
             trial, [event(7, loss=2.0) | {"events": ["the loss is not finite; step skipped"]}, event(8)]
         )
     assert book.events() == [Intervention("nvfp4", 3, 7, "the loss is not finite; step skipped")]
+
+
+@pytest.mark.parametrize("statement", [1, 2])
+def test_a_ledger_that_another_process_creates_meanwhile_is_not_one_of_another_version(statement, tmp_path):
+    path = tmp_path / "ledger.db"
+    begun = []
+
+    def create_at_statement(text: str) -> None:
+        begun.append(text)
+        if len(begun) == statement:
+            Ledger(path).close()
+
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.set_trace_callback(create_at_statement)
+        present = ledger_schema.check(db, path)
+        db.set_trace_callback(None)
+        assert present == (statement == 1)
+        ledger_schema.create(db, path)
+        assert ledger_schema.check(db, path)
