@@ -540,6 +540,21 @@ def test_printed_measurements_and_alarms_are_short_and_complete_sentences():
     assert str(alerts({"a": 0.625}, [alarm])) == "[62.5% is too much]"
 
 
+def test_operands_that_are_not_finite_raise_an_alarm_in_a_loop_of_ones_own():
+    model = net()
+    run = ablate.convert(model, "nvfp4", measure_every=0)
+    trained(model, run, last=1)
+    assert run.alarms() == []
+    with torch.no_grad():
+        model.stem.bias.fill_(torch.inf)
+    trained(model, run, last=1)
+    count = run.metrics()["nan/activation"]
+    assert count > 0
+    assert [str(alarm) for alarm in run.alarms()] == [
+        f"operands with a NaN or an infinity so far: {count:.0f}"
+    ]
+
+
 def test_the_gradient_is_compared_and_everything_else_stays():
     plainly, compared = net(), net()
     expected = trained(plainly, ablate.convert(plainly, "nvfp4"))

@@ -124,6 +124,7 @@ def test_an_arm_that_diverges_is_a_result_and_harms_no_other(tmp_path):
     outcome, news = sweep(tiny(tmp_path, ablate=None, arms=WILD), tmp_path)
     assert (outcome.status, outcome.failed) == ("done", 0)
     assert "diverged on every seed" in outcome.why  # the baseline of its own learning rate
+    assert outcome.diverged == "4 of 8 runs diverged, 2 of them of a baseline."
     found = statuses(tmp_path)
     assert found["wild", 0] == found["wild", 1] == "diverged"
     assert found["good", 0] == found["bf16", 1] == "done"

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.commands import INLINE, here
-from support.experiments import end, environment, ledger, start, statuses, sweep, tiny, until, write
+from support.experiments import WILD, end, environment, ledger, start, statuses, sweep, tiny, until, write
 
 from ablate.execution.messages import Ended, Exited, TrialRequest
 from ablate.execution.supervisor import end_of_attempt
@@ -41,6 +41,27 @@ def test_sigterm_ends_a_sweep_as_ctrl_c_does_with_its_own_status(tmp_path):
     assert set(statuses(tmp_path / "state").values()) == {"pending"}
     outcomes = ledger(tmp_path / "state").db.execute("SELECT outcome FROM attempts").fetchall()
     assert [tuple(row) for row in outcomes] == [("interrupted",)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "status", "last"),
+    [
+        (
+            {"ablate": None, "arms": WILD, "against": "good"},
+            0,
+            "2 of 4 runs diverged, none of them of the baseline good.",
+        ),
+        (
+            {"shape": {"lr": 1e30, "clip": None, "warmup": 0.0}},
+            1,
+            "6 of 6 runs diverged, 2 of them of the baseline bf16.",
+        ),
+    ],
+)
+def test_the_last_line_says_how_many_runs_diverged_and_whether_the_baseline_did(keys, status, last, tmp_path):
+    path = write(tmp_path, **keys)
+    done = here("sweep", path, "--state", tmp_path / "state", *INLINE, "--no-report", "-q")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (status, last), done.stderr
 
 
 @pytest.mark.slow

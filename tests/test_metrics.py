@@ -392,7 +392,7 @@ def test_an_operand_alarm_is_of_single_layers_of_its_metric(name):
 
 @pytest.mark.parametrize("alarm", ALARMS, ids=lambda alarm: alarm.pattern)
 def test_every_alarm_trips_beyond_its_limit_alone_and_names_the_value(alarm):
-    beyond = alarm.limit * (1.5 if alarm.side == "above" else 0.5)
+    beyond = alarm.limit * (1.5 if alarm.side == "above" else 0.5) or 1.0
     assert [alarm.trips(value) for value in (beyond, alarm.limit, math.nan)] == [True, False, False]
     assert alarm.message.format(beyond) != alarm.message.format(beyond * 1.5)
 

@@ -180,8 +180,9 @@ def sweep(
 ) -> None:
     """Run an experiment: compute missing trials, reuse finished ones, and answer its question.
 
-    Ctrl-C ends it cleanly; the same command continues it. Exit status: 0 all trials done, 1 some failed, 2
-    bad input, 3 budget reached, 130 interrupted, 143 ended by SIGTERM.
+    Ctrl-C ends it cleanly; the same command continues it. Exit status: 0 all trials done or diverged, 1 some
+    failed or the baseline diverged on every seed, 2 bad input, 3 budget reached, 130 interrupted, 143 ended
+    by SIGTERM.
     """
     machine = machine_of(capability, device)
     if machine and export_jobs is None and not dry_run:
@@ -351,8 +352,8 @@ class SweepRun:
         if outcome.ran or outcome.reused or not outcome.cause:
             _print_answer(self.experiment, settings, self.screen)
             self._print_next_steps()
-        if outcome.cause:
-            self.screen.print(Text(outcome.cause, "red"), soft_wrap=True)
+        for line in filter(None, (outcome.diverged, outcome.cause)):
+            self.screen.print(Text(line, "red"), soft_wrap=True)
         return outcome.status
 
     def _print_next_steps(self) -> None:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 from ablate.errors import one_line
 from ablate.execution import sweep_control
 from ablate.execution.estimate import TimeModel
-from ablate.execution.failures import Failures, lost_baselines
+from ablate.execution.failures import Failures, divergence, lost_baselines
 from ablate.execution.messages import Ended, Event, Events, Message, Notice, Result, TrialRequest, Waiting
 from ablate.execution.planned_code import PlannedCode, edited_error
 from ablate.execution.progress import Executor, Outcome, Progress, Running, RunOptions, Status
@@ -319,7 +319,8 @@ class Controller:
             why = f"Partial: the budget is reached, and {rest}. The same command goes on."
         cause, seconds = self._failures.cause, time.time() - self._started
         reused, failed = len(self.scheduler.reused), self._failed_trials()
-        return Outcome(status, self._ran, reused, failed, seconds, why, str(cause or ""))
+        diverged = divergence(self.ledger)
+        return Outcome(status, self._ran, reused, failed, seconds, why, str(cause or ""), diverged)
 
     def _failed_trials(self) -> int:
         return sum(self.scheduler.count[status] for status in ("failed", "oom", "stopped"))

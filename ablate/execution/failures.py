@@ -23,6 +23,7 @@ from collections.abc import Iterable
 
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_rows import Member
+from ablate.results.number_text import counted
 from ablate.training.user_errors import UserError
 
 _POINTS = 5
@@ -94,6 +95,22 @@ def _failed(members: Iterable[Member], arm: int | None, trials: set[int]) -> boo
     """Return True if one of these trials is the arm's, and none of the arm's trials has a result."""
     own = [member for member in members if member.arm == arm]
     return any(m.trial in trials for m in own) and not any(m.status in ("done", "pruned") for m in own)
+
+
+def divergence(ledger: Ledger) -> str:
+    """Return how many runs diverged, and how many of those are baselines'; empty if none did."""
+    compared = {arm.baseline for arm in ledger.arms() if arm.baseline is not None}
+    members = ledger.members()
+    diverged = [member for member in members if member.status == "diverged"]
+    if not diverged:
+        return ""
+    baselines = sorted({member.name for member in members if member.arm in compared})
+    text = f"{len(diverged)} of {counted(len(members), 'run')} diverged"
+    if baselines:
+        own = sum(member.arm in compared for member in diverged)
+        text += f", {own or 'none'} of them of {'the baseline' if len(baselines) == 1 else 'a baseline'}"
+        text += f" {baselines[0]}" * (len(baselines) == 1)
+    return f"{text}."
 
 
 def lost_baselines(ledger: Ledger) -> tuple[list[str], int]:

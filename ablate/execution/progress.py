@@ -76,7 +76,8 @@ Status = Literal["done", "failed", "budget", "stopped", "disk"]
 @dataclass(frozen=True)
 class Outcome:
     """End of a run; `why` explains it if the status alone does not, and `cause` is the exception of the
-    user's code that most failed trials ended by."""
+    user's code that most failed trials ended by. `diverged` says how many runs diverged, and how many of
+    them are baselines'; it is empty if none did."""
 
     status: Status
     ran: int
@@ -85,6 +86,7 @@ class Outcome:
     seconds: float
     why: str = ""
     cause: str = ""
+    diverged: str = ""
 
 
 @dataclass(frozen=True)

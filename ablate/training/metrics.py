@@ -124,6 +124,7 @@ ALARMS = (
         "the gradient's norm is {:.2f} times its quantisation noise, "
         "below sqrt(3): FP4 may no longer help it",
     ),
+    Alarm("nan/activation", "above", 0, "operands with a NaN or an infinity so far: {:.0f}"),
 )
 """Alarms of every trial: those of operands, and those of metrics that this file measures."""
 
