@@ -43,7 +43,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except IsADirectoryError:
         raise Damaged(path, "a folder, not a file") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Damaged(path, f"torn or damaged: {error}") from None
     if not isinstance(content, dict):
         raise Damaged(path, "damaged: it is not a JSON object")
@@ -131,13 +131,14 @@ class Holder:
         return json.dumps(asdict(self))
 
     @classmethod
-    def parse(cls, content: str) -> "Holder | None":
-        """Parse the content of a lock file; None if it is damaged or not yet written."""
+    def parse(cls, content: str | bytes) -> "Holder | None":
+        """Parse the content of a lock file; None if it is damaged, not text, or not yet written."""
         try:
             holder = cls(**json.loads(content))
-        except (ValueError, TypeError):
+        except (ValueError, TypeError, RecursionError):
             return None
-        return holder if isinstance(holder.pid, int) and isinstance(holder.host, str) else None
+        fits = isinstance(holder.pid, int) and 0 < holder.pid < 1 << 31 and isinstance(holder.host, str)
+        return holder if fits else None
 
     @property
     def process(self) -> str:
@@ -171,7 +172,7 @@ def lock(path: Path, wait: bool = True, attempt: int | None = None) -> Iterator[
         Busy: Another process holds the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
+    with path.open("a+", errors="replace") as file:
         if wait:
             fcntl.flock(file, fcntl.LOCK_EX)
         elif not _acquire(file):
@@ -181,7 +182,7 @@ def lock(path: Path, wait: bool = True, attempt: int | None = None) -> Iterator[
         file.truncate(0)
         file.write(holder)
         file.flush()
-        yield lambda: path.exists() and path.read_text() == holder
+        yield lambda: path.exists() and path.read_bytes() == holder.encode()
 
 
 def _acquire(file: TextIO) -> bool:

@@ -123,6 +123,8 @@ def test_a_changed_record_is_refused_by_every_command_in_one_sentence_with_the_w
         name = "tiny_calibration"
         tiny(tmp_path, seeds=3)
         path = path.parent.rename(path.parent.with_name(name)) / "ledger.db"
+        with closing(Ledger(path)) as renamed:
+            renamed.describe(name=name)
     words = [word.format(out=tmp_path, state=state) for word in READERS[reader]]
     if reader != "sync":  # MLflow takes seconds to start; tests/test_sync.py has what is whole
         whole = here(reader, *words, "--state", state)

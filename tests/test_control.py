@@ -175,12 +175,14 @@ def test_a_damaged_ledger_is_refused_with_the_way_out(swept, tmp_path, harm):
 
 
 def test_a_ledger_that_is_being_written_is_sound(swept, tmp_path):
-    (tmp_path / "ledger.db").write_bytes(swept.read_bytes())
-    writer = sqlite3.connect(tmp_path / "ledger.db", isolation_level=None)
+    path = tmp_path / swept.parent.name / "ledger.db"
+    path.parent.mkdir()
+    path.write_bytes(swept.read_bytes())
+    writer = sqlite3.connect(path, isolation_level=None)
     writer.execute("PRAGMA journal_mode = WAL")
     writer.execute("BEGIN IMMEDIATE")
     writer.execute("INSERT INTO sweep VALUES ('x', 'y')")
-    assert damage(tmp_path / "ledger.db") is None
+    assert damage(path) is None
     writer.execute("COMMIT")
     writer.close()
 

@@ -90,7 +90,7 @@ def _opened(word: str, state: Path, stack: ExitStack) -> tuple[Ledger, str | Non
     """Return the ledger of a sweep, and the arm that is named beside it."""
     name, colon, arm = word.partition(":")
     name = Path(name).stem if name.endswith((".yaml", ".yml")) else name
-    known = sorted(path.parent.name for path in state.glob("sweeps/*/ledger.db"))
+    known = sorted(path.name for path in state.glob("sweeps/*") if path.is_dir())
     if name not in known:
         hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
         raise InputError([f"{name}: no such sweep; {hint}"])

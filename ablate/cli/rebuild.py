@@ -8,6 +8,7 @@ folder that contradicts itself is moved aside, so that the sweep runs the trial 
 import re
 import sqlite3
 from collections import Counter
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -59,6 +60,7 @@ def rebuild(
 def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str, force: bool) -> None:
     path, screen = folder / "ledger.db", console()
     why = damage(path)
+    foreign = why is not None and _belongs_elsewhere(path)
     retired: list[str] = []
     if path.exists() and not why:
         why, retired = _compare(path, state)
@@ -78,7 +80,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         )
     if why:
         kept = put_aside(path)
-        facts = _identity(kept)
+        facts = {} if foreign else _identity(kept)
         screen.print(f"The old ledger ({why}) is kept as {kept}.", soft_wrap=True, markup=False)
     else:
         facts = {}
@@ -130,10 +132,17 @@ def _points(experiment: Experiment, journal: Path) -> tuple[Points, dict[int, in
     return points(journal, experiment.name), given_up(journal, experiment.name) if experiment.prunes else {}
 
 
+def _belongs_elsewhere(path: Path) -> bool:
+    """Return True for the ledger of another sweep, whose identity would name that sweep's runs in MLflow."""
+    with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
+        return ledger.foreign is not None
+    return False
+
+
 def _identity(kept: Path) -> dict[str, str]:
     """Return the identity of the sweep, if the bytes of the damaged file or of its log still contain it."""
     content = b"".join(
-        path.read_bytes() for path in (kept, kept.with_name(f"{kept.name}-wal")) if path.exists()
+        path.read_bytes() for path in (kept, kept.with_name(f"{kept.name}-wal")) if path.is_file()
     )
     match = _IDENTITY.search(content)
     return {"id": match[1].decode()} if match else {}

@@ -25,6 +25,7 @@ from ablate.cli.notebooks import Cell, NotebookError, markdown, page, run
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import check
+from ablate.results.checked_ledger import absent
 from ablate.results.databases import path_of
 from ablate.results.ledger import Ledger
 from ablate.results.report_about import ABOUT, current, stamp
@@ -127,8 +128,11 @@ def _refuse_unknown(state: Path, name: str) -> None:
     """Raise InputError if the experiment was never run, unless the name is that of the notebook without
     experiment.
     """
-    if name == "numerics_walkthrough" or (state / "sweeps" / name / "ledger.db").exists():
+    folder = state / "sweeps" / name
+    if name == "numerics_walkthrough" or (folder.is_dir() and not (why := absent(folder / "ledger.db"))):
         return
+    if folder.is_dir():
+        raise InputError([why])
     sweeps = _sweep_names(state)
     hint = nearest(name, sweeps) if sweeps else f"no sweep has been run in {state} yet"
     raise InputError([f"{name}: no such experiment has been run; {hint}"])

@@ -23,7 +23,7 @@ from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import changed, damage, folders, holder
 from ablate.execution.tracking import behind
 from ablate.files import Holder
-from ablate.results.checked_ledger import refusal
+from ablate.results.checked_ledger import absent, refusal
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_progress import Attempt, last_attempt, pace, running_attempts
 from ablate.results.ledger_rows import Member
@@ -167,6 +167,8 @@ def _compare(folder: Path, state: Path) -> Verified:
     """Compare one sweep with the folders of its trials. A ledger that cannot be read counts as a mismatch."""
     path, why = folder / "ledger.db", None
     try:
+        if why := absent(path):
+            raise InputError([why])
         why = damage(path)
         if not why:
             ledger = Ledger(path, readonly=True)
@@ -201,19 +203,26 @@ def _all(sweeps: Iterable[Path], state: Path) -> list[Status]:
 
 def read(folder: Path, store: Store) -> Status:
     """Return the status of one sweep, from its ledger and its lock."""
-    process = holder(folder)
+    process, path = holder(folder), folder / "ledger.db"
     controller = str(process) if process else None
+    if why := absent(path):
+        return Status(folder.name, controller=controller, trouble="is starting" if process else why)
     try:
-        ledger = Ledger(folder / "ledger.db", readonly=True)
+        ledger = Ledger(path, readonly=True)
         try:
+            if owner := ledger.foreign:
+                raise sqlite3.DatabaseError(owner)
             return _read(folder, ledger, store, controller)
         finally:
             ledger.close()
     except sqlite3.OperationalError as error:  # created but still empty, or unreadable
-        trouble = "is starting" if "no such table" in str(error) else str(error)
+        trouble = "is starting" if "no such table" in str(error) else f"{path}: cannot be read: {error}"
+        trouble = refusal(path, str(error)) if "decode" in str(error) else trouble
         return Status(folder.name, controller=controller, trouble=trouble)
-    except (sqlite3.DatabaseError, ValueError, TypeError, KeyError) as error:  # a damaged page or cell
-        trouble = refusal(folder / "ledger.db", str(error))
+    except InputError as error:
+        return Status(folder.name, controller=controller, trouble=str(error))
+    except (sqlite3.DatabaseError, ValueError, TypeError, KeyError, RecursionError) as error:  # a damaged cell
+        trouble = refusal(path, str(error))
         return Status(folder.name, controller=controller, trouble=trouble)
 
 
@@ -250,7 +259,7 @@ def _running_trial(
     speed = pace(ledger, member.trial, attempt.started)
     last = ledger.last_record(member.trial, "throughput/tokens_per_s")
     lock = store.folder(member.id) / "lock"
-    process = Holder.parse(lock.read_text()) if lock.exists() else None
+    process = Holder.parse(lock.read_bytes()) if lock.is_file() else None
     return RunningTrialStatus(
         arm=member.name,
         seed=member.seed,

@@ -20,7 +20,7 @@ from typing import Literal, TypedDict
 from ablate.errors import InputError, nearest
 from ablate.files import Holder, write
 from ablate.results.checked_ledger import refusal
-from ablate.results.databases import open_readonly, quick_check
+from ablate.results.databases import misplaced, open_readonly, quick_check
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_integrity import flaw
 
@@ -41,7 +41,7 @@ def folders(state: Path, words: Iterable[str] | None) -> list[Path]:
     """Return the folders of sweeps given by name or YAML file; of all sweeps if none is given. InputError if
     one is missing.
     """
-    known = {path.parent.name: path.parent for path in sorted(state.glob("sweeps/*/ledger.db"))}
+    known = {path.name: path for path in sorted(state.glob("sweeps/*")) if path.is_dir()}
     names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in words or known]
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -68,12 +68,12 @@ def holder(folder: Path) -> Holder | None:
     it free.
     """
     try:
-        with (folder / "lock").open() as file:
+        with (folder / "lock").open("rb") as file:
             found = Holder.parse(file.read())
             if found is None or _dead(found):
                 return None
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         return None
     except BlockingIOError:
         return found
@@ -98,9 +98,11 @@ def _dead(holder: Holder) -> bool:
 
 def damage(path: Path) -> str | None:
     """Return a description of the damage to a SQLite file; None if it is intact, empty or missing."""
-    if not path.exists() or not path.stat().st_size:
+    if not (why := misplaced(path)) and (not path.exists() or not path.stat().st_size):
         return None
     try:
+        if why:
+            return why
         db = open_readonly(path)
         try:
             found = quick_check(db)
@@ -114,15 +116,17 @@ def damage(path: Path) -> str | None:
 
 
 def _flaw(path: Path) -> str | None:
-    """Return a description of wrong content in an intact SQLite file; None if it is not a ledger, or only
-    begun.
+    """Return a description of wrong content in an intact SQLite file, also of names that are not text; None
+    if it is not a ledger, or only begun.
     """
     ledger = None
     try:
         ledger = Ledger(path, readonly=True)
         return flaw(ledger)
-    except sqlite3.OperationalError:
-        return None
+    except sqlite3.OperationalError as error:
+        return None if "no such table" in str(error) else str(error)
+    except sqlite3.DatabaseError as error:
+        return str(error)
     finally:
         if ledger:
             ledger.close()
@@ -171,7 +175,7 @@ def take(folder: Path) -> list[Order]:
     taken: list[Order] = []
     with suppress(FileNotFoundError):
         for path in sorted(path for path in (folder / "orders").iterdir() if path.suffix == ".json"):
-            with suppress(ValueError):  # somebody else's file; orders come in whole
+            with suppress(ValueError, RecursionError):  # somebody else's file; orders come in whole
                 taken.append(json.loads(path.read_bytes()))
             path.unlink()
     return taken

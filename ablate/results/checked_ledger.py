@@ -38,7 +38,7 @@ def open_ledger(state: Path, sweep: str) -> Ledger:
         InputError: The ledger differs from its seals.
     """
     path = state / "sweeps" / sweep / "ledger.db"
-    if not path.exists():
+    if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: no such sweep has been run")
     return open_checked(path)
 
@@ -49,6 +49,8 @@ def open_checked(path: Path) -> Ledger:
     Raises:
         InputError: It differs from its seals, is no database, or has no tables yet.
     """
+    if why := absent(path):
+        raise InputError([why])
     try:
         ledger = Ledger(path, readonly=True)
     except sqlite3.OperationalError as error:
@@ -69,6 +71,11 @@ def difference(ledger: Ledger) -> str | None:
 
     A difference in the records of a trial names the trial. What has no seal does not differ (`unverified`).
     """
+    try:
+        if ledger.foreign:  # before the note, since a link has the stamp of the file that it leads to
+            return ledger.foreign
+    except sqlite3.DatabaseError as error:
+        return str(error)
     log = ledger.path.with_name(f"{ledger.path.name}-wal")
     files = [ledger.path, log] if log.exists() and log.stat().st_size else [ledger.path]
     stamp = cache.stamp(files)
@@ -95,6 +102,16 @@ def _difference(ledger: Ledger) -> str | None:
     except (sqlite3.DatabaseError, ValueError) as error:
         return str(error)
     return None
+
+
+def absent(path: Path) -> str | None:
+    """Return a sentence on a sweep's folder in which the ledger is missing; None if something is there."""
+    if path.exists() or path.is_symlink():
+        return None
+    return (
+        f"{path}: this sweep has no ledger: it never began, or the file is lost; `ablate rebuild"
+        f" {path.absolute().parent.name}.yaml` makes it from the trial folders"
+    )
 
 
 def unverified(ledger: Ledger) -> str:

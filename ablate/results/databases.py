@@ -87,13 +87,31 @@ def open_readonly(path: Path, seconds: float = 60.0) -> sqlite3.Connection:
 
     Raises:
         sqlite3.Error: The file cannot be opened.
+        sqlite3.DatabaseError: A folder or a link that leads nowhere is in the place of one of its files.
     """
+    if why := misplaced(path):
+        raise sqlite3.DatabaseError(why)
     journal = path.with_name(f"{path.name}-journal")
     with suppress(FileNotFoundError, sqlite3.Error):  # a running writer removes its journal at any moment
         if journal.stat().st_size and path.exists():
             with closing(sqlite3.connect(path, timeout=seconds)) as db:
                 db.execute("SELECT count(*) FROM sqlite_master").fetchone()
     return sqlite3.connect(readonly_uri(path), uri=True, isolation_level=None, timeout=seconds)
+
+
+def misplaced(path: Path) -> str | None:
+    """Return a sentence on what is in the place of a database's file or of its logs and is not a file; None
+    if nothing is.
+
+    SQLite reports all of this as `unable to open database file`.
+    """
+    for part in ("", "-wal", "-shm", "-journal"):
+        file = f"{path}{part}"  # a log may vanish between two looks at it, which os.path allows
+        if os.path.isdir(file):
+            return f"{path.name}{part} is a folder"
+        if os.path.islink(file) and not os.path.exists(file):
+            return f"{path.name}{part} is a link that leads nowhere"
+    return None
 
 
 def tables(db: sqlite3.Connection) -> set[str]:

@@ -191,7 +191,7 @@ def open(sweep: str | Path, *, state: str | Path | None = None, metric: str | No
         ValueError: the sweep does not compare by this metric, or its ledger is damaged.
     """
     folder = Path(state or os.environ.get("ABLATE_STATE") or "runs") / "sweeps"
-    known = sorted(path.parent.name for path in folder.glob("*/ledger.db"))
+    known = sorted(path.name for path in folder.glob("*") if path.is_dir())
     name = Path(sweep).stem if Path(sweep).suffix in (".yaml", ".yml") else str(sweep)
     if name not in known:
         hint = nearest(name, known) if known else "none has been run there"

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
+from ablate.errors import one_line
 from ablate.results import databases, ledger_schema
 
 DATA = "data:"
@@ -38,6 +39,7 @@ class LedgerFile:
         Raises:
             InputError: Another version of this package wrote it, in another format.
             sqlite3.Error: The file cannot be opened, or is not a database.
+            sqlite3.DatabaseError: A metric's name is not text.
         """
         self.path = path
         try:
@@ -56,12 +58,24 @@ class LedgerFile:
             raise
         self._replaced: list[tuple[str, str]] = []
         """Trials and members whose runs in MLflow are to be removed, until the transaction ends."""
-        self._names = {row["text"]: row["name"] for row in self.db.execute("SELECT * FROM names")}
+        try:
+            self._names = {row["text"]: row["name"] for row in self.db.execute("SELECT * FROM names")}
+        except sqlite3.OperationalError as error:
+            self.db.close()
+            if "decode" not in str(error):  # no table: the ledger is being made
+                raise
+            raise sqlite3.DatabaseError(f"table names: a name is not text: {error}") from None
 
     @property
     def name(self) -> str:
         """Name of the sweep: that of its folder."""
         return self.path.absolute().parent.name
+
+    @property
+    def foreign(self) -> str | None:
+        """Sentence on the sweep that the ledger belongs to; None if it is that of its folder's name."""
+        owner = self.fact("name") or self.name
+        return None if owner == self.name else f"it is the ledger of sweep {one_line(owner)}"
 
     def close(self) -> None:
         """Close the file. The ledger is complete at every moment before."""

@@ -1,0 +1,170 @@
+"""Files of a state folder that are not what was written: another sweep's ledger, folders and links in the place of files, bytes that
+are no text."""
+
+import json
+import os
+import shutil
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.commands import INLINE, here
+from support.experiments import statuses, sweep, tiny, write
+
+from ablate.cache import SETTLED_SECONDS
+from ablate.errors import InputError
+from ablate.execution.sweep_control import damage, folders, holder, take
+from ablate.files import Busy, Damaged, Holder, lock, read_json
+from ablate.results.checked_ledger import open_checked
+from ablate.results.ledger import Ledger
+
+NOT_TEXT = b"\xff\xfe\x80{"
+DEEP = b"[" * 100_000
+READERS = {
+    "status": ("tiny",),
+    "leaderboard": (),
+    "evidence": ("tiny",),
+    "compare": ("tiny:rht=true", "tiny:rht=false"),
+    "export-tables": ("tiny", "--out", "{out}"),
+    "report": ("tiny", "--mlflow", "none"),
+}
+"""Commands that read a ledger, with their arguments."""
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory):
+    """Return a folder with two small sweeps that are over, `tiny` and `other`, in `state`."""
+    folder = tmp_path_factory.mktemp("swept")
+    for name in ("tiny", "other"):
+        sweep(tiny(folder, name, seeds=1, question=f"Question of {name}?"), folder / "state")
+    return folder
+
+
+@pytest.fixture
+def copy(swept, tmp_path):
+    """Return a copy of the folder of both sweeps."""
+    shutil.copytree(swept, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def read(verb: str, folder: Path):
+    """Return the output of a command that reads sweep `tiny`."""
+    words = (word.format(out=folder / "out") for word in READERS[verb])
+    return here(verb, *words, "--state", folder / "state")
+
+
+def fail(folder: Path, word: str) -> None:
+    """Check that each reader names the ledger in one sentence with a word, and shows none of its numbers."""
+    for verb in READERS:
+        done = read(verb, folder)
+        output = done.stdout + done.stderr
+        text = " ".join(output.split())
+        assert (word in text, "ledger.db" in text, "Traceback" in text) == (True, True, False), (verb, output)
+        assert verb in ("status", "leaderboard") or done.returncode == 2, verb
+        assert "rht=true" not in done.stdout or "other" in done.stdout, verb
+
+
+# Locks
+
+
+@pytest.mark.parametrize("content", [NOT_TEXT, DEEP, b'{"pid": -1, "host": "h"}', b'{"pid": 1e99, "host": "h"}'])
+def test_a_lock_whose_bytes_name_no_process_is_nobodys_and_can_be_taken(content, tmp_path):
+    (tmp_path / "lock").write_bytes(content)
+    assert Holder.parse(content) is None
+    assert holder(tmp_path) is None
+    with lock(tmp_path / "lock", wait=False) as held:
+        assert held()
+        assert holder(tmp_path) == Holder.this_process()
+        (tmp_path / "lock").write_bytes(content)
+        assert not held()
+        with pytest.raises(Busy, match="unknown"), lock(tmp_path / "lock", wait=False):
+            pass
+
+
+def test_deep_brackets_are_damage_and_no_order(tmp_path):
+    (tmp_path / "a.json").write_bytes(DEEP)
+    with pytest.raises(Damaged, match=r"a\.json: torn or damaged"):
+        read_json(tmp_path / "a.json")
+    (tmp_path / "orders").mkdir()
+    (tmp_path / "orders" / "1.json").write_bytes(DEEP)
+    assert take(tmp_path) == []
+
+
+# Ledgers
+
+
+@pytest.mark.parametrize("how", ["copied", "linked"])
+def test_the_ledger_of_another_sweep_is_refused_and_made_again_without_its_identity(how, copy):
+    """Its rows agree with its own seals, and so nothing else tells it from the sweep's own."""
+    path = copy / "state" / "sweeps" / "tiny" / "ledger.db"
+    with closing(Ledger(path.parents[1] / "other" / "ledger.db")) as other:
+        identity = other.identity()
+    past = time.time() - 60  # old enough for a note in the cache that it agrees with its seals
+    for file in (path.parents[1] / "other").iterdir():
+        os.utime(file, (past, past))
+    time.sleep(SETTLED_SECONDS)
+    open_checked(path.parents[1] / "other" / "ledger.db").close()
+    path.unlink()
+    if how == "linked":
+        path.symlink_to(path.parents[1] / "other" / "ledger.db")
+    else:
+        shutil.copy(path.parents[1] / "other" / "ledger.db", path)
+    fail(copy, "it is the ledger of sweep other")
+    words = (copy / "tiny.yaml", "--state", copy / "state")
+    done = here("sweep", *words, *INLINE)
+    assert (done.returncode, "it is the ledger of sweep other" in done.stderr) == (2, True), done.stdout
+    assert here("rebuild", *words).returncode == 0
+    with closing(open_checked(path)) as made:
+        assert (made.fact("name"), made.fact("question")) == ("tiny", "Question of tiny?")
+        assert made.fact("id") != identity
+    assert set(statuses(copy / "state").values()) == {"done"}
+
+
+@pytest.mark.parametrize("kind", ["nothing", "folder", "link", "folder in place of its log"])
+def test_a_sweep_without_a_ledger_is_named_by_every_reader_and_made_again(kind, copy):
+    folder = copy / "state" / "sweeps" / "tiny"
+    path = folder / "ledger.db"
+    if kind == "folder in place of its log":
+        path.with_name("ledger.db-wal").mkdir()
+    else:
+        path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to(folder / "nowhere")
+    assert [found.name for found in folders(copy / "state", None)] == ["other", "tiny"]
+    words = {"nothing": "no ledger", "link": "a link that leads nowhere"}
+    fail(copy, words.get(kind, "is a folder"))
+    assert here("rebuild", copy / "tiny.yaml", "--state", copy / "state").returncode == 0
+    for verb in READERS:
+        assert read(verb, copy).returncode == 0, verb
+    assert set(statuses(copy / "state").values()) == {"done"}
+
+
+@pytest.mark.parametrize("text", [b"val/\xff", b"val/\xed\xa0\x80"], ids=["no UTF-8", "lone surrogate"])
+@pytest.mark.parametrize("table", ["names", "arms", "sweep"])
+def test_text_of_a_ledger_in_no_encoding_is_damage(table, text, copy):
+    path = copy / "state" / "sweeps" / "tiny" / "ledger.db"
+    column = {"names": "text", "arms": "name", "sweep": "value"}[table]
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute(f"UPDATE {table} SET {column} = CAST(? AS TEXT) WHERE rowid = 1" if table != "sweep" else
+                   "UPDATE sweep SET value = CAST(? AS TEXT) WHERE key = 'question'", (text,))  # fmt: skip
+    assert damage(path)
+    with pytest.raises(InputError, match="damaged"):
+        open_checked(path)
+    fail(copy, "damaged")
+    words = (copy / "tiny.yaml", "--state", copy / "state")
+    assert here("sweep", *words, *INLINE).returncode == 2
+    assert here("rebuild", *words).returncode == 0
+    assert damage(path) is None
+
+
+def test_a_sweep_that_only_took_its_lock_is_named(tmp_path):
+    path = write(tmp_path)
+    (tmp_path / "state" / "sweeps" / "tiny").mkdir(parents=True)
+    done = here("status", "--state", tmp_path / "state", "--json")
+    (found,) = json.loads(done.stdout)
+    assert (found["name"], "no ledger" in found["trouble"]) == ("tiny", True)
+    assert here("rebuild", path, "--state", tmp_path / "state").returncode == 0
