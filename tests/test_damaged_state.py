@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 from support.commands import INLINE, here
-from support.experiments import statuses, sweep, tiny, write
+from support.experiments import ledger, statuses, sweep, tiny, write
 
 from ablate.cache import SETTLED_SECONDS
+from ablate.cli.report import make
 from ablate.errors import InputError
 from ablate.execution.sweep_control import damage, folders, holder, take
 from ablate.files import Busy, Damaged, Holder, lock, read_json
@@ -66,10 +67,51 @@ def fail(folder: Path, word: str) -> None:
         assert "rht=true" not in done.stdout or "other" in done.stdout, verb
 
 
+# Reports
+
+
+@pytest.mark.parametrize("content", [b"0", DEEP, NOT_TEXT, b'{"stamp": 3}', "folder", "flipped"])
+def test_the_answer_of_a_report_whose_facts_are_damaged_is_not_shown(content, copy):
+    state = copy / "state"
+    path = make(state, "tiny").folder / "index.json"
+    answers = [found["answer"] for found in json.loads(here("status", "--state", state, "--json").stdout)]
+    assert sum(map(bool, answers)) == 1
+    if content == "folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        flipped = path.read_bytes().replace(b"tiny", b"tinz")
+        assert flipped != path.read_bytes()
+        path.write_bytes(flipped if content == "flipped" else content)
+    for found in json.loads(here("status", "--state", state, "--json").stdout):
+        assert (found["answer"], found["trouble"]) == (None, None)
+
+
+# Trials
+
+
+def test_a_finished_trial_whose_result_is_gone_is_put_aside_and_counted_once(copy):
+    """Its second run would be the second attempt with a result, of one trial."""
+    state = copy / "state"
+    with closing(ledger(state)) as book:
+        trial = book.members()[0].id
+    (state / "trials" / trial / "result.json").unlink()
+    done = here("sweep", copy / "tiny.yaml", "--state", state, *INLINE, "--no-report")
+    assert (done.returncode, "missing, although the trial had finished" in done.stdout) == (0, True), (
+        done.stderr
+    )
+    assert [path.name.partition("-")[0] for path in (state / "retired").iterdir()] == [trial]
+    with closing(ledger(state)) as book:
+        query = "SELECT count(*) FROM attempts JOIN trials USING (trial) WHERE id = ? AND outcome = 'done'"
+        assert book.db.execute(query, (trial,)).fetchone()[0] == 1
+
+
 # Locks
 
 
-@pytest.mark.parametrize("content", [NOT_TEXT, DEEP, b'{"pid": -1, "host": "h"}', b'{"pid": 1e99, "host": "h"}'])
+@pytest.mark.parametrize(
+    "content", [NOT_TEXT, DEEP, b'{"pid": -1, "host": "h"}', b'{"pid": 1e99, "host": "h"}']
+)
 def test_a_lock_whose_bytes_name_no_process_is_nobodys_and_can_be_taken(content, tmp_path):
     (tmp_path / "lock").write_bytes(content)
     assert Holder.parse(content) is None
@@ -122,7 +164,7 @@ def test_the_ledger_of_another_sweep_is_refused_and_made_again_without_its_ident
     assert set(statuses(copy / "state").values()) == {"done"}
 
 
-@pytest.mark.parametrize("kind", ["nothing", "folder", "link", "folder in place of its log"])
+@pytest.mark.parametrize("kind", ["nothing", "no tables", "folder", "link", "folder in place of its log"])
 def test_a_sweep_without_a_ledger_is_named_by_every_reader_and_made_again(kind, copy):
     folder = copy / "state" / "sweeps" / "tiny"
     path = folder / "ledger.db"
@@ -130,12 +172,14 @@ def test_a_sweep_without_a_ledger_is_named_by_every_reader_and_made_again(kind, 
         path.with_name("ledger.db-wal").mkdir()
     else:
         path.unlink()
-    if kind == "folder":
+    if kind == "no tables":
+        path.touch()
+    elif kind == "folder":
         path.mkdir()
     elif kind == "link":
         path.symlink_to(folder / "nowhere")
     assert [found.name for found in folders(copy / "state", None)] == ["other", "tiny"]
-    words = {"nothing": "no ledger", "link": "a link that leads nowhere"}
+    words = {"nothing": "no ledger", "no tables": "no ledger", "link": "a link that leads nowhere"}
     fail(copy, words.get(kind, "is a folder"))
     assert here("rebuild", copy / "tiny.yaml", "--state", copy / "state").returncode == 0
     for verb in READERS:

@@ -20,6 +20,7 @@ from support.experiments import end, gone, start, sweep, tiny, until
 from support.processes import addresses
 
 from ablate.cli.report_server import ReportHandler, index
+from ablate.results.report_about import write_about
 
 pytestmark = [
     pytest.mark.services,
@@ -37,7 +38,7 @@ def state(tmp_path_factory):
     (folder / "reports" / "first" / "figures").mkdir(parents=True)
     (folder / "reports" / "first" / "index.html").write_text("<p>the report</p>")
     about = {"answer": "a <b> is worse, +0.01", "about": "ablate, experiment first: 15 runs"}
-    (folder / "reports" / "first" / "index.json").write_text(json.dumps(about))
+    write_about(folder / "reports" / "first", about)
     (folder / "reports" / "first" / "figures" / "forest-loss.png").write_bytes(b"png")
     (folder / "reports" / "second").mkdir(parents=True)
     (folder / "reports" / "second" / "gap.png").write_bytes(b"png")
@@ -222,7 +223,7 @@ def test_the_list_says_each_reports_answer_and_whether_it_is_one(state):
     )  # one report has no file of facts, the other's has no verdict
     for answered, valid, chip in ((True, True, "answered"), (False, True, "open"), (False, False, "none")):
         about = {"answer": "So.", "about": "", "answered": answered, "valid": valid}
-        (state / "reports" / "first" / "index.json").write_text(json.dumps(about))
+        write_about(state / "reports" / "first", about)
         assert f'class="chip {chip}"' in index(state)
 
 

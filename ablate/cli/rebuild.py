@@ -21,6 +21,7 @@ from ablate.execution.controller import Controller
 from ablate.execution.sweep_control import damage, put_aside
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, Json, lock
+from ablate.results.checked_ledger import absent
 from ablate.results.ledger import Ledger
 from ablate.results.ledger_progress import record_count
 from ablate.results.ledger_rows import FINISHED
@@ -59,7 +60,7 @@ def rebuild(
 
 def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str, force: bool) -> None:
     path, screen = folder / "ledger.db", console()
-    why = damage(path)
+    why = damage(path) or ("it is empty" if path.exists() and absent(path) else None)
     foreign = why is not None and _belongs_elsewhere(path)
     retired: list[str] = []
     if path.exists() and not why:

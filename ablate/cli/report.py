@@ -25,10 +25,11 @@ from ablate.cli.notebooks import Cell, NotebookError, markdown, page, run
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import check
+from ablate.files import Json
 from ablate.results.checked_ledger import absent
 from ablate.results.databases import path_of
 from ablate.results.ledger import Ledger
-from ablate.results.report_about import ABOUT, current, stamp
+from ablate.results.report_about import current, stamp, write_about
 from ablate.results.subject import title
 from ablate.results.trial_store import Store
 from ablate.results.verify import verify
@@ -280,7 +281,7 @@ def _write(
                 _markdown(cells, page_heading), encoding="utf-8"
             )
         answer = heading.answer
-        about = {
+        about: dict[str, Json] = {
             "question": heading.title,
             "answer": answer.sentence if answer else "",
             "answered": bool(answer and answer.answered),
@@ -288,7 +289,7 @@ def _write(
             "about": heading.about,
             "stamp": heading.stamp,
         }
-        (made / ABOUT).write_text(json.dumps(about, indent=1), encoding="utf-8")
+        write_about(made, about)
         if pdf:
             _print(made / "index.html")
         _replace(folder, made)

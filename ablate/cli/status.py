@@ -216,12 +216,20 @@ def read(folder: Path, store: Store) -> Status:
         finally:
             ledger.close()
     except sqlite3.OperationalError as error:  # created but still empty, or unreadable
-        trouble = "is starting" if "no such table" in str(error) else f"{path}: cannot be read: {error}"
+        trouble = f"{path}: cannot be read: {error}"
+        if "no such table" in str(error):
+            trouble = "is starting" if process else absent(path, empty=True) or trouble
         trouble = refusal(path, str(error)) if "decode" in str(error) else trouble
         return Status(folder.name, controller=controller, trouble=trouble)
     except InputError as error:
         return Status(folder.name, controller=controller, trouble=str(error))
-    except (sqlite3.DatabaseError, ValueError, TypeError, KeyError, RecursionError) as error:  # a damaged cell
+    except (
+        sqlite3.DatabaseError,
+        ValueError,
+        TypeError,
+        KeyError,
+        RecursionError,
+    ) as error:
         trouble = refusal(path, str(error))
         return Status(folder.name, controller=controller, trouble=trouble)
 

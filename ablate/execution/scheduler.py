@@ -319,6 +319,9 @@ class Scheduler:
                 self._retire(trial, trial_id)
                 result = None
             if result is None:
+                if self.ledger.trial(trial).finished:  # else both runs of it would count
+                    path = self.store.folder(trial_id) / "result.json"
+                    raise Damaged(path, "missing, although the trial had finished")
                 return False
             self._take_over(trial, trial_id, result)
         except Damaged as error:
@@ -408,7 +411,8 @@ class Scheduler:
                 aside = self._retire(trial, trial_id)
         except Busy:
             return
-        self.news.append(f"{error}. The folder is kept as {aside}, and the trial runs again")
+        kept = f"The folder is kept as {aside}, and the" if aside else "The"
+        self.news.append(f"{error}. {kept} trial runs again")
 
     def discard(self, trial: int, trial_id: str) -> None:
         """Put aside what a trial wrote whose process is ending; the trial is pending again.

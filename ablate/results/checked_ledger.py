@@ -54,7 +54,8 @@ def open_checked(path: Path) -> Ledger:
     try:
         ledger = Ledger(path, readonly=True)
     except sqlite3.OperationalError as error:
-        raise InputError([f"{path}: cannot be read: {error}"]) from None
+        none = absent(path, empty=True) if "no such table" in str(error) else None
+        raise InputError([none or f"{path}: cannot be read: {error}"]) from None
     except sqlite3.DatabaseError as error:
         raise InputError([refusal(path, str(error))]) from None
     try:
@@ -104,9 +105,15 @@ def _difference(ledger: Ledger) -> str | None:
     return None
 
 
-def absent(path: Path) -> str | None:
-    """Return a sentence on a sweep's folder in which the ledger is missing; None if something is there."""
-    if path.exists() or path.is_symlink():
+def absent(path: Path, empty: bool = False) -> str | None:
+    """Return a sentence on a sweep's folder in which the ledger is missing; None if something is there.
+
+    Args:
+        path: File of the ledger.
+        empty: True for one that has no tables, which is as good as none.
+    """
+    files = (path, path.with_name(f"{path.name}-wal"))
+    if not empty and (path.is_symlink() or any(file.exists() and file.stat().st_size for file in files)):
         return None
     return (
         f"{path}: this sweep has no ledger: it never began, or the file is lost; `ablate rebuild"

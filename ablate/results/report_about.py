@@ -2,9 +2,13 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ablate.cache import key_of
+from ablate.files import Json, read_json, write
 from ablate.results.ledger import Ledger
 
 ABOUT = "index.json"
@@ -19,16 +23,29 @@ def stamp(ledger: Ledger) -> str:
 
 
 def about(report: Path) -> dict[str, Any]:
-    """Return what a report says about itself; {} without a report.
+    """Return what a report says about itself; {} without a report, or if the file is not what was written.
 
     Args:
         report: folder of the report.
     """
-    file = report / ABOUT
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    with suppress(OSError, ValueError):  # no file, or not one
+        found = read_json(report / ABOUT)
+        if found.pop("seal", None) == key_of(found):
+            return found
+    return {}
+
+
+def write_about(report: Path, content: Mapping[str, Json]) -> None:
+    """Write what a report says about itself, with a hash of it.
+
+    Args:
+        report: folder of the report.
+        content: question, answer, and the state that it shows.
+    """
+    write(report / ABOUT, {**content, "seal": key_of(content)})
 
 
 def current(report: Path, ledger: Ledger) -> dict[str, Any]:
     """Return what a report says about itself if it shows the present state of the sweep, else {}."""
     found = about(report)
-    return found if found and found["stamp"] == stamp(ledger) else {}
+    return found if found.get("stamp") == stamp(ledger) else {}
