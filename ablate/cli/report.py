@@ -130,10 +130,12 @@ def _refuse_unknown(state: Path, name: str) -> None:
     experiment.
     """
     folder = state / "sweeps" / name
-    if name == "numerics_walkthrough" or (folder.is_dir() and not (why := absent(folder / "ledger.db"))):
-        return
     if folder.is_dir():
-        raise InputError([why])
+        if why := absent(folder / "ledger.db"):
+            raise InputError([why])
+        return
+    if name == "numerics_walkthrough":
+        return
     sweeps = _sweep_names(state)
     hint = nearest(name, sweeps) if sweeps else f"no sweep has been run in {state} yet"
     raise InputError([f"{name}: no such experiment has been run; {hint}"])

@@ -87,7 +87,7 @@ def open_readonly(path: Path, seconds: float = 60.0) -> sqlite3.Connection:
 
     Raises:
         sqlite3.Error: The file cannot be opened.
-        sqlite3.DatabaseError: A folder or a link that leads nowhere is in the place of one of its files.
+        sqlite3.DatabaseError: A folder or a link is in the place of one of its files.
     """
     if why := misplaced(path):
         raise sqlite3.DatabaseError(why)
@@ -111,6 +111,8 @@ def misplaced(path: Path) -> str | None:
             return f"{path.name}{part} is a folder"
         if os.path.islink(file) and not os.path.exists(file):
             return f"{path.name}{part} is a link that leads nowhere"
+        if part and os.path.islink(file):  # SQLite follows none
+            return f"{path.name}{part} is a link, not a file"
     return None
 
 

@@ -33,7 +33,10 @@ def tally(ledger: Ledger, trial: int) -> Tally:
             result.column(names[name], ((step, value, moment) for _, step, value, moment in cells))
     except (TypeError, KeyError, struct.error, sqlite3.OperationalError) as error:
         raise ValueError(f"a cell of its records cannot be read: {error}") from None
-    result.words(cursor.execute("SELECT step, text FROM events WHERE trial = ?", (trial,)).fetchall())
+    try:
+        result.words(cursor.execute("SELECT step, text FROM events WHERE trial = ?", (trial,)).fetchall())
+    except sqlite3.OperationalError as error:
+        raise ValueError(f"a cell of its events cannot be read: {error}") from None
     return result
 
 
@@ -61,6 +64,23 @@ def flaw(ledger: Ledger) -> str | None:
         if ledger.foreign:
             return ledger.foreign
         table, row, change = difference(ledger.db) or ("", "", "")
-        return f"table {table}, row {row}: {change}" if table else None
+        return f"table {table}, row {row}: {change}" if table else _not_text(ledger.db)
     except sqlite3.OperationalError as error:
         return f"a cell cannot be read: {error}"
+
+
+_UNSEALED = (("members", "mlflow"), ("compared", "id"), ("compared", "signature"), ("events", "text"))
+"""Columns of text that no seal of a row covers, by table."""
+
+
+def _not_text(db: sqlite3.Connection) -> str | None:
+    """Return a sentence on a cell without a seal that is not text; None if there is none.
+
+    Raises:
+        sqlite3.OperationalError: A text is in no encoding.
+    """
+    for table, column in (*_UNSEALED, ("row_seals", "seal")):
+        for (cell,) in db.execute(f"SELECT {column} FROM {table}"):
+            if not isinstance(cell, str | None):
+                return f"table {table}: a cell of column {column} is not text"
+    return None
