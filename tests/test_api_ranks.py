@@ -1,5 +1,6 @@
 """A converted model under DistributedDataParallel and FSDP2: two ranks compute what one process does of the same micro-batches."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -63,7 +64,8 @@ def test_scales_of_earlier_steps_are_refused_on_several_ranks():
 def test_ranks_that_torchrun_starts_have_the_weights_of_one_process(backend, device, ranks):
     """On one GPU: two ranks share it by gloo, and NCCL has it for one rank, since it refuses two."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environ = environment(PYTHONPATH=str(Path(__file__).parents[1]), OMP_NUM_THREADS="1")
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environ = environment(PYTHONPATH=os.pathsep.join(paths), OMP_NUM_THREADS="1")
     done = subprocess.run(
         [*launcher, str(PROGRAM), backend, device],
         capture_output=True,

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from contextlib import closing
 
 import pytest
 from support.commands import here
@@ -271,6 +272,8 @@ def test_earlier_arms_are_taken_once_and_again_when_other_sweeps_are_named(first
     book = Ledger(tmp_path / "sweeps" / "second" / "ledger.db")
     once, _ = warm(book, tmp_path, experiment)
     shutil.move(tmp_path / "sweeps" / "first", tmp_path / "sweeps" / "third")
+    with closing(Ledger(tmp_path / "sweeps" / "third" / "ledger.db")) as moved:
+        moved.describe(name="third")  # as if that sweep had run
     assert warm(book, tmp_path, experiment)[0] == once
     renamed, _ = warm(book, tmp_path, second(first, tmp_path, sweeps=["third"]))
     book.close()

@@ -21,6 +21,7 @@ from support.processes import modules
 from ablate.cli import status as verb
 from ablate.cli.status import read
 from ablate.execution.tracking import behind
+from ablate.files import lock
 from ablate.results.ledger import Ledger
 from ablate.results.trial_store import Store
 
@@ -225,8 +226,11 @@ def test_a_damaged_ledger_is_said_and_hides_no_other_sweep(swept, tmp_path):
 def test_a_ledger_that_has_just_been_made_begins(tmp_path):
     (tmp_path / "sweeps" / "new").mkdir(parents=True)
     sqlite3.connect(tmp_path / "sweeps" / "new" / "ledger.db").close()
-    (found,) = said(tmp_path)
+    with lock(tmp_path / "sweeps" / "new" / "lock"):
+        (found,) = said(tmp_path)
     assert (found["name"], found["trouble"], found["total"]) == ("new", "is starting", 0)
+    (found,) = said(tmp_path)
+    assert "this sweep has no ledger: it never began" in found["trouble"]
 
 
 # How far MLflow is behind, and how fast a trial is, from a ledger made by hand
