@@ -423,11 +423,15 @@ def steps(out: Path, device: str = "cuda", tiny: bool = False) -> list[Step]:
 def _numerics(day: Day) -> list[Step]:
     """Return the steps that compare numbers, and those that time quantisers."""
     few = ("tests/numerics/test_cuda_kernels.py", "tests/test_bench.py") if day.tiny else ()
-    tests = pytest("--ignore", "tests/test_api_ranks.py", *few)
+    cases = "tests/numerics/cuda_kernel_cases.py"
+    whole = "tests/numerics/test_cuda_kernels.py::test_every_bit_is_the_references_on_a_gpu"  # `gpu-bits`
+    tests = pytest("-v", "--ignore", "tests/test_api_ranks.py", "--deselect", whole, *few)
+    bits = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", cases)
     fast = ("--fast",) if day.tiny else ()
     sizes = ("64x64", "--rounds", "1") if day.tiny else ("4096x4096", "8192x8192")
     return [
-        Step("gpu-tests", "GPU tests", tests, 2400, (gpu,), 600, 8, figure=last_line, proof="passed"),
+        Step("gpu-bits", "kernels' bits", bits, 2400, (gpu,), 600, 8, figure=last_line, proof="passed"),
+        Step("gpu-tests", "GPU tests", tests, 900, (gpu,), 90, 8, figure=last_line, proof="passed"),
         Step(
             "doctor", "numerics, GPU bits included", ablate("doctor", *fast, "--json"), 1200, day.base,
             120, 4, figure=checks,
