@@ -33,13 +33,13 @@ __all__ = [
     "presets",
     "quantize",
     "recipe",
-    "results",
+    "reports",
 ]
 
 _INTERFACE = "ablate.experiment.python_api"
 _HOMES = {"Recipe": "ablate.recipes.recipe"} | dict.fromkeys(__all__[1:], _INTERFACE)
 """Module of each public name, imported at its first use."""
-_MODULES = {"integrations": "ablate.experiment.integrations", "results": "ablate.results"}
+_MODULES = {"integrations": "ablate.experiment.integrations", "reports": "ablate.reports"}
 """Public names that are modules."""
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from fork_designs import averaged, readings
 from scipy import optimize, stats
 
-from ablate.results.checked_ledger import open_ledger
+from ablate.store.checked_ledger import open_ledger
 
 CLASSES = {
     "noise: stochastic rounding": ("nvfp4", "no_rht", "no_2d", "last_bf16", "headroom", "signs_per_step"),

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 from ruamel.yaml import YAML
 
 from ablate.results.calibration import Candidate, from_forks
-from ablate.results.checked_ledger import open_ledger
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import design_of
 from ablate.results.headline import headline_of
 from ablate.results.number_text import interval
 from ablate.results.verdict_text import verdict_text
+from ablate.store.checked_ledger import open_ledger
 
 SEEDS = range(900_000, 900_006)
 ARMS, WORKERS = 7, 2

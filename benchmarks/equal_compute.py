@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 from ruamel.yaml import YAML
 
 from ablate.experiment.load import load
-from ablate.results.checked_ledger import open_ledger
 from ablate.results.forked import sharpened, views
 from ablate.results.intervals import ALPHA
 from ablate.results.paired_stats import Difference, p_value, paired_difference
 from ablate.results.summary import ArmSummary, judge_learned, metric_of, summaries
 from ablate.results.verdict_text import verdict_text
+from ablate.store.checked_ledger import open_ledger
 
 SHIPPED = Path(__file__).parent.parent / "experiments"
 FILES = (

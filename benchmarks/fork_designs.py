@@ -24,8 +24,8 @@ from ruamel.yaml import YAML
 from scipy import stats
 
 from ablate.files import Json
-from ablate.results.checked_ledger import open_ledger
-from ablate.results.ledger import Ledger
+from ablate.store.checked_ledger import open_ledger
+from ablate.store.ledger import Ledger
 from ablate.training.metric_names import cell_of
 
 SEEDS, FEW_SEEDS = 8, 4

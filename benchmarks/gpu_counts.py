@@ -39,9 +39,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from triton import JITFunction
 
-from ablate.cli.bench_workloads import stepper
 from ablate.numerics.kernels import cuda
 from ablate.recipes import PRESETS
+from ablate.verification.bench_workloads import stepper
 
 WIDTH, TOKENS = 2048, 8192
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}

@@ -23,7 +23,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from ablate.results.ledger import Ledger
+from ablate.store.ledger import Ledger
 from ablate.training.data import jobs, prepared
 
 ROOT = Path(__file__).parents[1]

@@ -15,12 +15,12 @@ from support.studies import trials
 from ablate.execution.projections import Projections
 from ablate.execution.search import CombinedStorage, Study, dashboard, decorate, importances
 from ablate.execution.study_points import Point
-from ablate.results.checked_ledger import open_ledger
-from ablate.results.ledger import Ledger
 from ablate.results.number_text import interval
 from ablate.results.summary import metric_of, summaries
-from ablate.results.trial_store import Store, Tally, line
 from ablate.results.verdict_text import verdict_text
+from ablate.store.checked_ledger import open_ledger
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store, Tally, line
 
 KNOBS = {"cooldown": {"uniform": [0.0, 1.0]}, "workload.batch": {"int": [1, 9]}, "rht": [True, False]}
 

@@ -15,17 +15,17 @@ from support.made_up import member as finish
 
 from ablate.cli.live_view import summary_table
 from ablate.experiment.schema import Metric, Published
-from ablate.results.answer import Answer
-from ablate.results.figures import forest
+from ablate.reports.answer import Answer
+from ablate.reports.figures import forest
+from ablate.reports.markdown_summary import summary_markdown
 from ablate.results.gate import checks
-from ablate.results.ledger import Ledger
-from ablate.results.markdown_summary import summary_markdown
 from ablate.results.next_runs import undecided
 from ablate.results.published import replications
 from ablate.results.subject import described, title
 from ablate.results.summary import UNLEARNED, Gaps, summaries
-from ablate.results.trial_store import Store
 from ablate.results.verdict_text import REASONS, needed_text
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 from ablate.training.workloads import context_free
 
 

@@ -9,13 +9,13 @@ import statsmodels.formula.api as smf
 from pandas import DataFrame
 from support.books import add
 
-from ablate.results.answer import Answer
+from ablate.reports.answer import Answer
 from ablate.results.attribution import Grid, extra_tokens, front, grid, interactions, main_effects, shares
 from ablate.results.doses import doses, sentence, share_closed
 from ablate.results.intervals import SINGLE_LOOK, Interval
-from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Verdict, paired_difference
 from ablate.results.summary import ArmSummary
+from ablate.store.ledger import Ledger
 
 LEVELS = {"rht": [True, False], "sr": [True, False], "block": ["1x16", "1x32", "1x64"]}
 

@@ -12,9 +12,9 @@ from support.made_up import member
 from ablate.experiment.load import load
 from ablate.experiment.schema import Metric
 from ablate.experiment.yaml_document import parse, with_values
-from ablate.results.ledger import Ledger
 from ablate.results.run_lengths import steps_to
 from ablate.results.summary import metrics_of, summaries
+from ablate.store.ledger import Ledger
 
 OF_ARMS = {
     "ablate": None,

@@ -15,10 +15,10 @@ from support.experiments import ledger, sweep, tiny
 import ablate
 from ablate.cli.commands import VERBS
 from ablate.errors import InputError
-from ablate.results import checked_ledger
-from ablate.results.answer import Answer
-from ablate.results.checked_ledger import open_checked, unverified
-from ablate.results.ledger import Ledger
+from ablate.reports.answer import Answer
+from ablate.store import checked_ledger
+from ablate.store.checked_ledger import open_checked, unverified
+from ablate.store.ledger import Ledger
 
 PACKAGE = Path(ablate.__file__).parent
 CHANGE = (
@@ -67,7 +67,7 @@ OPENED_APART = {
     "execution/shared_prefixes.py": "facts",
     "execution/sweep_control.py": "compares rows, for commands that repair records",
     "execution/tracking/projector.py": "a thread of the process that writes it",
-    "results/checked_ledger.py": "the one place",
+    "store/checked_ledger.py": "the one place",
     "verification/audit.py": "recomputes every invariant by itself",
     "verification/services.py": "counts records while a test of the services runs",
 }
@@ -142,11 +142,11 @@ def test_a_changed_record_is_refused_by_every_command_in_one_sentence_with_the_w
 @pytest.mark.parametrize(
     ("read", "error"),
     [
-        (lambda state: ablate.results.open("tiny", state=state), ValueError),
+        (lambda state: ablate.reports.open("tiny", state=state), ValueError),
         (lambda state: Answer.open(state, "tiny"), InputError),
         (lambda state: warmed(state), InputError),
     ],
-    ids=["results.open", "Answer.open", "search.warm"],
+    ids=["reports.open", "Answer.open", "search.warm"],
 )
 def test_a_changed_record_is_refused_in_python(read, error, copied):
     state, path = copied
@@ -188,7 +188,7 @@ def test_what_has_no_seal_is_shown_as_unverified(copied, tmp_path):
     state, path = copied
     execute(path, "DELETE FROM row_seals WHERE part = 'records' AND key = '1'")
     text = "unverified: 1 of 9 trials have no seal"
-    with ablate.results.open("tiny", state=state) as results:
+    with ablate.reports.open("tiny", state=state) as results:
         assert results.unverified.startswith(text)
         assert text in repr(results)
     for reader in ("evidence", "leaderboard", "compare", "export-tables"):

@@ -32,8 +32,8 @@ from ablate.numerics import product
 from ablate.numerics.product import MODES
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Phase
-from ablate.results.ledger import Ledger
-from ablate.results.trial_store import Store
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, SealedWriter, unsealed
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.metric_names import PRODUCT_BITS

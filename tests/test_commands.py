@@ -45,7 +45,7 @@ from ablate.execution.estimate import Load
 from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.tracking import database
 from ablate.files import lock
-from ablate.results.databases import url
+from ablate.store.databases import url
 
 PLANS = """
 import io, json, sys

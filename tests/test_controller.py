@@ -12,11 +12,11 @@ from support.studies import trials
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome
 from ablate.execution.workers import Inline
-from ablate.results.checked_ledger import open_ledger
 from ablate.results.gate import checks
-from ablate.results.ledger import Ledger
 from ablate.results.summary import summaries
-from ablate.results.trial_store import Store
+from ablate.store.checked_ledger import open_ledger
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 
 
 def test_everything_that_is_wanted_is_run_once_and_counted(tmp_path):

@@ -18,8 +18,8 @@ from ablate.cli.report import make
 from ablate.errors import InputError
 from ablate.execution.sweep_control import damage, folders, holder, take
 from ablate.files import Busy, Damaged, Holder, lock, read_json
-from ablate.results.checked_ledger import open_checked
-from ablate.results.ledger import Ledger
+from ablate.store.checked_ledger import open_checked
+from ablate.store.ledger import Ledger
 
 NOT_TEXT = b"\xff\xfe\x80{"
 DEEP = b"[" * 100_000

@@ -14,9 +14,9 @@ from support.experiments import ledger, problems, statuses, sweep, tiny, write
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError
 from ablate.execution.sweep_control import damage
-from ablate.results import databases
-from ablate.results.ledger import Ledger
-from ablate.results.records import frame
+from ablate.store import databases
+from ablate.store.ledger import Ledger
+from ablate.store.records import frame
 
 AWKWARD = ("a?b", "a#b", "a%b", "a%20b", "a b&c=d;e", "ü?mode=memory#%3F")
 LOCAL = "/dev/vda / ext4 rw 0 0\n"
@@ -164,7 +164,7 @@ def test_a_ledger_on_a_network_file_system_has_a_rollback_journal_and_works(tmp_
 def test_what_a_killed_writer_left_in_a_rollback_journal_is_undone_for_readers(tmp_path):
     path = tmp_path / "ledger.db"
     code = (
-        "import os, sys; from pathlib import Path; from ablate.results.ledger import Ledger\n"
+        "import os, sys; from pathlib import Path; from ablate.store.ledger import Ledger\n"
         "book = Ledger(Path(sys.argv[1]), mounts='server:/x / nfs4 rw 0 0')\n"
         "book.describe(question='before', filler='x' * 100_000)\n"
         "book.db.execute('PRAGMA cache_spill = 1'); book.db.execute('PRAGMA cache_size = 1')\n"

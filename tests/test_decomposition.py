@@ -8,10 +8,10 @@ import scipy.stats
 from support.experiments import sweep, tiny
 
 import ablate
-from ablate.results.answer import Answer
+from ablate.reports.answer import Answer
 from ablate.results.decomposition import correlation, damages
-from ablate.results.ledger import Ledger
 from ablate.results.summary import summaries
+from ablate.store.ledger import Ledger
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def readings(results) -> dict:
 
 
 def test_the_parts_add_up_to_the_gap_and_each_is_the_paired_t_interval_of_its_readings(state):
-    with ablate.results.open("tiny", state=state) as results:
+    with ablate.reports.open("tiny", state=state) as results:
         parts, last = results.damage.set_index("arm"), readings(results)
     assert set(parts.index) == {"sr=true", "sr=false"}
     for arm, row in parts.iterrows():

@@ -92,7 +92,7 @@ def test_every_path_in_a_page_exists():
 
 
 def test_every_dotted_name_of_the_package_in_a_page_can_be_imported():
-    """`ablate.bench`, and `ablate.results.records.frame`, are names; `ablate.toml` is a file."""
+    """`ablate.bench`, and `ablate.store.records.frame`, are names; `ablate.toml` is a file."""
     names = {
         name
         for page in PAGES

@@ -12,9 +12,9 @@ from ablate.cli.plan import forecast
 from ablate.errors import InputError
 from ablate.execution.planned_code import PlannedCode
 from ablate.experiment.edits import PlannedTrial, redefined
-from ablate.results.ledger import Ledger
-from ablate.results.records import frame
 from ablate.results.summary import summaries
+from ablate.store.ledger import Ledger
+from ablate.store.records import frame
 
 KEYS = {"ablate": None, "seeds": 2}
 ARMS = {"a": {"rht": False}, "b": {"sr": False}, "c": {"skip_first": 0, "four_over_six": "mse"}}

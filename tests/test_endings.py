@@ -21,7 +21,7 @@ from ablate.execution.messages import Ended, Exited, TrialRequest
 from ablate.execution.supervisor import end_of_attempt
 from ablate.execution.trial_runner import NO_SPACE
 from ablate.files import full
-from ablate.results.databases import open_readonly, url
+from ablate.store.databases import open_readonly, url
 
 SLOW = {"workload": {"idle": {"steps": 1000, "seconds": 0.05}}, "seeds": 1}
 FAST = {"workload": {"idle": {"steps": 4}}, "seeds": 1}

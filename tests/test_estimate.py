@@ -15,7 +15,7 @@ from ablate.execution.estimate import Load, TimeModel, time_left, trial_left, un
 from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.progress import RunOptions
 from ablate.execution.workers import Inline
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 
 IDLE = {"workload": {"idle": {"steps": 3}}, "seeds": 2}
 RANGE = {"uniform": [0.0, 1.0]}

@@ -10,7 +10,7 @@ from scipy import stats
 from support.commands import here
 from support.experiments import sweep, tiny
 
-from ablate.results import frames
+from ablate.reports import frames
 
 KEYS = {"seeds": 3, "ablate": {"rht": [True], "sr": [True, False]}, "answer": {"knob": "sr"}}
 

@@ -14,7 +14,7 @@ from support.experiments import problems, write
 from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.numerics.formats import ELEMENTS
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 from ablate.training import final_weights
 
 KEEP = {"telemetry": {"keep_weights": True, "log": 1}}

@@ -36,8 +36,8 @@ from ablate.execution.sweep_control import damage, put_aside
 from ablate.execution.trial_runner import run
 from ablate.execution.workers import Inline
 from ablate.execution.workers.pool import Placements
-from ablate.results.trial_store import Store
-from ablate.results.verify import verify
+from ablate.store.trial_store import Store
+from ablate.store.verify import verify
 from ablate.training.metric_names import parse
 from ablate.verification import audit, passed_checks
 from ablate.verification.fault_plan import deck

@@ -11,8 +11,8 @@ from support.experiments import WILD, ledger, sweep, tiny
 from ablate.errors import InputError
 from ablate.execution.tracking import fetch, shown
 from ablate.results.contrasts import contrasts
-from ablate.results.ledger import Ledger
 from ablate.results.summary import metric_of, summaries
+from ablate.store.ledger import Ledger
 
 pytestmark = [
     pytest.mark.services,

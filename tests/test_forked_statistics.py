@@ -8,6 +8,7 @@ import pytest
 from scipy import stats
 
 from ablate.experiment.schema import Design
+from ablate.reports.table_notes import smallest_damage
 from ablate.results.calibration import Candidate, best
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import (
@@ -21,7 +22,6 @@ from ablate.results.forked import (
     views,
 )
 from ablate.results.headline import headline_of
-from ablate.results.ledger import Ledger
 from ablate.results.next_runs import seeds_to_settle, undecided
 from ablate.results.paired_stats import (
     Difference,
@@ -34,7 +34,7 @@ from ablate.results.paired_stats import (
     seeds_needed,
 )
 from ablate.results.summary import Gaps, summaries
-from ablate.results.table_notes import smallest_damage
+from ablate.store.ledger import Ledger
 
 SEEDS = range(8)
 WINDOWS, POSITIONS = (10, 20, 40), (100, 200, 300)

@@ -21,7 +21,7 @@ from ablate.execution.shared_prefixes import Family
 from ablate.execution.trial_runner import run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS, Recipe
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 from ablate.training import distributed
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.fork_design import Forks

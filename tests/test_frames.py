@@ -1,4 +1,4 @@
-"""`ablate.results.open`: a sweep's results as frames, against pandas' and SciPy's own arithmetic on the recorded numbers."""
+"""`ablate.reports.open`: a sweep's results as frames, against pandas' and SciPy's own arithmetic on the recorded numbers."""
 
 import math
 import sqlite3
@@ -20,7 +20,7 @@ def state(tmp_path_factory):
 
 
 def test_the_gap_of_an_arm_is_the_paired_t_interval_of_the_recorded_values(state):
-    with ablate.results.open("tiny", state=state) as results:
+    with ablate.reports.open("tiny", state=state) as results:
         recorded, arms = results.records("val/loss"), results.arms.set_index("arm")
     last = recorded.sort_values("step").groupby(["arm", "seed"], observed=True)["value"].last().unstack()
     assert list(arms.index) == ["bf16", *(name for name in arms.index if name != "bf16")]
@@ -36,7 +36,7 @@ def test_the_gap_of_an_arm_is_the_paired_t_interval_of_the_recorded_values(state
 
 
 def test_main_effects_are_the_means_over_the_other_knobs(state):
-    with ablate.results.open(state / "tiny.yaml", state=state) as results:
+    with ablate.reports.open(state / "tiny.yaml", state=state) as results:
         effects, trials, arms = results.effects, results.trials, results.arms
     by_arm = trials.groupby("arm")["value"].mean()
     knobs = arms.set_index("arm")[["rht", "sr"]].drop("bf16").astype(bool)
@@ -49,7 +49,7 @@ def test_main_effects_are_the_means_over_the_other_knobs(state):
 
 def test_trials_have_a_row_for_each_arm_and_seed(state, monkeypatch):
     monkeypatch.setenv("ABLATE_STATE", str(state))
-    with ablate.results.open("tiny") as results:
+    with ablate.reports.open("tiny") as results:
         trials = results.trials
         assert repr(results) == "<results of tiny: 5 arms, by val/loss>"
     assert len(trials) == 15
@@ -59,9 +59,9 @@ def test_trials_have_a_row_for_each_arm_and_seed(state, monkeypatch):
 
 def test_a_wrong_name_or_metric_is_refused_with_the_nearest(state):
     with pytest.raises(FileNotFoundError, match=r"tinny: no such sweep in .*tiny"):
-        ablate.results.open("tinny", state=state)
+        ablate.reports.open("tinny", state=state)
     with pytest.raises(ValueError, match="tiny compares by val/loss"):
-        ablate.results.open("tiny", state=state, metric="train/loss")
+        ablate.reports.open("tiny", state=state, metric="train/loss")
 
 
 def test_a_changed_ledger_is_refused(state, tmp_path):
@@ -69,8 +69,8 @@ def test_a_changed_ledger_is_refused(state, tmp_path):
     copied.parent.mkdir(parents=True)
     with sqlite3.connect(state / "sweeps" / "tiny" / "ledger.db") as source, sqlite3.connect(copied) as copy:
         source.backup(copy)
-    ablate.results.open("tiny", state=tmp_path)
+    ablate.reports.open("tiny", state=tmp_path)
     with sqlite3.connect(copied) as db:
         db.execute("UPDATE trials SET status = 'failed' WHERE trial = 1")
     with pytest.raises(ValueError, match=r"damaged \(table trials, row 1.* `ablate rebuild tiny.yaml`"):
-        ablate.results.open("tiny", state=tmp_path)
+        ablate.reports.open("tiny", state=tmp_path)

@@ -9,7 +9,7 @@ import pytest
 
 from ablate.engines import gpu_access
 from ablate.engines.gpu_access import ORIGINAL, VISIBLE
-from ablate.training.command_process import started
+from ablate.training.own_code.command_process import started
 
 SETTINGS = [None, "", "-1", "0", "3,1", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-c7384736", 'a"b']
 

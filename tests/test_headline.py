@@ -17,12 +17,12 @@ from support.experiments import ablate, problems, write
 from ablate.experiment.load import load
 from ablate.experiment.schema import Asked
 from ablate.recipes import KNOBS
-from ablate.results.answer import Answer
+from ablate.reports.answer import Answer
 from ablate.results.comparisons import Comparisons
 from ablate.results.gate import checks
 from ablate.results.headline import headline_of
-from ablate.results.ledger import Ledger
 from ablate.results.summary import summaries
+from ablate.store.ledger import Ledger
 from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS
 
 GRID = {"rht": [True, False], "sr": [True, False]}

@@ -12,9 +12,9 @@ from support.experiments import ablate, ledger, shards, sweep, tiny
 
 from ablate.cli.leaderboard import collect
 from ablate.execution.sweep_control import folders
-from ablate.results.ledger import Ledger
 from ablate.results.summary import summaries
 from ablate.results.verdict_text import verdict_document
+from ablate.store.ledger import Ledger
 
 MAXIMIZE = {"name": "throughput/tokens_per_s", "direction": "maximize"}
 

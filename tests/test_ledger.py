@@ -7,9 +7,9 @@ from contextlib import closing
 
 import pytest
 
-from ablate.results import ledger_schema
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import Intervention
+from ablate.store import ledger_schema
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Intervention
 
 
 @pytest.fixture

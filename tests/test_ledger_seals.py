@@ -10,11 +10,11 @@ from support.commands import here
 from support.experiments import ledger, sweep, tiny
 
 from ablate.execution.sweep_control import damage
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_integrity import flaw, tally
-from ablate.results.ledger_seals import SEALED, difference
-from ablate.results.trial_store import Store
-from ablate.results.verify import verify
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_integrity import flaw, tally
+from ablate.store.ledger_seals import SEALED, difference
+from ablate.store.trial_store import Store
+from ablate.store.verify import verify
 
 SEARCH = {
     "ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "workload.lr": {"uniform": [1e-4, 3.0], "log": True}},

@@ -29,7 +29,7 @@ from ablate.execution.messages import (
     send,
 )
 from ablate.execution.supervisor import Supervisor
-from ablate.training.user_errors import UserError
+from ablate.training.own_code.user_errors import UserError
 
 EVENT = {
     "step": 3,

@@ -12,7 +12,7 @@ from support.cases import every
 
 from ablate.execution.tracking.runs import gap_in
 from ablate.recipes.recipe import SLOTS
-from ablate.results.ledger import Ledger
+from ablate.store.ledger import Ledger
 from ablate.training import metric_names
 from ablate.training.metric_names import ARITHMETIC, ENDINGS, PRODUCT_BITS, Name, parse
 from ablate.training.operand_metrics import OPERAND_METRICS

@@ -13,7 +13,7 @@ from support.commands import here
 from support.experiments import environment, sweep, tiny, until
 
 from ablate.execution.tracking import database
-from ablate.results.databases import path_of, url
+from ablate.store.databases import path_of, url
 
 pytestmark = [
     pytest.mark.services,

@@ -5,7 +5,7 @@ import re
 import pandas as pd
 import pytest
 
-from ablate.results.operand_health import BELOW, BEYOND, FALL, exceptions, layer_maps, shares_tables
+from ablate.reports.operand_health import BELOW, BEYOND, FALL, exceptions, layer_maps, shares_tables
 
 LAYERS = [f"blocks.{number}.mlp.up" for number in range(12)]
 

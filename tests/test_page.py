@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ablate.results.page import Code, Gallery, Section, Table, Text, section
+from ablate.reports.page import Code, Gallery, Section, Table, Text, section
 
 ROWS = [
     {"arm": "a <b> | c", "gap": ("+0.10", 0.1), "note": "-", "verdict": "worse"},

@@ -13,9 +13,9 @@ from support.processes import addresses
 
 from ablate.cli.report import make
 from ablate.execution.search import decorate
-from ablate.results.checked_ledger import open_ledger
-from ablate.results.markdown_summary import summary_markdown
+from ablate.reports.markdown_summary import summary_markdown
 from ablate.results.summary import metric_of, summaries
+from ablate.store.checked_ledger import open_ledger
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = [

@@ -18,7 +18,7 @@ from ablate.engines import hardware
 from ablate.engines.hardware import Machine
 from ablate.recipes import PRESETS
 from ablate.recipes.te_mapping import recipe_refusals
-from ablate.results.figures.parity import overlay
+from ablate.reports.figures.parity import overlay
 from ablate.verification import parity, peers
 from ablate.verification.parity.bench import Bench, recipes, to_nearest
 from ablate.verification.parity.training import ENDS, TWINS, Curves, TwinProducts, twins

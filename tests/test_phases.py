@@ -12,9 +12,9 @@ from ablate.errors import InputError
 from ablate.experiment.arms import KnobError
 from ablate.experiment.phases import never_begins, shortest_cooldown
 from ablate.recipes.recipe import Phase, Run
-from ablate.results.answer import Answer
-from ablate.results.ledger import Ledger
+from ablate.reports.answer import Answer
 from ablate.results.unmet_phases import never_began
+from ablate.store.ledger import Ledger
 
 STEPS = {"steps": 20, "eval_every": 10}
 

@@ -17,8 +17,8 @@ from support.experiments import ledger, sweep, tiny, write
 
 from ablate.cli.common import Screen
 from ablate.errors import one_line, printable
-from ablate.results import page
-from ablate.results.plain_text import csv_cell, markdown_cell
+from ablate.reports import page
+from ablate.reports.plain_text import csv_cell, markdown_cell
 
 NASTY = (
     "[/]",
@@ -182,7 +182,7 @@ def test_a_formula_gets_an_apostrophe_and_a_number_does_not(value, cell):
 def test_tables_and_pictures_are_written_without_formulas(tmp_path):
     import pandas as pd
 
-    from ablate.results.figures.style import Figure, Picture
+    from ablate.reports.figures.style import Figure, Picture
 
     page.Table("table", [{"arm": name, "gap": ("-0.01", -0.01)} for name in NASTY]).save(tmp_path)
     Picture("picture", "?", Figure(), pd.DataFrame({"arm": pd.Categorical(NASTY), "value": -1.5})).save(

@@ -15,7 +15,7 @@ from ablate.execution.projections import Projections
 from ablate.execution.study_points import GivenUp, outcome, over, reports, violations, warm
 from ablate.experiment.load import load
 from ablate.experiment.schema import Constraint
-from ablate.results.ledger import Ledger
+from ablate.store.ledger import Ledger
 
 LIMITS = (Constraint(metric="a", at_most=2.0), Constraint(metric="b", at_least=1.0))
 

@@ -14,7 +14,7 @@ import ablate.execution
 from ablate.execution.search import optuna_private
 from ablate.execution.tracking import database, mlflow_private
 from ablate.execution.workers import ray_private
-from ablate.results.databases import url
+from ablate.store.databases import url
 
 # Importing MLflow warns; as an error that would leave SQLAlchemy's mappers half made for all later tests.
 pytestmark = pytest.mark.filterwarnings(

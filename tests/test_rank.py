@@ -19,7 +19,7 @@ from ablate.execution import rank_process
 from ablate.execution.messages import GangPart, Message, TrialRequest
 from ablate.execution.supervisor import COMMANDS, Supervisor
 from ablate.execution.workers import running_trial
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 from ablate.training import final_weights
 from ablate.verification.services import free_port
 

@@ -14,7 +14,7 @@ from support.mlflow_runs import runs
 from ablate.execution.search import points
 from ablate.execution.sweep_control import damage
 from ablate.files import lock
-from ablate.results.trial_store import line
+from ablate.store.trial_store import line
 
 HARMS = {
     "text": lambda content: b"not a database" * 1000,

@@ -7,9 +7,9 @@ import pytest
 from support.commands import here
 from support.experiments import sweep, tiny, write
 
-from ablate.results import records
-from ablate.results.ledger import Ledger
-from ablate.results.records import frame, tokens_per_step
+from ablate.store import records
+from ablate.store.ledger import Ledger
+from ablate.store.records import frame, tokens_per_step
 
 SPEC = '{"workload": {"gpt": {"batch": 2, "context": 16, "accumulate": 3}}, "seed": 0}'
 

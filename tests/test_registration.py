@@ -5,8 +5,8 @@ from contextlib import closing
 import pytest
 from support.experiments import ledger, sweep, tiny
 
-from ablate.results.answer import Answer
-from ablate.results.registration import registrations
+from ablate.reports.answer import Answer
+from ablate.store.registration import registrations
 
 
 def recorded(state, name: str = "tiny") -> list[tuple[int, int]]:

@@ -24,8 +24,8 @@ from support.experiments import ledger, shards, statuses, values, write
 from support.ledgers import ledger_content
 
 from ablate.experiment.trial_spec import TrialSpec
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_schema import FORMAT
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_schema import FORMAT
 from ablate.training.workloads import WORKLOADS
 
 GOLDEN = Path(__file__).parent / "golden" / "state_0.1.0.tar.gz"
@@ -144,7 +144,7 @@ def test_tables_are_there_all_or_none(tmp_path, monkeypatch):
     """A process that ends while it creates a ledger leaves an empty file, which the next one makes a ledger."""
     path = tmp_path / "ledger.db"
     with monkeypatch.context() as broken:
-        broken.setattr("ablate.results.ledger_seals.install", lambda db: 1 / 0)
+        broken.setattr("ablate.store.ledger_seals.install", lambda db: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             Ledger(path)
     with closing(sqlite3.connect(path)) as db:

@@ -12,12 +12,12 @@ from support.commands import here
 from support.experiments import ablate, sweep, tiny, write
 
 from ablate.cli import report
-from ablate.cli.notebooks import NotebookError
 from ablate.cli.report import NOTEBOOKS, analysis, is_current, make
 from ablate.errors import InputError
-from ablate.results.answer import Answer
-from ablate.results.checked_ledger import open_ledger
-from ablate.results.ledger import Ledger
+from ablate.reports.answer import Answer
+from ablate.reports.notebooks import NotebookError
+from ablate.store.checked_ledger import open_ledger
+from ablate.store.ledger import Ledger
 from ablate.training.data.montage import montage
 
 pytestmark = pytest.mark.slow

@@ -17,22 +17,22 @@ from support.experiments import sweep, tiny
 from ablate.cli.live_view import replication_table, summary_table
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import Growth, Metric, Published
+from ablate.reports.markdown_summary import summary_markdown
+from ablate.reports.table_notes import emulated, reading
 from ablate.results.attribution import grid, main_effects
-from ablate.results.checked_ledger import open_ledger
 from ablate.results.comparisons import Comparisons
 from ablate.results.contrasts import contrasts
 from ablate.results.headline import headline_of
 from ablate.results.intervals import Interval
-from ablate.results.ledger import Ledger
-from ablate.results.markdown_summary import summary_markdown
 from ablate.results.next_runs import fresh_seeds, undecided, winner
 from ablate.results.number_text import interval, number, percents
 from ablate.results.paired_stats import Difference, decided, paired_difference
 from ablate.results.published import Agreement, agreement_notes, agreement_text, replications
-from ablate.results.records import frame
 from ablate.results.summary import foremost, metric_of, summaries
-from ablate.results.table_notes import emulated, reading
-from ablate.results.trial_store import Store
+from ablate.store.checked_ledger import open_ledger
+from ablate.store.ledger import Ledger
+from ablate.store.records import frame
+from ablate.store.trial_store import Store
 
 LOSSES = {
     "bf16": {0: 3.00, 1: 3.10, 2: 3.20},

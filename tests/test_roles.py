@@ -11,10 +11,10 @@ from support.studies import trials
 from ablate.cli.leaderboard import collect
 from ablate.execution.tracking import runs
 from ablate.experiment.load import load
-from ablate.results.answer import Answer
+from ablate.reports.answer import Answer
 from ablate.results.contrasts import contrasts
-from ablate.results.ledger import Ledger
 from ablate.results.summary import metric_of, summaries
+from ablate.store.ledger import Ledger
 
 IDLE = {"workload": {"idle": {"steps": 3}}, "ablate": None}
 

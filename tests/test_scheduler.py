@@ -24,9 +24,9 @@ from ablate.execution.supervisor import run_inline
 from ablate.execution.trial_runner import Superseded, run
 from ablate.execution.workers import Inline
 from ablate.numerics import spec as numerics
-from ablate.results.ledger import Ledger
-from ablate.results.trial_store import Store
-from ablate.results.verify import verify
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
+from ablate.store.verify import verify
 
 OWN = ("throughput/", "memory/")
 

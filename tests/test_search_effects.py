@@ -8,9 +8,10 @@ import statsmodels.api as sm
 from support.books import BASE, add
 
 from ablate.experiment.schema import Metric
-from ablate.results.ledger import Ledger
-from ablate.results.search_effects import effects_parts, front_parts, knob_effects
+from ablate.reports.search_parts import effects_parts, front_parts
+from ablate.results.search_effects import knob_effects
 from ablate.results.summary import summaries
+from ablate.store.ledger import Ledger
 
 LOSS, SPEED = Metric(name="val/loss"), Metric(name="tokens_per_s", direction="maximize")
 

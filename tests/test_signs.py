@@ -7,12 +7,12 @@ import re
 import pytest
 
 from ablate.cli.live_view import contrast_table
-from ablate.results.answer import Answer
+from ablate.reports.answer import Answer
 from ablate.results.attribution import grid, main_effects
 from ablate.results.contrasts import contrasts
 from ablate.results.headline import of_knobs
-from ablate.results.ledger import Ledger
 from ablate.results.summary import metric_of, summaries
+from ablate.store.ledger import Ledger
 
 LISTS = {
     "false first": [False, True],

@@ -18,7 +18,7 @@ from ablate.execution.messages import Ended
 from ablate.execution.trial_runner import run
 from ablate.execution.workers import Inline
 from ablate.experiment.trial_spec import TrialSpec
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 from ablate.training.metric_names import parse
 
 pytestmark = pytest.mark.slow

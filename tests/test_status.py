@@ -22,8 +22,8 @@ from ablate.cli import status as verb
 from ablate.cli.status import read
 from ablate.execution.tracking import behind
 from ablate.files import lock
-from ablate.results.ledger import Ledger
-from ablate.results.trial_store import Store
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 
 STEPS = 6000
 

@@ -17,12 +17,12 @@ from support.experiments import until
 from support.processes import HOLD_LOCK
 
 from ablate.files import Busy, Damaged, lock, write
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_integrity import tally
-from ablate.results.trial_store import Store, Tally, line
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_integrity import tally
+from ablate.store.trial_store import Store, Tally, line
 
 COMMIT = """
-import sys; from pathlib import Path; from ablate.results.trial_store import Store
+import sys; from pathlib import Path; from ablate.store.trial_store import Store
 store, n = Store(Path(sys.argv[1])), 0
 while True:
     n += 1

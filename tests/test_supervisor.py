@@ -21,7 +21,7 @@ from ablate.execution.messages import Ended, Events, Exited, TrialRequest, parse
 from ablate.execution.supervisor import Supervisor, run_inline
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 from ablate.training.workloads.idle import Idle
 
 pytestmark = pytest.mark.slow

@@ -24,7 +24,7 @@ from support.processes import HOLD_LOCK, ready_process
 from ablate.execution import controller
 from ablate.execution.tracking import database, projector, shown
 from ablate.files import lock
-from ablate.results.databases import url
+from ablate.store.databases import url
 from ablate.verification import audit
 from ablate.verification.services import free_port
 

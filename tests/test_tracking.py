@@ -16,7 +16,7 @@ from ablate.execution.projections import Mirror
 from ablate.execution.tracking import log_report
 from ablate.execution.tracking.local_database import LocalDatabase
 from ablate.execution.workers import Inline
-from ablate.results.ledger import Ledger
+from ablate.store.ledger import Ledger
 
 pytestmark = [
     pytest.mark.services,
@@ -195,7 +195,7 @@ def test_the_gap_is_said_by_whichever_of_the_two_is_drawn_last(late, client, sto
         "rht=false"
     } - {"rht=false" if late == "bf16" else ""}
     book.settle(trials[late], "done")
-    assert mirror.finish("FINISHED", 60) is None
+    assert mirror.finish("FINISHED", "", 60) is None
     book.close()
     compared = {run.data.tags["ablate.arm"]: histories(client, run) for run in runs(client, name)}
     points = {arm: [point for point in found if point[0] == "gap/nats"] for arm, found in compared.items()}

@@ -10,7 +10,7 @@ from ablate.execution.trial_runner import run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.numerics import spec as numerics
 from ablate.recipes import PRESETS
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.gpt import Gpt
 

@@ -20,7 +20,7 @@ from support.experiments import end, gone, start, sweep, tiny, until
 from support.processes import addresses
 
 from ablate.cli.report_server import ReportHandler, index
-from ablate.results.report_about import write_about
+from ablate.reports.report_about import write_about
 
 pytestmark = [
     pytest.mark.services,

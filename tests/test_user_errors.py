@@ -13,7 +13,7 @@ from ablate.errors import InputError
 from ablate.execution.failures import Failures
 from ablate.recipes import PRESETS
 from ablate.training.loop import Telemetry
-from ablate.training.user_errors import CommandError, UserError, described, printed
+from ablate.training.own_code.user_errors import CommandError, UserError, described, printed
 from ablate.training.workloads.python import Python
 
 TRAIN = """

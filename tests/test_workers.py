@@ -24,7 +24,7 @@ from ablate.execution.workers import Pool
 from ablate.execution.workers import pool as pools
 from ablate.execution.workers.actor import Actor
 from ablate.execution.workers.pool import unseated
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 
 pytestmark = STARTS_RAY
 LONG = {"steps": 100_000, "eval_every": 100_000}

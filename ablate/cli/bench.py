@@ -14,13 +14,20 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from ablate.cli.bench_workloads import back_ends, forked, in_both_modes, operations, stepper, with_build
 from ablate.cli.common import console, print_starting
 from ablate.engines import AUTO, ENGINES
 from ablate.engines.hardware import Refusal, this_machine
 from ablate.errors import InputError, nearest
 from ablate.recipes import PRESETS, Recipe
 from ablate.verification import linear_layers, timing
+from ablate.verification.bench_workloads import (
+    back_ends,
+    forked,
+    in_both_modes,
+    operations,
+    stepper,
+    with_build,
+)
 
 app = typer.Typer(help="Time quantisers, layers and training steps on this machine.", no_args_is_help=True)
 
@@ -450,7 +457,7 @@ def _check(png: Path | None) -> None:
 
 def _draw(png: Path | None, how: str, lines: list[Line], *axes: str | tuple[str, ...]) -> None:
     if png:
-        from ablate.results import figures
+        from ablate.reports import figures
 
         getattr(figures, how)(lines, *axes).write(png)
 

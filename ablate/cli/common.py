@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, Annotated, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -21,6 +21,9 @@ from rich.segment import Segment
 
 from ablate.errors import InputError, printable
 from ablate.files import ensure_home
+
+if TYPE_CHECKING:
+    from ablate.store.ledger import Ledger
 
 DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 
@@ -61,6 +64,13 @@ Mlflow = Annotated[
         rich_help_panel=WHERE,
     ),
 ]
+
+
+def summary_of(ledger: "Ledger") -> str:
+    """Return the answer of a sweep as Markdown. It imports pandas: call it at a sweep's end only."""
+    from ablate.reports.markdown_summary import summary_markdown
+
+    return summary_markdown(ledger)
 
 
 def complete_sweeps(incomplete: str) -> list[str]:

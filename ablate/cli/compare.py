@@ -12,8 +12,8 @@ from rich.text import Text
 from ablate.cli.common import JsonOption, Profile, State, complete_sweeps, console
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest, one_line
-from ablate.results.checked_ledger import open_checked, unverified
-from ablate.results.ledger import Ledger
+from ablate.store.checked_ledger import open_checked, unverified
+from ablate.store.ledger import Ledger
 
 if TYPE_CHECKING:
     from ablate.results.paired_stats import Difference

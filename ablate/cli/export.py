@@ -27,9 +27,9 @@ def evidence(
     """Print one block with claim, design, interval, checks, command and commit, to paste into a pull request
     or a paper's appendix.
     """
-    from ablate.results.checked_ledger import open_ledger
+    from ablate.reports.evidence import markdown, page
     from ablate.results.comparisons import Comparisons
-    from ablate.results.evidence import markdown, page
+    from ablate.store.checked_ledger import open_ledger
 
     name, folder = Path(sweep).stem, find_settings(profile, state=state).state
     try:
@@ -51,8 +51,8 @@ def export_tables(
     profile: Profile = None,
 ) -> None:
     """Write a sweep's arms, effects, damage, trials and records as files for pandas, R or a spreadsheet."""
-    from ablate.results import frames
-    from ablate.results.plain_text import csv_cell
+    from ablate.reports import frames
+    from ablate.reports.plain_text import csv_cell
 
     folder = find_settings(profile, state=state).state
     try:

@@ -20,8 +20,8 @@ from ablate.files import Damaged
 from ablate.numerics.choices import STATISTICS
 from ablate.numerics.spec import tag
 from ablate.recipes.recipe import Run
-from ablate.results.ledger import Ledger
-from ablate.results.trial_store import Result, Store
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Result, Store
 
 if TYPE_CHECKING:
     from ablate.training.conversion import Conversion

@@ -26,7 +26,7 @@ from ablate.execution.progress import RunOptions
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, lock
 from ablate.results.number_text import counted
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 
 _REPORT_SECONDS = 30.0
 

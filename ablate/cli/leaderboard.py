@@ -28,10 +28,10 @@ from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import folders
 from ablate.experiment.yaml_document import display
 from ablate.recipes import PRESETS, Recipe
-from ablate.results.checked_ledger import open_checked, refusal, unverified
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import Member
-from ablate.results.plain_text import footnotes, markdown_cell
+from ablate.reports.plain_text import footnotes, markdown_cell
+from ablate.store.checked_ledger import open_checked, refusal, unverified
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Member
 from ablate.training.workloads import WORKLOADS
 
 if TYPE_CHECKING:

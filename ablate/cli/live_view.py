@@ -15,11 +15,11 @@ from ablate.cli.common import duration
 from ablate.errors import one_line
 from ablate.execution.progress import Progress
 from ablate.experiment.schema import Metric
+from ablate.reports.plain_text import footnotes
 from ablate.results.contrasts import Contrast
 from ablate.results.forked import DIFFERENCES, difference_word
 from ablate.results.number_text import interval, number
 from ablate.results.paired_stats import Verdict
-from ablate.results.plain_text import footnotes
 from ablate.results.published import Replication, agreement_notes, agreement_text
 from ablate.results.summary import ArmSummary, foremost
 from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text

@@ -17,7 +17,7 @@ import psutil
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
 from ablate.execution.tracking import page
-from ablate.results.databases import path_of
+from ablate.store.databases import path_of
 
 HOST = "127.0.0.1"
 DEFAULT_PORTS = {"mlflow": 5000, "optuna": 8080, "reports": 8000}

@@ -36,9 +36,9 @@ from ablate.experiment.yaml_document import display
 from ablate.files import Json
 from ablate.recipes.gpu_kernels import on_reference
 from ablate.recipes.recipe import Layers
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import Member
-from ablate.results.trial_store import Store
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Member
+from ablate.store.trial_store import Store
 from ablate.training.fork_design import Forks
 from ablate.training.memory_estimate import MemoryEstimate, estimate
 from ablate.training.workloads.finetune import Finetune

@@ -21,12 +21,12 @@ from ablate.execution.controller import Controller
 from ablate.execution.sweep_control import damage, put_aside
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, Json, lock
-from ablate.results.checked_ledger import absent
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_progress import record_count
-from ablate.results.ledger_rows import FINISHED
-from ablate.results.trial_store import Store
-from ablate.results.verify import verify
+from ablate.store.checked_ledger import absent
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_progress import record_count
+from ablate.store.ledger_rows import FINISHED
+from ablate.store.trial_store import Store
+from ablate.store.verify import verify
 
 Points = list[dict[str, Json]]
 """Knobs of the points that a search proposed, by number."""

@@ -1,8 +1,8 @@
 """`ablate report X`: run the notebooks of an experiment, and write them as self-contained HTML, Markdown,
 figures and CSV.
 
-The notebooks run in this process (`ablate/cli/notebooks.py`), independently of the kernels and profiles that
-the user has installed. The pages load nothing from a network.
+The notebooks run in this process (`ablate/reports/notebooks.py`), independently of the kernels and profiles
+that the user has installed. The pages load nothing from a network.
 """
 
 import json
@@ -21,18 +21,18 @@ import typer
 
 from ablate import __version__
 from ablate.cli.common import DONE, FAILED, Mlflow, Profile, State, complete_sweeps, console, print_starting
-from ablate.cli.notebooks import Cell, NotebookError, markdown, page, run
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import check
 from ablate.files import Json
-from ablate.results.checked_ledger import absent
-from ablate.results.databases import path_of
-from ablate.results.ledger import Ledger
-from ablate.results.report_about import current, stamp, write_about
+from ablate.reports.notebooks import Cell, NotebookError, markdown, page, run
+from ablate.reports.report_about import current, stamp, write_about
 from ablate.results.subject import title
-from ablate.results.trial_store import Store
-from ablate.results.verify import verify
+from ablate.store.checked_ledger import absent
+from ablate.store.databases import path_of
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
+from ablate.store.verify import verify
 
 if TYPE_CHECKING:
     from ablate.results.headline import Headline
@@ -165,7 +165,7 @@ def make(
         InputError: There is no such sweep, its records are damaged, or no report can be written.
         NotebookError: A notebook failed.
     """
-    from ablate.results.answer import Answer  # pandas
+    from ablate.reports.answer import Answer  # pandas
 
     writable = os.access(state, os.W_OK) or not state.exists()
     if not (writable or out):
@@ -317,9 +317,9 @@ def _replace(folder: Path, made: Path) -> None:
 def _annotate_study(state: Path, name: str, folder: Path) -> None:
     """Write the answer into the study of the sweep, for Optuna's dashboard."""
     from ablate.execution.search import decorate
-    from ablate.results.checked_ledger import open_ledger
-    from ablate.results.markdown_summary import summary_markdown
+    from ablate.reports.markdown_summary import summary_markdown
     from ablate.results.summary import metric_of, summaries
+    from ablate.store.checked_ledger import open_ledger
 
     ledger = open_ledger(state, name)
     note = f"{summary_markdown(ledger)}\n\nThe report: `{folder / 'index.html'}`"

@@ -20,9 +20,9 @@ from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from ablate.errors import InputError
 from ablate.execution.sweep_control import changed, folders, holder
-from ablate.results.ledger import Ledger
-from ablate.results.plain_text import html_text
-from ablate.results.report_about import about
+from ablate.reports.plain_text import html_text
+from ablate.reports.report_about import about
+from ablate.store.ledger import Ledger
 
 # The Host header
 

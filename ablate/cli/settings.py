@@ -25,7 +25,7 @@ from typing import Any
 from ablate.engines.gpu_access import device_class
 from ablate.errors import InputError, nearest, passwords, redact
 from ablate.files import make_folder
-from ablate.results.databases import url
+from ablate.store.databases import url
 
 FILE = "ablate.toml"
 ENVIRONMENT = {

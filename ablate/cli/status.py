@@ -23,13 +23,13 @@ from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import changed, damage, folders, holder
 from ablate.execution.tracking import behind
 from ablate.files import Holder
-from ablate.results.checked_ledger import absent, refusal
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_progress import Attempt, last_attempt, pace, running_attempts
-from ablate.results.ledger_rows import Member
-from ablate.results.report_about import current
-from ablate.results.trial_store import Store
-from ablate.results.verify import Mismatch, Verified, verify
+from ablate.reports.report_about import current
+from ablate.store.checked_ledger import absent, refusal
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_progress import Attempt, last_attempt, pace, running_attempts
+from ablate.store.ledger_rows import Member
+from ablate.store.trial_store import Store
+from ablate.store.verify import Mismatch, Verified, verify
 from ablate.training.workloads import WORKLOADS
 
 _REFRESH_SECONDS = 2.0

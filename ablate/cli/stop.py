@@ -12,8 +12,8 @@ from ablate.cli.common import Profile, State, complete_sweeps, console
 from ablate.cli.settings import find_settings
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import Order, folders, give, holder
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import Member
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Member
 
 _ACCEPT_SECONDS = 15.0
 """Time to wait for the controller to accept an order. It checks a few times a second, except while it starts

@@ -35,6 +35,7 @@ from ablate.cli.common import (
     print_starting,
     program,
     raise_on_sigterm,
+    summary_of,
 )
 from ablate.cli.plan import Capability, expected_width, machine_of, remarks, show
 from ablate.cli.settings import Settings, find_settings, writable
@@ -47,9 +48,9 @@ from ablate.execution.sweep_control import check, holder
 from ablate.execution.tracking import check_login
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, Json, lock
-from ablate.results.databases import network_file_system
-from ablate.results.ledger import Ledger
 from ablate.results.unmet_phases import never_began
+from ablate.store.databases import network_file_system
+from ablate.store.ledger import Ledger
 
 if TYPE_CHECKING:
     from ablate.results.headline import Headline
@@ -216,7 +217,7 @@ def sweep(
     folder = settings.state / "sweeps" / experiment.name
     hook = Hook(settings.notify) if settings.notify else None
     paces = MachinePaces.of(experiment, settings.device, settings.ray is not None)
-    options = RunOptions(fork, fresh, accept_version, settings.price, paces)
+    options = RunOptions(fork, fresh, accept_version, settings.price, paces, summary_of)
     if sbatch and export_jobs is None:
         raise InputError(["--sbatch: its options are those of job arrays; add --export-jobs FOLDER"])
     if detach:
@@ -360,8 +361,8 @@ class SweepRun:
         """Write the report unless it is up to date; print its path and the command that shows the sweep."""
         settings, name = self.settings, self.experiment.name
         index = settings.state / "reports" / name / "index.html"
-        from ablate.cli.notebooks import NotebookError
         from ablate.cli.report import is_current, make
+        from ablate.reports.notebooks import NotebookError
 
         if self.report and not is_current(settings.state, name):
             try:
@@ -397,8 +398,6 @@ def _message(
     experiment: Experiment, settings: Settings, event: str, status: str, seconds: float
 ) -> dict[str, Json]:
     """Return the content of a notification; `text` is the summary that a chat shows."""
-    from ablate.results.markdown_summary import summary_markdown
-
     content: dict[str, Json] = {
         "event": event,
         "sweep": experiment.name,
@@ -415,7 +414,7 @@ def _message(
     failures = [
         f"{m.name} seed={m.seed}: {m.reason}" for m in trials.values() if m.status in ("failed", "oom")
     ]
-    table = summary_markdown(ledger)
+    table = summary_of(ledger)
     ledger.close()
     listed = ", ".join(f"{number} {name}" for name, number in counts.items())
     text = (
@@ -512,12 +511,12 @@ def _print_answer(experiment: Experiment, settings: Settings, screen: Console) -
     them.
     """
     from ablate.cli.live_view import MOST_CONTRASTS, contrast_table, replication_table, summary_table
+    from ablate.reports.table_notes import emulated
     from ablate.results.comparisons import Comparisons
     from ablate.results.contrasts import contrasts
     from ablate.results.headline import headline_of
     from ablate.results.published import replications
     from ablate.results.summary import summaries
-    from ablate.results.table_notes import emulated
 
     # Not compared with its seals: this process wrote it, and compared all that was there before.
     ledger = Ledger(settings.state / "sweeps" / experiment.name / "ledger.db", readonly=True)
@@ -586,8 +585,8 @@ def _width_that_came(experiment: Experiment, settings: Settings, arms: "list[Arm
 
 def how_to_read(experiment: Experiment, arms: "list[ArmSummary]") -> str:
     """Return a few sentences that explain the table."""
+    from ablate.reports.table_notes import reading
     from ablate.results.forked import estimand
-    from ablate.results.table_notes import reading
 
     facts = experiment.base.config.summary() if experiment.metric.name == "val/loss" else {}
     floors = [_FLOORS[name].format(value) for name, value in facts.items() if name in _FLOORS]

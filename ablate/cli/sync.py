@@ -18,16 +18,17 @@ from ablate.cli.common import (
     console,
     interruption,
     raise_on_sigterm,
+    summary_of,
 )
 from ablate.cli.settings import Settings, find_settings
 from ablate.errors import InputError, redact
 from ablate.execution.sweep_control import check, damage, folders, holder, put_aside
 from ablate.execution.tracking import behind, check_login, unusable
 from ablate.files import Busy, lock
-from ablate.results.checked_ledger import open_checked
-from ablate.results.databases import path_of
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import FINISHED
+from ablate.store.checked_ledger import open_checked
+from ablate.store.databases import path_of
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import FINISHED
 
 if TYPE_CHECKING:
     from ablate.execution.projections import Mirror
@@ -146,7 +147,7 @@ def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, scree
         before = behind(ledger)
         missing = _wait_for(mirror, ledger, folder.name, timeout, screen)
         trouble = mirror.trouble
-        unsent = mirror.finish(_run_status(ledger), 0.0 if missing else timeout)
+        unsent = mirror.finish(_run_status(ledger), summary_of(ledger), 0.0 if missing else timeout)
         if missing or unsent:
             why = redact(trouble or mirror.trouble or "no answer", address)
             result = f"{missing:,} of {before:,} records are missing in {redact(address)}: {why}"

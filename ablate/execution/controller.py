@@ -39,8 +39,8 @@ from ablate.execution.trial_queue import Work
 from ablate.experiment.arms import KnobError
 from ablate.experiment.load import Experiment
 from ablate.files import Json, full
-from ablate.results.ledger import Ledger
-from ablate.results.trial_store import Store
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 from ablate.training.metric_names import ENDINGS
 from ablate.training.workloads import context_free
 
@@ -115,7 +115,13 @@ class Controller:
             from ablate.execution.projections import Projections  # imports Optuna: after the first line
 
             self._projections = Projections(
-                self.experiment, self.ledger, self.state, self.folder, self._mlflow, busy=self._work_left()
+                self.experiment,
+                self.ledger,
+                self.state,
+                self.folder,
+                self._mlflow,
+                busy=self._work_left(),
+                describe=self.options.describe,
             )
             if self.projections.warmed:
                 self._say(self.projections.warmed)

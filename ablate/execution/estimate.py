@@ -27,8 +27,8 @@ from ablate.experiment.load import Experiment
 from ablate.experiment.search_space import Dimension, conditions, size
 from ablate.files import Json
 from ablate.recipes import Recipe
-from ablate.results.ledger import Ledger
-from ablate.results.trial_store import Store
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 from ablate.training.fork_design import Forks
 from ablate.training.workloads import WORKLOADS
 

@@ -21,10 +21,10 @@ therefore does not end the others.
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import Member
 from ablate.results.number_text import counted
-from ablate.training.user_errors import UserError
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Member
+from ablate.training.own_code.user_errors import UserError
 
 _POINTS = 5
 """Points of a search that have to fail before its others are given up, too."""

@@ -35,7 +35,7 @@ from ablate.errors import InputError
 from ablate.execution.messages import MalformedMessage, Message, TrialRequest
 from ablate.execution.supervisor import Supervisor
 from ablate.files import Damaged, write
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 
 MANIFEST, STATE = "jobs.json", "state"
 REQUEUE = 75

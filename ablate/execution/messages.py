@@ -21,8 +21,8 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ablate.files import Json
-from ablate.results.trial_store import as_event
-from ablate.training.user_errors import UserError
+from ablate.store.trial_store import as_event
+from ablate.training.own_code.user_errors import UserError
 
 PATIENCE_SECONDS = 60.0
 _CLOSED = ConfigDict(strict=True, extra="forbid")

@@ -3,13 +3,14 @@ workers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.messages import Message, TrialRequest
 from ablate.execution.trial_queue import Work
+from ablate.store.ledger import Ledger
 
 
 class Executor(Protocol):
@@ -103,3 +104,5 @@ class RunOptions:
     """Cost of one slot-hour, in the unit of the experiment's `budget: {cost: ...}`."""
     paces: MachinePaces | None = None
     """Measurements of this machine for estimates; trials that ran are added. None to leave them out."""
+    describe: Callable[[Ledger], str] = lambda ledger: ""
+    """Function from the finished sweep's ledger to the description of its parent run in MLflow, Markdown."""

@@ -18,12 +18,11 @@ from ablate.execution.search import REPEATS, Study
 from ablate.execution.study_points import GivenUp, Point, outcome, over, reports, warm
 from ablate.experiment.load import Experiment
 from ablate.files import Json
-from ablate.results.databases import path_of
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import ArmRow, Member
-from ablate.results.markdown_summary import summary_markdown
 from ablate.results.summary import Gaps
 from ablate.results.verdict_text import verdict_text
+from ablate.store.databases import path_of
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import ArmRow, Member
 
 if TYPE_CHECKING:
     from ablate.execution.tracking import Projector
@@ -105,13 +104,17 @@ class Mirror:
 
         return [page(self._target[0], experiment, run) for run in runs if run]
 
-    def finish(self, status: str, seconds: float) -> str | None:
-        """Ship the rest and close the parent run, waiting at most `seconds`; return a sentence about missing
-        records, or None.
+    def finish(self, status: str, note: str, seconds: float) -> str | None:
+        """Ship the rest and close the parent run; return a sentence about missing records, or None.
+
+        Args:
+            status: Status of the run, in MLflow's words.
+            note: Description of the parent run, in Markdown.
+            seconds: Longest wait.
         """
         if self.projector is None:
             return None
-        deadline, note, again = time.monotonic() + seconds, summary_markdown(self._ledger), True
+        deadline, again = time.monotonic() + seconds, True
         complete = False
         while again:
             complete = self.projector.finish(status, note, max(0.0, deadline - time.monotonic()))
@@ -154,8 +157,9 @@ class Projections:
         mlflow: str | None,
         busy: bool,
         clock: Callable[[], float] = time.monotonic,
+        describe: Callable[[Ledger], str] = lambda ledger: "",
     ) -> None:
-        self._experiment, self._ledger = experiment, ledger
+        self._experiment, self._ledger, self._describe = experiment, ledger, describe
         self._clock, self._settle_after = clock, -math.inf
         self.mirror = Mirror(mlflow, ledger, state, folder, experiment.name, busy) if mlflow else None
         self._journal = folder / "optuna.log"
@@ -250,7 +254,7 @@ class Projections:
         """Bring both projections up to date, waiting at most `seconds`; return a sentence about missing
         records, or None.
         """
-        behind = self.mirror.finish(status, seconds) if self.mirror else None
+        behind = self.mirror.finish(status, self._describe(self._ledger), seconds) if self.mirror else None
         self.refresh(final=True)
         return behind
 

@@ -19,7 +19,7 @@ from ablate.execution.messages import GangPart, RankDied, TelemetrySettings, Tri
 from ablate.execution.process_guard import exit_with_parent
 from ablate.execution.trial_runner import exit_status, run, start_cuda, within_memory
 from ablate.experiment.trial_spec import TrialSpec
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 from ablate.training.rank_layout import Layout
 
 StartMethod = Literal["fork", "spawn"]

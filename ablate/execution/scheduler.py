@@ -33,10 +33,10 @@ from ablate.experiment.load import Experiment
 from ablate.experiment.roles import CONFIRM, Role
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json
-from ablate.results.ledger import DATA, Ledger
-from ablate.results.ledger_integrity import strays, tally
-from ablate.results.ledger_rows import FINISHED, Member
-from ablate.results.trial_store import Store
+from ablate.store.ledger import DATA, Ledger
+from ablate.store.ledger_integrity import strays, tally
+from ablate.store.ledger_rows import FINISHED, Member
+from ablate.store.trial_store import Store
 from ablate.training.data.facts import KINDS, facts
 from ablate.training.workloads import context_free
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from ablate.errors import InputError
 from ablate.experiment.schema import TelemetryKeys
 from ablate.experiment.trial_spec import TrialSpec
-from ablate.results.ledger import Ledger
+from ablate.store.ledger import Ledger
 
 
 def note(telemetry: TelemetryKeys) -> str:

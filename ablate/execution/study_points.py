@@ -16,9 +16,9 @@ from ablate.experiment.load import Experiment
 from ablate.experiment.schema import Constraint, Design, Metric, Search
 from ablate.experiment.search_space import Dimension
 from ablate.files import Json
-from ablate.results.checked_ledger import open_checked
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import OVER, Member
+from ablate.store.checked_ledger import open_checked
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import OVER, Member
 
 
 @dataclass(frozen=True)

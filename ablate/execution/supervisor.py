@@ -61,9 +61,9 @@ from ablate.execution.messages import (
 from ablate.execution.trial_runner import EDITED, NO_SPACE, OUT_OF_MEMORY, Edited, OutOfMemory, run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Damaged
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 from ablate.training.out_of_memory import kernel_kills
-from ablate.training.user_errors import UserError
+from ablate.training.own_code.user_errors import UserError
 
 COMMANDS = {
     "cpu": (sys.executable, "-m", "ablate.execution.trial_process"),

@@ -19,10 +19,10 @@ from typing import Literal, TypedDict
 
 from ablate.errors import InputError, nearest
 from ablate.files import Holder, write
-from ablate.results.checked_ledger import refusal
-from ablate.results.databases import misplaced, open_readonly, quick_check
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_integrity import flaw
+from ablate.store.checked_ledger import refusal
+from ablate.store.databases import misplaced, open_readonly, quick_check
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_integrity import flaw
 
 
 class Order(TypedDict, total=False):

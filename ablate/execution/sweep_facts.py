@@ -9,9 +9,9 @@ from ablate import provenance
 from ablate.cache import key_of
 from ablate.errors import InputError, nearest
 from ablate.experiment.load import Experiment
-from ablate.results.ledger import Ledger
-from ablate.results.registration import register
-from ablate.results.trial_store import Store
+from ablate.store.ledger import Ledger
+from ablate.store.registration import register
+from ablate.store.trial_store import Store
 from ablate.training.metric_names import is_added
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt

@@ -50,7 +50,7 @@ from ablate.execution.rank_process import IMPORTS, SHARDING, StartMethod, launch
 from ablate.execution.trial_runner import NO_SPACE, exit_status, run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import full
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 
 
 def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:

@@ -17,8 +17,8 @@ from ablate.execution.shared_prefixes import Family, note, trunks_elsewhere, wan
 from ablate.experiment.arms import Arm
 from ablate.experiment.load import Experiment
 from ablate.experiment.trial_spec import TrialSpec
-from ablate.results.ledger import Ledger
-from ablate.results.trial_store import Store
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 
 _TRUNKS_SHARE = 0.1
 """Largest share of the disk's free space that the states of trunks take once a sweep is over."""

@@ -17,10 +17,10 @@ from ablate.errors import InputError
 from ablate.execution.messages import Event, Result, TelemetrySettings, Waiting
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json, full, write
-from ablate.results.trial_store import Store, Tally, line
+from ablate.store.trial_store import Store, Tally, line
 from ablate.training.alarms import alerts
 from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED, NAMING, recordable
-from ablate.training.user_errors import UserError, described
+from ablate.training.own_code.user_errors import UserError, described
 
 if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints

@@ -63,7 +63,7 @@ def convert(
     """
     from ablate.recipes.recipe import Run
     from ablate.training.conversion import convert as converted
-    from ablate.training.process_environment import acknowledge
+    from ablate.training.own_code.process_environment import acknowledge
 
     if steps is not None and steps < 1:
         raise ValueError(f"steps is the number of optimizer steps of the run, from 1; here {steps}")
@@ -123,7 +123,7 @@ def log(metrics: Mapping[str, object], *, step: int) -> None:
     Raises:
         ValueError: a value is no number, a name is empty, or the step is no integer from 1.
     """
-    from ablate.training.process_environment import log as append
+    from ablate.training.own_code.process_environment import log as append
 
     append(metrics, step)
 
@@ -176,7 +176,7 @@ def recipe(
         ValueError: there is no such preset or file, or a field or knob is wrong; with every reason.
     """
     if source is None:
-        from ablate.training.process_environment import recipe as of_environment
+        from ablate.training.own_code.process_environment import recipe as of_environment
 
         source = of_environment()
     return _resolved(source, set)

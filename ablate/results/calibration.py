@@ -29,12 +29,12 @@ from ablate.experiment.forked_design import CALIBRATION, FEWEST_SEEDS, FULL_CALI
 from ablate.experiment.load import Experiment
 from ablate.experiment.roles import BAD, NULL
 from ablate.experiment.schema import Design
-from ablate.results.checked_ledger import open_ledger
 from ablate.results.forked import FIFTH, Readings, design_of, views
 from ablate.results.intervals import SINGLE_LOOK, Interval
-from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Difference, common, paired_difference
 from ablate.results.summary import ArmSummary, metric_of, summaries
+from ablate.store.checked_ledger import open_ledger
+from ablate.store.ledger import Ledger
 
 MOST_SEEDS = 32
 """Largest number of seeds that is proposed."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ablate.recipes.compare import parts_that_differ
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import Member
 from ablate.results.paired_stats import Difference, paired_difference
 from ablate.results.summary import metric_of
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Member
 
 _IGNORED = ("seed", "id")
 

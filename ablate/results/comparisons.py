@@ -12,9 +12,9 @@ from ablate.experiment.schema import Asked
 from ablate.results.attribution import Effect, Grid, grid, held_effects, interactions, main_effects
 from ablate.results.contrasts import Contrast, contrasts
 from ablate.results.forked import design_of, sharpened, views
-from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Difference, Verdict, paired_difference
 from ablate.results.summary import ArmSummary, judge_learned, metrics_of, summaries
+from ablate.store.ledger import Ledger
 from ablate.training.workloads import unit
 
 _MOST_CONTRASTS = 60

@@ -22,9 +22,9 @@ import numpy as np
 from scipy import special
 
 from ablate.results.forked import sharpened
-from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Difference, common, paired_difference
 from ablate.results.summary import ArmSummary
+from ablate.store.ledger import Ledger
 
 FEWEST_CORRELATED = 4
 """Fewest pairs of which a correlation has an interval: Fisher's z has the variance 1 / (pairs - 3)."""

@@ -21,7 +21,6 @@ import numpy as np
 from ablate.results.attribution import Grid
 from ablate.results.intervals import Interval
 from ablate.results.number_text import interval
-from ablate.results.page import Cell, Table, Text
 from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, common, paired_difference
 from ablate.results.summary import ArmSummary
 
@@ -122,33 +121,6 @@ def doses(grid: Grid | None, baselines: Mapping[str, ArmSummary]) -> dict[str, l
             for place, (level, mean, gap) in enumerate(zip(order, means, gaps, strict=True))
         ]
     return found
-
-
-def parts(found: Mapping[str, list[Dose]]) -> list[Table | Text]:
-    """Return a table and a sentence for each ordered knob.
-
-    Args:
-        found: doses by knob.
-    """
-    shown: list[Table | Text] = []
-    for knob, values in found.items():
-        rows: list[dict[str, Cell]] = [
-            {
-                knob: (f"{dose.value:g}", dose.value),
-                "gap to baseline": (interval(dose.gap), dose.gap.mean),
-                f"change from {values[0].value:g}": (interval(dose.change), dose.change.mean)
-                if dose.change
-                else "",
-                "of the gap closed": (str(dose.closed), dose.closed.value) if dose.closed is not None else "",
-            }
-            for dose in values
-        ]
-        caption = (
-            "Intervals are not corrected. Share: of the mean gap of the first value, with Fieller's 95 %"
-            " interval in brackets."
-        )
-        shown += [Text(sentence(knob, values)), Table(f"doses-{knob.replace('.', '-')}", rows, caption)]
-    return shown
 
 
 def sentence(knob: str, values: list[Dose]) -> str:

@@ -28,8 +28,8 @@ from scipy import special
 
 from ablate.experiment.schema import START, Design
 from ablate.results.intervals import ALPHA
-from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import Difference, Verdict, p_value, paired_difference
+from ablate.store.ledger import Ledger
 from ablate.training.metric_names import DAMAGE, cell_of, part_of
 
 FEWEST_PARTS = 8

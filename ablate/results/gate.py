@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from statistics import median, stdev, variance
 from typing import Literal
 
-from ablate.results.ledger import Ledger
 from ablate.results.number_text import counted, number, signed
 from ablate.results.paired_stats import common
 from ablate.results.summary import ArmSummary, nothing_learned
+from ablate.store.ledger import Ledger
 from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, parse
 
 _LEAST_COVERED = 0.5

@@ -17,12 +17,12 @@ from ablate.experiment.schema import Metric
 from ablate.results.attribution import Effect
 from ablate.results.comparisons import Comparisons
 from ablate.results.gate import Check, checks
-from ablate.results.ledger import Ledger
 from ablate.results.next_runs import Settling, seeds_to_settle
 from ablate.results.number_text import counted, interval, number, signed
 from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, Verdict
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.results.verdict_text import REASONS, diverged_text, needed_text
+from ablate.store.ledger import Ledger
 
 MOST_STATED = 6
 """Largest number of comparisons that are stated one by one."""

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
 
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import Member
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Member
 from ablate.training.workloads import reports_context_free
 
 

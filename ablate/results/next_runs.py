@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ablate.experiment.schema import Metric
-from ablate.results.ledger import Ledger
 from ablate.results.paired_stats import MOST_SEEDS, Verdict
 from ablate.results.summary import metric_of, summaries
+from ablate.store.ledger import Ledger
 
 _NORMAL = 1.96
 """Half-width of a 95 % interval in standard errors, with as many seeds as one likes."""

@@ -7,11 +7,11 @@ from typing import Literal
 
 from ablate.experiment.schema import Metric, Published
 from ablate.results.intervals import ALPHA
-from ablate.results.ledger import Ledger
 from ablate.results.number_text import interval, percents
 from ablate.results.paired_stats import Difference, equivalence, holm, p_value, paired_difference
 from ablate.results.summary import ArmSummary, interval_of, mean_of, metrics_of, nothing_learned, summaries
 from ablate.results.verdict_text import NOT_JUDGED, REASONS, diverged_text
+from ablate.store.ledger import Ledger
 
 Detail = Literal["negligible", "within", "smaller", "larger"]
 """Size of the measured difference: too small to matter, or relative to the published size."""

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ablate.results.forked import design_of
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import Member
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Member
 
 _OWN = frozenset({"python", "command"})
 

@@ -1,6 +1,6 @@
-"""Findings of a search about its knobs and its objectives: effects with intervals, and the arms of the front.
+"""Effects of a search's knobs, with intervals.
 
-The effects are those of one least-squares fit of the arms' values on all knobs at once: what a value does
+They are those of one least-squares fit of the arms' values on all knobs at once: what a value does
 while the others stay. A sampler that learns looks where it has found good arms, so the arms are not a random
 sample, and a fit of main effects has no interaction; a grid of the few knobs that seem to matter is the
 comparison that holds. A fit of all pairs besides covers where it has the arms for it and no three knobs
@@ -8,25 +8,20 @@ interact, and else less than this one (experiments/LOG.md).
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy import special
 
-from ablate.experiment.schema import Metric
 from ablate.files import Json
-from ablate.results.attribution import front
 from ablate.results.intervals import ALPHA
-from ablate.results.number_text import around, counted, number
-from ablate.results.page import Cell, Part, Table, Text
 from ablate.results.summary import ArmSummary
 
 FEWEST_FREE = 5
 """Fewest degrees of freedom of a fit whose effects are shown."""
 _WIDE = 4.0
 """A positive knob whose largest value is this many times its smallest acts by its logarithm."""
-_MOST_ON_FRONT = 12
 
 
 @dataclass(frozen=True)
@@ -112,82 +107,3 @@ def _columns(knob: str, values: Sequence[Json]) -> list[_Column]:
 
 def _text(value: Json) -> str:
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
-
-
-def effects_parts(arms: Sequence[ArmSummary], unit: str) -> list[Part]:
-    """Return the effects as a table with its caution; nothing without effects.
-
-    Args:
-        arms: arms of the sweep.
-        unit: unit of the metric, for the head of the table.
-    """
-    effects = knob_effects(arms)
-    if not effects:
-        return []
-    rows: list[dict[str, Cell]] = [
-        {
-            "knob": effect.knob,
-            "change": effect.change,
-            f"effect, {unit}" if unit else "effect": (
-                around(effect.mean, effect.half),
-                effect.mean,
-            ),
-            "p": (f"{effect.p:.2g}", effect.p),
-        }
-        for effect in effects
-    ]
-    caption = (
-        "Main effects only: least squares over all arms that the search finished, all knobs at once; 95 % t"
-        f" intervals and p of each by itself, of {counted(len(effects), 'effect')}. If knobs interact, the"
-        " arms that a learning sampler chose show another effect than the mean over all settings: of 100"
-        " simulated arms by tpe, 41 % of such intervals cover that mean, and 57 % of knobs without an effect"
-        " have p < 0.05. A grid of the knobs that seem to matter is the comparison that holds."
-    )
-    return [Table("knob-effects", rows, caption)]
-
-
-def front_parts(by_metric: Mapping[Metric, Sequence[ArmSummary]] | None) -> list[Part]:
-    """Return the arms that no other equals or beats in all objectives: a sentence and a table.
-
-    Args:
-        by_metric: summaries of the arms by each objective; None for a single objective.
-    """
-    if not by_metric:
-        return []
-    metrics = list(by_metric)
-    means = [{arm.name: arm.mean for arm in arms if arm.values} for arms in by_metric.values()]
-    roles = {arm.name: arm.role for arm in by_metric[metrics[0]]}
-    names = [name for name in means[0] if all(name in each for each in means) and roles[name] != "null"]
-    points = {name: [each[name] for each in means] for name in names}
-    signs = [1 if metric.direction == "minimize" else -1 for metric in metrics]
-    best = sorted(front(points, signs), key=lambda name: signs[0] * points[name][0])
-    if not best:
-        return []
-    rows: list[dict[str, Cell]] = [
-        {"arm": name}
-        | {metric.name: (_value(value), value) for metric, value in zip(metrics, points[name], strict=True)}
-        for name in best[:_MOST_ON_FRONT]
-    ]
-    more = f" The first {_MOST_ON_FRONT} are listed." if len(best) > _MOST_ON_FRONT else ""
-    caption = f"Means over seeds, without intervals: which arms are here depends on noise, too.{more}"
-    return [Text(_trade(best, points, metrics)), Table("front", rows, caption)]
-
-
-def _value(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 1000 else number(value)
-
-
-def _trade(best: Sequence[str], points: Mapping[str, Sequence[float]], metrics: Sequence[Metric]) -> str:
-    """Return the front in a sentence: what its first arm gives up, and for what, to become its last."""
-    words = " and ".join(metric.name for metric in metrics)
-    if len(best) == 1:
-        return f"Of {counted(len(points), 'arm')} {best[0]} is best in {words} alike."
-    first, last = points[best[0]], points[best[-1]]
-    changes = [
-        f"{metric.name} from {_value(a)} to {_value(b)}"
-        for metric, a, b in zip(metrics, first, last, strict=True)
-    ]
-    return (
-        f"{len(best)} of {counted(len(points), 'arm')} are beaten by no other in {words}. From {best[0]} to"
-        f" {best[-1]} the front goes {', and '.join(changes)}."
-    )

@@ -14,10 +14,10 @@ from ablate.files import Json
 from ablate.results.forked import FIFTH, Readings, Views, design_of, qualified, readings_of, sharpened, views
 from ablate.results.intervals import ALPHA, Interval
 from ablate.results.learning_floor import Floors
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import OVER, ArmRow, Member
 from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
 from ablate.results.run_lengths import Lengths, lengths, steps_to
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import OVER, ArmRow, Member
 from ablate.training.metric_names import FIRST_NONFINITE, parse, reading, target_of
 
 LOSS = "val/loss"

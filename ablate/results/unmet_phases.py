@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterator
 
 from ablate.recipes.recipe import Phase
-from ablate.results.ledger import Ledger
+from ablate.store.ledger import Ledger
 
 
 def never_began(ledger: Ledger) -> Iterator[str]:

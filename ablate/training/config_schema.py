@@ -16,8 +16,8 @@ from typing import get_type_hints
 from pydantic import TypeAdapter
 
 from ablate.cache import kept, key_of
-from ablate.training import user_code
-from ablate.training.user_code import Code
+from ablate.training.own_code import user_code
+from ablate.training.own_code.user_code import Code
 
 _SECONDS = 120
 _VERSION = 1

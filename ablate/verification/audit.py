@@ -19,9 +19,9 @@ from typing import Literal, NamedTuple, TypeVar
 from urllib.parse import urlencode
 
 from ablate.files import Damaged, Json
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import FINISHED, Member
-from ablate.results.trial_store import Store, parsed
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import FINISHED, Member
+from ablate.store.trial_store import Store, parsed
 from ablate.training.metric_names import parse
 
 _PAGE = 25_000

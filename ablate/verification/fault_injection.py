@@ -37,7 +37,7 @@ from typing import Literal
 import numpy as np
 import psutil
 
-from ablate.results.databases import url
+from ablate.store.databases import url
 from ablate.verification import audit
 from ablate.verification.audit import Finding
 from ablate.verification.fault_plan import CHECKPOINT_SECONDS, PATIENCE_SECONDS, deck, experiment

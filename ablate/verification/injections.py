@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ablate.results.ledger_damage import overwrite, stored_values
+from ablate.store.ledger_damage import overwrite, stored_values
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from typing import TypeVar
 
 import psutil
 
-from ablate.results.databases import tables
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_progress import moments, outcomes
+from ablate.store.databases import tables
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_progress import moments, outcomes
 
 MARK = "ABLATE_FAULT_SUITE"
 """Environment variable that identifies the descendants of a sweep's command."""

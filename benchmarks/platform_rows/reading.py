@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from ablate.cli.report import make
-from ablate.results.ledger import Ledger
-from ablate.results.records import frame
+from ablate.store.ledger import Ledger
+from ablate.store.records import frame
 
 STEPS = range(10, 1001, 10)
 SLOTS = ("fprop.x", "fprop.w", "dgrad.g", "dgrad.w", "wgrad.g", "wgrad.x")

@@ -30,7 +30,7 @@ from ablate.experiment import engine_selection  # noqa: E402
 from ablate.experiment.arms import StartingPoint  # noqa: E402
 from ablate.experiment.trial_spec import TrialSpec  # noqa: E402
 from ablate.recipes.te_mapping import CopyFormat  # noqa: E402
-from ablate.results.trial_store import Store  # noqa: E402
+from ablate.store.trial_store import Store  # noqa: E402
 from ablate.training.workloads import WORKLOADS  # noqa: E402
 from ablate.verification import parity  # noqa: E402
 from ablate.verification.parity.bench import Bench  # noqa: E402

@@ -16,7 +16,7 @@ from ablate.engines.scaled_mm import ScaledLinear
 from ablate.execution.trial_runner import run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS, Recipe
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 from ablate.training import distributed
 from ablate.training.fork_design import Forks
 from ablate.training.loop import Telemetry, Twin

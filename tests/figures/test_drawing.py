@@ -5,10 +5,10 @@ import math
 import pytest
 
 from ablate.experiment.schema import Metric, Published
-from ablate.results.figures import decay, dots
-from ablate.results.ledger import Ledger
-from ablate.results.records import frame
+from ablate.reports.figures import decay, dots
 from ablate.results.summary import summaries
+from ablate.store.ledger import Ledger
+from ablate.store.records import frame
 
 ERROR, MEAN = Metric(name="quant/fprop.x/rel_mse"), Metric(name="mean/dgrad.g/rel_mse")
 PUBLISHED = [

@@ -10,10 +10,11 @@ from support import made_up
 from support.made_up import LOSS
 
 from ablate.experiment.schema import Metric
-from ablate.results import figures, summary
+from ablate.reports import figures
+from ablate.reports.operand_health import by_layer
+from ablate.results import summary
 from ablate.results.attribution import grid
-from ablate.results.operand_health import by_layer
-from ablate.results.records import frame
+from ablate.store.records import frame
 
 
 @pytest.fixture

@@ -14,11 +14,12 @@ from support.cases import every
 from support.made_up import LOSS, SPEED
 
 from ablate.experiment.schema import Metric
-from ablate.results import figures, summary
+from ablate.reports import figures
+from ablate.reports.figures import Picture
+from ablate.results import summary
 from ablate.results.attribution import grid
-from ablate.results.figures import Picture
-from ablate.results.ledger import Ledger
-from ablate.results.records import frame
+from ablate.store.ledger import Ledger
+from ablate.store.records import frame
 
 
 class Sweep:

@@ -16,11 +16,12 @@ import psutil
 from ablate.errors import InputError, Problem
 from ablate.execution.controller import Controller
 from ablate.execution.messages import Events, Message, TrialRequest
-from ablate.execution.progress import Outcome
+from ablate.execution.progress import Outcome, RunOptions
 from ablate.execution.supervisor import Supervisor
 from ablate.execution.workers import Inline
 from ablate.experiment.load import Experiment, load
-from ablate.results.ledger import Ledger
+from ablate.reports.markdown_summary import summary_markdown
+from ablate.store.ledger import Ledger
 
 VOCAB = 64
 SHAPE = {
@@ -126,7 +127,8 @@ def sweep(
     experiment: Experiment, state: Path, mlflow: str | None = None, connect: Callable = Inline
 ) -> tuple[Outcome, list[str]]:
     """Run the sweep in this process; returns its outcome and what it said."""
-    controller, news = Controller(experiment, state, "cpu", connect, mlflow), []
+    options = RunOptions(describe=summary_markdown)
+    controller, news = Controller(experiment, state, "cpu", connect, mlflow, options), []
     for step in controller.run():
         if isinstance(step, Outcome):
             outcome = step

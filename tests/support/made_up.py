@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from ablate.experiment.schema import Metric
-from ablate.results.ledger import Ledger
+from ablate.store.ledger import Ledger
 
 LOSS = Metric(name="val/loss", min_effect=0.01)
 SPEED = Metric(name="throughput/tokens_per_s", direction="maximize")

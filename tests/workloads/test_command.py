@@ -27,10 +27,10 @@ from ablate.execution.workers import Inline
 from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
-from ablate.results.databases import url
+from ablate.store.databases import url
 from ablate.training.checkpoints import Checkpoints
-from ablate.training.command_process import LONGEST_LINE
 from ablate.training.loop import Telemetry
+from ablate.training.own_code.command_process import LONGEST_LINE
 from ablate.training.workloads.command import Command
 
 OFTEN = Telemetry(log=1)

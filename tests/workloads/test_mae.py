@@ -15,7 +15,7 @@ from ablate.execution.trial_runner import run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Recipe, Run
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.loop import Telemetry
 from ablate.training.workloads.mae import Mae, Stack

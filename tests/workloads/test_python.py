@@ -15,8 +15,8 @@ from ablate.errors import InputError
 from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
-from ablate.training import user_code
 from ablate.training.loop import Telemetry
+from ablate.training.own_code import user_code
 from ablate.training.workloads.python import Python
 from ablate.verification.workload_checks import Runs, promises
 

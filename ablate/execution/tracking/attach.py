@@ -7,7 +7,7 @@ from ablate.errors import InputError, redact
 from ablate.execution.tracking.local_database import LocalDatabase
 from ablate.execution.tracking.reader import errors_explained, look
 from ablate.execution.tracking.tracker import NOTE, Entries, MlflowTracker, Tracker
-from ablate.results.ledger import Ledger
+from ablate.store.ledger import Ledger
 
 _FOLDER = "report"
 _FIRST = "index.html"

@@ -23,7 +23,7 @@ from ablate.cache import kept, key_of
 from ablate.errors import InputError
 from ablate.execution.sweep_control import damage, put_aside
 from ablate.execution.tracking.mlflow_private import close_database
-from ablate.results.databases import open_readonly, path_of, tables, url
+from ablate.store.databases import open_readonly, path_of, tables, url
 
 _EMPTY = "mlflow.db"
 """Name of the empty database in the cache."""

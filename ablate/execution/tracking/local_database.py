@@ -32,7 +32,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ablate.execution.tracking.tracker import NOTE, Child, Entries, MlflowTracker, Point, Run
-from ablate.results.databases import path_of, set_journal
+from ablate.store.databases import path_of, set_journal
 from ablate.training.metric_names import trackable
 
 REVISIONS = frozenset({"dc11669786a5"})

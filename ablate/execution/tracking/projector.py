@@ -31,11 +31,11 @@ from ablate.execution.tracking.login import plainly
 from ablate.execution.tracking.tracker import NOTE, Entries, MlflowTracker, Point, Run, Tracker
 from ablate.experiment import schema
 from ablate.files import lock
-from ablate.results.databases import path_of, set_journal
-from ablate.results.ledger import DATA, Ledger
-from ablate.results.ledger_progress import unshipped_records
-from ablate.results.ledger_rows import Member
-from ablate.results.trial_store import Store
+from ablate.store.databases import path_of, set_journal
+from ablate.store.ledger import DATA, Ledger
+from ablate.store.ledger_progress import unshipped_records
+from ablate.store.ledger_rows import Member
+from ablate.store.trial_store import Store
 from ablate.training.metric_names import trackable
 from ablate.training.workloads import unit
 

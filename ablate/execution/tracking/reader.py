@@ -21,9 +21,9 @@ from ablate.execution.tracking.database import revision
 from ablate.execution.tracking.login import plainly
 from ablate.experiment.roles import Role
 from ablate.files import Json
-from ablate.results.databases import open_readonly, path_of
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import FINISHED
+from ablate.store.databases import open_readonly, path_of
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import FINISHED
 from ablate.training.metric_names import DAMAGE, GAP, parse
 
 if TYPE_CHECKING:

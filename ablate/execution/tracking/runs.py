@@ -14,9 +14,9 @@ from typing import TypedDict
 
 from ablate.errors import redact
 from ablate.files import Json
-from ablate.results.ledger import Ledger
-from ablate.results.ledger_rows import Member
-from ablate.results.trial_store import Store
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Member
+from ablate.store.trial_store import Store
 from ablate.training.metric_names import DAMAGE, GAP, Name, parse, trackable
 from ablate.training.workloads import context_free, unit
 

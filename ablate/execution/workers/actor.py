@@ -26,7 +26,7 @@ from ablate.execution.messages import Ended, Forked, Message, TrialRequest
 from ablate.execution.process_guard import exit_with_parent
 from ablate.execution.supervisor import HEARTBEAT_SECONDS, Supervisor
 from ablate.numerics.spec import VERSION
-from ablate.results.trial_store import Store
+from ablate.store.trial_store import Store
 
 PIECE = 32 << 20
 """Bytes of a file that one call transfers."""

@@ -19,7 +19,7 @@ from typing import Protocol
 from ablate.execution.messages import Ended, Events, Forked, Message, TrialRequest
 from ablate.execution.workers.actor import PIECE, CheckpointTimes
 from ablate.files import Busy, Damaged, write
-from ablate.results.trial_store import Store, line
+from ablate.store.trial_store import Store, line
 from ablate.training.checkpoint_footer import unsealed
 
 

@@ -35,7 +35,7 @@ from ablate.files import Json
 from ablate.recipes.recipe import Recipe
 from ablate.training.conversion import Conversion
 from ablate.training.models import hidden_if_broken, quietly
-from ablate.training.trial import Trial
+from ablate.training.own_code.trial import Trial
 
 with hidden_if_broken("transformer_engine"), quietly():  # the Trainer imports peft, which imports it
     from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments

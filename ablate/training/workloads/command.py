@@ -3,7 +3,8 @@
     workload: {command: {run: "torchrun train.py --lr {lr} --seed {seed}", steps: 300, config: {lr: 1.0e-3}}}
 
 The command gets the recipe as a JSON file and everything else as environment variables
-(training/process_environment.py) and placeholders. It writes metrics as lines of JSON. No shell is involved.
+(training/own_code/process_environment.py) and placeholders. It writes metrics as lines of JSON. No shell is
+involved.
 What a trial is depends on the command, on `config`, and on the content of the declared sources and data;
 never on where they lie. That the same seed gives the same numbers is the command's own promise.
 
@@ -30,8 +31,8 @@ from pydantic import Field
 from ablate.errors import nearest
 from ablate.files import Json
 from ablate.recipes.recipe import Recipe
-from ablate.training import user_code
-from ablate.training.command_process import search_path, started
+from ablate.training.own_code import user_code
+from ablate.training.own_code.command_process import search_path, started
 from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
@@ -164,8 +165,8 @@ class Command(OwnCode):
         checkpoints: Checkpoints | None = None,
     ) -> Iterator[Record]:
         """Run the command, and yield a Record for each step of which it logged something."""
-        from ablate.training.command_records import CommandRecords
-        from ablate.training.process_environment import METRICS, recipe_hash
+        from ablate.training.own_code.command_records import CommandRecords
+        from ablate.training.own_code.process_environment import METRICS, recipe_hash
 
         user_code.drop_old_bytecode(user_code.closures(self._sources()))
         with ExitStack() as stack:

@@ -13,8 +13,8 @@ from pydantic import AfterValidator, Field
 
 from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer
-from ablate.training import user_code
 from ablate.training.hyperparameters import MOST_STEPS
+from ablate.training.own_code import user_code
 from ablate.training.workloads.text import Fields
 
 _SECONDS_A_STEP = 0.5

@@ -3,9 +3,9 @@
     workload: {python: {file: train.py, function: train, steps: 300, config: {width: 256, lr: 1.0e-3}}}
     workload: {python: {function: package.train:main, steps: 300}}
 
-The function gets an `ablate.Trial` (training/trial.py). The file is read to plan a sweep and imported only in
-the processes of trials. What a trial is depends on the content of the file and of the files beside it that
-it imports, of the declared data, and on `config`; never on where they lie.
+The function gets an `ablate.Trial` (training/own_code/trial.py). The file is read to plan a sweep and
+imported only in the processes of trials. What a trial is depends on the content of the file and of the files
+beside it that it imports, of the declared data, and on `config`; never on where they lie.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pydantic import Field
 from ablate.engines.gpu_access import CPU_TRIAL, asks_for_gpu
 from ablate.errors import InputError
 from ablate.recipes.recipe import Recipe, Run
-from ablate.training import user_code
 from ablate.training.metric_names import ENDINGS, is_added
-from ablate.training.user_code import Code
+from ablate.training.own_code import user_code
+from ablate.training.own_code.user_code import Code
 from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Python(OwnCode):
 
     VERSION: ClassVar[int] = 1
     PATHS: ClassVar[tuple[str, ...]] = ("file", "start", "data", "sources")
-    imports: ClassVar[tuple[str, ...]] = ("ablate.training.trial",)
+    imports: ClassVar[tuple[str, ...]] = ("ablate.training.own_code.trial",)
 
     file: str = Field(".", min_length=1)
     """Python file with the function, relative to the experiment's file; or the folder of its module."""
@@ -148,7 +148,7 @@ class Python(OwnCode):
         place: tuple[Forks, Window] | None,
     ) -> Iterator[Record]:
         """Call the function for a whole run or for one window, and yield its records."""
-        from ablate.training.trial import Trial, TrialState, TrialWindow, emitted, seeded
+        from ablate.training.own_code.trial import Trial, TrialState, TrialWindow, emitted, seeded
 
         code = self._code
         user_code.drop_old_bytecode(user_code.files_of(code, self.sources))

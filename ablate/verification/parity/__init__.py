@@ -20,7 +20,7 @@ from ablate import provenance
 from ablate.engines import parity_record
 from ablate.engines.hardware import Machine, refusal, stray_switch, this_machine
 from ablate.engines.transformer_engine import library
-from ablate.results.figures.parity import overlay
+from ablate.reports.figures.parity import overlay
 from ablate.verification.check_result import Check, Row
 from ablate.verification.parity.bench import NAMES, Bench
 from ablate.verification.parity.casts import exact_casts

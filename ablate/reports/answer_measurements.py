@@ -1,0 +1,74 @@
+"""Numbers that the parts of a report share, beside its comparisons: arms that are shown, and records."""
+
+from functools import cached_property
+from pathlib import Path
+
+import pandas as pd
+
+from ablate.experiment.schema import Metric
+from ablate.results.comparisons import Comparisons
+from ablate.results.summary import ArmSummary, foremost, summaries
+from ablate.store.ledger import Ledger
+from ablate.store.records import frame
+
+MOST_ARMS = 40
+"""Largest number of arms that a table shows, unless another is given."""
+
+
+class Measurements(Comparisons):
+    """One experiment, read back from its ledger.
+
+    Args:
+        ledger: Ledger of the sweep, opened for reading.
+        out: Folder for the report's files: figures as SVG, all numbers as CSV. None: nothing is
+            saved.
+        most_arms: Largest number of arms that a table shows, without the baselines of these.
+    """
+
+    def __init__(self, ledger: Ledger, out: Path | None = None, most_arms: int = MOST_ARMS) -> None:
+        super().__init__(ledger)
+        self.out, self.most_arms = out, most_arms
+
+    @cached_property
+    def shown(self) -> list[ArmSummary]:
+        """Arms that tables show: at most about `most_arms`. The arms of a search are sorted, the best
+        first."""
+        arms = foremost(self.arms, self.metric, self.most_arms)
+        if not self.ledger.fact("search"):
+            return arms
+        sign = 1 if self.metric.direction == "minimize" else -1
+        return sorted(
+            arms,
+            key=lambda arm: (not arm.is_baseline, arm.role != "confirmed", not arm.values, sign * arm.mean),
+        )
+
+    def by(self, metric: Metric) -> list[ArmSummary]:
+        """Return the summaries of all arms by another metric.
+
+        Args:
+            metric: Metric that is compared.
+        """
+        return summaries(self.ledger, metric)
+
+    @cached_property
+    def objectives(self) -> dict[Metric, list[ArmSummary]] | None:
+        """Arms by each of several objectives; None if there is only one."""
+        return {metric: self.by(metric) for metric in self.metrics} if len(self.metrics) > 1 else None
+
+    @property
+    def journal(self) -> Path:
+        """Path of the journal of the sweep's Optuna study."""
+        return self.ledger.path.parent / "optuna.log"
+
+    def records(self, *metrics: str) -> pd.DataFrame:
+        """Return the records of these metrics as one tidy frame, one record a row (see `records.frame`).
+
+        Args:
+            metrics: Names of metrics, or patterns such as `quant/*`.
+
+        Returns:
+            Columns sweep, arm, baseline, seed, trial, status, step, tokens, metric and value, and one for
+            each
+                knob; no rows if nothing was recorded.
+        """
+        return frame(self.ledger, metrics=metrics)

@@ -1,0 +1,438 @@
+"""Tables of a report: arms, contrasts, main effects, components, power, other tests, published figures,
+provenance."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ablate.experiment.schema import Metric
+from ablate.reports.page import Cell, Table
+from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
+from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects, shares
+from ablate.results.decomposition import correlation, damages
+from ablate.results.forked import DIFFERENCES, difference_word
+from ablate.results.inference import FEWEST_RANKED, wilcoxon
+from ablate.results.number_text import interval, number, percents
+from ablate.results.paired_stats import (
+    MOST_SEEDS,
+    Verdict,
+    common,
+    deviation_range,
+    holm,
+    paired_difference,
+)
+from ablate.results.published import agreement_notes, agreement_text, replications
+from ablate.results.summary import ArmSummary, published_of
+from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Intervention
+from ablate.store.records import frame
+from ablate.store.registration import registered_text
+from ablate.training.metric_names import DAMAGE
+
+_FEWEST_SHARED = 3
+"""Fewest knobs for Shapley shares: of two, the contrasts say the same."""
+_LOSSES = ("train/loss", "train/recent_loss", "val/loss", "val/loss_bf16")
+"""Metrics whose curves fall with the tokens seen, so that a gap can be expressed in tokens."""
+_AGREEMENTS = {"agrees": "better", "disagrees": "worse", "differs": "worse"}
+"""CSS class of a row that has a verdict on a published figure, by the verdict's kind."""
+
+
+def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: Metric) -> Table:
+    """Return the table of arms: mean, gap in the metric's unit, in percent and in tokens, corrected p, speed.
+
+    Args:
+        ledger: Ledger of the sweep.
+        arms: Arms that are shown.
+        total: Number of arms of the sweep.
+        metric: Metric that is compared.
+    """
+    values = {arm.name: arm.values for arm in arms}
+    forked = difference_word(arms) == DAMAGE
+    tokens = {} if forked else _extra_tokens(ledger, arms, metric)
+    rows = []
+    for arm in arms:
+        pairs = f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}"
+        rows.append(
+            {
+                "arm": arm.name,
+                metric.name: (number(arm.mean), arm.mean) if arm.values else "-",
+                DIFFERENCES[difference_word(arms)]: ""
+                if arm.gap is None
+                else (interval(arm.gap), arm.gap.mean),
+                **_verdict_cells(arm.verdict),
+                "in percent": ""
+                if forked
+                else _percent(arm, None if arm.baseline is None else values.get(arm.baseline)),
+                "tokens to match": tokens.get(arm.name, ""),
+                "p (Holm)": "" if arm.role == "searched" else _p_cell(arm.verdict.p),
+                "seeds": (pairs, len(arm.values)),
+                "SQNR dB": _cell(arm.sqnr_db, f"{arm.sqnr_db:.1f}"),
+                "tokens/s": _cell(arm.tokens_per_s, f"{arm.tokens_per_s:,.0f}"),
+                "memory": _cell(arm.memory, f"{arm.memory / 1e6:,.0f} MB"),
+            }
+        )
+    more = f" {total - len(arms):,} more arms, none of them better." if len(arms) < total else ""
+    kind = arms[0].interval if arms else "interval"
+    meaning = (
+        f"Damage is arm minus baseline at the end of the longest windows, paired by seed; ± is half a {kind}."
+        if forked
+        else f"Gaps are arm minus baseline, paired by seed; ± is half a {kind}. in percent: the gap"
+        " as a share of the baseline's value at the same seed."
+    )
+    caption = f"{meaning}{more} {emulated(ledger)}"
+    return Table(
+        f"effects-{metric.name.replace('/', '-')}",
+        rows,
+        caption.rstrip(),
+        [arm.colour for arm in arms],
+        [verdict_notes(arm.verdict) for arm in arms],
+    )
+
+
+def _cell(value: float, text: str) -> Cell:
+    """Return a cell that sorts by the value, empty for NaN."""
+    return "" if math.isnan(value) else (text, value)
+
+
+def _extra_tokens(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> dict[str, tuple[str, float]]:
+    """Return, by arm, the extra tokens that it needs to reach the loss at which its baseline ends.
+
+    Empty unless the metric is a loss that falls over training.
+    """
+    if metric.direction != "minimize" or metric.name not in _LOSSES:
+        return {}
+    table = frame(ledger, metrics=(metric.name,))
+    table = table[table["tokens"].notna() & (table["status"] == "done")] if len(table) else table
+    curves = {
+        key: dict(zip(part["tokens"], part["value"], strict=True))
+        for key, part in table.groupby(["arm", "seed"], observed=True)
+    }
+    cells = {}
+    for arm in (arm for arm in arms if arm.baseline is not None):
+        pairs = {
+            seed: (curves.get((arm.name, seed), {}), curves.get((arm.baseline, seed), {}))
+            for seed in arm.values
+        }
+        by_seed = {seed: extra_tokens(*pair) for seed, pair in pairs.items() if min(map(len, pair)) > 2}
+        mean = paired_difference(by_seed, dict.fromkeys(by_seed, 0.0), arm.interval)
+        if mean.pairs:
+            cells[arm.name] = (percents(mean), mean.mean)
+    return cells
+
+
+def factors_table(
+    grid: Grid | None,
+    judged: Sequence[tuple[Effect, Verdict]],
+    judged_pairs: Sequence[tuple[Effect, Verdict]],
+) -> Table | None:
+    """Return the table of a grid's main effects and interactions, None for fewer than two knobs.
+
+    Args:
+        grid: Arms that are a product of knobs' levels.
+        judged: Main effects with their verdicts. Other main effects are shown without one.
+        judged_pairs: Interactions with their verdicts.
+    """
+    if grid is None or len(grid.levels) < 2:
+        return None
+    stated = {(effect.knobs, effect.change) for effect, _ in judged}
+    others = [effect for effect in main_effects(grid) if (effect.knobs, effect.change) not in stated]
+    lines: list[tuple[Effect, Verdict | None]] = [
+        *judged,
+        *((effect, None) for effect in others),
+        *judged_pairs,
+    ]
+    rows = [
+        {
+            "": "main effect" if len(effect.knobs) == 1 else "interaction",
+            "knob": " x ".join(effect.knobs),
+            "turned to": effect.change,
+            "effect": (interval(effect.effect), effect.effect.mean),
+            **(_verdict_cells(verdict) if verdict else {}),
+            "p (Holm)": _p_cell(verdict.p if verdict else None),
+        }
+        for effect, verdict in lines
+    ]
+    seeds = ", ".join(map(str, grid.left_out))
+    without = f" Seeds {seeds} are left out, because not every arm finished them." if seeds else ""
+    caption = (
+        "Main effect: the value named first minus the other, on average over the other knobs. Interaction:"
+        " how much the effect of one knob depends on the other. p is corrected over all main effects, and"
+        f" separately over all interactions.{without}"
+    )
+    classes = [verdict.kind if verdict else "" for _, verdict in lines]
+    notes = [verdict_notes(verdict) if verdict else [] for _, verdict in lines]
+    return Table("factors", rows, caption, classes, notes)
+
+
+def components_table(grid: Grid | None) -> Table | None:
+    """Return the table of leave-one-out differences and Shapley shares, None if the arms are no such grid."""
+    if grid is None or len(grid.levels) < _FEWEST_SHARED:
+        return None
+    rows: list[dict[str, Cell]] = [
+        {
+            "component": f"{share.knob} = {share.on}",
+            "whole recipe minus without it": (interval(share.left_out), share.left_out.mean),
+            "Shapley share": (interval(share.shapley), share.shapley.mean),
+        }
+        for share in shares(grid)
+    ]
+    caption = (
+        "Shapley share: a component's mean contribution over every order in which the components could be"
+        " added; the shares add up to the effect of the whole recipe. Intervals are not corrected."
+    )
+    return Table("components", rows, caption) if rows else None
+
+
+def damage_table(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> Table | None:
+    """Return the table of what each gap is made of; None without a second reading in high precision."""
+    forked = difference_word(arms) == DAMAGE
+    rows: list[dict[str, Cell]] = [
+        {
+            "arm": damage.arm,
+            "total" if forked else "gap": (interval(damage.gap), damage.gap.mean),
+            "direct damage": (interval(damage.direct), damage.direct.mean),
+            "learnt damage": (interval(damage.learnt), damage.learnt.mean),
+        }
+        for damage in damages(ledger, arms, metric.name)
+    ]
+    caption = (
+        f"Direct damage: {metric.name} minus {metric.name}_bf16 of the same weights, less the baseline's."
+        f" Learnt damage: the difference in {metric.name}_bf16, both arms' weights read in high precision."
+        " The two add up to the first column, which has the verdict; their intervals are not corrected"
+        + (", and lack the error of the evaluation, which the first column's has." if forked else ".")
+    )
+    return Table("damage", rows, caption) if rows else None
+
+
+def windows_table(arms: Sequence[ArmSummary]) -> Table | None:
+    """Return the table of every comparison at each horizon and each position; None for full runs."""
+    rows: list[dict[str, Cell]] = []
+    for arm in arms:
+        if arm.view is None or arm.gap is None:
+            continue
+        share = arm.view.error**2 / arm.gap.error**2 if arm.gap.has_interval else math.nan
+        rows.append(
+            {
+                "arm": arm.name,
+                **{
+                    f"after {steps} steps": (interval(one), one.mean)
+                    for steps, one in arm.view.horizons.items()
+                },
+                **{
+                    f"from step {step}": (interval(one), one.mean)
+                    for step, one in arm.view.positions.items()
+                    if len(arm.view.positions) > 1
+                },
+                "share of evaluation": _cell(share, f"{100 * share:.0f} %"),
+            }
+        )
+    caption = (
+        "Damage after windows of several lengths, as means over positions; and at the end of the longest,"
+        " by the step of the trunk at which it begins. A window sees noise at once and bias late, so a"
+        " short one favours rounding to nearest: resolved signs that differ, or damage that grows faster"
+        " than the window, name no winner. Share of evaluation: the part of the interval's variance that"
+        " comes from the validation data, which all seeds share. Intervals are not corrected."
+    )
+    return Table("windows", rows, caption) if rows else None
+
+
+def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:
+    """Return the table of what pairing by seed is worth: correlations, and the spread with and without it."""
+    values = {arm.name: arm.values for arm in arms}
+    rows: list[dict[str, Cell]] = []
+    for arm in arms:
+        if arm.gap is None or not arm.gap.informative or arm.baseline not in values:
+            continue
+        found = correlation(arm.values, values[arm.baseline])
+        bounds = "" if math.isnan(found.low) else f" ({found.low:+.2f} to {found.high:+.2f})"
+        seeds = common(arm.values, values[arm.baseline])
+        sides = ([side[seed] for seed in seeds] for side in (arm.values, values[arm.baseline]))
+        apart = math.hypot(*(float(np.std(side, ddof=1)) for side in sides))
+        rows.append(
+            {
+                "arm": arm.name,
+                "seeds": (str(found.pairs), found.pairs),
+                "correlation with baseline": ("-", math.nan)
+                if math.isnan(found.value)
+                else (f"{found.value:+.2f}{bounds}", found.value),
+                "spread of the paired gap": (number(arm.gap.deviation), arm.gap.deviation),
+                "spread without pairing": (number(apart), apart),
+            }
+        )
+    caption = (
+        "Correlation of the arm's values with its baseline's over seeds; in brackets Fisher's 95 % interval,"
+        " which holds for normal values: it is too narrow where single seeds lie far from the others."
+        " Pairing sharpens a gap where it is positive, and blurs it where it is negative."
+    )
+    return Table("pairing", rows, caption) if rows else None
+
+
+def power_table(arms: Sequence[ArmSummary]) -> Table | None:
+    """Return the table of the spread of paired gaps and of the seeds that undecided arms need."""
+    rows = []
+    for arm in arms:
+        if arm.gap is None or not arm.gap.informative:
+            continue
+        low, high = deviation_range(arm.gap)
+        rows.append(
+            {
+                "arm": arm.name,
+                "seeds": (str(arm.gap.pairs), arm.gap.pairs),
+                "spread of the paired gap": (number(arm.gap.deviation), arm.gap.deviation),
+                "80 % range of the spread": f"{number(low)} to {number(high)}",
+                "seeds needed": _verdict_cells(arm.verdict)["seeds needed"],
+            }
+        )
+    if any(row["seeds needed"] for row in rows):
+        caption = (
+            "Spread: standard deviation over seeds. Seeds needed: the total number for an 80 % chance of a"
+            " verdict; in brackets, that number if the spread is at either end of its range. The chance is a"
+            " mean over all spreads that the seeds so far allow. If the true spread is several times"
+            " min_effect, a number that is named all the same is too small (docs/statistics.md)."
+        )
+    else:
+        caption = "" if all(arm.margin for arm in arms if arm.gap) else NO_MIN_EFFECT
+    return Table("power", rows, caption) if rows else None
+
+
+def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Table | None:
+    """Return the table of the same gaps by other tests: equivalence, and Wilcoxon's ranks if there are enough
+    seeds, whose number was fixed before: the test has no correction for looks.
+
+    Args:
+        arms: Arms of the sweep. Wilcoxon's p-values are corrected over all of them.
+        shown: Arms of the table.
+    """
+    baselines = {arm.name: arm.values for arm in arms}
+    compared = [
+        arm for arm in shown if arm.gap is not None and arm.gap.pairs > 1 and arm.baseline in baselines
+    ]
+    family = {
+        arm.name: (arm.values, baselines[arm.baseline])
+        for arm in arms
+        if arm.role != "searched" and arm.verdict.kind != "unjudged" and arm.interval.kind == "t"
+        if arm.gap is not None and arm.gap.informative and arm.baseline is not None
+    }
+    by_name = dict(zip(family, holm([_wilcoxon(*pair) for pair in family.values()]), strict=True))
+    rows = [
+        {
+            "arm": arm.name,
+            "equivalence, p (Holm)": _p_cell(arm.verdict.p_equivalence),
+            "Wilcoxon, p (Holm)": _p_cell(by_name.get(arm.name)),
+        }
+        for arm in compared
+    ]
+    caption = "Equivalence: p of the hypothesis that the gap is min_effect or more, in either direction."
+    if any(arm.interval.kind != "t" for arm in compared):
+        caption += " Wilcoxon's signed-rank test is left out: it is valid at one look, and seeds grow here."
+    elif any(arm.gap and arm.gap.pairs < FEWEST_RANKED for arm in compared):
+        caption += (
+            f" Wilcoxon's signed-rank test needs {FEWEST_RANKED} pairs: with fewer, its two-sided p cannot"
+            " fall below 5 %."
+        )
+    return Table("checks", rows, caption) if rows else None
+
+
+def interventions_table(ledger: Ledger) -> Table | None:
+    """Return the table of what guards did in each run: how often, from which step to which, and the first
+    reason."""
+    runs: dict[tuple[str, int], list[Intervention]] = {}
+    for event in ledger.events():
+        runs.setdefault((event.arm, event.seed), []).append(event)
+    rows: list[dict[str, Cell]] = [
+        {
+            "arm": arm,
+            "seed": str(seed),
+            "interventions": (str(len(events)), len(events)),
+            "first step": (str(events[0].step), events[0].step),
+            "last step": (str(events[-1].step), events[-1].step),
+            "the first": events[0].text,
+        }
+        for (arm, seed), events in runs.items()
+    ]
+    return Table("interventions", rows, "Interventions of guards, by run.") if rows else None
+
+
+def published_table(ledger: Ledger) -> Table | None:
+    """Return the table of published figures and orderings beside the measured ones, None if none are
+    quoted."""
+    lines = replications(ledger, published_of(ledger))
+    rows = [
+        {
+            "arm": line.subject,
+            "metric": line.metric,
+            "published": line.published
+            if line.figure.amount is None
+            else (line.published, line.figure.amount),
+            "measured": (line.found, line.measured.mean) if line.measured.pairs else "",
+            "verdict": agreement_text(line, short=True),
+            "source": line.figure.source,
+        }
+        for line in lines
+    ]
+    caption = (
+        "A difference of two arms agrees if it has the published direction, judged by its interval. A model"
+        " of another size need not show an effect of the same size."
+    )
+    caption = caption if any(line.figure.against for line in lines) else ""
+    classes = ["diverged" if line.diverged else _AGREEMENTS.get(line.verdict.kind, "") for line in lines]
+    notes = [agreement_notes(line) for line in lines]
+    return Table("published", rows, caption, classes, notes) if rows else None
+
+
+def provenance_table(ledger: Ledger) -> Table:
+    """Return the table of commit, versions, hardware, data and cost."""
+    facts = json.loads(ledger.fact("provenance.json") or "{}")
+    trials = {member.id: member for member in ledger.members()}
+    data = sorted({json.loads(member.spec).get("data", "") for member in trials.values()})
+    changed = len((ledger.fact("uncommitted.diff") or "").splitlines())
+    commit = facts.pop("commit", None) or "none"
+    spent, reused = ledger.spent()
+    rows = {
+        "commit": f"{commit}, with {changed} uncommitted lines of diff" if changed else commit,
+        "hardware": ", ".join(facts.pop(key) for key in ("gpu", "cpu", "host", "platform") if facts.get(key)),
+        "versions": ", ".join(f"{name} {version}" for name, version in facts.items() if name != "cores"),
+        "data": ", ".join(filter(None, data)),
+        "registered": registered_text(ledger),
+        "trials": f"{len(trials)}, of which {reused} had been run by an earlier sweep",
+        "cost": f"{spent / 3600:.2f} worker-hours",
+    }
+    return Table("provenance", [{"what": what, "which": value} for what, value in rows.items() if value])
+
+
+def _verdict_cells(verdict: Verdict) -> dict[str, Cell]:
+    """Return the cells of a verdict: its word, and the seeds that it needs."""
+    needed = verdict.needed
+    seeds: Cell = None if needed is None else (needed_text(needed), needed.count or MOST_SEEDS + 1)
+    return {"verdict": verdict_text(verdict, short=True), "seeds needed": seeds}
+
+
+def _wilcoxon(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
+    """Return p of Wilcoxon's test, NaN if there are too few pairs."""
+    try:
+        return wilcoxon(arm, baseline)
+    except ValueError:
+        return math.nan
+
+
+def _percent(arm: ArmSummary, baseline: Mapping[int, float] | None) -> Cell:
+    """Return the cell of the gap as a share of the baseline, seed by seed."""
+    if arm.gap is None or not baseline or any(value == 0 for value in baseline.values()):
+        return ""
+    relative = {
+        seed: (value - baseline[seed]) / abs(baseline[seed])
+        for seed, value in arm.values.items()
+        if seed in baseline
+    }
+    share = paired_difference(relative, dict.fromkeys(relative, 0.0), arm.interval)
+    return (percents(share), share.mean) if share.pairs else ""
+
+
+def _p_cell(value: float | None) -> Cell:
+    """Return the cell of a p-value, empty for None and NaN."""
+    if value is None or math.isnan(value):
+        return ""
+    return ("<0.001" if value < 0.001 else f"{value:.3f}", value)

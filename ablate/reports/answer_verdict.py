@@ -1,0 +1,136 @@
+"""Sentences of a report: the verdict, what limits it, how training went, and cautions."""
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import cached_property
+
+import pandas as pd
+
+from ablate.reports import answer_tables, operand_health
+from ablate.reports.answer_measurements import Measurements
+from ablate.reports.page import Answered, Chips, Command, Part, Text
+from ablate.reports.table_notes import dropped, emulated, null_warning, smallest_damage
+from ablate.results.forked import design_of, estimand
+from ablate.results.headline import Headline, headline_of
+from ablate.results.unmet_phases import never_began
+from ablate.training.metric_names import parse
+
+_MOST_NAMED = 8
+"""Largest number of arms that a sentence names."""
+
+
+class VerdictSentences(Measurements):
+    """Part of `Answer` that states results in sentences."""
+
+    @cached_property
+    def answer(self) -> Headline:
+        """The answer, as every surface states it."""
+        return headline_of(self)
+
+    def headline(self) -> list[Part]:
+        """Return the answer with its checks, what limits it, what to do next, and how to read the table."""
+        null, answer = null_warning(self.arms), self.answer
+        design = design_of(self.ledger)
+        settling = [Text(answer.settling.text)] if answer.settling else []
+        return [
+            Answered(answer.lead, answer.text, answer.answered, answer.valid),
+            Chips([(check.kind, check.text) for check in answer.checks]),
+            *([Command(answer.command, answer.cost)] if answer.command else settling),
+            *([Text(answer.simplest)] if answer.simplest else []),
+            *([Text(null, "warning")] if null else []),
+            *([Text(f"{estimand(design, self.arms)} {smallest_damage(self.arms)}")] if design else []),
+            *self.losses(),
+        ]
+
+    def verdict(self) -> str:
+        """Return the answer in one or two sentences."""
+        return self.answer.sentence
+
+    def losses(self) -> list[Part]:
+        """Return sentences on missing runs, pruned and refused arms, phases that never began, and
+        divergence."""
+        parts: list[Part] = []
+        missing = sum(len(arm.missing) for arm in self.arms)
+        if missing:
+            total = sum(arm.seeds for arm in self.arms)
+            text = f"{missing} of {total} runs are missing ({self._open_statuses()})"
+            parts.append(
+                Text(f"**Incomplete:** {text}. Run the same command again to continue them.", "warning")
+            )
+        parts += map(Text, (*dropped(self.arms), *never_began(self.ledger)))
+        diverged = [
+            f"{arm.name} on seed{'s' if len(arm.diverged) > 1 else ''} {', '.join(map(str, arm.diverged))}"
+            for arm in self.arms
+            if arm.diverged
+        ]
+        if diverged:
+            others = " and others" if len(diverged) > _MOST_NAMED else ""
+            names = f"{'; '.join(diverged[:_MOST_NAMED])}{others}"
+            parts.append(Text(f"**Diverged:** {names}. Gaps leave these seeds out.", "warning"))
+        unmeasured = [arm.name for arm in self.arms if arm.unmeasured]
+        if unmeasured:
+            names = ", ".join(unmeasured[:_MOST_NAMED])
+            parts.append(Text(f"**{self.metric.name} is missing** in finished runs of {names}.", "warning"))
+        return parts
+
+    def _open_statuses(self) -> str:
+        """Return the number of runs by status, of those that are not over: `1 failed, 2 pending`."""
+        counts = Counter(
+            member.status
+            for member in self.ledger.members()
+            if member.status not in ("done", "diverged", "pruned")
+        )
+        return ", ".join(f"{count} {status}" for status, count in counts.items())
+
+    def importances(self, shares: Mapping[str, float]) -> Text | None:
+        """Return a caution on knobs' shares of the variance (fANOVA), None if there are no shares.
+
+        Args:
+            shares: Share of the objective's variance by knob, from 0 to 1.
+        """
+        if not shares:
+            return None
+        return Text(
+            "Shares of the variance over the arms that were tried (fANOVA). They depend on where the sampler"
+            " looked and are no effect sizes: a knob with a small share may matter. A gap with its interval"
+            " says by how much."
+        )
+
+    def health(self, table: pd.DataFrame) -> list[Part]:
+        """Return sentences on how training went, and the table of what guards did.
+
+        Args:
+            table: Records as `records` returns them, which include the metrics `nan/*`.
+        """
+        statuses = Counter(member.status for member in self.ledger.members())
+        counts = [text for text in set(table["metric"]) if parse(text).is_count] if len(table) else []
+        affected = (
+            sorted(set(table.loc[table["metric"].isin(counts) & (table["value"] > 0), "arm"]))
+            if counts
+            else []
+        )
+        runs = ", ".join(f"{count} {status}" for status, count in statuses.items())
+        finite = (
+            f"NaN or infinite values were recorded in {', '.join(affected[:_MOST_NAMED])}."
+            if affected
+            else "No NaN or infinite value was recorded."
+        )
+        interventions = answer_tables.interventions_table(self.ledger)
+        odd = operand_health.exceptions(table)
+        healthy = not (odd or affected or interventions) and {*statuses} <= {"done"}
+        usual = (
+            " No operand, layer or share stands out." if operand_health.recorded(table) and not odd else ""
+        )
+        verdict = Answered(
+            "Healthy." if healthy else "To look at.",
+            f"{statuses.total()} runs: {runs}. {finite}{usual}",
+            healthy,
+            True,
+        )
+        warnings = [Text(text, "warning") for text in odd]
+        return [verdict, *warnings, *self.losses(), *([interventions] if interventions else [])]
+
+    def emulation(self) -> Text | None:
+        """Return a caution on speed and memory if formats were emulated."""
+        note = emulated(self.ledger)
+        return Text(note) if note else None

@@ -1,0 +1,99 @@
+"""Evidence block: what a sweep found, in one snippet to paste into a pull request or a paper's appendix."""
+
+import json
+from collections.abc import Sequence
+
+from ablate import __version__
+from ablate.errors import one_line
+from ablate.reports.effect_table import EffectTable, lines
+from ablate.reports.plain_text import html_text, markdown_cell
+from ablate.results.comparisons import Comparisons
+from ablate.results.forked import design_of, estimand
+from ablate.results.headline import headline_of
+from ablate.results.subject import described
+from ablate.store.checked_ledger import unverified
+from ablate.store.registration import registered_text
+
+
+def facts(sweep: Comparisons) -> dict[str, str]:
+    """Return claim, design, registration and origin of a sweep, each as a line of text.
+
+    Args:
+        sweep: its comparisons.
+    """
+    answer, ledger, design = headline_of(sweep), sweep.ledger, design_of(sweep.ledger)
+    provenance = json.loads(ledger.fact("provenance.json") or "{}")
+    changed = len((ledger.fact("uncommitted.diff") or "").splitlines())
+    commit = provenance.get("commit") or "none"
+    return {
+        "Question": answer.question,
+        "Claim": answer.sentence,
+        "Design": _design(sweep) + (f" {estimand(design, sweep.arms)}" if design else ""),
+        "Interval": f"{sweep.arms[0].interval if sweep.arms else 'interval'} of differences paired by seed;"
+        " verdicts corrected by Holm over the comparisons of their kind",
+        "Checks": "; ".join(check.text for check in answer.checks),
+        "Records": unverified(ledger),
+        "Registered": registered_text(ledger),
+        "Command": f"ablate sweep {ledger.fact('file') or f'{ledger.name}.yaml'}",
+        "Made with": f"ablate {__version__}, commit {commit}"
+        + (f" with {changed} uncommitted lines of diff" if changed else "")
+        + f", torch {provenance.get('torch', '?')}, {provenance.get('gpu') or provenance.get('cpu') or '?'}",
+    }
+
+
+def _design(sweep: Comparisons) -> str:
+    """Return workload, arms and seeds in a sentence."""
+    specs = [json.loads(member.spec) for member in sweep.ledger.members()]
+    seeds = sorted({arm.seeds for arm in sweep.arms if arm.role != "refused"}) or [0]
+    count = f"{seeds[0]} seeds" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
+    engines = ", ".join(sorted({spec.get("engine", "?") for spec in specs}))
+    return (
+        f"{described(specs[0] if specs else {})}, {len(sweep.arms)} arms, {count} an arm, engine {engines}."
+    )
+
+
+def table(sweep: Comparisons) -> EffectTable:
+    """Return the comparisons that the question is about, or all if none is named."""
+    every = lines(sweep)
+    asked = [line for line in every if line.asked] or every
+    minimize = sweep.metric.direction == "minimize"
+    answer = headline_of(sweep)
+    return EffectTable("evidence", asked, sweep.metric.name, sweep.unit, minimize, answer.valid)
+
+
+def markdown(sweep: Comparisons) -> str:
+    """Return the block as Markdown.
+
+    Args:
+        sweep: the sweep's comparisons.
+    """
+    known = [(name, text) for name, text in facts(sweep).items() if text]
+    (_, question), *rest = known
+    return "\n".join([f"**{markdown_cell(question)}**", "", *_listed(rest), "", table(sweep).markdown(), ""])
+
+
+def _listed(rest: Sequence[tuple[str, str]]) -> list[str]:
+    return [
+        f"- {name}: " + (f"`{one_line(text)}`" if name == "Command" else markdown_cell(text))
+        for name, text in rest
+    ]
+
+
+def page(sweep: Comparisons) -> str:
+    """Return the block as HTML with the drawn intervals, which needs no other file.
+
+    Args:
+        sweep: the sweep's comparisons.
+    """
+    known = [(name, text) for name, text in facts(sweep).items() if text]
+    items = "\n".join(f"<dt>{html_text(name)}</dt><dd>{html_text(text)}</dd>" for name, text in known[1:])
+    style = (
+        ".ablate .bar { stroke: #555; stroke-width: 2 } .ablate .zero { stroke: #888 } .ablate .margin {"
+        " fill: #e9edf1 } .ablate .mean { fill: #fff; stroke: #555 } .ablate .seed { fill: #2f7f86 } .ablate"
+        " svg { overflow: visible } .ablate text { font-size: 10px } .ablate td, .ablate th { text-align:"
+        " left; padding-right: 1em }"
+    )
+    return (
+        f'<section class="ablate"><style>{style}</style>\n<h3>{html_text(known[0][1])}</h3>\n'
+        f"<dl>\n{items}\n</dl>\n{table(sweep).html()}\n</section>\n"
+    )

@@ -1,0 +1,244 @@
+"""Curves of a metric over steps or tokens, one line for each arm: its values, its gap to the baseline, or an
+error that falls with the number of draws."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter
+
+from ablate.experiment.schema import Metric, Published
+from ablate.reports.figures import tables
+from ablate.reports.figures.style import (
+    Mark,
+    Picture,
+    best_of,
+    better,
+    canvas,
+    finished,
+    house,
+    label,
+    legend,
+    log_axis,
+    panels,
+    stem,
+)
+from ablate.results.intervals import Interval
+
+_COLUMNS = 4
+"""Panels in a row."""
+
+
+@house
+def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
+    """Draw a metric over steps: one line for each arm, with a band from the smallest to the largest seed.
+
+    Args:
+        records: Tidy frame of records.
+        name: Metric, or its name (then less is taken to be better).
+
+    Returns:
+        The picture; None if no value is finite.
+    """
+    metric = tables.named(name)
+    selected = tables.of(records, metric.name)
+    if selected.empty:
+        return None
+    shown, total = tables.arms(selected, metric)
+    lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], ["arm"]), ["arm"])
+    question = f"How does {metric.name} develop?"
+    body = canvas(
+        question,
+        7.5,
+        _height(shown),
+        _band(lines, "from the smallest to the largest seed"),
+        best_of(len(shown), total),
+    )
+    axes = body.subplots()
+    looks = tables.looks(records, shown)
+    draw_lines(axes, lines, "step", looks)
+    axes.set(xlabel="step", ylabel=metric.name)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    name_lines(body, looks)
+    return finished(stem("curves", metric.name), question, body, lines)
+
+
+@house
+def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
+    """Draw each arm minus its baseline at the same step and seed, over tokens: one panel an arm, with the
+    others thin behind it.
+
+    Lines are means over seeds; bands are 95 % t intervals at each step on its own, for two seeds or more.
+    Steps replace tokens if the workload counts none. Records before the first step are left out: a log axis
+    has no 0.
+
+    Args:
+        table: Tidy frame of records.
+        metric: Metric that is compared.
+
+    Returns:
+        The picture; None if no arm has a pair.
+    """
+    gaps = _gaps(tables.of(table, metric.name))
+    if gaps.empty:
+        return None
+    shown, total = tables.arms(gaps, metric)
+    gaps = gaps[gaps["arm"].isin(shown)]
+    lines = tables.thinned(_with_interval(gaps), ["arm"])
+    over = "tokens" if lines["tokens"].notna().all() else "step"
+    question = f"How does each arm's gap to its baseline in {metric.name} develop?"
+    note = _band(lines, "the 95 % t interval of the paired differences, at each step on its own")
+    margin = _margin(table, gaps, metric)
+    matters = f"Grey: smaller than {margin:g}, the smallest gap that matters." if margin else ""
+    rows = -(-len(shown) // _COLUMNS)
+    body = canvas(question, 10.0, 0.5 + 1.6 * rows, note, matters, best_of(len(shown), total))
+    looks = tables.looks(table, shown)
+    every = panels(body, len(shown), _COLUMNS, sharex=True, sharey=True)
+    for number, (axes, name) in enumerate(zip(every, shown, strict=True)):
+        axes.axhline(0, color="0.4", linewidth=1)
+        if margin:
+            axes.axhspan(-margin, margin, color="0.93", zorder=0)
+        for other, line in lines.groupby("arm", sort=False):
+            if other != name:
+                axes.plot(line[over], line["mean"], color="0.75", linewidth=0.7, zorder=1)
+        draw_lines(axes, lines[lines["arm"] == name], over, {name: looks[name]})
+        axes.set_xscale("log")
+        axes.set_title(label(name, 30), loc="left", size="small", weight="bold")
+        log_axis(axes.xaxis)
+        if number % _COLUMNS == 0:
+            axes.set_ylabel(f"arm minus baseline\n({better(metric.direction == 'minimize')})", size="small")
+        if number + _COLUMNS >= len(shown):
+            axes.set_xlabel(over)
+            axes.tick_params(labelbottom=True)
+    return finished(stem("gap_curve", metric.name), question, body, lines.rename(columns={"mean": "gap"}))
+
+
+def _gaps(selected: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of arms with their value minus the baseline's at the same seed and step."""
+    key = ["sweep", "baseline", "seed", "step"]
+    level = selected[["sweep", "arm", "seed", "step", "value"]].rename(
+        columns={"arm": "baseline", "value": "level"}
+    )
+    pairs = selected[selected["baseline"].notna() & (selected["step"] > 0)].merge(
+        level.drop_duplicates(key), on=key
+    )
+    return pairs.assign(value=pairs["value"] - pairs["level"])
+
+
+def _margin(table: pd.DataFrame, gaps: pd.DataFrame, metric: Metric) -> float | None:
+    """Return the smallest gap that matters at the baseline's last value; None for several baselines."""
+    selected = tables.last(tables.of(table, metric.name))
+    levels = selected[selected["arm"].isin(gaps["baseline"])].groupby("arm")["value"].mean()
+    return metric.margin(levels.iloc[0]) if len(levels) == 1 else None
+
+
+def _with_interval(gaps: pd.DataFrame) -> pd.DataFrame:
+    """Return mean gaps over seeds at each step, with their 95 % t intervals."""
+    deviation = gaps.groupby(["arm", "step"], sort=False)["value"].std()
+    lines = tables.over_seeds(gaps, ["arm", "baseline"])
+    width = [Interval().half_width(seeds) if seeds > 1 else np.nan for seeds in lines["seeds"]]
+    half = deviation.loc[list(zip(lines["arm"], lines["step"], strict=True))].to_numpy() * width
+    return lines.assign(low=lines["mean"] - half, high=lines["mean"] + half)
+
+
+@house
+def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = ()) -> Picture | None:
+    """Draw a metric over the number of draws on log axes, beside the slope 1 / draws and published figures.
+
+    Args:
+        records: Tidy frame of records, whose step is the number of draws.
+        metric: Name of the metric.
+        published: Published figures, of which those on this metric are drawn.
+
+    Returns:
+        The picture; None if no value is above zero.
+    """
+    selected = tables.of(records, metric)
+    selected = selected[(selected["value"] > 0) & (selected["step"] > 0)]
+    if selected.empty:
+        return None
+    shown, total = tables.arms(selected, tables.named(metric))
+    lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], ["arm"]), ["arm"])
+    question = f"Does {metric} fall as 1 / draws?"
+    stated = [
+        line
+        for line in published
+        if line.metric == metric and line.step and line.against is None and line.arm in shown
+    ]
+    note = "Lines are measured, diamonds published." if stated else ""
+    body = canvas(
+        question,
+        7.5,
+        _height(shown),
+        note,
+        _band(lines, "from the smallest to the largest seed"),
+        best_of(len(shown), total),
+    )
+    axes = body.subplots()
+    drawn = tables.looks(records, shown)
+    draw_lines(axes, lines, "step", drawn)
+    for line in stated:
+        axes.plot(line.step, line.value, "D", markersize=11, fillstyle="none", color=drawn[line.arm].color)
+    steps = np.array([lines["step"].min(), lines["step"].max()])
+    slope = 1.7 * lines["mean"].max() * steps[0] / steps  # above the lines, which would cover it
+    axes.plot(steps, slope, color="0.5", linewidth=0.8)
+    axes.annotate(
+        "falls as 1 / draws",
+        (steps[0], slope[0]),
+        (10, 0),
+        textcoords="offset points",
+        color="0.4",
+        va="center",
+        size="small",
+    )
+    axes.set(xscale="log", yscale="log", xlabel="independent draws in the mean", ylabel=metric)
+    log_axis(axes.xaxis)
+    log_axis(axes.yaxis)
+    axes.grid()
+    name_lines(body, drawn)
+    points = pd.DataFrame(
+        {"arm": line.arm, "step": float(line.step or 0), "published": line.value} for line in stated
+    )
+    return finished(stem("decay", metric), question, body, pd.concat([lines, points], ignore_index=True))
+
+
+def _height(shown: Sequence[str]) -> float:
+    """Return the height in inches that the legend needs."""
+    return max(3.6, 0.3 * len(shown) + 0.4)
+
+
+def _band(lines: pd.DataFrame, what: str) -> str:
+    several = lines["seeds"].max() > 1
+    return f"Lines are means over seeds; bands: {what}." if several else "One seed: no band."
+
+
+def draw_lines(axes: Axes, lines: pd.DataFrame, over: str, drawn: dict[str, Mark]) -> None:
+    """Draw the mean of each arm, and a band if it has more than one seed.
+
+    They are groups `arm-<number>-...` of the SVG, which a click on `key-<number>` in the legend hides.
+    """
+    figure = axes.get_figure(root=True)
+    place = figure.axes.index(axes) if figure else 0
+    for number, (arm, mark) in enumerate(drawn.items()):
+        line = lines[lines["arm"] == arm]
+        look = mark._asdict() | {"markersize": 4, "markevery": max(1, len(line) // 8), "linewidth": 1.4}
+        axes.plot(line[over], line["mean"], **look, gid=f"arm-{number}-line-{place}")
+        if (line["high"] > line["low"]).any():
+            band = axes.fill_between(
+                line[over], line["low"], line["high"], color=mark.color, alpha=0.18, linewidth=0
+            )
+            band.set_gid(f"arm-{number}-band-{place}")
+
+
+def name_lines(body: SubFigure, drawn: Mapping[str, Mark]) -> None:
+    """Add the legend of `draw_lines`."""
+    handles = [Line2D([], [], **mark._asdict(), markersize=4, linewidth=1.4) for mark in drawn.values()]
+    drawn_legend = legend(body, handles, list(drawn))
+    entries = zip(drawn_legend.legend_handles, drawn_legend.get_texts(), strict=True)
+    for number, (handle, text) in enumerate(entries):
+        text.set_gid(f"key-{number}-text")
+        if handle:
+            handle.set_gid(f"key-{number}-line")

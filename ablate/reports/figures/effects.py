@@ -1,0 +1,389 @@
+"""Figures of effects with their uncertainty: paired gaps, contrasts, interactions of two knobs, spread over
+seeds, and the gap over throughput."""
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter
+from matplotlib.typing import FillStyleType
+
+from ablate.experiment.schema import Metric, Published
+from ablate.reports.figures.style import (
+    COLOURS,
+    GREY,
+    MOST_ARMS,
+    Picture,
+    best_of,
+    better,
+    canvas,
+    finished,
+    heat,
+    house,
+    label,
+    legend,
+    log_axis,
+    marks,
+    name_column,
+    panels,
+    plain,
+    rows,
+    stem,
+)
+from ablate.results.attribution import Grid, front, interactions
+from ablate.results.number_text import interval, number
+from ablate.results.paired_stats import Difference, Verdict
+from ablate.results.summary import ArmSummary, foremost
+from ablate.results.verdict_text import verdict_text
+
+_MOST_PANELS = 9
+_MOST_LEVELS = 8
+"""Largest number of levels of a knob for which a heat map shows numbers. More would be too small to read."""
+_STANDINGS: dict[str, tuple[str, str, FillStyleType]] = {
+    "better": (COLOURS[0], "o", "full"),
+    "worse": (COLOURS[3], "s", "full"),
+    "equivalent": ("0.35", "D", "full"),
+    "not decided": ("0.35", "o", "none"),
+}
+"""Colour, marker and filling of each outcome of a comparison, after correction for all of its table."""
+
+
+class _Line(NamedTuple):
+    """One row of a forest plot."""
+
+    name: str
+    difference: Difference
+    margin: float | None
+    verdict: Verdict
+
+
+@house
+def forest(arms: list[ArmSummary], metric: Metric) -> Picture | None:
+    """Draw each arm's gap to its baseline with its paired interval. The grey band marks gaps that do not
+    matter.
+
+    Args:
+        arms: Arms of the sweep. Of many, the best are drawn.
+        metric: Metric that is compared.
+
+    Returns:
+        The picture; None if no gap has a pair.
+    """
+    best = foremost(arms, metric, MOST_ARMS)
+    compared = [(arm, arm.gap) for arm in best if arm.gap is not None and arm.gap.pairs]
+    if not compared:
+        return None
+    question = f"How far is each arm from its baseline in {metric.name}?"
+    axis = (
+        f"{metric.name}: arm minus baseline, paired, {compared[0][0].interval}\n"
+        f"({better(metric.direction == 'minimize')})"
+    )
+    lines = [_Line(arm.name, gap, arm.margin, arm.verdict) for arm, gap in compared]
+    data = pd.DataFrame(
+        {
+            "arm": arm.name,
+            "baseline": arm.baseline,
+            **_numbers(gap, arm.margin),
+            "verdict": verdict_text(arm.verdict),
+        }
+        for arm, gap in compared
+    )
+    note = best_of(len(best), len(arms))
+    return _forest(stem("forest", metric.name), question, axis, lines, data, note)
+
+
+def _numbers(difference: Difference, margin: float | None, name: str = "gap") -> dict[str, float]:
+    margin = math.nan if margin is None else margin
+    return {
+        name: difference.mean,
+        "low": difference.low,
+        "high": difference.high,
+        "pairs": difference.pairs,
+        "margin": margin,
+    }
+
+
+def _forest(
+    name: str, question: str, axis: str, lines: list[_Line], data: pd.DataFrame, note: str
+) -> Picture:
+    """Draw a row for each line: the difference as a marker, its interval, its margin as a grey band."""
+    margin = "The grey band is what does not matter." if any(line.margin for line in lines) else ""
+    width = 6 + name_column(line.name for line in lines)
+    body = canvas(question, width, 0.4 * len(lines) + 1.2, margin, note)
+    axes = body.subplots()
+    rows(axes, [line.name for line in lines])
+    axes.axvline(0, color="0.4", linewidth=1)
+    seen = []
+    for row, line in enumerate(lines):
+        if line.margin:
+            axes.barh(row, 2 * line.margin, 1, -line.margin, color="0.93", zorder=0.5)
+        seen.append(_standing(line.verdict))
+        colour, marker, filled = _STANDINGS[seen[-1]]
+        half = line.difference.high - line.difference.mean if line.difference.has_interval else None
+        axes.errorbar(
+            line.difference.mean,
+            row,
+            xerr=half,
+            fmt=marker,
+            color=colour,
+            fillstyle=filled,
+            capsize=4,
+            markersize=6,
+        )
+        axes.text(
+            1.02,
+            row,
+            plain(interval(line.difference)),
+            transform=axes.get_yaxis_transform(),
+            va="center",
+            size="small",
+        )
+    axes.set_xlabel(axis)
+    present = [standing for standing in _STANDINGS if standing in seen]
+    handles = [
+        Line2D(
+            [], [], color=_STANDINGS[s][0], marker=_STANDINGS[s][1], fillstyle=_STANDINGS[s][2], linestyle=""
+        )
+        for s in present
+    ]
+    legend(body, handles, present, "outside lower center")
+    return finished(name, question, body, data)
+
+
+def _standing(verdict: Verdict) -> str:
+    """Return the outcome that a forest plot shows. An arm that a search chose by these numbers has none."""
+    if not verdict.decided or verdict.exploratory:
+        return "not decided"
+    return "equivalent" if verdict.kind == "same" else verdict.kind
+
+
+@house
+def dots(arms: list[ArmSummary], metric: Metric, published: Sequence[Published] = ()) -> Picture | None:
+    """Draw each arm's metric as one dot for each seed, beside its baseline and published figures.
+
+    The axis is logarithmic if the values span a factor of 8.
+
+    Args:
+        arms: Arms of the sweep. Of many, the best are drawn.
+        metric: Metric that is drawn.
+        published: Published figures, of which those on one arm at no certain step are drawn.
+
+    Returns:
+        The picture; None if no arm has a value.
+    """
+    best = foremost(arms, metric, MOST_ARMS)
+    measured = {arm.name: arm for arm in best if arm.values}
+    if not measured:
+        return None
+    compared = [arm for arm in measured.values() if arm.baseline in measured]
+    several = len({arm.baseline for arm in compared}) > 1
+    shown = compared if several else list(measured.values())  # each baseline beside its arm, or one for all
+    data = _dots(shown, measured if several else {}, metric, published)
+    question = f"What did each arm come to in {metric.name}, seed by seed?"
+    body = canvas(question, 5.6 + name_column(arm.name for arm in shown), 0.36 * len(shown) + 1.2)
+    axes = body.subplots()
+    rows(axes, [arm.name for arm in shown])
+    positions = {arm.name: row for row, arm in enumerate(shown)}
+    looks: dict[str, dict[str, Any]] = {
+        "its baseline, by seed": {"marker": "|", "markersize": 14, "color": GREY},
+        "arm, by seed": {"marker": "o", "color": COLOURS[0], "alpha": 0.7},
+        "published": {"marker": "D", "markersize": 11, "fillstyle": "none", "color": COLOURS[3]},
+    }
+    handles = {}
+    for what, look in looks.items():
+        drawn = data[data["what"] == what]
+        for arm, values in drawn.groupby("arm", sort=False)["value"]:
+            (handles[what],) = axes.plot(values, [positions[arm]] * len(values), linestyle="", **look)
+    values = data["value"].abs()
+    if values.min() > 0 and values.max() > 8 * values.min():
+        axes.set_xscale("log")
+        log_axis(axes.xaxis)
+    axis = (
+        metric.name
+        if len(best) == len(arms)
+        else f"{metric.name}: the best {len(best)} of {len(arms):,} arms"
+    )
+    axes.set_xlabel(axis)
+    legend(body, list(handles.values()), list(handles), "outside lower center")
+    return finished(stem("dots", metric.name), question, body, data)
+
+
+def _dots(
+    shown: list[ArmSummary], bases: dict[str, ArmSummary], metric: Metric, published: Sequence[Published]
+) -> pd.DataFrame:
+    lines: list[tuple[str, str, int | None, float | str]] = []
+    for arm in shown:
+        lines += [(arm.name, "arm, by seed", seed, value) for seed, value in arm.values.items()]
+        base = bases[arm.baseline].values if bases and arm.baseline else {}
+        lines += [(arm.name, "its baseline, by seed", seed, value) for seed, value in base.items()]
+    names = {arm.name for arm in shown}
+    alone = [
+        line
+        for line in published
+        if line.metric == metric.name and line.step is None and line.against is None
+    ]
+    lines += [(line.arm, "published", None, line.value) for line in alone if line.arm in names]
+    return pd.DataFrame(lines, columns=["arm", "what", "seed", "value"]).astype({"seed": "Int64"})
+
+
+@house
+def interaction(grid: Grid | None, metric: Metric) -> Picture | None:
+    """Draw the metric over every two knobs of a grid, as a mean over the other knobs and over seeds.
+
+    If rows are not parallel, the effect of one knob depends on the other.
+
+    Args:
+        grid: Arms that are a product of knobs' levels. Of many pairs, those with the largest interactions are
+            drawn.
+        metric: Metric that is drawn.
+
+    Returns:
+        The picture; None without a grid, or for a grid of one knob.
+    """
+    if grid is None or len(grid.levels) < 2:
+        return None
+    depends = dict.fromkeys(itertools.combinations(grid.levels, 2), 0.0)
+    for effect in interactions(grid):
+        one, other = effect.knobs
+        depends[one, other] = max(depends[one, other], abs(effect.effect.mean))
+    most = set(sorted(depends, key=lambda pair: -depends[pair])[:_MOST_PANELS])
+    pairs = [pair for pair in depends if pair in most]
+    means = {pair: _means(grid, *pair) for pair in pairs}
+    low, high = _range(means.values())
+    question = f"Does what one knob does to {metric.name} depend on another?"
+    seeds = len(next(iter(grid.values.values())))
+    rest = " and the other knobs" if len(grid.levels) > 2 else ""
+    note = f"Means over {seeds} seed{'s' * (seeds > 1)}{rest}; {better(metric.direction == 'minimize')}."
+    fewer = (
+        ""
+        if len(pairs) == len(depends)
+        else f"The {len(pairs)} of {len(depends)} pairs of knobs that depend on each other most."
+    )
+    columns = min(3, len(pairs))
+    tall = max(len(values) for values in means.values())
+    body = canvas(
+        question, 3.4 * columns + 1, (0.42 * min(tall, 10) + 1.5) * -(-len(pairs) // columns), note, fewer
+    )
+    drawn = panels(body, len(pairs), columns)
+    for axes, (one, other) in zip(drawn, pairs, strict=True):
+        values = means[one, other]
+        texts = (
+            [[number(value) for value in line] for line in values]
+            if max(values.shape) <= _MOST_LEVELS
+            else None
+        )
+        image = heat(axes, values, low, high, texts)
+        axes.set_yticks(range(values.shape[0]), [label(json.dumps(level), 16) for level in grid.levels[one]])
+        axes.set_xticks(
+            range(values.shape[1]), [label(json.dumps(level), 16) for level in grid.levels[other]]
+        )
+        axes.set(xlabel=plain(other), ylabel=plain(one))
+    body.colorbar(image, ax=drawn, label=metric.name, shrink=0.9).outline.set_visible(False)
+    lines = [
+        {
+            "knob": one,
+            "level": json.dumps(first),
+            "other_knob": other,
+            "other_level": json.dumps(second),
+            "mean": means[one, other][a, b],
+            "seeds": seeds,
+        }
+        for one, other in pairs
+        for a, first in enumerate(grid.levels[one])
+        for b, second in enumerate(grid.levels[other])
+    ]
+    return finished(stem("interaction", metric.name), question, body, pd.DataFrame(lines))
+
+
+def _range(matrices: Iterable[np.ndarray]) -> tuple[float, float]:
+    """Return the smallest and the largest value of all matrices."""
+    every = np.concatenate([matrix.ravel() for matrix in matrices])
+    return float(every.min()), float(every.max())
+
+
+def _means(grid: Grid, one: str, other: str) -> np.ndarray:
+    """Return the mean at each pair of levels, [levels of one, levels of other]."""
+    return np.array(
+        [
+            [
+                np.mean(list(grid.mean(grid.cells(**{one: a, other: b})).values()))
+                for b in range(len(grid.levels[other]))
+            ]
+            for a in range(len(grid.levels[one]))
+        ]
+    )
+
+
+@house
+def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
+    """Draw each arm's gap to its baseline over its throughput, and mark the arms that no other beats in both.
+
+    The gap of a baseline is 0. The comparison holds for runs on equal hardware only.
+
+    Args:
+        arms: Arms of the sweep. Of many, the best are drawn.
+        metric: Metric that is compared.
+
+    Returns:
+        The picture; None if no throughput was measured.
+    """
+    best = foremost(arms, metric, MOST_ARMS)
+    shown = [
+        arm
+        for arm in best
+        if math.isfinite(arm.tokens_per_s) and arm.values and (arm.gap is None or arm.gap.pairs)
+    ]
+    if not shown:
+        return None
+    gaps = {arm.name: 0.0 if arm.gap is None else arm.gap.mean for arm in shown}
+    minimize = metric.direction == "minimize"
+    unbeaten = front(
+        {arm.name: (arm.tokens_per_s, gaps[arm.name]) for arm in shown}, (-1, 1 if minimize else -1)
+    )
+    data = pd.DataFrame(
+        {
+            "arm": arm.name,
+            "tokens_per_s": arm.tokens_per_s,
+            "gap": gaps[arm.name],
+            "low": math.nan if arm.gap is None else arm.gap.low,
+            "high": math.nan if arm.gap is None else arm.gap.high,
+            "front": arm.name in unbeaten,
+        }
+        for arm in shown
+    )
+    question = f"What does speed cost in {metric.name}?"
+    note = "Ringed and joined: the arms that no other beats in both. Bars are paired intervals."
+    body = canvas(question, 7.5, max(3.8, 0.3 * len(shown) + 0.4), note, best_of(len(best), len(arms)))
+    axes = body.subplots()
+    axes.axhline(0, color="0.4", linewidth=1)
+    edge = data[data["front"]].sort_values("tokens_per_s")
+    axes.plot(edge["tokens_per_s"], edge["gap"], "-", color="0.6", zorder=1)
+    axes.plot(edge["tokens_per_s"], edge["gap"], "o", markersize=13, fillstyle="none", color="0.35", zorder=1)
+    handles = []
+    looks = marks((arm.name for arm in arms), {arm.name for arm in arms if arm.is_baseline})
+    for arm in shown:
+        mark = looks[arm.name]
+        half = arm.gap.high - arm.gap.mean if arm.gap is not None and arm.gap.has_interval else None
+        axes.errorbar(
+            arm.tokens_per_s,
+            gaps[arm.name],
+            yerr=half,
+            fmt=mark.marker,
+            color=mark.color,
+            capsize=3,
+            markersize=6,
+        )
+        handles.append(Line2D([], [], color=mark.color, marker=mark.marker, linestyle=""))
+    axes.set(
+        xlabel="tokens a second (more is better)",
+        ylabel=f"{metric.name}: arm minus baseline\n({better(minimize)})",
+    )
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid()
+    legend(body, handles, list(gaps))
+    return finished(stem("throughput_gap", metric.name), question, body, data)

@@ -1,0 +1,204 @@
+"""Figures of the health of runs: errors of quantisation by operand, and divergence."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.colors import ListedColormap
+from matplotlib.patches import Patch
+from matplotlib.ticker import EngFormatter
+
+from ablate.experiment.schema import Metric
+from ablate.recipes.recipe import SLOTS
+from ablate.reports.figures import tables
+from ablate.reports.figures.curves import draw_lines, name_lines
+from ablate.reports.figures.style import (
+    COLOURS,
+    MOST_ARMS,
+    Picture,
+    best_of,
+    canvas,
+    finished,
+    heat,
+    house,
+    label,
+    legend,
+    name_column,
+    panels,
+    plain,
+)
+from ablate.results.summary import ArmSummary
+from ablate.training.metric_names import FIRST_NONFINITE, parse
+
+_SQNR = Metric(name="sqnr_db", direction="maximize")
+_STATES = ("done", "done, value not finite", "diverged", "missing")
+_STATE_COLOURS = ("#dfe9e2", COLOURS[8], COLOURS[3], "white")
+_COUNTED = ("nan/loss", "nan/grad", "nan/activation", "nan/steps_skipped")
+
+
+@house
+def slot_errors(records: pd.DataFrame) -> Picture | None:
+    """Draw the signal to quantisation noise ratio of each operand over steps, in one panel for each slot.
+
+    Args:
+        records: Tidy frame of records, with `quant/<slot>/sqnr_db` (dB, mean over layers).
+
+    Returns:
+        The picture; None if it was not recorded.
+    """
+    selected = tables.errors_of_slots(records, {"sqnr_db"})
+    if selected.empty:
+        return None
+    shown, total = tables.arms(selected, _SQNR)
+    lines = tables.thinned(
+        tables.over_seeds(selected[selected["arm"].isin(shown)], ["slot", "arm"]), ["slot", "arm"]
+    )
+    slots = in_order(lines["slot"])
+    question = "How much of each operand survives its quantisation?"
+    note = (
+        "Signal to quantisation noise in dB (more is better), mean over layers and seeds; bands: from the"
+        " smallest to the largest seed."
+    )
+    columns = min(3, len(slots))
+    height = max(2.1 * -(-len(slots) // columns) + 0.3, 0.3 * len(shown) + 0.4)
+    body = canvas(question, 2.5 * columns + 2.6, height, note, best_of(len(shown), total))
+    looks = tables.looks(records, shown)
+    for axes, slot in zip(panels(body, len(slots), columns, sharex=True, sharey=True), slots, strict=True):
+        draw_lines(axes, lines[lines["slot"] == slot], "step", looks)
+        axes.set_title(slot)
+        axes.grid(axis="y")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    body.supxlabel("step", size="medium")
+    body.supylabel("SQNR, dB", size="medium")
+    name_lines(body, looks)
+    return finished("slot_errors", question, body, lines.rename(columns={"mean": "sqnr_db"}))
+
+
+@house
+def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) -> Picture | None:
+    """Draw the state of every run: done, diverged or missing, and counts of values that were not finite.
+
+    Args:
+        arms: Arms of the sweep. Of many, those that lost most runs are drawn.
+        table: Tidy frame of records with `nan/*`: the steps of divergence and the counts, which are summed
+            over the run and over seeds. None: neither is drawn.
+
+    Returns:
+        The picture; None without a run.
+    """
+    total = len(arms)
+    losses = {arm.name: len(arm.given) - len(arm.values) for arm in arms}
+    worst = set(sorted(losses, key=lambda name: -losses[name])[:MOST_ARMS])
+    arms = [arm for arm in arms if arm.name in worst and arm.given]
+    if not arms:
+        return None
+    selected = pd.DataFrame(columns=["arm", "seed", "metric", "value"])
+    if table is not None:
+        selected = tables.chosen(table, lambda name: name.family == "nan")
+    lines = [(arm.name, seed, _state(arm, seed)) for arm in arms for seed in sorted(arm.given)]
+    ends = (
+        selected[selected["metric"] == FIRST_NONFINITE]
+        .set_index(["arm", "seed"])["value"]
+        .rename("diverged_at_step")
+        .astype(float)
+    )
+    counts = _run_counts(selected[selected["metric"].isin(_COUNTED)])
+    kinds = [kind for kind in _COUNTED if kind in counts]
+    data = (
+        pd.DataFrame(lines, columns=["arm", "seed", "state"])
+        .join(ends, on=["arm", "seed"])
+        .join(counts[kinds], on=["arm", "seed"])
+    )
+    data = data.fillna(dict.fromkeys(kinds, 0.0))
+    seeds, names = sorted(set(data["seed"])), [arm.name for arm in arms]
+    question = "Which runs reached their end, and which diverged?"
+    fewer = "" if len(names) == total else f"The {len(names)} of {total:,} arms that lost most runs."
+    counted = "Right: values that were not finite, over all seeds." if kinds else ""
+    cells = max(1.6, min(0.55 * len(seeds), 7))
+    body = canvas(
+        question, cells + 1.1 * len(kinds) + name_column(names) + 0.6, 0.34 * len(names) + 1.2, counted, fewer
+    )
+    ratios = (cells, *([1.1 * len(kinds)] if kinds else []))
+    state_axes, *count_axes = body.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
+    _runs(state_axes, data, names, seeds)
+    for axes in count_axes:
+        _counts(axes, data.groupby("arm", sort=False)[kinds].sum().to_numpy(), kinds)
+    present = [state for state in _STATES if state in set(data["state"])]
+    handles = [Patch(facecolor=_STATE_COLOURS[_STATES.index(state)], edgecolor="0.6") for state in present]
+    legend(body, handles, present, "outside lower left")
+    return finished("divergence", question, body, data)
+
+
+def _run_counts(selected: pd.DataFrame) -> pd.DataFrame:
+    """Return each run's counts: the last record of a running total, the sum of counts of intervals."""
+    so_far = selected["metric"].map(lambda text: parse(text).is_total).astype(bool)
+    rows = pd.concat([selected[~so_far], tables.last(selected[so_far])]) if so_far.any() else selected
+    return rows.pivot_table("value", ["arm", "seed"], "metric", "sum", observed=True)
+
+
+def _state(arm: ArmSummary, seed: int) -> str:
+    """Return the state of an arm's run at a seed: one of `_STATES`."""
+    if seed in arm.diverged:
+        return "diverged"
+    if seed in arm.missing:
+        return "missing"
+    return "done" if seed in arm.values else "done, value not finite"
+
+
+def _runs(axes: Axes, data: pd.DataFrame, names: list[str], seeds: list[int]) -> None:
+    """Draw one cell for each run, with a text in it, so that states differ in grey print, too."""
+    states = np.full((len(names), len(seeds)), np.nan)
+    texts = [["" for _ in seeds] for _ in names]
+    for line in data.itertuples():
+        row, column = names.index(line.arm), seeds.index(line.seed)
+        states[row, column] = _STATES.index(line.state)
+        step = f"{line.diverged_at_step:g}" if np.isfinite(line.diverged_at_step) else "×"
+        texts[row][column] = {"diverged": step, "missing": "–", "done": "", "done, value not finite": "?"}[
+            line.state
+        ]
+    heat(
+        axes,
+        states,
+        -0.5,
+        len(_STATES) - 0.5,
+        texts if len(seeds) <= 16 else None,
+        ListedColormap(_STATE_COLOURS),
+    )
+    axes.set_yticks(range(len(names)), [label(name) for name in names])
+    every = -(-len(seeds) // 16)
+    axes.set_xticks(range(0, len(seeds), every), [str(seed) for seed in seeds[::every]])
+    axes.set_xlabel(
+        "seed (in a cell: the step at which it diverged)" if "diverged" in set(data["state"]) else "seed"
+    )
+    _lattice(axes, states.shape)
+
+
+def _counts(axes: Axes, matrix: np.ndarray, kinds: list[str]) -> None:
+    """Draw a matrix of counts, [arms, kinds]."""
+    heat(
+        axes,
+        np.log1p(matrix),
+        0,
+        1.6 * max(np.log1p(matrix).max(), 1),
+        [[f"{value:,.0f}" for value in line] for line in matrix],
+        "Greys",
+    )
+    axes.set_yticks([])
+    axes.set_xticks(range(len(kinds)), [plain(parse(kind).metric).replace("_", "\n") for kind in kinds])
+    axes.set_xlabel("not finite")
+    _lattice(axes, matrix.shape)
+
+
+def _lattice(axes: Axes, shape: tuple[int, ...]) -> None:
+    """Draw white lines between cells."""
+    axes.set_xticks(np.arange(shape[1] + 1) - 0.5, minor=True)
+    axes.set_yticks(np.arange(shape[0] + 1) - 0.5, minor=True)
+    axes.grid(which="minor", color="white", linewidth=1.5)
+    axes.tick_params(which="minor", length=0)
+    axes.set_axisbelow(False)
+
+
+def in_order(slots: Iterable[str]) -> list[str]:
+    """Return the slots in the order in which a layer uses them. Unknown slots come last."""
+    return sorted(set(slots), key=lambda slot: (SLOTS.index(slot) if slot in SLOTS else len(SLOTS), slot))

@@ -1,0 +1,200 @@
+"""Figures of a search: its progress, the knobs that its best arms share, the importance of knobs, and the
+front of two objectives."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import pandas as pd
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from ablate.experiment.schema import Metric
+from ablate.reports.figures.style import (
+    COLOURS,
+    GREY,
+    MOST_ARMS,
+    Picture,
+    better,
+    canvas,
+    finished,
+    house,
+    label,
+    legend,
+    name_column,
+    rows,
+    stem,
+)
+from ablate.results.attribution import front
+from ablate.results.summary import ArmSummary
+
+_MOST_NAMED = 12
+"""Largest number of arms of a front that the legend names."""
+
+
+@house
+def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
+    """Draw the mean of each searched arm in the order of their proposals, and the best so far.
+
+    Args:
+        arms: Arms of the sweep. All searched ones are drawn.
+        metric: Metric that the search optimises.
+
+    Returns:
+        The picture; None if no searched arm has a value.
+    """
+    searched = [arm for arm in arms if arm.role == "searched"]
+    values = np.array([arm.mean for arm in searched])
+    if not np.isfinite(values).any():
+        return None
+    best = (np.fmin if metric.direction == "minimize" else np.fmax).accumulate(values)
+    data = pd.DataFrame(
+        {
+            "order": range(1, len(searched) + 1),
+            "arm": [arm.name for arm in searched],
+            "value": values,
+            "best_so_far": best,
+        }
+    )
+    missing = data[~np.isfinite(data["value"])]
+    question = (
+        f"Does the search still find arms with {'less' if metric.direction == 'minimize' else 'more'}"
+        f" {metric.name}?"
+    )
+    body = canvas(
+        question,
+        7.5,
+        3.4,
+        f"{len(missing)} of {len(data):,} arms have no value: crosses below." if len(missing) else "",
+    )
+    axes = body.subplots()
+    axes.plot(
+        data["order"],
+        data["value"],
+        "o",
+        color=COLOURS[0],
+        markersize=4,
+        alpha=0.7,
+        label="arm, mean over its seeds",
+    )
+    axes.step(data["order"], data["best_so_far"], where="post", color=COLOURS[3], label="best so far")
+    axes.plot(
+        missing["order"],
+        [0.02] * len(missing),
+        "x",
+        color=GREY,
+        markersize=5,
+        transform=axes.get_xaxis_transform(),
+        label="no value",
+    )
+    baselines = {arm.name: arm.mean for arm in arms if arm.role == "baseline" and arm.values}
+    if len(baselines) == 1:
+        ((name, mean),) = baselines.items()
+        axes.axhline(mean, color="0.3", linestyle="--", linewidth=1, label=f"{label(name, 26)}, the baseline")
+    elif baselines:  # each belongs to arms of its own, so that a line across all would compare unlike runs
+        own = [baselines.get(arm.baseline or "", math.nan) for arm in searched]
+        axes.plot(data["order"], own, "_", color="0.3", markersize=9, label="its own baseline")
+    axes.set(
+        xlabel="arms proposed so far", ylabel=f"{metric.name} ({better(metric.direction == 'minimize')})"
+    )
+    if isinstance(locator := axes.xaxis.get_major_locator(), MaxNLocator):
+        locator.set_params(integer=True)
+    handles, labels = axes.get_legend_handles_labels()
+    present = [
+        (handle, text)
+        for handle, text in zip(handles, labels, strict=True)
+        if len(missing) or text != "no value"
+    ]
+    body.legend(*zip(*present, strict=True), loc="outside lower center", ncols=len(present))
+    return finished(stem("history", metric.name), question, body, data)
+
+
+@house
+def importance(importances: Mapping[str, float]) -> Picture | None:
+    """Draw each knob's share of the objective's variance over a search.
+
+    A share is no effect size: a knob that was hardly varied has a small one.
+
+    Args:
+        importances: Share by knob, from 0 to 1.
+
+    Returns:
+        The picture; None without a finite share.
+    """
+    shares = {knob: value for knob, value in importances.items() if math.isfinite(value)}
+    if not shares:
+        return None
+    data = pd.DataFrame({"knob": list(shares), "importance": list(shares.values())})
+    data = data.sort_values("importance", ascending=False, kind="stable")
+    question = "Which knobs move the search's objective most?"
+    fewer = "" if len(data) <= MOST_ARMS else f"The first {MOST_ARMS} of {len(data)} knobs."
+    data = data.head(MOST_ARMS)
+    body = canvas(
+        question,
+        5 + name_column(data["knob"]),
+        0.32 * len(data) + 0.8,
+        "Over the ranges that were searched; no effect size.",
+        fewer,
+    )
+    axes = body.subplots()
+    rows(axes, list(data["knob"]))
+    drawn = axes.barh(range(len(data)), data["importance"], 0.65, color=COLOURS[0])
+    axes.bar_label(drawn, fmt="{:.2f}", padding=3, size="small")
+    axes.set_xlabel("importance, a share of 1")
+    axes.margins(x=0.1)
+    return finished("importance", question, body, data)
+
+
+@house
+def objectives(arms_by_metric: Mapping[Metric, Sequence[ArmSummary]]) -> Picture | None:
+    """Draw the first two objectives against each other, and number the arms that no other beats in both.
+
+    Args:
+        arms_by_metric: Summaries of the arms by each objective. All arms are drawn.
+
+    Returns:
+        The picture; None for one objective, or if no arm has values of both.
+    """
+    if len(arms_by_metric) < 2:
+        return None
+    (first, ones), (second, others) = list(arms_by_metric.items())[:2]
+    second_means = {arm.name: arm.mean for arm in others if arm.values}
+    points = {
+        arm.name: (arm.mean, second_means[arm.name])
+        for arm in ones
+        if arm.values and arm.name in second_means
+    }
+    if not points:
+        return None
+    unbeaten = front(points, [1 if metric.direction == "minimize" else -1 for metric in (first, second)])
+    data = pd.DataFrame(
+        [(name, *point, name in unbeaten) for name, point in points.items()],
+        columns=["arm", first.name, second.name, "front"],
+    )
+    question = f"Which arms does no other beat in both {first.name} and {second.name}?"
+    several = "" if len(arms_by_metric) == 2 else f"The first two of {len(arms_by_metric)} objectives."
+    body = canvas(
+        question,
+        8.5,
+        4.2,
+        f"{len(unbeaten)} of {len(points):,} arms: no other is as good in both and better in one.",
+        several,
+    )
+    axes = body.subplots()
+    behind, edge = data[~data["front"]], data[data["front"]].sort_values(first.name)
+    axes.plot(behind[first.name], behind[second.name], "o", color="0.6", markersize=4, alpha=0.7)
+    axes.plot(edge[first.name], edge[second.name], "-s", color=COLOURS[3], markersize=6)
+    for number, (x, y) in enumerate(zip(edge[first.name], edge[second.name], strict=True), start=1):
+        axes.annotate(str(number), (x, y), (6, 4), textcoords="offset points")
+    axes.set(
+        xlabel=f"{first.name} ({better(first.direction == 'minimize')})",
+        ylabel=f"{second.name} ({better(second.direction == 'minimize')})",
+    )
+    axes.grid()
+    axes.margins(0.12)
+    named = [f"{number} {name}" for number, name in enumerate(edge["arm"].head(_MOST_NAMED), start=1)]
+    more = [f"and {len(edge) - _MOST_NAMED} more"] if len(edge) > _MOST_NAMED else []
+    beaten = [Line2D([], [], color="0.6", marker="o", linestyle="")] if len(behind) else []
+    handles = [Line2D([], [], color=COLOURS[3], marker="s", linestyle="")] * (len(named) + len(more)) + beaten
+    legend(body, handles, [*named, *more, *["beaten"] * len(beaten)])
+    return finished(stem("objectives", first.name, second.name), question, body, data)

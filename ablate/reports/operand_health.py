@@ -1,0 +1,249 @@
+"""Health of the operands of the products after quantisation: what stands out, shares, and layers.
+
+All read the last values that each run recorded, as means over its seeds. What stands out comes first: a
+reader of a healthy sweep has seen everything after one sentence.
+"""
+
+import csv
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from ablate.experiment.schema import Metric
+from ablate.reports.figures import tables
+from ablate.reports.figures.health import in_order
+from ablate.reports.page import Cell, Table, inline
+from ablate.reports.plain_text import csv_cell, html_text
+from ablate.results.number_text import counted
+from ablate.training.metric_names import parse
+
+FALL = 3.0
+"""Decibels: an operand that lost this much since its first record has twice the noise for its signal."""
+BELOW = 6.0
+"""Decibels below the median layer of its operand: four times the noise for its signal."""
+BEYOND = 0.1
+"""Share of elements beyond the grid: rounded scales of blocks of 16 leave up to 6 % there, their maxima."""
+_MOST_NAMED = 6
+_MOST_MAPS = 12
+_LOWEST, _HIGHEST = 5.0, 30.0
+"""Decibels at the ends of the scale of tints: little of an operand is left below, eight bits are above."""
+
+
+def exceptions(records: pd.DataFrame) -> list[str]:
+    """Return a sentence for each kind of thing that stands out; none for a healthy sweep.
+
+    Args:
+        records: Tidy frame of records, with `quant/<slot>/sqnr_db`, `.../saturated_frac` and
+            `quant/<slot>/sqnr_db/<layer>`.
+    """
+    return [
+        f"{start} {'; '.join(found[:_MOST_NAMED])}{_rest(found)}."
+        for start, found in (
+            (f"Layers {BELOW:g} dB or more below their operand's median:", list(_weak_layers(records))),
+            (f"Operands that lost {FALL:g} dB or more in training:", list(_fallen(records))),
+            (f"More than {BEYOND:.1%} of the elements beyond the grid:", list(_clipped(records))),
+        )
+        if found
+    ]
+
+
+def _rest(found: Sequence[str]) -> str:
+    return f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
+
+
+def _weak_layers(records: pd.DataFrame) -> Iterator[str]:
+    layers = by_layer(records)
+    if layers.empty:
+        return
+    layers["below"] = layers.groupby(["arm", "slot"])["sqnr_db"].transform("median") - layers["sqnr_db"]
+    weak = layers[layers["below"] >= BELOW].sort_values("below", ascending=False, kind="stable")
+    for line in weak.itertuples():
+        yield f"{line.slot} of {line.layer} in {line.arm}, {line.sqnr_db:.1f} dB ({line.below:.1f} below)"
+
+
+def _fallen(records: pd.DataFrame) -> Iterator[str]:
+    selected = tables.errors_of_slots(records, {"sqnr_db"}).sort_values("step", kind="stable")
+    if selected.empty:
+        return
+    runs = selected.groupby(["arm", "slot", "seed"], sort=False)["value"]
+    ends = (
+        pd.DataFrame({"first": runs.first(), "last": runs.last()}).groupby(["arm", "slot"], sort=False).mean()
+    )
+    ends["lost"] = ends["first"] - ends["last"]
+    for (arm, slot), line in ends[ends["lost"] >= FALL].sort_values("lost", ascending=False).iterrows():
+        yield f"{slot} in {arm}, {line['first']:.1f} to {line['last']:.1f} dB"
+
+
+def _clipped(records: pd.DataFrame) -> Iterator[str]:
+    shares = _last_shares(records, "saturated_frac")
+    for line in shares[shares["value"] > BEYOND].sort_values("value", ascending=False).itertuples():
+        yield f"{line.slot} in {line.arm}, {line.value:.2%}"
+
+
+def _last_shares(records: pd.DataFrame, error: str) -> pd.DataFrame:
+    """Return the last value of an error of every arm and slot, mean over seeds: columns arm, slot, value."""
+    last = tables.last(tables.errors_of_slots(records, {error}))
+    return last.groupby(["arm", "slot"], sort=False, as_index=False)["value"].mean()
+
+
+def by_layer(records: pd.DataFrame) -> pd.DataFrame:
+    """Return the last SQNR of every layer's operands, mean over seeds.
+
+    Args:
+        records: Tidy frame of records, with `quant/<slot>/sqnr_db/<layer>` (dB).
+
+    Returns:
+        Columns arm, slot, layer and sqnr_db, in the order of arms, operands and blocks.
+    """
+    columns = {"slot": "slot", "layer": "layer"}
+    selected = tables.chosen(
+        records, lambda name: name.metric == "sqnr_db" and name.layer is not None, **columns
+    )
+    means = (
+        tables.last(selected).groupby(["arm", "slot", "layer"], sort=False, as_index=False)["value"].mean()
+    )
+    order = {arm: number for number, arm in enumerate(dict.fromkeys(selected["arm"]))}
+    keys = pd.DataFrame(
+        {
+            "arm": means["arm"].map(order),
+            "slot": means["slot"].map(in_order(means["slot"]).index),
+            "layer": means["layer"].map(_block),
+        }
+    )
+    means = means.loc[keys.sort_values(["arm", "slot", "layer"], kind="stable").index]
+    return means.rename(columns={"value": "sqnr_db"}).reset_index(drop=True)
+
+
+def _block(layer: str) -> tuple[int, ...]:
+    """Return a key that sorts blocks.2 before blocks.10; layers of one block keep their order."""
+    return tuple(int(part) for part in layer.split(".") if part.isdecimal())
+
+
+def shares_tables(records: pd.DataFrame) -> list[Table]:
+    """Return what became zero, and what lay beyond the grid: a table of arms by operands each.
+
+    Args:
+        records: Tidy frame of records, with `quant/<slot>/zero_frac` or `saturated_frac`.
+    """
+    found = []
+    for error, name, caption in (
+        ("zero_frac", "rounded-to-zero", "Share of an operand's elements that round to zero"),
+        ("saturated_frac", "beyond-the-grid", "Share of an operand's elements beyond the grid"),
+    ):
+        shares = _last_shares(records, error)
+        if shares.empty or not shares["value"].any():
+            continue
+        arms, total = tables.arms(shares.assign(seed=0, step=0, metric=error), Metric(name=error))
+        values = {(line.arm, line.slot): float(line.value) for line in shares.itertuples()}
+        slots = in_order(shares["slot"])
+        rows: list[dict[str, Cell]] = []
+        for arm in arms:
+            rows.append({"arm": arm, **{slot: _percent(values.get((arm, slot))) for slot in slots}})
+        few = f"; {len(arms)} of {total:,} arms" if len(arms) < total else ""
+        found.append(Table(name, rows, f"{caption} at the end: mean over layers and seeds{few}."))
+    return found
+
+
+def _percent(value: float | None) -> Cell:
+    if value is None:
+        return None
+    return (f"{100 * value:.{1 if value >= 0.001 else 4}f} %" if value else "0", value)
+
+
+@dataclass(frozen=True)
+class LayerMaps:
+    """SQNR of every layer by operand, an arm at a time: the arm whose lowest value is lowest is open."""
+
+    layers: pd.DataFrame
+    """Result of `by_layer`."""
+
+    @property
+    def empty(self) -> bool:
+        """True if no layer was recorded."""
+        return self.layers.empty
+
+    def _maps(self) -> list[tuple[str, pd.DataFrame]]:
+        """Return the arms with the lowest layers, the lowest first."""
+        lowest = self.layers.groupby("arm", sort=False)["sqnr_db"].min().sort_values(kind="stable")
+        return [(arm, self.layers[self.layers["arm"] == arm]) for arm in lowest.index[:_MOST_MAPS]]
+
+    def _lines(self) -> list[tuple[str, str]]:
+        """Return each arm with what its lowest layer is."""
+        found = []
+        for arm, lines in self._maps():
+            low = lines.loc[lines["sqnr_db"].idxmin()]
+            found.append((arm, f"lowest {low['sqnr_db']:.1f} dB, {low['slot']} of {low['layer']}"))
+        return found
+
+    @property
+    def _note(self) -> str:
+        arms = self.layers["arm"].nunique()
+        few = (
+            f" Of {counted(arms, 'arm')}, the {_MOST_MAPS} with the lowest layers."
+            if arms > _MOST_MAPS
+            else ""
+        )
+        return f"Signal to quantisation noise in dB at the end, mean over seeds; more is better.{few}"
+
+    def html(self) -> str:
+        """Return one map an arm, of which a reader opens one at a time: needs no script."""
+        opened = [
+            f'<details name="layers"{" open" if number == 0 else ""}><summary><b>{inline(arm)}</b>'
+            f" {inline(low)}</summary>{_map(lines)}</details>"
+            for number, ((arm, low), (_, lines)) in enumerate(zip(self._lines(), self._maps(), strict=True))
+        ]
+        return f'<div class="maps"><p>{self._note}</p>{"".join(opened)}</div>'
+
+    def markdown(self) -> str:
+        """Return each arm with its lowest layer; the CSV file has them all."""
+        return "\n".join((self._note, "", *(f"- {arm}: {low}" for arm, low in self._lines())))
+
+    def save(self, folder: Path) -> None:
+        """Write all values as a CSV file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "layers.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(self.layers.columns)
+            for line in self.layers.itertuples(index=False):
+                writer.writerow([*(csv_cell(str(text)) for text in line[:3]), f"{line[3]:.6g}"])
+
+
+def layer_maps(records: pd.DataFrame) -> LayerMaps | None:
+    """Return the maps of all arms; None if no layer was recorded.
+
+    Args:
+        records: Tidy frame of records, with `quant/<slot>/sqnr_db/<layer>` (dB).
+    """
+    maps = LayerMaps(by_layer(records))
+    return None if maps.empty else maps
+
+
+def _map(lines: pd.DataFrame) -> str:
+    """Return layers by operands as a table, tinted by what was lost."""
+    slots, layers = list(dict.fromkeys(lines["slot"])), list(dict.fromkeys(lines["layer"]))
+    values = {(line.layer, line.slot): float(line.sqnr_db) for line in lines.itertuples()}
+    head = "".join(f'<th class="number">{inline(slot)}</th>' for slot in slots)
+    rows = [
+        f"<tr><th>{html_text(layer)}</th>{''.join(_tinted(values.get((layer, slot))) for slot in slots)}"
+        for layer in sorted(layers, key=_block)
+    ]
+    whole = f"<thead><tr><th></th>{head}</tr></thead><tbody>{'</tr>'.join(rows)}</tr></tbody>"
+    return f'<div class="scroll"><table class="map">{whole}</table></div>'
+
+
+def _tinted(value: float | None) -> str:
+    if value is None:
+        return "<td></td>"
+    lost = min(1.0, max(0.0, (_HIGHEST - value) / (_HIGHEST - _LOWEST)))
+    return f'<td class="number" style="--lost:{100 * lost:.0f}%">{value:.1f}</td>'
+
+
+def recorded(records: pd.DataFrame) -> bool:
+    """Return True if any error of an operand was recorded.
+
+    Args:
+        records: Tidy frame of records.
+    """
+    return any(parse(str(text)).family == "quant" for text in records["metric"].unique())

@@ -1,0 +1,373 @@
+"""Parts of a report: headings, sentences, tables and pictures, each as HTML and as Markdown.
+
+Nothing is computed here.
+"""
+
+import base64
+import csv
+import itertools
+import math
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+from ablate.errors import one_line, printable
+from ablate.reports.plain_text import csv_cell, footnotes, html_text, markdown_cell, markdown_text
+
+
+class Part(Protocol):
+    """Part of a page."""
+
+    def html(self) -> str:
+        """Return the part as HTML that loads no other files."""
+
+    def markdown(self) -> str:
+        """Return the part as Markdown."""
+
+    def save(self, folder: Path) -> object:
+        """Write its data and its pictures into the folder, which is created if it is missing."""
+
+
+class Link(str):
+    """Text of a cell that leads to a file or a page."""
+
+    target: str
+
+    def __new__(cls, text: str, target: str) -> "Link":
+        """Return the text with its target."""
+        link = super().__new__(cls, text)
+        link.target = target
+        return link
+
+
+Cell = str | tuple[str, float] | None
+"""Cell of a table: text, or text with the number to sort by. None and an empty text are empty cells."""
+
+
+VERDICT = "verdict"
+"""Name of the column that is coloured by the class of its row, and that has the marks of the row's notes."""
+_CLASSES = ("better", "worse", "equivalent", "undecided", "diverged", "baseline")
+"""Classes of rows in the style sheet."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Paragraphs of text."""
+
+    text: str
+    """Paragraphs separated by empty lines, with `code` and **bold** as in Markdown."""
+    kind: str = ""
+    """CSS class: `verdict` for the main result, `warning`, or empty."""
+
+    def html(self) -> str:
+        """Return one HTML paragraph for each paragraph."""
+        mark = f' class="{self.kind}"' if self.kind else ""
+        return "\n".join(f"<p{mark}>{inline(part)}</p>" for part in self.text.split("\n\n"))
+
+    def markdown(self) -> str:
+        """Return the text; a verdict is bold."""
+        text = markdown_text(self.text)
+        return f"**{text}**" if self.kind == "verdict" else text
+
+    def save(self, folder: Path) -> None:
+        """A text has no data."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The answer to the report's question, in a coloured box."""
+
+    lead: str
+    """Its first words."""
+    text: str
+    decided: bool
+    """True if the question is decided."""
+    valid: bool = True
+    """False if a check failed."""
+
+    def html(self) -> str:
+        """Return one paragraph."""
+        kind = "answered" if self.decided else "open" if self.valid else "none"
+        text = inline(self.text).replace(" %", "&nbsp;%")
+        return f'<p class="verdict {kind}"><b>{inline(self.lead)}</b> {text}</p>'
+
+    def markdown(self) -> str:
+        """Return the answer with bold first words."""
+        text = markdown_text(self.text)
+        return f"**{self.lead}** {text}" if self.lead else f"**{text}**"
+
+    def save(self, folder: Path) -> None:
+        """A text has no data."""
+
+
+@dataclass(frozen=True)
+class Chips:
+    """Short remarks in a row, each with a mark of its kind."""
+
+    chips: Sequence[tuple[str, str]]
+    """Kind (passed, warning, failed or note) and text."""
+
+    def html(self) -> str:
+        """Return a list of chips."""
+        items = "".join(
+            f'<li class="{kind}">{inline(f"{_MARKS[kind]} {text}".strip())}</li>' for kind, text in self.chips
+        )
+        return f'<ul class="chips" aria-label="Checks">{items}</ul>'
+
+    def markdown(self) -> str:
+        """Return the remarks in one line."""
+        return " · ".join(markdown_cell(f"{_MARKS[kind]} {text}".strip()) for kind, text in self.chips)
+
+    def save(self, folder: Path) -> None:
+        """Remarks have no data."""
+
+
+_MARKS = {"passed": "✓", "warning": "!", "failed": "✗", "note": ""}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command to copy, with a comment on what it does."""
+
+    command: str
+    comment: str = ""
+
+    def html(self) -> str:
+        """Return the command with a button that copies it; without scripts the button is hidden."""
+        comment = f' <span class="comment"># {inline(self.comment)}</span>' if self.comment else ""
+        command = html_text(self.command)
+        return (
+            f'<div class="command"><code>{command}</code>{comment}'
+            f'<button type="button" class="copy" data-copy="{command}" hidden>copy</button></div>'
+        )
+
+    def markdown(self) -> str:
+        """Return a code block."""
+        comment = f"  # {self.comment}" if self.comment else ""
+        return f"```sh\n{one_line(self.command + comment)}\n```"
+
+    def save(self, folder: Path) -> None:
+        """A command has no data."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """Text of a file, shown literally."""
+
+    text: str
+    language: str = ""
+    """Language for syntax highlighting, such as `yaml`."""
+
+    def html(self) -> str:
+        """Return preformatted text."""
+        return f'<pre class="file">{html_text(self.text, quote=False)}</pre>'
+
+    def markdown(self) -> str:
+        """Return a code block. Its fence is longer than any run of backticks in the text."""
+        longest = max((len(ticks) for ticks in re.findall("`+", self.text)), default=0)
+        fence = "`" * max(3, longest + 1)
+        return f"{fence}{self.language}\n{printable(self.text.rstrip())}\n{fence}"
+
+    def save(self, folder: Path) -> None:
+        """A text has no data."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Table whose rows can be sorted by clicking on a column's head. Columns with numbers are aligned
+    right."""
+
+    name: str
+    """Stem of its CSV file's name."""
+    rows: Sequence[Mapping[str, Cell]]
+    """Cells of each row by column name."""
+    caption: str = ""
+    classes: Sequence[str] = ()
+    """Class of each row, which colours its verdict; empty for none."""
+    notes: Sequence[Sequence[str]] = ()
+    """Notes on each row: numbered below the table, with their marks behind the row's verdict. The CSV file
+    has them in a column of their own."""
+
+    @property
+    def empty(self) -> bool:
+        """True if the table has no more than one column with content."""
+        return len(self.columns) < 2
+
+    @cached_property
+    def columns(self) -> list[str]:
+        """Names of the columns in which any row has content."""
+        names = dict.fromkeys(name for row in self.rows for name in row)
+        return [name for name in names if any(_text(row.get(name)) not in ("", "-") for row in self.rows)]
+
+    def html(self) -> str:
+        """Return the table in a box that scrolls."""
+        right = {name for name in self.columns if any(isinstance(row.get(name), tuple) for row in self.rows)}
+        head = "".join(
+            f'<th{_right(name, right)}><button type="button">{inline(name)}</button></th>'
+            for name in self.columns
+        )
+        marks, notes = footnotes(self.notes)
+        cells = [
+            "".join(self._cell(row, name, right, mark) for name in self.columns)
+            for row, mark in zip(self.rows, marks or [""] * len(self.rows), strict=True)
+        ]
+        body = "\n".join(
+            f"<tr{_class(name)}>{inside}</tr>" for name, inside in itertools.zip_longest(self.classes, cells)
+        )
+        caption = "<br>".join(inline(line) for line in (*notes, self.caption) if line)
+        caption = f"<caption>{caption}</caption>" if caption else ""
+        return (
+            f'<div class="scroll"><table class="sortable" id="table-{self.name}">{caption}'
+            f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
+        )
+
+    def _cell(self, row: Mapping[str, Cell], name: str, right: set[str], mark: str) -> str:
+        """Return one cell as HTML. `right`: columns that are aligned right."""
+        value = row.get(name)
+        key = f' data-sort="{value[1]!r}"' if isinstance(value, tuple) and math.isfinite(value[1]) else ""
+        kind = _right(name, right) or (' class="verdict"' if name == VERDICT else "")
+        if isinstance(value, Link):
+            return f'<td{kind}><a href="{html_text(value.target)}">{inline(value)}</a></td>'
+        return f"<td{kind}{key}>{inline(_text(value) + (mark if name == VERDICT else ''))}</td>"
+
+    def markdown(self) -> str:
+        """Return a pipe table with its notes and its caption."""
+        marks, notes = footnotes(self.notes)
+        lines = [self.columns, ["---"] * len(self.columns)]
+        for row, mark in zip(self.rows, marks or [""] * len(self.rows), strict=True):
+            lines.append([_text(row.get(name)) + (mark if name == VERDICT else "") for name in self.columns])
+        table = "\n".join(f"| {' | '.join(markdown_cell(cell) for cell in line)} |" for line in lines)
+        below = ["  \n".join(map(markdown_cell, notes)), markdown_text(self.caption)]
+        return "\n\n".join(filter(None, [table, *below]))
+
+    def save(self, folder: Path) -> None:
+        """Write the texts of the cells as a CSV file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        names = [*self.columns, *(["notes"] if any(self.notes) else [])]
+        with (folder / f"{self.name}.csv").open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([csv_cell(name) for name in names])
+            for row, notes in zip(self.rows, self.notes or [()] * len(self.rows), strict=True):
+                texts = [*(_text(row.get(name)) for name in self.columns), "; ".join(notes)]
+                writer.writerow([csv_cell(text) for text in texts[: len(names)]])
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """PNG files side by side, each below its title."""
+
+    name: str
+    """Prefix of the names of their copies."""
+    pictures: Sequence[tuple[str, Path]]
+    """Title and file of each picture."""
+
+    def html(self) -> str:
+        """Return the pictures, embedded as data."""
+        figures = (
+            f'<figure><figcaption>{inline(title)}</figcaption><img alt="{html_text(title)}"'
+            f' src="data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"></figure>'
+            for title, path in self.pictures
+        )
+        return f'<div class="gallery">{"".join(figures)}</div>'
+
+    def markdown(self) -> str:
+        """Return a pipe table of one row, with links to the copies, relative to the folder above."""
+        titles = [markdown_cell(title) for title, _ in self.pictures]
+        links = [f"![](figures/{copy})" for copy in self._copies()]
+        return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(links), links))
+
+    def save(self, folder: Path) -> None:
+        """Copy the pictures."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for copy, (_, path) in zip(self._copies(), self.pictures, strict=True):
+            shutil.copyfile(path, folder / copy)
+
+    def _copies(self) -> list[str]:
+        """Return the file names of the copies. They are distinct."""
+        slugs = (re.sub(r"[^\w.=]+", "-", title) for title, _ in self.pictures)
+        return [f"{self.name}-{number}-{slug}.png" for number, slug in enumerate(slugs, 1)]
+
+
+@dataclass(frozen=True)
+class Section:
+    """Heading with the parts below it; empty without parts."""
+
+    title: str
+    """Text of the heading; empty for none."""
+    parts: Sequence[Part]
+    folded: bool = False
+    """True to hide the parts until a reader opens the section."""
+
+    def html(self) -> str:
+        """Return the heading (h2) and the parts in order."""
+        inside = "\n".join(part.html() for part in self.parts)
+        if not self.parts:
+            return ""
+        if self.folded:
+            return f"<details><summary>{self._heading}</summary>\n{inside}\n</details>"
+        return f"{self._heading}\n{inside}" if self.title else inside
+
+    @property
+    def _heading(self) -> str:
+        return f'<h2 id="{slug(self.title)}">{inline(self.title)}</h2>'
+
+    def markdown(self) -> str:
+        """Return the heading and the parts as Markdown."""
+        if not self.parts:
+            return ""
+        heading = [f"## {markdown_cell(self.title)}"] if self.title else []
+        return "\n\n".join([*heading, *(part.markdown() for part in self.parts)])
+
+    def save(self, folder: Path) -> None:
+        """Save the parts."""
+        for part in self.parts:
+            part.save(folder)
+
+    def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, str]:
+        return {"text/html": self.html(), "text/markdown": self.markdown(), "text/plain": self.title}
+
+
+def section(title: str, *parts: Part | Sequence[Part | None] | None, folded: bool = False) -> Section:
+    """Return a section of a page.
+
+    Args:
+        title: Heading of the section.
+        parts: Parts, or lists of them. None and empty tables are left out.
+        folded: True to hide the parts until a reader opens the section.
+    """
+    shown: list[Part] = []
+    for group in parts:
+        for part in group if isinstance(group, Sequence) else (group,):
+            if part is not None and not getattr(part, "empty", False):
+                shown.append(part)
+    return Section(title, shown, folded)
+
+
+def _text(value: Cell) -> str:
+    """Return the text of a cell."""
+    if isinstance(value, tuple):
+        return str(value[0])
+    return "" if value is None else str(value)
+
+
+def _right(name: str, right: set[str]) -> str:
+    return ' class="number"' if name in right else ""
+
+
+def _class(name: str | None) -> str:
+    return f' class="{name}"' if name in _CLASSES else ""
+
+
+def slug(title: str) -> str:
+    """Return the name of a heading's anchor."""
+    return re.sub(r"\W+", "-", title.lower()).strip("-")
+
+
+def inline(text: str) -> str:
+    """Return text escaped for HTML, with the Markdown of `code` and **bold** as tags."""
+    escaped = html_text(text, quote=False)
+    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`(.+?)`", r"<code>\1</code>", escaped))

@@ -1,0 +1,86 @@
+"""Tables of a report on its runs: what the arms' recipes differ in, and every run with its files."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ablate.experiment.schema import Metric
+from ablate.recipes.compare import differences
+from ablate.recipes.recipe import Recipe
+from ablate.reports.page import Cell, Link, Table
+from ablate.results.number_text import number
+from ablate.results.summary import ArmSummary
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
+
+_MOST_FIELDS, _LONGEST_VALUE = 12, 60
+"""Largest number of fields of a recipe in a cell, and characters of a value."""
+
+
+def recipes_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
+    """Return the table of what each arm's recipe has that the first one's has not; None for fewer than two
+    recipes."""
+    recipes: dict[str, Recipe] = {}
+    for member in ledger.members():
+        content = json.loads(member.spec).get("recipe")
+        if content is not None and member.name not in recipes:
+            recipes[member.name] = Recipe.model_validate(content, strict=False)
+    named = [arm for arm in arms if arm.name in recipes and arm.gap is not None]
+    quantised = [arm for arm in named if not recipes[arm.name].plain and arm.role == "listed"]
+    if len(named) < 2 or not quantised:
+        return None
+    first = quantised[0].name
+    rows: list[dict[str, Cell]] = []
+    for arm in named:
+        found = differences(recipes[first], recipes[arm.name])
+        words = [f"`{path}` {_said(then)} → {_said(now)}" for path, (then, now) in found.items()]
+        more = [f"and {len(words) - _MOST_FIELDS} more fields"] if len(words) > _MOST_FIELDS else []
+        text = "; ".join(words[:_MOST_FIELDS] + more)
+        rows.append({"arm": arm.name, f"differs from {first} in": text if words else "(the same recipe)"})
+    return Table(
+        "recipes", rows, "Fields of the recipe, first arm → this arm; `ablate recipe diff` shows all."
+    )
+
+
+def _said(value: object) -> str:
+    text = json.dumps(value) if not isinstance(value, str) else value
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
+
+
+def runs_table(ledger: Ledger, metric: Metric, report: Path | None) -> Table:
+    """Return the table of every run, with links to its specification and log.
+
+    Args:
+        ledger: Ledger of the sweep.
+        metric: Metric that is compared.
+        report: Folder of the report's figures, from which links lead to the state folder; None: no links.
+    """
+    store = Store(ledger.path.absolute().parents[2])
+    lasts = ledger.finals(lambda name: str(name) == metric.name)
+    rows: list[dict[str, Cell]] = []
+    for member in ledger.members():
+        folder = store.folder(member.id)
+
+        def link(name: str, folder: Path = folder) -> Cell:
+            file = folder / name
+            if report is None or not file.exists():
+                return ""
+            return Link(name, os.path.relpath(file, report.absolute().parent))
+
+        value = lasts.get(member.trial, {}).get(metric.name, math.nan)
+        rows.append(
+            {
+                "arm": member.name,
+                "seed": (str(member.seed), member.seed),
+                "status": member.status,
+                metric.name: "" if math.isnan(value) else (number(value), value),
+                "seconds": (f"{member.seconds:.1f}", member.seconds) if member.seconds else "",
+                "trial": member.id,
+                "specification": link("spec.json"),
+                "log": link(store.log(member.id, store.attempts(member.id)).name),
+                "reason": member.reason or "",
+            }
+        )
+    return Table("runs", rows)

@@ -1,0 +1,124 @@
+"""Sentences beside a table of arms: an explanation, arms that were not run to the end, and a caution on
+emulated formats."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from ablate.experiment.roles import BAD, CONFIRM
+from ablate.results.forked import FEWEST_PARTS, FIFTH, difference_word
+from ablate.results.intervals import Interval
+from ablate.results.number_text import counted
+from ablate.results.summary import ArmSummary
+from ablate.store.ledger import Ledger
+
+NO_MIN_EFFECT = (
+    "Without metric.min_effect no number of seeds is named: the effect to be excluded could be arbitrarily"
+    " small."
+)
+"""Note of tables that have undecided comparisons and no smallest effect that matters."""
+_MOST_NAMED = 8
+"""Largest number of arms that a sentence names."""
+
+
+def emulated(ledger: Ledger) -> str:
+    """Return sentences on what speed and memory are of: an emulation, steps of a user's own code."""
+    specs = [json.loads(member.spec) for member in ledger.members()]
+    if not ledger.rates("throughput/tokens_per_s"):
+        return ""
+    notes = []
+    if any(spec.get("engine") == "emulated" for spec in specs):
+        notes.append(
+            "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
+        )
+    if any("python" in spec.get("workload", {}) for spec in specs):
+        notes.append("tokens/s counts the time inside trial.step() alone, without the loading of data.")
+    return " ".join(notes)
+
+
+def smallest_damage(arms: Sequence[ArmSummary]) -> str:
+    """Return the sentence on the smallest damage that matters; empty for full runs."""
+    margins = {arm.margin for arm in arms if arm.view and arm.margin}
+    if not margins:
+        return ""
+    source = "min_effect"
+    for arm in arms:
+        if arm.role == "bad" and arm.gap and math.isclose(min(margins), FIFTH * abs(arm.gap.mean)):
+            source = f"a fifth of what {arm.name.removeprefix(BAD)} does, which is known to be bad"
+    return f"Damage below {min(margins):.3g} counts as none: {source}."
+
+
+def reading(arms: Sequence[ArmSummary]) -> str:
+    """Return sentences that explain a table of these arms: pairing, intervals, seeds needed, a search's
+    gaps."""
+    counts = {arm.gap.pairs for arm in arms if arm.gap and arm.gap.pairs}
+    over = (
+        f"over {counted(counts.pop(), 'seed')}"
+        if len(counts) == 1
+        else "by seed, each arm over its own seeds, so compare gaps and not means"
+    )
+    interval = arms[0].interval if arms else Interval()
+    noun = difference_word(arms).capitalize().replace("Gap", "Gaps")
+    notes = [
+        f"{noun} and effects are paired {over}; ± is half a {interval} of one comparison by itself; verdicts"
+        " are corrected by Holm for the number of comparisons in their table."
+    ]
+    if any(arm.view and math.isnan(arm.view.error) for arm in arms):
+        notes.append(
+            f"Intervals leave out the error of the evaluation, which needs {FEWEST_PARTS} batches of"
+            " validation data: raise eval_tokens, or lower eval_batch; own code gives their losses to"
+            " trial.log_batches."
+        )
+    if matters := smallest_damage(arms):
+        notes.append(matters)
+    if not all(arm.sees for arm in arms):
+        notes.append(
+            "No known-bad arm is resolved here (design.bad), so that nothing can be called equivalent."
+        )
+    if interval.kind == "sequence":
+        notes.append("The sequence is valid at every look, however often seeds are added.")
+    undecided = [arm for arm in arms if arm.verdict.kind == "undecided"]
+    if any(arm.verdict.needed for arm in undecided):
+        notes.append(
+            "Seeds needed: the total number for an 80 % chance of a verdict; in brackets, that number if the"
+            " spread of the paired gap is at either end of its 80 % range."
+        )
+    elif any(arm.margin is None for arm in undecided):
+        notes.append(NO_MIN_EFFECT)
+    roles = {arm.role for arm in arms}
+    if "confirmed" in roles:
+        notes.append(
+            f"`{CONFIRM}` marks the search's best arm, rerun on seeds that took no part in choosing it; the"
+            " gaps of all other searched arms are exploratory."
+        )
+    elif "searched" in roles:
+        notes.append(
+            "The search chose its best arm by these numbers, so that arm's gap looks better than it is:"
+            " rerun it on fresh seeds before you rely on it."
+        )
+    return " ".join(notes)
+
+
+def null_warning(arms: Iterable[ArmSummary]) -> str:
+    """Return a sentence if the baseline's twin is told from the baseline; empty otherwise."""
+    found = [arm for arm in arms if arm.role == "null" and arm.verdict.kind in ("better", "worse")]
+    return (
+        f"**The A/A arm is resolved:** {found[0].name} is {found[0].verdict.kind} than {found[0].baseline},"
+        " although the two differ in nothing that matters. That happens in 1 sweep of 20 by chance; read the"
+        " other verdicts with that in mind, or run more seeds."
+        if found
+        else ""
+    )
+
+
+def dropped(arms: Iterable[ArmSummary]) -> Iterator[str]:
+    """Yield a sentence on pruned arms of a search, and one on refused arms, if there are any."""
+    arms = list(arms)
+    pruned = [arm.name for arm in arms if arm.pruned]
+    refused = [
+        f"{arm.name} ({arm.reason})" if arm.reason else arm.name for arm in arms if arm.role == "refused"
+    ]
+    for title, names in (("Pruned, not run to the end", pruned), ("Refused, cannot be run", refused)):
+        if names:
+            others = " and others" if len(names) > _MOST_NAMED else ""
+            yield f"**{title}:** {'; '.join(names[:_MOST_NAMED])}{others}."

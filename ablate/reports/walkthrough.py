@@ -1,0 +1,261 @@
+"""Steps of a recipe on real tensors, for the notebook that explains them.
+
+All numbers are computed by the code that trains.
+"""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ablate.numerics.philox import Clock
+from ablate.numerics.quantize import Operand, quantize
+from ablate.numerics.spec import Quant
+from ablate.recipes import Recipe
+from ablate.recipes.recipe import Wgrad
+from ablate.reports import figures
+from ablate.reports.page import Cell, Part, Section, Table, Text, section
+from ablate.training.metrics import quantisation
+from ablate.training.workloads.tensors import (
+    Tensors,
+    capture,
+    gemm_metric,
+    layer_of,
+    product_errors,
+    products_of,
+)
+
+_LAYER = {
+    "layer": "blocks.0.mlp.down",
+    "capture": {
+        "layers": 2,
+        "width": 96,
+        "heads": 3,
+        "steps": 40,
+        "batch": 4,
+        "eval_tokens": 128,
+        "eval_batch": 1,
+    },
+}
+_DRAWS = 64
+"""Number of stochastic roundings whose mean is shown."""
+
+
+class Walkthrough:
+    """Steps of the notebook. Each returns a section of the page.
+
+    Args:
+        out: Folder for pictures and tables; None: nothing is saved.
+    """
+
+    def __init__(self, out: str | Path | None = None) -> None:
+        self.out = Path(out) if out else None
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tensors of one layer at the end of a short bf16 run, in bf16.
+
+        Returns:
+            x [tokens, inputs], w [outputs, inputs] and dy [tokens, outputs].
+        """
+        config = Tensors.model_validate({"x": "captured", "w": "captured", "g": "captured"} | _LAYER)
+        captured = capture(config, 0, torch.device("cpu"))
+        return captured["x"], captured["w"], captured["g"]
+
+    def show(self, *parts: Part | None) -> Section:
+        """Return a section without a heading, which the notebook's text has, and save its files."""
+        shown = section("", *parts)
+        if self.out:
+            shown.save(self.out)
+        return shown
+
+    def table(self, name: str, **tensors: Tensor) -> Section:
+        """Return a table of the statistics that make tensors hard to cast: amax, root mean square, kurtosis.
+
+        Args:
+            name: Title of the table, which names its CSV file.
+            tensors: Tensors of any shape, by name.
+        """
+        rows: list[dict[str, Cell]] = []
+        for label, tensor in tensors.items():
+            x = tensor.float()
+            rms = x.square().mean().sqrt().item()
+            crest = x.abs().max().item() / rms
+            rows.append(
+                {
+                    "tensor": f"{label} {list(tensor.shape)}",
+                    "root mean square": (f"{rms:.3g}", rms),
+                    "amax": (f"{x.abs().max():.3g}", x.abs().max().item()),
+                    "amax / rms": (f"{crest:.1f}", crest),
+                    "kurtosis (3: Gaussian)": (
+                        f"{x.pow(4).mean() / rms**4:.1f}",
+                        x.pow(4).mean().item() / rms**4,
+                    ),
+                }
+            )
+        return self.show(Table(_stem(name), rows))
+
+    def block(self, x: Tensor) -> Section:
+        """Return a table of one block of 16 values at each step of a cast: values, scaled, rounded, scaled
+        back.
+
+        Args:
+            x: Tensor, [rows, columns]. The block with its largest value is shown.
+        """
+        operand = quantize(x, Quant(), keep=True)
+        row = int(x.abs().amax(1).argmax())
+        start = int(x[row].abs().argmax()) // 16 * 16
+        span = slice(start, start + 16)
+        steps = {
+            "x": x[row, span].float(),
+            "over the scale": _kept(operand.scaled)[row, span],
+            "rounded to E2M1": _kept(operand.codes)[row, span],
+            "back": operand.dequantize()[row, span],
+        }
+        rows = [
+            {"": step, **{str(column): f"{value:.3g}" for column, value in enumerate(values)}}
+            for step, values in steps.items()
+        ]
+        scale = _kept(operand.block_scale)[row, 0, start // 16, 0].item()
+        caption = (
+            f"Block {start // 16} of row {row}: block scale {scale:g} (E4M3), amax of the tensor"
+            f" {_kept(operand.amax).item():g} (fp32)."
+        )
+        return self.show(Table("block", rows, caption))
+
+    def errors(self, title: str, quant: Quant, **tensors: Tensor) -> Section:
+        """Return a table of the errors of casts, as telemetry records them.
+
+        Args:
+            title: Caption of the table, which names its CSV file.
+            quant: Description of the cast.
+            tensors: Tensors that are cast, by name.
+        """
+        rows = [self._errors(label, quantize(x, quant, keep=True)) for label, x in tensors.items()]
+        return self.show(Table(_stem(title), rows, title))
+
+    def _errors(self, label: str, operand: Operand) -> dict[str, Cell]:
+        """Return the row of one cast in a table of errors."""
+        errors = quantisation(operand)
+        return {
+            "cast": label,
+            "SQNR dB": (f"{errors['sqnr_db']:.2f}", errors["sqnr_db"]),
+            "became zero": (f"{errors['zero_frac']:.1%}", errors["zero_frac"]),
+            "<x, q> / <x, x>": (f"{errors['magnitude']:.4f}", errors["magnitude"]),
+            "median crest of a block": (f"{errors['crest']:.2f}", errors["crest"]),
+        }
+
+    def rotation(self, x: Tensor, product: Wgrad) -> Section:
+        """Return errors and histograms of an operand of wgrad with and without its rotation.
+
+        Args:
+            x: The operand, [tokens, features].
+            product: Description of wgrad.
+
+        Raises:
+            ValueError: The recipe does not quantise dy in wgrad.
+        """
+        if product.g is None:
+            raise ValueError("wgrad does not quantise dy: there is no cast to show")
+        plain = product.g.model_copy(update={"rounding": "nearest"})
+        casts = quantize(x, plain, keep=True), quantize(x, plain, rotation=product.hadamard, keep=True)
+        rows = [self._errors(label, cast) for label, cast in zip(("as it is", "rotated"), casts, strict=True)]
+        flat = [_kept(cast.scaled).flatten().numpy() for cast in casts]
+        return self.show(
+            Table("rotation", rows, "The same cast, to nearest."), figures.rotation_histogram(*flat)
+        )
+
+    def rounding(self, x: Tensor) -> Section:
+        """Return errors of one cast and of the mean of many, by rounding to nearest and stochastically.
+
+        Args:
+            x: Tensor that is cast.
+        """
+        nearest, drawn = Quant(), Quant(rounding="stochastic")
+        values, clock, total = x.float(), Clock(0), torch.zeros_like(x, dtype=torch.float64)
+        rows: list[dict[str, Cell]] = []
+        for draw in range(_DRAWS):
+            clock.step = draw
+            rounded = quantize(x, drawn, clock=clock).dequantize()
+            total += rounded
+            if draw == 0:
+                rows = [
+                    _row("nearest, once", values, quantize(x, nearest).dequantize()),
+                    _row("stochastic, once", values, rounded),
+                ]
+        rows.insert(1, _row(f"nearest, mean of {_DRAWS}", values, quantize(x, nearest).dequantize()))
+        rows.append(_row(f"stochastic, mean of {_DRAWS}", values, (total / _DRAWS).float()))
+        clock.step = 0
+        kept = quantize(x, nearest, keep=True), quantize(x, drawn, clock=clock, keep=True)
+        flat = [_kept(z).flatten().numpy() for z in (kept[0].scaled, kept[0].codes, kept[1].codes)]
+        return self.show(Table("rounding", rows), figures.rounding_histogram(*flat))
+
+    def tiles(self, w: Tensor) -> Section:
+        """Return errors of casts of a weight by rows, and their distance from casts by columns, for two block
+        shapes.
+
+        Args:
+            w: Weight, [outputs, inputs].
+        """
+        rows = []
+        for block in ("1x16", "16x16"):
+            quant = Quant(block=block)
+            across, down = (
+                quantize(w, quant).dequantize(),
+                quantize(w.t().contiguous(), quant).dequantize().t(),
+            )
+            distance = ((across - down).square().sum() / w.float().square().sum()).item()
+            rows.append(
+                _row(f"blocks of {block}", w.float(), across)
+                | {"the two casts apart, relative": (f"{distance:.2e}", distance)}
+            )
+        return self.show(Table("tiles", rows))
+
+    def products(self, x: Tensor, w: Tensor, dy: Tensor, recipes: Mapping[str, Recipe]) -> Section:
+        """Return the errors of each product under each recipe, against fp64.
+
+        Args:
+            x: Input, [tokens, inputs].
+            w: Weight, [outputs, inputs].
+            dy: Gradient of the output, [tokens, outputs].
+            recipes: Recipes by name.
+        """
+        rows: list[dict[str, Cell]] = []
+        for name, recipe in recipes.items():
+            errors = product_errors(products_of(layer_of(recipe, w, Clock(0)), x, dy), x, w, dy)
+            decibels = {
+                product: errors.get(gemm_metric(product, "sqnr_db"), math.nan)
+                for product in ("fprop", "dgrad", "wgrad")
+            }
+            rows.append(
+                {
+                    "recipe": name,
+                    **{f"{product}, SQNR dB": (f"{value:.2f}", value) for product, value in decibels.items()},
+                }
+            )
+        note = "One draw; a recipe that is noisier once may be better on average: see the rounding above."
+        return self.show(Table("products", rows), Text(note))
+
+
+def _kept(tensor: Tensor | None) -> Tensor:
+    """Return a tensor that `quantize` stores on request (`keep=True`)."""
+    if tensor is None:
+        raise ValueError("the operand was quantised without keep=True")
+    return tensor
+
+
+def _row(label: str, exact: Tensor, cast: Tensor) -> dict[str, Cell]:
+    """Return squared error and bias of a cast, relative to the exact values."""
+    error = ((exact - cast).square().sum() / exact.square().sum()).item()
+    bias = ((exact * cast).sum() / exact.square().sum()).item() - 1
+    return {
+        "cast": label,
+        "relative squared error": (f"{error:.2e}", error),
+        "bias along x": (f"{bias:+.1e}", bias),
+    }
+
+
+def _stem(name: str) -> str:
+    """Return the stem of a file's name for a title."""
+    return "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")

@@ -1,0 +1,150 @@
+"""The way in for every reader of a sweep's numbers: a ledger that still holds what was written into it.
+
+The problem: a reader that opens the file by itself shows whatever is there. One UPDATE of table `records`
+changes a verdict, and nothing that SQLite checks notices. So all readers open a ledger here. Its rows and the
+records of all its trials are compared with their seals first; a difference is one sentence with the command
+that repairs it, and no number is shown.
+
+    ledger = open_checked(path)       # or InputError: ".../ledger.db: damaged (table records, trial 9f3c...
+    unverified(ledger)                # "" or "unverified: 4 of 4 trials have no seal of their records ..."
+
+A file that was compared is not read again until its size, inode or times differ: `ablate.cache` keeps a note.
+Not compared here: the folders of the trials (verify.py does), and a trial that still runs, which has no seal.
+"""
+
+import sqlite3
+from contextlib import suppress
+from pathlib import Path
+
+from ablate import cache
+from ablate.errors import InputError
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_integrity import flaw, tally
+from ablate.store.ledger_rows import OVER
+
+_CHECK = "ledger agrees with its seals, 1"
+"""Name of what a note says. Raise the number when another thing is compared."""
+
+
+def open_ledger(state: Path, sweep: str) -> Ledger:
+    """Open the ledger of a sweep for reading, compared with its seals.
+
+    Args:
+        state: State folder.
+        sweep: Name of the sweep.
+
+    Raises:
+        FileNotFoundError: The sweep has not been run.
+        InputError: The ledger differs from its seals.
+    """
+    path = state / "sweeps" / sweep / "ledger.db"
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: no such sweep has been run")
+    return open_checked(path)
+
+
+def open_checked(path: Path) -> Ledger:
+    """Open a ledger for reading, compared with its seals.
+
+    Raises:
+        InputError: It differs from its seals, is no database, or has no tables yet.
+    """
+    if why := absent(path):
+        raise InputError([why])
+    try:
+        ledger = Ledger(path, readonly=True)
+    except sqlite3.OperationalError as error:
+        none = absent(path, empty=True) if "no such table" in str(error) else None
+        raise InputError([none or f"{path}: cannot be read: {error}"]) from None
+    except sqlite3.DatabaseError as error:
+        raise InputError([refusal(path, str(error))]) from None
+    try:
+        if why := difference(ledger):
+            raise InputError([refusal(path, why)])
+    except BaseException:
+        ledger.close()
+        raise
+    return ledger
+
+
+def difference(ledger: Ledger) -> str | None:
+    """Return a description of the first difference between a ledger and its seals; None if there is none.
+
+    A difference in the records of a trial names the trial. What has no seal does not differ (`unverified`).
+    """
+    try:
+        if ledger.foreign:  # before the note, since a link has the stamp of the file that it leads to
+            return ledger.foreign
+    except sqlite3.DatabaseError as error:
+        return str(error)
+    log = ledger.path.with_name(f"{ledger.path.name}-wal")
+    files = [ledger.path, log] if log.exists() and log.stat().st_size else [ledger.path]
+    stamp = cache.stamp(files)
+    key = cache.key_of(_CHECK, stamp)
+    if stamp and cache.noted(key):
+        return None
+    why = _difference(ledger)
+    if stamp and not why:
+        with suppress(OSError):  # a cache that cannot be written: it is compared every time
+            cache.note(key, "yes")
+    return why
+
+
+def _difference(ledger: Ledger) -> str | None:
+    """Return the first difference, read from the ledger."""
+    try:
+        if why := flaw(ledger):
+            return why
+        for row in ledger.wanted_trials():
+            with ledger.transaction():  # one state of both, while the sweep runs
+                seal = ledger.records_seal(row.trial)
+                if seal is not None and tally(ledger, row.trial).sealed()["sha256"] != seal:
+                    return f"table records, trial {row.id}: its records are not what was written"
+    except (sqlite3.DatabaseError, ValueError) as error:
+        return str(error)
+    return None
+
+
+def absent(path: Path, empty: bool = False) -> str | None:
+    """Return a sentence on a sweep's folder in which the ledger is missing; None if something is there.
+
+    Args:
+        path: File of the ledger.
+        empty: True for one that has no tables, which is as good as none.
+    """
+    files = (path, path.with_name(f"{path.name}-wal"))
+    if not empty and (path.is_symlink() or any(file.exists() and file.stat().st_size for file in files)):
+        return None
+    return (
+        f"{path}: this sweep has no ledger: it never began, or the file is lost; `ablate rebuild"
+        f" {path.absolute().parent.name}.yaml` makes it from the trial folders"
+    )
+
+
+def unverified(ledger: Ledger) -> str:
+    """Return a sentence on the trials whose records have no seal to be compared with; empty if all have one.
+
+    Trials that wait or run have none, as their status says, and do not count.
+    """
+    over = [row for row in ledger.wanted_trials() if row.status in OVER]
+    without = [row for row in over if ledger.records_seal(row.trial) is None]
+    if not without:
+        return ""
+    return (
+        f"unverified: {len(without)} of {len(over)} trials have no seal of their records;"
+        f" `ablate status --verify {ledger.name}` compares them with the trial folders"
+    )
+
+
+def refusal(path: Path, why: str, file: str = "") -> str:
+    """Return the error message for a damaged ledger.
+
+    Args:
+        path: File of the ledger.
+        why: Description of the damage.
+        file: YAML file of the sweep; empty for one with the sweep's name.
+    """
+    return (
+        f"{path}: damaged ({why}); `ablate rebuild {file or f'{path.absolute().parent.name}.yaml'}`"
+        " makes it again from the trial folders"
+    )

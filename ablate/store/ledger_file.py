@@ -1,0 +1,145 @@
+"""The file of a ledger: its connection, its transactions, and facts about the sweep.
+
+Base class of all parts of `Ledger`, each of which adds the methods for one subject: arms and members
+(ledger_arms), records (ledger_records), MLflow's runs (ledger_shipping), trials and attempts (ledger_trials).
+"""
+
+import json
+import sqlite3
+import time
+import uuid
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from ablate.errors import one_line
+from ablate.store import databases, ledger_schema
+
+DATA = "data:"
+"""Prefix of the key of a fact that describes, as JSON, the data with a fingerprint."""
+
+_DISCARDED = "mlflow_discarded"
+"""Key of a fact: MLflow runs to remove, as a JSON list of [trial's id, milliseconds, member's key or ""].
+
+Only runs that began before that moment are removed.
+"""
+
+
+class LedgerFile:
+    """Open file of a ledger."""
+
+    def __init__(self, path: Path, readonly: bool = False, mounts: str | None = None) -> None:
+        """Open the ledger; create the file unless `readonly`.
+
+        Args:
+            path: File of the ledger.
+            readonly: True to open it for reading only.
+            mounts: Text of a mounts table, which decides the journal mode; default: this machine's.
+
+        Raises:
+            InputError: Another version of this package wrote it, in another format.
+            sqlite3.Error: The file cannot be opened, or is not a database.
+            sqlite3.DatabaseError: A metric's name is not text.
+        """
+        self.path = path
+        try:
+            if readonly:
+                self.db = databases.open_readonly(path)
+                ledger_schema.check(self.db, path)
+            else:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self.db = sqlite3.connect(path, isolation_level=None, timeout=60)
+                ledger_schema.check(self.db, path)
+                databases.set_journal(self.db, path, mounts)
+                ledger_schema.create(self.db, path)
+            self.db.row_factory = sqlite3.Row
+        except sqlite3.Error as error:
+            error.add_note(str(path))
+            raise
+        self._replaced: list[tuple[str, str]] = []
+        """Trials and members whose runs in MLflow are to be removed, until the transaction ends."""
+        try:
+            self._names = {row["text"]: row["name"] for row in self.db.execute("SELECT * FROM names")}
+        except sqlite3.OperationalError as error:
+            self.db.close()
+            if "decode" not in str(error):  # no table: the ledger is being made
+                raise
+            raise sqlite3.DatabaseError(f"table names: a name is not text: {error}") from None
+
+    @property
+    def name(self) -> str:
+        """Name of the sweep: that of its folder."""
+        return self.path.absolute().parent.name
+
+    @property
+    def foreign(self) -> str | None:
+        """Sentence on the sweep that the ledger belongs to; None if it is that of its folder's name."""
+        owner = self.fact("name") or self.name
+        return None if owner == self.name else f"it is the ledger of sweep {one_line(owner)}"
+
+    def close(self) -> None:
+        """Close the file. The ledger is complete at every moment before."""
+        self.db.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Run the writes within the block as one transaction: all or none are stored."""
+        self.db.execute("BEGIN")
+        try:
+            yield
+            if self._replaced:
+                self.discard(self._replaced)
+        except BaseException:
+            self.db.execute("ROLLBACK")
+            raise
+        finally:
+            self._replaced = []
+        self.db.execute("COMMIT")
+
+    def _atomic(self) -> AbstractContextManager[None]:
+        """Return a new transaction, or a null context within an open one."""
+        return nullcontext() if self.db.in_transaction else self.transaction()
+
+    def describe(self, **facts: str) -> None:
+        """Set facts about the sweep."""
+        with self._atomic():
+            self.db.executemany("INSERT OR REPLACE INTO sweep VALUES (?, ?)", facts.items())
+
+    def fact(self, key: str) -> str | None:
+        """Return a fact about the sweep, None if it was never set."""
+        row = self.db.execute("SELECT value FROM sweep WHERE key = ?", (key,)).fetchone()
+        return row and row["value"]
+
+    def identity(self) -> str:
+        """Return the ledger's unique id: 32 hexadecimal digits, drawn once. Ledgers of the same name differ
+        in it."""
+        identity = self.fact("id")
+        if identity is None:
+            identity = uuid.uuid4().hex
+            self.describe(id=identity)
+        return identity
+
+    def discard(self, runs: Iterable[tuple[str, str]]) -> None:
+        """Record that MLflow's present runs of these trials are to be removed.
+
+        Args:
+            runs: Trial's id and member's key; the key "" stands for all members of the trial.
+        """
+        now = int(time.time() * 1000)
+        self.describe(
+            **{_DISCARDED: json.dumps([*self.discarded(), *((trial, now, member) for trial, member in runs)])}
+        )
+
+    def discarded(self, gone: Collection[tuple[str, int, str]] = ()) -> list[tuple[str, int, str]]:
+        """Return the runs that `discard` recorded, without those in `gone`.
+
+        Each is a trial's id, the moment (milliseconds) before which the runs began, and a member's key.
+        """
+        noted: list[tuple[str, int, str]] = [
+            (trial, moment, *(member or [""]))
+            for trial, moment, *member in json.loads(self.fact(_DISCARDED) or "[]")
+        ]
+        if gone and {*gone} & {*noted}:
+            noted = [run for run in noted if run not in gone]
+            self.describe(**{_DISCARDED: json.dumps(noted)})
+        return noted

@@ -1,0 +1,70 @@
+"""Pre-registration: which question and design were recorded before which results existed.
+
+The problem. A design that was chosen, or a `min_effect` that was set, after a look at results makes its own
+p-values too small, and nothing in a table shows it.
+
+The idea. Before anything runs, the hash of question, design and metrics is recorded with the number of the
+design's trials that are finished by then, in whatever sweep. A later run with another hash adds an entry. The
+report prints them, so that "registered before its first trial" is a fact, and a change half-way is visible.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+
+from ablate.store.ledger import Ledger
+
+_FACT = "registered"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A question and design, as they were recorded."""
+
+    digest: str
+    """32 hex digits."""
+    time: float
+    """Unix time."""
+    trials: int
+    """Number of trials of the design that were known then; a search proposes more."""
+    finished: int
+    """Those of them that were finished then."""
+
+    @property
+    def text(self) -> str:
+        """The registration in words."""
+        when = datetime.fromtimestamp(self.time, UTC).strftime("%Y-%m-%d %H:%M UTC")
+        before = (
+            f"before any of its {self.trials} trials had finished"
+            if not self.finished
+            else f"after {self.finished} of its {self.trials} trials had finished"
+        )
+        return f"{self.digest[:12]} on {when}, {before}"
+
+
+def registrations(ledger: Ledger) -> list[Registration]:
+    """Return the registrations of a sweep, the first one first."""
+    return [Registration(**entry) for entry in json.loads(ledger.fact(_FACT) or "[]")]
+
+
+def register(ledger: Ledger, digest: str, time: float, trials: int, finished: Callable[[], int]) -> None:
+    """Record a question and design, unless they are those of the last registration.
+
+    Args:
+        ledger: ledger of the sweep, opened for writing.
+        digest: hash of question, design and metrics.
+        time: Unix time.
+        trials: number of trials of the design that are known now.
+        finished: counts those of them that are finished; called only if there is something to record.
+    """
+    known = registrations(ledger)
+    if not known or known[-1].digest != digest:
+        entry = Registration(digest, time, trials, finished())
+        ledger.describe(**{_FACT: json.dumps([asdict(each) for each in (*known, entry)])})
+
+
+def registered_text(ledger: Ledger) -> str:
+    """Return the registrations in words, with what changed between them; "" if there are none."""
+    first, *later = [each.text for each in registrations(ledger)] or [""]
+    return "; changed to ".join((first, *later))

@@ -1,0 +1,1 @@
+"""Trials that users' functions and commands compute: their interface, their processes and their mistakes."""

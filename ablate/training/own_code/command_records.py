@@ -1,0 +1,148 @@
+"""Records of a trial from the lines of JSON that a user's command writes."""
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
+
+from ablate.training.loop import Record
+from ablate.training.metric_names import FIRST_NONFINITE
+from ablate.training.own_code.command_process import Line
+from ablate.training.own_code.process_environment import ACKNOWLEDGEMENT
+
+REMEDY = (
+    "read the recipe from the JSON file that ABLATE_RECIPE names and confirm it: ablate.convert(model,"
+    ' ablate.recipe()) does both; other code prints one line {"ablate/recipe": "<hash>"} before its first'
+    " metrics, where <hash> is the first 16 hex digits of the file's SHA-256"
+)
+
+
+class CommandRecords:
+    """Parser of a command's lines. Metrics of one step are one record, which ends when the next step begins.
+
+    Args:
+        expected: hash of the recipe that the command has to confirm; None if it need not.
+        printed: True if lines of standard output may be metrics.
+        steps: optimizer steps of the run.
+        tokens_per_step: tokens of a step.
+    """
+
+    def __init__(self, expected: str | None, printed: bool, steps: int, tokens_per_step: int) -> None:
+        self._expected, self._printed = expected, printed
+        self._steps, self._tokens = steps, tokens_per_step
+        self._step = 0
+        self._latest: dict[bool, int] = {}
+        """Latest step of each source: file or standard output."""
+        self._metrics: dict[str, float] = {}
+        self.confirmed = expected is None
+        """True once the command has confirmed the recipe."""
+
+    def add(self, batch: Iterable[Line]) -> Iterator[Record]:
+        """Yield the records that a batch of lines completes. Other lines are printed, which is the log.
+
+        Raises:
+            RuntimeError: metrics come before the recipe was confirmed, another recipe is confirmed, or a step
+                is not possible.
+        """
+        lines = [(line, self._parsed(line)) for line in batch]
+        for line, content in lines:
+            if content is None:
+                print(line.text, flush=True)
+            elif ACKNOWLEDGEMENT in content:
+                self._confirm(content[ACKNOWLEDGEMENT])
+        logged = [
+            self._ordered(content, line)
+            for line, content in lines
+            if content and ACKNOWLEDGEMENT not in content
+        ]
+        if logged and not self.confirmed:
+            raise RuntimeError(f"the command logged metrics without confirming the recipe; {REMEDY}")
+        for step, metrics in sorted(logged, key=itemgetter(0)):  # of the file and of standard output
+            yield from self._log(step, metrics)
+            if self.diverged:
+                return
+
+    def finish(self) -> Iterator[Record]:
+        """Yield the last record, after the command has ended.
+
+        Raises:
+            RuntimeError: there is no record.
+        """
+        if not self.confirmed:
+            raise RuntimeError(f"the command ended without confirming the recipe; {REMEDY}")
+        if not self._step:
+            where = "print it, or call ablate.log" if self._printed else "append it to ABLATE_METRICS"
+            raise RuntimeError(
+                'the command ended without metrics: a line is JSON such as {"step": 10, "val/loss": 2.5};'
+                f" {where}"
+            )
+        yield self._record()
+
+    def _parsed(self, line: Line) -> dict[str, object] | None:
+        """Return the content of a line of metrics or of a confirmation; None for any other line."""
+        text = line.text.strip()
+        if not text.startswith("{"):
+            return None
+        try:
+            content = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if ACKNOWLEDGEMENT in content:
+            return content
+        step = content.get("step")
+        if not (self._printed or line.of_file) or type(step) is not int or step < 1:
+            return None
+        return content
+
+    def _confirm(self, confirmed: object) -> None:
+        if self._expected is not None and confirmed != self._expected:
+            raise RuntimeError(
+                f"the command confirms recipe {confirmed!r}, and the arm's is {self._expected!r}; {REMEDY}"
+            )
+        self.confirmed = True
+
+    def _ordered(self, content: dict[str, object], line: Line) -> tuple[int, dict[str, object]]:
+        """Return step and metrics of a line; RuntimeError if the step is not possible."""
+        step = content["step"]
+        assert isinstance(step, int)
+        before = self._latest.get(line.of_file, 0)
+        if step < before or step > self._steps:
+            why = f"comes after step {before}" if step < before else f"is beyond step {self._steps}"
+            remedy = (
+                "" if step < before else "; give it the number of steps: {steps} in `run`, or ABLATE_STEPS"
+            )
+            raise RuntimeError(f"the command logged step {step}, which {why}{remedy}: {line.text[:200]}")
+        self._latest[line.of_file] = step
+        return step, content
+
+    def _log(self, step: int, content: dict[str, object]) -> Iterator[Record]:
+        if step < self._step:
+            raise RuntimeError(
+                f"the command logged step {step} after step {self._step}, one of them in the file and one on"
+                " standard output; use one of the two"
+            )
+        if step > self._step and self._step:
+            yield self._record()
+        self._step = step
+        for name, value in content.items():
+            if name == "step" or not name.strip():
+                continue
+            try:
+                if isinstance(value, bool) or not isinstance(value, (int, float)):
+                    raise TypeError
+                self._metrics[name] = float(value)
+            except (TypeError, OverflowError):
+                left_out = f"{name[:100]!a} is left out, not a number that fits a float"
+                print(f"step {step}: {left_out}: {ascii(value)[:200]}", flush=True)
+        if not math.isfinite(self._metrics.get("train/loss", 0.0)):
+            self._metrics[FIRST_NONFINITE] = float(step)
+
+    def _record(self) -> Record:
+        metrics, self._metrics = self._metrics, {}
+        metrics.setdefault("tokens", float(self._step * self._tokens))
+        return Record(self._step, metrics)
+
+    @property
+    def diverged(self) -> bool:
+        """True if the latest step's train/loss is not finite: the trial is over."""
+        return FIRST_NONFINITE in self._metrics
