@@ -49,6 +49,10 @@ class InputError(Exception):
         self.problems = list(problems)
 
 
+class OutsideStepError(RuntimeError):
+    """A converted model was called outside a training step. At fault is the line that called the model."""
+
+
 def nearest(word: str, valid: Iterable[str], count: int = 6) -> str:
     """Return a hint for a mistyped word: `'clip' is the nearest of clip, element, ...`."""
     return _nearest(word, tuple(valid), count)

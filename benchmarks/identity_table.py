@@ -235,7 +235,7 @@ def env(**variables: str) -> Callable[[Place], object]:
     return lambda place: place.env.update(variables)
 
 
-LATE, CODE = "sitecustomize__py", "docs/benchmarks.md:"
+LATE, CODE = "sitecustomize__py", "docs/operations.md:"
 UNSEEN, MACHINE = CODE + "a file that code opens by itself", CODE + "its result is reused on any machine"
 PROCESSORS = "kinds of processors or versions of torch"
 CLOCK = "import time\nreal = time.time\ntime.time = lambda: real() - 86400\n"

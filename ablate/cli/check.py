@@ -1,9 +1,13 @@
 """`ablate check`: run the contract of workloads on one's own training code."""
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, console
@@ -15,6 +19,9 @@ from ablate.experiment.yaml_document import scalar
 from ablate.files import Json
 from ablate.recipes import Recipe
 from ablate.training.workloads import Workload
+
+_SILENT_SECONDS = 10.0
+"""Seconds after which a line says where the runs are, if the output is no terminal."""
 
 
 def check(
@@ -31,8 +38,9 @@ def check(
     """Check that a training function keeps the promises that comparisons rest on.
 
     It is run for a few steps, about ten times: it must repeat to the bit, honour its seed, be unchanged by
-    measurements, pass the recipe on to its layers, and resume bit for bit. Exit status: 0 all kept, 1 one is
-    not, 2 bad input.
+    measurements, pass the recipe on to its layers, and resume bit for bit. The first promise that is broken
+    ends the check. Files that it reads and that are not in a trial's identity are listed. Exit status: 0 all
+    kept, 1 one is not, 2 bad input.
     """
     workload, recipe, metrics, anneals = _workload(file, function, config or [])
     workload = workload.model_copy(update={"steps": steps})
@@ -40,16 +48,36 @@ def check(
     screen.print(f"Running {file} for {steps} steps, several times ...")
     from ablate.verification.workload_checks import Runs, promises
 
-    broken = 0
-    for promise in promises(Runs(workload, recipe=recipe, metrics=metrics, anneals=anneals)):
-        broken += not promise.kept
-        word = Text("PASS", "green") if promise.kept else Text("FAIL", "bold red")
-        screen.print(Text.assemble(word, "  ", promise.name))
-        screen.print(Text(f"      {promise.detail}", "dim" if promise.kept else ""))
-        if promise.remedy:
-            screen.print(Text(f"      To mend: {promise.remedy}"))
-    screen.print("" if broken else "A sweep may compare runs of this function.")
+    broken = False
+    with screen.status("") as status:
+        show = ProgressLine(screen, status)
+        for promise in promises(Runs(workload, "cpu", recipe, metrics, anneals, show)):
+            broken |= not promise.kept
+            word = Text("PASS", "green") if promise.kept else Text("FAIL", "bold red")
+            if promise.kept and promise.remedy:
+                word = Text("NOTE", "yellow")
+            screen.print(Text.assemble(word, "  ", promise.name))
+            screen.print(Text(f"      {promise.detail}", "dim" if word.plain == "PASS" else ""))
+            if promise.remedy:
+                screen.print(Text(f"      To mend: {promise.remedy}"))
+    last = "A sweep may compare runs of this function."
+    screen.print("The checks after the failed one were not run: mend it and check again." if broken else last)
     raise typer.Exit(FAILED if broken else DONE)
+
+
+class ProgressLine:
+    """Progress of the runs: beside a spinner in a terminal, else a line if none came for a while."""
+
+    def __init__(self, screen: Console, status: Status, clock: Callable[[], float] = time.monotonic) -> None:
+        self.screen, self.status, self.clock = screen, status, clock
+        self.shown = clock()
+
+    def __call__(self, text: str) -> None:
+        """Show the progress of the present run."""
+        self.status.update(text)
+        if not self.screen.is_terminal and self.clock() - self.shown > _SILENT_SECONDS:
+            self.shown = self.clock()
+            self.screen.print(f"      ... {text}")
 
 
 def _workload(

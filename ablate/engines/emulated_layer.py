@@ -49,6 +49,7 @@ from torch import Tensor, nn
 from ablate.engines.nonfinite import NonfiniteCount
 from ablate.engines.ranks import Divided, DrawArguments, Sharded, whole
 from ablate.engines.weight_source import Source
+from ablate.errors import OutsideStepError
 from ablate.numerics import choices
 from ablate.numerics.estimators import slope
 from ablate.numerics.hadamard import rotate
@@ -162,7 +163,7 @@ class EmulatedLinear(nn.Linear):
         """Begin a forward pass: report it to `called`, and return the micro-batch that it belongs to.
 
         Raises:
-            RuntimeError: no step of the recipe is in force.
+            OutsideStepError: no step of the recipe is in force.
         """
         if "_leader" in vars(self):
             leader = vars(self)["_leader"]
@@ -171,7 +172,7 @@ class EmulatedLinear(nn.Linear):
             evaluating = self.clock.stream == "evaluation"
             self.histories = leader.histories if evaluating else vars(self)["_own_histories"]
         if isinstance(self.products, NotInForce):
-            raise RuntimeError(
+            raise OutsideStepError(
                 f"{self.name}: no step of the recipe is in force, so nothing would be quantised;"
                 f" {self.products.remedy}"
             )

@@ -89,7 +89,7 @@ class Measurements(dict[str, float]):
         return "\n".join([*(f"{text}: {self[text]:.4g}" for text in shown), *more])
 
 
-_OUTSIDE = "call the model inside `with run.step():`, or inside `with run.evaluation():` to evaluate it"
+_OUTSIDE = "call the model inside `with {0}.step():`, or inside `with {0}.evaluation():` to evaluate it"
 _RESTORED = "the model was restored to plain layers"
 _LEAST = 0.5
 """Share of a model's matrix weights below which `convert` warns."""
@@ -110,12 +110,13 @@ class Conversion:
         run: Run | None,
         measure_every: int,
         layers: Sequence[LayerRow],
+        handle: str = "run",
     ) -> None:
         self.model, self.layers = model, list(layers)
         """The layers: a row for each matrix of the model, with the reason if it is not converted."""
         self.measure_every = measure_every
         self.steps_done = 0
-        self.engine, self._run = engine, run or Run(2**31)
+        self.engine, self._run, self._handle = engine, run or Run(2**31), handle
         self._within: str | None = None
         """Context that is open: `step` or `evaluation`."""
         self._calls = Calls()
@@ -128,7 +129,7 @@ class Conversion:
         for layer in engine.layers.values():
             layer.called, layer.returned = self._begin_call, self._end_call
             layer.compiled = operator(layer)
-        engine.end(_OUTSIDE)
+        engine.end(_OUTSIDE.format(self._handle))
 
     def __repr__(self) -> str:
         """Return the number of converted layers and their share of the weights, and the layers left out."""
@@ -264,7 +265,7 @@ class Conversion:
             RuntimeError: called outside of `step()`.
         """
         if self._within != "step":
-            raise RuntimeError("compare_gradient measures a step: call it inside `with run.step():`")
+            raise RuntimeError(f"compare_gradient: call it inside `with {self._handle}.step():`")
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         kept, clock, calls = [p.grad for p in parameters], self.engine.clock, self._calls
         moment = clock.micro_batch
@@ -391,7 +392,7 @@ class Conversion:
 
     def _end(self) -> None:
         self._within, self._casts = None, {}
-        self.engine.end(_OUTSIDE)
+        self.engine.end(_OUTSIDE.format(self._handle))
 
     def _begin_call(self, layer: EmulatedLinear) -> int:
         """Return the micro-batch of a forward pass; the second call of a layer begins the next one."""
@@ -461,7 +462,7 @@ class Conversion:
             return
         if self._within != "step":
             raise RuntimeError(
-                "the recipe has rules for weights: call optimizer.step() inside `with run.step():`"
+                f"a recipe with rules for weights needs optimizer.step() inside `with {self._handle}.step():`"
             )
         quantised = (layer.weight for layer in self.engine.layers.values())
         if (
@@ -494,8 +495,9 @@ def convert(
     blocks: str | None = None,
     wanted: Callable[[str, nn.Module], bool] | None = None,
     measure_every: int = 50,
+    handle: str = "run",
 ) -> Conversion:
-    """Convert a model in place and return its handle; `ablate.convert` has the arguments' meaning.
+    """Convert a model in place and return its handle, `handle` in messages; `ablate.convert` has the rest.
 
     Raises:
         ValueError: no layer would be converted, the recipe does not fit the model, or its schedule needs
@@ -528,7 +530,7 @@ def convert(
             f" The largest left out: {listed}",
             stacklevel=3,
         )
-    return Conversion(model, engine, run, measure_every, layers)
+    return Conversion(model, engine, run, measure_every, layers, handle)
 
 
 def _refuse_unknown_length(recipe: Recipe, run: Run | None) -> None:

@@ -5,28 +5,36 @@ only if the code keeps some promises, and code that breaks one still trains and 
 check here runs the code for a few steps, breaks one promise on purpose if it can be broken, and compares
 records exactly.
 
-A check that fails says what to mend. Speed and memory are never compared.
+A check that fails says what to mend, and ends the checks: those after it would find what follows from it.
+Speed and memory are never compared.
 """
 
 import math
 import tempfile
-from collections.abc import Collection, Generator, Iterator
+import time
+from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from ablate.errors import nearest
 from ablate.recipes import PRESETS, Recipe
+from ablate.results.number_text import counted
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.fork_design import Forks
 from ablate.training.loop import Record, Telemetry
 from ablate.training.metric_names import is_added
+from ablate.training.own_code.user_errors import described
 from ablate.training.workloads import Workload
 from ablate.training.workloads.command import Command
+from ablate.training.workloads.own_code import OwnCode
 from ablate.training.workloads.python import Python
+from ablate.verification.file_reads import opened, unseen
 
 STEPS = 6
 """Optimizer steps of a check's runs."""
+_LISTED = 10
+"""Files that a note names."""
 _SELDOM = Telemetry(every=10**6, shadow=10**6, log=1)
 _OFTEN = Telemetry(every=1, shadow=2, log=1)
 
@@ -40,7 +48,7 @@ class Promise:
     detail: str
     """The comparison, or the first difference."""
     remedy: str = ""
-    """Way to mend it; empty if the promise is kept."""
+    """Way to mend it; of a kept promise, advice."""
 
 
 Curve = dict[tuple[int, str], float]
@@ -57,6 +65,7 @@ class Runs:
         recipe: Recipe | None = None,
         metrics: Collection[str] = (),
         anneals: bool = False,
+        show: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Make no run yet.
 
@@ -66,10 +75,21 @@ class Runs:
             recipe: the recipe of the runs; None: nvfp4.
             metrics: names that the experiment compares arms by.
             anneals: the experiment forks the code's checkpoint at a rate that falls to zero.
+            show: called with the progress of the present run, when it begins and after each record.
         """
         self.workload, self.device, self.metrics, self.anneals = workload, device, metrics, anneals
         self.recipe = recipe or PRESETS["nvfp4"]()
+        self._show, self._begun, self._since = show, 0, time.time()
+        self._opened: set[str] = set()
         self._kept: dict[tuple[object, ...], list[Record]] = {}
+
+    @property
+    def unseen(self) -> list[Path]:
+        """Files that the runs have read and whose content is not in a trial's identity."""
+        if not isinstance(self.workload, OwnCode):
+            return []
+        known = {path.resolve() for path in self.workload.files()}
+        return unseen(self._opened, known, self._since)
 
     def records(
         self,
@@ -82,200 +102,207 @@ class Runs:
         """Return the records of a run; `again` runs it once more."""
         key = (recipe, seed, telemetry, again)
         if key not in self._kept:
-            self._kept[key] = list(
-                self.workload.records(recipe or self.recipe, seed, "emulated", self.device, telemetry)
-            )
+            self._kept[key] = list(self._run(recipe or self.recipe, seed, telemetry))
         return self._kept[key]
 
     def forked(self, anneal: bool) -> list[Record]:
         """Return the records of one window from the code's own checkpoint, with a falling rate or not."""
-        assert isinstance(self.workload, Python), "only such code forks its own checkpoint"
         forks = Forks(trunk=None, positions=(0,), windows=(self.workload.steps,), anneal=anneal)
-        return list(self.workload.records(self.recipe, 0, "emulated", self.device, _SELDOM, forks=forks))
+        return list(self._run(forks=forks))
 
     def interrupted(self, at: int, folder: Path) -> tuple[list[Record], int | None]:
         """Return the records of a run that was stopped after `at` steps and continued, and where from."""
         path = folder / "checkpoint.pt"
-        first = self.workload.records(
-            self.recipe, 0, "emulated", self.device, _SELDOM, Checkpoints(path, "check", 0)
-        )
-        taken = []
-        for record in islice(first, at + 1):  # the checkpoint of `at` is written before the next record
-            taken.append(record)
-        if isinstance(first, Generator):
-            first.close()
+        first = self._run(checkpoints=Checkpoints(path, "check", 0))
+        taken = list(islice(first, at + 1))  # the checkpoint of `at` is written before the next record
+        first.close()
         checkpoints = Checkpoints(path, "check", 0)
-        rest = list(self.workload.records(self.recipe, 0, "emulated", self.device, _SELDOM, checkpoints))
-        return [*taken[:at], *rest], checkpoints.resumed
+        return [*taken[:at], *self._run(checkpoints=checkpoints)], checkpoints.resumed
+
+    def _run(
+        self,
+        recipe: Recipe | None = None,
+        seed: int = 0,
+        telemetry: Telemetry = _SELDOM,
+        checkpoints: Checkpoints | None = None,
+        forks: Forks | None = None,
+    ) -> Generator[Record, None, None]:
+        """Run the workload, show the progress, and collect the files that it opens."""
+        self._begun += 1
+        self._show(f"run {self._begun} of about 8")
+        recipe = recipe or self.recipe
+        if forks:
+            assert isinstance(self.workload, Python), "only such code forks its own checkpoint"
+            source = self.workload.records(recipe, seed, "emulated", self.device, telemetry, forks=forks)
+        else:
+            source = self.workload.records(recipe, seed, "emulated", self.device, telemetry, checkpoints)
+        with opened() as paths:
+            try:
+                for record in source:
+                    self._show(f"run {self._begun} of about 8: step {record.step} of {self.workload.steps}")
+                    yield record
+            finally:
+                if isinstance(source, Generator):
+                    source.close()
+                self._opened |= paths
 
 
 def promises(runs: Runs) -> Iterator[Promise]:
-    """Run every check, one after the other; the first failure to run ends them."""
-    try:
-        first = runs.records()
-    except Exception as error:
-        where = _place(error)
-        yield Promise("it runs", False, f"{type(error).__name__}: {error}{where}", "mend this error first")
-        return
-    yield _finite(first)
-    if runs.metrics:
-        yield _compared(first, runs.metrics)
-    reaches = () if runs.recipe.plain else (_recipe,)
-    forks = (_anneals,) if runs.anneals else ()
-    yield _takes_its_steps(first, runs.workload.steps)
-    for check in (_repeats, _seeds, *reaches, *forks, _telemetry, _resumes):
+    """Run the checks one after the other, until a promise is broken, and yield the outcome of each."""
+    checks = [
+        ("it runs and logs finite numbers", _finite),
+        *([("it logs what arms are compared by", _compared)] if runs.metrics else []),
+        ("it takes the steps that it is given", _takes_its_steps),
+        ("it repeats: the same seed gives the same numbers", _repeats),
+        ("it honours the seed: another seed gives other numbers", _seeds),
+        *([] if runs.recipe.plain else [("the recipe reaches the layers", _recipe)]),
+        *([("the learning rate falls in a window", _anneals)] if runs.anneals else []),
+        ("measuring changes nothing", _telemetry),
+        ("it resumes bit for bit", _resumes),
+    ]
+    for name, check in checks:
         try:
-            yield check(runs)
+            detail, remedy = check(runs)
         except Exception as error:
-            name = check.__name__.strip("_")
-            yield Promise(name, False, f"{type(error).__name__}: {error}{_place(error)}", "mend this error")
+            detail = str(described(error) or f"{type(error).__name__}: {error}")
+            name, remedy = ("it runs" if check is _finite else name), "mend this error first"
+        yield Promise(name, not remedy, detail, remedy)
+        if remedy:
+            break
+    if files := runs.unseen:
+        yield _reads(files)
 
 
-def _finite(records: list[Record]) -> Promise:
-    curve = _curve(records)
-    wrong = next(
-        (
-            f"{name} is {value} at step {step}"
-            for (step, name), value in curve.items()
-            if not math.isfinite(value)
-        ),
-        "",
-    )
-    steps = {record.step for record in records}
+Outcome = tuple[str, str]
+"""Comparison, or the first difference; and the way to mend it, empty if the promise is kept."""
+
+
+def _finite(runs: Runs) -> Outcome:
+    curve = _curve(runs.records())
     if not curve:
-        return Promise(
-            "it logs", False, "no metric was logged", 'call trial.log({"train/loss": ...}) after each step'
-        )
-    return Promise(
-        "it runs and logs finite numbers",
-        not wrong,
-        wrong or f"{len({name for _, name in curve})} metrics at {len(steps)} steps",
-        "lower the learning rate" if wrong else "",
-    )
+        return "no metric was logged", 'call trial.log({"train/loss": ...}) after each step'
+    for (step, name), value in curve.items():
+        if not math.isfinite(value):
+            return f"{name} is {value} at step {step}", "lower the learning rate"
+    names, steps = {name for _, name in curve}, {record.step for record in runs.records()}
+    return f"{counted(len(names), 'metric')} at {counted(len(steps), 'step')}", ""
 
 
-def _compared(records: list[Record], metrics: Collection[str]) -> Promise:
-    logged = sorted({name for record in records for name in record.metrics})
+def _compared(runs: Runs) -> Outcome:
+    logged = sorted({name for record in runs.records() for name in record.metrics})
     own = [name for name in logged if not is_added(name)]
-    missing = [name for name in metrics if name not in logged]
-    return Promise(
-        "it logs what arms are compared by",
-        not missing,
-        f"it logs {', '.join(own)}; not {', '.join(missing)}" if missing else ", ".join(metrics),
-        f"correct `metric:` in the experiment ({nearest(missing[0], own)}), or log it" if missing else "",
+    missing = [name for name in runs.metrics if name not in logged]
+    if not missing:
+        return ", ".join(runs.metrics), ""
+    return (
+        f"it logs {', '.join(own)}; not {', '.join(missing)}",
+        f"correct `metric:` in the experiment ({nearest(missing[0], own)}), or log it",
     )
 
 
-def _takes_its_steps(records: list[Record], steps: int) -> Promise:
-    last = max(record.step for record in records)
-    return Promise(
-        "it takes the steps that it is given",
-        last == steps,
-        f"the last record is that of step {last} of {steps}" if last < steps else f"{steps} steps",
+def _takes_its_steps(runs: Runs) -> Outcome:
+    last, steps = max(record.step for record in runs.records()), runs.workload.steps
+    if last == steps:
+        return f"{steps} steps", ""
+    return (
+        f"the last record is that of step {last} of {steps}",
         "runs of unequal length are not compared: train until the last step, and log it",
     )
 
 
-def _repeats(runs: Runs) -> Promise:
+def _repeats(runs: Runs) -> Outcome:
     difference = first_difference(runs.records(), runs.records(again=True))
-    return Promise(
-        "it repeats: the same seed gives the same numbers",
-        not difference,
-        difference or "two runs of seed 0 are equal to the bit",
+    if not difference:
+        return "two runs of seed 0 are equal to the bit", ""
+    return (
+        difference,
         "something draws random numbers that trial.seed does not determine: a numpy Generator or"
-        " random.Random without a seed, os.urandom, the time, or the order of a set; seed each by trial.seed"
-        if difference
-        else "",
+        " random.Random without a seed, os.urandom, the time, or the order of a set; seed each by trial.seed",
     )
 
 
-def _seeds(runs: Runs) -> Promise:
+def _seeds(runs: Runs) -> Outcome:
     plain = PRESETS["bf16"]()  # quantisers draw by the seed too
-    same = not first_difference(runs.records(recipe=plain), runs.records(recipe=plain, seed=1))
-    return Promise(
-        "it honours the seed: another seed gives other numbers",
-        not same,
-        "seeds 0 and 1 give the same numbers" if same else "seeds 0 and 1 differ",
+    if first_difference(runs.records(recipe=plain), runs.records(recipe=plain, seed=1)):
+        return "seeds 0 and 1 differ", ""
+    return (
+        "seeds 0 and 1 give the same numbers",
         "weights and data do not depend on trial.seed: look for torch.manual_seed(...) or another seed with a"
-        " fixed number, and give it trial.seed"
-        if same
-        else "",
+        " fixed number, and give it trial.seed",
     )
 
 
-def _telemetry(runs: Runs) -> Promise:
-    difference = first_difference(runs.records(), runs.records(telemetry=_OFTEN))
-    return Promise(
-        "measuring changes nothing",
-        not difference,
-        difference or "measured in every step and in none: equal to the bit",
-        "a measurement of operands changed the training; a hook or a metric of your own may draw random"
-        " numbers"
-        if difference
-        else "",
-    )
-
-
-def _recipe(runs: Runs) -> Promise:
-    same = not first_difference(runs.records(), runs.records(recipe=PRESETS["bf16"]()))
-    share = max((record.metrics.get("flops/fp4_share", 0.0) for record in runs.records()), default=0.0)
-    return Promise(
-        "the recipe reaches the layers",
-        not same,
-        "nvfp4 and bf16 give the same numbers"
-        if same
-        else "nvfp4 and bf16 differ" + (f"; {share:.0%} of the layers' FLOPs in FP4" if share else ""),
+def _recipe(runs: Runs) -> Outcome:
+    if first_difference(runs.records(), runs.records(recipe=PRESETS["bf16"]())):
+        share = max((record.metrics.get("flops/fp4_share", 0.0) for record in runs.records()), default=0.0)
+        more = f"; {share:.0%} of the layers' FLOPs in FP4" if share else ""
+        return f"nvfp4 and bf16 differ{more}", ""
+    return (
+        "nvfp4 and bf16 give the same numbers",
         "the model that is trained is not the one that trial.convert changed: convert it before the first"
-        " step, and call its layers (not their weights)"
-        if same
-        else "",
+        " step, and call its layers (not their weights)",
     )
 
 
-def _anneals(runs: Runs) -> Promise:
+def _anneals(runs: Runs) -> Outcome:
     """The rate is multiplied by the factor: a window in which it falls gives other numbers."""
     try:
-        same = not first_difference(runs.forked(True), runs.forked(False))
-        detail = "a window with a falling rate and one without give the same numbers" if same else ""
+        if first_difference(runs.forked(True), runs.forked(False)):
+            return "a window with a falling rate and one without differ", ""
+        detail = "a window with a falling rate and one without give the same numbers"
     except RuntimeError as error:
-        same, detail = True, str(error)
-    return Promise(
-        "the learning rate falls in a window",
-        not same,
-        detail or "a window with a falling rate and one without differ",
+        detail = str(error)
+    return (
+        detail,
         "multiply the rate by trial.lr_factor in every step, before the optimizer's; leave out a warm-up and"
-        " a decay of your own where trial.forked is true"
-        if same
-        else "",
+        " a decay of your own where trial.forked is true",
     )
 
 
-def _resumes(runs: Runs) -> Promise:
-    name = "it resumes bit for bit"
+def _telemetry(runs: Runs) -> Outcome:
+    difference = first_difference(runs.records(), runs.records(telemetry=_OFTEN))
+    if not difference:
+        return "measured in every step and in none: equal to the bit", ""
+    return (
+        difference,
+        "a measurement of operands changed the training; a hook or a metric of your own may draw random"
+        " numbers",
+    )
+
+
+def _resumes(runs: Runs) -> Outcome:
     half = max(1, runs.workload.steps // 2)
     with tempfile.TemporaryDirectory() as folder:
         records, resumed = runs.interrupted(half, Path(folder))
     if resumed is None and isinstance(runs.workload, Command):
-        return Promise(
-            name, True, "it writes no checkpoint into ABLATE_CHECKPOINT: a killed trial begins anew"
-        )
+        return "it writes no checkpoint into ABLATE_CHECKPOINT: a killed trial begins anew", ""
     if resumed is None:
-        return Promise(
-            name,
-            False,
+        return (
             "no checkpoint was written",
             "call trial.checkpoint(model=model, optimizer=optimizer) before the steps; without it a killed"
             " trial begins anew",
         )
     difference = first_difference(runs.records(), records)
-    return Promise(
-        name,
-        not difference,
-        difference or f"stopped after step {half} and continued: equal to the bit",
+    if not difference:
+        return f"stopped after step {half} and continued: equal to the bit", ""
+    return (
+        difference,
         "something that later steps depend on is not in trial.checkpoint(...): the optimizer, a scheduler, a"
-        " moving average, a scaler, or the loader's place; take batches from trial.steps(loader)"
-        if difference
-        else "",
+        " moving average, a scaler, or the loader's place; take batches from trial.steps(loader)",
+    )
+
+
+def _reads(files: list[Path]) -> Promise:
+    """Return the note on files that the code reads and a trial's identity does not have."""
+    folder = Path.cwd()
+    shown = [str(path.relative_to(folder) if path.is_relative_to(folder) else path) for path in files]
+    more = f" and {len(shown) - _LISTED} more" if len(shown) > _LISTED else ""
+    return Promise(
+        f"it reads {counted(len(files), 'file')} that a trial's identity does not have",
+        True,
+        ", ".join(shown[:_LISTED]) + more,
+        "an edit of such a file does not run a finished trial again; list data under `data:` and code under"
+        " `sources:` of the workload",
     )
 
 
@@ -297,14 +324,3 @@ def first_difference(one: list[Record], other: list[Record]) -> str:
             step, name = key
             return f"{name} at step {step}: {a!r} and {b!r}"
     return ""
-
-
-def _place(error: BaseException) -> str:
-    """Return file and line of the user's code that raised an error."""
-    import traceback
-
-    frames = [
-        f for f in traceback.extract_tb(error.__traceback__) if "ablate" not in Path(f.filename).parts[:-1]
-    ]
-    own = [f for f in frames if "site-packages" not in f.filename and "lib/python" not in f.filename]
-    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""

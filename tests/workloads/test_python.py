@@ -1,5 +1,6 @@
 """A training function of one's own as a workload: what it may do, what identifies it, what `ablate check` finds."""
 
+import io
 import math
 import os
 import re
@@ -7,9 +8,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 from support.commands import here
 from support.workloads import OWN_CODE
 
+from ablate.cli.check import ProgressLine
 from ablate.cli.init import init
 from ablate.errors import InputError
 from ablate.experiment.load import load
@@ -97,6 +100,56 @@ def test_a_function_that_ends_before_its_last_step_is_named(code):
     changed(code, (logs, f"{logs}\n        if _ == 2:\n            break"))
     broken = [promise for promise in promises(Runs(workload(code, steps=6))) if not promise.kept]
     assert "step 3 of 6" in broken[0].detail
+
+
+def test_the_first_broken_promise_ends_the_checks(code):
+    changed(code, ('trial.log({"train/loss": loss.item()})', "pass"), ("trial.log(", "print("))
+    (only,) = promises(Runs(workload(code)))
+    assert (only.kept, only.detail) == (False, "no metric was logged")
+
+
+def test_a_forgotten_step_is_named_at_the_call_of_the_model(code):
+    """The model's own `forward` is in another file, which has no mistake."""
+    changed(
+        code,
+        ("trial.compare_gradient(lambda x=x: loss_of(model, x).backward())", "pass"),
+        ("with trial.step():", "if True:"),
+        ("loss = loss_of(model, x)", "loss = model(x).mean()"),
+    )
+    (only,) = promises(Runs(workload(code)))
+    text = (code / "train.py").read_text().splitlines()
+    line = next(number for number, words in enumerate(text, 1) if "loss = model(x)" in words)
+    assert "call the model inside `with trial.step():`" in only.detail
+    assert only.detail.endswith(f"train.py:{line})")
+
+
+def test_files_that_the_code_reads_and_its_identity_does_not_have_are_named(code):
+    names = {"top.json", "late.txt", "other.py", "listed.txt"}
+    for name in names:
+        (code / name).write_text("1")
+    here_is = f"import importlib, pathlib\nHERE = pathlib.Path({str(code)!r})\n"
+    changed(
+        code,
+        ("import torch\n", f"import torch\n{here_is}TOP = (HERE / 'top.json').read_text()\n"),
+        (
+            "    torch.manual_seed(trial.seed)\n",
+            "    torch.manual_seed(trial.seed)\n    importlib.import_module('oth' + 'er')\n"
+            "    open(HERE / 'late.txt').close(), open(HERE / 'listed.txt').close()\n"
+            "    (HERE / 'own.txt').write_text('1'), (HERE / 'own.txt').read_text()\n",
+        ),
+    )
+    runs = Runs(workload(code, data=(str(code / "listed.txt"),)))
+    runs.records()
+    assert [path.name for path in runs.unseen] == ["late.txt", "other.py", "top.json"]
+
+
+def test_progress_is_a_line_once_the_output_was_silent_for_a_while():
+    screen, now = Console(file=io.StringIO(), width=80), [0.0]
+    with screen.status("") as status:
+        show = ProgressLine(screen, status, lambda: now[0])
+        for now[0], text in ((1.0, "run 1"), (11.0, "run 2"), (12.0, "run 3"), (22.0, "run 4")):
+            show(text)
+    assert screen.file.getvalue().split() == ["...", "run", "2", "...", "run", "4"]
 
 
 def test_an_error_is_reported_with_its_line(code):

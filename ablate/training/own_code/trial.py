@@ -191,6 +191,7 @@ class Trial:
                 blocks=blocks,
                 wanted=filter,
                 measure_every=self._telemetry.every,
+                handle="trial",
             )
         )
         return model

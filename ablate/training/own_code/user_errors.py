@@ -21,15 +21,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from traceback import FrameSummary
-from types import TracebackType
+from types import FrameType, TracebackType
 
 from pydantic import ConfigDict
 
-from ablate.errors import InputError
+from ablate.errors import InputError, OutsideStepError
 
 _OURS = f"{Path(__file__).parents[1]}/"
 _CALLER = f"{_OURS}training/workloads/python.py"
 """File that calls a user's function."""
+_MODULE_CALL = "/torch/nn/modules/module.py"
+"""End of the path of the file by which torch calls a module."""
 _PACKAGES = ("/site-packages/", "/dist-packages/")
 _LIBRARIES = (*_PACKAGES, "/lib/python3.", "/lib64/python3.")
 """Parts of the paths of installed packages and of the standard library."""
@@ -57,7 +59,7 @@ class UserError:
 
     __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
     type: str
-    """Name of its class; empty for an InputError, whose message is a sentence for the user."""
+    """Name of its class; empty if the message is a sentence of this package for the user."""
     message: str
     """First line of its message."""
     file: str
@@ -101,7 +103,7 @@ def described(error: BaseException) -> UserError | None:
     if inner := printed(str(error).splitlines()):  # of a DataLoader's worker
         return inner
     for cause in _chain(error):
-        frames = _users_frames(cause.__traceback__)
+        frames = _users_frames(cause.__traceback__, isinstance(cause, OutsideStepError))
         if frames:
             break
     else:
@@ -112,7 +114,7 @@ def described(error: BaseException) -> UserError | None:
     names = [kind.__name__ for kind in type(error).__mro__]
     message = _first_line(str(error) if not isinstance(error, SyntaxError) else error.msg)
     shown = "".join(traceback.format_list(frames)).rstrip().splitlines()
-    kind = "" if isinstance(error, InputError) else _full_name(type(error))
+    kind = "" if isinstance(error, InputError | OutsideStepError) else _full_name(type(error))
     return UserError(kind, message, file, line, tuple(shown), _transient(names, message))
 
 
@@ -137,7 +139,7 @@ def printed(lines: Iterable[str]) -> UserError | None:
         elif text.startswith(" ") and frames:
             frames[-1][2].append(text)
         elif text:
-            own = [frame for frame in frames if _is_users(frame[0])]
+            own = [frame for frame in frames if is_users(frame[0])]
             if own and (last := _LAST.match(text)):
                 names = [kind.__name__ for kind in getattr(getattr(builtins, last[1], None), "__mro__", ())]
                 message = _first_line(last[2] or "")
@@ -156,9 +158,17 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         at = at.__cause__
 
 
-def _users_frames(stack: TracebackType | None) -> list[FrameSummary]:
-    """Return the frames of the user's code, the innermost last, below the call of the user's function."""
-    frames = traceback.extract_tb(stack)
+def _users_frames(stack: TracebackType | None, at_call: bool) -> list[FrameSummary]:
+    """Return the frames of the user's code, the innermost last, below the call of the user's function.
+
+    Args:
+        stack: traceback of the exception.
+        at_call: True to end at the call of the model, False to include the frames inside it.
+    """
+    frames = list(traceback.extract_tb(stack))
+    if at_call:
+        inner = (n for n, frame in enumerate(frames) if frame.filename.endswith(_MODULE_CALL))
+        frames = frames[: next(inner, len(frames))]
     calls = [number for number, frame in enumerate(frames) if frame.filename == _CALLER]
     inside = frames[calls[-1] + 1 :] if calls else []
     if not inside:
@@ -168,7 +178,7 @@ def _users_frames(stack: TracebackType | None) -> list[FrameSummary]:
     return [
         frame
         for frame in inside
-        if _is_users(frame.filename) or (package and frame.filename.startswith(package))
+        if is_users(frame.filename) or (package and frame.filename.startswith(package))
     ]
 
 
@@ -179,10 +189,20 @@ def _package(file: str, packages: str) -> str:
     return f"{folder}{packages}{name}{slash}"
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Return True for the path of a file of the user's code."""
     return (
         file.endswith(".py") and not file.startswith(_OURS) and not any(part in file for part in _LIBRARIES)
     )
+
+
+def is_called_by_user(frame: FrameType | None) -> bool:
+    """Return True if the user's function, or an import of its file, is among a frame and those above it."""
+    while frame is not None and frame.f_code.co_filename != _CALLER:
+        if is_users(frame.f_code.co_filename):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _transient(names: Iterable[str], message: str) -> bool:
