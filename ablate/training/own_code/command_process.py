@@ -21,7 +21,7 @@ from ablate.training.out_of_memory import kernel_kills, sign
 from ablate.training.own_code.user_errors import CommandError, printed
 
 # The guard's file, not its module: the working directory is the user's, whose modules must not replace ours.
-_GUARD = Path(__file__).parents[1] / "execution" / "process_guard.py"
+_GUARD = Path(__file__).parents[2] / "execution" / "process_guard.py"
 _POLL_SECONDS = 0.1
 _KEPT_LINES = 400
 """Lines of standard error in which an exception is looked for; torchrun adds many below it."""

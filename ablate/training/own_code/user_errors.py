@@ -27,7 +27,7 @@ from pydantic import ConfigDict
 
 from ablate.errors import InputError, OutsideStepError
 
-_OURS = f"{Path(__file__).parents[1]}/"
+_OURS = f"{Path(__file__).parents[2]}/"
 _CALLER = f"{_OURS}training/workloads/python.py"
 """File that calls a user's function."""
 _MODULE_CALL = "/torch/nn/modules/module.py"
