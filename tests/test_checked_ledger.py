@@ -26,14 +26,17 @@ CHANGE = (
     " AND trial IN (SELECT trial FROM members JOIN arms USING (arm) WHERE arms.name = 'rht=true')"
 )
 READERS = {
-    "evidence": ("tiny",),
-    "leaderboard": (),
-    "compare": ("tiny:rht=true", "tiny:rht=false"),
-    "export-tables": ("tiny", "--out", "{out}"),
-    "report": ("tiny", "--mlflow", "none"),
-    "status": ("tiny", "--verify"),
-    "sync": ("tiny", "--mlflow", "sqlite:///{out}/mlflow.db"),
-    "plan": ("{state}/../tiny.yaml",),
+    "show of one": ("show", "tiny"),
+    "show of all": ("show",),
+    "show of two": ("show", "tiny:rht=true", "tiny:rht=false"),
+    "show as tables": ("show", "tiny", "--to", "csv", "--out", "{out}"),
+    "report": ("report", "tiny", "--mlflow", "none"),
+    "status": ("status", "tiny", "--verify"),
+    "sync": ("sync", "tiny", "--mlflow", "sqlite:///{out}/mlflow.db"),
+    "plan": (
+        "plan",
+        "{state}/../tiny.yaml",
+    ),
 }
 """Commands that show or send numbers of the records of other runs of `ablate`, with arguments that make them do so."""
 OTHERS = {
@@ -96,8 +99,9 @@ def execute(path: Path, statement: str) -> None:
 
 def test_each_command_is_known_to_read_records_or_not_to():
     names = {verb for verbs in VERBS.values() for verb in verbs}
-    assert not READERS.keys() & OTHERS.keys()
-    assert names == READERS.keys() | OTHERS.keys()
+    read = {words[0] for words in READERS.values()}
+    assert not read & OTHERS.keys()
+    assert names == read | OTHERS.keys()
 
 
 def test_no_file_opens_a_ledger_for_reading_apart_unless_it_shows_no_record():
@@ -127,10 +131,10 @@ def test_a_changed_record_is_refused_by_every_command_in_one_sentence_with_the_w
             renamed.describe(name=name)
     words = [word.format(out=tmp_path, state=state) for word in READERS[reader]]
     if reader != "sync":  # MLflow takes seconds to start; tests/test_sync.py has what is whole
-        whole = here(reader, *words, "--state", state)
+        whole = here(*words, "--state", state)
         assert whole.returncode == 0, whole.stderr
     execute(path, CHANGE)
-    done = here(reader, *words, "--state", state)
+    done = here(*words, "--state", state)
     assert done.returncode == (1 if reader == "status" else 2)
     assert "Traceback" not in done.stderr
     lines = [line for line in (done.stdout + done.stderr).splitlines() if str(path) in line]
@@ -191,13 +195,13 @@ def test_what_has_no_seal_is_shown_as_unverified(copied, tmp_path):
     with ablate.reports.open("tiny", state=state) as results:
         assert results.unverified.startswith(text)
         assert text in repr(results)
-    for reader in ("evidence", "leaderboard", "compare", "export-tables"):
+    for reader in ("show of one", "show of all", "show of two", "show as tables"):
         words = [word.format(out=tmp_path, state=state) for word in READERS[reader]]
-        done = here(reader, *words, "--state", state)
+        done = here(*words, "--state", state)
         assert (done.returncode, text in done.stdout) == (0, True), reader
-    assert text in here("leaderboard", "--markdown", "--state", state).stdout
-    for reader in ("leaderboard", "compare"):
-        for entry in json.loads(here(reader, *READERS[reader], "--json", "--state", state).stdout):
+    assert text in here("show", "--to", "md", "--state", state).stdout
+    for reader in ("show of all", "show of two"):
+        for entry in json.loads(here(*READERS[reader], "--json", "--state", state).stdout):
             assert text in str(entry["unverified"])
 
 

@@ -104,7 +104,7 @@ def test_version_prints_the_version():
     [
         (["recipe", "show", "nvfp4_pa"], ["nvfp4_paper"]),
         (["report", "ti"], ["tiny"]),
-        (["leader"], ["leaderboard"]),
+        (["sho"], ["show"]),
         (["plan", "--js"], ["--json"]),
     ],
 )

@@ -24,12 +24,12 @@ from ablate.store.ledger import Ledger
 NOT_TEXT = b"\xff\xfe\x80{"
 DEEP = b"[" * 100_000
 READERS = {
-    "status": ("tiny",),
-    "leaderboard": (),
-    "evidence": ("tiny",),
-    "compare": ("tiny:rht=true", "tiny:rht=false"),
-    "export-tables": ("tiny", "--out", "{out}"),
-    "report": ("tiny", "--mlflow", "none"),
+    "status": ("status", "tiny"),
+    "show of one": ("show", "tiny"),
+    "show of all": ("show",),
+    "show of two": ("show", "tiny:rht=true", "tiny:rht=false"),
+    "show as tables": ("show", "tiny", "--to", "csv", "--out", "{out}"),
+    "report": ("report", "tiny", "--mlflow", "none"),
 }
 """Commands that read a ledger, with their arguments."""
 
@@ -53,7 +53,7 @@ def copy(swept, tmp_path):
 def read(verb: str, folder: Path):
     """Return the output of a command that reads sweep `tiny`."""
     words = (word.format(out=folder / "out") for word in READERS[verb])
-    return here(verb, *words, "--state", folder / "state")
+    return here(*words, "--state", folder / "state")
 
 
 def fail(folder: Path, word: str) -> None:
@@ -63,7 +63,7 @@ def fail(folder: Path, word: str) -> None:
         output = done.stdout + done.stderr
         text = " ".join(output.split())
         assert (word in text, "ledger.db" in text, "Traceback" in text) == (True, True, False), (verb, output)
-        assert verb in ("status", "leaderboard") or done.returncode == 2, verb
+        assert verb in ("status", "show of all") or done.returncode == 2, verb
         assert "rht=true" not in done.stdout or "other" in done.stdout, verb
 
 

@@ -261,7 +261,7 @@ def test_what_writes_refuses_a_state_folder_that_cannot_be_written(words, frozen
 def test_a_folder_or_a_lost_link_in_place_of_a_file_is_named_or_replaced(tmp_path):
     path, whole = write(tmp_path, **FAST), tmp_path / "whole"
     assert here("sweep", path, "--state", whole, *INLINE).returncode == 0
-    verbs = [("sweep", path, *INLINE), ("rebuild", path, "--force"), ("evidence", "tiny"), ("status",)]
+    verbs = [("sweep", path, *INLINE), ("rebuild", path, "--force"), ("show", "tiny"), ("status",)]
     files = sorted(file.relative_to(whole) for file in whole.rglob("*") if file.is_file())
     files = list({file.name: file for file in files}.values())
     cases = [*itertools.product(files, ("folder", "link"), verbs)]

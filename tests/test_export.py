@@ -33,7 +33,7 @@ def values(state, name: str) -> dict[str, dict[int, float]]:
 
 
 def test_the_block_has_claim_design_interval_checks_command_and_commit(state):
-    done = here("evidence", "one", "--state", state)
+    done = here("show", "one", "--state", state)
     known = values(state, "one")
     on, off = (np.array([known[f"rht=true sr={sr}"][seed] for seed in range(3)]) for sr in ("true", "false"))
     assert f"{np.mean(on - off):+.4f}"[:6] in done.stdout
@@ -48,7 +48,7 @@ def test_the_block_has_claim_design_interval_checks_command_and_commit(state):
     ):
         assert word in done.stdout
     assert done.stdout.count("(the question)") == 1
-    page = here("evidence", "one", "--to", "html", "--state", state).stdout
+    page = here("show", "one", "--to", "html", "--state", state).stdout
     assert page.startswith('<section class="ablate">')
     assert "<svg" in page
     assert not re.search(r"https?://(?!www\.w3\.org)|<script|<link", page)
@@ -56,7 +56,7 @@ def test_the_block_has_claim_design_interval_checks_command_and_commit(state):
 
 @pytest.mark.parametrize("form", ["csv", "parquet"])
 def test_tables_are_the_frames_that_python_gives(state, tmp_path, form):
-    done = here("export-tables", "one", "--to", form, "--out", tmp_path, "--state", state)
+    done = here("show", "one", "--to", form, "--out", tmp_path, "--state", state)
     assert done.returncode == 0, done.stderr
     read = pd.read_csv if form == "csv" else pd.read_parquet
     with frames.open("one", state=state) as results:
@@ -69,13 +69,13 @@ def test_tables_are_the_frames_that_python_gives(state, tmp_path, form):
             assert list(found.columns) == list(expected.columns)
             assert len(found) == len(expected)
         assert np.allclose(read(tmp_path / f"arms.{form}")["mean"], results.arms["mean"])
-    without = here("export-tables", "one", "--no-records", "--out", tmp_path / "few", "--state", state)
+    without = here("show", "one", "--to", "csv", "--no-records", "--out", tmp_path / "few", "--state", state)
     assert "records" not in without.stdout
 
 
 def test_two_arms_are_paired_by_seed_and_what_differs_in_them_is_named(state):
     """The oracle is scipy's paired t."""
-    done = here("compare", "one:rht=true sr=true", "one:rht=true sr=false", "--json", "--state", state)
+    done = here("show", "one:rht=true sr=true", "one:rht=true sr=false", "--json", "--state", state)
     (row,) = json.loads(done.stdout)
     assert row["differs"] == {
         f"recipe.{product}.g.rounding": ["stochastic", "nearest"] for product in ("dgrad", "wgrad")
@@ -90,24 +90,33 @@ def test_two_arms_are_paired_by_seed_and_what_differs_in_them_is_named(state):
 
 
 def test_two_sweeps_are_compared_arm_by_arm(state):
-    text = here("compare", "one", "other", "--state", state).stdout
+    text = here("show", "one", "other", "--state", state).stdout
     assert text.count("workload.gpt.lr") == 3
     assert "val/loss: " in text
-    assert "the same trials at 3 seeds" in here("compare", "one", "one", "--state", state).stdout
+    assert "the same trials at 3 seeds" in here("show", "one", "one", "--state", state).stdout
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("compare", "one", "onne"), "onne: no such sweep; 'one' is the nearest"),
-        (("compare", "one:rht", "one"), "one has no such arm"),
-        (("compare", "one:bf16", "other"), "name two sweeps, or two arms as SWEEP:ARM"),
-        (("evidence", "nothing"), "no such sweep has been run"),
-        (("export-tables", "nothing"), "no such sweep"),
+        (("one", "onne"), "onne: no such sweep; 'one' is the nearest"),
+        (("one:rht", "one"), "one has no such arm"),
+        (("one:bf16", "other"), "name two sweeps, or two arms as SWEEP:ARM"),
+        (("nothing",), "no such sweep has been run"),
+        (("nothing", "--to", "csv"), "no such sweep"),
+        (("one", "other", "one"), "show takes two sweeps or arms at most, and there are 3: one other one"),
+        (("one", "other", "--to", "csv"), "--to csv: two sweeps or arms cannot be shown so"),
+        (("--to", "html"), "--to html: all sweeps cannot be shown so; it takes md"),
+        (("one", "--json"), "--json: of one sweep there are tables, `--to csv`, and"),
+        (("one", "--out", "here"), "--out: files are written with `--to csv` or `--to parquet`"),
+        (
+            ("one", "--metric", "val/loss"),
+            "--workload and --metric choose among all arms, not within one sweep",
+        ),
     ],
 )
 def test_what_is_not_there_is_told(state, words, said):
-    done = here(*words, "--state", state)
+    done = here("show", *words, "--state", state)
     assert done.returncode == 2
     assert said in done.stderr.replace("\n", " ")
     assert "Traceback" not in done.stderr

@@ -490,7 +490,7 @@ def test_damage_is_ranked_apart_from_gaps(tmp_path):
     designs = {"full": None, "forked": {"positions": 1, "window": 0.25, "horizons": [1], "bad": "mxfp4"}}
     for name, design in designs.items():
         sweep(tiny(tmp_path, name, **keys, design=design, null=bool(design)), tmp_path / "runs")
-    done = here("leaderboard", "--json", "--state", tmp_path / "runs")
+    done = here("show", "--json", "--state", tmp_path / "runs")
     entries = json.loads(done.stdout)
     assert {entry["arm"] for entry in entries} == {"rht=true", "rht=false"}  # no check is ranked
     tasks = {name: {entry["task"] for entry in entries if entry["sweep"] == name} for name in designs}

@@ -10,8 +10,8 @@ from support import made_up
 from support.commands import here
 from support.experiments import ablate, ledger, shards, sweep, tiny
 
-from ablate.cli.leaderboard import collect
 from ablate.execution.sweep_control import folders
+from ablate.reports.leaderboard import collect
 from ablate.results.summary import summaries
 from ablate.results.verdict_text import verdict_document
 from ablate.store.ledger import Ledger
@@ -30,7 +30,7 @@ def state(tmp_path_factory):
 
 
 def listed(state, *words) -> list[dict]:
-    done = here("leaderboard", "--json", "--state", state, *words)
+    done = here("show", "--json", "--state", state, *words)
     assert (done.returncode, done.stderr) == (0, "")
     return json.loads(done.stdout)
 
@@ -77,7 +77,7 @@ def test_it_can_be_asked_for_a_workload_or_a_metric_alone(state):
 
 
 def test_what_is_not_there_is_told_with_what_is(state):
-    done = here("leaderboard", "--state", state, "--metric", "val/los")
+    done = here("show", "--state", state, "--metric", "val/los")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
         "no arm was compared for metric 'val/los'; there are gpt 1x32, 4 steps by val/loss; gpt 1x32, 6 steps by throughput/tokens_per_s\n"
@@ -85,7 +85,7 @@ def test_what_is_not_there_is_told_with_what_is(state):
 
 
 def test_the_table_has_a_line_an_arm_and_says_which_way_is_better(state):
-    lines = ablate("leaderboard", "--state", state).stdout.splitlines()
+    lines = ablate("show", "--state", state).stdout.splitlines()
     assert "gpt 1x32, 4 steps: val/loss (lower is better)" in lines
     assert "gpt 1x32, 6 steps: throughput/tokens_per_s (higher is better)" in lines
     assert sum(line.startswith(("rht=", "sr=")) for line in lines) == 6
@@ -114,20 +114,20 @@ def test_means_have_the_digits_that_their_gaps_resolve_and_a_shared_trunk_is_nam
             losses = {"val/loss": 2.84 + 0.01 * seed + effect + 3e-6 * random.normal()}
             made_up.member(book, arm, seed, [(9, losses)], spec=json.dumps(spec))
     book.close()
-    out = here("leaderboard", "--markdown", "--state", tmp_path).stdout
+    out = here("show", "--to", "md", "--state", tmp_path).stdout
     means = [line.split("|")[3].strip() for line in out.splitlines() if line.startswith(("| one", "| other"))]
     assert [round(float(mean), 5) for mean in means] == [2.86602, 2.86605]
     assert out.count("a trunk that arms share") == 1
 
 
 def test_a_shared_trunk_is_named_where_there_is_one(state):
-    assert "trunk" not in here("leaderboard", "--markdown", "--state", state).stdout
+    assert "trunk" not in here("show", "--to", "md", "--state", state).stdout
 
 
 def test_markdown_is_a_table_of_as_many_cells_in_every_line(state):
     lines = [
         line
-        for line in here("leaderboard", "--markdown", "--state", state).stdout.splitlines()
+        for line in here("show", "--to", "md", "--state", state).stdout.splitlines()
         if line.startswith("|")
     ]
     assert len(lines) == 2 * 2 + 6
@@ -145,7 +145,7 @@ def test_a_damaged_and_a_foreign_ledger_are_named_in_a_line_each_and_left_out(st
         (sweeps / name).mkdir()
         (sweeps / name / "ledger.db").write_bytes(content)
     Ledger(sweeps / "empty" / "ledger.db").close()
-    done = here("leaderboard", "--json", "--state", tmp_path / "state")
+    done = here("show", "--json", "--state", tmp_path / "state")
     assert {entry["sweep"] for entry in json.loads(done.stdout)} == {"one", "fast"}
     said = done.stderr.splitlines()
     assert [next(name for name in ("two", "foreign", "other") if f"/{name}/" in line) for line in said] == [
@@ -173,11 +173,11 @@ def test_an_arm_without_a_pair_stands_last_and_is_json(state, tmp_path):
 def test_where_nothing_has_been_run_that_is_one_sentence(made, tmp_path):
     if made:
         (tmp_path / "runs" / "sweeps").mkdir(parents=True)
-    done = here("leaderboard", "--state", tmp_path / "runs")
+    done = here("show", "--state", tmp_path / "runs")
     assert (done.returncode, done.stdout) == (2, "")
     assert (
         done.stderr
-        == f"{tmp_path / 'runs'}: no sweep has been run there yet; `ablate sweep X.yaml` runs an experiment\n"
+        == f"{tmp_path / 'runs'}: no sweep has been run there yet; `ablate sweep X.yaml` runs one\n"
     )
 
 
@@ -223,7 +223,7 @@ def mixed(tmp_path_factory):
 
 
 def board(state) -> list[dict]:
-    return json.loads(here("leaderboard", "--json", "--state", state).stdout)
+    return json.loads(here("show", "--json", "--state", state).stdout)
 
 
 def test_gaps_are_ranked_together_only_where_the_baseline_computes_the_same(mixed):
@@ -257,7 +257,7 @@ def test_a_task_is_named_by_what_tells_it_from_the_others(mixed):
 
 
 def test_the_printed_tables_are_as_many_as_there_are_tasks(mixed):
-    lines = here("leaderboard", "--markdown", "--state", mixed).stdout.splitlines()
+    lines = here("show", "--to", "md", "--state", mixed).stdout.splitlines()
     assert sum(line.startswith("### ") for line in lines) == 7
 
 
@@ -265,7 +265,7 @@ def test_arms_that_are_each_on_a_workload_of_their_own_are_listed_without_a_rank
     knobs = {"workload.lr": [1e-4, 3e-4, 1e-3], "rht": [True]}
     recorded(tiny(tmp_path, ablate=knobs, seeds=2), tmp_path)
     assert len({entry["task"] for entry in board(tmp_path)}) == 3
-    lines = here("leaderboard", "--markdown", "--state", tmp_path).stdout.splitlines()
+    lines = here("show", "--to", "md", "--state", tmp_path).stdout.splitlines()
     assert [line for line in lines if line.startswith("### ")] == [
         "### tiny: val/loss (lower is better), each arm on a workload of its own: not ranked"
     ]

@@ -143,7 +143,7 @@ def test_a_dangling_arm_is_a_sentence_in_the_leaderboard(copied):
     ):
         with closing(sqlite3.connect(path, isolation_level=None)) as db:
             db.execute(statement)
-        shown = here("leaderboard", "--state", state)
+        shown = here("show", "--state", state)
         assert "Traceback" not in shown.stderr
         assert f"left out: {path}: damaged ({found}" in shown.stderr
 

@@ -71,7 +71,7 @@ def state(tmp_path_factory) -> Path:
         ("sweep", "nasty.yaml", *INLINE, "--no-report"),
         ("plan", "nasty.yaml"),
         ("status", "nasty"),
-        ("leaderboard",),
+        ("show",),
         ("stop", "nasty", "--arm", "[/]"),
     ],
     ids=lambda words: words[0],
@@ -81,20 +81,20 @@ def test_every_command_prints_what_users_name_as_it_is(state, words):
     assert "Traceback" not in done.stderr
     assert hidden(done.stdout + done.stderr) == set()
     assert done.returncode == (2 if words[0] == "stop" else 0), done.stderr
-    if words[0] in ("sweep", "plan", "leaderboard"):
+    if words[0] in ("sweep", "plan", "show"):
         shown = NASTY if words[0] != "sweep" else NASTY[:8]
         assert [name for name in shown if one_line(name) not in done.stdout] == []
-    if words[0] != "leaderboard" and words[0] != "stop":
+    if words[0] != "show" and words[0] != "stop":
         assert drawn(QUESTION) in done.stdout
 
 
 def test_what_is_pasted_and_opened_elsewhere_has_no_markup_of_a_name(state, tmp_path):
-    pasted = here("evidence", "nasty", "--state", state).stdout
+    pasted = here("show", "nasty", "--state", state).stdout
     assert "o.test" in pasted
     assert (hidden(pasted), re.findall(r"<[a-zA-Z/!?]|\]\(", pasted)) == (set(), [])
-    web = here("evidence", "nasty", "--to", "html", "--state", state).stdout
+    web = here("show", "nasty", "--to", "html", "--state", state).stdout
     assert (hidden(web), "<script" in web, "n&lt;/script&gt;" in web) == (set(), False, True)
-    here("export-tables", "nasty", "--state", state, "--out", tmp_path)
+    here("show", "nasty", "--to", "csv", "--state", state, "--out", tmp_path)
     tables = {file.name: file.read_text() for file in tmp_path.glob("*.csv")}
     assert "arms.csv" in tables
     assert {name: hidden(text) for name, text in tables.items()} == {name: set() for name in tables}
@@ -198,7 +198,7 @@ def test_tables_and_pictures_are_written_without_formulas(tmp_path):
 def test_json_keeps_names_as_they_are(state):
     out = io.StringIO()
     with redirect_stdout(out):
-        done = here("leaderboard", "--json", "--state", state)
+        done = here("show", "--json", "--state", state)
     assert {entry["arm"] for entry in json.loads(done.stdout)} >= set(NASTY)
 
 

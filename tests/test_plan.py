@@ -124,7 +124,7 @@ def test_a_model_that_a_recipe_hardly_reaches_is_remarked_in_plan_and_sweep(tmp_
         assert f"{said}model.layers.0.mlp.experts.gate_up_proj: the experts' weights, packed into one" in note
     shown = " ".join(done.stdout.split())
     assert re.search(r"Mind: a recipe quantises \d+% of the model's matrix weights", shown)
-    method = here("evidence", "tiny", "--state", tmp_path / "runs").stdout
+    method = here("show", "tiny", "--state", tmp_path / "runs").stdout
     assert "gpt (model qwen3_moe, layers 2, width 32, context 16" in method
     plain = tiny(tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": QWEN}})
     assert list(remarks(plain)) == []

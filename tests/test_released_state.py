@@ -104,7 +104,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize("number", REFUSALS)
-@pytest.mark.parametrize("command", ["sweep", "plan", "status", "report", "rebuild", "compare"])
+@pytest.mark.parametrize("command", ["sweep", "plan", "status", "report", "rebuild", "show"])
 def test_a_ledger_of_another_format_is_refused_by_every_command_and_left_as_it_is(command, number, released):
     folder, state = released
     path = state / "sweeps" / "tiny" / "ledger.db"
@@ -116,7 +116,7 @@ def test_a_ledger_of_another_format_is_refused_by_every_command_and_left_as_it_i
         "status": ("status",),
         "report": ("report", "tiny"),
         "rebuild": ("rebuild", folder / "tiny.yaml"),
-        "compare": ("compare", "tiny:bf16", "tiny:rht=true"),
+        "show": ("show", "tiny:bf16", "tiny:rht=true"),
     }[command]
     done = here(*words, "--state", state)
     shown = f"{path}: {REFUSALS[number]}"
@@ -135,7 +135,7 @@ def test_the_leaderboard_leaves_out_a_ledger_of_another_format(released):
     _, state = released
     path = state / "sweeps" / "tiny" / "ledger.db"
     write_format(path, 0)
-    done = here("leaderboard", "--state", state)
+    done = here("show", "--state", state)
     assert (done.returncode, "Traceback" in done.stderr) == (2, False)
     assert f"left out: {path}: {REFUSALS[0]}" in done.stderr
 

@@ -8,10 +8,10 @@ from support.commands import here
 from support.experiments import ledger, statuses, sweep, tiny, values, write
 from support.studies import trials
 
-from ablate.cli.leaderboard import collect
 from ablate.execution.tracking import runs
 from ablate.experiment.load import load
 from ablate.reports.answer import Answer
+from ablate.reports.leaderboard import collect
 from ablate.results.contrasts import contrasts
 from ablate.results.summary import metric_of, summaries
 from ablate.store.ledger import Ledger

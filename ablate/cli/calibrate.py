@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ablate.cli.common import FAILED, Device, Profile, State, console, duration, program
+from ablate.cli.common import FAILED, Device, Profile, State, console, program
 from ablate.cli.plan import forecast
 from ablate.cli.settings import Settings, find_settings
 from ablate.errors import InputError
@@ -19,6 +19,7 @@ from ablate.experiment.roles import BAD
 from ablate.experiment.schema import START
 from ablate.experiment.yaml_document import with_values
 from ablate.files import Json
+from ablate.reports.plain_text import duration
 from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:

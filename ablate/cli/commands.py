@@ -26,10 +26,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "recipe": ("recipe_targets", "Show, diff, export, import or audit recipes."),
     },
     "Results": {
-        "leaderboard": ("leaderboard", "List the arms of all sweeps, best first."),
-        "compare": ("compare", "Compare two arms, or two sweeps, in detail."),
-        "evidence": ("export", "Print claim, design and interval, to paste."),
-        "export-tables": ("export", "Write arms, effects and records for pandas or R."),
+        "show": ("show", "Show all arms, one sweep's claim, or what differs in two."),
         "export-model": ("export_model", "Write a trial's weights, packed for serving."),
     },
     "Running sweeps": {

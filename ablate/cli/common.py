@@ -194,13 +194,6 @@ def print_starting(task: str, quiet: bool = False) -> None:
         print(f"Starting: {task} ...", file=sys.stderr, flush=True)
 
 
-def duration(seconds: float) -> str:
-    """Format a duration: `45 s`, `3 min`, `2.5 h`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
 class Screen(Console):
     """Console that prints text literally: no markup, no emoji codes, no control characters.
 

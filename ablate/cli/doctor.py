@@ -19,12 +19,13 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, console, duration, print_starting
+from ablate.cli.common import DONE, FAILED, console, print_starting
 from ablate.engines import ENGINES, SCALED, module_name, parity_record
 from ablate.engines.gpu_access import hidden
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError, nearest
 from ablate.numerics.spec import VERSION
+from ablate.reports.plain_text import duration
 from ablate.verification import passed_checks
 
 if TYPE_CHECKING:

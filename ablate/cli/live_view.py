@@ -11,11 +11,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import duration
 from ablate.errors import one_line
 from ablate.execution.progress import Progress
 from ablate.experiment.schema import Metric
-from ablate.reports.plain_text import footnotes
+from ablate.reports.plain_text import duration, footnotes
 from ablate.results.contrasts import Contrast
 from ablate.results.forked import DIFFERENCES, difference_word
 from ablate.results.number_text import interval, number

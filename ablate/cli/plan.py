@@ -15,7 +15,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import WHERE, Device, JsonOption, Profile, Seeds, State, console, duration
+from ablate.cli.common import WHERE, Device, JsonOption, Profile, Seeds, State, console
 from ablate.cli.recipe import placements
 from ablate.cli.settings import Settings, find_settings
 from ablate.cli.tensor_cores import as_data as multiplied_data
@@ -36,6 +36,7 @@ from ablate.experiment.yaml_document import display
 from ablate.files import Json
 from ablate.recipes.gpu_kernels import on_reference
 from ablate.recipes.recipe import Layers
+from ablate.reports.plain_text import duration
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store

@@ -17,12 +17,13 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, JsonOption, Profile, State, Sweeps, console, duration
+from ablate.cli.common import DONE, FAILED, JsonOption, Profile, State, Sweeps, console
 from ablate.cli.settings import Settings, find_settings
 from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import changed, damage, folders, holder
 from ablate.execution.tracking import behind
 from ablate.files import Holder
+from ablate.reports.plain_text import duration
 from ablate.reports.report_about import current
 from ablate.store.checked_ledger import absent, refusal
 from ablate.store.ledger import Ledger

@@ -30,7 +30,6 @@ from ablate.cli.common import (
     Seeds,
     State,
     console,
-    duration,
     interruption,
     print_starting,
     program,
@@ -48,6 +47,7 @@ from ablate.execution.sweep_control import check, holder
 from ablate.execution.tracking import check_login
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, Json, lock
+from ablate.reports.plain_text import duration
 from ablate.results.unmet_phases import never_began
 from ablate.store.databases import network_file_system
 from ablate.store.ledger import Ledger

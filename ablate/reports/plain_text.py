@@ -54,3 +54,10 @@ def markdown_text(text: str) -> str:
 def markdown_cell(text: str) -> str:
     """Return `markdown_text` as a cell of a pipe table or a sentence: in one line, without a column's end."""
     return one_line(markdown_text(text)).replace("|", r"\|")
+
+
+def duration(seconds: float) -> str:
+    """Format a duration: `45 s`, `3 min`, `2.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

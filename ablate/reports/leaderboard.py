@@ -1,5 +1,4 @@
-"""`ablate leaderboard`: all arms of all sweeps of a state folder, by task and metric, the best gap first.
-Read-only.
+"""Leaderboard: all arms of all sweeps of a state folder, by task and metric, the best gap first.
 
 Gaps are ranked among each other only if they were measured against the same baseline: the same workload in
 every field that changes a number, the same content of the data, the same recipe, engine and class of device.
@@ -10,25 +9,17 @@ import hashlib
 import json
 import math
 import sqlite3
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-from rich.table import Table
-from rich.text import Text
-
-from ablate.cli.common import JsonOption, Profile, State, console, duration
-from ablate.cli.settings import find_settings
-from ablate.errors import InputError, one_line
-from ablate.execution.sweep_control import folders
+from ablate.errors import InputError
 from ablate.experiment.yaml_document import display
 from ablate.recipes import PRESETS, Recipe
-from ablate.reports.plain_text import footnotes, markdown_cell
+from ablate.reports.plain_text import duration, footnotes, markdown_cell
 from ablate.store.checked_ledger import open_checked, refusal, unverified
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
@@ -94,42 +85,6 @@ class Entry:
         )
 
 
-def leaderboard(
-    workload: Annotated[
-        str | None, typer.Option(help="List only workloads whose name contains this text: gpt, 4x128, ...")
-    ] = None,
-    metric: Annotated[str | None, typer.Option(help="List only sweeps that compare by this metric.")] = None,
-    as_json: JsonOption = False,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
-    state: State = None,
-    profile: Profile = None,
-) -> None:
-    """List all arms of all sweeps with the gap to their baselines, by workload and metric, best first.
-
-    Baselines themselves are not listed.
-    """
-    settings = find_settings(profile, state=state)
-    sweeps = folders(settings.state, None)
-    if not sweeps:
-        raise InputError(
-            [f"{settings.state}: no sweep has been run there yet; `ablate sweep X.yaml` runs an experiment"]
-        )
-    entries, unreadable = collect(sweeps)
-    for line in unreadable:
-        print(line, file=sys.stderr)
-    chosen = [
-        entry for entry in entries if (workload or "") in entry.workload and metric in (None, entry.metric)
-    ]
-    if as_json:
-        print(json.dumps([_document(entry) for entry in chosen], indent=1))
-    elif not chosen:
-        raise InputError([_nothing(entries, workload, metric)])
-    elif markdown:
-        print("\n".join(_markdown(chosen)))
-    else:
-        _print(chosen)
-
-
 def collect(sweeps: list[Path]) -> tuple[list[Entry], list[str]]:
     """Return all arms that have a baseline, sorted, and one line for each ledger that cannot be read."""
     entries: list[Entry] = []
@@ -155,7 +110,7 @@ def collect(sweeps: list[Path]) -> tuple[list[Entry], list[str]]:
     return sorted(entries, key=lambda entry: entry.sort_key), unreadable
 
 
-def _document(entry: Entry) -> dict[str, object]:
+def document(entry: Entry) -> dict[str, object]:
     """Return an entry as JSON has it."""
     from ablate.results.verdict_text import verdict_document
 
@@ -343,7 +298,7 @@ def _word(value: object) -> str:
     return text if len(text) <= _LONGEST_WORD else f"{text[:_LONGEST_WORD]}..."
 
 
-def _nothing(entries: list[Entry], workload: str | None, metric: str | None) -> str:
+def nothing(entries: list[Entry], workload: str | None, metric: str | None) -> str:
     if not entries:
         return "no arm has been compared with a baseline yet"
     filters = " and ".join(
@@ -355,12 +310,12 @@ def _nothing(entries: list[Entry], workload: str | None, metric: str | None) -> 
 
 # Drawing
 
-_COLUMNS = ("arm", "against", "mean", "gap", "seeds", "verdict", "seeds needed", "cost", "commit", "sweep")
+COLUMNS = ("arm", "against", "mean", "gap", "seeds", "verdict", "seeds needed", "cost", "commit", "sweep")
 _SHARED_COST = "cost: the time of a trunk that arms share is in that of the arm whose trials computed it."
-_RIGHT = ("mean", "gap", "seeds", "seeds needed", "cost")
+RIGHT = ("mean", "gap", "seeds", "seeds needed", "cost")
 
 
-def _cells(group: list[Entry]) -> tuple[list[list[str]], list[str]]:
+def cells(group: list[Entry]) -> tuple[list[list[str]], list[str]]:
     """Return the cells of each entry of one table, and the notes under it."""
     from ablate.results.verdict_text import verdict_notes
 
@@ -394,63 +349,41 @@ def _row(entry: Entry, mark: str, finest: float) -> list[str]:
     ]
 
 
-def _groups(entries: list[Entry]) -> dict[str, list[Entry]]:
+def groups(entries: list[Entry]) -> dict[str, list[Entry]]:
     """Group entries by the title of their table: a task and a metric.
 
     A search over workload knobs has one task for each point. Its arms that are alone in their task are listed
     in one table, by name, under a title that says that they are not ranked.
     """
-    groups: dict[str, list[Entry]] = {}
+    found: dict[str, list[Entry]] = {}
     for entry in entries:
-        groups.setdefault(f"{entry.workload}: {_better(entry)}", []).append(entry)
+        found.setdefault(f"{entry.workload}: {_better(entry)}", []).append(entry)
     alone: dict[str, list[str]] = {}
-    for title, (entry, *others) in groups.items():
+    for title, (entry, *others) in found.items():
         if not others:
             alone.setdefault(
                 f"{entry.sweep}: {_better(entry)}, each arm on a workload of its own: not ranked", []
             ).append(title)
     for title, titles in alone.items():
         if len(titles) > _MOST_ALONE:
-            groups[title] = sorted((groups.pop(each)[0] for each in titles), key=lambda entry: entry.arm)
-    return groups
+            found[title] = sorted((found.pop(each)[0] for each in titles), key=lambda entry: entry.arm)
+    return found
 
 
 def _better(entry: Entry) -> str:
     return f"{entry.metric} ({'lower' if entry.minimize else 'higher'} is better)"
 
 
-def _print(entries: list[Entry]) -> None:
-    screen = console()
-    for title, group in _groups(entries).items():
-        rows, notes = _cells(group)
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        shown = [column for column in range(len(_COLUMNS)) if any(row[column] for row in rows)]
-        for column in shown:
-            table.add_column(_COLUMNS[column], justify="right" if _COLUMNS[column] in _RIGHT else "left")
-        for row in rows:
-            table.add_row(*(Text(one_line(row[column])) for column in shown))
-        for part in (Text(title, "bold"), table, *(Text(note, "dim") for note in notes), ""):
-            screen.print(part)
-    screen.print(
-        Text(
-            "Each gap is to the baseline of its own sweep; sweeps are not compared directly.",
-            "dim",
-        )
-    )
-    for line in _unverified(entries):
-        screen.print(Text(line))
-
-
-def _unverified(entries: list[Entry]) -> list[str]:
+def unsealed(entries: list[Entry]) -> list[str]:
     """Return a line for each sweep with trials whose records have no seal."""
     return [*dict.fromkeys(f"{entry.sweep}: {entry.unverified}" for entry in entries if entry.unverified)]
 
 
-def _markdown(entries: list[Entry]) -> Iterator[str]:
-    for title, group in _groups(entries).items():
-        yield from (f"### {markdown_cell(title)}", "", f"| {' | '.join(_COLUMNS)} |")
-        yield f"|{'|'.join('---:' if name in _RIGHT else '---' for name in _COLUMNS)}|"
-        rows, notes = _cells(group)
+def markdown(entries: list[Entry]) -> Iterator[str]:
+    for title, group in groups(entries).items():
+        yield from (f"### {markdown_cell(title)}", "", f"| {' | '.join(COLUMNS)} |")
+        yield f"|{'|'.join('---:' if name in RIGHT else '---' for name in COLUMNS)}|"
+        rows, notes = cells(group)
         yield from (f"| {' | '.join(markdown_cell(cell) for cell in row)} |" for row in rows)
         yield from ("", *(f"{markdown_cell(note)}  " for note in notes), *([""] if notes else []))
-    yield from (f"{markdown_cell(line)}  " for line in _unverified(entries))
+    yield from (f"{markdown_cell(line)}  " for line in unsealed(entries))

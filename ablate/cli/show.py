@@ -1,0 +1,289 @@
+"""`ablate show`: results of sweeps that have run, as text, to paste, or for other programs.
+
+    ablate show                  arms of all sweeps, by task and metric, best first
+    ablate show X                claim, design, interval, checks, command and commit of one sweep
+    ablate show A B              what differs in two sweeps or arms, and by how much they differ
+    ablate show X --to csv       its tables as files
+
+Read-only but for those files.
+"""
+
+import json
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ablate.cli.common import JsonOption, Profile, State, complete_sweeps, console
+from ablate.cli.settings import find_settings
+from ablate.errors import InputError, nearest, one_line
+from ablate.execution.sweep_control import folders
+from ablate.store.checked_ledger import open_checked, open_ledger, unverified
+from ablate.store.ledger import Ledger
+
+if TYPE_CHECKING:
+    from ablate.reports.leaderboard import Entry
+    from ablate.results.paired_stats import Difference
+
+_Form = Literal["md", "html", "csv", "parquet"]
+_FORMS: dict[int, tuple[str, ...]] = {0: ("md",), 1: ("md", "html", "csv", "parquet"), 2: ()}
+"""Forms by the number of things shown."""
+_TABLES = ("arms", "effects", "damage", "windows", "trials")
+
+
+def show(
+    what: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[X [Y]]",
+            help="A sweep, by name or YAML file; or two sweeps, or two arms as SWEEP:ARM, to compare.",
+            autocompletion=complete_sweeps,
+        ),
+    ] = None,
+    form: Annotated[
+        _Form | None,
+        typer.Option(
+            "--to",
+            help="md: to paste; html: one sweep, intervals drawn; csv, parquet: its tables as files.",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the files; default: X_tables in this folder.")
+    ] = None,
+    records: Annotated[bool, typer.Option(help="Every recorded number among the files, too.")] = True,
+    workload: Annotated[
+        str | None, typer.Option(help="Of all arms, those on workloads whose name contains this: gpt, 4x128.")
+    ] = None,
+    metric: Annotated[str | None, typer.Option(help="Of all arms, those compared by this metric.")] = None,
+    as_json: JsonOption = False,
+    state: State = None,
+    profile: Profile = None,
+) -> None:
+    """Show all arms, best first; one sweep's claim with its design, to paste; or what differs in two."""
+    words = what or []
+    _refuse_misfits(words, form, out, workload or metric, as_json)
+    folder = find_settings(profile, state=state).state
+    if not words:
+        _leaderboard(folder, workload, metric, as_json, form == "md")
+    elif len(words) == 2:
+        _compare(words[0], words[1], folder, as_json)
+    elif form == "csv" or form == "parquet":
+        _write_tables(words[0], folder, form, out, records)
+    else:
+        _evidence(words[0], folder, form == "html")
+
+
+def _refuse_misfits(
+    words: list[str], form: _Form | None, out: Path | None, chosen: str | None, as_json: bool
+) -> None:
+    """Raise InputError for more words than two, and for an option of another form of the command."""
+    count = len(words)
+    if count > 2:
+        raise InputError([f"show takes two sweeps or arms at most, and there are {count}: {' '.join(words)}"])
+    shown = ("all sweeps", "one sweep", "two sweeps or arms")[count]
+    known = "; it takes " + " or ".join(_FORMS[count]) if _FORMS[count] else ""
+    if form and form not in _FORMS[count]:
+        raise InputError([f"--to {form}: {shown} cannot be shown so{known}"])
+    if as_json and count == 1:
+        raise InputError(
+            ["--json: of one sweep there are tables, `--to csv`, and `ablate.reports.open` in Python"]
+        )
+    if out and form not in ("csv", "parquet"):
+        raise InputError(["--out: files are written with `--to csv` or `--to parquet`"])
+    if chosen and count:
+        raise InputError([f"--workload and --metric choose among all arms, not within {shown}"])
+
+
+def _leaderboard(
+    state: Path, workload: str | None, metric: str | None, as_json: bool, as_markdown: bool
+) -> None:
+    """Print all arms of all sweeps with the gap to their baselines, which are not listed themselves."""
+    from ablate.reports.leaderboard import collect, document, markdown, nothing
+
+    sweeps = folders(state, None)
+    if not sweeps:
+        raise InputError([f"{state}: no sweep has been run there yet; `ablate sweep X.yaml` runs one"])
+    entries, unreadable = collect(sweeps)
+    for line in unreadable:
+        print(line, file=sys.stderr)
+    chosen = [
+        entry for entry in entries if (workload or "") in entry.workload and metric in (None, entry.metric)
+    ]
+    if as_json:
+        print(json.dumps([document(entry) for entry in chosen], indent=1))
+    elif not chosen:
+        raise InputError([nothing(entries, workload, metric)])
+    elif as_markdown:
+        print("\n".join(markdown(chosen)))
+    else:
+        _print(chosen)
+
+
+def _print(entries: "list[Entry]") -> None:
+    from ablate.reports.leaderboard import COLUMNS, RIGHT, cells, groups, unsealed
+
+    screen = console()
+    for title, group in groups(entries).items():
+        rows, notes = cells(group)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        shown = [column for column in range(len(COLUMNS)) if any(row[column] for row in rows)]
+        for column in shown:
+            table.add_column(COLUMNS[column], justify="right" if COLUMNS[column] in RIGHT else "left")
+        for row in rows:
+            table.add_row(*(Text(one_line(row[column])) for column in shown))
+        for part in (Text(title, "bold"), table, *(Text(note, "dim") for note in notes), ""):
+            screen.print(part)
+    screen.print(
+        Text(
+            "Each gap is to the baseline of its own sweep; sweeps are not compared directly.",
+            "dim",
+        )
+    )
+    for line in unsealed(entries):
+        screen.print(Text(line))
+
+
+def _evidence(sweep: str, state: Path, as_page: bool) -> None:
+    """Print one block with claim, design, interval, checks, command and commit."""
+    from ablate.reports.evidence import markdown, page
+    from ablate.results.comparisons import Comparisons
+
+    try:
+        ledger = open_ledger(state, Path(sweep).stem)
+    except FileNotFoundError as error:
+        raise InputError([str(error)]) from None
+    with closing(ledger):
+        print((page if as_page else markdown)(Comparisons(ledger)), end="")
+
+
+def _write_tables(
+    sweep: str, state: Path, form: Literal["csv", "parquet"], out: Path | None, records: bool
+) -> None:
+    """Write a sweep's arms, effects, damage, trials and records as files for pandas, R or a spreadsheet."""
+    from ablate.reports import frames
+    from ablate.reports.plain_text import csv_cell
+
+    try:
+        found = frames.open(sweep, state=state)
+    except (FileNotFoundError, ValueError) as error:
+        raise InputError([str(error)]) from None
+    target, screen = out or Path(f"{Path(sweep).stem}_tables"), console()
+    target.mkdir(parents=True, exist_ok=True)
+    with found as results:
+        unsealed = results.unverified
+        tables = {name: getattr(results, name) for name in _TABLES}
+        if records:
+            tables["records"] = results.records()
+    for name, table in tables.items():
+        if not len(table):
+            continue
+        path = target / f"{name}.{form}"
+        if form == "parquet":
+            mixed = [column for column in table if table[column].map(type).nunique() > 1]
+            table.astype(dict.fromkeys(mixed, str)).to_parquet(path, index=False)
+        else:
+            table.rename(columns=csv_cell).map(csv_cell).to_csv(path, index=False, lineterminator="\n")
+        screen.print(f"{path}: {len(table):,} rows", soft_wrap=True, markup=False)
+    if unsealed:
+        screen.print(unsealed, soft_wrap=True, markup=False)
+
+
+def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
+    """Print what differs in two arms, or in all arms that two sweeps have by the same name: recipe, workload,
+    data and versions; and the second minus the first, paired by seed.
+    """
+    from ablate.results.compare_runs import Side, arms_of, side
+    from ablate.results.compare_runs import compare as compared
+
+    with ExitStack() as stack:
+        (one, arm), (other, other_arm) = (_opened(word, state, stack) for word in (first, second))
+        pairs: list[tuple[Side, Side]]
+        if arm is None and other_arm is None:
+            common = [name for name in arms_of(one) if name in arms_of(other)]
+            if not common:
+                raise InputError(
+                    [f"{one.name} and {other.name} have no arm of the same name; name two as SWEEP:ARM"]
+                )
+            pairs = [(side(one, name), side(other, name)) for name in common]
+        elif arm is None or other_arm is None:
+            raise InputError(["name two sweeps, or two arms as SWEEP:ARM"])
+        else:
+            pairs = [(side(one, arm), side(other, other_arm))]
+        found = [(a, b, compared(a, b)) for a, b in pairs]
+        unsealed = [f"{each.name}: {text}" for each in (one, other) if (text := unverified(each))]
+    if as_json:
+        rows = [
+            {
+                "first": a.name,
+                "second": b.name,
+                "differs": {path: list(values) for path, values in result.parts.items()},
+                "origin": {path: list(values) for path, values in result.origin.items()},
+                "same_trials": result.same,
+                "difference": result.difference and _numbers(result.difference),
+                "why_none": result.why,
+                "unverified": unsealed,
+            }
+            for a, b, result in found
+        ]
+        print(json.dumps(rows, indent=1))
+        return
+    screen = console()
+    for number, (a, b, result) in enumerate(found):
+        screen.print(*([""] if number else []), Text(f"{b.name}, minus {a.name}", "bold"))
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+        for column in ("", one_line(a.name), one_line(b.name)):
+            table.add_column(column, overflow="fold")
+        for path, values in (result.parts | result.origin).items():
+            table.add_row(path, *(one_line(json.dumps(value)) for value in values))
+        if result.parts or result.origin:
+            screen.print(table)
+        else:
+            screen.print("The same recipe, workload, data and versions.")
+        screen.print(Text(_sentence(a.metric, len(a.values), result.same, result.difference, result.why)))
+    for line in dict.fromkeys(unsealed):
+        screen.print(Text(line))
+
+
+def _opened(word: str, state: Path, stack: ExitStack) -> tuple[Ledger, str | None]:
+    """Return the ledger of a sweep, and the arm that is named beside it."""
+    name, colon, arm = word.partition(":")
+    name = Path(name).stem if name.endswith((".yaml", ".yml")) else name
+    known = sorted(path.name for path in state.glob("sweeps/*") if path.is_dir())
+    if name not in known:
+        hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
+        raise InputError([f"{name}: no such sweep; {hint}"])
+    ledger = open_checked(state / "sweeps" / name / "ledger.db")
+    stack.callback(ledger.close)
+    arms = [row.name for row in ledger.arms()]
+    if colon and arm not in arms:
+        raise InputError([f"{word}: {name} has no such arm; {nearest(arm, arms)}"])
+    return ledger, arm if colon else None
+
+
+def _numbers(difference: "Difference") -> dict[str, float | int | None]:
+    interval = difference.has_interval
+    return {
+        "mean": difference.mean,
+        "low": difference.low if interval else None,
+        "high": difference.high if interval else None,
+        "pairs": difference.pairs,
+    }
+
+
+def _sentence(metric: str, seeds: int, same: int, difference: "Difference | None", why: str) -> str:
+    """Return the difference in words, or the reason why there is none."""
+    from ablate.results.number_text import counted, interval
+    from ablate.results.paired_stats import p_value
+
+    if difference is None:
+        return f"No difference by seed: {why}."
+    if same == seeds:
+        return f"{metric}: the same trials at {counted(seeds, 'seed')}, so nothing to compare."
+    equal = f"; {same} of them are the same trial" if same else ""
+    p = p_value(difference)
+    alone = f", p {p:.3f} of this comparison alone" if p == p else ""
+    return f"{metric}: {interval(difference)} over {counted(difference.pairs, 'seed')}{equal}{alone}."
