@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from ablate.cli.report import analysis
 from ablate.experiment.schema import Design
+from ablate.reports.notebooks import run
 from ablate.reports.table_notes import smallest_damage
 from ablate.results.calibration import Candidate, best
 from ablate.results.comparisons import Comparisons
@@ -290,6 +292,23 @@ def test_an_answer_that_is_decided_holds_at_its_positions_alone(positions, bad, 
     assert headline.answered == bool(said)
     assert headline.text.partition(" This holds ")[2] == said
     book.close()
+
+
+@pytest.mark.parametrize("forked", [True, False])
+def test_training_health_draws_no_curve_over_the_windows_of_forks(forked, tmp_path):
+    """In a trial's steps windows follow each other, after a trunk that is the same in every arm."""
+    book = forked_book(tmp_path, 0.01)
+    if not forked:
+        book.describe(design="")
+    for member in book.members():
+        curve = [{"train/loss": 4.0 - step, "grad/norm": 1.0} for step in range(3)]
+        book.record(
+            member.trial, [{"step": n, "time": 0.0, "metrics": each} for n, each in enumerate(curve, 1)]
+        )
+    book.close()
+    run(analysis() / "training_health.ipynb", {"state": tmp_path, "sweep": "x", "out": tmp_path / "out"})
+    drawn = {path.stem for path in tmp_path.glob("out/**/*.svg")}
+    assert drawn == (set() if forked else {"curves-train-loss", "curves-grad-norm"})
 
 
 def test_what_counts_as_none_and_why_is_said(tmp_path):
