@@ -11,10 +11,13 @@ from support.experiments import Children, ledger, statuses, sweep, tiny, values,
 from ablate.cli.plan import forecast
 from ablate.errors import InputError
 from ablate.execution.planned_code import PlannedCode
+from ablate.execution.trial_runner import Edited
+from ablate.execution.trial_runner import run as run_trial
 from ablate.experiment.edits import PlannedTrial, redefined
 from ablate.results.summary import summaries
 from ablate.store.ledger import Ledger
 from ablate.store.records import frame
+from ablate.store.trial_store import Store
 
 KEYS = {"ablate": None, "seeds": 2}
 ARMS = {"a": {"rht": False}, "b": {"sr": False}, "c": {"skip_first": 0, "four_over_six": "mse"}}
@@ -156,19 +159,32 @@ print(json.dumps({"step": 1, "val/loss": value.VALUE}))
 """A program that imports a module late, after an editor has saved another version of it."""
 
 
-def test_a_trial_whose_code_was_edited_while_it_ran_has_no_result(tmp_path):
-    (tmp_path / "late.py").write_text(LATE)
-    (tmp_path / "value.py").write_text("VALUE = 0.5\n")
-    program = {"run": f"{sys.executable} late.py {{rate}}", "folder": str(tmp_path), "steps": 1}
-    keys = {
-        "workload": {"command": program | {"sources": [str(tmp_path / "late.py")], "config": {"rate": 1}}},
+def late(folder) -> dict:
+    """Keys of an experiment over the program, which is written to the folder."""
+    (folder / "late.py").write_text(LATE)
+    (folder / "value.py").write_text("VALUE = 0.5\n")
+    program = {"run": f"{sys.executable} late.py {{rate}}", "folder": str(folder), "steps": 1}
+    return {
+        "workload": {"command": program | {"sources": [str(folder / "late.py")], "config": {"rate": 1}}},
         "recipe": "bf16",
         "ablate": {"workload.config.rate": [1, 2]},
         "metric": {"name": "val/loss"},
         "seeds": 1,
         "retry": 0,
     }
-    state = tmp_path / "state"
+
+
+def test_a_trial_that_no_controller_watches_resolves_its_code_again_before_it_has_a_result(tmp_path):
+    experiment, store = tiny(tmp_path, **late(tmp_path)), Store(tmp_path / "state")
+    spec = experiment.spec(experiment.arms[0], 0, "cpu")
+    with pytest.raises(Edited):
+        list(run_trial(spec, store, store.begin(spec.id), {}))
+    assert store.result(spec.id) is None
+    assert not list(store.folder(spec.id).glob("events-*"))
+
+
+def test_a_trial_whose_code_was_edited_while_it_ran_has_no_result(tmp_path):
+    keys, state = late(tmp_path), tmp_path / "state"
     with pytest.raises(InputError, match=f"{tmp_path / 'value.py'} was edited while the sweep ran"):
         sweep(tiny(tmp_path, **keys), state, connect=Children)
     assert set(statuses(state).values()) == {"pending"}

@@ -301,14 +301,18 @@ def test_pairs_of_runs_on_two_kinds_of_processors_are_named_above_the_verdict(bo
 
 @pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY=default", "MKL_CBWR=COMPATIBLE"])
 def test_variables_that_change_sums_make_another_kind_of_processor(variable):
-    program = "import torch; from ablate.provenance import arithmetic; print(arithmetic('cpu'))"
+    program = "import torch; from ablate.provenance import arithmetic, environment; print(arithmetic('cpu'))"
     name, _, value = variable.partition("=")
+    program += f"; print(environment().get({name!r}), environment().get('simd'))"
     plain = {key: text for key, text in os.environ.items() if key not in ("ATEN_CPU_CAPABILITY", "MKL_CBWR")}
     first, second = (
         subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
         for env in (plain, plain | {name: value})
     )
-    assert float(first.stdout) != float(second.stdout)
+    numbers, recorded = zip(*(done.stdout.splitlines() for done in (first, second)), strict=True)
+    assert numbers[0] != numbers[1]
+    assert [text.partition(" ")[0] for text in recorded] == ["None", variable]
+    assert all(text.partition(" ")[2] != "None" for text in recorded)
 
 
 def test_another_version_of_torch_is_another_kind_of_processor(tmp_path):

@@ -396,13 +396,15 @@ def test_memory_is_the_most_of_a_trial_and_a_gpus_own_where_there_is_one(tmp_pat
     )
 
 
-def test_speed_of_hardware_that_has_the_formats_needs_no_such_word(tmp_path):
+@pytest.mark.parametrize(("workload", "said"), [("gpt", False), ("python", True)])
+def test_speed_of_hardware_that_has_the_formats_needs_no_such_word_and_that_of_own_code_says_of_what_it_is(
+    workload, said, tmp_path
+):
     ledger = Ledger(tmp_path / "ledger.db")
-    trial = ledger.add_member(
-        ledger.add_arm("nvfp4", {}, None, None), 0, "x", '{"engine": "transformer_engine"}'
-    )
+    spec = json.dumps({"engine": "transformer_engine", "workload": {workload: {}}})
+    trial = ledger.add_member(ledger.add_arm("nvfp4", {}, None, None), 0, "x", spec)
     ledger.record(trial, [{"step": 1, "time": 0.0, "metrics": {"throughput/tokens_per_s": 10.0}}])
-    assert emulated(ledger) == ""
+    assert ("without the loading of data" in emulated(ledger)) == said == bool(emulated(ledger))
 
 
 def screen(*parts) -> str:
