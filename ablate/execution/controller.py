@@ -384,6 +384,7 @@ class Controller:
             request,
             work,
         )
+        self.ledger.move_log()
         executor.submit(request)
 
     def _request(self, work: Work, attempt: int) -> TrialRequest:
@@ -450,6 +451,7 @@ class Controller:
         elif isinstance(message, Ended):
             self._end(executor, trial_id, running, message)
             self._prune(executor, running.trial)
+            self.ledger.move_log()
 
     def _record(self, running: Running, events: Sequence[Event]) -> None:
         self.ledger.record(running.trial, events)

@@ -15,6 +15,8 @@ from pathlib import Path
 from ablate.errors import one_line
 from ablate.store import databases, ledger_schema
 
+_BUSY_SECONDS = 60
+"""Longest wait for another process that writes."""
 DATA = "data:"
 """Prefix of the key of a fact that describes, as JSON, the data with a fingerprint."""
 
@@ -48,7 +50,7 @@ class LedgerFile:
                 ledger_schema.check(self.db, path)
             else:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                self.db = sqlite3.connect(path, isolation_level=None, timeout=60)
+                self.db = sqlite3.connect(path, isolation_level=None, timeout=_BUSY_SECONDS)
                 ledger_schema.check(self.db, path)
                 databases.set_journal(self.db, path, mounts)
                 ledger_schema.create(self.db, path)
@@ -80,6 +82,21 @@ class LedgerFile:
     def close(self) -> None:
         """Close the file. The ledger is complete at every moment before."""
         self.db.close()
+
+    def move_log(self) -> None:
+        """Move the write-ahead log into the file, unless another process reads it just now.
+
+        SQLite ignores everything after a damaged byte of the log, and does not miss a log that is gone: the
+        ledger would silently be that of an earlier moment.
+        """
+        self.db.execute("PRAGMA busy_timeout = 0")
+        try:
+            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error):
+                raise
+        finally:
+            self.db.execute(f"PRAGMA busy_timeout = {_BUSY_SECONDS * 1000}")
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
