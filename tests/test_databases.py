@@ -42,6 +42,15 @@ def test_an_address_of_a_database_leads_to_its_path(name, tmp_path):
     ]
 
 
+def test_a_database_in_a_folder_whose_name_is_in_no_encoding_is_read(tmp_path):
+    path = tmp_path / "a\udcff" / "x.db"
+    path.parent.mkdir()
+    sqlite3.connect(path).close()
+    path.touch()
+    with closing(databases.open_readonly(path)) as db:
+        assert databases.tables(db) == set()
+
+
 class Vanishing(type(Path())):
     """A journal that its writer removes between a look at it and the next."""
 

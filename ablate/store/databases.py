@@ -64,7 +64,7 @@ def readonly_uri(path: Path) -> str:
     Raises:
         sqlite3.OperationalError: The folder cannot be written, and the log has content that the file lacks.
     """
-    address = f"file:{quote(str(path))}?mode=ro"
+    address = f"file:{quote(os.fsencode(path))}?mode=ro"
     if not path.exists() or os.access(path.parent, os.W_OK) or path.read_bytes()[18:19] != b"\x02":
         return address
     log = path.with_name(f"{path.name}-wal")

@@ -250,7 +250,7 @@ class Store:
 
     def last_attempt(self, trial: str) -> int:
         """Return the number of the latest attempt that has begun; 0 if none has."""
-        return max(map(_number, self.folder(trial).glob("log-*.txt")), default=0)
+        return max(map(_number, self._by_attempt(trial, "log-*.txt")), default=0)
 
     def retire(self, trial: str) -> Path | None:
         """Move the trial's folder to `retired/`, so that the trial is run again from the start.
@@ -377,11 +377,11 @@ class Store:
 
     def _trunks(self, trial: str, strict: bool = True) -> Iterator[Trunk]:
         """Yield the trunks of a trial's attempts."""
-        for path in sorted(self.folder(trial).glob("trunk-*.json"), key=_number):
+        for path in self._by_attempt(trial, "trunk-*.json"):
             try:
                 trunk = read_json(path)
                 yield {"trial": str(trunk["trial"]), "step": int(trunk["step"])}
-            except (ValueError, TypeError, KeyError) as error:
+            except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
                 if strict:
                     raise (
                         error
@@ -390,7 +390,14 @@ class Store:
                     ) from None
 
     def _events_files(self, trial: str) -> list[Path]:
-        return sorted(self.folder(trial).glob("events-*.jsonl"), key=_number)
+        return self._by_attempt(trial, "events-*.jsonl")
+
+    def _by_attempt(self, trial: str, pattern: str) -> list[Path]:
+        """Return a trial's files of one kind in the order of their attempts, without those under a name that
+        no attempt gives."""
+        stems = ((path.stem.partition("-")[2], path) for path in self.folder(trial).glob(pattern))
+        digits = [(text, path) for text, path in stems if text.isascii() and text.isdigit()]
+        return [path for _, path in sorted((int(text), path) for text, path in digits if len(text) < 10)]
 
     def attempts(self, trial: str) -> int:
         """Return the number of attempts that recorded something of the trial, plus one for each of its
