@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -43,7 +44,7 @@ class TrialFacts(TypedDict, total=False):
 
 
 def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], metric: Metric) -> None:
-    """Write a sweep's results into its study; do nothing if there is no such study.
+    """Write a sweep's results into its study; do nothing without such a study, or if its journal is damaged.
 
     It takes about a second and works from any process, after the sweep or while it runs.
 
@@ -55,10 +56,14 @@ def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], m
         metric: the main metric.
     """
     loaded = _load(journal, sweep)
-    if loaded is None:
-        return
-    study, storage = loaded
-    arms = list(arms)
+    if loaded is not None:
+        with suppress(Exception):  # the replay of a torn last line fails once an operation follows it
+            _annotate(*loaded, note, list(arms), metric)
+
+
+def _annotate(
+    study: optuna.Study, storage: JournalStorage, note: str, arms: list[ArmSummary], metric: Metric
+) -> None:
     notes = _Notes(study, storage)
     notes.save(None, note)
     summaries = {arm.name: arm for arm in arms}
@@ -68,9 +73,8 @@ def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], m
             notes.save(trial_id(trial), _note(arm, trial.user_attrs))
     notes.close()
     if any(arm.gap and arm.gap.pairs for arm in arms):
-        save_figure(
-            storage, storage.get_study_id_from_name(sweep), _FIGURE, json.dumps(_forest(arms, metric))
-        )
+        number = storage.get_study_id_from_name(study.study_name)
+        save_figure(storage, number, _FIGURE, json.dumps(_forest(arms, metric)))
 
 
 def _load(journal: Path, sweep: str) -> tuple[optuna.Study, JournalStorage] | None:
