@@ -27,6 +27,7 @@ from ablate.reports.plain_text import duration
 from ablate.reports.report_about import current
 from ablate.store.checked_ledger import absent, refusal
 from ablate.store.ledger import Ledger
+from ablate.store.ledger_integrity import flaw
 from ablate.store.ledger_progress import Attempt, last_attempt, pace, running_attempts
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
@@ -211,8 +212,8 @@ def read(folder: Path, store: Store) -> Status:
     try:
         ledger = Ledger(path, readonly=True)
         try:
-            if owner := ledger.foreign:
-                raise sqlite3.DatabaseError(owner)
+            if why := flaw(ledger):
+                raise sqlite3.DatabaseError(why)
             return _read(folder, ledger, store, controller)
         finally:
             ledger.close()

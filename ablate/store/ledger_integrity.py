@@ -25,8 +25,12 @@ def tally(ledger: Ledger, trial: int) -> Tally:
     result, cursor = Tally(), ledger.db.cursor()
     cursor.row_factory = None
     names = ledger.names()
+    # A search by key takes any row between two of the trial for one of it, so its own cell is compared.
+    # BETWEEN, since of `trial = ?` SQLite puts the value in the place of the cell.
+    own = "WHERE trial BETWEEN ? AND ? AND +trial = ?"
+    key = (trial, trial, trial)
     rows = cursor.execute(
-        "SELECT name, step, value, time FROM records WHERE trial = ? ORDER BY name, step", (trial,)
+        f"SELECT name, step, value, time FROM records {own} ORDER BY trial, name, step", key
     )
     try:
         for name, cells in groupby(rows, key=itemgetter(0)):
@@ -34,7 +38,7 @@ def tally(ledger: Ledger, trial: int) -> Tally:
     except (TypeError, KeyError, struct.error, sqlite3.OperationalError) as error:
         raise ValueError(f"a cell of its records cannot be read: {error}") from None
     try:
-        result.words(cursor.execute("SELECT step, text FROM events WHERE trial = ?", (trial,)).fetchall())
+        result.words(cursor.execute(f"SELECT step, text FROM events {own}", key).fetchall())
     except sqlite3.OperationalError as error:
         raise ValueError(f"a cell of its events cannot be read: {error}") from None
     return result
