@@ -5,21 +5,32 @@ import json
 import os
 import shutil
 import sqlite3
+import struct
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support.commands import INLINE, here
-from support.experiments import ledger, statuses, sweep, tiny, write
+from support.experiments import ablate, ledger, statuses, sweep, tiny, write
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import state_corruptions
 
 from ablate.cache import SETTLED_SECONDS
 from ablate.cli.report import make
 from ablate.errors import InputError
+from ablate.execution.controller import Controller
+from ablate.execution.search import decorate
 from ablate.execution.sweep_control import damage, folders, holder, take
+from ablate.execution.workers import Inline
 from ablate.files import Busy, Damaged, Holder, lock, read_json
+from ablate.results.summary import metric_of, summaries
 from ablate.store.checked_ledger import open_checked
 from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 
 NOT_TEXT = b"\xff\xfe\x80{"
 DEEP = b"[" * 100_000
@@ -67,6 +78,34 @@ def fail(folder: Path, word: str) -> None:
         assert "rht=true" not in done.stdout or "other" in done.stdout, verb
 
 
+# The benchmark
+
+
+@pytest.mark.parametrize("how", sorted({*state_corruptions.TEXT}))
+def test_every_corruption_of_a_file_changes_it_as_its_seed_says(how, tmp_path):
+    left = []
+    for name in ("one", "two"):
+        path, other = tmp_path / name / "events-1.jsonl", tmp_path / "events-2.jsonl"
+        path.parent.mkdir()
+        for file, number in ((path, 1), (other, 2)):
+            file.write_text("".join(f'{{"step": {number * step}}}\n' for step in range(9)))
+            os.utime(file, (5, 5))
+        before = path.read_bytes()
+        assert state_corruptions.damage(how, path, np.random.default_rng(7), [other])
+        content = path.read_bytes() if path.is_file() else None
+        left.append((content, path.is_dir(), path.is_symlink(), os.path.lexists(path)))
+        assert content != before or how in ("mode", "time")
+        if how in ("mode", "time"):
+            assert (path.stat().st_mode & 0o777 in (0o444, 0), path.stat().st_mtime != 5).count(True) == 1
+    assert left[0] == left[1]
+
+
+@pytest.mark.parametrize("kind", ["trial", "stray", "cell", "spec", "result", "ledger"])
+def test_every_corruption_of_a_state_folder_says_what_it_did(kind, copy):
+    state, rng = copy / "state", np.random.default_rng(3)
+    assert any(state_corruptions.KINDS[kind](state, state / "sweeps" / "tiny", rng) for _ in range(9))
+
+
 # Reports
 
 
@@ -106,6 +145,44 @@ def test_a_finished_trial_whose_result_is_gone_is_put_aside_and_counted_once(cop
         assert book.db.execute(query, (trial,)).fetchone()[0] == 1
 
 
+STRAYS = ["log-1\udcff.txt", f"log-{'9' * 30}.txt", "events-x.jsonl", "events-1\udcff.jsonl", "trunk-.json"]
+
+
+def test_files_under_names_that_no_attempt_gives_are_left_alone(copy):
+    state = copy / "state"
+    for folder in (state / "trials").iterdir():
+        for name in STRAYS:
+            (folder / name).write_bytes(NOT_TEXT)
+    unknown = state / "sweeps" / "\udcff"
+    unknown.mkdir()
+    (unknown / "ledger.db").write_bytes(NOT_TEXT)
+    done = here("sweep", copy / "tiny.yaml", "--state", state, *INLINE, "--no-report")
+    assert (done.returncode, "0 trials run, 3 already done" in done.stdout) == (0, True), done.stderr
+    assert here("status", "tiny", "--state", state, "--verify").returncode == 0
+    done = ablate("status", "--state", state)
+    assert (done.returncode, "\\udcff" in done.stdout) == (0, True), done.stderr
+
+
+def test_a_link_that_leads_nowhere_in_place_of_a_trunk_is_damage(tmp_path):
+    store = Store(tmp_path)
+    store.folder("t").mkdir(parents=True)
+    (store.folder("t") / "trunk-1.json").symlink_to("nowhere")
+    assert store.attempts("t") == 0
+    with pytest.raises(Damaged, match=r"trunk-1\.json"):
+        list(store.events("t"))
+
+
+# Journals
+
+
+def test_a_torn_journal_gets_no_notes(copy):
+    journal = copy / "state" / "sweeps" / "tiny" / "optuna.log"
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:4]) + lines[4][:-9])
+    with closing(open_checked(journal.with_name("ledger.db"))) as book:
+        decorate(journal, "tiny", "A note.", summaries(book), metric_of(book))
+
+
 # Locks
 
 
@@ -135,6 +212,22 @@ def test_deep_brackets_are_damage_and_no_order(tmp_path):
 
 
 # Ledgers
+
+
+def test_a_lost_log_of_the_ledger_costs_no_finished_trial(tmp_path):
+    """SQLite does not miss a write-ahead log that is gone."""
+    state = tmp_path / "state"
+    (tmp_path / "lost").mkdir()
+    path, lost = state / "sweeps" / "tiny" / "ledger.db", tmp_path / "lost" / "ledger.db"
+    most = 0
+    for _ in Controller(tiny(tmp_path, seeds=1), state, "cpu", Inline, None).run():
+        over = [key for key, status in statuses(state).items() if status == "done"]
+        shutil.copy(path, lost)
+        if over:
+            with closing(Ledger(lost, readonly=True)) as book:
+                assert over == [(row.name, row.seed) for row in book.members() if row.status == "done"]
+        most = max(most, len(over))
+    assert most == 3
 
 
 @pytest.mark.parametrize("how", ["copied", "linked"])
@@ -221,6 +314,34 @@ def test_text_of_a_ledger_in_no_encoding_is_damage(table, text, copy):
     assert here("sweep", *words, *INLINE).returncode == 2
     assert here("rebuild", *words).returncode == 0
     assert damage(path) is None
+
+
+def test_a_record_that_names_another_trial_among_its_neighbours_is_damage(copy):
+    """SQLite's quick check does not look at the order of rows, and a search by trial takes this one for its own."""
+    path = copy / "state" / "sweeps" / "tiny" / "ledger.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        step, name = 2, db.execute("SELECT name FROM names WHERE text = 'val/loss'").fetchone()[0]
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        value, moment = db.execute(
+            "SELECT value, time FROM records WHERE (trial, name, step) = (3, ?, ?)", (name, step)
+        ).fetchone()
+    row = bytes([3, name, step]) + struct.pack(">dd", value, moment)
+    content = path.read_bytes()
+    assert content.count(row) == 1
+    path.write_bytes(content.replace(row, bytes([2]) + row[1:]))
+    assert damage(path) is None
+    with pytest.raises(InputError, match="records are not what was written"):
+        open_checked(path)
+
+
+def test_the_status_of_a_ledger_that_lacks_a_row_is_not_shown(copy):
+    with closing(sqlite3.connect(copy / "state" / "sweeps" / "tiny" / "ledger.db")) as db, db:
+        db.execute("DELETE FROM trials WHERE trial = 2")
+    found = {
+        one["name"]: one for one in json.loads(here("status", "--state", copy / "state", "--json").stdout)
+    }
+    assert (found["tiny"]["trials"], "table trials, row 2: is gone" in found["tiny"]["trouble"]) == ({}, True)
+    assert found["other"]["trials"] == {"done": 3}
 
 
 def test_a_sweep_that_only_took_its_lock_is_named(tmp_path):

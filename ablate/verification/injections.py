@@ -28,7 +28,7 @@ class Harm:
     do: Callable[[Path, Path, np.random.Generator], str | None]
 
 
-def _flip(path: Path, rng: np.random.Generator, low: int = 0, high: int | None = None) -> str:
+def flip(path: Path, rng: np.random.Generator, low: int = 0, high: int | None = None) -> str:
     """Flip one random bit of a file, in the bytes from `low` up to `high`."""
     content = bytearray(path.read_bytes())
     position, bit = int(rng.integers(low, min(high or len(content), len(content)))), int(rng.integers(8))
@@ -37,7 +37,7 @@ def _flip(path: Path, rng: np.random.Generator, low: int = 0, high: int | None =
     return f"{path.parent.name}/{path.name}: bit {bit} of byte {position} of {len(content)}"
 
 
-def _shorten(path: Path, rng: np.random.Generator) -> str:
+def shorten(path: Path, rng: np.random.Generator) -> str:
     """Truncate a file to a random length, possibly 0."""
     size = path.stat().st_size
     length = int(rng.integers(size))
@@ -58,10 +58,11 @@ def _to_one(pattern: str, how: Callable[[Path, np.random.Generator], str]) -> Ca
 def _checkpoint(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
     """Flip a bit of a trial's checkpoint or of a shared one."""
     paths = [*sorted(state.glob("trials/*/checkpoint.pt")), *sorted(state.glob("checkpoints/*.pt"))]
-    return _flip(paths[int(rng.integers(len(paths)))], rng) if paths else None
+    return flip(paths[int(rng.integers(len(paths)))], rng) if paths else None
 
 
-def _remove(path: Path, rng: np.random.Generator) -> str:
+def remove(path: Path, rng: np.random.Generator) -> str:
+    """Delete a file."""
     path.unlink()
     return f"{path.parent.name}/{path.name}: removed"
 
@@ -94,18 +95,18 @@ def _cell(state: Path, folder: Path, rng: np.random.Generator) -> str | None:
         ]
         content = path.read_bytes()
         position = content.find(struct.pack(">d", rows[int(rng.integers(len(rows)))])) if rows else -1
-        return _flip(path, rng, position - 12, position + 16) if position > 0 else None
+        return flip(path, rng, position - 12, position + 16) if position > 0 else None
     return None
 
 
 CHECKPOINT = "bit flip in a checkpoint"
 HARMS = {
-    "bit flip in events": Harm(_to_one("trials/*/events-*.jsonl", _flip)),
-    "events cut short": Harm(_to_one("trials/*/events-*.jsonl", _shorten)),
-    "events removed": Harm(_to_one("trials/*/events-*.jsonl", _remove)),
+    "bit flip in events": Harm(_to_one("trials/*/events-*.jsonl", flip)),
+    "events cut short": Harm(_to_one("trials/*/events-*.jsonl", shorten)),
+    "events removed": Harm(_to_one("trials/*/events-*.jsonl", remove)),
     CHECKPOINT: Harm(_checkpoint),
-    "bit flip in a result": Harm(_to_one("trials/*/result.json", _flip)),
-    "torn result": Harm(_to_one("trials/*/result.json", _shorten)),
+    "bit flip in a result": Harm(_to_one("trials/*/result.json", flip)),
+    "torn result": Harm(_to_one("trials/*/result.json", shorten)),
     "bit flip of a ledger's value": Harm(_value),
     "bit flip in a ledger's cell": Harm(_cell),
 }
