@@ -40,6 +40,8 @@ def _machine() -> dict[str, str]:
 
 _ROUNDING = ("ATEN_CPU_CAPABILITY", "MKL_CBWR")
 """Environment variables by which torch and MKL add in another order on the same CPU."""
+_VECTOR = ("avx", "amx", "fma", "sve", "sme", "asimd", "bf16", "i8mm")
+"""Beginnings of the names of instructions by which libraries choose their routines."""
 
 
 def arithmetic(device: str) -> float:
@@ -53,15 +55,46 @@ def arithmetic(device: str) -> float:
         kind = [gpu.get("gpu", ""), gpu.get("capability", "")]
     else:
         kind = [*_instructions().values()]
-    kind.append(_machine().get("torch", ""))
-    return float(int.from_bytes(hashlib.sha256(repr(kind).encode()).digest()[:6], "big"))
+    return _kind([*kind, _machine().get("torch", "")])
+
+
+def processor(device: str) -> float:
+    """Return a number like that of `arithmetic` for another process on this machine, such as a command.
+
+    Nothing is loaded for it: of a GPU it stands for the models of all that the driver has, of a CPU for its
+    vector instructions and the variables in `_ROUNDING`. The torch of the command may be another one.
+    """
+    if device == "cuda":
+        files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        kind = sorted({line for file in files for line in file.read_text().splitlines() if "Model" in line})
+    else:
+        kind = [*_vector_flags(), *_restrictions().values()]
+    return _kind([*kind, _machine().get("torch", "")])
+
+
+def _kind(facts: list[str]) -> float:
+    return float(int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:6], "big"))
+
+
+@cache
+def _vector_flags() -> tuple[str, ...]:
+    """Return the names of this CPU's vector and matrix instructions as Linux lists them, and its machine."""
+    path = Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    listed = next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    flags = {word for word in listed.split() if word.startswith(_VECTOR)}
+    return (platform.machine(), *sorted(flags))
 
 
 def _instructions() -> dict[str, str]:
     """Return the instructions that torch uses on this CPU, once torch is loaded, and what restricts them."""
     torch = sys.modules.get("torch")
     facts = {} if torch is None else {"simd": str(torch.backends.cpu.get_cpu_capability())}
-    return facts | {name: f"{name}={os.environ[name]}" for name in _ROUNDING if os.environ.get(name)}
+    return facts | _restrictions()
+
+
+def _restrictions() -> dict[str, str]:
+    return {name: f"{name}={os.environ[name]}" for name in _ROUNDING if os.environ.get(name)}
 
 
 def _gpu() -> dict[str, str]:

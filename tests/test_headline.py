@@ -22,6 +22,7 @@ from ablate.results.comparisons import Comparisons
 from ablate.results.gate import checks
 from ablate.results.headline import headline_of
 from ablate.results.summary import summaries
+from ablate.results.verdict_text import verdict_notes
 from ablate.store.ledger import Ledger
 from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS
 
@@ -297,6 +298,10 @@ def test_pairs_of_runs_on_two_kinds_of_processors_are_named_above_the_verdict(bo
         book.record(member.trial, [{"step": 41, "time": 0.0, "metrics": {ARITHMETIC: kind}}])
     sentence = "runs on 2 kinds of processors or versions of torch: pairs of seed 2 compare those too"
     assert kinds(book)[sentence] == "warning"
+    assert [arm.verdict.mixed for arm in summaries(book)] == [0, 1]
+    mark = "1 pair compares two kinds of processors or versions of torch, too"
+    assert mark in verdict_notes(summaries(book)[1].verdict)
+    assert mark in Answer(book).effects().html()
 
 
 @pytest.mark.parametrize("variable", ["ATEN_CPU_CAPABILITY=default", "MKL_CBWR=COMPATIBLE"])

@@ -265,7 +265,7 @@ Reason = Literal[
 class Verdict:
     """Verdict on one comparison of a table, with everything that qualifies it, as data.
 
-    `verdict_text` turns it into a sentence. `judge` fills in all fields but the last five, which verdicts on
+    `verdict_text` turns it into a sentence. `judge` fills in all fields but the last six, which verdicts on
     arms have.
     """
 
@@ -292,6 +292,8 @@ class Verdict:
     """Number of seeds on which the arm diverged. The verdict is on the others."""
     seeds: int = 0
     """Number of seeds that an arm with diverged seeds was given."""
+    mixed: int = 0
+    """Number of pairs whose runs were computed by two kinds of processors or versions of torch."""
 
     @cached_property
     def needed(self) -> "Needed | None":

@@ -18,7 +18,14 @@ from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_va
 from ablate.results.run_lengths import Lengths, lengths, steps_to
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import OVER, ArmRow, Member
-from ablate.training.metric_names import FIRST_NONFINITE, parse, reading, target_of
+from ablate.training.metric_names import (
+    ARITHMETIC,
+    FIRST_NONFINITE,
+    PRODUCT_BITS,
+    parse,
+    reading,
+    target_of,
+)
 
 LOSS = "val/loss"
 _SQNR = "sqnr_db"
@@ -159,10 +166,35 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
     judged: dict[str, Verdict] = {}
     for family in {_family(arm.role): None for arm in arms}:
         judged |= _judged([arm for arm in arms if _family(arm.role) == family], arms, metric)
+    mixed = _mixed_pairs(ledger, arms)
     return [
-        replace(arm, verdict=_qualified(arm, verdict)) if (verdict := judged.get(arm.name)) else arm
+        replace(arm, verdict=replace(_qualified(arm, verdict), mixed=mixed.get(arm.name, 0)))
+        if (verdict := judged.get(arm.name))
+        else arm
         for arm in arms
     ]
+
+
+def _mixed_pairs(ledger: Ledger, arms: list[ArmSummary]) -> dict[str, int]:
+    """Return, by arm, the number of its pairs that two kinds of processors or versions of torch computed."""
+    numbers = [ledger.largest(name) for name in (ARITHMETIC, PRODUCT_BITS)]
+    if all(len(set(each.values())) < 2 for each in numbers):
+        return {}
+    kinds: dict[str, dict[int, list[float | None]]] = {arm.name: {} for arm in arms}
+    for member in ledger.members():
+        kinds[member.name][member.seed] = [each.get(member.trial) for each in numbers]
+    values = {arm.name: arm.values for arm in arms}
+    return {
+        arm.name: sum(
+            any(
+                one != two and None not in (one, two) for one, two in zip(own[seed], other[seed], strict=True)
+            )
+            for seed in arm.values.keys() & values[arm.baseline].keys()
+        )
+        for arm in arms
+        if arm.baseline is not None
+        for own, other in [(kinds[arm.name], kinds[arm.baseline])]
+    }
 
 
 def _family(role: Role) -> str:

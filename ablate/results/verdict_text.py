@@ -87,6 +87,9 @@ def _qualifications(verdict: Verdict) -> list[str]:
         notes.append(f"on {verdict.fresh_seeds} fresh seeds")
     if verdict.reference is not None:
         notes.append(f"learned nothing: a model that ignores its input reaches {verdict.reference:.2f}")
+    if verdict.mixed:
+        pairs = "1 pair compares" if verdict.mixed == 1 else f"{verdict.mixed} pairs compare"
+        notes.append(f"{pairs} two kinds of processors or versions of torch, too")
     return notes
 
 

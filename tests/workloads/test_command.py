@@ -30,6 +30,7 @@ from ablate.recipes import PRESETS
 from ablate.store.databases import url
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.loop import Telemetry
+from ablate.training.metric_names import ARITHMETIC
 from ablate.training.own_code.command_process import LONGEST_LINE
 from ablate.training.workloads.command import Command
 
@@ -103,6 +104,16 @@ def test_it_gets_recipe_config_seed_and_folders_as_variables_and_arguments(tmp_p
     assert Path(folder) == tmp_path
 
 
+def test_it_records_the_kind_of_processor_on_which_it_ran(tmp_path, monkeypatch):
+    workload, kinds = command(tmp_path, 'print(\'{"step": 1, "val/loss": 1}\')'), []
+    for value in (None, None, "COMPATIBLE"):
+        monkeypatch.delenv("MKL_CBWR", raising=False)
+        if value:
+            monkeypatch.setenv("MKL_CBWR", value)
+        kinds.append(records(workload)[-1].metrics[ARITHMETIC])
+    assert kinds[0] == kinds[1] != kinds[2]
+
+
 def test_its_checkpoint_folder_survives_a_failed_attempt_and_goes_after_a_finished_one(tmp_path):
     code = """
 import os
@@ -163,7 +174,7 @@ for step in (1, 2):
     outcome, _ = sweep(load(path, device="cpu"), state, url(tmp_path / "mlflow.db"))
     assert outcome.status == "done"
     book = ledger(state, "own")
-    assert set(book.last_values(1)) - {"tokens", "memory/rss"} == {"val/loss", "acc@5"}
+    assert set(book.last_values(1)) - {"tokens", "memory/rss", ARITHMETIC} == {"val/loss", "acc@5"}
     assert (behind(book), {member.closed for member in book.members()}) == (0, {True})
     printed = capsys.readouterr().out.splitlines()
     assert sum(" is left out: names have" in line for line in printed) == 6 * len(book.members())

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
 from ablate.training.loop import Record
-from ablate.training.metric_names import FIRST_NONFINITE
+from ablate.training.metric_names import ARITHMETIC, FIRST_NONFINITE
 from ablate.training.own_code.command_process import Line
 from ablate.training.own_code.process_environment import ACKNOWLEDGEMENT
 
@@ -25,10 +25,13 @@ class CommandRecords:
         printed: True if lines of standard output may be metrics.
         steps: optimizer steps of the run.
         tokens_per_step: tokens of a step.
+        processor: number of the kind of processor on which the command runs.
     """
 
-    def __init__(self, expected: str | None, printed: bool, steps: int, tokens_per_step: int) -> None:
-        self._expected, self._printed = expected, printed
+    def __init__(
+        self, expected: str | None, printed: bool, steps: int, tokens_per_step: int, processor: float
+    ) -> None:
+        self._expected, self._printed, self._processor = expected, printed, processor
         self._steps, self._tokens = steps, tokens_per_step
         self._step = 0
         self._latest: dict[bool, int] = {}
@@ -140,6 +143,7 @@ class CommandRecords:
     def _record(self) -> Record:
         metrics, self._metrics = self._metrics, {}
         metrics.setdefault("tokens", float(self._step * self._tokens))
+        metrics[ARITHMETIC] = self._processor
         return Record(self._step, metrics)
 
     @property

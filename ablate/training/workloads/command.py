@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
+from ablate import provenance
 from ablate.errors import nearest
 from ablate.files import Json
 from ablate.recipes.recipe import Recipe
@@ -207,6 +208,7 @@ class Command(OwnCode):
                 self.metrics == "stdout",
                 self.steps,
                 self.tokens_per_step,
+                provenance.processor(device),
             )
             for batch in process.batches():
                 yield from parsed.add(batch)
