@@ -465,6 +465,18 @@ WORDS = {
         ["runs of unequal length on 2 seeds: no verdict without metric.any_length"],
         "runs of unequal length on 2 seeds: no verdict without metric.any_length",
     ),
+    "not as long on one": (
+        Verdict("unjudged", "length", count=1),
+        "not judged",
+        ["runs of unequal length on 1 seed: no verdict without metric.any_length"],
+        "runs of unequal length on 1 seed: no verdict without metric.any_length",
+    ),
+    "two machines": (
+        Verdict("worse", mixed=2),
+        "worse",
+        ["2 pairs compare two kinds of processors or versions of torch, too"],
+        "worse (2 pairs compare two kinds of processors or versions of torch, too)",
+    ),
     "a baseline": (Verdict("unjudged", "baseline"), "baseline", [], "baseline"),
     "refused": (Verdict("unjudged", "refused"), "refused", [], "refused"),
     "pruned": (Verdict("unjudged", "pruned"), "pruned", [], "pruned"),

@@ -378,6 +378,11 @@ def _no_comparison(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
     if sweep.one_seed:
         text = "no difference has an interval, so none can be told from chance. Nothing is claimed."
         return "One seed per arm:", text, []
+    if uneven := [arm.name for arm in sweep.arms if arm.uneven]:
+        named = ", ".join(uneven[:3]) + (f" and {len(uneven) - 3} more" if len(uneven) > 3 else "")
+        text = f"{named} ended at an earlier step than other runs of the same seed."
+        remedy = "Give all runs the same length, or compare them all the same by any_length under metric."
+        return NO_ANSWER, f"{text} {remedy}", []
     if len([arm for arm in sweep.arms if arm.values]) == 1:
         return NO_ANSWER, "only one arm has finished, so there is nothing to compare it with.", []
     return "No answer yet:", "no arm shares two finished seeds with its baseline.", []

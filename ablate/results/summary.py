@@ -293,7 +293,7 @@ def judge_learned(
     """Return the verdicts on comparisons, corrected over those in which at least one arm learned something.
 
     All tables and notes use this rule. A comparison in which no arm learned anything is `UNLEARNED` and does
-    not count in the correction.
+    not count in the correction. One without pairs names the runs that cannot be compared, if that is why.
 
     Args:
         compared: Each difference with its margin and the arms in it.
@@ -304,9 +304,13 @@ def judge_learned(
     """
     learned = [(difference, margin) for difference, margin, arms in compared if not nothing_learned(arms)]
     verdicts = iter(judge(learned, metric.direction == "minimize", plan, len(learned) + unseen))
-    return [
+    judged = [
         UNLEARNED if nothing_learned(arms) else qualified(next(verdicts), view, all(arm.sees for arm in arms))
         for (_, _, arms), view in zip(compared, seen or [None] * len(compared), strict=True)
+    ]
+    return [
+        (None if difference.pairs else _withheld(arms)) or verdict
+        for (difference, _, arms), verdict in zip(compared, judged, strict=True)
     ]
 
 
@@ -321,19 +325,15 @@ def _judged(
         if arm.gap is not None and arm.baseline is not None and not arm.pruned
     }
     plan = any(arm.role not in ("searched", "null", "bad") for arm in arms)
-    verdicts = judge_learned(
-        list(compared.values()), metric, plan, unseen, [by_name[name].view for name in compared]
-    )
-    return {
-        name: _withheld(pair) or verdict
-        for (name, (_, _, pair)), verdict in zip(compared.items(), verdicts, strict=True)
-    }
+    views_of = [by_name[name].view for name in compared]
+    verdicts = judge_learned(list(compared.values()), metric, plan, unseen, views_of)
+    return dict(zip(compared, verdicts, strict=True))
 
 
-def _withheld(pair: Collection[ArmSummary]) -> Verdict | None:
-    """Return the verdict on two arms of which one has no values since its runs cannot be compared."""
-    censored = {seed for arm in pair for seed in arm.censored}
-    uneven = {seed for arm in pair for seed in arm.uneven}
+def _withheld(arms: Collection[ArmSummary]) -> Verdict | None:
+    """Return the verdict on arms of which one has no values since its runs cannot be compared."""
+    censored = {seed for arm in arms for seed in arm.censored}
+    uneven = {seed for arm in arms for seed in arm.uneven}
     if uneven:
         return Verdict("unjudged", "length", count=len(uneven))
     return Verdict("unjudged", "censored", count=len(censored)) if censored else None

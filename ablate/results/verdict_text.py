@@ -56,7 +56,7 @@ def verdict_text(verdict: Verdict, short: bool = False) -> str:
     word: str = "the same numbers" if verdict.kind == "same" else verdict.kind
     notes = _qualifications(verdict)
     if verdict.kind == "unjudged" and verdict.reason:
-        word = REASONS[verdict.reason].format(count=verdict.count)
+        word = _reason(verdict.reason, verdict.count)
     text = f"{word} ({'; '.join(notes)})" if notes else word
     text += f"; {needed_text(verdict.needed)} seeds in all" if verdict.needed else ""
     return f"{diverged}; on the others: {text}" if diverged else text
@@ -70,7 +70,7 @@ def verdict_notes(verdict: Verdict) -> list[str]:
         return [diverged]
     notes = [f"{diverged}: the verdict is on the other seeds"] if diverged else []
     if verdict.reason and verdict.reason not in _OWN_WORD:
-        notes.append(REASONS[verdict.reason].format(count=verdict.count))
+        notes.append(_reason(verdict.reason, verdict.count))
     if verdict.kind == "same":
         notes.append("the same numbers on every seed")
     return notes + _qualifications(verdict)
@@ -91,6 +91,10 @@ def _qualifications(verdict: Verdict) -> list[str]:
         pairs = "1 pair compares" if verdict.mixed == 1 else f"{verdict.mixed} pairs compare"
         notes.append(f"{pairs} two kinds of processors or versions of torch, too")
     return notes
+
+
+def _reason(code: str, count: int) -> str:
+    return REASONS[code].format(count=count).replace("on 1 seeds", "on 1 seed")
 
 
 def diverged_text(diverged: int, seeds: int) -> str:
