@@ -229,9 +229,11 @@ def assign(content: dict[str, Json], parts: list[str], value: Json, model: type[
         if part not in model.model_fields:
             config = content.get("config")  # of a user's own code
             if isinstance(config, dict) and part in config:
-                return f"no such knob; {part} is a key of config: write workload.config.{part}"
+                return NoSuchKnob(f"no such knob; {part} is a key of config: write workload.config.{part}")
             if part in WORKLOADS and depth + 1 < len(parts):
-                return f"no such knob; write workload.{'.'.join(parts[depth + 1 :])}, without the name"
+                return NoSuchKnob(
+                    f"no such knob; write workload.{'.'.join(parts[depth + 1 :])}, without the name"
+                )
             near = get_close_matches(part, model.model_fields, 1, NEAR)
             hint = "" if near else elsewhere(parts)
             return NoSuchKnob(f"no such knob; {hint or nearest(part, model.model_fields)}")
@@ -297,9 +299,8 @@ def _assign_key(content: dict[str, Json], keys: list[str], value: Json, where: s
     misspelt one, which the user's code ignores."""
     for depth, key in enumerate(keys):
         if key not in content:
-            return (
-                f"{where} has no {key}, so it cannot be turned; {nearest(key, content)}, or add it to {where}"
-            )
+            near = nearest(key, content)
+            return NoSuchKnob(f"{where} has no {key}, so it cannot be turned; {near}, or add it to {where}")
         if depth == len(keys) - 1:
             content[key] = value
             return None

@@ -15,7 +15,7 @@ from ablate.experiment.search_space import refuse_twins
 from ablate.experiment.yaml_document import Document
 from ablate.files import Json
 from ablate.training.hyperparameters import OF_TELEMETRY
-from ablate.training.metric_names import parse, target_of
+from ablate.training.metric_names import NAMING, parse, recordable, target_of
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.python import Python
 from ablate.training.workloads.trained import Trained
@@ -85,6 +85,8 @@ def refuse_metric(
         return
     if why := _telemetry(name, base):
         document.problem(path, why, name)
+    elif metrics is None and not recordable(name):
+        document.problem(path, f"no trial records a metric of this name: {NAMING}", name)
     elif metrics is not None:
         document.problem(path, f"no such metric of {base.workload}; {nearest(name, sorted(metrics))}", name)
 

@@ -343,13 +343,18 @@ def test_an_experiment_names_the_file_beside_it_and_turns_its_config(code, monke
             {"ablate": "{workload.config.widht: [1, 2]}"},
             "config has no widht, so it cannot be turned; 'width' is the nearest",
         ),
+        (
+            {"metric": "{name: val:los|s}"},
+            r"metric\.name: 'val:los\|s': no trial records a metric of this name: names have letters",
+        ),
         ({"workload": "{python: {file: train.py, start: nothing.pt}}"}, "nothing.pt: no such file or folder"),
         ({"workload": "{python: {steps: 3}}"}, "names no training function: give `file: train.py`"),
     ],
 )
-def test_mistakes_are_named_at_their_place(lines, sentence, code):
-    with pytest.raises(InputError, match=sentence):
+def test_mistakes_are_named_at_their_place_and_once(lines, sentence, code):
+    with pytest.raises(InputError, match=sentence) as refused:
         load(experiment(code, **lines), device="cpu")
+    assert len(refused.value.problems) == 1
 
 
 @pytest.mark.parametrize(
