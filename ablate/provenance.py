@@ -16,6 +16,41 @@ _PACKAGES = ("torch", "numpy", "ray", "optuna", "mlflow", "transformer-engine", 
 _LARGEST_DIFF = 1 << 20
 
 
+def own_command(module: str, *words: str) -> list[str]:
+    """Return the command that runs a module of this package, whatever lies in the working directory.
+
+    With `-m` alone Python looks there first, and may find somebody else's folder `ablate`. A checkout that is
+    not installed is found nowhere else.
+
+    Args:
+        module: name of the module, in full.
+        words: its arguments.
+    """
+    beside = Path.cwd() == Path(__file__).parents[1]
+    return [sys.executable, *([] if beside else ["-P"]), "-m", module, *words]
+
+
+def other_distribution() -> str | None:
+    """Return a sentence on another distribution whose package has this one's name; None if there is none."""
+    try:
+        found = version("ablate")
+    except PackageNotFoundError:
+        return None
+    return (
+        f"this environment also has the distribution `ablate` {found}, whose files lie in the same folder as"
+        " those of ablate-fp4: `pip uninstall ablate ablate-fp4`, then `pip install ablate-fp4`"
+    )
+
+
+def other_package(folder: Path) -> Path | None:
+    """Return the file of somebody else's module `ablate` in a folder; None if there is none."""
+    here = Path(__file__).parent.resolve()
+    for file in (folder / "ablate" / "__init__.py", folder / "ablate.py"):
+        if file.is_file() and file.parent.resolve() != here:
+            return file
+    return None
+
+
 def environment() -> dict[str, str]:
     """Return versions and hardware of this process, and the FP4 back end if Transformer Engine is loaded."""
     return _machine() | _instructions() | _gpu() | _kernels()

@@ -1,7 +1,6 @@
 """`ablate calibrate X.yaml`: find the sharpest design for a model, and write it into the experiment."""
 
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +18,7 @@ from ablate.experiment.roles import BAD
 from ablate.experiment.schema import START
 from ablate.experiment.yaml_document import with_values
 from ablate.files import Json
+from ablate.provenance import own_command
 from ablate.reports.plain_text import duration
 from ablate.training.workloads.own_code import OwnCode
 
@@ -68,7 +68,7 @@ def calibrate(
     options += ["--workers", str(workers)] if workers else []
     for path in sweeps:
         screen.print(f"Calibrating: {path.name}, {seeds} seeds of its own")
-        command = [sys.executable, "-m", "ablate.sweep", str(path), "--quiet", "--no-report", *options]
+        command = own_command("ablate.sweep", str(path), "--quiet", "--no-report", *options)
         if (status := subprocess.run(command, check=False).returncode) not in (0,):
             raise typer.Exit(status)
     candidates = candidates_of(experiment, settings.state)

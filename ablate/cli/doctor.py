@@ -4,7 +4,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ from ablate.engines.gpu_access import hidden
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError, nearest
 from ablate.numerics.spec import VERSION
+from ablate.provenance import own_command
 from ablate.reports.plain_text import duration
 from ablate.verification import passed_checks
 
@@ -239,7 +239,7 @@ def _document(rows: list[tuple[str, "Row"]], fast: bool, seconds: float) -> dict
 
 # --- beside a sweep -------------------------------------------------------------------------------
 
-COMMAND = (sys.executable, "-m", "ablate.doctor", "--fast", "--json", "--lifeline")
+COMMAND = own_command("ablate.doctor", "--fast", "--json", "--lifeline")
 _TIMEOUT_SECONDS = 300.0
 
 

@@ -47,6 +47,7 @@ from ablate.execution.sweep_control import check, holder
 from ablate.execution.tracking import check_login
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, Json, lock
+from ablate.provenance import other_package, own_command
 from ablate.reports.plain_text import duration
 from ablate.results.unmet_phases import never_began
 from ablate.store.databases import network_file_system
@@ -211,6 +212,10 @@ def sweep(
     if experiment.budget.cost is not None and settings.price is None:
         raise InputError(
             [f"{file}: budget.cost: no price of a worker-hour; set it with --price, or in a profile"]
+        )
+    if settings.executor != "inline" and (other := other_package(Path.cwd())):
+        raise InputError(
+            [f"{other}: Ray's workers would import this module `ablate`: start the sweep from another folder"]
         )
     notes = list(filter(None, (writable(settings.state, settings.shared_state), settings.device_note)))
     check_login(settings.mlflow)
@@ -486,10 +491,7 @@ def _command(file: Path, settings: Settings, options: RunOptions) -> list[str]:
     process.
     """
     command = [
-        sys.executable,
-        "-m",
-        "ablate.sweep",
-        str(file),
+        *own_command("ablate.sweep", str(file)),
         "--executor",
         settings.executor,
         "--device",

@@ -23,8 +23,9 @@ from contextlib import redirect_stdout, suppress
 from ablate.execution.messages import Exited, MalformedMessage, TrialRequest, send
 from ablate.execution.process_guard import adopt_orphans, end_orphans
 from ablate.execution.trial_process import compute, tune_process, wait_for
+from ablate.provenance import own_command
 
-_SPARE = (sys.executable, "-m", "ablate.execution.gpu_trial_process", "spare")
+_SPARE = own_command("ablate.execution.gpu_trial_process", "spare")
 _IMPORTS = (
     "ablate.execution.rank_process",
     "ablate.training.checkpoints",

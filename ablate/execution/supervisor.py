@@ -31,7 +31,6 @@ import select
 import signal
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -61,13 +60,14 @@ from ablate.execution.messages import (
 from ablate.execution.trial_runner import EDITED, NO_SPACE, OUT_OF_MEMORY, Edited, OutOfMemory, run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Damaged
+from ablate.provenance import own_command
 from ablate.store.trial_store import Store
 from ablate.training.out_of_memory import kernel_kills
 from ablate.training.own_code.user_errors import UserError
 
 COMMANDS = {
-    "cpu": (sys.executable, "-m", "ablate.execution.trial_process"),
-    "cuda": (sys.executable, "-m", "ablate.execution.gpu_trial_process"),
+    "cpu": own_command("ablate.execution.trial_process"),
+    "cuda": own_command("ablate.execution.gpu_trial_process"),
 }
 """Command of the child process by class of device. It reads requests and prints the messages of their
 trials."""

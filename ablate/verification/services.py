@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import psutil
 
+from ablate.provenance import own_command
 from ablate.store.databases import tables
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_progress import moments, outcomes
@@ -221,10 +222,7 @@ class SweepCommand:
             "cpu",
         ]
         self._command = [
-            sys.executable,
-            "-m",
-            "ablate.sweep",
-            str(file),
+            *own_command("ablate.sweep", str(file)),
             *options,
             *(("--no-fork",) if executor == "inline" else ()),
         ]
@@ -255,7 +253,7 @@ class SweepCommand:
 
     def command(self, *words: str) -> tuple[int, list[str]]:
         """Run another `ablate` command on this state folder; return its exit status and its lines."""
-        command = [sys.executable, "-m", "ablate", *words, "--state", str(self.state)]
+        command = own_command("ablate", *words, "--state", str(self.state))
         done = subprocess.run(
             command,
             env=self._environment,
