@@ -10,9 +10,11 @@ from torch import nn
 
 from ablate.engines.emulated import convert
 from ablate.numerics.philox import Clock
-from ablate.recipes import PRESETS
-from ablate.recipes.recipe import Run
+from ablate.numerics.spec import Quant
+from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.recipe import Fprop, Run
 from ablate.training import distributed
+from ablate.training.evaluation import evaluate
 from ablate.training.loop import Loop
 from ablate.training.rank_layout import Layout
 
@@ -97,6 +99,22 @@ def test_a_repeated_step_draws_the_same_bits(shards):
         one.gradient(0)
         found.append([parameter.grad.clone() for parameter in one.parameters if parameter.grad is not None])
     assert all(map(torch.equal, *found))
+
+
+def test_an_evaluation_draws_the_same_bits_whenever_it_is_made(shards):
+    """A gradient before it has counted calls, which an evaluation begins anew for each batch."""
+    one = shared(shards)
+    drawing = Recipe(fprop=Fprop(x=Quant(rounding="stochastic"), w=Quant()))
+    run = one.run._replace(readings={"drawn": drawing, "again": drawing})
+    run.engine.at(0, one.plan)
+    one.gradient(0)
+    first, second = (evaluate(run, NVFP4, one.part) for _ in range(2))
+    assert first == second
+    values = {name: [first[key] for key in first if name in key] for name in run.readings}
+    assert values["drawn"] == values["again"] != []
+    with run.engine.reading(drawing):
+        losses = [evaluate(one.run, NVFP4, one.part)["loss"] for _ in range(2)]
+    assert losses[0] == losses[1] != first["loss"]
 
 
 def test_two_ranks_draw_the_bits_of_one(shards):

@@ -17,7 +17,7 @@ from ablate.numerics.partition import Partition
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, product
 from ablate.numerics.quantize import Operand, quantize
-from ablate.numerics.spec import Outer, Quant, grain
+from ablate.numerics.spec import Outer, Quant, Range, grain
 from ablate.numerics.stored import store_one
 from ablate.recipes.recipe import Dgrad, Fprop, Products
 
@@ -110,6 +110,20 @@ def test_a_kept_operand_knows_the_input_of_its_rounding(keep):
         with reference_only():
             expected = quantize(x, quantiser(block, rows), keep=True).scaled
         assert torch.equal(operand.rescaled(), expected)
+
+
+@pytest.mark.parametrize("prescale", [1.0, 0.75])
+def test_outer_scales_of_128_elements_are_multiplied_in_the_order_of_the_specification(prescale):
+    """An operand in fp32 holds code * s * (A * fp32(1 / (M * bound))): docs/numerics.md, section 4."""
+    x = tensor(4, 256, seed=0).bfloat16()
+    quant = Quant(outer=Outer(granularity="block:128"), range=Range(map_to=4.0, prescale=prescale))
+    made = quantize(x, quant, keep=True)
+    scale = made.block_scale.view(4, 16).repeat_interleave(16, 1)
+    amax = x.float().abs().view(4, 2, 128).amax(2).repeat_interleave(128, 1)
+    assert torch.equal(made.values, (made.codes * scale) * (amax * torch.tensor(1 / (6 * 448.0))))
+    assert torch.equal(made.dequantize(), made.values * torch.tensor(1 / prescale))
+    from_left_to_right = made.codes * ((scale * amax) * torch.tensor(1 / (6 * 448.0 * prescale)))
+    assert not torch.equal(made.dequantize(), from_left_to_right)
 
 
 def test_a_weight_with_outer_scales_of_rows_is_not_transposed_from_the_cache():
