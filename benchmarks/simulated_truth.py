@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -18,13 +19,15 @@ from pathlib import Path
 import numpy as np
 import optuna
 
+from ablate.experiment.schema import Metric
 from ablate.results.decomposition import correlation
 from ablate.results.forked import Views, qualified
 from ablate.results.inference import wilcoxon
 from ablate.results.intervals import ALPHA, Interval
 from ablate.results.paired_stats import Difference, Verdict, judge, paired_difference, seeds_needed
 from ablate.results.search_effects import knob_effects
-from ablate.results.summary import ArmSummary
+from ablate.results.summary import ArmSummary, summaries
+from ablate.store.ledger import Ledger
 
 EFFECTS, DEVIATIONS, STARTS = (0.0, 0.25, 0.5, 1.0, 2.0), (0.5, 1.0, 2.0, 4.0), (3, 5, 8)
 INTERVALS = ("t", "split:4", "sequence")
@@ -105,6 +108,9 @@ def scenarios() -> Iterator[Scenario]:
             for spread in (0.5, 1.0, 2.0)
             for pairs in STARTS
         )
+    yield from (
+        Scenario("steps", "t", pairs, 15.0, 20.0, last) for last in (80, 100, 160) for pairs in (5, 8)
+    )
 
 
 def draw(random: np.random.Generator, shape: str, size: tuple[int, ...]) -> np.ndarray:
@@ -319,9 +325,45 @@ def positions(scenario: Scenario, experiments: int) -> dict[str, int]:
     return {"experiments": experiments, "winners": winners, "unguarded": unguarded}
 
 
+def steps(scenario: Scenario, experiments: int) -> dict[str, int]:
+    """Count sweeps with a gap by `steps_to`, those with a wrong interval, and the same of the fastest seeds.
+
+    An arm takes `effect` steps more than its baseline. Both spread over seeds by `deviation`, with a
+    correlation of .5; runs end at step `arms`. The fastest seeds are those that get there with both arms.
+    """
+    random = scenario.random()
+    given = wrong = fastest = 0
+    for _ in range(experiments):
+        shared, *own = random.normal(0, scenario.deviation / math.sqrt(2), (3, scenario.pairs))
+        needed = {"bf16": 70 + shared + own[0], "arm": 70 + scenario.effect + shared + own[1]}
+        with tempfile.TemporaryDirectory() as folder:
+            book, baseline = Ledger(Path(folder) / "ledger.db"), None
+            for name, steps_needed in needed.items():
+                baseline = baseline or book.add_arm(name, {}, None, None)
+                arm = baseline if name == "bf16" else book.add_arm(name, {}, baseline, None)
+                for seed, step in enumerate(steps_needed):
+                    trial = book.add_member(arm, seed, f"{name}{seed}", "{}")
+                    curve = {at: 2 + math.log(step / at) for at in range(10, scenario.arms + 1, 10)}
+                    losses = [
+                        {"step": at, "time": 0.0, "metrics": {"val/loss": loss}} for at, loss in curve.items()
+                    ]
+                    book.record(trial, losses)
+                    book.settle(trial, "done")
+            gap = summaries(book, Metric(name="steps_to/2.0"))[1].gap
+            book.close()
+        if gap is not None and gap.pairs:
+            given, wrong = given + 1, wrong + (not gap.low <= scenario.effect <= gap.high)
+        there = np.maximum(*needed.values()) <= scenario.arms
+        if there.sum() > 1:
+            pairs = (needed["arm"] - needed["bf16"])[there]
+            found = difference(pairs, Interval())
+            fastest += not found.low <= scenario.effect <= found.high
+    return {"experiments": experiments, "given": given, "wrong": wrong, "fastest": fastest}
+
+
 KINDS = {"promise": promise, "headline": headline, "growth": growth, "coverage": coverage, "counts": counts}
-KINDS |= {"correlation": correlated, "ranks": ranks, "search": search, "positions": positions}
-SHARES = {"promise": 0.03, "growth": 0.2, "search": 0.05}
+KINDS |= {"correlation": correlated, "ranks": ranks, "search": search, "positions": positions, "steps": steps}
+SHARES = {"promise": 0.03, "growth": 0.2, "search": 0.05, "steps": 0.1}
 """Experiments of a scenario of each costly kind, as a share of those asked for."""
 
 
@@ -403,6 +445,7 @@ def tables(results: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
         "ranks": "| no effect, seeds grow from 6 to 24 | Wilcoxon's p < 5 % at the end | at any look |",
         "search": "| sampler | arms | interactions | covers the mean effect | false calls |",
         "positions": "| positions | spread over them | effect | seeds | winners | without the guard |",
+        "steps": "| runs end at | seeds | gap given | wrong interval | wrong interval of the fastest |",
     }
     for kind, head in by_kind.items():
         lines = [scenario for scenario in scenarios() if scenario.kind == kind and scenario.name in results]
@@ -421,6 +464,7 @@ def _row(scenario: Scenario, got: Mapping[str, int]) -> str:
         "ranks": (one.interval,),
         "search": (one.shape, one.arms, f"{one.effect:g}"),
         "positions": (one.arms, f"{one.deviation:g}", f"{one.effect:g}", one.pairs),
+        "steps": (one.arms, one.pairs),
     }.get(one.kind, (one.interval, one.pairs, f"{one.deviation:g}"))
     counted = [
         share(count, got.get("idle", whole) if key == "false" else whole)

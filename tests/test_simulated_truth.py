@@ -82,6 +82,14 @@ def test_intervals_cover_under_what_they_assume_and_not_under_what_their_caption
     assert looks["anywhere"] > 0.07 * SWEEPS
 
 
+def test_steps_to_a_loss_have_no_gap_while_seeds_never_reach_it():
+    """The fastest seeds alone would show another gap than the true one."""
+    short, whole = (KINDS["steps"](Scenario("steps", "t", 8, 15.0, 20.0, last), 12) for last in (80, 160))
+    assert (short["given"], whole["given"]) == (0, 12)
+    assert short["fastest"] > 2
+    assert whole["wrong"] <= 2
+
+
 def test_a_scenario_gives_the_same_figures_alone_and_resumed(tmp_path, monkeypatch):
     few = [scenario for scenario in scenarios() if scenario.kind in ("coverage", "counts")][:3]
     monkeypatch.setattr(simulated_truth, "scenarios", lambda: iter(few))
