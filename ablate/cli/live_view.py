@@ -1,8 +1,9 @@
 """Terminal output of a sweep: live progress, and the tables of its answer."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Self
 
 from rich.cells import cell_len
 from rich.console import Console, Group
@@ -48,7 +49,7 @@ class View:
         self._live: Live | None = None
 
     @contextmanager
-    def open(self):
+    def open(self) -> Iterator[Self]:
         """Show progress until the block ends."""
         if self.quiet or not self.console.is_terminal:
             yield self

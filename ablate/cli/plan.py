@@ -30,7 +30,7 @@ from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.edits import PlannedTrial, redefined, redefinition
 from ablate.experiment.forked_design import CALIBRATION
 from ablate.experiment.load import Experiment, load
-from ablate.experiment.search_space import conditions
+from ablate.experiment.search_space import Dimension, conditions
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import display
 from ablate.files import Json
@@ -531,7 +531,7 @@ def _uncovered(experiment: Experiment) -> Iterator[str]:
             )
 
 
-def _range(dimension) -> str:
+def _range(dimension: Dimension) -> str:
     only = ", ".join(f"{knob} is {display(value)}" for knob, value in dimension.when.items())
     choices = ", ".join(map(str, dimension.choices))
     values = choices or f"{dimension.low:g} to {dimension.high:g}{' (log)' if dimension.log else ''}"

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from itertools import count
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -79,12 +80,12 @@ def _(
     return x.new_empty(x.shape), w.new_empty(w.shape), db
 
 
-def _save(ctx, inputs: tuple[Tensor, Tensor, Tensor | None, int], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None, int], output: tuple[Tensor, Tensor]) -> None:
     x, w, bias, ctx.layer = inputs
     ctx.save_for_backward(x, w, bias, output[1])
 
 
-def _differentiate(ctx, dy: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor | None, None]:
+def _differentiate(ctx: Any, dy: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor | None, None]:
     dx, dw, db = _linear_backward(dy.contiguous(), *ctx.saved_tensors, ctx.layer)
     return dx, dw, None if ctx.saved_tensors[2] is None else db, None
 

@@ -221,7 +221,7 @@ class Engine:
         self.tripped |= {t for t in due if metrics.get(t.metric, t.limit) < t.limit}
 
     @contextmanager
-    def still_weights(self):
+    def still_weights(self) -> Iterator[None]:
         """Inside this context, quantise each weight once and reuse the cast; no parameter may change there.
 
         Casts that draw random bits or depend on a history are still made for every call.
@@ -235,7 +235,7 @@ class Engine:
                 layer.casts = None
 
     @contextmanager
-    def high_precision(self):
+    def high_precision(self) -> Iterator[None]:
         """Inside this context, compute all layers without quantisation."""
         before = {name: layer.products for name, layer in self.layers.items()}
         for layer in self.layers.values():
@@ -247,7 +247,7 @@ class Engine:
                 layer.products = before[name]
 
     @contextmanager
-    def reading(self, recipe: Recipe):
+    def reading(self, recipe: Recipe) -> Iterator[None]:
         """Inside this context, compute the forward pass by another recipe over the same weights.
 
         Nothing of the training is used or changed: scales that depend on earlier steps are those of a first
@@ -288,7 +288,7 @@ class Engine:
                 yield name, (layer.whole_weight(), layer.weight_cast())
 
     @contextmanager
-    def divided(self, divided: Divided | None):
+    def divided(self, divided: Divided | None) -> Iterator[None]:
         """Inside this context, divide every layer's tokens among ranks; None: this rank has all of them."""
         for layer in self.layers.values():
             layer.divided = divided
@@ -324,7 +324,7 @@ class Engine:
             layer.probe = probe
 
     @contextmanager
-    def unrecorded(self, *, unless_completed: bool = False):
+    def unrecorded(self, *, unless_completed: bool = False) -> Iterator[None]:
         """Restore amax histories and counts at the end of this context.
 
         Args:
@@ -360,7 +360,7 @@ class Engine:
         return before
 
     @contextmanager
-    def again(self, moment: Clock | None = None):
+    def again(self, moment: Clock | None = None) -> Iterator[None]:
         """Inside this context, recompute activations: operands are neither counted nor given to the probe.
 
         Args:

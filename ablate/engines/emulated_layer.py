@@ -37,11 +37,11 @@ instruction draws.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -431,7 +431,7 @@ class EmulatedLinear(nn.Linear):
         return whole(self.weight.detach())
 
     @contextmanager
-    def _unobserved(self):
+    def _unobserved(self) -> Iterator[None]:
         """Inside this context casts draw from a copy of the clock, and no probe or count sees them."""
         before = self.clock, self.probe, self.nonfinite
         self.clock, self.probe = replace(self.clock, stream="evaluation"), None
@@ -463,7 +463,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, w: Tensor, layer: EmulatedLinear, products: Products, micro_batch: int
+        ctx: Any, x: Tensor, w: Tensor, layer: EmulatedLinear, products: Products, micro_batch: int
     ) -> Tensor:
         with layer.clock.within(micro_batch):
             y, kept = forward(layer, products, x, w)
@@ -474,7 +474,7 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         # A later forward pass may have begun another micro-batch; and a backward pass called inside of
         # autocast runs under it, which would round fp32 products to bf16.
         with ctx.layer.clock.within(ctx.micro_batch), torch.autocast(dy.device.type, enabled=False):

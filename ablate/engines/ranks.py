@@ -1,7 +1,7 @@
 """Communication of a linear layer whose tokens or weight are divided among ranks."""
 
 import sys
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -158,13 +158,13 @@ class _Whole(torch.autograd.Function):
     """Autograd function that gathers in the forward pass's precision and sums gradients in fp32."""
 
     @staticmethod
-    def forward(ctx, part: Tensor, dtype: torch.dtype, sharded: Sharded) -> Tensor:
+    def forward(ctx: Any, part: Tensor, dtype: torch.dtype, sharded: Sharded) -> Tensor:
         ctx.sharded = sharded
         return sharded.shares["fprop.w"].gathered(part.to(dtype))
 
     @staticmethod
     @first_order
-    def backward(ctx, dw: Tensor):
+    def backward(ctx: Any, dw: Tensor) -> tuple[Tensor, None, None]:
         return ctx.sharded.scatter(dw), None, None
 
 

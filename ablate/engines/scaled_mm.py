@@ -35,7 +35,7 @@ ValueError: a device that lacks a family which the recipe needs, and what FlashI
 this file has run on a GPU: docs/blackwell.md.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -258,7 +258,7 @@ class ScaledEngine(Engine):
     """An engine of `ScaledLinear` layers."""
 
     @contextmanager
-    def reading(self, recipe: Recipe):
+    def reading(self, recipe: Recipe) -> Iterator[None]:
         """Inside this context, emulate the forward pass of another recipe, which this device may lack."""
         layers = [layer for layer in self.layers.values() if isinstance(layer, ScaledLinear)]
         try:

@@ -110,12 +110,12 @@ class Once(torch.autograd.Function):
     """Identity on both inputs of a product that raises for a second derivative, which TE does not compute."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return x.view_as(x), w.view_as(w)
 
     @staticmethod
     @first_order
-    def backward(ctx, dx: Tensor, dw: Tensor):
+    def backward(ctx: Any, dx: Tensor, dw: Tensor) -> tuple[Tensor, Tensor]:
         return dx, dw
 
 
@@ -204,7 +204,7 @@ class NativeEngine(Engine):
         return super().at(step, run, counted=counted)
 
     @contextmanager
-    def reading(self, recipe: Recipe):
+    def reading(self, recipe: Recipe) -> Iterator[None]:
         """Inside this context, emulate the forward pass of another recipe, which TE need not hold."""
         try:
             for layer in self.layers.values():

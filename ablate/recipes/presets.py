@@ -10,6 +10,8 @@ source and, after "Not modelled", the details that the emulation leaves out. No 
 fp32 additions in a tensor core, or the way hardware draws random bits. docs/recipes.md shows every preset.
 """
 
+from typing import Any
+
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Select, Transform
 from ablate.recipes.layers import Match
 from ablate.recipes.recipe import (
@@ -36,7 +38,7 @@ def _same(x: Quant, w: Quant, g: Quant) -> Products:
     return Products(fprop=Fprop(x=x, w=w), dgrad=Dgrad(g=g, w=w), wgrad=Wgrad(g=g, x=x))
 
 
-def _recipe(products: Products, **more) -> Recipe:
+def _recipe(products: Products, **more: Any) -> Recipe:
     return Recipe(fprop=products.fprop, dgrad=products.dgrad, wgrad=products.wgrad, **more)
 
 
@@ -44,7 +46,7 @@ def _fp8(element: str, statistic: str = "amax") -> Quant:
     return Quant(element=element, block=None, scale=None, outer=Outer(statistic=statistic, bound=1.0))
 
 
-def _mx(element: str, scale_rounding: str, **more) -> Quant:
+def _mx(element: str, scale_rounding: str, **more: Any) -> Quant:
     return Quant(
         element=element,
         block="1x32",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +83,7 @@ def te_reference() -> SimpleNamespace:
     return SimpleNamespace(nvfp4=nvfp4, current_scaling=current, gemm=gemm, formats=utils.Fp4Formats)
 
 
-def te_quantizer(tile: tuple[int, int] = (1, 16), rht: bool = False, **options):
+def te_quantizer(tile: tuple[int, int] = (1, 16), rht: bool = False, **options: Any) -> Any:
     """Return TE's reference quantiser for 1x16 or 16x16 tiles.
 
     `rht` turns on its column-wise random Hadamard transform. `options` are TE's own: row_scaled_nvfp4,
@@ -127,7 +128,7 @@ def transformer_engine() -> Iterator[PeerComparison]:
         yield on_tensors(what, partial(_current, element), partial(_te_current, dtype), without="subnormal")
 
 
-def _te_copies(what: str, quant: Quant, rotation: Hadamard | None = None, **options) -> PeerComparison:
+def _te_copies(what: str, quant: Quant, rotation: Hadamard | None = None, **options: Any) -> PeerComparison:
     """Compare values and block scales of a tensor and of its (rotated) transpose."""
 
     def ours(x: Tensor) -> Arrays:
@@ -220,7 +221,7 @@ def gfloat() -> Iterator[PeerComparison]:
     import gfloat as gf
     from gfloat import RoundMode, formats
 
-    def info(k: int, precision: int, bias: int, **rules) -> gf.FormatInfo:
+    def info(k: int, precision: int, bias: int, **rules: Any) -> gf.FormatInfo:
         rules = {
             "is_signed": True,
             "has_nz": True,
@@ -230,7 +231,7 @@ def gfloat() -> Iterator[PeerComparison]:
         } | rules
         return gf.FormatInfo(f"k{k}p{precision}", k, precision, bias=bias, domain=gf.Domain.Finite, **rules)
 
-    def theirs(info: gf.FormatInfo, mode: RoundMode, y: Tensor, **bits) -> Tensor:
+    def theirs(info: gf.FormatInfo, mode: RoundMode, y: Tensor, **bits: Any) -> Tensor:
         return torch.from_numpy(gf.round_ndarray(info, y.double().numpy(), mode, sat=True, **bits))
 
     def stochastic(name: str, width: int) -> PeerComparison:

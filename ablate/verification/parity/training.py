@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -229,7 +229,7 @@ class _Products(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, w: Tensor, products_of: TwinProducts, products: Products) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, products_of: TwinProducts, products: Products) -> Tensor:
         layer, spec, wb = products_of.layer, products.fprop, w.to(torch.bfloat16)
         a = layer.operand(x.to(torch.bfloat16), "fprop.x", spec.x, spec.hadamard)
         b = layer.operand(wb, "fprop.w", spec.w, spec.hadamard)
@@ -238,7 +238,7 @@ class _Products(torch.autograd.Function):
         return products_of.multiply(a, b, DTYPES[spec.gemm]).to(x.dtype)
 
     @staticmethod
-    def backward(ctx, dy: Tensor):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (x, w), products, layer = ctx.saved_tensors, ctx.products, ctx.twin_products.layer
         dy, rows, columns = dy.to(torch.bfloat16), products.dgrad, products.wgrad
         g, gt = layer.gradients(dy, products, True, True)
