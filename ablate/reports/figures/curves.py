@@ -164,7 +164,7 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
     lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], ["arm"]), ["arm"])
     question = f"Does {metric} fall as 1 / draws?"
     stated = [
-        line
+        (float(line.step), line)
         for line in published
         if line.metric == metric and line.step and line.against is None and line.arm in shown
     ]
@@ -180,8 +180,8 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
     axes = body.subplots()
     drawn = tables.looks(records, shown)
     draw_lines(axes, lines, "step", drawn)
-    for line in stated:
-        axes.plot(line.step, line.value, "D", markersize=11, fillstyle="none", color=drawn[line.arm].color)
+    for step, line in stated:
+        axes.plot(step, line.value, "D", markersize=11, fillstyle="none", color=drawn[line.arm].color)
     steps = np.array([lines["step"].min(), lines["step"].max()])
     slope = 1.7 * lines["mean"].max() * steps[0] / steps  # above the lines, which would cover it
     axes.plot(steps, slope, color="0.5", linewidth=0.8)
@@ -199,9 +199,7 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
     log_axis(axes.yaxis)
     axes.grid()
     name_lines(body, drawn)
-    points = pd.DataFrame(
-        {"arm": line.arm, "step": float(line.step or 0), "published": line.value} for line in stated
-    )
+    points = pd.DataFrame({"arm": line.arm, "step": step, "published": line.value} for step, line in stated)
     return finished(stem("decay", metric), question, body, pd.concat([lines, points], ignore_index=True))
 
 

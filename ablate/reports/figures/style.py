@@ -374,7 +374,7 @@ def heat(
 
 def _readable(image: AxesImage, value: float) -> str:
     """Return black or white, whichever has more contrast with the colour of a value."""
-    red, green, blue, _ = image.to_rgba(value)
+    red, green, blue, _ = image.to_rgba(np.asarray(value))
     return "black" if not np.isfinite(value) or 0.299 * red + 0.587 * green + 0.114 * blue > 0.5 else "white"
 
 

@@ -493,7 +493,8 @@ def seeded(seed: int) -> Iterator[None]:
 def _generators() -> dict[str, object]:
     """Return the states of the global generators, as numbers and tensors."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: Any = np.random.get_state()  # typed as a dictionary or a tuple, by an argument
+    kind, keys, position, has_gauss, cached = state
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
