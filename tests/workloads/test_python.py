@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import psutil
 import pytest
 from rich.console import Console
 from support.commands import here
@@ -15,6 +16,8 @@ from support.workloads import OWN_CODE
 from ablate.cli.check import ProgressLine
 from ablate.cli.init import init
 from ablate.errors import InputError
+from ablate.execution.messages import TrialRequest
+from ablate.execution.supervisor import Supervisor
 from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
@@ -57,7 +60,7 @@ def spec_id(config: Python) -> str:
     ).id
 
 
-# --- the contract, and four mistakes ------------------------------------------------------------------
+# --- the contract, and five mistakes ------------------------------------------------------------------
 
 MISTAKES = {
     "it honours the seed": [("torch.manual_seed(trial.seed)", "torch.manual_seed(0)")],
@@ -69,6 +72,7 @@ MISTAKES = {
         ),
     ],
     "it resumes": [("trial.checkpoint(model=model, optimizer=optimizer)", "trial.checkpoint(model=model)")],
+    "no checkpoint was written": [("    trial.checkpoint(model=model, optimizer=optimizer)\n", "")],
     "none of the 4 converted layers was called": [
         ("import torch\n", "import copy\n\nimport torch\n"),
         (
@@ -562,3 +566,34 @@ def test_a_knob_of_the_config_without_its_path_is_told_with_it(code):
     )
     with pytest.raises(InputError, match=r"lr is a key of config: write workload\.config\.lr"):
         load(file)
+
+
+# --- it ends, with all of its children ----------------------------------------------------------------
+
+PARENT = """
+import pathlib, subprocess, sys
+
+def train(trial):
+    child = subprocess.Popen([sys.executable, "-c", "import os, time; os.setsid(); time.sleep(60)"])
+    pathlib.Path(__file__).with_name("pid").write_text(str(child.pid))
+    for _ in trial.steps():
+        with trial.step():
+            trial.log({"val/loss": 1.0})
+"""
+
+
+def test_processes_that_a_function_starts_end_with_its_trial(tmp_path):
+    (tmp_path / "train.py").write_text(PARENT)
+    config = Python(file=str(tmp_path / "train.py"), steps=1)
+    one = TrialSpec(
+        workload="python", config=config, recipe=PRESETS["bf16"](), seed=0, engine="emulated", device="cpu"
+    )
+    supervisor = Supervisor()
+    try:
+        *_, last = supervisor.run(
+            TrialRequest(one.id, one.wire, str(tmp_path / "state"), 0, {}, patience=60.0)
+        )
+        child = int((tmp_path / "pid").read_text())
+        assert (last.status, psutil.pid_exists(child)) == ("done", False)
+    finally:
+        supervisor.close()
