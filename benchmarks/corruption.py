@@ -226,7 +226,7 @@ def judge(place: Place, whole: "Whole") -> tuple[set[str], list[str]]:
             elif line := next(filter(WORDS.search, output.splitlines()), output[-300:] if status else ""):
                 note("named", f"sweep {name} ({status}): {line[:400]}")
             if status and (match := re.search(r"(/\S+): .*move away what is there", output)):
-                with suppress(FileNotFoundError):  # the other sweep's message named it too
+                with suppress(OSError):  # the other sweep's message named it too
                     os.rename(match[1], place.state / f"away-{time.monotonic_ns()}")
             if status and "ablate rebuild" in output:
                 status, output = place.call("rebuild", place.folder / f"{name}.yaml")

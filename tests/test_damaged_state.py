@@ -172,6 +172,17 @@ def test_a_link_that_leads_nowhere_in_place_of_a_trunk_is_damage(tmp_path):
         list(store.events("t"))
 
 
+def test_a_file_in_place_of_a_trials_folder_is_named(copy):
+    folder = next((copy / "state" / "trials").iterdir())
+    shutil.rmtree(folder)
+    folder.touch()
+    done = here("sweep", copy / "tiny.yaml", "--state", copy / "state", *INLINE)
+    assert (done.returncode, done.stderr.splitlines()[-1].startswith(f"{folder}: Not a directory")) == (
+        2,
+        True,
+    )
+
+
 # Journals
 
 

@@ -132,9 +132,12 @@ def _unusable(error: OSError | sqlite3.OperationalError) -> str | None:
         path, why = ", ".join(getattr(error, "__notes__", ())), str(error)
     else:
         path, why = error.filename2 or error.filename, error.strerror
+        if isinstance(error, NotADirectoryError) and path:  # a file is in the place of one of its folders
+            path = str(next((part for part in Path(path).parents if part.is_file()), path))
         named = isinstance(error, IsADirectoryError | NotADirectoryError | PermissionError)
         named |= error.errno == errno.EROFS or bool(path and Path(path).is_symlink())
-    advice = "it has to be a file that can be read and written; move away what is there, or copy the folder"
+    kind = "folder" if isinstance(error, NotADirectoryError) else "file that can be read and written"
+    advice = f"it has to be a {kind}; move away what is there, or copy the folder"
     return f"{path}: {why}: {advice}" if named and path else None
 
 
