@@ -72,6 +72,7 @@ OTHERS = {
     "python benchmarks/platform_costs.py": "test_platform.py",
     "python benchmarks/peers.py": "below",
     "python benchmarks/calibration_line.py": "test_fork_benchmarks.py",
+    "python benchmarks/corruption.py": "test_damaged_state.py tests its corruptions",
     "python benchmarks/demo_design.py": "test_fork_benchmarks.py",
     "python benchmarks/equal_compute.py": "test_fork_benchmarks.py",
     "python docker/cloud/rent.py": "test_cloud.py",
