@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, library, nn
 
 from ablate.engines.emulated import Engine
-from ablate.engines.emulated_layer import EmulatedLinear, NotInForce, backward, forward
+from ablate.engines.emulated_layer import EmulatedLinear, NotInForce
+from ablate.engines.products import backward, forward
 from ablate.numerics.product import linear
 
 _LAYERS: WeakValueDictionary[int, EmulatedLinear] = WeakValueDictionary()

@@ -38,8 +38,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from ablate.engines.emulated_layer import DTYPES, HIGH, UNSET, EmulatedLinear, NotInForce, Probe
+from ablate.engines.emulated_layer import HIGH, UNSET, EmulatedLinear, NotInForce, Probe
 from ablate.engines.nonfinite import NonfiniteCount, total
+from ablate.engines.products import DTYPES
 from ablate.engines.ranks import Divided, Sharded
 from ablate.engines.weights import RulesState, WeightRules
 from ablate.numerics.history import History

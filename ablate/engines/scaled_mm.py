@@ -45,8 +45,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ablate.engines.emulated import Engine, quantisable, replaced
-from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
+from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.hardware import Machine, scaled_refusal, this_machine
+from ablate.engines.products import DTYPES
 from ablate.numerics.encoded import COLUMNS, Encoded, Family, encode
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, split_product

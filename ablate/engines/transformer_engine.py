@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.emulated import Engine, quantisable, replaced
-from ablate.engines.emulated_layer import DTYPES, EmulatedLinear, NotInForce
+from ablate.engines.emulated_layer import EmulatedLinear, NotInForce
 from ablate.engines.hardware import refusal, stray_switch, this_machine
+from ablate.engines.products import DTYPES
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import first_order

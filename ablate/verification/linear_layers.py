@@ -191,7 +191,8 @@ def passes(recipes: Mapping[Case, Recipe], shape: Shape, device: str, weights: s
 
 
 def _layer(bare: "nn.Linear", recipe: Recipe, engine: str) -> "EmulatedLinear":
-    from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
+    from ablate.engines.emulated_layer import EmulatedLinear
+    from ablate.engines.products import DTYPES
     from ablate.numerics.philox import Clock
 
     clock = Clock(0)
@@ -230,7 +231,7 @@ def _casts(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> Passes:
     """
     import torch
 
-    from ablate.engines.emulated_layer import DTYPES
+    from ablate.engines.products import DTYPES
 
     products = layer.products
     forward, rows, columns = products.fprop, products.dgrad, products.wgrad

@@ -16,7 +16,7 @@ from support.cases import every
 from support.quantisers import ARGUMENTS, BLOCK_ARGUMENTS, ROWS, reachable
 
 import ablate
-from ablate.engines.emulated_layer import DTYPES
+from ablate.engines.products import DTYPES
 from ablate.numerics import choices, formats, hadamard, rounding, scaling, select, transform
 from ablate.numerics.estimators import ESTIMATORS
 from ablate.numerics.philox import Clock

@@ -10,7 +10,7 @@ from support.cases import every
 from support.experiments import SHAPE
 
 from ablate.engines.emulated import convert
-from ablate.engines.emulated_layer import DTYPES
+from ablate.engines.products import DTYPES
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import Dge, Hadamard

@@ -3,7 +3,7 @@
 import torch
 
 from ablate.engines.emulated import convert
-from ablate.engines.emulated_layer import DTYPES
+from ablate.engines.products import DTYPES
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.loop import Record, Telemetry

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor, nn
 
-from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
+from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.products import DTYPES
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS, Recipe
 

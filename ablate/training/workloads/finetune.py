@@ -252,7 +252,7 @@ class Finetune(TextWorkload):
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
         """Return the model, with the weights from which it starts, and windows of the text."""
-        from ablate.engines.emulated_layer import DTYPES
+        from ablate.engines.products import DTYPES
         from ablate.training.models.causal import build, logits, loss
 
         model = (

@@ -170,7 +170,7 @@ class Gpt(TextWorkload):
         """Return the transformer and windows of the text."""
         import torch
 
-        from ablate.engines.emulated_layer import DTYPES
+        from ablate.engines.products import DTYPES
         from ablate.training.models.transformer import Transformer, initialise, logits
 
         if self.model is not None:

@@ -296,7 +296,8 @@ def layer_of(recipe: Recipe, w: Tensor, clock: Clock) -> EmulatedLinear:
     """
     import torch
 
-    from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
+    from ablate.engines.emulated_layer import EmulatedLinear
+    from ablate.engines.products import DTYPES
 
     linear = torch.nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
     linear.weight = torch.nn.Parameter(w.float())

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ablate.engines.emulated_layer import DTYPES, EmulatedLinear
+from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.products import DTYPES
 from ablate.numerics.product import split_product
 from ablate.numerics.quantize import Operand
 from ablate.recipes import PRESETS

@@ -1,0 +1,203 @@
+"""The three products of one call, as functions of a layer that casts: `forward` and `backward`.
+
+The problem: autograd and torch.compile call the same arithmetic in two ways. The idea: two functions that
+take the layer, the products in force and tensors, and hold no state; `Call` is their autograd function, and
+compiled.py has the operator for torch.compile.
+
+    y, kept = forward(layer, products, x, w)
+    dx, dw = backward(layer, products, kept, dy, (True, True))
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ablate.engines.ranks import Divided, Sharded
+from ablate.numerics import choices
+from ablate.numerics.estimators import slope
+from ablate.numerics.philox import Clock
+from ablate.numerics.product import first_order
+from ablate.numerics.quantize import Keep, Operand, pad
+from ablate.numerics.spec import Hadamard, Quant
+from ablate.recipes.recipe import FORWARD_COPY, Products
+
+_GEMM_DTYPES = {word: choices.DTYPES[dtype] for word, (dtype, _) in choices.GEMM_OUTPUTS.items()}
+DTYPES = {word: getattr(torch, name) for word, name in (choices.DTYPES | _GEMM_DTYPES).items()}
+
+
+class Casting(Protocol):
+    """A layer, as its products see it: its clock, its division among ranks, and the casts of its operands.
+
+    The methods are those of `EmulatedLinear`, which documents them.
+    """
+
+    clock: Clock
+    divided: Divided | None
+    sharded: Sharded | None
+
+    def end_call(self, micro_batch: int) -> None: ...
+
+    def operand(
+        self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: Keep = False
+    ) -> list[Operand]: ...
+
+    def weight_operand(
+        self, slot: str, quant: Quant | None, rotation: Hadamard | None, weight: Tensor, keep: Keep = False
+    ) -> list[Operand]: ...
+
+    def gradients(
+        self, dy: Tensor, products: Products, dx: bool, dw: bool
+    ) -> tuple[list[Operand], list[Operand]]: ...
+
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor: ...
+
+    def rotated(self, x: Tensor, slot: str, rotation: Hadamard | None, *, back: bool = False) -> Tensor: ...
+
+    def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor: ...
+
+
+class Call(torch.autograd.Function):
+    """The autograd function of one call: fprop in its forward pass, dgrad and wgrad in its backward pass.
+
+    The backward pass starts from the saved x and w, or from their quantised forward copies, and quantises
+    them again for each product.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, layer: Casting, products: Products, micro_batch: int
+    ) -> Tensor:
+        with layer.clock.within(micro_batch):
+            y, kept = forward(layer, products, x, w)
+        ctx.save_for_backward(*kept)
+        ctx.layer, ctx.products, ctx.dtypes = layer, products, (x.dtype, w.dtype)
+        ctx.micro_batch = micro_batch
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        # A later forward pass may have begun another micro-batch; and a backward pass called inside of
+        # autocast runs under it, which would round fp32 products to bf16.
+        with ctx.layer.clock.within(ctx.micro_batch), torch.autocast(dy.device.type, enabled=False):
+            dx, dw = backward(ctx.layer, ctx.products, ctx.saved_tensors, dy, ctx.needs_input_grad[:2])
+        ctx.layer.end_call(ctx.micro_batch)
+        x_dtype, w_dtype = ctx.dtypes
+        return (
+            None if dx is None else dx.to(x_dtype),
+            None if dw is None else dw.to(w_dtype),
+            None,
+            None,
+            None,
+        )
+
+
+Kept = Sequence[Tensor | None]
+"""Tensors saved for the backward pass: x, w (or their forward copies), and the slopes of their two casts.
+
+A slope is None if its cast passes the gradient straight through.
+"""
+
+
+def forward(layer: Casting, products: Products, x: Tensor, w: Tensor) -> tuple[Tensor, Kept]:
+    """Compute fprop.
+
+    Args:
+        layer: the layer, for its name, clock, histories and probe.
+        products: the products in force.
+        x: input [tokens, in].
+        w: weight [out, in]; of a sharded layer, this rank's rows.
+
+    Returns:
+        y = x w^T [tokens, out] in the dtype of `x`, and the tensors that `backward` needs.
+    """
+    xb, spec = x.to(torch.bfloat16), products.fprop
+    keep: dict[str, Keep] = {
+        name: "source" if quant is not None and quant.estimator is not None else False
+        for name, quant in (("x", spec.x), ("w", spec.w))
+    }
+    operands = {
+        "fprop.x": layer.operand(xb, "fprop.x", spec.x, spec.hadamard, keep["x"]),
+        "fprop.w": layer.weight_operand("fprop.w", spec.w, spec.hadamard, w, keep["w"]),
+    }
+    sources = {"fprop.x": xb, "fprop.w": w}
+    for slot, copied in FORWARD_COPY.items():
+        if _from_forward(products, slot):
+            copy = layer.whole(operands[copied], copied, spec.hadamard, sources[copied].shape[1])
+            quant = products.slot(slot)
+            exact = quant is not None and quant.source == "forward"
+            sources[copied] = copy if exact else copy.to(torch.bfloat16)
+    slopes = {
+        slot: slope(parts[0])
+        for slot, parts in operands.items()
+        if parts[0].quant and parts[0].quant.estimator
+    }
+    y = layer.multiply(operands["fprop.x"], operands["fprop.w"], DTYPES[spec.gemm]).to(x.dtype)
+    return y, (*sources.values(), slopes.get("fprop.x"), slopes.get("fprop.w"))
+
+
+def backward(
+    layer: Casting, products: Products, kept: Kept, dy: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Compute dgrad and wgrad.
+
+    Args:
+        layer: the layer that `forward` was called with.
+        products: the products of that call.
+        kept: the tensors that `forward` returned.
+        dy: gradient of the output [tokens, out].
+        needs: whether dx and dw are needed.
+
+    Returns:
+        dx [tokens, in] and dw [out, in] in the output types of their products; None for one not needed. Of a
+        sharded layer, dw is this rank's rows of the sum over ranks.
+    """
+    x, w, x_slope, w_slope = kept
+    assert x is not None
+    assert w is not None
+    dy = dy.to(torch.bfloat16)
+    dx = dw = None
+    g, gt = layer.gradients(dy, products, *needs)
+    if needs[0]:
+        spec = products.dgrad
+        if _from_forward(products, "dgrad.w"):
+            wt = layer.operand(w.t(), "dgrad.w", spec.w, spec.hadamard)
+        else:
+            wt = layer.weight_operand("dgrad.w", spec.w, spec.hadamard, w)
+        dx = _through(layer.multiply(g, wt, DTYPES[spec.gemm]), x_slope, layer, "fprop.x", products)
+    if needs[1]:
+        wgrad = products.wgrad
+        xt = layer.operand(x.t(), "wgrad.x", wgrad.x, wgrad.hadamard)
+        total = layer.multiply(gt, xt, torch.float32 if layer.divided else DTYPES[wgrad.dw])
+        dw = _through(
+            layer.divided.total(total, DTYPES[wgrad.dw]) if layer.divided else total,
+            w_slope,
+            layer,
+            "fprop.w",
+            products,
+        )
+        dw = layer.sharded.scatter(dw) if layer.sharded else dw
+    return dx, dw
+
+
+def _from_forward(products: Products, slot: str) -> bool:
+    """Return True if a backward operand starts from the forward pass's quantised copy."""
+    quant = products.slot(slot)
+    return products.dequantised(slot) or (quant is not None and quant.from_forward)
+
+
+def _through(
+    gradient: Tensor, factor: Tensor | None, layer: Casting, slot: str, products: Products
+) -> Tensor:
+    """Return the gradient of a cast's input, given that of its output and the cast's slope `factor`.
+
+    The product with the slope is taken in the rotated domain, where the cast was.
+    """
+    if factor is None:
+        return gradient
+    rotation, width = products.fprop.hadamard, gradient.shape[1]
+    rotated = layer.rotated(gradient, slot, rotation)
+    scaled = (pad(rotated, 1, factor.shape[1]) * factor).to(gradient.dtype)
+    return layer.rotated(scaled, slot, rotation, back=True)[:, :width]
