@@ -470,7 +470,8 @@ def test_where_the_evaluation_is_the_floor_more_data_is_asked_for_and_no_seeds(e
     [
         (
             (8, 20),
-            "With 20 seeds in all, each undecided comparison has an 80 % chance of a verdict: about 3 min more",
+            "With 20 seeds in all, each undecided comparison has an 80 % chance of a verdict, and the cheapest one has it"
+            " with 8: about 3 min more",
         ),
         ((8, None), "With 8 seeds in all, 1 of 2 undecided ones have an 80 % chance of a verdict"),
         ((None, None), "Each of the 2 undecided comparisons needs over 200 seeds."),

@@ -87,6 +87,8 @@ class Settling:
     floored: int = 0
     """Undecided comparisons that no number of seeds settles, since all seeds share the error of the
     evaluation."""
+    fewest: int = 0
+    """Seeds in all for the comparison that needs the fewest."""
 
     @property
     def time(self) -> str:
@@ -108,6 +110,7 @@ class Settling:
             return f"{which[0].upper()}{which[1:]} needs over {MOST_SEEDS} seeds."
         rest = self.undecided - self.known
         others = f"; the other {rest} would need over {MOST_SEEDS}" if rest else ""
+        first = f", and the cheapest one has it with {self.fewest}" if 0 < self.fewest < self.seeds else ""
         which = (
             f"{self.known} of {self.undecided} undecided ones have"
             if rest
@@ -116,8 +119,8 @@ class Settling:
             else "each undecided comparison has"
         )
         return (
-            f"With {self.seeds} seeds in all, {which} an 80 % chance of a verdict: about {self.time} more of"
-            f" one worker{others}."
+            f"With {self.seeds} seeds in all, {which} an 80 % chance of a verdict{first}: about {self.time}"
+            f" more of one worker{others}."
         )
 
 
@@ -147,6 +150,7 @@ def seeds_to_settle(ledger: Ledger, verdicts: Sequence[Verdict]) -> Settling | N
         more * len(seconds),
         more * each / 3600,
         sum(map(_floored, open_)),
+        min(known, default=0),
     )
 
 
