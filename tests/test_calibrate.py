@@ -101,6 +101,17 @@ def test_hours_that_no_calibration_fits_into_are_refused(tmp_path):
     assert "give more --hours" in done.stderr
 
 
+@pytest.mark.parametrize("there", [(), ("tiny_calibration.yaml",)])
+def test_a_dry_run_leaves_no_file_beside_the_experiment(there, tmp_path):
+    path = write(tmp_path, shape={"steps": 100_000, "eval_every": 100_000})
+    for name in there:
+        path.with_name(name).write_text("of an earlier calibration")
+    before = {file.name for file in path.parent.glob("*.yaml")}
+    done = here("calibrate", path, "--state", tmp_path / "runs", "--hours", 0.001, "--dry-run")
+    assert "give more --hours" in done.stderr
+    assert {file.name for file in path.parent.glob("*.yaml")} == before
+
+
 def test_a_file_with_an_answer_is_calibrated(tmp_path):
     """The calibration's arms are not the file's, so its `answer` is left out of it: only the hours are refused."""
     long = {"steps": 100_000, "eval_every": 100_000}

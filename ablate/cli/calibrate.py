@@ -2,6 +2,7 @@
 
 import subprocess
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -32,6 +33,7 @@ _MOST_UNLIKE = 3
 
 
 def calibrate(
+    context: typer.Context,
     file: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
     hours: Annotated[
         float | None, typer.Option(min=0.001, help="Longest time for the calibration; fewer seeds fit less.")
@@ -42,7 +44,7 @@ def calibrate(
     ] = "mxfp4",
     full: Annotated[bool, typer.Option(help="Try full runs beside forks.")] = True,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the proposal without writing it to the file.")
+        bool, typer.Option("--dry-run", help="Print the proposal and write no file beside the experiment.")
     ] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Trials to run at once.")] = None,
     state: State = None,
@@ -61,6 +63,10 @@ def calibrate(
     settings = find_settings(profile, state=state, device=device, workers=workers)
     experiment = load(file, settings.device)
     screen = console()
+    if dry_run:
+        for path in (_beside(file, CALIBRATION), _beside(file, FULL_CALIBRATION)):
+            if not path.exists():
+                context.call_on_close(partial(path.unlink, missing_ok=True))
     seeds, sweeps = _fitting(file, experiment, seeds, bad, full, hours, settings)
     options = ["--state", str(settings.state)]
     options += ["--profile", profile] if profile else []
