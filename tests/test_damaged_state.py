@@ -172,6 +172,17 @@ def test_a_link_that_leads_nowhere_in_place_of_a_trunk_is_damage(tmp_path):
         list(store.events("t"))
 
 
+def test_a_digit_of_records_whose_time_was_restored_is_found_by_the_next_sweep(copy):
+    words = (copy / "tiny.yaml", "--state", copy / "state", *INLINE, "--no-report")
+    assert here("sweep", *words).returncode == 0  # has compared the files of this copy
+    path = next(copy.glob("state/trials/*/events-1.jsonl"))
+    facts = path.stat()
+    path.write_bytes(path.read_bytes().replace(b'"step": 2', b'"step": 3', 1))
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    done = here("sweep", *words)
+    assert (done.returncode, f"{path}: line" in done.stdout, "runs again" in done.stdout) == (0, True, True)
+
+
 def test_a_file_in_place_of_a_trials_folder_is_named(copy):
     folder = next((copy / "state" / "trials").iterdir())
     shutil.rmtree(folder)

@@ -437,8 +437,9 @@ class Store:
         return events
 
     def signature(self, trial: str) -> str:
-        """Return a digest of size and time of the trial's files. It changes if any of them is written."""
-        files: list[tuple[str, str, int, int]] = []
+        """Return a digest of size and times of the trial's files. It changes if any of them is written, even
+        if its time of modification (mtime) is restored, since that of its change (ctime) cannot be."""
+        files: list[tuple[str, str, int, int, int]] = []
         waiting = [trial]
         done: set[str] = set()
         while waiting:
@@ -446,7 +447,7 @@ class Store:
             done.add(name)
             paths = [path for path in sorted(folder.glob("*")) if path.suffix in (".json", ".jsonl")]
             files += [
-                (name, path.name, (facts := path.stat()).st_size, facts.st_mtime_ns)
+                (name, path.name, (facts := path.stat()).st_size, facts.st_mtime_ns, facts.st_ctime_ns)
                 for path in paths
                 if path.name != "spec.json" and path.exists()
             ]
