@@ -291,7 +291,12 @@ def test_what_a_trial_left_are_the_files_of_its_folder_artifacts(store):
     (folder / "inner").mkdir(parents=True)
     for name in ("b.png", "a.txt"):
         (folder / name).touch()
+    (folder / "link").symlink_to(folder / "a.txt")
+    (folder / "nowhere").symlink_to(folder / "c")
     assert [path.name for path in store.artifacts("a")] == ["a.txt", "b.png"]
+    store.folder("b").mkdir()
+    (store.folder("b") / "artifacts").symlink_to(folder)
+    assert store.artifacts("b") == []
 
 
 def test_a_line_or_a_result_of_another_trial_is_not_taken(store):

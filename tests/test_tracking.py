@@ -284,11 +284,13 @@ def test_what_a_trial_left_goes_with_every_run_of_it_and_with_no_other(client, s
     for trial in pictured:
         (tmp_path / "trials" / trial / "artifacts").mkdir(exist_ok=True)
         (tmp_path / "trials" / trial / "artifacts" / "grid.png").write_text(trial)
+        (tmp_path / "trials" / trial / "artifacts" / "link.txt").symlink_to("/etc/hostname")
     outcome, _ = sweep(tiny(tmp_path, "adopting", seeds=1), tmp_path, store)
     assert outcome.ran == 0
     found = {}
     for run in runs(client, "adopting"):
         trial = run.data.tags["ablate.trial"]
+        assert not [item.path for item in client.list_artifacts(run.info.run_id) if item.path == "link.txt"]
         if any(item.path == "grid.png" for item in client.list_artifacts(run.info.run_id)):
             with open(client.download_artifacts(run.info.run_id, "grid.png", str(tmp_path))) as file:
                 found[trial] = file.read()

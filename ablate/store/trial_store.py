@@ -205,8 +205,10 @@ class Store:
 
     def artifacts(self, trial: str) -> list[Path]:
         """Return the files that the trial saved for people, by name; empty if it saved none, or runs
-        elsewhere."""
-        return sorted(path for path in (self.folder(trial) / "artifacts").glob("*") if path.is_file())
+        elsewhere. Links are left out: what they lead to may lie outside."""
+        folder = self.folder(trial) / "artifacts"
+        files = [] if folder.is_symlink() else folder.glob("*")
+        return sorted(path for path in files if path.is_file() and not path.is_symlink())
 
     def weights(self, trial: str) -> Path:
         """Return the path of the weights that a trial keeps after its last step, if it keeps them."""

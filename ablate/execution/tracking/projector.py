@@ -362,11 +362,14 @@ class Projector:
             yield last, batch + more
 
     def _artifacts(self, member: Member) -> list[Path]:
-        """Return the resolved spec, the result with its environment, and the trial's own artifacts."""
+        """Return the resolved spec, the result with its environment, and the trial's own artifacts.
+
+        What is a link, a folder or a device in their place is left out: MLflow would get what lies elsewhere.
+        """
         store = Store(self._state)
         folder = store.folder(member.id)
         paths = (folder / "spec.json", folder / "result.json", *store.artifacts(member.id))
-        return [path for path in paths if path.exists()]
+        return [path for path in paths if path.is_file() and not path.is_symlink()]
 
     def _close(self, tracker: Tracker, ledger: Ledger, status: str, note: str) -> None:
         parent = self._id(self.parent)
