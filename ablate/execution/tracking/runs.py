@@ -9,16 +9,17 @@ import hashlib
 import json
 import math
 import os
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from typing import TypedDict
 
 from ablate.errors import redact
 from ablate.files import Json
+from ablate.results.learning_floor import Floors
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
-from ablate.store.trial_store import Store
 from ablate.training.metric_names import DAMAGE, GAP, Name, parse, trackable
-from ablate.training.workloads import context_free, unit
+from ablate.training.workloads import unit
 
 TURNED = "ablate."
 VIEW = "arms"
@@ -209,10 +210,11 @@ def _context_free(ledger: Ledger) -> str:
     """Return JSON with each arm's loss of a model that ignores its input, from its first finished run; no
     record has it.
     """
-    store, found = Store(ledger.path.absolute().parents[2]), {}
+    floors = Floors.of_ledger(ledger)
+    members: defaultdict[str, list[Member]] = defaultdict(list)
     for member in ledger.members():
-        if member.status == "done" and member.name not in found:
-            found[member.name] = context_free(store.result(member.id))
+        members[member.name].append(member)
+    found = {name: floors.of(of_arm)[0] for name, of_arm in members.items()}
     return json.dumps({name: loss for name, loss in found.items() if loss is not None})
 
 
