@@ -175,13 +175,13 @@ def readers(place: Place) -> Iterator[tuple[str, int, str]]:
     shutil.rmtree(out, ignore_errors=True)
     try:
         with frames.open(name, state=place.state) as results:
-            yield "results.open", 0, results.arms.to_csv() + results.trials.to_csv()
+            yield "reports.open", 0, results.arms.to_csv() + results.trials.to_csv()
     except (ValueError, FileNotFoundError) as error:
-        yield "results.open", 2, str(error)
+        yield "reports.open", 2, str(error)
     except TimeoutError:
         raise
     except Exception:
-        yield "results.open", 99, traceback.format_exc()
+        yield "reports.open", 99, traceback.format_exc()
 
 
 def _content(folder: Path, suffix: str) -> str:
