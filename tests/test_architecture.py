@@ -52,7 +52,6 @@ HOMES = {
     "accelerate",
     "lightning",
     "statsmodels",
-    "adbc_driver_sqlite",
     "jinja2",
     "markdown_it",
     "datasets",

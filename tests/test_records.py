@@ -1,7 +1,10 @@
 """The frame: every record once a member, whatever is remembered; what was forgotten is not remembered."""
 
 import math
+import subprocess
+import sys
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from support.commands import here
@@ -190,3 +193,19 @@ def test_remembered_records_that_were_damaged_are_read_from_the_ledger_again(boo
         content[int(place * len(content))] ^= 4
         part.write_bytes(content)
         assert rows(frame(book)) == whole
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="lists a process's libraries by /proc")
+def test_one_sqlite_library_reads_a_ledger(book):
+    script = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from ablate.store.ledger import Ledger\n"
+        "from ablate.store.records import frame\n"
+        "assert len(frame(Ledger(Path(sys.argv[1]), readonly=True)))\n"
+        "print(Path('/proc/self/maps').read_text())\n"
+    )
+    command = [sys.executable, "-c", script, str(book.path)]
+    maps = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    files = {Path(line.split(maxsplit=5)[-1]).name for line in maps.splitlines()}
+    assert {name.partition(".")[0] for name in files if "sqlite" in name} <= {"_sqlite3", "libsqlite3"}

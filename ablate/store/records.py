@@ -157,7 +157,7 @@ def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
             rows = rows.set_column(position, column, _renumbered(rows[column], numbers))
         cached.append(rows)
         cached_trials |= set(trials.values())
-    new = record_table(ledger.path, sorted(wanted.keys() - cached_trials), names)
+    new = record_table(ledger, sorted(wanted.keys() - cached_trials), names)
     if everything and edition and new.num_rows >= WORTH_KEEPING:
         finished = {
             trial: row.id
