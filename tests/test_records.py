@@ -207,5 +207,5 @@ def test_one_sqlite_library_reads_a_ledger(book):
     )
     command = [sys.executable, "-c", script, str(book.path)]
     maps = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    files = {Path(line.split(maxsplit=5)[-1]).name for line in maps.splitlines()}
+    files = {Path(line.split(maxsplit=5)[-1]).name for line in maps.splitlines() if "/" in line}
     assert {name.partition(".")[0] for name in files if "sqlite" in name} <= {"_sqlite3", "libsqlite3"}
