@@ -7,7 +7,7 @@ differs from what would be written.
 import sys
 from pathlib import Path
 
-from ablate.cli.tensor_cores import page
+from ablate.reports.tensor_cores import page
 
 PAGE = Path(__file__).parent / "tensor_cores.md"
 

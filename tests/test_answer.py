@@ -13,7 +13,7 @@ from support.cases import every
 from support.experiments import ledger, problems, sweep, tiny, write
 from support.made_up import member as finish
 
-from ablate.cli.live_view import summary_table
+from ablate.cli.answer_view import summary_table
 from ablate.experiment.schema import Metric, Published
 from ablate.reports.answer import Answer
 from ablate.reports.figures import forest

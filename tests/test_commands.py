@@ -39,8 +39,8 @@ from support.processes import modules
 from support.studies import trials
 
 from ablate import __version__
+from ablate.cli.answer_view import how_to_read
 from ablate.cli.commands import VERBS, whole_app
-from ablate.cli.sweep import how_to_read
 from ablate.execution.estimate import Load
 from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.tracking import database

@@ -14,7 +14,7 @@ from rich.console import Console
 from support.cases import every
 from support.experiments import sweep, tiny
 
-from ablate.cli.live_view import replication_table, summary_table
+from ablate.cli.answer_view import replication_table, summary_table
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import Growth, Metric, Published
 from ablate.reports.markdown_summary import summary_markdown

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from ablate.cli.live_view import contrast_table
+from ablate.cli.answer_view import contrast_table
 from ablate.reports.answer import Answer
 from ablate.results.attribution import grid, main_effects
 from ablate.results.contrasts import contrasts

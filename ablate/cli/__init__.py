@@ -1,5 +1,6 @@
 """The command line: one file for each command, with its options, its output and its exit statuses.
 
-The work itself is done by the packages below. `app` assembles the commands, `common` holds shared options,
-and `settings` finds the state folder, Ray and MLflow.
+The work itself is done by the packages below. `commands` is the table of the verbs, `options` holds options
+that several of them share, `common` exit statuses and the console, and `settings` finds the state folder, Ray
+and MLflow.
 """

@@ -15,6 +15,7 @@ import typer
 from rich.table import Table
 
 from ablate.cli.common import console, print_starting
+from ablate.cli.option_groups import App
 from ablate.engines import AUTO, ENGINES
 from ablate.engines.hardware import Refusal, this_machine
 from ablate.errors import InputError, nearest
@@ -29,7 +30,7 @@ from ablate.verification.bench_workloads import (
     with_build,
 )
 
-app = typer.Typer(help="Time quantisers, layers and training steps on this machine.", no_args_is_help=True)
+app = App(help="Time quantisers, layers and training steps on this machine.", no_args_is_help=True)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Also draw a figure to this file.")]

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ablate.cli.common import FAILED, Device, Profile, State, console, program
+from ablate.cli.common import FAILED, console, program
+from ablate.cli.options import DeviceFlags, ExperimentFile
 from ablate.cli.plan import forecast
-from ablate.cli.settings import Settings, find_settings
+from ablate.cli.settings import Settings
 from ablate.errors import InputError
 from ablate.experiment.forked_design import CALIBRATION, FEWEST_SEEDS, FULL_CALIBRATION
 from ablate.experiment.load import Experiment, load
@@ -34,7 +35,8 @@ _MOST_UNLIKE = 3
 
 def calibrate(
     context: typer.Context,
-    file: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
+    file: ExperimentFile,
+    flags: DeviceFlags,
     hours: Annotated[
         float | None, typer.Option(min=0.001, help="Longest time for the calibration; fewer seeds fit less.")
     ] = None,
@@ -47,9 +49,6 @@ def calibrate(
         bool, typer.Option("--dry-run", help="Print the proposal and write no file beside the experiment.")
     ] = False,
     workers: Annotated[int | None, typer.Option(min=1, help="Trials to run at once.")] = None,
-    state: State = None,
-    profile: Profile = None,
-    device: Device = None,
 ) -> None:
     """Find the design that tells most per hour for this model, and write it into the experiment.
 
@@ -60,7 +59,7 @@ def calibrate(
     """
     from ablate.results.calibration import best, candidates_of  # imports scipy: only to read results
 
-    settings = find_settings(profile, state=state, device=device, workers=workers)
+    settings = flags.settings(workers=workers)
     experiment = load(file, settings.device)
     screen = console()
     if dry_run:
@@ -69,8 +68,8 @@ def calibrate(
                 context.call_on_close(partial(path.unlink, missing_ok=True))
     seeds, sweeps = _fitting(file, experiment, seeds, bad, full, hours, settings)
     options = ["--state", str(settings.state)]
-    options += ["--profile", profile] if profile else []
-    options += ["--device", device] if device else []
+    options += ["--profile", flags.profile] if flags.profile else []
+    options += ["--device", flags.device] if flags.device else []
     options += ["--workers", str(workers)] if workers else []
     for path in sweeps:
         screen.print(f"Calibrating: {path.name}, {seeds} seeds of its own")

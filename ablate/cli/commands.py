@@ -13,6 +13,7 @@ import typer
 
 from ablate import __version__
 from ablate.cli.common import run
+from ablate.cli.option_groups import App
 
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Every day": {
@@ -65,7 +66,7 @@ def options(
 
 def _new_app() -> typer.Typer:
     """Return the command without verbs."""
-    app = typer.Typer(
+    app = App(
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},

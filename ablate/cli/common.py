@@ -1,6 +1,4 @@
-"""Exit statuses, shared options and the console of all commands, and the handling of a user's mistakes and of
-signals.
-"""
+"""Exit statuses and the console of all commands, and the handling of a user's mistakes and of signals."""
 
 import errno
 import os
@@ -13,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, Annotated, Literal
+from typing import IO, TYPE_CHECKING, Literal
 
-import typer
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 
+from ablate.cli.option_groups import App
 from ablate.errors import InputError, printable
 from ablate.files import ensure_home
 
@@ -27,75 +25,12 @@ if TYPE_CHECKING:
 
 DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
 
-WHERE = "Locations"
-"""Panel of the help page for options that say where data, servers and devices are."""
-State = Annotated[
-    Path | None,
-    typer.Option(
-        "--state",
-        help="Folder of trials, ledgers and the local MLflow store; default: runs. (ABLATE_STATE)",
-        rich_help_panel=WHERE,
-    ),
-]
-Seeds = Annotated[
-    int | None,
-    typer.Option(
-        min=1, max=10_000, help="Number of seeds, as if the file said so; finished runs are reused."
-    ),
-]
-Profile = Annotated[
-    str | None,
-    typer.Option(
-        "--profile",
-        help="Profile of ablate.toml to read settings from; default: default. (ABLATE_PROFILE)",
-        rich_help_panel=WHERE,
-    ),
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"] | None,
-    typer.Option(
-        help="Device on which trials compute; default: auto, a GPU if there is one.", rich_help_panel=WHERE
-    ),
-]
-Mlflow = Annotated[
-    str | None,
-    typer.Option(
-        help="Address of MLflow; default: a store in the state folder; none: no MLflow. (ABLATE_MLFLOW)",
-        rich_help_panel=WHERE,
-    ),
-]
-
 
 def summary_of(ledger: "Ledger") -> str:
     """Return the answer of a sweep as Markdown. It imports pandas: call it at a sweep's end only."""
     from ablate.reports.markdown_summary import summary_markdown
 
     return summary_markdown(ledger)
-
-
-def complete_sweeps(incomplete: str) -> list[str]:
-    """Return the sweeps of the state folder whose names begin so, for the shell's completion."""
-    folder = Path(os.environ.get("ABLATE_STATE") or "runs") / "sweeps"
-    names = sorted(path.parent.name for path in folder.glob("*/ledger.db"))
-    return [name for name in names if name.startswith(incomplete)]
-
-
-def complete_presets(incomplete: str) -> list[str]:
-    """Return the presets whose names begin so, for the shell's completion."""
-    from ablate.recipes import PRESETS
-
-    return [name for name in PRESETS if name.startswith(incomplete)]
-
-
-Sweeps = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[X]...",
-        help="Sweeps, by name or by YAML file; default: all in the state folder.",
-        autocompletion=complete_sweeps,
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def run(command: Callable[[], None]) -> None:
@@ -183,7 +118,7 @@ def run_program(command: Callable[..., None]) -> None:
 
     A crash prints no local variables, since they may hold a password.
     """
-    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    app = App(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     run(app)
 

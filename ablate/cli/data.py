@@ -14,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ablate.cli.common import console
+from ablate.cli.option_groups import App
 from ablate.errors import InputError
 from ablate.training.data import jobs, open_corpus, open_images, prepared, shards
 from ablate.training.data.documents import named
 from ablate.training.data.tokenisers import FILE, checked, open_tokeniser
 
-app = typer.Typer(help="Prepare text for training, or describe a data source.", no_args_is_help=True)
+app = App(help="Prepare text for training, or describe a data source.", no_args_is_help=True)
 
 _HUB = "hub:"
 _FIRST_TOKENS = 60

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from ablate.cli.common import Device, Profile, State, complete_sweeps, console
-from ablate.cli.settings import find_settings
+from ablate.cli.common import console
+from ablate.cli.options import DeviceFlags, complete_sweeps
 from ablate.errors import InputError, nearest
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Damaged
@@ -41,6 +41,7 @@ def export_model(
             autocompletion=complete_sweeps,
         ),
     ],
+    flags: DeviceFlags,
     form: Annotated[
         Literal["compressed-tensors", "modelopt"],
         typer.Option("--format", help="Layout: vLLM's compressed-tensors, or NVIDIA's modelopt."),
@@ -56,15 +57,12 @@ def export_model(
     train: Annotated[
         bool, typer.Option("--train", help="Train the trial again if it keeps no weights.")
     ] = False,
-    state: State = None,
-    profile: Profile = None,
-    device: Device = None,
 ) -> None:
     """Write the weights of a finished trial as its recipe's forward pass quantises them, packed for serving.
 
     The trial must have kept its weights (`telemetry: {keep_weights: true}`), or is trained again by --train.
     """
-    settings = find_settings(profile, state=state, device=device)
+    settings = flags.settings()
     store = Store(settings.state)
     found = _Found.of(run, seed, store)
     reasons = [*_refusals(found)]

@@ -1,6 +1,5 @@
 """Sweeps as job arrays of SLURM: `ablate sweep X.yaml --export-jobs FOLDER`, `run-task` and `collect`."""
 
-import math
 import shlex
 import signal
 import sys
@@ -8,14 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 
-from ablate.cli.common import DONE, FAILED, Profile, State, console
+from ablate.cli.common import DONE, FAILED, console
+from ablate.cli.options import LOCATIONS, Capability, CheckCommand, Flags
 from ablate.cli.plan import machine_of
-from ablate.cli.settings import Settings, find_settings, writable
+from ablate.cli.settings import Settings, writable
 from ablate.engines.gpu_access import device_class
 from ablate.errors import InputError
 from ablate.execution.controller import Controller
@@ -31,19 +32,37 @@ from ablate.store.trial_store import Store
 _REPORT_SECONDS = 30.0
 
 
+@dataclass(frozen=True)
+class JobOptions:
+    """Options on job arrays of SLURM, which run the trials in place of this process."""
+
+    export_jobs: Annotated[
+        Path | None,
+        typer.Option(
+            help="Run nothing: write the missing trials into this folder as job arrays of SLURM.",
+            rich_help_panel=LOCATIONS,
+        ),
+    ] = None
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Option of sbatch for these jobs, such as --partition=gpu; repeatable.",
+            rich_help_panel=LOCATIONS,
+        ),
+    ] = None
+    capability: Capability = None
+
+
 def export_jobs(
     file: Path,
     experiment: Experiment,
     settings: Settings,
-    options: RunOptions,
+    run: RunOptions,
     seeds: int | None,
     folder: Path,
-    sbatch: list[str],
-    capability: str | None = None,
+    options: JobOptions,
 ) -> None:
-    """Write the missing trials of a sweep as job arrays, and print what to type next.
-
-    `capability` is that of the GPU that the engine was chosen for, if it is not this machine's.
+    """Write the missing trials of a sweep as job arrays into a folder, and print what to type next.
 
     Raises:
         InputError: the sweep is a search, nothing is missing, or the folder cannot be written.
@@ -55,51 +74,32 @@ def export_jobs(
                 " cannot; run it with --address, or name its arms"
             ]
         )
-    controller = Controller(experiment, settings.state, settings.device, _nothing_runs, None, options)
+    controller = Controller(experiment, settings.state, settings.device, _nothing_runs, None, run)
     stages = controller.stages()
     if not stages:
         raise InputError([f"{file}: all trials are finished; `ablate sweep {file}` shows the answer"])
-    resources = experiment.resources
-    layout, gpus = resources.layout(settings.device), math.ceil(resources.gpus_of(settings.device))
-    if resources.gpus and not gpus:
-        raise InputError(
-            [
-                f"{file}: resources.gpus {resources.gpus:g}, and this machine has no GPU, so that the jobs"
-                " would compute on CPUs; add --capability, such as 10.0 for a B200, or leave the GPUs out"
-            ]
-        )
-    jobs = Jobs(
-        experiment.name,
-        str(file.resolve()),
-        seeds,
-        settings.device,
-        tuple(tuple(request.id for request in stage) for stage in stages),
-        capability,
-    )
-    export(folder, jobs, stages, Need(1 if gpus else layout.ranks, gpus), sbatch)
+    need = Need.of(file, experiment.resources, settings.device)
+    ids = tuple(tuple(request.id for request in stage) for stage in stages)
+    jobs = Jobs(experiment.name, str(file.resolve()), seeds, settings.device, ids, options.capability)
+    export(folder, jobs, stages, need, options.sbatch or [])
     screen = console()
-    for number, stage in enumerate(stages, 1):
+    for number, trials in enumerate(ids, 1):
         after = f", after stage {number - 1}: they start from its states" if number > 1 else ""
-        screen.print(f"stage {number}: {counted(len(stage), 'trial')}{after}", soft_wrap=True, markup=False)
-    each = f"1 CPU, {counted(gpus, 'GPU')}" if gpus else f"{counted(layout.ranks, 'CPU')}, no GPU"
+        screen.print(f"stage {number}: {counted(len(trials), 'trial')}{after}", soft_wrap=True)
     screen.print(
-        f"Each task: {each}; device {settings.device}, engine {experiment.engine}."
+        f"Each task: {need}; device {settings.device}, engine {experiment.engine}."
         + " For GPUs elsewhere: --capability, such as 10.0 for a B200." * (settings.device == "cpu"),
         soft_wrap=True,
-        markup=False,
     )
     if experiment.growth:
-        screen.print(
-            "Seeds are added by results: after `ablate collect`, export the next ones.", markup=False
-        )
-    screen.print(f"{folder}/submit.sh --time=4:00:00   submits them, with options of sbatch", markup=False)
-    screen.print(f"ablate collect {folder}   adopts what is finished, at any time", markup=False)
+        screen.print("Seeds are added by results: after `ablate collect`, export the next ones.")
+    screen.print(f"{folder}/submit.sh --time=4:00:00   submits them, with options of sbatch")
+    screen.print(f"ablate collect {folder}   adopts what is finished, at any time")
 
 
 def collect(
     folder: Annotated[Path, typer.Argument(help="Folder that `ablate sweep X.yaml --export-jobs` wrote.")],
-    state: State = None,
-    profile: Profile = None,
+    flags: Flags,
 ) -> None:
     """Adopt the finished trials of a job array, and say what is missing.
 
@@ -107,7 +107,7 @@ def collect(
     answer. Exit status: 0 all trials are there, 1 some are not.
     """
     jobs = Jobs.read(folder)
-    settings = find_settings(profile, state=state, device=jobs.device)
+    settings = flags.settings(device=jobs.device)
     writable(settings.state, settings.shared_state)
     machine = machine_of(jobs.capability, jobs.device)
     experiment = load(Path(jobs.file), jobs.device, jobs.seeds, machine)
@@ -171,7 +171,7 @@ def run_task(
     folder: Annotated[Path, typer.Argument(help="Folder that `ablate sweep X.yaml --export-jobs` wrote.")],
     stage: Annotated[int, typer.Argument(help="Number of the stage, from 1 on.")],
     task: Annotated[int, typer.Argument(help="Index of the task in the stage's array, from 0 on.")],
-    check_command: Annotated[str | None, typer.Option("--check-command", hidden=True)] = None,
+    check_command: CheckCommand = None,
 ) -> None:
     """Run one task of an exported sweep; the scripts in the folder call this.
 

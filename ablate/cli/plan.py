@@ -9,17 +9,15 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import WHERE, Device, JsonOption, Profile, Seeds, State, console
+from ablate.cli.common import console
+from ablate.cli.options import Capability, DeviceFlags, ExperimentFile, JsonOption, Seeds, SweepFlags
 from ablate.cli.recipe import placements
-from ablate.cli.settings import Settings, find_settings
-from ablate.cli.tensor_cores import as_data as multiplied_data
-from ablate.cli.tensor_cores import library, multiplied, on_reference_lines
+from ablate.cli.settings import Settings
 from ablate.engines import makes_operands
 from ablate.engines.hardware import Machine, rented_machine
 from ablate.errors import InputError, one_line
@@ -37,6 +35,8 @@ from ablate.files import Json
 from ablate.recipes.gpu_kernels import on_reference
 from ablate.recipes.recipe import Layers
 from ablate.reports.plain_text import duration
+from ablate.reports.tensor_cores import as_data as multiplied_data
+from ablate.reports.tensor_cores import library, multiplied, on_reference_lines
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
@@ -56,16 +56,6 @@ each worker.
 """
 _LEAST_COVERED = 0.5
 """Fraction of a model's matrix weights in quantisable layers below which a note says so."""
-
-
-Capability = Annotated[
-    str | None,
-    typer.Option(
-        help="Plan for another machine: one with a GPU of this compute capability, such as 10.0 for a "
-        "B200, and with the engines that need one (transformer_engine, scaled_mm with FlashInfer).",
-        rich_help_panel=WHERE,
-    ),
-]
 
 
 def machine_of(capability: str | None, device: str | None) -> Machine | None:
@@ -88,22 +78,31 @@ def machine_of(capability: str | None, device: str | None) -> Machine | None:
         raise InputError([f"--capability: {error}"]) from None
 
 
+def settings_for(machine: Machine | None, flags: DeviceFlags | SweepFlags, **more: object) -> Settings:
+    """Return the settings of a command; for another machine, as if this one had its GPU.
+
+    Args:
+        machine: what `--capability` describes; None without it.
+        flags: the command's options.
+        more: values of further options, by field of `Settings`.
+    """
+    if machine is None:
+        return flags.settings(**more)
+    return replace(flags.settings(**more | {"device": "cuda"}), device_note="")
+
+
 def plan(
-    file: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
+    file: ExperimentFile,
+    flags: DeviceFlags,
     as_json: JsonOption = False,
     seeds: Seeds = None,
-    state: State = None,
-    profile: Profile = None,
-    device: Device = None,
     capability: Capability = None,
 ) -> None:
     """Show the arms and trials of an experiment, how many are done, and an estimate of the time for the rest.
     Runs nothing.
     """
-    machine = machine_of(capability, device)
-    device = "cuda" if machine else device
-    settings = find_settings(profile, state=state, device=device)
-    settings = replace(settings, device_note="") if machine else settings
+    machine = machine_of(capability, flags.device)
+    settings = settings_for(machine, flags)
     experiment = load(file, settings.device, seeds, machine)
     if as_json:
         print(json.dumps(as_data(experiment, settings), indent=2))

@@ -14,8 +14,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from ablate.cli.common import Device, Profile, State, console
-from ablate.cli.settings import find_settings
+from ablate.cli.common import console
+from ablate.cli.options import DeviceFlags, ExperimentFile
 from ablate.errors import InputError
 from ablate.execution.controller import Controller
 from ablate.execution.sweep_control import damage, put_aside
@@ -37,16 +37,14 @@ are found by it.
 
 
 def rebuild(
-    file: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
-    state: State = None,
-    profile: Profile = None,
-    device: Device = None,
+    file: ExperimentFile,
+    flags: DeviceFlags,
     force: Annotated[bool, typer.Option("--force", help="Rebuild a ledger without damage, too.")] = False,
 ) -> None:
     """Rebuild the damaged ledger of a sweep and print what was recovered. The damaged file is kept; no trial
     runs.
     """
-    settings = find_settings(profile, state=state, device=device)
+    settings = flags.settings()
     experiment = load(file, settings.device)
     folder = settings.state / "sweeps" / experiment.name
     if not folder.exists():

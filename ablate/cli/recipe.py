@@ -13,7 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import complete_presets, console
+from ablate.cli.common import console
+from ablate.cli.option_groups import App
 from ablate.errors import InputError
 from ablate.experiment import recipe_source
 from ablate.experiment.arms import KnobError, StartingPoint
@@ -26,7 +27,7 @@ from ablate.recipes.layers import Layer, select
 from ablate.recipes.recipe import Dgrad, Fprop, Products, Wgrad
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
-app = typer.Typer(
+app = App(
     help="Show a recipe, diff two, export one to a training stack, import one from it, or audit a job's.",
     no_args_is_help=True,
 )
@@ -39,6 +40,11 @@ Set = Annotated[
         "--set", help="Set a knob or a full path first: rht=false, recipe.fprop.x.block=1x32; repeatable."
     ),
 ]
+
+
+def complete_presets(incomplete: str) -> list[str]:
+    """Return the presets whose names begin so, for the shell's completion."""
+    return [name for name in PRESETS if name.startswith(incomplete)]
 
 
 Source = Annotated[

@@ -8,7 +8,6 @@ from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, console
 from ablate.cli.recipe import Set, Source, app, differences, layers_of, print_differences, resolve
-from ablate.cli.recipe_jobs import Job
 from ablate.engines.hardware import stray_switch
 from ablate.errors import InputError
 from ablate.experiment.yaml_document import as_text
@@ -17,6 +16,7 @@ from ablate.recipes import Recipe
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Layers, Products
 from ablate.recipes.targets import TARGETS, Lost, Model
+from ablate.recipes.targets.jobs import Job
 from ablate.recipes.targets.megatron import VARIABLES
 from ablate.recipes.targets.model import skipped
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ablate import __version__
-from ablate.cli.common import DONE, FAILED, Mlflow, Profile, State, complete_sweeps, console, print_starting
-from ablate.cli.settings import find_settings
+from ablate.cli.common import DONE, FAILED, console, print_starting
+from ablate.cli.options import MlflowFlags, complete_sweeps
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import check
 from ablate.files import Json
@@ -65,6 +65,7 @@ class Report:
 
 
 def report(
+    flags: MlflowFlags,
     experiments: Annotated[
         list[str] | None,
         typer.Argument(
@@ -86,15 +87,12 @@ def report(
         typer.Option(help="Folder for the reports; default: reports in the state folder."),
     ] = None,
     pdf: Annotated[bool, typer.Option(help="Also write a PDF, if a browser is installed.")] = True,
-    state: State = None,
-    profile: Profile = None,
-    mlflow: Mlflow = None,
 ) -> None:
     """Write the report of one or more experiments; a report of unfinished experiments says so.
 
     It is written to reports/<experiment>/ in the state folder, and attached to the sweep's run in MLflow.
     """
-    settings = find_settings(profile, state=state, mlflow=mlflow)
+    settings = flags.settings()
     names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in experiments or ()]
     if notebook == ["numerics_walkthrough"] and not names:
         names = ["numerics_walkthrough"]

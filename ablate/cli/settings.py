@@ -74,6 +74,11 @@ class Settings:
     origins: Mapping[str, str]
     """Origin of each value, by key: a flag, a variable, a profile or `default`."""
 
+    @property
+    def state_option(self) -> str:
+        """Option that names the state folder, after a space; empty if it is the default."""
+        return "" if self.origins["state"] == "default" else f" --state {self.state}"
+
     def shown(self) -> dict[str, str]:
         """Return every value as text that is safe to print: without passwords, and of a notification URL only
         scheme and host.

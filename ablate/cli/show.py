@@ -18,8 +18,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import JsonOption, Profile, State, complete_sweeps, console
-from ablate.cli.settings import find_settings
+from ablate.cli.common import console
+from ablate.cli.options import Flags, JsonOption, complete_sweeps
 from ablate.errors import InputError, nearest, one_line
 from ablate.execution.sweep_control import folders
 from ablate.store.checked_ledger import open_checked, open_ledger, unverified
@@ -36,6 +36,7 @@ _TABLES = ("arms", "effects", "damage", "windows", "trials")
 
 
 def show(
+    flags: Flags,
     what: Annotated[
         list[str] | None,
         typer.Argument(
@@ -60,13 +61,11 @@ def show(
     ] = None,
     metric: Annotated[str | None, typer.Option(help="Of all arms, those compared by this metric.")] = None,
     as_json: JsonOption = False,
-    state: State = None,
-    profile: Profile = None,
 ) -> None:
     """Show all arms, best first; one sweep's claim with its design, to paste; or what differs in two."""
     words = what or []
     _refuse_misfits(words, form, out, workload or metric, as_json)
-    folder = find_settings(profile, state=state).state
+    folder = flags.settings().state
     if not words:
         _leaderboard(folder, workload, metric, as_json, form == "md")
     elif len(words) == 2:

@@ -17,8 +17,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, JsonOption, Profile, State, Sweeps, console
-from ablate.cli.settings import Settings, find_settings
+from ablate.cli.common import DONE, FAILED, console
+from ablate.cli.options import Flags, JsonOption, Sweeps
+from ablate.cli.settings import Settings
 from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import changed, damage, folders, holder
 from ablate.execution.tracking import behind
@@ -104,6 +105,7 @@ class Status:
 
 
 def status(
+    flags: Flags,
     sweeps: Sweeps = None,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh the output until Ctrl-C.")] = False,
     verified: Annotated[
@@ -117,13 +119,11 @@ def status(
     show_settings: Annotated[
         bool, typer.Option("--settings", help="Print the settings in use instead, each with its origin.")
     ] = False,
-    state: State = None,
-    profile: Profile = None,
 ) -> None:
     """Show the progress of every sweep: running trials, speed, time left, failures with their reasons.
     Changes nothing.
     """
-    settings, screen = find_settings(profile, state=state), console()
+    settings, screen = flags.settings(), console()
     if show_settings:
         screen.print(_table_of(settings))
         return

@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from ablate.cli.common import Profile, State, complete_sweeps, console
-from ablate.cli.settings import find_settings
+from ablate.cli.common import console
+from ablate.cli.options import Flags, complete_sweeps
 from ablate.errors import InputError, nearest
 from ablate.execution.sweep_control import Order, folders, give, holder
 from ablate.store.ledger import Ledger
@@ -30,19 +30,18 @@ Sweep = Annotated[
 
 def stop(
     sweep: Sweep,
+    flags: Flags,
     arm: Annotated[str | None, typer.Option(help="Stop only this arm, given by name.")] = None,
     trial: Annotated[
         str | None, typer.Option(help="Stop only this trial, given by its id or a prefix of it.")
     ] = None,
-    state: State = None,
-    profile: Profile = None,
 ) -> None:
     """Stop a running sweep, or one arm or one trial of it. Results are kept: the same sweep command continues
     it.
     """
     if arm is not None and trial is not None:
         raise InputError(["--arm and --trial: both were given; give one of them"])
-    folder = _running_sweep(sweep, state, profile)
+    folder = _running_sweep(sweep, flags)
     members = _members(folder)
     order: Order
     if arm is not None:
@@ -61,20 +60,19 @@ def workers(
     count: Annotated[
         int, typer.Argument(min=1, metavar="N", help="Number of trials to run at once from now on.")
     ],
-    state: State = None,
-    profile: Profile = None,
+    flags: Flags,
 ) -> None:
     """Change the number of workers of a running sweep. Running trials continue; with fewer workers, no new
     ones start yet.
     """
-    folder = _running_sweep(sweep, state, profile)
+    folder = _running_sweep(sweep, flags)
     effect = f"{count} trials at once from now on, if the machine or the cluster has room for them."
     _send(folder, {"workers": count}, effect)
 
 
-def _running_sweep(sweep: str, state: Path | None, profile: str | None) -> Path:
+def _running_sweep(sweep: str, flags: Flags) -> Path:
     """Return the folder of a running sweep; InputError if it does not run."""
-    (folder,) = folders(find_settings(profile, state=state).state, [sweep])
+    (folder,) = folders(flags.settings().state, [sweep])
     if holder(folder) is None:
         raise InputError([f"{folder.name}: this sweep is not running; there is nothing to stop or change"])
     return folder

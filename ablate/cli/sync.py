@@ -8,19 +8,9 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ablate.cli.common import (
-    DONE,
-    FAILED,
-    Mlflow,
-    Profile,
-    State,
-    Sweeps,
-    console,
-    interruption,
-    raise_on_sigterm,
-    summary_of,
-)
-from ablate.cli.settings import Settings, find_settings
+from ablate.cli.common import DONE, FAILED, console, interruption, raise_on_sigterm, summary_of
+from ablate.cli.options import MlflowFlags, Sweeps
+from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
 from ablate.execution.sweep_control import check, damage, folders, holder, put_aside
 from ablate.execution.tracking import behind, check_login, unusable
@@ -37,6 +27,7 @@ _LOOK_SECONDS = 0.25
 
 
 def sync(
+    flags: MlflowFlags,
     sweeps: Sweeps = None,
     rebuild: Annotated[
         bool,
@@ -48,15 +39,12 @@ def sync(
     timeout: Annotated[
         float, typer.Option(min=0, help="Give up after this many seconds without progress.")
     ] = 300.0,
-    state: State = None,
-    profile: Profile = None,
-    mlflow: Mlflow = None,
 ) -> None:
     """Send to MLflow the records that it does not have yet; none is written twice.
 
     Exit status: 0 MLflow has all records, 1 some are missing, 2 bad input.
     """
-    settings, screen = find_settings(profile, state=state, mlflow=mlflow), console()
+    settings, screen = flags.settings(), console()
     if settings.mlflow is None:
         raise InputError(
             [f"no MLflow to send to: {settings.origins['mlflow']} says `none`; give an address with --mlflow"]

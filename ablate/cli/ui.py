@@ -11,6 +11,7 @@ import sqlite3
 import threading
 from collections.abc import Iterable
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -23,17 +24,35 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, Mlflow, Profile, State, complete_sweeps, console
+from ablate.cli.common import DONE, console
 from ablate.cli.mlflow_server import HOST, MlflowServer, Served, bind_first_free
+from ablate.cli.options import MlflowFlags, complete_sweeps
 from ablate.cli.report_server import ReportHandler, guarded_application, own_names, read_fact
-from ablate.cli.settings import find_settings
 from ablate.errors import InputError
 from ablate.execution.sweep_control import changed, folders
 
 _PORT = {"min": 1, "max": 65535, "rich_help_panel": "Ports"}
 
 
+@dataclass(frozen=True)
+class Ports:
+    """Ports of the three servers; None: the default, or the next free one."""
+
+    mlflow_port: Annotated[
+        int | None, typer.Option(help="Port of MLflow; default: 5000, or the next free one.", **_PORT)
+    ] = None
+    optuna_port: Annotated[
+        int | None,
+        typer.Option(help="Port of Optuna's dashboard; default: 8080, or the next free one.", **_PORT),
+    ] = None
+    reports_port: Annotated[
+        int | None, typer.Option(help="Port of the reports; default: 8000, or the next free one.", **_PORT)
+    ] = None
+
+
 def ui(
+    ports: Ports,
+    flags: MlflowFlags,
     sweep: Annotated[
         str | None,
         typer.Argument(
@@ -41,16 +60,6 @@ def ui(
             help="Sweep that the addresses lead to, by name or YAML file; default: the last one that ran.",
             autocompletion=complete_sweeps,
         ),
-    ] = None,
-    mlflow_port: Annotated[
-        int | None, typer.Option(help="Port of MLflow; default: 5000, or the next free one.", **_PORT)
-    ] = None,
-    optuna_port: Annotated[
-        int | None,
-        typer.Option(help="Port of Optuna's dashboard; default: 8080, or the next free one.", **_PORT),
-    ] = None,
-    reports_port: Annotated[
-        int | None, typer.Option(help="Port of the reports; default: 8000, or the next free one.", **_PORT)
     ] = None,
     host: Annotated[
         str,
@@ -71,24 +80,23 @@ def ui(
     wait: Annotated[
         bool, typer.Option("--wait", help="Start even if no sweep has run yet, as a service does.")
     ] = False,
-    state: State = None,
-    profile: Profile = None,
-    mlflow: Mlflow = None,
 ) -> None:
     """Serve all sweeps in MLflow, Optuna's dashboard and reports, for this machine only (127.0.0.1), until
     Ctrl-C.
     """
-    settings, screen = find_settings(profile, state=state, mlflow=mlflow), console()
+    settings, screen = flags.settings(), console()
     name = _choose_sweep(settings.state, sweep, wait)
     searched = name if sweep else _newest_search(settings.state) or name
     names = own_names(host, allowed_hosts)
-    optuna = bind_first_free("optuna", optuna_port, lambda port: _WsgiServer((host, port), _QuietHandler))
+    optuna = bind_first_free(
+        "optuna", ports.optuna_port, lambda port: _WsgiServer((host, port), _QuietHandler)
+    )
     reports = bind_first_free(
         "reports",
-        reports_port,
+        ports.reports_port,
         lambda port: ThreadingHTTPServer((host, port), partial(ReportHandler, settings.state, names)),
     )
-    mlflow_server = MlflowServer(settings, mlflow_port)
+    mlflow_server = MlflowServer(settings, ports.mlflow_port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
     try:
         with ExitStack() as stack:

@@ -20,6 +20,7 @@ into the sweep's state folder, where the sweep reuses them like any other result
 Refused: searches, which choose trials by the results of earlier ones, and trials on several machines.
 """
 
+import math
 import re
 import shlex
 import shutil
@@ -34,7 +35,9 @@ from pydantic import TypeAdapter, ValidationError
 from ablate.errors import InputError
 from ablate.execution.messages import MalformedMessage, Message, TrialRequest
 from ablate.execution.supervisor import Supervisor
+from ablate.experiment.schema import Resources
 from ablate.files import Damaged, write
+from ablate.results.number_text import counted
 from ablate.store.trial_store import Store
 
 MANIFEST, STATE = "jobs.json", "state"
@@ -100,6 +103,30 @@ class Need:
 
     cpus: int
     gpus: int
+
+    @classmethod
+    def of(cls, file: Path, resources: Resources, device: str) -> "Need":
+        """Return what a trial needs. InputError if it needs a GPU that this machine does not have.
+
+        Args:
+            file: experiment file, which the error names.
+            resources: what the file asks for.
+            device: `cpu` or `cuda`.
+        """
+        gpus = math.ceil(resources.gpus_of(device))
+        if resources.gpus and not gpus:
+            raise InputError(
+                [
+                    f"{file}: resources.gpus {resources.gpus:g}, and this machine has no GPU, so that the"
+                    " jobs would compute on CPUs; add --capability, such as 10.0 for a B200, or leave the"
+                    " GPUs out"
+                ]
+            )
+        return cls(1 if gpus else resources.layout(device).ranks, gpus)
+
+    def __str__(self) -> str:
+        """Return CPUs and GPUs in words."""
+        return f"{counted(self.cpus, 'CPU')}, {counted(self.gpus, 'GPU') if self.gpus else 'no GPU'}"
 
 
 def export(

@@ -7,7 +7,6 @@ import torch
 from oracles import grids
 from support.cases import every
 
-from ablate.cli.tensor_cores import page
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.spec import BlockScale, Outer, Quant, Range, Select, Transform
 from ablate.numerics.transform import split
@@ -27,6 +26,7 @@ from ablate.recipes.scaled_mapping import (
     slots,
 )
 from ablate.recipes.te_mapping import recipe_refusals
+from ablate.reports.tensor_cores import page
 
 DOCS = Path(__file__).parents[2] / "docs"
 

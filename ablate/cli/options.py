@@ -1,0 +1,156 @@
+"""Options that several commands share, and their groups: name, help and type of each stand here once."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from ablate.cli.settings import Settings, find_settings
+
+LOCATIONS = "Locations"
+"""Panel of the help page for options that say where data, servers and devices are."""
+
+
+def complete_sweeps(incomplete: str) -> list[str]:
+    """Return the sweeps of the state folder whose names begin so, for the shell's completion."""
+    folder = Path(os.environ.get("ABLATE_STATE") or "runs") / "sweeps"
+    names = sorted(path.parent.name for path in folder.glob("*/ledger.db"))
+    return [name for name in names if name.startswith(incomplete)]
+
+
+ExperimentFile = Annotated[Path, typer.Argument(help="Experiment file (YAML).")]
+Sweeps = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[X]...",
+        help="Sweeps, by name or by YAML file; default: all in the state folder.",
+        autocompletion=complete_sweeps,
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Seeds = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=10_000, help="Number of seeds, as if the file said so; finished runs are reused."
+    ),
+]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"] | None,
+    typer.Option(
+        help="Device on which trials compute; default: auto, a GPU if there is one.",
+        rich_help_panel=LOCATIONS,
+    ),
+]
+Mlflow = Annotated[
+    str | None,
+    typer.Option(
+        help="Address of MLflow; default: a store in the state folder; none: no MLflow. (ABLATE_MLFLOW)",
+        rich_help_panel=LOCATIONS,
+    ),
+]
+Capability = Annotated[
+    str | None,
+    typer.Option(
+        help="Plan for another machine: one with a GPU of this compute capability, such as 10.0 for a "
+        "B200, and with the engines that need one (transformer_engine, scaled_mm with FlashInfer).",
+        rich_help_panel=LOCATIONS,
+    ),
+]
+CheckCommand = Annotated[
+    str | None,
+    typer.Option(hidden=True, help="Command that checks the numerics; default: `ablate doctor`."),
+]
+
+
+@dataclass(frozen=True)
+class Flags:
+    """Options that set fields of `Settings`, under the names of these fields; None: not given."""
+
+    state: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder of trials, ledgers and the local MLflow store; default: runs. (ABLATE_STATE)",
+            rich_help_panel=LOCATIONS,
+        ),
+    ] = None
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            help="Profile of ablate.toml to read settings from; default: default. (ABLATE_PROFILE)",
+            rich_help_panel=LOCATIONS,
+        ),
+    ] = None
+
+    def settings(self, **more: Any) -> Settings:
+        """Return the settings: these options before environment, profile and defaults.
+
+        Args:
+            more: values of further options, by field of `Settings`.
+        """
+        return find_settings(**vars(self) | more)
+
+
+@dataclass(frozen=True)
+class MlflowFlags(Flags):
+    """State folder, profile and MLflow."""
+
+    mlflow: Mlflow = None
+
+
+@dataclass(frozen=True)
+class DeviceFlags(Flags):
+    """State folder, profile and device."""
+
+    device: Device = None
+
+
+@dataclass(frozen=True)
+class SweepFlags(Flags):
+    """All options that set fields of `Settings`, but `notify`, which stands in another panel."""
+
+    executor: Annotated[
+        Literal["ray", "inline"] | None,
+        typer.Option(
+            help="ray: parallel, the default; inline: one trial after another in this process.",
+            rich_help_panel=LOCATIONS,
+        ),
+    ] = None
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            help="Ray cluster to use: auto, host:port, ray://...; local, the default, starts Ray here. "
+            "(ABLATE_RAY_ADDRESS)",
+            rich_help_panel=LOCATIONS,
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Trials to run at once; default: one for each core or GPU.", rich_help_panel=LOCATIONS
+        ),
+    ] = None
+    device: Device = None
+    price: Annotated[
+        float | None,
+        typer.Option(min=0, help="Cost of one worker-hour, for `budget.cost`.", rich_help_panel=LOCATIONS),
+    ] = None
+    priority: Annotated[
+        int | None,
+        typer.Option(
+            help="Priority among sweeps on a Ray cluster: higher first, equal ones share.",
+            rich_help_panel=LOCATIONS,
+        ),
+    ] = None
+    mlflow: Mlflow = None
+    shared_state: Annotated[
+        bool | None,
+        typer.Option(
+            "--shared-state",
+            help="Give a new state folder the permissions of the umask; default: access for this user only. "
+            "(ABLATE_SHARED_STATE)",
+            rich_help_panel=LOCATIONS,
+        ),
+    ] = None

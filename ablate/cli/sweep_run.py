@@ -1,0 +1,208 @@
+"""One run of a sweep in this process: live progress, answer, report and notifications."""
+
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from ablate.cli.common import (
+    BUDGET,
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    console,
+    interruption,
+    program,
+    summary_of,
+)
+from ablate.cli.plan import remarks
+from ablate.cli.settings import Settings
+from ablate.errors import InputError, redact
+from ablate.execution.controller import Controller
+from ablate.execution.notify import Hook
+from ablate.execution.progress import Outcome, Progress, RunOptions
+from ablate.experiment.load import Experiment
+from ablate.files import Json
+from ablate.reports.plain_text import duration
+from ablate.store.databases import network_file_system
+from ablate.store.ledger import Ledger
+
+if TYPE_CHECKING:
+    pass
+
+_EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
+
+
+class SweepRun:
+    """One run of a sweep in this process: prints progress and answer, and sends notifications."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        settings: Settings,
+        options: RunOptions,
+        check_command: str | None = None,
+        quiet: bool = False,
+        report: bool = True,
+    ) -> None:
+        self.experiment, self.settings, self.options = experiment, settings, options
+        self.check_command, self.quiet, self.report = check_command, quiet, report
+        self.hook = Hook(settings.notify) if settings.notify else None
+        self.screen = console()
+        self.started = time.time()
+        self.failed = 0
+
+    def run(self, notes: Sequence[str] = ()) -> int:
+        """Print `notes`, run the sweep until it ends, is stopped or fails, and return the exit status."""
+        status = "failed"
+        try:
+            self.screen.print(Text(self.experiment.question, "bold"))
+            kind = network_file_system(self.settings.state)
+            network = (
+                f"the state folder is on a network file system ({kind}): databases use the slower, "
+                "safe journal (docs/cluster.md)"
+            )
+            for remark in (*notes, *([network] if kind else []), *remarks(self.experiment)):
+                self.screen.print(f"Note: {remark}", soft_wrap=True, markup=False)
+            status = self._steps()
+            return _EXIT[status]
+        except KeyboardInterrupt as error:
+            status = "interrupted"
+            code, description = interruption(error)
+            self.screen.print(f"{description}. Nothing is lost: the same command goes on.")
+            return code
+        finally:
+            self._notify("ended", status)
+            for line in self.hook.close() if self.hook else ():
+                self.screen.print(line, soft_wrap=True, markup=False)
+
+    def _steps(self) -> str:
+        """Run the trials with a live view, print the answer, and return the status of the outcome."""
+        from ablate.cli.doctor import COMMAND, Checkup, Unfit
+        from ablate.cli.executor import StartingExecutor
+        from ablate.cli.live_view import View
+        from ablate.execution.workers import ClusterError, ClusterLost
+
+        settings = self.settings
+        command = shlex.split(self.check_command) if self.check_command else COMMAND
+        checkup = Checkup(command, device=settings.device)
+        executor = StartingExecutor(settings, self.experiment.resources, checkup)
+        outcome: Outcome | None = None
+        controller = Controller(
+            self.experiment, settings.state, settings.device, executor, settings.mlflow, self.options
+        )
+        try:
+            with (
+                View(self.screen, self.quiet).open() as view,
+                closing(controller.run()) as steps,
+                closing(checkup),
+                closing(executor),
+            ):
+                for step in steps:
+                    if isinstance(step, Outcome):
+                        outcome = step
+                    else:
+                        if step.done < step.total:
+                            executor.begin()  # in parallel with the imports that follow
+                        view.show(step)
+                        self._notify_failure(step)
+        except ClusterLost as error:
+            self.screen.print(
+                f"{redact(str(error), settings.ray)}. Nothing is lost: the same command goes on.",
+                soft_wrap=True,
+                markup=False,
+            )
+            return "stopped"
+        except ClusterError as error:
+            raise InputError([redact(str(error), settings.ray)]) from None
+        except Unfit as error:
+            print(error, file=sys.stderr)
+            return "failed"
+        if outcome is None:
+            raise RuntimeError("the controller ended without an outcome")
+        self._print_outcome(outcome)
+        return outcome.status
+
+    def _print_outcome(self, outcome: Outcome) -> None:
+        """Print what ran, the answer and what to look at next, and what went wrong."""
+        reused = f", {outcome.reused} already done" if outcome.reused else ""
+        failed = f", {outcome.failed} failed" if outcome.failed else ""
+        self.screen.print(f"{outcome.ran} trials run{reused}{failed} in {duration(outcome.seconds)}")
+        self.screen.print(*([outcome.why, ""] if outcome.why else []), soft_wrap=True, markup=False)
+        if outcome.ran or outcome.reused or not outcome.cause:
+            from ablate.cli.answer_view import print_answer
+
+            print_answer(self.experiment, self.settings, self.screen)
+            self._print_next_steps()
+        for line in filter(None, (outcome.diverged, outcome.cause)):
+            self.screen.print(Text(line, "red"), soft_wrap=True)
+
+    def _print_next_steps(self) -> None:
+        """Write the report unless it is up to date; print its path and the command that shows the sweep."""
+        settings, name = self.settings, self.experiment.name
+        index = settings.state / "reports" / name / "index.html"
+        from ablate.cli.report import is_current, make
+        from ablate.reports.notebooks import NotebookError
+
+        if self.report and not is_current(settings.state, name):
+            try:
+                with self.screen.status("Writing the report"):
+                    made = make(settings.state, name, mlflow=settings.mlflow)
+                if made.trouble:
+                    self.screen.print(made.trouble, soft_wrap=True, markup=False)
+            except (NotebookError, InputError) as error:
+                remedy = f"The results are safe; `ablate report {name}` tries again."
+                message = f"The report was not written: {error}. {remedy}"
+                self.screen.print(message, soft_wrap=True, markup=False)
+        option = settings.state_option
+        self.screen.print("Look next:", style="bold")
+        for line in ([str(index)] if index.exists() else []) + [f"{program('ablate')} ui {name}{option}"]:
+            self.screen.print(f"  {line}", soft_wrap=True, markup=False)
+
+    def _notify_failure(self, progress: Progress) -> None:
+        """Send a notification of the first failure, and print errors of the notification hook."""
+        if progress.failed and not self.failed:
+            self._notify("trial failed", "running")
+        self.failed = progress.failed
+        for line in self.hook.troubles() if self.hook else ():
+            self.screen.print(line, soft_wrap=True, markup=False)
+
+    def _notify(self, event: str, status: str) -> None:
+        if self.hook:
+            self.hook.tell(
+                _message(self.experiment, self.settings, event, status, time.time() - self.started)
+            )
+
+
+def _message(
+    experiment: Experiment, settings: Settings, event: str, status: str, seconds: float
+) -> dict[str, Json]:
+    """Return the content of a notification; `text` is the summary that a chat shows."""
+    content: dict[str, Json] = {
+        "event": event,
+        "sweep": experiment.name,
+        "question": experiment.question,
+        "status": status,
+        "seconds": round(seconds, 1),
+    }
+    path = settings.state / "sweeps" / experiment.name / "ledger.db"
+    if not path.exists():
+        return content | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {status}"}
+    ledger = Ledger(path, readonly=True)
+    trials = {member.id: member for member in ledger.members()}
+    counts = Counter(member.status for member in trials.values())
+    failures = [
+        f"{m.name} seed={m.seed}: {m.reason}" for m in trials.values() if m.status in ("failed", "oom")
+    ]
+    table = summary_of(ledger)
+    ledger.close()
+    listed = ", ".join(f"{number} {name}" for name, number in counts.items())
+    text = (
+        f"{experiment.name}: {event if status == 'running' else status} after {duration(seconds)}: {listed}"
+    )
+    return content | {"counts": dict(counts), "failures": [*failures], "table": table, "text": text}
