@@ -34,8 +34,7 @@ def kept(loop: Loop, config) -> int:
         casts = [
             part.values.untyped_storage()
             for layer in run.engine.layers.values()
-            for _, parts in (layer.casts or {}).values()
-            for part in parts
+            for part in layer.casts.parts()
         ]
         seen |= {storage.data_ptr(): storage for storage in casts}
         loss.backward()

@@ -78,7 +78,7 @@ def test_slots_are_averaged_over_the_layers_where_a_metric_is_defined(generator)
         ("b", torch.zeros(16, 16)),
         ("c", torch.randn(16, 16, generator=generator)),
     ):
-        errors(name, "fprop.x", quantize(x, Quant(), keep=True))
+        errors.operand(name, "fprop.x", quantize(x, Quant(), keep=True))
     metrics = errors.metrics()
     layers = [metrics[f"quant/fprop.x/{name}/rel_mse"] for name in ("a", "c")]
     assert "quant/fprop.x/b/rel_mse" not in metrics
@@ -399,7 +399,9 @@ def test_every_alarm_trips_beyond_its_limit_alone_and_names_the_value(alarm):
 
 def test_ordinary_nvfp4_operands_raise_no_alarm(generator):
     errors = SlotErrors()
-    errors("blocks.0", "fprop.x", quantize(torch.randn(64, 256, generator=generator), Quant(), keep=True))
+    errors.operand(
+        "blocks.0", "fprop.x", quantize(torch.randn(64, 256, generator=generator), Quant(), keep=True)
+    )
     assert raised(errors.metrics()) == []
 
 

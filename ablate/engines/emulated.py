@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from ablate.engines.emulated_layer import HIGH, UNSET, EmulatedLinear, NotInForce, Probe
+from ablate.engines.emulated_layer import HIGH, UNSET, Context, EmulatedLinear, NotInForce
 from ablate.engines.nonfinite import NonfiniteCount, total
-from ablate.engines.products import DTYPES
+from ablate.engines.products import DTYPES, Probe
 from ablate.engines.ranks import Divided, Sharded
 from ablate.engines.weights import RulesState, WeightRules
 from ablate.numerics.history import History
@@ -90,7 +90,7 @@ class Engine:
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, clock: Clock, block: BlockOf = block_name) -> None:
-        self.recipe, self.clock = recipe, clock
+        self.recipe, self.clock, self.context = recipe, clock, Context()
         self.names = _names(model, EmulatedLinear)
         """All names of each layer, keyed by the first: a layer that is registered twice has two."""
         self.layers = {name: model.get_submodule(name) for name in self.names}
@@ -106,6 +106,7 @@ class Engine:
         self._deciders = recipe.layers.deciders(self.placed)
         self._fallback: tuple[frozenset[str], Callable[[Products], Products]] | None = None
         for name, layer in self.layers.items():
+            layer.context = self.context
             self._in_force(recipe, name)  # raises now, instead of at the first step
             if not recipe.plain:
                 layer.products = UNSET
@@ -228,12 +229,12 @@ class Engine:
         Casts that draw random bits or depend on a history are still made for every call.
         """
         for layer in self.layers.values():
-            layer.casts = {}
+            layer.casts.begin()
         try:
             yield
         finally:
             for layer in self.layers.values():
-                layer.casts = None
+                layer.casts.end()
 
     @contextmanager
     def high_precision(self) -> Iterator[None]:
@@ -291,13 +292,11 @@ class Engine:
     @contextmanager
     def divided(self, divided: Divided | None) -> Iterator[None]:
         """Inside this context, divide every layer's tokens among ranks; None: this rank has all of them."""
-        for layer in self.layers.values():
-            layer.divided = divided
+        self.context.divided = divided
         try:
             yield
         finally:
-            for layer in self.layers.values():
-                layer.divided = None
+            self.context.divided = None
 
     def shard(self, mesh: "DeviceMesh") -> set[nn.Parameter]:
         """Shard the rows of each layer's weight over the ranks of `mesh`, and return the sharded weights.
@@ -320,9 +319,8 @@ class Engine:
         return sum(weight.gathered for weight in sharded), sum(weight.in_bf16 for weight in sharded)
 
     def listen(self, probe: Probe | None) -> None:
-        """Call `probe` for every operand quantised from now on; None stops it."""
-        for layer in self.layers.values():
-            layer.probe = probe
+        """Give `probe` every operand quantised, and every product, from now on; None stops it."""
+        self.context.probe = probe
 
     @contextmanager
     def unrecorded(self, *, unless_completed: bool = False) -> Iterator[None]:
@@ -371,15 +369,16 @@ class Engine:
         before = self.clock.micro_batch, self.clock.calls
         if moment:  # a layer's backward pass, which has a clock of its own call, may ask for an activation
             self.clock.micro_batch, self.clock.calls = moment.micro_batch, moment.calls
-        probes = {name: layer.probe for name, layer in self.layers.items()}
+        probe = self.context.probe
         counts = self._count_apart()
         self.listen(None)
         try:
             yield
         finally:
             self.clock.micro_batch, self.clock.calls = before
+            self.listen(probe)
             for name, layer in self.layers.items():
-                layer.probe, layer.nonfinite = probes[name], counts[name]
+                layer.nonfinite = counts[name]
 
 
 def described(model: nn.Module, names: Iterable[str], block: BlockOf = block_name) -> tuple[Layer, ...]:

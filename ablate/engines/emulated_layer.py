@@ -36,20 +36,18 @@ Not modelled: the order of fp32 additions inside a tensor core, and the random b
 instruction draws.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from copy import deepcopy
-from dataclasses import replace
-from typing import NoReturn
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
+from ablate.engines.following import Replacement
 from ablate.engines.nonfinite import NonfiniteCount
-from ablate.engines.products import Call
+from ablate.engines.products import Call, Probe
 from ablate.engines.ranks import Divided, DrawArguments, Sharded, whole
-from ablate.engines.weight_source import Source
+from ablate.engines.weight_casts import WeightCasts
 from ablate.errors import OutsideStepError
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.history import History
@@ -76,15 +74,26 @@ class NotInForce(Products):
 UNSET = NotInForce()
 """In force in a converted layer until the engine's first step."""
 
-Probe = Callable[[str, str, Operand], None]
-"""Called with (layer, slot, operand) for every quantised operand while telemetry is on."""
+
+@dataclass
+class Context:
+    """Observers and division of the work that all layers of an engine have."""
+
+    probe: Probe | None = None
+    """Receives every quantised operand and every product while telemetry is on."""
+    divided: Divided | None = None
+    """Division of the tokens among ranks; None if this rank has all of them."""
+    called: Callable[["EmulatedLinear"], int] | None = None
+    """Called with the layer at the begin of each of its forward passes, in place of `Clock.called`."""
+    returned: Callable[["EmulatedLinear", int], None] | None = None
+    """Called at the end of each of its backward passes, with the micro-batch."""
+
+    def __deepcopy__(self, memo: object) -> "Context":
+        """Return the context of a copied layer, whose operands are not the training's."""
+        return replace(self, probe=None)
 
 
-Casts = dict[str, tuple[tuple[object, ...], list[Operand]]]
-"""Operands of a weight by slot, each with what they depend on: format, rotation, `Source` of weight."""
-
-
-class EmulatedLinear(nn.Linear):
+class EmulatedLinear(Replacement):
     """An nn.Linear that computes its products by a recipe and shares the parameters of the layer it replaces.
 
     Args:
@@ -94,29 +103,24 @@ class EmulatedLinear(nn.Linear):
         dtype: dtype of the products that are not quantised.
     """
 
+    shared = frozenset({"clock", "_sites", "_turns"})
+    dropped = frozenset({"whole_graph", "compiled"})
+
     def __init__(self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype) -> None:
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        _move(linear, self, vars(linear).keys())
+        super().__init__(linear)
         self.name, self.clock, self.dtype = name, clock, dtype
+        self.context = Context()
         self.products = HIGH
-        self.probe: Probe | None = None
+        self.target = None
+        """Values that decide the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
+        self.histories = {slot: History() for slot in SLOTS}
         self.nonfinite = NonfiniteCount()
         """Number of operands so far that held a NaN or an infinity."""
-        self.whole_graph: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
-        """This layer's operator for torch.compile (compiled.py), used instead of the autograd function."""
-        self.histories = {slot: History() for slot in SLOTS}
-        self.target: Tensor | None = None
-        """Values that decide the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
-        self.casts: Casts | None = None
-        """Cache of the weight's operands by slot, valid while no parameter changes; None: no cache."""
-        self.divided: Divided | None = None
-        """Division of the tokens among ranks; None if this rank has all of them."""
+        self.casts = WeightCasts()
         self.sharded: Sharded | None = None
         """Division of the weight among ranks; None if this rank has all of it."""
-        self.called: Callable[[EmulatedLinear], int] | None = None
-        """Called with the layer at the begin of each of its forward passes, in place of `Clock.called`."""
-        self.returned: Callable[[EmulatedLinear, int], None] | None = None
-        """Called at the end of each of its backward passes, with the micro-batch."""
+        self.whole_graph: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
+        """This layer's operator for torch.compile (compiled.py), used instead of the autograd function."""
         self.compiled: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None
         """Operator that stands for this layer in code that torch.compile traces; None: it is not traced."""
         self.quantize = quantize
@@ -127,33 +131,9 @@ class EmulatedLinear(nn.Linear):
 
     def plain(self) -> nn.Linear:
         """Return an nn.Linear with this layer's parameters, hooks and attributes: what it replaced."""
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        own = vars(EmulatedLinear(linear, "", self.clock, self.dtype)).keys() - vars(linear).keys()
-        _move(self, linear, vars(self).keys() - own - {"_leader", "_own_histories"})
-        return linear
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "EmulatedLinear":
-        """Return a layer with copied parameters that follows the steps of this one."""
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        shared = {"clock", "probe", "called", "returned", "_sites", "_turns"}
-        copied.__dict__.update(
-            {
-                name: value if name in shared else deepcopy(value, memo)
-                for name, value in vars(self).items()
-                if name not in ("_leader", "_own_histories", "whole_graph", "compiled", "casts")
-            }
-        )
-        copied.whole_graph = copied.compiled = copied.casts = None
-        copied.__dict__["_own_histories"] = copied.histories
-        copied.__dict__["_leader"] = vars(self).get("_leader", self)  # no submodule of the copy
-        return copied
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Raise TypeError: a layer belongs to its handle, which a pickled one would not find again."""
-        raise TypeError(
-            f"{self.name} is converted, and cannot be pickled; save the model's state_dict() instead,"
-            " or call restore() of its handle first"
+        bare = nn.Linear(1, 1, device="meta")
+        return self.plain_but(
+            vars(EmulatedLinear(bare, "", self.clock, self.dtype)).keys() - vars(bare).keys()
         )
 
     def begin_call(self) -> int:
@@ -162,23 +142,19 @@ class EmulatedLinear(nn.Linear):
         Raises:
             OutsideStepError: no step of the recipe is in force.
         """
-        if "_leader" in vars(self):
-            leader = vars(self)["_leader"]
-            self.products, self.target = leader.products, leader.target
-            # An evaluation adds no amax; a call in a step would add one to the training's history.
-            evaluating = self.clock.stream == "evaluation"
-            self.histories = leader.histories if evaluating else vars(self)["_own_histories"]
+        self.follow()
         if isinstance(self.products, NotInForce):
             raise OutsideStepError(
                 f"{self.name}: no step of the recipe is in force, so nothing would be quantised;"
                 f" {self.products.remedy}"
             )
-        return self.clock.called(self.name) if self.called is None else self.called(self)
+        called = self.context.called
+        return self.clock.called(self.name) if called is None else called(self)
 
     def end_call(self, micro_batch: int) -> None:
         """End the backward pass of a call: report it to `returned`."""
-        if self.returned is not None:
-            self.returned(self, micro_batch)
+        if self.context.returned is not None:
+            self.context.returned(self, micro_batch)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x w^T + bias, [..., in] to [..., out], in the dtype of `x`; autocast is disabled inside.
@@ -255,8 +231,8 @@ class EmulatedLinear(nn.Linear):
             rows.hadamard
             or (rows.g and rows.g.transform)
             or (columns.g and columns.g.transform)
-            or self.probe
-            or self.divided
+            or self.context.probe
+            or self.context.divided
         )
         if dx and dw and rows.g and columns.g and not apart:
             sites = self._sites["dgrad.g"], self._sites["wgrad.g"]
@@ -292,62 +268,29 @@ class EmulatedLinear(nn.Linear):
                 may be another tensor than `self.weight`: a functional call brings its own.
             keep: as in `operand`.
         """
-        inspected = keep or self.probe is not None
-
-        def oriented() -> Tensor:
-            w = weight.detach().to(torch.bfloat16)
-            return w if slot == "fprop.w" else w.t()
-
-        if self.sharded:
-            part = oriented()
-            packed = (
-                None if inspected else self.sharded.operand(part, slot, quant, rotation, self.draws_at(slot))
-            )
-            return (
-                [packed]
-                if packed
-                else self.operand(self.sharded.numbers(part, slot), slot, quant, rotation, keep)
-            )
-        casts = self.casts
-        if (
-            quant is None
-            or inspected
-            or casts is None
-            or self._target(slot, quant) is not None
-            or not lasts(quant, rotation)
-        ):
-            return self.operand(oriented(), slot, quant, rotation, keep)
-        source = Source(weight)
-        spec, parts = casts.get(slot, (None, []))
-        wanted = (quant, rotation, source)
-        if spec == wanted:
+        inspected = keep or self.context.probe is not None
+        reusable = (
+            quant is not None
+            and self.sharded is None
+            and not inspected
+            and self._target(slot, quant) is None
+            and lasts(quant, rotation)
+        )
+        if quant is not None and reusable and (parts := self.casts.find(slot, quant, rotation, weight)):
             self._count(parts)
             return parts
-        parts = self._transposed(casts, slot, quant, rotation, source) or self.operand(
-            oriented(), slot, quant, rotation
-        )
-        casts[slot] = wanted, parts
+        w = weight.detach().to(torch.bfloat16)
+        w = w if slot == "fprop.w" else w.t()
+        if self.sharded:
+            if not inspected and (
+                packed := self.sharded.operand(w, slot, quant, rotation, self.draws_at(slot))
+            ):
+                return [packed]
+            w = self.sharded.numbers(w, slot)
+        parts = self.operand(w, slot, quant, rotation, keep)
+        if quant is not None and reusable:
+            self.casts.add(slot, quant, rotation, weight, parts)
         return parts
-
-    def _transposed(
-        self, casts: Casts, slot: str, quant: Quant, rotation: Hadamard | None, source: "Source"
-    ) -> list[Operand] | None:
-        """Return dgrad's weight as fprop's transposed, which is the same for unrotated blocks of 16x16.
-
-        An outer scale of rows is not: those of the transpose are other sets of elements.
-        """
-        spec, parts = casts.get("fprop.w", (None, []))
-        one_outer = quant.outer is None or quant.outer.rows is None
-        square = quant.block == "16x16" and rotation is None and quant.transform is None and one_outer
-        if (
-            slot != "dgrad.w"
-            or not square
-            or spec != (quant, None, source)
-            or parts[0].values.shape != source.weight.shape
-        ):
-            return None
-        self._count(parts)
-        return [parts[0].transposed()]
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
@@ -367,13 +310,13 @@ class EmulatedLinear(nn.Linear):
             rotation=rotation,
             history=self.histories[slot] if how is main else None,
             target=self._target(slot, how) if how is main else None,
-            keep=keep or (self.probe is not None and "source"),
-            partition=self.divided.shares.get(slot) if self.divided else None,
+            keep=keep or (self.context.probe is not None and "source"),
+            partition=self.context.divided.shares.get(slot) if self.context.divided else None,
             **self.draws_at(slot),
         )
         self._count([result])
-        if self.probe is not None and how is main and x.numel():
-            self.probe(self.name, slot, result)
+        if self.context.probe is not None and how is main and x.numel():
+            self.context.probe.operand(self.name, slot, result)
         return result
 
     def draws_at(self, slot: str) -> DrawArguments:
@@ -430,22 +373,11 @@ class EmulatedLinear(nn.Linear):
     @contextmanager
     def _unobserved(self) -> Iterator[None]:
         """Inside this context casts draw from a copy of the clock, and no probe or count sees them."""
-        before = self.clock, self.probe, self.nonfinite
-        self.clock, self.probe = replace(self.clock, stream="evaluation"), None
+        before = self.clock, self.context, self.nonfinite
+        self.clock = replace(self.clock, stream="evaluation")
+        self.context = replace(self.context, probe=None)
         self.nonfinite = NonfiniteCount()
         try:
             yield
         finally:
-            self.clock, self.probe, self.nonfinite = before
-
-
-def _move(source: nn.Linear, target: nn.Linear, names: Iterable[str]) -> None:
-    """Give `target` the attributes of `source` with these names: parameters, mode, hooks and a user's own.
-
-    The dictionaries of hooks are the same objects, so that existing handles still remove their hooks.
-    """
-    target.__dict__.update({name: vars(source)[name] for name in names})
-    target._parameters, target._buffers = dict(source._parameters), dict(source._buffers)
-    for hook in target._load_state_dict_pre_hooks.values():
-        if hook.with_module:  # torch keeps a weak reference to the old module, which is soon deleted
-            hook.module = weakref.ref(target)
+            self.clock, self.context, self.nonfinite = before

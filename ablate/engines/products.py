@@ -27,15 +27,50 @@ _GEMM_DTYPES = {word: choices.DTYPES[dtype] for word, (dtype, _) in choices.GEMM
 DTYPES = {word: getattr(torch, name) for word, name in (choices.DTYPES | _GEMM_DTYPES).items()}
 
 
+class Probe(Protocol):
+    """Receives what the layers of a model compute in a training step, while it is in force."""
+
+    def operand(self, layer: str, slot: str, operand: Operand) -> None:
+        """Receive a quantised operand with its source.
+
+        Args:
+            layer: name of the layer.
+            slot: one of SLOTS.
+            operand: the operand without what a transform takes out of it.
+        """
+        return
+
+    def product(self, layer: str, product: str, result: Tensor) -> None:
+        """Receive the result of a product that has quantised operands.
+
+        Args:
+            layer: name of the layer.
+            product: `fprop`, `dgrad` or `wgrad`.
+            result: y [tokens, out] without the bias, dx [tokens, in] or dw [out, in], rounded once to the
+                output type of the product. With tokens divided among ranks, dw is this rank's part, fp32.
+        """
+        return
+
+
+class Observed(Protocol):
+    """Probe and division of the tokens among ranks, as products see them."""
+
+    probe: Probe | None
+    divided: Divided | None
+
+
 class Casting(Protocol):
-    """A layer, as its products see it: its clock, its division among ranks, and the casts of its operands.
+    """A layer, as its products see it: its name, clock and context, and the casts of its operands.
 
     The methods are those of `EmulatedLinear`, which documents them.
     """
 
+    name: str
     clock: Clock
-    divided: Divided | None
     sharded: Sharded | None
+
+    @property
+    def context(self) -> "Observed": ...
 
     def end_call(self, micro_batch: int) -> None: ...
 
@@ -134,8 +169,8 @@ def forward(layer: Casting, products: Products, x: Tensor, w: Tensor) -> tuple[T
         for slot, parts in operands.items()
         if parts[0].quant and parts[0].quant.estimator
     }
-    y = layer.multiply(operands["fprop.x"], operands["fprop.w"], DTYPES[spec.gemm]).to(x.dtype)
-    return y, (*sources.values(), slopes.get("fprop.x"), slopes.get("fprop.w"))
+    y = _product(layer, "fprop", operands["fprop.x"], operands["fprop.w"], DTYPES[spec.gemm])
+    return y.to(x.dtype), (*sources.values(), slopes.get("fprop.x"), slopes.get("fprop.w"))
 
 
 def backward(
@@ -166,13 +201,14 @@ def backward(
             wt = layer.operand(w.t(), "dgrad.w", spec.w, spec.hadamard)
         else:
             wt = layer.weight_operand("dgrad.w", spec.w, spec.hadamard, w)
-        dx = _through(layer.multiply(g, wt, DTYPES[spec.gemm]), x_slope, layer, "fprop.x", products)
+        dx = _through(_product(layer, "dgrad", g, wt, DTYPES[spec.gemm]), x_slope, layer, "fprop.x", products)
     if needs[1]:
         wgrad = products.wgrad
         xt = layer.operand(x.t(), "wgrad.x", wgrad.x, wgrad.hadamard)
-        total = layer.multiply(gt, xt, torch.float32 if layer.divided else DTYPES[wgrad.dw])
+        divided = layer.context.divided
+        total = _product(layer, "wgrad", gt, xt, torch.float32 if divided else DTYPES[wgrad.dw])
         dw = _through(
-            layer.divided.total(total, DTYPES[wgrad.dw]) if layer.divided else total,
+            divided.total(total, DTYPES[wgrad.dw]) if divided else total,
             w_slope,
             layer,
             "fprop.w",
@@ -180,6 +216,14 @@ def backward(
         )
         dw = layer.sharded.scatter(dw) if layer.sharded else dw
     return dx, dw
+
+
+def _product(layer: Casting, name: str, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
+    """Return a b^T, rounded once to `out`, after the layer's probe has received it."""
+    result = layer.multiply(a, b, out)
+    if layer.context.probe is not None:
+        layer.context.probe.product(layer.name, name, result)
+    return result
 
 
 def _from_forward(products: Products, slot: str) -> bool:

@@ -204,8 +204,6 @@ class ScaledLinear(EmulatedLinear):
         self.native = native
         self.emulated = False
         """True while the emulation computes this layer."""
-        self._kept: list[tuple[Operand, Encoded]] = []
-        """Bytes of the weight's casts that `casts` holds."""
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`.
@@ -235,24 +233,10 @@ class ScaledLinear(EmulatedLinear):
         """Return an operand's bytes, with as many columns; kept as long as `casts` keeps the operand."""
         assert operand.quant is not None
         columns += -columns % COLUMNS
-        lasting = [parts[0] for _, parts in (self.casts or {}).values()]
-        self._kept = [(one, made) for one, made in self._kept if any(one is kept for kept in lasting)]
-        for one, made in self._kept:
-            if one is operand and made.family == family and made.columns == columns:
-                return made
-        made = encode(operand, family, eight_bits(operand.quant.element) or "e4m3", columns)
-        if any(operand is kept for kept in lasting):
-            self._kept.append((operand, made))
-        return made
-
-    def __deepcopy__(self, memo: dict[int, object]) -> "ScaledLinear":
-        """Return a layer with copied parameters that follows the steps of this one."""
-        kept, self._kept = self._kept, []
-        try:
-            copied = super().__deepcopy__(memo)
-        finally:
-            self._kept = kept
-        return copied
+        element = eight_bits(operand.quant.element) or "e4m3"
+        return self.casts.derived(
+            operand, (family, columns), lambda: encode(operand, family, element, columns)
+        )
 
 
 class ScaledEngine(Engine):

@@ -126,8 +126,8 @@ class Conversion:
         self._measuring = False
         self._casts: Casts = {}
         self._hooks = self._optimizer_hooks()
+        engine.context.called, engine.context.returned = self._begin_call, self._end_call
         for layer in engine.layers.values():
-            layer.called, layer.returned = self._begin_call, self._end_call
             layer.compiled = operator(layer)
         engine.end(_OUTSIDE.format(self._handle))
 
@@ -480,8 +480,7 @@ class Conversion:
         if self.recipe.weights != Weights():
             self.engine.weights.after(optimizer, self._present, self._run)
         for layer in self.engine.layers.values():
-            if layer.casts is not None:
-                layer.casts = {}
+            layer.casts.forget()
         if self._casts:
             self._metrics_of_step |= oscillation(self._casts, self.engine.weight_casts())
 

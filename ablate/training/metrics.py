@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ablate import provenance
+from ablate.engines.products import Probe
 from ablate.numerics.census import census
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.product import MODES, mode
@@ -129,16 +130,14 @@ ALARMS = (
 """Alarms of every trial: those of operands, and those of metrics that this file measures."""
 
 
-class SlotErrors:
-    """Collector of `quantisation` of every operand of a step: by layer, and averaged over layers per slot.
-
-    It is a probe: `Engine.listen` takes it, and each layer calls it with every operand that it quantises.
-    """
+class SlotErrors(Probe):
+    """Collector of `quantisation` of every operand of a step: by layer, and averaged over layers per slot."""
 
     def __init__(self) -> None:
         self._seen: dict[tuple[str, str], dict[str, float]] = {}
 
-    def __call__(self, layer: str, slot: str, operand: Operand) -> None:
+    def operand(self, layer: str, slot: str, operand: Operand) -> None:
+        """Measure an operand."""
         self._seen[slot, layer] = quantisation(operand)
 
     def metrics(self) -> dict[str, float]:

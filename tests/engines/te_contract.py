@@ -19,9 +19,11 @@ TE = te_double.install()
 from ablate.engines import transformer_engine as native  # noqa: E402
 from ablate.engines.emulated_layer import EmulatedLinear  # noqa: E402
 from ablate.engines.hardware import Machine  # noqa: E402
+from ablate.engines.products import Probe  # noqa: E402
 from ablate.experiment import engine_selection  # noqa: E402
 from ablate.experiment.arms import Arm, StartingPoint  # noqa: E402
 from ablate.numerics.philox import Clock  # noqa: E402
+from ablate.numerics.quantize import Operand  # noqa: E402
 from ablate.numerics.scaling import encode_scale  # noqa: E402
 from ablate.numerics.spec import Hadamard, Outer, Quant, Select  # noqa: E402
 from ablate.recipes import PRESETS  # noqa: E402
@@ -33,6 +35,16 @@ from ablate.training.workloads import WORKLOADS  # noqa: E402
 
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
 native.this_machine = engine_selection.this_machine = lambda: B200
+
+
+class Scales(Probe):
+    """A probe that keeps the encode scale of every operand by slot."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] = {}
+
+    def operand(self, layer: str, slot: str, operand: Operand) -> None:
+        self.seen[slot] = encode_scale(operand.amax, operand.quant).item()
 
 
 def nvfp4(**knobs) -> Recipe:
@@ -284,10 +296,8 @@ def delayed() -> dict[str, object]:
     """
     found = {"scales": [], "histories": [], "differ": []}
     ours, theirs = layers(remembering(2).products, (96, 64), 13)
-    seen: dict[str, float] = {}
-    ours.probe = lambda _, slot, operand: seen.update(
-        {slot: encode_scale(operand.amax, operand.quant).item()}
-    )
+    ours.context.probe = Scales()
+    seen = ours.context.probe.seen
     for step in range(6):
         for micro_batch in range(2):
             results = [
@@ -386,10 +396,8 @@ def regions() -> dict[str, object]:
     }
     layer = TE.Linear(96, 64, bias=False, params_dtype=torch.bfloat16, device="meta")
     ours = next(layers(remembering(8).products, (96, 64), 13))
-    seen: dict[str, float] = {}
-    ours.probe = lambda _, slot, operand: seen.update(
-        {slot: encode_scale(operand.amax, operand.quant).item()}
-    )
+    ours.context.probe = Scales()
+    seen = ours.context.probe.seen
     steps = []
     for step in range(4):
         y, dx, dw = at(ours, step, 0, step, growing(step, 0))

@@ -93,10 +93,10 @@ def oriented(tensors: dict[str, torch.Tensor], slot: str) -> np.ndarray:
 def test_every_operand_of_a_baseline_is_its_definition_to_the_bit(preset):
     tensors = given()
     module = layer(PRESETS[preset](), tensors["w"])
-    module.probe = Watch()
+    module.context.probe = Watch()
     run(module, tensors["x"], tensors["g"])
-    assert set(module.probe.seen) == set(SLOTS)
-    for slot, operand in module.probe.seen.items():
+    assert set(module.context.probe.seen) == set(SLOTS)
+    for slot, operand in module.context.probe.seen.items():
         expected, _ = BASELINES[preset](oriented(tensors, slot), slot)
         assert np.array_equal(operand.values.double().numpy(), expected), slot
 
@@ -121,11 +121,11 @@ def test_the_products_of_a_baseline_are_those_of_its_operands(preset):
 def test_delayed_fp8_scales_by_the_largest_amax_of_the_steps_before():
     tensors, sizes = given(), (1.0, 4.0, 0.5, 2.0)
     module = layer(PRESETS["fp8_delayed"](), tensors["w"])
-    module.probe = Watch()
+    module.context.probe = Watch()
     for step, size in enumerate(sizes):
         module.clock.step = step
         run(module, tensors["x"] * size, tensors["g"] * size)
-        for slot, operand in module.probe.seen.items():
+        for slot, operand in module.context.probe.seen.items():
             x = oriented(tensors, slot)
             now, before = (1.0, 1.0) if slot.endswith("w") else (size, max(sizes[:step], default=size))
             expected, _ = per_tensor(x * now, fp8(slot), float(np.abs(x).max()) * before)

@@ -3,12 +3,13 @@
 import itertools
 import math
 import random
+from copy import deepcopy
 
 import pytest
 import torch
 from oracles import te
 from support.cases import every
-from support.linears import ANYWHERE, Watch, drawn, exact, layer, run
+from support.linears import ANYWHERE, Each, Watch, drawn, exact, layer, run
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -113,9 +114,9 @@ def test_bf16_products_are_the_fp32_ones_rounded_once():
 
 def watched(recipe: Recipe, clock: Clock | None = None, tokens=64, inputs=48, outputs=80) -> dict:
     module = layer(recipe, drawn(outputs, inputs, seed=2), clock=clock)
-    module.probe = Watch()
+    module.context.probe = Watch()
     run(module, drawn(tokens, inputs, seed=1), drawn(tokens, outputs, seed=3))
-    return module.probe.seen
+    return module.context.probe.seen
 
 
 def test_the_probe_sees_every_quantised_operand_as_it_was_quantised():
@@ -152,8 +153,26 @@ def test_the_probe_sees_every_quantised_operand_as_it_was_quantised():
 def test_listening_changes_no_bit():
     x, w, dy = drawn(64, 48, seed=1), drawn(80, 48, seed=2), drawn(64, 80, seed=3)
     silent, loud = layer(NVFP4, w), layer(NVFP4, w)
-    loud.probe = Watch()
+    loud.context.probe = Watch()
     assert all(torch.equal(a, b) for a, b in zip(run(silent, x, dy), run(loud, x, dy), strict=True))
+
+
+def test_the_probe_receives_the_three_products_before_the_bias():
+    x, w, dy = drawn(64, 48, seed=1), drawn(80, 48, seed=2), drawn(64, 80, seed=3)
+    module = layer(NVFP4, w, drawn(80, seed=4))
+    module.context.probe = watch = Watch()
+    y, dx, dw = run(module, x, dy)[:3]
+    assert torch.equal((watch.results["fprop"] + module.bias).to(y.dtype), y)
+    assert torch.equal(watch.results["dgrad"].to(dx.dtype), dx)
+    assert torch.equal(watch.results["wgrad"].to(dw.dtype), dw)
+
+
+def test_a_copy_of_a_layer_reports_to_no_probe():
+    module = layer(NVFP4, drawn(80, 48, seed=2))
+    module.context.probe = Watch()
+    copied = deepcopy(module)
+    copied(drawn(64, 48, seed=1))
+    assert module.context.probe.seen == {}
 
 
 def test_in_nvfp4_the_rotation_runs_along_tokens_of_the_weight_gradient_alone():
@@ -182,10 +201,13 @@ def test_the_two_copies_of_the_gradient_draw_independent_bits():
     # A symmetric dy of 2.5, with a 6 in every block of 16 rows or columns: both copies round the same 2.5, halfway up.
     recipe = NVFP4.model_copy(update={"wgrad": NVFP4.wgrad.model_copy(update={"hadamard": None})})
     module = layer(recipe, torch.zeros(256, 32))
-    module.probe = Watch()
+    module.context.probe = Watch()
     top = torch.eye(16).repeat(16, 16).bool()
     run(module, torch.zeros(256, 32), torch.where(top, 6.0, 2.5))
-    row, column = module.probe.seen["dgrad.g"].dequantize(), module.probe.seen["wgrad.g"].dequantize()
+    row, column = (
+        module.context.probe.seen["dgrad.g"].dequantize(),
+        module.context.probe.seen["wgrad.g"].dequantize(),
+    )
     for other in (column, column.t()):  # as each is laid out, and element for element
         up = torch.stack(((row[~top] > 2.5).double(), (other[~top] > 2.5).double()))
         assert (up.mean(1) - 0.5).abs().max() < 0.02
@@ -269,11 +291,11 @@ def test_the_bias_is_added_to_the_product_and_its_gradient_is_that_of_the_unquan
 def test_a_frozen_input_or_weight_costs_no_product():
     module = layer(NVFP4, drawn(32, 32, seed=2))
     module.weight.requires_grad_(False)
-    module.probe = Watch()
+    module.context.probe = Watch()
     x = drawn(32, 32, seed=1).requires_grad_()
     module(x).sum().backward()
     assert x.grad is not None
-    assert not any(slot.startswith("wgrad") for slot in module.probe.seen)
+    assert not any(slot.startswith("wgrad") for slot in module.context.probe.seen)
 
 
 @pytest.mark.parametrize("shape", [(48, 32), (40, 24)], ids=["whole blocks", "padded"])
@@ -413,7 +435,7 @@ def test_a_layer_policy_decides_which_blocks_quantise(layers, expected):
     engine = convert(converted, NVFP4.model_copy(update={"layers": layers}), Clock(0))
     engine.at(0, Run(1))
     seen = set()
-    engine.listen(lambda name, slot, operand: seen.add(block_of(name)))
+    engine.listen(Each(lambda name, slot, operand: seen.add(block_of(name))))
     x = drawn(16, 32, seed=1).bfloat16()
     for block in converted["blocks"]:
         x = block(x)

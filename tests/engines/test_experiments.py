@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.linears import Each
 
 from ablate.experiment.load import load
 from ablate.numerics.kernels import builds
@@ -26,7 +27,7 @@ def operands(recipe: Recipe) -> list[tuple[str, Operand]]:
         )  # zero at first, and with it every gradient
     run.engine.at(0, Run(SHAPE.steps, SHAPE.tokens_per_step))
     seen = []
-    run.engine.listen(lambda layer, slot, operand: seen.append((f"{layer} {slot}", operand)))
+    run.engine.listen(Each(lambda layer, slot, operand: seen.append((f"{layer} {slot}", operand))))
     run.model(*run.batch(0, 0)).backward()
     return seen
 

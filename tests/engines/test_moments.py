@@ -29,12 +29,12 @@ class Tape:
         self.module = layer(
             Recipe(fprop=Fprop(x=Quant(outer=Outer(statistic=statistic)))), torch.eye(16), clock=self.clock
         )
-        self.module.probe = Watch()
+        self.module.context.probe = Watch()
 
     def at(self, step: int, micro_batch: int, amax: float, stream: str = "training") -> float:
         self.clock.stream, self.clock.step, self.clock.micro_batch = stream, step, micro_batch
         self.module(sized(amax))
-        return self.module.probe.seen["fprop.x"].amax.item()
+        return self.module.context.probe.seen["fprop.x"].amax.item()
 
 
 def delayed(step: int, micro_batch: int, steps: int) -> float:
@@ -118,7 +118,7 @@ def test_a_shadow_step_in_high_precision_advances_no_statistic():
 
 def test_each_operand_has_a_history_of_its_own():
     module = layer(PRESETS["fp8_delayed"](), drawn(32, 48, seed=2))
-    module.probe = Watch()
+    module.context.probe = Watch()
     for step in range(2):
         module.clock.step = step
         run(module, drawn(16, 48, seed=1) * (step + 1), drawn(16, 32, seed=3) * 10)
@@ -127,7 +127,7 @@ def test_each_operand_has_a_history_of_its_own():
         "w": drawn(32, 48, seed=2),
         "g": drawn(16, 32, seed=3).mul(10).bfloat16(),
     }
-    for slot, operand in module.probe.seen.items():
+    for slot, operand in module.context.probe.seen.items():
         assert operand.amax == first[slot[-1]].abs().max()
 
 
@@ -234,7 +234,7 @@ def test_the_quantised_weight_is_the_one_that_the_forward_pass_uses(name, inputs
 def test_looking_at_the_weight_leaves_no_trace(name):
     recipe = SPLIT_WEIGHTS.get(name) or PRESETS[name]()
     plain, looked = (layer(recipe, drawn(40, 48, seed=2)) for _ in range(2))
-    looked.probe = Watch()
+    looked.context.probe = Watch()
     for step in range(2):
         for module in (plain, looked):
             module.clock.step = step
@@ -245,7 +245,7 @@ def test_looking_at_the_weight_leaves_no_trace(name):
             looked.weight /= 16
         assert looked.clock.stream == "training"
         if not step:
-            assert looked.probe.seen == {}
+            assert looked.context.probe.seen == {}
             assert int(looked.nonfinite) == 0
         x, dy = drawn(16, 48, seed=step), drawn(16, 40, seed=3)
         assert all(torch.equal(a, b) for a, b in zip(run(plain, x, dy), run(looked, x, dy), strict=True))

@@ -221,7 +221,7 @@ def test_a_backward_operand_from_the_forward_copy_is_that_copy_rotated_back(sign
     )
     x, w, dy = drawn(48, inputs, seed=1), drawn(80, inputs, seed=2), drawn(48, 80, seed=3)
     module = layer(recipe, w)
-    module.probe = Watch()
+    module.context.probe = Watch()
     run(module, x, dy)
     for forward, backward, tensor in (("fprop.x", "wgrad.x", x), ("fprop.w", "dgrad.w", w)):
         quant = recipe.slot(forward)
@@ -232,7 +232,7 @@ def test_a_backward_operand_from_the_forward_copy_is_that_copy_rotated_back(sign
             copy = turned(quantised(h, quant), r.T)[:, :inputs]
         else:
             copy = quantised(array(tensor), quant)
-        source = array(module.probe.seen[backward].source)[:inputs, : copy.shape[0]]
+        source = array(module.context.probe.seen[backward].source)[:inputs, : copy.shape[0]]
         assert np.abs(source - copy.T).max() <= 1e-6 * np.abs(copy).max()  # fp32 in the layer, float64 here
         assert np.abs(source - array(tensor).T).max() > 1e-3
 
@@ -271,9 +271,11 @@ def test_requantising_the_copy_in_bf16_rounds_it_first():
             fprop=Fprop(x=Quant(), w=Quant()), dgrad=Dgrad(w=again), wgrad=Wgrad(g=Quant(), x=again)
         )
         module = layer(recipe, w)
-        module.probe = Watch()
+        module.context.probe = Watch()
         run(module, x, dy)
-        sources[source] = {slot: module.probe.seen[slot].source.float() for slot in ("dgrad.w", "wgrad.x")}
+        sources[source] = {
+            slot: module.context.probe.seen[slot].source.float() for slot in ("dgrad.w", "wgrad.x")
+        }
     for slot in ("dgrad.w", "wgrad.x"):
         exact, rounded = (sources[source][slot] for source in ("forward", "forward_bf16"))
         assert torch.equal(exact.bfloat16().float(), rounded)
@@ -311,9 +313,9 @@ def test_without_source_forward_the_original_is_quantised():
     recipe = Recipe(fprop=Fprop(x=Quant(), w=Quant()), wgrad=Wgrad(x=Quant()))
     x = drawn(48, 64, seed=1)
     module = layer(recipe, drawn(80, 64, seed=2))
-    module.probe = Watch()
+    module.context.probe = Watch()
     run(module, x, drawn(48, 80, seed=3))
-    assert torch.equal(module.probe.seen["wgrad.x"].source, x.t())
+    assert torch.equal(module.context.probe.seen["wgrad.x"].source, x.t())
 
 
 @every(preset=PRESETS, tokens__inputs__outputs=[(17, 48, 33), (1, 1, 1), (5, 80, 16)])
@@ -350,12 +352,12 @@ def test_clip_mask_stops_gradients_where_the_cast_clipped_in_the_rotated_domain(
     x, w, dy = drawn(48, 64, seed=1, outliers=True), drawn(80, 64, seed=2) ** 3, drawn(48, 80, seed=3)
     w = w.bfloat16().float()
     module = layer(recipe, w)
-    module.probe = Watch()
+    module.context.probe = Watch()
     _, dx, dw = run(module, x, dy)
     r = hadamard(32) if size else np.eye(32)
     plain = {"x": array(dy) @ array(w), "w": array(dy).T @ array(x)}
     for name, gradient, tensor in (("x", dx, x), ("w", dw, w)):
-        h = array(module.probe.seen[f"fprop.{name}"].source)
+        h = array(module.context.probe.seen[f"fprop.{name}"].source)
         assert np.abs(h - turned(array(tensor), r)).max() <= 2.0**-8 * np.abs(h).max()  # rounded to bf16
         mask = quest_mask(h)
         assert 0.005 < 1 - mask.mean() < 0.2
@@ -508,9 +510,9 @@ def sources(signs: str, slot: str = "wgrad.x", **when) -> Tensor:
     if where != module.name:
         module = type(module)(module, where, module.clock, torch.bfloat16)
         module.products = recipe.products
-    module.probe = Watch()
+    module.context.probe = Watch()
     run(module, x, x)
-    return module.probe.seen[slot].source
+    return module.context.probe.seen[slot].source
 
 
 CHANGES = {

@@ -166,12 +166,12 @@ def test_q_ema_chooses_between_the_two_neighbours_alone(seed):
 
 def test_q_ema_decides_alike_in_both_copies_of_the_weight():
     module = layer(PRESETS["nvfp4"](), drawn(32, 48, seed=1))
-    module.probe = Watch()
+    module.context.probe = Watch()
     run(module, drawn(16, 48, seed=2), drawn(16, 32, seed=3))
-    nearest_copy = module.probe.seen["fprop.w"].dequantize()
+    nearest_copy = module.context.probe.seen["fprop.w"].dequantize()
     module.target = drawn(32, 48, seed=4)
     run(module, drawn(16, 48, seed=2), drawn(16, 32, seed=3))
-    forward, backward = (module.probe.seen[slot].dequantize() for slot in ("fprop.w", "dgrad.w"))
+    forward, backward = (module.context.probe.seen[slot].dequantize() for slot in ("fprop.w", "dgrad.w"))
     assert torch.equal(forward[:32, :48], backward[:48, :32].t())
     assert not torch.equal(forward, nearest_copy)
     assert torch.equal(forward[:32, :48], module.quantised_weight())
@@ -190,9 +190,9 @@ def test_q_ema_leaves_a_backward_copy_that_is_rounded_otherwise(quant):
             quant.source == "forward" and target is not None
         ):  # the copy itself is decided by the mean: start from the same one
             module.weight.data.copy_(module.quantised_weight())
-        module.probe, module.target = Watch(), target
+        module.context.probe, module.target = Watch(), target
         run(module, drawn(16, 48, seed=2), drawn(16, 32, seed=3))
-        seen.append(module.probe.seen)
+        seen.append(module.context.probe.seen)
     if quant.source == "original":
         assert torch.equal(seen[0]["dgrad.w"].values, seen[1]["dgrad.w"].values)
         assert not torch.equal(seen[0]["fprop.w"].values, seen[1]["fprop.w"].values)

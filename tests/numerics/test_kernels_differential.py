@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
+from support.linears import Each
 from support.quantisers import (
     Coverage,
     contents,
@@ -169,9 +170,10 @@ def trained(drawn: Products, seed: int, telemetry: bool, casts: bool) -> list[Te
     linear.weight.data = contents("wide range", 48, 32, random)
     layer = EmulatedLinear(linear, "blocks.0.linear", Clock(seed), torch.bfloat16)
     layer.products, found, seen = drawn, [], []
-    layer.probe = (lambda *told: seen.append(told)) if telemetry else None
+    layer.context.probe = Each(lambda *told: seen.append(told)) if telemetry else None
     for layer.clock.step in range(2):
-        layer.casts = {} if casts else None
+        if casts:
+            layer.casts.begin()
         x = contents("normal", random.choice((21, 32)), 32, random).requires_grad_()
         linear.weight.grad = None
         y = layer(x)

@@ -132,10 +132,8 @@ def test_a_weight_with_outer_scales_of_rows_is_not_transposed_from_the_cache():
     linear.weight.data = tensor(48, 32, seed=5)
     layer = EmulatedLinear(linear, "blocks.0.linear", Clock(0), torch.bfloat16)
     quant = quantiser("16x16", 16)
-    layer.products, layer.casts = (
-        Products(fprop=Fprop(x=Quant(), w=quant), dgrad=Dgrad(g=Quant(), w=quant)),
-        {},
-    )
+    layer.products = Products(fprop=Fprop(x=Quant(), w=quant), dgrad=Dgrad(g=Quant(), w=quant))
+    layer.casts.begin()
     forward, backward = (
         layer.weight_operand(slot, quant, None, linear.weight)[0] for slot in ("fprop.w", "dgrad.w")
     )

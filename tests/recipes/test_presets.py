@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.cases import every
 from support.experiments import SHAPE
+from support.linears import Each
 
 from ablate.engines.emulated import convert
 from ablate.engines.products import DTYPES
@@ -250,9 +251,9 @@ def test_a_preset_trains_and_its_probe_sees_every_operand_with_its_quantiser(nam
                 seen[slot].add(operand.quant)
                 steps[self.clock.step].add(slot)
                 if probe:
-                    probe(layer, slot, operand)
+                    probe.operand(layer, slot, operand)
 
-            super().listen(both)
+            super().listen(Each(both))
 
     engine.__class__ = Listening
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.engines.products import DTYPES
+from ablate.engines.products import DTYPES, Probe
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS, Recipe
 
@@ -54,11 +54,21 @@ def exact(recipe: Recipe) -> Recipe:
     )
 
 
-class Watch:
-    """A probe that keeps every operand by slot."""
+class Each(Probe):
+    """A probe that calls a function with (layer, slot, operand) for every operand."""
+
+    def __init__(self, operand) -> None:
+        self.operand = operand
+
+
+class Watch(Probe):
+    """A probe that keeps every operand by slot, and the result of every product by its name."""
 
     def __init__(self) -> None:
-        self.seen = {}
+        self.seen, self.results = {}, {}
 
-    def __call__(self, name, slot, operand) -> None:
+    def operand(self, layer, slot, operand) -> None:
         self.seen[slot] = operand
+
+    def product(self, layer, product, result) -> None:
+        self.results[product] = result

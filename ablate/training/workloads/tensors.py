@@ -175,9 +175,9 @@ class Tensors(Modelless):
         x, w, g = self.tensors(seed, torch.device(device))
         clock = Clock(seed)
         layer = layer_of(recipe, w, clock)
-        layer.probe = errors = SlotErrors()
+        layer.context.probe = errors = SlotErrors()
         products = products_of(layer, x, g)
-        layer.probe = None
+        layer.context.probe = None
         metrics = _by_slot(errors.metrics()) | product_errors(products, x, w, g) | _inconsistency(layer, w)
         means = _Means(layer, {"x": x, "w": w, "g": g})
         for draw in range(self.draws):

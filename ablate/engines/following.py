@@ -1,0 +1,100 @@
+"""A linear layer in the place of another: how it becomes that layer, is undone, and is copied.
+
+The problem. A layer that computes by a recipe replaces an nn.Linear that others hold on to: optimizers its
+parameters, users its hooks and attributes. Afterwards the nn.Linear is wanted back. And training loops copy
+models (a moving average of the weights, a teacher), whose layers no engine drives.
+
+The idea. `Replacement` shares the parameters, hooks and attributes of the layer that it replaces, and
+`plain` gives them back. A deep copy has parameters of its own, and follows the layer that it was copied from:
+at each call it takes over that layer's products.
+
+    layer = EmulatedLinear(linear, ...)      # a Replacement; linear's optimizer and hooks keep working
+    average = deepcopy(layer)                # computes by the products that are in force in `layer`
+    linear = layer.plain()
+
+Refused: pickling, with a TypeError.
+"""
+
+import weakref
+from collections.abc import Iterable
+from copy import deepcopy
+from typing import ClassVar, NoReturn, Self
+
+from torch import Tensor, nn
+
+from ablate.numerics.history import History
+from ablate.numerics.philox import Clock
+from ablate.recipes.recipe import Products
+
+
+class Replacement(nn.Linear):
+    """An nn.Linear with the parameters, hooks and attributes of another.
+
+    Args:
+        linear: the layer to replace.
+    """
+
+    shared: ClassVar[frozenset[str]]
+    """Attributes that a copy has in common with its leader."""
+    dropped: ClassVar[frozenset[str]]
+    """Attributes that are None in a copy."""
+    name: str
+    clock: Clock
+    products: Products
+    target: Tensor | None
+    histories: dict[str, History]
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+        _move(linear, self, vars(linear).keys())
+
+    def plain_but(self, own: Iterable[str]) -> nn.Linear:
+        """Return an nn.Linear with this layer's parameters, hooks and attributes, those of `own` excepted."""
+        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        _move(self, linear, vars(self).keys() - own - {"_leader", "_own_histories"})
+        return linear
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        """Return a layer with copied parameters that follows the steps of this one."""
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        apart = self.dropped | {"_leader", "_own_histories"}
+        copied.__dict__.update(
+            {
+                name: value if name in self.shared else deepcopy(value, memo)
+                for name, value in vars(self).items()
+                if name not in apart
+            }
+        )
+        copied.__dict__ |= dict.fromkeys(self.dropped)
+        copied.__dict__["_own_histories"] = copied.histories
+        copied.__dict__["_leader"] = vars(self).get("_leader", self)  # no submodule of the copy
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Raise TypeError: a layer belongs to its handle, which a pickled one would not find again."""
+        raise TypeError(
+            f"{self.name} is converted, and cannot be pickled; save the model's state_dict() instead,"
+            " or call restore() of its handle first"
+        )
+
+    def follow(self) -> None:
+        """Take over what is in force in the layer that this one is a copy of, if it is one."""
+        if "_leader" in vars(self):
+            leader = vars(self)["_leader"]
+            self.products, self.target = leader.products, leader.target
+            # An evaluation adds no amax; a call in a step would add one to the training's history.
+            evaluating = self.clock.stream == "evaluation"
+            self.histories = leader.histories if evaluating else vars(self)["_own_histories"]
+
+
+def _move(source: nn.Linear, target: nn.Linear, names: Iterable[str]) -> None:
+    """Give `target` the attributes of `source` with these names: parameters, mode, hooks and a user's own.
+
+    The dictionaries of hooks are the same objects, so that existing handles still remove their hooks.
+    """
+    target.__dict__.update({name: vars(source)[name] for name in names})
+    target._parameters, target._buffers = dict(source._parameters), dict(source._buffers)
+    for hook in target._load_state_dict_pre_hooks.values():
+        if hook.with_module:  # torch keeps a weak reference to the old module, which is soon deleted
+            hook.module = weakref.ref(target)
