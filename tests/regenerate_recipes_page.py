@@ -4,9 +4,9 @@ import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
-from ablate.cli.recipe import EQUATIONS, block_scale, extras, outer_scale, outline, rest, rounding
 from ablate.numerics.spec import Quant
 from ablate.recipes import KNOBS, PRESETS, Recipe
+from ablate.recipes.recipe_text import EQUATIONS, block_scale, extras, outer_scale, outline, rest, rounding
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 INTRODUCTION = """# Recipes

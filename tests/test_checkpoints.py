@@ -17,9 +17,9 @@ import torch
 from support.experiments import SHAPE, events_of, shards, tiny, until
 from support.gates import Gate
 
-from ablate.cli.plan import forecast
 from ablate.errors import InputError
 from ablate.execution.controller import Controller
+from ablate.execution.forecast import forecast
 from ablate.execution.messages import TrialRequest
 from ablate.execution.progress import RunOptions
 from ablate.execution.shared_prefixes import Family

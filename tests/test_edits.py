@@ -8,8 +8,8 @@ import pytest
 from support.commands import here
 from support.experiments import Children, ledger, statuses, sweep, tiny, values, write
 
-from ablate.cli.plan import forecast
 from ablate.errors import InputError
+from ablate.execution.forecast import forecast
 from ablate.execution.planned_code import PlannedCode
 from ablate.execution.trial_runner import Edited
 from ablate.execution.trial_runner import run as run_trial

@@ -9,9 +9,9 @@ from support.commands import here
 from support.experiments import sweep, tiny, write
 
 from ablate.cli import status
-from ablate.cli.plan import forecast
 from ablate.execution.controller import Controller
 from ablate.execution.estimate import Load, TimeModel, time_left, trial_left, unproposed
+from ablate.execution.forecast import forecast
 from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.progress import RunOptions
 from ablate.execution.workers import Inline

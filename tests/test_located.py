@@ -9,8 +9,8 @@ import pytest
 from PIL import Image
 from support.experiments import SHAPE, VOCAB, problems, shards, tiny, write
 
-from ablate.cli.plan import remarks
 from ablate.experiment.load import load
+from ablate.experiment.plan_notes import remarks
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.training.data import located
 from ablate.training.data.corpus import HubText, PreparedText, TextFiles

@@ -6,9 +6,9 @@ from support.experiments import write
 from support.gpt_runs import gpt
 from support.live_memory import LiveMemory
 
-from ablate.cli.plan import memory
 from ablate.engines.hardware import rented_machine
 from ablate.experiment.load import load
+from ablate.experiment.plan_notes import memory
 from ablate.recipes import PRESETS
 from ablate.training.loop import Loop, Telemetry
 from ablate.training.memory_estimate import estimate

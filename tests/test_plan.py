@@ -8,8 +8,8 @@ import torch
 from support.commands import here
 from support.experiments import shards, tiny, write
 
-from ablate.cli.plan import policies, remarks
 from ablate.experiment.load import Experiment
+from ablate.experiment.plan_notes import policies, remarks
 from ablate.numerics.spec import Outer, Quant, Transform
 from ablate.recipes import PRESETS
 from ablate.recipes.gpu_kernels import on_reference

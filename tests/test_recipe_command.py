@@ -7,9 +7,10 @@ from support.cases import every
 from support.commands import here
 from support.experiments import ablate
 
-from ablate.cli.recipe import differences, layers_of, placements, resolve, rest
+from ablate.cli.recipe import layers_of, resolve
 from ablate.errors import InputError
 from ablate.recipes import PRESETS, SLOTS, Recipe
+from ablate.recipes.recipe_text import differences, placements, rest
 
 
 def test_show_prints_three_products_with_six_operands_and_the_source():

@@ -11,9 +11,9 @@ from rich.table import Table
 
 from ablate.cli.common import FAILED, console, program
 from ablate.cli.options import DeviceFlags, ExperimentFile
-from ablate.cli.plan import forecast
 from ablate.cli.settings import Settings
 from ablate.errors import InputError
+from ablate.execution.forecast import forecast
 from ablate.experiment.forked_design import CALIBRATION, FEWEST_SEEDS, FULL_CALIBRATION
 from ablate.experiment.load import Experiment, load
 from ablate.experiment.roles import BAD

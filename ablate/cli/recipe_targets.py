@@ -7,7 +7,7 @@ import typer
 from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, console
-from ablate.cli.recipe import Set, Source, app, differences, layers_of, print_differences, resolve
+from ablate.cli.recipe import Set, Source, app, layers_of, print_differences, resolve
 from ablate.engines.hardware import stray_switch
 from ablate.errors import InputError
 from ablate.experiment.yaml_document import as_text
@@ -15,6 +15,7 @@ from ablate.files import Json
 from ablate.recipes import Recipe
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Layers, Products
+from ablate.recipes.recipe_text import differences
 from ablate.recipes.targets import TARGETS, Lost, Model
 from ablate.recipes.targets.jobs import Job
 from ablate.recipes.targets.megatron import VARIABLES

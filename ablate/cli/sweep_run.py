@@ -20,13 +20,13 @@ from ablate.cli.common import (
     program,
     summary_of,
 )
-from ablate.cli.plan import remarks
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
 from ablate.execution.controller import Controller
 from ablate.execution.notify import Hook
 from ablate.execution.progress import Outcome, Progress, RunOptions
 from ablate.experiment.load import Experiment
+from ablate.experiment.plan_notes import remarks
 from ablate.files import Json
 from ablate.reports.plain_text import duration
 from ablate.store.databases import network_file_system

@@ -1,0 +1,110 @@
+"""Facts about an experiment's arms that a plan prints: layers, memory, and weaknesses that do not stop it."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from ablate.errors import one_line
+from ablate.experiment.arms import Arm, KnobError
+from ablate.experiment.load import Experiment
+from ablate.experiment.search_space import conditions
+from ablate.recipes.recipe import Layers
+from ablate.recipes.recipe_text import placements
+from ablate.training.memory_estimate import MemoryEstimate, estimate
+from ablate.training.workloads.finetune import Finetune
+from ablate.training.workloads.gpt import Gpt
+from ablate.training.workloads.text import outlined
+
+_LEAST_COVERED = 0.5
+"""Fraction of a model's matrix weights in quantisable layers below which a note says so."""
+
+
+def remarks(experiment: Experiment) -> Iterator[str]:
+    """Yield one sentence for each weakness of an experiment that can run all the same."""
+    yield from experiment.notes
+    yield from _idle_knobs(experiment)
+    yield from _uncovered(experiment)
+
+
+def _idle_knobs(experiment: Experiment) -> Iterator[str]:
+    """Yield a note for each set of knobs without any effect: arms that differ only in them are equal."""
+    idle: dict[tuple[str, ...], list[tuple[str, str]]] = {}
+    for arms in (experiment.arms, *_extremes(experiment)):
+        computed: dict[tuple[object, object], Arm] = {}
+        for arm in arms:
+            if isinstance(arm.config, Finetune) and arm.config.lora:
+                twin = computed.setdefault((arm.content[0], arm.config.computed(arm.recipe)), arm)
+                if twin.content != arm.content:
+                    knobs = tuple(
+                        sorted(
+                            name
+                            for name in {*arm.knobs, *twin.knobs}
+                            if arm.knobs.get(name) != twin.knobs.get(name)
+                        )
+                    )
+                    idle.setdefault(knobs, []).append((twin.name, arm.name))
+    for knobs, pairs in idle.items():
+        frozen = "under workload.lora the quantised layers' weights are frozen, so no wgrad is computed"
+        first, second = pairs[0]
+        more = f" (and {len(pairs) - 1} more such pairs)" if pairs[1:] else ""
+        equal = f"arms {first!r} and {second!r} are equal{more}"
+        yield f"{' and '.join(knobs)}: only changes wgrad, and {frozen}: {equal}."
+
+
+def _extremes(experiment: Experiment) -> Iterator[list[Arm]]:
+    """Yield, for each knob of a search, the arms at the ends of its range."""
+    for knob, dimension in experiment.space.items() if experiment.search else ():
+        arms = []
+        for value in dimension.ends():
+            with suppress(KnobError):  # the value is only valid with one of another knob
+                arms.append(experiment.base.arm(conditions(knob, experiment.space) | {knob: value}))
+        yield arms
+
+
+def _uncovered(experiment: Experiment) -> Iterator[str]:
+    """Yield a note for each model of another library if most of its matrix weights cannot be quantised."""
+    configs = dict.fromkeys(
+        (experiment.base.config, *(arm.config for arm in experiment.arms if not arm.recipe.plain))
+    )
+    models = {
+        (config.model, config.data): outlined(config.model, config.corpus)
+        for config in configs
+        if isinstance(config, Gpt | Finetune) and config.model is not None
+    }
+    for outline in models.values():
+        if outline.covered < _LEAST_COVERED:
+            yield (
+                f"workload.model: {outline.covered:.0%} of its matrix weights, without embeddings, "
+                "are in layers that a recipe quantises. The largest of the others stays in high precision, "
+                f"{outline.largest_uncovered}."
+            )
+
+
+def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield names of arms whose layer policies select the same layers, and one line for each part of the
+    policy.
+
+    Arms without a layer policy are left out.
+    """
+    arms: dict[tuple[str, ...], list[str]] = {}
+    for arm in experiment.arms:
+        if arm.recipe.layers != Layers() and arm.config.linear_layers:
+            arms.setdefault(tuple(placements(arm.recipe, arm.config.linear_layers)), []).append(
+                one_line(arm.name)
+            )
+    for lines, names in arms.items():
+        yield ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3), lines
+
+
+def memory(experiment: Experiment, device: str) -> tuple[str, MemoryEstimate] | None:
+    """Return the name of the arm whose trials need most memory on a GPU, and how much.
+
+    None for a CPU, several ranks, another engine than the emulated one, or where nothing is known.
+    """
+    if device != "cuda" or experiment.engine != "emulated" or experiment.resources.layout(device).ranks > 1:
+        return None
+    needed = [
+        (arm.name, size)
+        for arm in experiment.arms
+        if isinstance(arm.config, Gpt) and (size := estimate(arm.config, arm.recipe, device))
+    ]
+    return max(needed, key=lambda each: each[1].total, default=None)
