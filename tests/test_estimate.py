@@ -8,7 +8,7 @@ import pytest
 from support.commands import here
 from support.experiments import sweep, tiny, write
 
-from ablate.cli import status
+from ablate.execution import sweep_status
 from ablate.execution.controller import Controller
 from ablate.execution.estimate import Load, TimeModel, time_left, trial_left, unproposed
 from ablate.execution.forecast import forecast
@@ -182,15 +182,18 @@ def test_a_trial_goes_by_its_estimate_until_its_own_speed_is_known():
 
 
 def test_status_and_the_live_view_show_one_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(status, "holder", lambda folder: "pid 1 on here")
-    monkeypatch.setattr(status.time, "time", lambda: 1e9)  # the controller's clock, too
+    monkeypatch.setattr(sweep_status, "holder", lambda folder: "pid 1 on here")
+    monkeypatch.setattr(sweep_status.time, "time", lambda: 1e9)  # the controller's clock, too
     seen = []
     for step in Controller(
         tiny(tmp_path, workload={"idle": {"steps": 50, "seconds": 1e-3}}), tmp_path, "cpu", Inline, None
     ).run():
         if getattr(step, "running", ()):
             seen.append(
-                (status.read(tmp_path / "sweeps" / "tiny", Store(tmp_path)).seconds_left, step.seconds_left)
+                (
+                    sweep_status.read(tmp_path / "sweeps" / "tiny", Store(tmp_path)).seconds_left,
+                    step.seconds_left,
+                )
             )
     assert seen
     assert all(shown == own for shown, own in seen)

@@ -18,8 +18,8 @@ from support.experiments import TOO_LARGE, Children, end, environment, start, sw
 from support.ledgers import overwrite_middle
 from support.processes import modules
 
-from ablate.cli import status as verb
-from ablate.cli.status import read
+from ablate.execution import sweep_status
+from ablate.execution.sweep_status import read
 from ablate.execution.tracking import behind
 from ablate.files import lock
 from ablate.store.ledger import Ledger
@@ -267,7 +267,7 @@ def test_what_mlflow_lacks_is_counted_without_what_it_is_not_to_show(book):
 
 def test_a_trials_pace_is_that_of_its_last_records_in_this_attempt(book, tmp_path, monkeypatch):
     now = time.time()
-    monkeypatch.setattr(verb, "holder", lambda folder: "pid 1 on here")
+    monkeypatch.setattr(sweep_status, "holder", lambda folder: "pid 1 on here")
     book.start_attempt(book.trial, 1, now - 1000)
     record(book, range(0, 40), now - 1000, 4.0, **{"throughput/tokens_per_s": 128.0})
     book.end_attempt(book.trial, 1, now - 900, "failed")

@@ -1,12 +1,10 @@
 """`ablate status`: progress of every sweep, from its ledger and its lock. Read-only, without torch."""
 
 import json
-import math
 import sqlite3
 import time
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -21,87 +19,18 @@ from ablate.cli.common import DONE, FAILED, console
 from ablate.cli.options import Flags, JsonOption, Sweeps
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, one_line
-from ablate.execution.sweep_control import changed, damage, folders, holder
-from ablate.execution.tracking import behind
-from ablate.files import Holder
+from ablate.execution.sweep_control import damage, folders
+from ablate.execution.sweep_status import Failure, RunningTrialStatus, Status, read
 from ablate.reports.plain_text import duration
 from ablate.reports.report_about import current
-from ablate.store.checked_ledger import absent, refusal
+from ablate.store.checked_ledger import absent
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import flaw
-from ablate.store.ledger_progress import Attempt, last_attempt, pace, running_attempts
-from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
 from ablate.store.verify import Mismatch, Verified, verify
-from ablate.training.workloads import WORKLOADS
 
 _REFRESH_SECONDS = 2.0
-_LOG_LINES = 5
 _MOST_FAILURES = 5
 _MOST_RUNNING = 64
-
-
-@dataclass(frozen=True)
-class RunningTrialStatus:
-    """A running trial and its progress."""
-
-    arm: str
-    seed: int
-    trial: str
-    attempt: int
-    where: str
-    step: int
-    steps: int
-    steps_per_s: float | None
-    tokens_per_s: float | None
-    silent_s: float
-    """Seconds since the last record, or since the start."""
-    seconds_left: float | None
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A trial that ended without a result, with the end of its log."""
-
-    arm: str
-    seed: int
-    trial: str
-    status: str
-    reason: str
-    log: list[str]
-
-
-@dataclass(frozen=True)
-class Status:
-    """Progress of one sweep at one moment."""
-
-    name: str
-    question: str = ""
-    controller: str | None = None
-    """Process that runs the sweep; None: no process does."""
-    trials: dict[str, int] = field(default_factory=dict)
-    """Number of trials by status."""
-    running: list[RunningTrialStatus] = field(default_factory=list)
-    failures: list[Failure] = field(default_factory=list)
-    seconds_left: float | None = None
-    mlflow_behind: int | None = None
-    """Records that MLflow does not have; None if the sweep is not sent to MLflow."""
-    quiet_s: float | None = None
-    """Seconds since the ledger last changed."""
-    answer: str | None = None
-    """Answer to its question, of a report that shows its present state; None without one."""
-    trouble: str | None = None
-    """Reason why the sweep cannot be read."""
-
-    @property
-    def total(self) -> int:
-        """Number of trials that the sweep wants."""
-        return sum(self.trials.values())
-
-    @property
-    def over(self) -> int:
-        """Number of trials that neither run nor wait."""
-        return self.total - self.trials.get("pending", 0) - self.trials.get("running", 0)
 
 
 def status(
@@ -196,118 +125,13 @@ def _watch(screen: Console, state: Path, sweeps: list[str] | None) -> None:
 
 def _all(sweeps: Iterable[Path], state: Path) -> list[Status]:
     """Return the status of every sweep: running ones first, then by the time of the last change."""
-    statuses = [read(folder, Store(state)) for folder in sweeps]
+    statuses = [read(folder, Store(state), _answer) for folder in sweeps]
     return sorted(statuses, key=lambda sweep: (sweep.controller is None, sweep.quiet_s or 0.0))
 
 
-# Reading
-
-
-def read(folder: Path, store: Store) -> Status:
-    """Return the status of one sweep, from its ledger and its lock."""
-    process, path = holder(folder), folder / "ledger.db"
-    controller = str(process) if process else None
-    if why := absent(path):
-        return Status(folder.name, controller=controller, trouble="is starting" if process else why)
-    try:
-        ledger = Ledger(path, readonly=True)
-        try:
-            if why := flaw(ledger):
-                raise sqlite3.DatabaseError(why)
-            return _read(folder, ledger, store, controller)
-        finally:
-            ledger.close()
-    except sqlite3.OperationalError as error:  # created but still empty, or unreadable
-        trouble = f"{path}: cannot be read: {error}"
-        if "no such table" in str(error):
-            trouble = "is starting" if process else absent(path, empty=True) or trouble
-        trouble = refusal(path, str(error)) if "decode" in str(error) else trouble
-        return Status(folder.name, controller=controller, trouble=trouble)
-    except InputError as error:
-        return Status(folder.name, controller=controller, trouble=str(error))
-    except (
-        sqlite3.DatabaseError,
-        ValueError,
-        TypeError,
-        KeyError,
-        RecursionError,
-    ) as error:
-        trouble = refusal(path, str(error))
-        return Status(folder.name, controller=controller, trouble=trouble)
-
-
-def _read(folder: Path, ledger: Ledger, store: Store, controller: str | None) -> Status:
-    now = time.time()
-    members = {member.trial: member for member in reversed(ledger.members())}
-    attempts = running_attempts(ledger) if controller else {}
-    running = [
-        _running_trial(ledger, store, member, attempts[trial], now)
-        for trial, member in members.items()
-        if trial in attempts
-    ]
-    failed = [member for member in members.values() if member.status in ("failed", "oom", "stopped")]
-    counts = Counter(member.status for member in members.values())
-    return Status(
-        name=folder.name,
-        question=ledger.fact("question") or "",
-        controller=controller,
-        trials=dict(counts),
-        running=sorted(running, key=lambda trial: (trial.seed, trial.arm)),
-        failures=[_failure(ledger, store, member) for member in reversed(failed)],
-        seconds_left=_seconds_left(ledger, now, running) if controller else None,
-        mlflow_behind=behind(ledger) if ledger.fact("mlflow") else None,
-        quiet_s=max(0.0, now - changed(folder)),
-        answer=current(folder.parents[1] / "reports" / folder.name, ledger).get("answer"),
-    )
-
-
-def _running_trial(
-    ledger: Ledger, store: Store, member: Member, attempt: Attempt, now: float
-) -> RunningTrialStatus:
-    ((workload, config),) = json.loads(member.spec)["workload"].items()
-    steps = WORKLOADS[workload].model_validate_json(json.dumps(config)).steps
-    speed = pace(ledger, member.trial, attempt.started)
-    last = ledger.last_record(member.trial, "throughput/tokens_per_s")
-    lock = store.folder(member.id) / "lock"
-    process = Holder.parse(lock.read_bytes()) if lock.is_file() else None
-    return RunningTrialStatus(
-        arm=member.name,
-        seed=member.seed,
-        trial=member.id,
-        attempt=attempt.attempt,
-        where=process.process if process else "",
-        step=speed.step,
-        steps=steps,
-        steps_per_s=speed.steps_per_s,
-        tokens_per_s=None if last is None or math.isnan(last[1]) else last[1],
-        silent_s=max(0.0, now - max(speed.moment, attempt.started)),
-        seconds_left=(steps - speed.step) / speed.steps_per_s if speed.steps_per_s else None,
-    )
-
-
-def _failure(ledger: Ledger, store: Store, member: Member) -> Failure:
-    attempt = last_attempt(ledger, member.trial)
-    reason = member.reason or ""
-    log = (
-        store.log_tail(member.id, attempt or 1, _LOG_LINES + 1).splitlines()
-        if member.status != "stopped"
-        else []
-    )
-    # Most reasons repeat the last line of the log.
-    shown = log[:-1] if log and log[-1] == reason else log[-_LOG_LINES:]
-    return Failure(member.name, member.seed, member.id, member.status, reason, shown)
-
-
-def _seconds_left(ledger: Ledger, now: float, running: Iterable[RunningTrialStatus]) -> float | None:
-    """Return the controller's estimate less the time since then, and at least what a running trial needs.
-
-    The controller learns from trials that ended; one that runs may be slower than they were. None while it
-    has no estimate.
-    """
-    at, seconds = json.loads(ledger.fact("left") or "[0, null]")
-    if seconds is None:
-        return None
-    return max(0.0, seconds - (now - at), *(trial.seconds_left or 0.0 for trial in running))
+def _answer(folder: Path, ledger: Ledger) -> str | None:
+    """Return the answer of a report that shows the present state of the sweep; None without one."""
+    return current(folder.parents[1] / "reports" / folder.name, ledger).get("answer")
 
 
 # Drawing
