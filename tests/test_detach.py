@@ -139,7 +139,7 @@ HASTY = """
 import json, sys, time
 import mlflow.store.db.utils
 from ablate.__main__ import main
-from ablate.cli.doctor import Checkup
+from ablate.verification.checkup import Checkup
 from ablate.execution.tracking.projector import Projector
 Checkup.start = Checkup.passed = lambda self: None
 mlflow.store.db.utils.MAX_RETRY_COUNT = 0

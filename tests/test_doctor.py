@@ -16,13 +16,13 @@ import torch
 from support.commands import here
 from support.experiments import end, environment, gone, statuses, until, words_of, write
 
-from ablate.cli import doctor
 from ablate.numerics import hadamard, philox, product, quantize, rounding, scaling, stored
 from ablate.numerics.kernels import builds
 from ablate.recipes.recipe import Phase
 from ablate.verification import checks, machine, peers
 from ablate.verification.check_result import Row
 from ablate.verification.checks import CHECKS
+from ablate.verification.checkup import COMMAND, Checkup, Unfit
 
 QUICK = [check for check in CHECKS if check.only != "full"]
 
@@ -376,7 +376,7 @@ def test_a_sweep_starts_no_trial_where_the_numerics_are_off_and_the_same_command
     tmp_path,
 ):
     words = refused(run, "inline", tmp_path)
-    status, output, errors = run(doctor.COMMAND, *words)
+    status, output, errors = run(COMMAND, *words)
     assert status == 0, output + errors
     assert set(statuses(tmp_path / "state").values()) == {"done"}
     status, output, _ = run(("false",), *words)  # nothing is left to run, so nothing is checked
@@ -413,9 +413,9 @@ def test_a_check_that_cannot_run_is_told_with_its_last_words(tmp_path):
 
 
 def test_a_check_that_hangs_is_given_up():
-    checkup = doctor.Checkup(python(HUNG), timeout=0.2)
+    checkup = Checkup(python(HUNG), timeout=0.2)
     checkup.start()
-    with pytest.raises(doctor.Unfit, match="did not end within 0 s"):
+    with pytest.raises(Unfit, match="did not end within 0 s"):
         checkup.passed()
     checkup.close()
 

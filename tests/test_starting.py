@@ -9,12 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ablate.cli import doctor, executor
-from ablate.cli.doctor import Checkup, Unfit
+from ablate.cli import executor
 from ablate.cli.executor import StartingExecutor
 from ablate.execution.workers import ClusterError
 from ablate.experiment.schema import Resources
+from ablate.verification import checkup as checkups
 from ablate.verification import passed_checks
+from ablate.verification.checkup import Checkup, Unfit
 
 PASSING, FAILING = ((sys.executable, "-c", f"raise SystemExit({status})") for status in (0, 1))
 
@@ -106,7 +107,7 @@ def ran(tmp_path, monkeypatch) -> Callable[..., int]:
     def checked(status: int = 0, as_sweeps_do: bool = True) -> int:
         command = (sys.executable, "-c", code.format(status=status))
         if as_sweeps_do:
-            monkeypatch.setattr(doctor, "COMMAND", command)
+            monkeypatch.setattr(checkups, "COMMAND", command)
         with closing(Checkup(command)) as checkup:
             checkup.start()
             with suppress(Unfit):

@@ -4,11 +4,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from ablate.cli.common import console
-from ablate.cli.doctor import Checkup
 from ablate.cli.settings import Settings
 from ablate.execution.progress import Executor
 from ablate.execution.workers import ClusterError, Inline, Pool
 from ablate.experiment.schema import Resources
+from ablate.verification.checkup import Checkup
 
 
 class StartingExecutor:

@@ -178,7 +178,7 @@ def run_task(
     Exit status: 0 the trial is over, 1 it failed, 2 there is no such task, 75 the task was told to end
     (SIGTERM) and is to be queued again; its trial then goes on from its last checkpoint.
     """
-    from ablate.cli.doctor import COMMAND, Checkup, Unfit
+    from ablate.verification.checkup import COMMAND, Checkup, Unfit
 
     request = request_of(folder, stage, task)
     command = shlex.split(check_command) if check_command else COMMAND

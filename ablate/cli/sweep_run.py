@@ -83,10 +83,10 @@ class SweepRun:
 
     def _steps(self) -> str:
         """Run the trials with a live view, print the answer, and return the status of the outcome."""
-        from ablate.cli.doctor import COMMAND, Checkup, Unfit
         from ablate.cli.executor import StartingExecutor
         from ablate.cli.live_view import View
         from ablate.execution.workers import ClusterError, ClusterLost
+        from ablate.verification.checkup import COMMAND, Checkup, Unfit
 
         settings = self.settings
         command = shlex.split(self.check_command) if self.check_command else COMMAND

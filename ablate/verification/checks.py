@@ -9,7 +9,7 @@ that fails keeps failing.
 
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -487,3 +487,24 @@ CHECKS = (
     *(Check(heading(peer), partial(against, peer), only="full") for peer in peers.PEERS),
     *(Check(heading(peer), partial(against_oracle, peer), only="fast") for peer in ORACLE),
 )
+
+
+def by_group(fast: bool, show: Callable[[str], object] | None = None) -> Iterator[tuple[str, list[Row]]]:
+    """Yield each heading with its rows once they are complete.
+
+    Args:
+        fast: run only the quick checks.
+        show: receives the check that begins, as text in rich's markup.
+    """
+    # One thread, as in a trial. A second one gains little, and on a busy machine it waits for its core.
+    torch.set_num_threads(1)
+    checks = [check for check in CHECKS if check.only != ("full" if fast else "fast")]
+    for group in dict.fromkeys(check.group for check in checks):
+        rows: list[Row] = []
+        for number, check in enumerate(checks, 1):
+            if check.group == group:
+                if show:
+                    show(f"[dim]{number} of {len(checks)}[/] {check.group}: {check.name} ...")
+                rows += check.rows()
+        if rows:
+            yield group, rows

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from ablate.__main__ import main
-from ablate.cli.doctor import Checkup
+from ablate.verification.checkup import Checkup
 from support.experiments import environment
 
 INLINE = ("--executor", "inline", "--mlflow", "none")

@@ -1,0 +1,117 @@
+"""The quick checks of the numerics, in a child process, before a sweep starts trials."""
+
+import json
+import os
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from typing import IO
+
+from ablate.engines.gpu_access import hidden
+from ablate.provenance import own_command
+from ablate.reports.plain_text import duration
+from ablate.verification import passed_checks
+
+COMMAND = own_command("ablate.doctor", "--fast", "--json", "--lifeline")
+_TIMEOUT_SECONDS = 300.0
+
+
+class Unfit(Exception):
+    """The numerics on this machine are wrong. The message lists the checks that are off, and a command to
+    look closer.
+    """
+
+
+class Checkup:
+    """The quick checks, in a child process, in parallel with the start of a sweep. It ends with this process,
+    or at `close`. Checks that passed here within a day are not repeated.
+
+    Args:
+        command: Command of the checks.
+        timeout: Time limit in seconds. The checks are slow on a busy machine, but a check that hangs must not
+            stop a sweep.
+        device: Class of device of the trials, `cpu` or `cuda`. For `cpu` the checks see no GPU: neither its
+            faults nor its memory matter to such a sweep.
+    """
+
+    def __init__(
+        self, command: Sequence[str] = COMMAND, timeout: float = _TIMEOUT_SECONDS, device: str = "cpu"
+    ) -> None:
+        self._command, self._timeout = command, timeout
+        self._environment = hidden(os.environ) if device == "cpu" else dict(os.environ)
+        self._process: subprocess.Popen[str] | None = None
+        self._subject = passed_checks.subject(self._environment) if command == COMMAND else None
+        self._known = self._subject is not None and passed_checks.known(self._subject)
+
+    def start(self) -> None:
+        """Start the process, unless that was done or need not be."""
+        if self._process is None and not self._known:
+            self._output, self._errors = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115 - `close` closes them
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=self._output,
+                stderr=self._errors,
+                text=True,
+                start_new_session=True,
+                env=self._environment,
+            )
+
+    def passed(self) -> None:
+        """Wait until the checks end; Unfit if one is off or they exceed the time limit."""
+        if self._known:
+            return
+        if self._process is None:
+            raise RuntimeError("the checks have not been started")
+        try:
+            status = self._process.wait(self._timeout)
+        except subprocess.TimeoutExpired:
+            raise Unfit(
+                _complaint([f"the quick checks did not end within {duration(self._timeout)}"])
+            ) from None
+        if status != 0:
+            raise Unfit(_complaint(_problems(_text(self._output)) or [_failure(status, _text(self._errors))]))
+        self._known = True
+        if self._subject is not None:
+            passed_checks.keep(self._subject)
+
+    def close(self) -> None:
+        """End the process if it runs."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            if self._process.stdin:
+                self._process.stdin.close()
+            self._output.close()
+            self._errors.close()
+
+
+def _text(file: IO[str]) -> str:
+    file.seek(0)
+    return file.read()
+
+
+def _failure(status: int, errors: str) -> str:
+    lines = errors.strip().splitlines()
+    return f"the quick checks ended with status {status}{': ' + lines[-1] if lines else ''}"
+
+
+def _problems(output: str) -> list[str]:
+    """Return a line for each row that is off; none if the output is incomplete."""
+    try:
+        rows = json.loads(output)["rows"]
+    except ValueError:
+        return []
+    return [
+        f"{row['what']}: {row['measured']}; expected {row['expected']}" for row in rows if row["ok"] is False
+    ]
+
+
+def _complaint(problems: list[str]) -> str:
+    lines = [
+        "The numerics on this machine are wrong, so no trial was started:",
+        *(f"  {problem}" for problem in problems),
+    ]
+    return "\n".join(
+        [*lines, "See `python -m ablate.doctor`. Nothing is lost: once it agrees, the same command goes on."]
+    )
