@@ -135,8 +135,8 @@ def transformer_engine_packages() -> list[str]:
 
 def incomplete() -> list[str]:
     """Return a sentence for each part that this installation lacks."""
-    from ablate.cli.report import NOTEBOOKS, analysis
     from ablate.numerics.kernels import builds
+    from ablate.reports.report_files import NOTEBOOKS, analysis
 
     missing = [] if builds.build() else ["there are no compiled quantisers: see the warnings of the build"]
     return missing + [

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ablate.cli.report import analysis
 from ablate.experiment.schema import Design
 from ablate.reports.notebooks import run
+from ablate.reports.report_files import analysis
 from ablate.reports.table_notes import smallest_damage
 from ablate.results.calibration import Candidate, best
 from ablate.results.comparisons import Comparisons

@@ -11,11 +11,12 @@ import pytest
 from support.commands import here
 from support.experiments import ablate, sweep, tiny, write
 
-from ablate.cli import report
-from ablate.cli.report import NOTEBOOKS, analysis, is_current, make
+from ablate.cli.report import make
 from ablate.errors import InputError
+from ablate.reports import report_files
 from ablate.reports.answer import Answer
 from ablate.reports.notebooks import NotebookError
+from ablate.reports.report_files import NOTEBOOKS, analysis, is_current
 from ablate.store.checked_ledger import open_ledger
 from ablate.store.ledger import Ledger
 from ablate.training.data.montage import montage
@@ -150,7 +151,7 @@ def test_what_a_library_warns_of_is_not_in_the_page_that_is_sent(state, monkeypa
         nbformat.write(
             nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(code)]), tmp_path / f"{name}.ipynb"
         )
-    monkeypatch.setattr(report, "analysis", lambda: tmp_path)
+    monkeypatch.setattr(report_files, "analysis", lambda: tmp_path)
     made = make(state, "alone", ["ablation"], pdf=False)
     for text in (text_of(made.index), text_of(made.folder / "index.md")):
         assert "said" in text
@@ -198,7 +199,7 @@ def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(
     broken = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0")])
     for name in NOTEBOOKS:
         nbformat.write(broken, tmp_path / f"{name}.ipynb")
-    monkeypatch.setattr(report, "analysis", lambda: tmp_path)
+    monkeypatch.setattr(report_files, "analysis", lambda: tmp_path)
     with pytest.raises(
         NotebookError, match="notebook ablation stopped in cell 1: ZeroDivisionError: division by zero"
     ):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.experiments import environment, tiny
 
-from ablate.cli.report import NOTEBOOKS
+from ablate.reports.report_files import NOTEBOOKS
 
 ROOT = Path(__file__).parents[1]
 

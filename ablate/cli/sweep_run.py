@@ -146,8 +146,9 @@ class SweepRun:
         """Write the report unless it is up to date; print its path and the command that shows the sweep."""
         settings, name = self.settings, self.experiment.name
         index = settings.state / "reports" / name / "index.html"
-        from ablate.cli.report import is_current, make
+        from ablate.cli.report import make
         from ablate.reports.notebooks import NotebookError
+        from ablate.reports.report_files import is_current
 
         if self.report and not is_current(settings.state, name):
             try:

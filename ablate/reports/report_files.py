@@ -1,0 +1,216 @@
+"""Files of a report: notebooks that are run, as self-contained HTML, Markdown, figures, CSV and PDF.
+
+The notebooks run in this process (`notebooks.py`), independently of the kernels and profiles that the user
+has installed. The pages load nothing from a network.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ablate import __version__
+from ablate.files import Json
+from ablate.reports.notebooks import Cell, markdown, page, run
+from ablate.reports.report_about import current, stamp, write_about
+from ablate.results.subject import title
+from ablate.store.ledger import Ledger
+
+if TYPE_CHECKING:
+    from ablate.results.headline import Headline
+
+WALKTHROUGH = "numerics_walkthrough"
+"""Name of the notebook that shows a recipe at work, without a sweep."""
+NOTEBOOKS = {
+    "ablation": "Does it matter, and by how much?",
+    "search": "What did the search find?",
+    "tensors": "What do the quantisers do to which tensors?",
+    "training_health": "Did training go well?",
+    WALKTHROUGH: "How does the recipe compute, step by step?",
+}
+"""Question that each notebook answers, by name; the files are in `analysis/`."""
+_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome", "microsoft-edge")
+
+
+@dataclass(frozen=True)
+class Report:
+    """Files of a report."""
+
+    folder: Path
+    pages: tuple[Path, ...]
+    pdf: Path | None
+    trouble: str | None = None
+    """Reason why the report could not be attached in MLflow."""
+
+    @property
+    def index(self) -> Path:
+        """First page of the report."""
+        return self.pages[0]
+
+
+@dataclass(frozen=True)
+class Heading:
+    """Head of a report, and the state of the sweep that it shows."""
+
+    title: str
+    about: str = ""
+    stamp: str = ""
+    answer: "Headline | None" = None
+    """The answer of the sweep."""
+
+    @classmethod
+    def of(cls, ledger: Ledger, name: str, verified: str) -> "Heading":
+        """Return the head of a sweep's report.
+
+        Args:
+            ledger: the sweep.
+            name: its name.
+            verified: text that says with what its records were compared.
+        """
+        from ablate.reports.answer import Answer  # pandas
+
+        question, line = ledger.fact("question") or name, _about(ledger, name, verified)
+        return cls(question, line, stamp(ledger), Answer(ledger).answer)
+
+
+def is_current(state: Path, name: str) -> bool:
+    """Return True if a report exists and shows the present state of the ledger."""
+    ledger = Ledger(state / "sweeps" / name / "ledger.db", readonly=True)
+    found = current(state / "reports" / name, ledger)
+    ledger.close()
+    return bool(found)
+
+
+def default_notebooks(ledger: Ledger) -> list[str]:
+    """Return the notebooks that fit the question of a sweep."""
+    specs = [json.loads(member.spec) for member in ledger.members()[:1]]
+    if any("tensors" in spec.get("workload", {}) for spec in specs):
+        return ["tensors"]
+    return ["search" if ledger.fact("search") else "ablation", "training_health"]
+
+
+def _about(ledger: Ledger, name: str, verified: str) -> str:
+    """Return the line above the title: experiment, model, number of runs, commit, verification and date."""
+    members = ledger.members()
+    unfinished = sum(member.status not in ("done", "diverged") for member in members)
+    partial = f", {unfinished} of them not finished" if unfinished else ""
+    commit = json.loads(ledger.fact("provenance.json") or "{}").get("commit")
+    facts = [
+        f"ablate, experiment {name}",
+        title(json.loads(members[0].spec)) if members else "",
+        f"{len(members)} runs{partial}",
+        f"commit {commit[:8]}" if commit else "",
+    ]
+    shown = " · ".join(filter(None, facts))
+    return f"{shown} · {verified} · Report of {time.strftime('%Y-%m-%d %H:%M')}"
+
+
+def write_report(
+    folder: Path, state: Path, name: str, notebooks: Sequence[str], heading: Heading, pdf: bool
+) -> Report:
+    """Run notebooks and write their pages to a temporary folder, then move it to `folder`, so that a reader
+    never sees half a report.
+
+    Args:
+        folder: folder of the report.
+        state: state folder.
+        name: name of the sweep.
+        notebooks: names of the notebooks; the first one is the first page.
+        heading: head of the first page.
+        pdf: also print the first page as PDF, if a browser is installed.
+
+    Raises:
+        NotebookError: a notebook failed.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as making:
+        made = Path(making)
+        ran = [_run(word, state, name, made) for word in notebooks]
+        names = ["index.html", *(f"{word}.html" for word in notebooks[1:])]
+        for number, (word, cells) in enumerate(zip(notebooks, ran, strict=True)):
+            others = [
+                (NOTEBOOKS[other], page)
+                for other, page in zip(notebooks, names, strict=True)
+                if other != word
+            ]
+            page_heading = (
+                heading if number == 0 else replace(heading, title=f"{NOTEBOOKS[word]} {heading.title}")
+            )
+            (made / names[number]).write_text(_html(cells, page_heading, others), encoding="utf-8")
+            (made / names[number]).with_suffix(".md").write_text(
+                _markdown(cells, page_heading), encoding="utf-8"
+            )
+        answer = heading.answer
+        about: dict[str, Json] = {
+            "question": heading.title,
+            "answer": answer.sentence if answer else "",
+            "answered": bool(answer and answer.answered),
+            "valid": bool(answer and answer.valid),
+            "about": heading.about,
+            "stamp": heading.stamp,
+        }
+        write_about(made, about)
+        if pdf:
+            _print(made / "index.html")
+        _replace(folder, made)
+    printed = folder / "index.pdf"
+    return Report(folder, tuple(folder / page for page in names), printed if printed.exists() else None)
+
+
+def _replace(folder: Path, made: Path) -> None:
+    new = {path.name for path in made.iterdir()}
+    # Pages of an earlier report that this one does not have would show other runs.
+    for stem in ("index", *NOTEBOOKS):
+        for path in folder.glob(f"{stem}.*"):
+            if path.name not in new:
+                path.unlink()
+    for path in sorted(made.iterdir()):
+        target = folder / path.name
+        folder.mkdir(exist_ok=True)
+        if target.is_dir():
+            shutil.rmtree(target)
+        path.replace(target)
+
+
+def _run(notebook: str, state: Path, name: str, out: Path) -> list[Cell]:
+    parameters = {"state": str(state.resolve()), "sweep": name, "out": str((out / "figures").resolve())}
+    return run(analysis() / f"{notebook}.ipynb", parameters)
+
+
+def analysis() -> Path:
+    """Return the folder of the notebooks: inside an installed package, next to the package in a checkout."""
+    package = Path(__file__).parents[1]
+    return package / "analysis" if (package / "analysis").exists() else package.parent / "analysis"
+
+
+def _html(cells: list[Cell], heading: Heading, links: Sequence[tuple[str, str]]) -> str:
+    template = Path(__file__).parent / "page.html.j2"
+    return page(cells, template, heading=heading, links=links, version=__version__)
+
+
+def _markdown(cells: list[Cell], heading: Heading) -> str:
+    about = f"*{heading.about}*\n\n" if heading.about else ""
+    return f"# {heading.title}\n\n{about}{markdown(cells)}"
+
+
+def _print(page: Path) -> None:
+    """Print a page as PDF with an installed browser; without one, do nothing: the HTML is the report."""
+    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
+    if browser is None:
+        return
+    with tempfile.TemporaryDirectory(prefix="ablate-browser-") as profile:
+        options = ["--headless", "--disable-gpu", "--no-pdf-header-footer", f"--user-data-dir={profile}"]
+        options += ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium has no sandbox for root
+        command = [browser, *options, f"--print-to-pdf={page.with_suffix('.pdf')}", page.resolve().as_uri()]
+        try:
+            subprocess.run(
+                command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=120, check=False
+            )
+        except subprocess.TimeoutExpired:
+            page.with_suffix(".pdf").unlink(missing_ok=True)
