@@ -403,7 +403,7 @@ PATTERNS = {
     "recipes.targets.megatron": ["the file on single layers in a script of our own"],
     "recipes.targets.megatron_precision": ["globs on the number of a block"],
     "recipes.targets.te_debug": ["patterns on layers, to match", "to check", "names and types, escaped"],
-    "cli.export_model": ["a trial's id, as a user types it"],
+    "execution.finished_trial": ["a trial's id, as a user types it"],
     "recipes.targets.jobs": [
         "`export NAME=value` in a user's script",
         "`unset NAME` in it",

@@ -5,6 +5,7 @@ torch.
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +28,51 @@ _FIRST_TOKENS = 60
 _DATASET = "Datasets"
 
 
+@dataclass(frozen=True)
+class TextOptions:
+    """Options on the text and its tokens."""
+
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="bytes; bpe:N to train one; path of a tokenizer.json; or name of a model on the hub."
+        ),
+    ] = "bytes"
+    val: Annotated[
+        list[str] | None,
+        typer.Option(help="Text files for validation; default: hold out documents of the input."),
+    ] = None
+    val_fraction: Annotated[
+        float, typer.Option(min=0.0001, max=0.9, help="Fraction of the text to hold out for validation.")
+    ] = 0.01
+    shard_tokens: Annotated[
+        int, typer.Option(min=1, max=1 << 30, help="Maximum number of tokens in one shard.")
+    ] = 100_000_000
+    column: Annotated[
+        str, typer.Option(help="Column or key of the text in .jsonl, .parquet and datasets.")
+    ] = "text"
+
+
+@dataclass(frozen=True)
+class DatasetOptions:
+    """Options on a dataset of the hub, and on how much is read."""
+
+    config: Annotated[
+        str | None, typer.Option(help="Name of the dataset's configuration.", rich_help_panel=_DATASET)
+    ] = None
+    split: Annotated[str, typer.Option(help="Split of the dataset.", rich_help_panel=_DATASET)] = "train"
+    revision: Annotated[
+        str | None,
+        typer.Option(
+            help="Commit, tag or branch of the dataset; default: the newest.", rich_help_panel=_DATASET
+        ),
+    ] = None
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stop after this many training tokens.", rich_help_panel=_DATASET),
+    ] = None
+
+
 @app.command()
 def prepare(
     inputs: Annotated[
@@ -37,76 +83,42 @@ def prepare(
         ),
     ],
     out: Annotated[Path, typer.Option(help="Output folder; must be empty or must not exist.")],
-    tokenizer: Annotated[
-        str,
-        typer.Option(
-            help="bytes; bpe:N to train one; path of a tokenizer.json; or name of a model on the hub."
-        ),
-    ] = "bytes",
-    val: Annotated[
-        list[str] | None,
-        typer.Option(help="Text files for validation; default: hold out documents of the input."),
-    ] = None,
-    val_fraction: Annotated[
-        float, typer.Option(min=0.0001, max=0.9, help="Fraction of the text to hold out for validation.")
-    ] = 0.01,
-    shard_tokens: Annotated[
-        int, typer.Option(min=1, max=1 << 30, help="Maximum number of tokens in one shard.")
-    ] = 100_000_000,
-    column: Annotated[
-        str, typer.Option(help="Column or key of the text in .jsonl, .parquet and datasets.")
-    ] = "text",
-    config: Annotated[
-        str | None, typer.Option(help="Name of the dataset's configuration.", rich_help_panel=_DATASET)
-    ] = None,
-    split: Annotated[str, typer.Option(help="Split of the dataset.", rich_help_panel=_DATASET)] = "train",
-    revision: Annotated[
-        str | None,
-        typer.Option(
-            help="Commit, tag or branch of the dataset; default: the newest.", rich_help_panel=_DATASET
-        ),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Stop after this many training tokens.", rich_help_panel=_DATASET),
-    ] = None,
+    text: TextOptions,
+    dataset: DatasetOptions,
 ) -> None:
     """Tokenise text into shards, and print the YAML that refers to them."""
     with _input_errors(), _output_folder(out):
-        checked(tokenizer)
-        if inputs[0].startswith(_HUB):
-            if len(inputs) > 1 or val:
-                raise ValueError(
-                    f"{inputs[0]}: a dataset must be the only input; give no other INPUT and no --val"
-                )
-            job = jobs.of_dataset(
-                inputs[0].removeprefix(_HUB),
-                config=config,
-                split=split,
-                val_split=None,
-                revision=revision,
-                column=column,
-                val_fraction=val_fraction,
-                tokenizer=tokenizer,
-                shard_tokens=shard_tokens,
-                tokens=tokens,
-            )
-        else:
-            job = jobs.of_files(
-                inputs,
-                val,
-                column,
-                val_fraction,
-                tokenizer=tokenizer,
-                shard_tokens=shard_tokens,
-                tokens=tokens,
-            )
+        checked(text.tokenizer)
+        job = _job(inputs, text, dataset)
         with _progress() as progress:
             about = prepared.prepare(out, job.watched(progress))
     screen = console()
     screen.print(_table(_rows(about)))
     screen.print("\nIn an experiment:", style="dim")
     screen.print(f"workload: {{gpt: {{data: {{prepared: {out}}}}}}}", soft_wrap=True)
+
+
+def _job(inputs: list[str], text: TextOptions, dataset: DatasetOptions) -> jobs.Job:
+    """Return what is to be prepared; ValueError if it cannot be."""
+    cut: jobs.JobOptions = {
+        "tokenizer": text.tokenizer,
+        "shard_tokens": text.shard_tokens,
+        "tokens": dataset.tokens,
+    }
+    if not inputs[0].startswith(_HUB):
+        return jobs.of_files(inputs, text.val, text.column, text.val_fraction, **cut)
+    if len(inputs) > 1 or text.val:
+        raise ValueError(f"{inputs[0]}: a dataset must be the only input; give no other INPUT and no --val")
+    return jobs.of_dataset(
+        inputs[0].removeprefix(_HUB),
+        config=dataset.config,
+        split=dataset.split,
+        val_split=None,
+        revision=dataset.revision,
+        column=text.column,
+        val_fraction=text.val_fraction,
+        **cut,
+    )
 
 
 @app.command()

@@ -50,8 +50,36 @@ class Ports:
     ] = None
 
 
+@dataclass(frozen=True)
+class Hosts:
+    """Address of the dashboard and the reports, and host names under which they answer."""
+
+    host: Annotated[
+        str,
+        typer.Option(
+            help="Address on which the dashboard and the reports listen, without a password; "
+            "127.0.0.1: this machine only."
+        ),
+    ] = HOST
+    allowed_hosts: Annotated[
+        str,
+        typer.Option(
+            envvar="ABLATE_ALLOWED_HOSTS",
+            show_envvar=False,
+            help="More host names, separated by commas, for the URLs of the dashboard and the reports. "
+            "(ABLATE_ALLOWED_HOSTS)",
+        ),
+    ] = ""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All host names under which they answer."""
+        return own_names(self.host, self.allowed_hosts)
+
+
 def ui(
     ports: Ports,
+    hosts: Hosts,
     flags: MlflowFlags,
     sweep: Annotated[
         str | None,
@@ -61,22 +89,6 @@ def ui(
             autocompletion=complete_sweeps,
         ),
     ] = None,
-    host: Annotated[
-        str,
-        typer.Option(
-            help="Address on which the dashboard and the reports listen, without a password; "
-            "127.0.0.1: this machine only."
-        ),
-    ] = HOST,
-    allowed_hosts: Annotated[
-        str,
-        typer.Option(
-            envvar="ABLATE_ALLOWED_HOSTS",
-            show_envvar=False,
-            help="More host names, separated by commas, for the URLs of the dashboard and the reports. "
-            "(ABLATE_ALLOWED_HOSTS)",
-        ),
-    ] = "",
     wait: Annotated[
         bool, typer.Option("--wait", help="Start even if no sweep has run yet, as a service does.")
     ] = False,
@@ -87,14 +99,15 @@ def ui(
     settings, screen = flags.settings(), console()
     name = _choose_sweep(settings.state, sweep, wait)
     searched = name if sweep else _newest_search(settings.state) or name
-    names = own_names(host, allowed_hosts)
     optuna = bind_first_free(
-        "optuna", ports.optuna_port, lambda port: _WsgiServer((host, port), _QuietHandler)
+        "optuna", ports.optuna_port, lambda port: _WsgiServer((hosts.host, port), _QuietHandler)
     )
     reports = bind_first_free(
         "reports",
         ports.reports_port,
-        lambda port: ThreadingHTTPServer((host, port), partial(ReportHandler, settings.state, names)),
+        lambda port: ThreadingHTTPServer(
+            (hosts.host, port), partial(ReportHandler, settings.state, hosts.names)
+        ),
     )
     mlflow_server = MlflowServer(settings, ports.mlflow_port)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
@@ -103,7 +116,7 @@ def ui(
             with screen.status("starting ...") if screen.is_terminal else ExitStack():
                 stack.callback(mlflow_server.close)
                 _serve(reports, stack)
-                servers = _start(settings.state, name, searched, mlflow_server, optuna, names, stack)
+                servers = _start(settings.state, name, searched, mlflow_server, optuna, hosts.names, stack)
                 servers.append(
                     Served("Reports", _address(reports), "question of each sweep, and its report or figures")
                 )
