@@ -3,11 +3,10 @@
 Times are medians over interleaved rounds, on one thread.
 """
 
-import itertools
 import json
 import sys
+from dataclasses import dataclass
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,15 +19,8 @@ from ablate.engines import AUTO, ENGINES
 from ablate.engines.hardware import Refusal, this_machine
 from ablate.errors import InputError, nearest
 from ablate.recipes import PRESETS, Recipe
-from ablate.verification import linear_layers, timing
-from ablate.verification.bench_workloads import (
-    back_ends,
-    forked,
-    in_both_modes,
-    operations,
-    stepper,
-    with_build,
-)
+from ablate.verification import bench_runs, linear_layers, timing
+from ablate.verification.bench_workloads import Stepper, forked, in_both_modes, stepper
 
 app = App(help="Time quantisers, layers and training steps on this machine.", no_args_is_help=True)
 
@@ -86,49 +78,30 @@ def kernels(
     within its memory. A tensor should be larger than that cache.
     """
     print_starting("importing torch, then timing the quantisers", quiet=as_json)
-    import torch
-
     sizes = dict.fromkeys(_size(text, 2) for text in shapes or ["1024x1024"])
     _device(device)
     if builds and device == "cuda":
         raise InputError(["--builds: the builds are for CPUs; leave it out, or use --device cpu"])
     _check(png)
     timing.one_thread()
-    lines = []
-    for (rows, columns), dtype in itertools.product(sizes, (torch.bfloat16, torch.float32)):
-        x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-        work = {
-            (back_end, name): partial(with_build, build, partial(call, x))
-            for (back_end, build), (name, call) in itertools.product(
-                back_ends(builds, x.device).items(), operations(x).items()
-            )
-        }
-        calls = work | {"copy": partial(torch.empty_like(x).copy_, x)}
-        seconds = (
-            timing.medians_by(timing.CudaStopwatch(), calls, rounds, least=0.02)
-            if device == "cuda"
-            else timing.medians(calls, rounds, least=0.01)
-        )
-        about = {"shape": f"{rows}x{columns}", "dtype": str(dtype).removeprefix("torch.")}
-        for back_end, name in work:
-            spent = seconds[back_end, name]
-            speed = {
-                "ms": 1000 * spent,
-                "Melem/s": x.numel() / spent / 1e6,
-                "copy GB/s": 2 * x.nbytes / seconds["copy"] / 1e9,
-                "of memcpy": seconds["copy"] / spent,
-            }
-            lines.append({"operation": name, **about, "back end": back_end, **speed})
+    lines = bench_runs.quantiser_speeds(sizes, device, rounds, builds)
     _draw(png, "bars", lines, "Melem/s", "operation", "back end")
     _show(lines, as_json)
 
 
+@dataclass(frozen=True)
+class GptOptions:
+    """Options on the model to time."""
+
+    layers: Annotated[int, typer.Option(min=1, help="Number of blocks of the gpt.")] = 6
+    width: Annotated[int, typer.Option(min=64, help="Width of the gpt, a multiple of 64.")] = 256
+    tokens: Annotated[int, typer.Option(min=128, help="Tokens in a step, a multiple of 128.")] = 2048
+
+
 @app.command()
 def step(
+    gpt: GptOptions,
     presets: Names = None,
-    layers: Annotated[int, typer.Option(min=1, help="Number of blocks of the gpt.")] = 6,
-    width: Annotated[int, typer.Option(min=64, help="Width of the gpt, a multiple of 64.")] = 256,
-    tokens: Annotated[int, typer.Option(min=128, help="Tokens in a step, a multiple of 128.")] = 2048,
     rounds: Rounds = 9,
     all_presets: Annotated[
         bool, typer.Option("--all-presets", help="Time every preset, each in its default mode alone.")
@@ -159,64 +132,40 @@ def step(
     _check(png)
     timing.one_thread()
     recipes = {name: PRESETS[name]() for name in names} if all_presets else in_both_modes(names)
-    steppers = {name: stepper(recipe, layers, width, tokens, device) for name, recipe in recipes.items()}
-    if kept := [name for name, run in steppers.items() if not (recipes[name].plain or run.quantised)]:
-        raise InputError(
-            [
-                f"--layers {layers}: {', '.join(kept)} would be timed as bf16, since all blocks of so small a"
-                " model are in high precision; use --layers 2 or more"
-            ]
-        )
-    if compiled:
-        whole = {name: recipe for name, recipe in recipes.items() if recipe.products.backward_needs is None}
-        steppers |= {
-            f"{name}, compiled": stepper(recipe, layers, width, tokens, device, True)
-            for name, recipe in whole.items()
-        }
-    seconds = timing.medians({name: run.step for name, run in steppers.items()}, rounds)
-    if trace:
-        trace.mkdir(parents=True, exist_ok=True)
-    lines: list[Line] = []
-    for name, run in steppers.items():
-        file = trace and trace / f"{name.replace(', ', '-')}.json"
-        line: Line = {"preset": name, "step ms": 1000 * seconds[name], "tokens/s": tokens / seconds[name]}
-        line |= {f"of {base}": seconds[name] / seconds[base] for base in ("bf16", "fp32") if base in seconds}
-        lines.append(line)
-        if device == "cuda":
-            line["peak MiB"] = timing.cuda_peak(run.step) / 2**20
-            if file:
-                timing.profile(run.step, file, run.layers)
-            continue
-        shares = timing.profile(run.step, file, run.layers)
-        line |= {"peak MiB": shares.pop("peak") / 2**20, **shares}
-        energy = timing.joules(run.step)
-        if energy is not None:
-            line["joules"] = energy
+    steppers = _steppers(recipes, gpt, device, compiled)
+    lines = bench_runs.step_speeds(steppers, gpt.tokens, device, rounds, trace)
     _draw(png, "shares", lines, "step ms", "preset", (*timing.GROUPS, "rest"))
     _show(lines, as_json)
 
 
-@app.command()
-def linear(
-    presets: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[PRESET]...", help="Presets besides bf16; default: nvfp4, mxfp8 and fp8_current."
-        ),
-    ] = None,
+@dataclass(frozen=True)
+class LayerOptions:
+    """Options on the layers to time."""
+
     shapes: Annotated[
         list[str] | None,
         typer.Option("--shape", metavar="TOKENSxINxOUT", help="Shape of a layer; repeatable."),
-    ] = None,
+    ] = None
     models: Annotated[
         list[str] | None,
         typer.Option(
             "--model",
             help=f"Time the four layers of a block of {', '.join(linear_layers.MODELS)}; repeatable.",
         ),
-    ] = None,
+    ] = None
     tokens: Annotated[
         int | None, typer.Option(min=16, help="Tokens for --model; default: 512 on a CPU, 8192 on a GPU.")
+    ] = None
+
+
+@app.command()
+def linear(
+    layers: LayerOptions,
+    presets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PRESET]...", help="Presets besides bf16; default: nvfp4, mxfp8 and fp8_current."
+        ),
     ] = None,
     engine: Annotated[
         str,
@@ -251,54 +200,22 @@ def linear(
     names = _presets(presets or ["nvfp4", "mxfp8", "fp8_current"])
     print_starting("importing torch, then timing layers", quiet=as_json)
     target = _device(device)
-    sizes = _layers(shapes, models, tokens, target)
+    sizes = _layers(layers, target)
     _check(png)
     recipes = in_both_modes(names) if wide else {name: PRESETS[name]() for name in names}
     chosen = _engines(engine, recipes, sizes, target)
     timing.one_thread()
-    stick, lines = linear_layers.yardstick(target), []
-    clock, least, unit = (
-        (timing.CudaStopwatch(), 0.02, ("TFLOP/s", 1e12))
-        if target == "cuda"
-        else (timing.WallStopwatch(), 0.0, ("GFLOP/s", 1e9))
-    )
-    beside = {}
-    if not stick.peaks:
-        side = linear_layers.side(
-            target,
-            lambda side: sum(timing.stretches({None: linear_layers.matmul(side, target)}, 1, clock)[None]),
-        )
-        stick = stick._replace(description=linear_layers.measured_yardstick(side, target))
-        beside = {None: linear_layers.matmul(side, target)}
-    for shape in sizes:
-        layers = linear_layers.passes(chosen, shape, target, weights)
-        calls = layers.whole | {("casts", *case): call for case, call in layers.casts.items()} | beside
-        seconds = timing.stretches(calls, rounds, clock, least)
-        peaks = stick.peaks or linear_layers.measured(2 * side**3 / seconds[None][0])
-        bf16 = sum(seconds["bf16", linear_layers.PLAIN])
-        for (name, by), recipe in chosen.items():
-            spent, casts = seconds[name, by], seconds.get(("casts", name, by))
-            line = linear_layers.line(shape, name, recipe, by, spent, peaks, unit, casts)
-            lines.append(line | {"of bf16": sum(spent) / bf16})
-    _draw(png, "speeds", lines, unit[0], f"Lines: {stick.description}.")
+    found = bench_runs.layer_speeds(chosen, sizes, target, weights, rounds)
+    _draw(png, "speeds", found.lines, found.unit, f"Lines: {found.yardstick}.")
     if as_json:
         about = {
             "machine": linear_layers.machine(target),
             "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
             "weights": weights,
         }
-        print(json.dumps(about | {"of peak": stick.description, "lines": lines}, indent=1))
+        print(json.dumps(about | {"of peak": found.yardstick, "lines": found.lines}, indent=1))
         return
-    hidden = {"multiplies", "forward peak", "backward peak"} | (
-        {"size"} if all(one.name == one.size for one in sizes) else set()
-    )
-    _show(
-        [{name: value for name, value in line.items() if name not in hidden} for line in lines], as_json=False
-    )
-    own = [line["forward peak"] for line in lines if line["preset"] == "bf16"]
-    tops = [peak for peak in own if isinstance(peak, float)]
-    figure = f": {min(tops):,.0f} to {max(tops):,.0f} {unit[0]}" if not stick.peaks else ""
-    console().print(f"Of peak: a share of {stick.description}{figure}.", soft_wrap=True, markup=False)
+    _show_layers(found)
 
 
 @app.command()
@@ -366,10 +283,29 @@ def _device(asked: str | None) -> str:
     return asked or ("cuda" if available else "cpu")
 
 
-def _layers(
-    shapes: list[str] | None, models: list[str] | None, tokens: int | None, device: str
-) -> list[linear_layers.Shape]:
+def _steppers(recipes: dict[str, Recipe], gpt: GptOptions, device: str, compiled: bool) -> dict[str, Stepper]:
+    """Return training steps by name; InputError if a preset would quantise nothing in so small a model."""
+
+    def made(recipe: Recipe, whole: bool = False) -> Stepper:
+        return stepper(recipe, gpt.layers, gpt.width, gpt.tokens, device, whole)
+
+    steppers = {name: made(recipe) for name, recipe in recipes.items()}
+    if kept := [name for name, run in steppers.items() if not (recipes[name].plain or run.quantised)]:
+        raise InputError(
+            [
+                f"--layers {gpt.layers}: {', '.join(kept)} would be timed as bf16, since all blocks of so"
+                " small a model are in high precision; use --layers 2 or more"
+            ]
+        )
+    if compiled:
+        whole = {name: recipe for name, recipe in recipes.items() if recipe.products.backward_needs is None}
+        steppers |= {f"{name}, compiled": made(recipe, True) for name, recipe in whole.items()}
+    return steppers
+
+
+def _layers(asked: LayerOptions, device: str) -> list[linear_layers.Shape]:
     """Return the layers to time, given by shape or by model."""
+    shapes, models, tokens = asked.shapes, asked.models, asked.tokens
     wrong = [
         f"--model {name}: no such model; {nearest(name, linear_layers.MODELS)}"
         for name in models or ()
@@ -474,6 +410,20 @@ def _show(lines: list[Line], as_json: bool) -> None:
     for line in lines:
         table.add_row(*(_written(name, value) for name, value in line.items()))
     console().print(table)
+
+
+def _show_layers(found: bench_runs.LayerSpeeds) -> None:
+    """Print the table of layers, and what its fractions are fractions of."""
+    hidden = {"multiplies", "forward peak", "backward peak"}
+    hidden |= set() if found.layers_have_names else {"size"}
+    _show(
+        [{name: value for name, value in line.items() if name not in hidden} for line in found.lines],
+        as_json=False,
+    )
+    own = [line["forward peak"] for line in found.lines if line["preset"] == "bf16"]
+    tops = [peak for peak in own if isinstance(peak, float)]
+    figure = f": {min(tops):,.0f} to {max(tops):,.0f} {found.unit}" if found.measured else ""
+    console().print(f"Of peak: a share of {found.yardstick}{figure}.", soft_wrap=True)
 
 
 def _written(name: str, value: object) -> str:
