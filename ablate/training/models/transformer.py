@@ -107,18 +107,28 @@ MLPS: dict[str, Callable[[int, int], nn.Module]] = {"swiglu": SwiGLU, "relu2": S
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm before it and added to the residual stream."""
+    """Attention and MLP, each with a norm before it and added to the residual stream.
 
-    def __init__(self, shape: TransformerShape) -> None:
+    Args:
+        width: width of the residual stream.
+        attention: takes activations [batch, tokens, width] and the table of `rotary_table`; returns as many.
+        mlp: takes activations [batch, tokens, width]; returns as many.
+    """
+
+    def __init__(self, width: int, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
-        width, kv_heads = shape.width, shape.kv_heads or shape.heads
-        self.attention_norm = Norm(width)
-        self.attention = Attention(width, shape.heads, kv_heads, shape.deterministic)
-        self.mlp_norm, self.mlp = Norm(width), MLPS[shape.mlp](width, shape.hidden_width)
+        self.attention_norm, self.attention = Norm(width), attention
+        self.mlp_norm, self.mlp = Norm(width), mlp
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rotation)
         return x + self.mlp(self.mlp_norm(x))
+
+
+def block_of(shape: TransformerShape) -> Block:
+    """Return a block with the attention and the MLP that the shape names."""
+    attention = Attention(shape.width, shape.heads, shape.kv_heads or shape.heads, shape.deterministic)
+    return Block(shape.width, attention, MLPS[shape.mlp](shape.width, shape.hidden_width))
 
 
 class Transformer(nn.Module):
@@ -128,13 +138,20 @@ class Transformer(nn.Module):
         shape: width, heads, layers and so on, as a `Gpt` workload has them.
         vocab: size of the vocabulary.
         dtype: dtype of activations; parameters stay fp32.
+        block: makes one block of the shape.
     """
 
-    def __init__(self, shape: TransformerShape, vocab: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shape: TransformerShape,
+        vocab: int,
+        dtype: torch.dtype,
+        block: Callable[[TransformerShape], Block] = block_of,
+    ) -> None:
         super().__init__()
         self.dtype = dtype
         self.embedding = nn.Embedding.from_pretrained(torch.empty(vocab, shape.width), freeze=False)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(block(shape) for _ in range(shape.layers))
         self.norm = Norm(shape.width)
         self.head = nn.Linear(shape.width, vocab, bias=False)
         self.angles = (shape.context, shape.width // shape.heads, shape.rope_theta)
@@ -187,8 +204,8 @@ def initialise(model: Transformer, seed: int, device: torch.device) -> Transform
     """Draw the weights of a model built on the meta device, from the seed alone, and return it.
 
     Linears have standard deviation 1/2 fan_in^-1/2, divided by (2 depth)^1/2 if they write to the residual
-    stream. Norms are one. The head is zero, so that the first loss is log(vocab). Weights are drawn on the
-    CPU in order of name.
+    stream: an attention's `out`, and every `down` of an MLP. Norms are one. The head is zero, so that the
+    first loss is log(vocab). Weights are drawn on the CPU in order of name.
 
     Args:
         model: a model on the meta device, changed in place.
@@ -213,5 +230,5 @@ def _deviation(name: str, parameter: Tensor, depth: int) -> float:
         return 0.0
     if name == "embedding.weight":
         return 0.5
-    residual = name.endswith(("attention.out.weight", "mlp.down.weight"))
+    residual = name.endswith(("attention.out.weight", ".down.weight"))
     return 0.5 * parameter.shape[1] ** -0.5 * ((2 * depth) ** -0.5 if residual else 1.0)
