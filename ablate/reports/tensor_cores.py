@@ -105,25 +105,21 @@ def as_data(experiment: Experiment) -> list[Json]:
 
 # --- the page of docs -----------------------------------------------------------------------------
 
-_PREFACE = """\
-# Presets on tensor cores
+HEADING = "## Every preset"
+"""Heading of the generated part of docs/tensor_cores.md, which is its end."""
+_PREFACE = f"""\
+{HEADING}
 
-This page is generated (`make pages`). It says how the engine `scaled_mm` multiplies the operands of every
-preset: on tensor cores, with the format, or as the emulator does, with the fields that the hardware lacks.
-"And parts": what a `transform` takes out of an operand is multiplied as the emulator does, and added in fp32.
-A preset whose schedule changes its products has several rows. [Blackwell](blackwell.md#the-engine-scaled_mm)
-describes the engine; `ablate plan` prints the same for the arms of an experiment.
-
-Nothing on this page was measured: it states which products are sent to tensor cores. What has run is in
-[status.md](status.md#engines-and-formats).
+This part is generated (`make pages`). It says in which format `scaled_mm` multiplies the operands of each
+preset, or which fields the hardware lacks. "And parts": what a `transform` takes out of an operand is emulated.
+A preset whose schedule changes its products has several rows. `ablate plan` prints the same for an experiment.
 """
 
 
-def page() -> str:
-    """Return the text of docs/tensor_cores.md."""
+def presets() -> str:
+    """Return the generated part of docs/tensor_cores.md, from its heading to the end of the page."""
     quantised = {name: make() for name, make in PRESETS.items() if not make().plain}
-    blocks = [_PREFACE, "## Counts\n", *_counts(quantised), "\n## Every preset\n", *_rows(quantised), ""]
-    return "\n".join(blocks)
+    return "\n".join([_PREFACE, *_counts(quantised), "", *_rows(quantised), ""])
 
 
 def _counts(quantised: dict[str, Recipe]) -> Iterator[str]:
