@@ -35,6 +35,8 @@ BESIDE = {("reports", "execution")}
 """Pairs of which neither may import the other, though one stands above."""
 MOST_FILES = 30
 """Most files of its own in a folder: one that grows beyond is two ideas."""
+MOST_COMMAND_LINES = 60
+"""Most lines of a function of `cli/`: options, printing and exit statuses; the work belongs to a package below."""
 LEAVES = {"errors", "files", "cache", "provenance"}
 """Files at the root that every package may import; among themselves they form no circle."""
 ENTRIES = {"__init__", "__main__", "sweep", "doctor", "bench"}
@@ -154,6 +156,29 @@ def test_the_packages_are_those_that_are_there():
 def test_no_folder_has_more_files_than_one_idea_needs():
     count = Counter(path.parent.relative_to(ROOT).as_posix() for path in FILES if path.stem != "__init__")
     assert {folder: files for folder, files in count.items() if files > MOST_FILES} == {}
+
+
+def long_functions(parsed: ast.Module) -> dict[str, int]:
+    """Return the lines of each function that has more than a command may have, docstring included."""
+    return {
+        node.name: lines
+        for node in ast.walk(parsed)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (lines := (node.end_lineno or 0) - node.lineno + 1) > MOST_COMMAND_LINES
+    }
+
+
+def test_commands_are_thin():
+    commands = [name for name in MODULES if name.partition(".")[0] == "cli"]
+    assert {name: found for name in commands if (found := long_functions(tree(name)))} == {}
+
+
+def test_a_long_function_would_be_seen():
+    body = "    pass\n" * MOST_COMMAND_LINES
+    assert long_functions(ast.parse(f"class Command:\n  def run():\n{body}")) == {
+        "run": MOST_COMMAND_LINES + 1
+    }
+    assert long_functions(ast.parse(f"def run():\n{body[9:]}")) == {}
 
 
 def test_every_import_points_down():
