@@ -69,7 +69,7 @@ OPENED_APART = {
     "cli/sweep.py": "its own process has compared and written it",
     "execution/shared_prefixes.py": "facts",
     "execution/sweep_control.py": "compares rows, for commands that repair records",
-    "execution/tracking/projector.py": "a thread of the process that writes it",
+    "execution/tracking/follower.py": "a thread of the process that writes it",
     "store/checked_ledger.py": "the one place",
     "verification/audit.py": "recomputes every invariant by itself",
     "verification/services.py": "counts records while a test of the services runs",

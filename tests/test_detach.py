@@ -139,17 +139,17 @@ HASTY = """
 import json, sys, time
 import mlflow.store.db.utils
 from ablate.__main__ import main
+from ablate.execution.tracking import Follower
 from ablate.verification.checkup import Checkup
-from ablate.execution.tracking.projector import Projector
 Checkup.start = Checkup.passed = lambda self: None
 mlflow.store.db.utils.MAX_RETRY_COUNT = 0
-finish = Projector.finish
+finish = Follower.finish
 def finish_once_refused(self, status, note, seconds):
     over = time.monotonic() + seconds
     while not self.trouble and time.monotonic() < over:
         time.sleep(0.05)
     return finish(self, status, note, 0.1)
-Projector.finish = finish_once_refused
+Follower.finish = finish_once_refused
 ends = []
 for words in json.loads(sys.argv[1]):
     sys.argv[1:] = words

@@ -9,7 +9,7 @@ import pytest
 
 from ablate.execution.tracking import database
 from ablate.execution.tracking.local_database import REVISIONS, LocalDatabase
-from ablate.execution.tracking.tracker import Entries, MlflowTracker, Point, Tracker
+from ablate.execution.tracking.writer import ClientWriter, Entries, Point, Writer
 
 pytestmark = [
     pytest.mark.services,
@@ -99,8 +99,8 @@ def ids_in(folder: Path) -> dict[str, str]:
     return names | {str(folder): "FOLDER"}
 
 
-def write(tracker: Tracker, folder: Path, together: bool) -> None:
-    """Do every operation of a projector, with the values and repetitions that are easy to get wrong.
+def write(tracker: Writer, folder: Path, together: bool) -> None:
+    """Do every operation of the projection, with the values and repetitions that are easy to get wrong.
 
     Args:
         tracker: the way into MLflow.
@@ -168,7 +168,7 @@ def write(tracker: Tracker, folder: Path, together: bool) -> None:
 @pytest.mark.parametrize("together", [True, False])
 def test_the_rows_are_those_of_mlflows_client(folders, together):
     found = []
-    for folder, tracker in zip(folders, (direct(folders[0]), MlflowTracker(uri(folders[1]))), strict=True):
+    for folder, tracker in zip(folders, (direct(folders[0]), ClientWriter(uri(folders[1]))), strict=True):
         (folder / "spec.json").write_text('{"a": 1}')
         (folder / "report" / "figures").mkdir(parents=True)
         (folder / "report" / "figures" / "gap.svg").write_text("<svg/>")

@@ -22,7 +22,7 @@ from support.mlflow_runs import histories, runs
 from support.processes import HOLD_LOCK, ready_process
 
 from ablate.execution import controller
-from ablate.execution.tracking import database, projector, shown
+from ablate.execution.tracking import database, follower, shown
 from ablate.files import lock
 from ablate.store.databases import url
 from ablate.verification import audit
@@ -220,7 +220,7 @@ def test_a_run_whose_making_was_never_answered_is_not_made_twice(tmp_path, late,
     address, serve = late
     serve()
     monkeypatch.setattr(Forgetful, "server_address_of_mlflow", address)
-    monkeypatch.setattr(projector, "RETRY_SECONDS", 0.5)
+    monkeypatch.setattr(follower, "RETRY_SECONDS", 0.5)
     monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 120.0)
     proxy = ThreadingHTTPServer(("127.0.0.1", 0), Forgetful)
     thread = threading.Thread(target=proxy.serve_forever)

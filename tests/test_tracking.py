@@ -190,7 +190,7 @@ def test_the_gap_is_said_by_whichever_of_the_two_is_drawn_last(late, client, sto
     trials = {member.name: member.trial for member in book.members()}
     book.settle(trials[late], "pending")
     mirror = Mirror(store, book, tmp_path, tmp_path / "sweeps" / name, name, busy=True)
-    until(lambda: mirror.collect_news() is not None and sum(member.closed for member in book.members()) == 2)
+    until(lambda: mirror.refresh() is not None and sum(member.closed for member in book.members()) == 2)
     assert {run.data.tags["ablate.arm"] for run in runs(client, name) if "gap/nats" in run.data.metrics} == {
         "rht=false"
     } - {"rht=false" if late == "bf16" else ""}
@@ -360,7 +360,7 @@ def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(
     book.db.set_trace_callback(statements.append)
     projections.refresh()
     assert len(statements) < 5
-    projections.mirror.projector.news.put(Shipped(book.arm("arm 7"), 0, "a run", -1, False))
+    projections.mirror.tracker.news.put(Shipped(book.arm("arm 7"), 0, "a run", -1, False))
     projections.refresh()
     book.db.set_trace_callback(None)
     assert [number for number, state, *_ in outcomes(tmp_path, "waiting") if state != "RUNNING"] == [7]
@@ -374,7 +374,7 @@ def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(
 def test_nothing_is_drawn_where_everything_is(client, drawn, store, monkeypatch):
     import ablate.execution.tracking
 
-    monkeypatch.setattr(ablate.execution.tracking, "Projector", None)
+    monkeypatch.setattr(ablate.execution.tracking, "Follower", None)
     outcome, _ = sweep(tiny(drawn, "drawn"), drawn, store)
     assert outcome.ran == 0
 

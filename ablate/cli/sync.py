@@ -160,7 +160,7 @@ def _wait_for(mirror: "Mirror", ledger: Ledger, name: str, timeout: float, scree
         last_progress = time.monotonic()
         while (missing or _unclosed(ledger)) and time.monotonic() - last_progress < timeout:
             time.sleep(_LOOK_SECONDS)
-            mirror.collect_news()
+            mirror.refresh()
             now = behind(ledger)
             if now < missing:
                 last_progress = time.monotonic()

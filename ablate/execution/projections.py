@@ -1,12 +1,13 @@
-"""Projections of a sweep's ledger: Optuna's study, written from here, and MLflow, written by a thread of its
-own.
+"""Projections of a sweep's ledger: Optuna's study, written from here, and trackers, MLflow among them, each
+written by a thread of its own.
 
-The sweep never reads anything back from them: either can be deleted and is made again from the ledger.
+The sweep never reads anything back from them: each can be deleted and is made again from the ledger.
 """
 
 import hashlib
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -25,7 +26,7 @@ from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import ArmRow, Member
 
 if TYPE_CHECKING:
-    from ablate.execution.tracking import Projector
+    from ablate.execution.tracking import Follower, MlflowTracker
 
 
 _SETTLING_SHARE = 0.05
@@ -39,14 +40,15 @@ class Mirror:
 
     def __init__(self, uri: str, ledger: Ledger, state: Path, folder: Path, name: str, busy: bool) -> None:
         """Start the MLflow thread if trials will run (`busy`), or if records were not shipped yet."""
-        self._ledger, self._target = ledger, (uri, state, folder / "ledger.db", name)
-        self.projector: Projector | None = None
+        self._ledger, self._path, self._target = ledger, folder / "ledger.db", (uri, state, name)
+        self.tracker: MlflowTracker | None = None
+        self._follower: Follower | None = None
         self._forget_deleted(uri)
         if busy or ledger.unshipped():
             self._start()
 
     def _start(self) -> None:
-        from ablate.execution.tracking import Projector  # importing MLflow takes seconds
+        from ablate.execution.tracking import Follower, MlflowTracker
 
         names = (
             "question",
@@ -58,38 +60,40 @@ class Mirror:
             "mlflow_parent",
         )
         facts = {key: self._ledger.fact(key) or "" for key in names} | {"sweep_id": self._ledger.identity()}
-        self.projector = Projector(*self._target, facts)
+        stop = threading.Event()
+        self.tracker = MlflowTracker(*self._target, facts, stop)
+        self._follower = Follower(self.tracker, self._path, "mlflow", stop)
 
     @property
     def trouble(self) -> str | None:
         """Reason for MLflow's delay; None while there is none."""
-        return self.projector.trouble if self.projector else None
+        return self._follower.trouble if self._follower else None
 
     @property
     def lag(self) -> str | None:
         """Size and reason of MLflow's delay, as a sentence; None while there is none."""
-        if self.projector is None or not self.projector.trouble:
+        if self.tracker is None or not self.trouble:
             return None
-        return f"MLflow {self.projector.behind:,} records behind ({self.projector.trouble})"
+        return f"MLflow {self.tracker.behind:,} records behind ({self.trouble})"
 
-    def collect_news(self) -> set[int]:
+    def refresh(self) -> set[int]:
         """Record in the ledger what was shipped since the last call; return the arms that it concerns."""
         arms: set[int] = set()
-        if self.projector is None:
+        if self.tracker is None:
             return arms
-        while not self.projector.news.empty():
-            news = self.projector.news.get()
+        while not self.tracker.news.empty():
+            news = self.tracker.news.get()
             self._ledger.shipped(news.arm, news.seed, news.run, news.step, news.closed)
             arms.add(news.arm)
-        if self.projector.discarded:
-            self._ledger.discarded(gone=tuple(self.projector.discarded))
-            self.projector.discarded = ()
-        if self.projector.forgotten:  # the database was deleted, and another sweep has made a new one since
+        if self.tracker.discarded:
+            self._ledger.discarded(gone=tuple(self.tracker.discarded))
+            self.tracker.discarded = ()
+        if self.tracker.forgotten:  # the database was deleted, and another sweep has made a new one since
             self._ledger.forget_mlflow()
             self._start()
-        if self.projector.parent and not self._ledger.fact("mlflow_parent"):
+        if self.tracker.parent and not self._ledger.fact("mlflow_parent"):
             self._ledger.describe(
-                mlflow_parent=self.projector.parent, mlflow_experiment=self.projector.experiment or ""
+                mlflow_parent=self.tracker.parent, mlflow_experiment=self.tracker.experiment or ""
             )
         return arms
 
@@ -112,14 +116,14 @@ class Mirror:
             note: Description of the parent run, in Markdown.
             seconds: Longest wait.
         """
-        if self.projector is None:
+        if self.tracker is None or self._follower is None:
             return None
         deadline, again = time.monotonic() + seconds, True
         complete = False
         while again:
-            complete = self.projector.finish(status, note, max(0.0, deadline - time.monotonic()))
-            again = self.projector.forgotten
-            self.collect_news()  # starts another projector if MLflow has forgotten this sweep's runs
+            complete = self._follower.finish(status, note, max(0.0, deadline - time.monotonic()))
+            again = self.tracker.forgotten
+            self.refresh()  # starts another tracker if MLflow has forgotten this sweep's runs
         if complete:
             return None
         from ablate.execution.tracking import behind
@@ -216,7 +220,7 @@ class Projections:
         is True. Finished arms of a large grid are settled together after a while, since a verdict depends on
         all arms: settled one by one, they would cost the square of their number.
         """
-        updated = self.mirror.collect_news() if self.mirror else set()
+        updated = self.mirror.refresh() if self.mirror else set()
         if self._experiment.growth:  # an arm's mean is not settled before the last look
             if not final:
                 return

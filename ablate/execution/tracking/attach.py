@@ -6,7 +6,7 @@ from pathlib import Path
 from ablate.errors import InputError, redact
 from ablate.execution.tracking.local_database import LocalDatabase
 from ablate.execution.tracking.reader import errors_explained, look
-from ablate.execution.tracking.tracker import NOTE, Entries, MlflowTracker, Tracker
+from ablate.execution.tracking.writer import NOTE, ClientWriter, Entries, Writer
 from ablate.store.ledger import Ledger
 
 _FOLDER = "report"
@@ -26,19 +26,19 @@ def log_report(uri: str, ledger: Ledger, folder: Path) -> None:
         look(uri)
         local = LocalDatabase.open(uri, own=False)
         if local is None:
-            _attach(MlflowTracker(uri), uri, run, folder)
+            _attach(ClientWriter(uri), uri, run, folder)
             return
         with closing(local):  # importing MLflow takes a third of a report's time
             _attach(local, uri, run, folder)
 
 
-def _attach(tracker: Tracker, uri: str, run: str, folder: Path) -> None:
-    if not tracker.has(run):
+def _attach(writer: Writer, uri: str, run: str, folder: Path) -> None:
+    if not writer.has(run):
         raise InputError([f"{redact(uri)}: the sweep's run {run} was deleted in MLflow"])
-    kept = tracker.run(run)
-    tracker.tree(kept, folder, _FOLDER)
+    kept = writer.run(run)
+    writer.tree(kept, folder, _FOLDER)
     name = _FIRST if (folder / _FIRST).exists() else ""
     line = f"[The report](#/experiments/{kept.experiment}/runs/{run}/artifacts/{_FOLDER}/{name})"
-    note = tracker.note(run)
+    note = writer.note(run)
     if line not in note:
-        tracker.log(run, Entries(tags={NOTE: f"{note}\n\n{line}"}))
+        writer.log(run, Entries(tags={NOTE: f"{note}\n\n{line}"}))

@@ -9,13 +9,13 @@ The idea: the rows of a run are few and simple. For a database in a revision who
 own code is the oracle: tests/test_local_database.py does the same operations with both and compares all
 rows.
 
-    tracker = LocalDatabase.open("sqlite:////runs/mlflow.db")    # None if the database is not of these
-    with tracker.batch():
-        run = tracker.create(experiment, "rht=true seed=0", tags)
-        tracker.log(run.id, Entries(points, params))
-        tracker.end(run.id, "FINISHED")
+    writer = LocalDatabase.open("sqlite:////runs/mlflow.db", own=True)    # None if it is not of these
+    with writer.batch():
+        run = writer.create(experiment, "rht=true seed=0", tags)
+        writer.log(run.id, Entries(points, params))
+        writer.end(run.id, "FINISHED")
 
-Refused, with None from `open`: another revision, which belongs to another version of MLflow. The projector
+Refused, with None from `open`: another revision, which belongs to another version of MLflow. The projection
 then uses MLflow's client. Operations with effects on other tables (restoring an experiment, deleting a run)
 are left to that client.
 """
@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ablate.execution.tracking.tracker import NOTE, Child, Entries, MlflowTracker, Point, Run
+from ablate.execution.tracking.writer import NOTE, Child, ClientWriter, Entries, Point, Run
 from ablate.store.databases import path_of, set_journal
 from ablate.training.metric_names import trackable
 
@@ -128,7 +128,7 @@ class LocalDatabase:
         found = self._db.execute(f"{query} AND workspace = 'default'", (name,)).fetchone()
         creates = found is None and (location or "").startswith(_FILE)
         if not creates and (found is None or found[1] != "active"):
-            return MlflowTracker(self._uri).experiment(name, location, tags)
+            return ClientWriter(self._uri).experiment(name, location, tags)
         if found:
             if self._own and location and found[2] != location:
                 self._move(found[2], location)
@@ -193,7 +193,7 @@ class LocalDatabase:
 
     def discard(self, experiment: str, parent: str, trial: str, member: str, before_ms: int) -> None:
         """Delete the runs of a trial below a parent run that started before a moment."""
-        MlflowTracker(self._uri).discard(experiment, parent, trial, member, before_ms)
+        ClientWriter(self._uri).discard(experiment, parent, trial, member, before_ms)
 
     def create(self, experiment: str, name: str, tags: Mapping[str, str]) -> Run:
         """Create a run that is running from now on."""
@@ -339,7 +339,7 @@ class LocalDatabase:
         """Store a text as an artifact of a run."""
         folder = self._folder(self.run(run))
         if folder is None:
-            MlflowTracker(self._uri).text(run, text, name)
+            ClientWriter(self._uri).text(run, text, name)
             return
         folder.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
@@ -348,7 +348,7 @@ class LocalDatabase:
         """Store files as artifacts of a run."""
         folder = self._folder(run)
         if folder is None:
-            MlflowTracker(self._uri).files(run, paths)
+            ClientWriter(self._uri).files(run, paths)
             return
         folder.mkdir(parents=True, exist_ok=True)
         for path in paths:
@@ -358,7 +358,7 @@ class LocalDatabase:
         """Store all files of a folder as artifacts of a run below `name`."""
         place = self._folder(run)
         if place is None:
-            MlflowTracker(self._uri).tree(run, folder, name)
+            ClientWriter(self._uri).tree(run, folder, name)
             return
         shutil.copytree(folder, place / name, dirs_exist_ok=True)
 

@@ -1,15 +1,14 @@
-"""Projection of one sweep's ledger into MLflow, by one background thread; no trial ever waits for it.
+"""Projection of one sweep's ledger into MLflow.
 
-MLflow may be slow, unreachable or deleted, and a sweep must not depend on it. The thread therefore reads the
-ledger, sends what MLflow lacks, and reports what it has sent; the controller stores that, since it alone
-writes the ledger. A server's failure only increases the number of records that MLflow is behind.
+It sends what MLflow lacks, and reports what it has sent; the controller stores that, since it alone writes
+the ledger. A server's failure only increases the number of records that MLflow is behind.
 
 A sweep is one MLflow experiment with one parent run; each member (arm and seed) is a child run. For example,
 2 arms on 3 seeds give 1 parent and 6 child runs, and a trial that two sweeps use appears in both.
 
 Records keep their own time stamps, so that sending one twice stores it once. Runs that were created but never
-recorded, because a process died in between, are found by their tags and used again. The projector never reads
-results back, and stops with `forgotten` set if the runs that the ledger names are gone.
+recorded, because a process died in between, are found by their tags and used again. Results are never read
+back. `forgotten` is set if the runs that the ledger names are gone.
 """
 
 import json
@@ -22,13 +21,13 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from textwrap import shorten
 
 from ablate.errors import redact
 from ablate.execution.tracking import database, runs
 from ablate.execution.tracking.local_database import LocalDatabase
 from ablate.execution.tracking.login import plainly
-from ablate.execution.tracking.tracker import NOTE, Entries, MlflowTracker, Point, Run, Tracker
+from ablate.execution.tracking.tracker import Tracker
+from ablate.execution.tracking.writer import NOTE, ClientWriter, Entries, Point, Run, Writer
 from ablate.experiment import schema
 from ablate.files import lock
 from ablate.store.databases import path_of, set_journal
@@ -48,8 +47,6 @@ _TERMINAL = {
     "pruned": "KILLED",
 }
 _METRICS_A_BATCH = 1000  # MLflow's limit
-_INTERVAL = 1.0
-RETRY_SECONDS = 5.0
 _VIEW_TAG = f"mlflow.sharedViewState.{runs.VIEW}"
 
 
@@ -72,33 +69,34 @@ def behind(ledger: Ledger) -> int:
     return unshipped_records(ledger, lambda name: runs.shown(name, metrics))
 
 
-class Projector:
-    """Background thread that writes one sweep's ledger to MLflow. The controller reads `news` and writes it
-    to the ledger.
-    """
+class MlflowTracker(Tracker):
+    """Projection into MLflow. The controller reads `news` and writes it to the ledger."""
 
-    def __init__(self, uri: str, state: Path, ledger: Path, sweep: str, facts: Mapping[str, str]) -> None:
+    def __init__(
+        self, uri: str, state: Path, sweep: str, facts: Mapping[str, str], stop: threading.Event
+    ) -> None:
+        """Connect to nothing yet.
+
+        Args:
+            uri: Address of MLflow.
+            state: State folder.
+            sweep: Name of the sweep.
+            facts: Facts about the sweep, from its ledger.
+            stop: Ends a refresh between two members; set here once the sweep's runs are gone.
+        """
         self.news: queue.SimpleQueue[Shipped] = queue.SimpleQueue()
         self.parent: str | None = None
         self.experiment: str | None = None
         """Id of the sweep's experiment in MLflow."""
         self.forgotten = False
-        """True if MLflow lacks runs that the ledger names: this projector has ended, and everything has to be
-        sent again.
+        """True if MLflow lacks runs that the ledger names: everything has to be sent again, by another
+        tracker.
         """
         self.discarded: tuple[tuple[str, int, str], ...] = ()
         """Entries of the ledger's `discarded` whose runs were deleted in MLflow."""
-        self.trouble: str | None = None
-        """Reason for MLflow's delay; None while there is none."""
         self.behind = 0
-        """Number of records that MLflow lacks while there is trouble."""
-        self._uri, self._state, self._ledger_path, self._sweep, self._facts = (
-            uri,
-            state,
-            ledger,
-            sweep,
-            dict(facts),
-        )
+        """Number of records that MLflow lacked at the last trouble."""
+        self._uri, self._state, self._sweep, self._facts = uri, state, sweep, dict(facts)
         self._metric = schema.Metric.model_validate_json(facts.get("metric") or "{}").name
         self._metrics = json.loads(facts.get("metrics") or "[]")
         self._shipped: dict[tuple[int, int], Shipped] = {}
@@ -108,96 +106,83 @@ class Projector:
         """
         self._made: dict[str, Run] = {}
         """Runs created here, which saves a call each."""
-        self._finish: tuple[str, str] | None = None
-        self._stop = threading.Event()
-        self._wake = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="mlflow", daemon=True)
-        self._thread.start()
+        self._stop = stop
+        self._writer: Writer | None = None
 
-    def finish(self, status: str, note: str, seconds: float) -> bool:
-        """Send the rest and close the parent run.
+    def refresh(self, ledger: Ledger) -> None:
+        """Send what MLflow lacks."""
+        if self._writer is None:
+            self._writer = self._connect(ledger)
+        self._ship(self._writer, ledger)
 
-        Args:
-            status: MLflow's status of the parent run.
-            note: description of the parent run, in Markdown.
-            seconds: longest time to wait.
+    def finish(self, ledger: Ledger, status: str, note: str) -> None:
+        """Close the runs that are open, and the parent run with the note as its description."""
+        writer, parent = self._writer, self._id(self.parent)
+        if writer is None:
+            raise RuntimeError("finish comes after a refresh")
+        for member in self._shipped.values():
+            if not member.closed:
+                writer.end(member.run, "KILLED")
+        self._overview(writer, self._id(self.experiment), parent, ledger)
+        writer.log(parent, Entries(tags={NOTE: note}))
+        writer.end(parent, status)
+        self._release()
 
-        Returns:
-            True if everything was sent in time.
+    def trouble(self, ledger: Ledger, error: Exception) -> str:
+        """Return why MLflow cannot be written. The next refresh connects anew, which finds a run whose
+        creation was not answered.
         """
-        self._finish = (status, note)
-        self._wake.set()
-        self._thread.join(seconds)
-        self._stop.set()
-        return not self._thread.is_alive()
+        self._release()
+        self.behind = behind(ledger)
+        return redact(plainly(error) or super().trouble(ledger, error), self._uri)
 
-    def _run(self) -> None:
-        ledger = Ledger(self._ledger_path, readonly=True)
-        tracker = None
-        # Importing MLflow and creating its database would delay the first trial.
-        while not (self._finish or ledger.recorded()):
-            self._wake.wait(_INTERVAL)
-        while not self._stop.is_set():
-            try:
-                tracker = tracker or self._connect(ledger)
-                last = self._finish
-                self._ship(tracker, ledger)
-                self.trouble = None
-                if last:
-                    self._close(tracker, ledger, *last)
-                    break
-            except Exception as error:  # must not end the sweep: shown in the status line, tried again
-                first = shorten((str(error).splitlines() or [""])[0], 120, placeholder=" ...")
-                why = plainly(error) or f"{type(error).__name__}: {first}"
-                self.trouble, self.behind = redact(why, self._uri), behind(ledger)
-                _release(tracker)
-                tracker = None  # connecting again finds a run whose creation was not answered
-                self._stop.wait(RETRY_SECONDS)
-            self._wake.wait(_INTERVAL)
-            self._wake.clear()
-        _release(tracker)
-        ledger.close()
+    def _release(self) -> None:
+        """Close a database that was opened here; nobody waits for an error of a broken one."""
+        if isinstance(self._writer, LocalDatabase):
+            with suppress(sqlite3.Error):
+                self._writer.close()
+        self._writer = None
 
-    def _connect(self, ledger: Ledger) -> Tracker:
+    def _connect(self, ledger: Ledger) -> Writer:
         with lock(database.lock_path(self._uri, self._state)):
             database.prepare(self._uri, self._state / "artifacts")
-            tracker = self._tracker()
-            self.experiment = self._experiment_id(tracker)
+            writer = self._open()
+            self.experiment = self._experiment_id(writer)
         noted = self.parent or self._facts.get("mlflow_parent")
         # An earlier controller may have created the parent run and died before recording it.
-        known = noted or tracker.tagged(self.experiment, "ablate.sweep_id", self._facts["sweep_id"])
-        if known and not tracker.has(known):
+        known = noted or writer.tagged(self.experiment, "ablate.sweep_id", self._facts["sweep_id"])
+        if known and not writer.has(known):
             self.forgotten, self.parent = True, None
             self._stop.set()
             raise LookupError("MLflow does not have this sweep's runs any more")
-        parent = known or self._new_parent(tracker, self.experiment)
+        parent = known or self._new_parent(writer, self.experiment)
         if not noted:
-            self._describe(tracker, self.experiment, parent, ledger)
+            self._describe(writer, self.experiment, parent, ledger)
         self.parent = parent  # recorded only when it is complete
         if known:
-            tracker.resume(parent)
-            self._discard(tracker, ledger)
+            writer.resume(parent)
+            self._discard(writer, ledger)
             noted_runs = ledger.mlflow_runs() | {member.run for member in self._shipped.values()}
-            self._orphans = self._find_orphans(tracker, noted_runs)
-        return tracker
+            self._orphans = self._find_orphans(writer, noted_runs)
+        return writer
 
-    def _tracker(self) -> Tracker:
+    def _open(self) -> Writer:
         """Return our own way into a database of this machine, or MLflow's client."""
         own = (self._state / "mlflow.db").resolve()
         path = path_of(self._uri)
         local = LocalDatabase.open(self._uri, own=path == own)
         if local:
             return local
-        tracker = MlflowTracker(self._uri)
+        writer = ClientWriter(self._uri)
         if path == own:
             self._wait_less(own)
-        return tracker
+        return writer
 
-    def _discard(self, tracker: Tracker, ledger: Ledger) -> None:
+    def _discard(self, writer: Writer, ledger: Ledger) -> None:
         """Delete the runs in MLflow of results that were put aside; new runs replace them."""
         done = []
         for trial, moment, member in ledger.discarded():
-            tracker.discard(self._id(self.experiment), self._id(self.parent), trial, member, moment)
+            writer.discard(self._id(self.experiment), self._id(self.parent), trial, member, moment)
             done.append((trial, moment, member))
         self.discarded = tuple(done)
 
@@ -209,20 +194,18 @@ class Projector:
         with closing(sqlite3.connect(own)) as db:
             set_journal(db, own)
 
-    def _experiment_id(self, tracker: Tracker) -> str:
+    def _experiment_id(self, writer: Writer) -> str:
         local = path_of(self._uri) is not None
         location = (self._state / "artifacts" / self._sweep).resolve().as_uri() if local else None
         # Without this kind the experiment's page opens on traces of language models.
-        return tracker.experiment(
-            self._sweep, location, {"mlflow.experimentKind": "custom_model_development"}
-        )
+        return writer.experiment(self._sweep, location, {"mlflow.experimentKind": "custom_model_development"})
 
-    def _find_orphans(self, tracker: Tracker, noted: set[str]) -> dict[tuple[str | None, str | None], str]:
+    def _find_orphans(self, writer: Writer, noted: set[str]) -> dict[tuple[str | None, str | None], str]:
         """Return created but unrecorded runs. They are among the latest, so stop at the first page without
         any.
         """
         orphans: dict[tuple[str | None, str | None], str] = {}
-        for page in tracker.children(self._id(self.experiment), self._id(self.parent)):
+        for page in writer.children(self._id(self.experiment), self._id(self.parent)):
             new = [child for child in page if child.run not in noted]
             if not new:
                 break
@@ -233,29 +216,29 @@ class Projector:
     def _id(known: str | None) -> str:
         """Return the id of the experiment or of the parent run, which `_connect` has set."""
         if known is None:
-            raise RuntimeError("the projector is not connected")
+            raise RuntimeError("MLflow is not connected")
         return known
 
-    def _new_parent(self, tracker: Tracker, experiment: str) -> str:
+    def _new_parent(self, writer: Writer, experiment: str) -> str:
         tags = {
             "ablate.kind": "sweep",
             "ablate.sweep_id": self._facts["sweep_id"],
             "ablate.sweep": self._sweep,
             "mlflow.note.content": self._facts.get("question", ""),
         }
-        return tracker.create(experiment, self._sweep, tags).id
+        return writer.create(experiment, self._sweep, tags).id
 
-    def _describe(self, tracker: Tracker, experiment: str, parent: str, ledger: Ledger) -> None:
+    def _describe(self, writer: Writer, experiment: str, parent: str, ledger: Ledger) -> None:
         for name in ("experiment.yaml", "provenance.json", "uncommitted.diff"):
             if self._facts.get(name):
-                tracker.text(parent, self._facts[name], name)
-        self._overview(tracker, experiment, parent, ledger)
+                writer.text(parent, self._facts[name], name)
+        self._overview(writer, experiment, parent, ledger)
 
-    def _overview(self, tracker: Tracker, experiment: str, parent: str, ledger: Ledger) -> None:
+    def _overview(self, writer: Writer, experiment: str, parent: str, ledger: Ledger) -> None:
         """Write the current description of the sweep, from which it can be imported, and the saved view of
         its runs.
         """
-        tracker.text(parent, runs.description(ledger), "sweep.json")
+        writer.text(parent, runs.description(ledger), "sweep.json")
         metric = schema.Metric.model_validate_json(ledger.fact("metric") or "{}")
         knobs = dict.fromkeys(knob for arm in ledger.arms() for knob in json.loads(arm.knobs))
         counted = next((unit(member.spec, metric.name) for member in ledger.members()), "")
@@ -263,9 +246,9 @@ class Projector:
         gaps = runs.gap_names(ledger, counted)
         shown = runs.view(knobs, metric.name, self._metrics or [metric.name], gaps, minimize, now)
         if shown:
-            tracker.experiment_tag(experiment, _VIEW_TAG, shown)
+            writer.experiment_tag(experiment, _VIEW_TAG, shown)
 
-    def _ship(self, tracker: Tracker, ledger: Ledger) -> None:
+    def _ship(self, writer: Writer, ledger: Ledger) -> None:
         """Bring the run of every unfinished member up to date with the ledger."""
         for member in ledger.to_ship():
             key = (member.arm, member.seed)
@@ -274,13 +257,13 @@ class Projector:
                 return
             if known.closed:
                 continue
-            with tracker.batch():
-                now = self._draw(tracker, ledger, member, known)
+            with writer.batch():
+                now = self._draw(writer, ledger, member, known)
             if now != known:
                 self._shipped[key] = now
                 self.news.put(now)
 
-    def _draw(self, tracker: Tracker, ledger: Ledger, member: Member, known: Shipped) -> Shipped:
+    def _draw(self, writer: Writer, ledger: Ledger, member: Member, known: Shipped) -> Shipped:
         """Bring one member's run up to date in as few calls as possible: each costs a server a round trip."""
         over, run = (
             member.status in _TERMINAL,
@@ -291,26 +274,26 @@ class Projector:
         params = [param for param in runs.params(member) if trackable(param[0])] if new else []
         tags = {"ablate.status": member.status} if over and run else {}
         if not run:
-            run = self._create(tracker, member)
+            run = self._create(writer, member)
         elif not (begun or over):
-            tracker.resume(run)
+            writer.resume(run)
         if params:
-            self._data(tracker, ledger, run, member)
+            self._data(writer, ledger, run, member)
         step = known.step
         gaps = self._gaps(ledger, member, run) if over else {}
         for last, points in self._batches(ledger.records(member.trial, step), gaps.pop(run, [])):
-            tracker.log(run, Entries(points, params, tags))
+            writer.log(run, Entries(points, params, tags))
             step, params, tags = max(step, last), [], {}
         if params or tags:
-            tracker.log(run, Entries(params=params, tags=tags))
+            writer.log(run, Entries(params=params, tags=tags))
         for other, points in gaps.items():
-            if tracker.has(other):  # may have been deleted in its pages
-                tracker.log(other, Entries(points))
+            if writer.has(other):  # may have been deleted in its pages
+                writer.log(other, Entries(points))
         if over:
-            facts = self._made.pop(run, None) or tracker.run(run)
-            tracker.files(facts, self._artifacts(member))
+            facts = self._made.pop(run, None) or writer.run(run)
+            writer.files(facts, self._artifacts(member))
             lasted = member.seconds and int(1000 * member.seconds)  # of the trial, not of the upload
-            tracker.end(run, _TERMINAL[member.status], facts.start_ms + lasted if lasted else None)
+            writer.end(run, _TERMINAL[member.status], facts.start_ms + lasted if lasted else None)
         return Shipped(known.arm, known.seed, run, step, over)
 
     def _gaps(self, ledger: Ledger, member: Member, run: str) -> dict[str, list[Point]]:
@@ -330,17 +313,17 @@ class Projector:
                 ]
         return found
 
-    def _create(self, tracker: Tracker, member: Member) -> str:
+    def _create(self, writer: Writer, member: Member) -> str:
         tags = runs.tags(member, self._sweep, self.parent, member.against)
-        run = tracker.create(self._id(self.experiment), f"{member.name} seed={member.seed}", tags)
+        run = writer.create(self._id(self.experiment), f"{member.name} seed={member.seed}", tags)
         self._made[run.id] = run
         return run.id
 
-    def _data(self, tracker: Tracker, ledger: Ledger, run: str, member: Member) -> None:
+    def _data(self, writer: Writer, ledger: Ledger, run: str, member: Member) -> None:
         """Add the member's training data as its run's input; sent twice, it is stored once."""
         facts = ledger.fact(f"{DATA}{json.loads(member.spec)['data']}")
         if facts:
-            tracker.dataset(run, runs.dataset(member, json.loads(facts)))
+            writer.dataset(run, runs.dataset(member, json.loads(facts)))
 
     def _batches(
         self, records: Iterator[tuple[int, str, float, float]], more: list[Point]
@@ -370,19 +353,3 @@ class Projector:
         folder = store.folder(member.id)
         paths = (folder / "spec.json", folder / "result.json", *store.artifacts(member.id))
         return [path for path in paths if path.is_file() and not path.is_symlink()]
-
-    def _close(self, tracker: Tracker, ledger: Ledger, status: str, note: str) -> None:
-        parent = self._id(self.parent)
-        for member in self._shipped.values():
-            if not member.closed:
-                tracker.end(member.run, "KILLED")
-        self._overview(tracker, self._id(self.experiment), parent, ledger)
-        tracker.log(parent, Entries(tags={NOTE: note}))
-        tracker.end(parent, status)
-
-
-def _release(tracker: Tracker | None) -> None:
-    """Close a database that was opened here; nobody waits for an error of a broken one."""
-    if isinstance(tracker, LocalDatabase):
-        with suppress(sqlite3.Error):
-            tracker.close()

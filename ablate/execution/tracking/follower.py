@@ -1,0 +1,80 @@
+"""Thread that keeps a tracker up to date with a sweep's ledger.
+
+A tracker may be slow, unreachable or deleted, and a sweep must not depend on it. The thread therefore reads
+the ledger, which the controller alone writes, and lets the tracker write what it lacks, every second. An
+exception is shown as the reason for the tracker's delay, and the operation is tried again without limit.
+"""
+
+import threading
+from pathlib import Path
+
+from ablate.execution.tracking.tracker import Tracker
+from ablate.store.ledger import Ledger
+
+_INTERVAL = 1.0
+RETRY_SECONDS = 5.0
+
+
+class Follower:
+    """One tracker and its thread, which starts at once and waits for the first record."""
+
+    def __init__(
+        self, tracker: Tracker, ledger: Path, name: str, stop: threading.Event | None = None
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            tracker: Used by this thread alone from now on.
+            ledger: Path of the ledger.
+            name: Name of the thread.
+            stop: Set by the tracker if it cannot continue, or here if its time is over.
+        """
+        self.trouble: str | None = None
+        """Reason for the tracker's delay; None while there is none."""
+        self._tracker, self._ledger = tracker, ledger
+        self._last: tuple[str, str] | None = None
+        self._complete = False
+        self._stop, self._wake = stop or threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def ask_to_finish(self, status: str, note: str) -> None:
+        """Have the tracker close the sweep once it has everything; arguments as for `Tracker.finish`."""
+        self._last = status, note
+        self._wake.set()
+
+    def finish(self, status: str, note: str, seconds: float) -> bool:
+        """Close the sweep and end the thread; return True if the tracker has everything.
+
+        Args:
+            status: As for `Tracker.finish`.
+            note: As for `Tracker.finish`.
+            seconds: Longest time to wait.
+        """
+        self.ask_to_finish(status, note)
+        self._thread.join(seconds)
+        self._stop.set()
+        return self._complete
+
+    def _run(self) -> None:
+        ledger = Ledger(self._ledger, readonly=True)
+        # Importing a tracker's library would delay the first trial.
+        while not (self._last or ledger.recorded()):
+            self._wake.wait(_INTERVAL)
+        while not self._stop.is_set():
+            try:
+                last = self._last
+                self._tracker.refresh(ledger)
+                self.trouble = None
+                if last:
+                    self._tracker.finish(ledger, *last)
+                    self._complete = True
+                    break
+            except Exception as error:  # must not end the sweep: shown in the status line, tried again
+                self.trouble = self._tracker.trouble(ledger, error)
+                self._stop.wait(RETRY_SECONDS)
+            self._wake.wait(_INTERVAL)
+            self._wake.clear()
+        else:
+            self._tracker.trouble(ledger, TimeoutError("the sweep ended before everything was sent"))
+        ledger.close()
