@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from ablate import __version__
 from ablate.cli.common import run
@@ -64,9 +65,24 @@ def options(
     """Does this part of my low-precision training recipe matter, for my model, and by how much?"""
 
 
+class _Verbs(TyperGroup):
+    """All verbs. Their help says in one line that a shell can complete them, so that it fits one screen."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options, with typer's own on completion in one line."""
+        params: list[Any] = super().get_params(ctx)
+        for param in params:
+            if param.name == "install_completion":
+                param.help = "Complete verbs and sweeps by Tab."
+            elif param.name == "show_completion":
+                param.hidden = True
+        return params
+
+
 def _new_app() -> typer.Typer:
     """Return the command without verbs."""
     app = App(
+        cls=_Verbs,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
