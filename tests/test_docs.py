@@ -28,7 +28,7 @@ def test_generated_pages_are_current():
     assert done.returncode == 0, "run `make pages`"
 
 
-@pytest.mark.parametrize(("page", "most"), [("README.md", 110), ("docs/architecture.md", 120)])
+@pytest.mark.parametrize(("page", "most"), [("README.md", 110), ("docs/architecture.md", 160)])
 def test_a_page_is_short(page, most):
     assert len((ROOT / page).read_text().splitlines()) <= most
 
