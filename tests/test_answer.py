@@ -14,6 +14,7 @@ from support.experiments import ledger, problems, sweep, tiny, write
 from support.made_up import member as finish
 
 from ablate.cli.answer_view import summary_table
+from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.experiment.schema import Metric, Published
 from ablate.reports.answer import Answer
 from ablate.reports.figures import forest
@@ -303,18 +304,19 @@ def test_an_unrelated_arm_that_learned_gives_no_verdict_to_two_that_did_not(book
 def test_a_report_names_the_model_that_was_trained_and_not_the_fields_that_it_replaces():
     model = {"model_type": "qwen3", "hidden_size": 64, "num_hidden_layers": 2}
     of_run = {"context": 32, "steps": 300, "layers": 4, "width": 128}
-    spec = {"workload": {"gpt": of_run | {"model": model}}}
+    spec = RecordedSpec.of({"workload": {"gpt": of_run | {"model": model}}})
     assert title(spec) == "gpt qwen3 2x64, 300 steps"
     assert described(spec) == "gpt (model qwen3, layers 2, width 64, context 32, steps 300)"
-    named = {"workload": {"finetune": {"model": "org/name", "steps": 5}}}
+    named = RecordedSpec.of({"workload": {"finetune": {"model": "org/name", "steps": 5}}})
     assert (title(named), described(named)) == (
         "finetune org/name, 5 steps",
         "finetune (model org/name, steps 5)",
     )
-    assert title({"workload": {"gpt": of_run}}) == "gpt 4x128, 300 steps"
+    assert title(RecordedSpec.of({"workload": {"gpt": of_run}})) == "gpt 4x128, 300 steps"
     small = "gpt (layers 4, width 128, context 32, steps 300, data"
     for data, name in (("fineweb", "fineweb"), ({"train": "/x/a.bin", "val": "/x/b.bin"}, "a.bin")):
-        assert described({"workload": {"gpt": of_run | {"data": data}}}) == f"{small} {name})"
+        shown = described(RecordedSpec.of({"workload": {"gpt": of_run | {"data": data}}}))
+        assert shown == f"{small} {name})"
 
 
 @pytest.mark.parametrize(("share", "kind"), [("0.1", "warning"), ("0.8", "note"), ("", None)])

@@ -10,6 +10,7 @@ import pytest
 from support.commands import here
 from support.experiments import sweep, tiny, write
 
+from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.store import records
 from ablate.store.ledger import Ledger
 from ablate.store.records import frame, tokens_per_step
@@ -126,8 +127,8 @@ def test_a_sweep_without_records_is_an_empty_frame(tmp_path):
 
 
 def test_a_workload_without_tokens_has_none():
-    assert tokens_per_step({}) is None
-    assert tokens_per_step({"workload": {"gpt": {"unknown": 1}}}) is None
+    assert tokens_per_step(RecordedSpec.of({})) is None
+    assert tokens_per_step(RecordedSpec.of({"workload": {"gpt": {"unknown": 1}}})) is None
 
 
 def test_a_rebuilt_ledger_that_numbers_trials_and_metrics_anew_gives_every_arm_its_own_curves(

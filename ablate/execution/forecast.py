@@ -185,7 +185,7 @@ def _seeds(first: tuple[int, ...], rows: list[Member]) -> tuple[int, ...]:
 
 def _finished(row: Member, wanted: dict[str, str], store: Store, pruned: set[str]) -> bool:
     """Return True if the member's trial is finished or pruned, on the wanted engine and class of device."""
-    return wanted.items() <= json.loads(row.spec).items() and (row.id in pruned or store.finished(row.id))
+    return wanted.items() <= row.resolved.content.items() and (row.id in pruned or store.finished(row.id))
 
 
 class TimeNeeded(NamedTuple):

@@ -20,6 +20,7 @@ from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
+from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.files import Json
 from ablate.store.trial_store import as_event
 from ablate.training.own_code.user_errors import UserError
@@ -88,7 +89,7 @@ class TrialRequest:
     @property
     def device(self) -> str:
         """Class of device of the trial, `cpu` or `cuda`."""
-        return json.loads(self.spec)["device"]
+        return RecordedSpec.parse(self.spec).device
 
     def line(self) -> bytes:
         """Return the request as a line of JSON."""

@@ -467,7 +467,7 @@ class Scheduler:
             old = before.get((member.name, member.seed))
             if old is None or old.id == member.id or old.status not in FINISHED:
                 continue
-            then, now = json.loads(old.spec), json.loads(member.spec)
+            then, now = old.resolved.content, member.resolved.content
             if differing := versions_alone(then, now):
                 changes |= {
                     f"{key.replace('_', ' ')} {then.get(key)}, now {now.get(key)}" for key in differing

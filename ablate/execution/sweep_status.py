@@ -156,8 +156,8 @@ def _read(folder: Path, ledger: Ledger, store: Store, controller: str | None, an
 def _running_trial(
     ledger: Ledger, store: Store, member: Member, attempt: Attempt, now: float
 ) -> RunningTrialStatus:
-    ((workload, config),) = json.loads(member.spec)["workload"].items()
-    steps = WORKLOADS[workload].model_validate_json(json.dumps(config)).steps
+    spec = member.resolved
+    steps = WORKLOADS[spec.workload].model_validate_json(json.dumps(spec.config)).steps
     speed = pace(ledger, member.trial, attempt.started)
     last = ledger.last_record(member.trial, "throughput/tokens_per_s")
     lock = store.folder(member.id) / "lock"

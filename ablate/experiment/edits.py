@@ -4,10 +4,11 @@ A ledger identifies an arm by its name. If two arms swap their contents, the nam
 each now stands for other trials. `redefined` therefore compares the trials themselves.
 """
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
+
+from ablate.experiment.recorded_spec import RecordedSpec
 
 _VERSIONS = {"numerics_version", "workload_version"}
 _CONTENTS = ("workload", "data", "recipe")
@@ -48,7 +49,7 @@ def redefined(before: Members, now: Members) -> list[str]:
     names: dict[str, None] = {}
     for (name, seed), member in now.items():
         if name not in names and (old := before.get((name, seed))) and old.id != member.id:
-            then, later = json.loads(old.spec), json.loads(member.spec)
+            then, later = (RecordedSpec.parse(one.spec).content for one in (old, member))
             if any(then.get(key) != later.get(key) for key in _CONTENTS):
                 names[name] = None
     return list(names)

@@ -10,7 +10,6 @@ answer_tables.py, figures in figures/. Nothing is drawn or computed a second tim
 `summary`, `contrasts` or `attribution`.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
@@ -189,7 +188,7 @@ class Answer(VerdictSentences):
 
     def method(self) -> Text:
         """Return paragraphs on how the numbers were made, for readers who want to quote them."""
-        specs = [json.loads(member.spec) for member in self.ledger.members()]
+        specs = [member.resolved for member in self.ledger.members()]
         seeds = sorted({arm.seeds for arm in self.arms if arm.role != "refused"})
         number_of_seeds = (
             counted(seeds[0], "seed")
@@ -210,7 +209,7 @@ class Answer(VerdictSentences):
                 shared = "the data order (the weights that they start from are the same at every seed)"
             matters += f" {estimand(design, self.arms)}"
         return Text(
-            f"{counted(len(self.arms), 'arm')} of workload {described(specs[0] if specs else {})},"
+            f"{counted(len(self.arms), 'arm')} of workload {described(specs[0]) if specs else '?'},"
             f" {number_of_seeds} per arm."
             f" An arm and its baseline share {shared} at each seed, so gaps are taken"
             f" seed by seed; a gap is their mean with a {interval}. Verdicts are corrected by Holm over the"

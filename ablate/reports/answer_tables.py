@@ -387,7 +387,7 @@ def provenance_table(ledger: Ledger) -> Table:
     """Return the table of commit, versions, hardware, data and cost."""
     facts = json.loads(ledger.fact("provenance.json") or "{}")
     trials = {member.id: member for member in ledger.members()}
-    data = sorted({json.loads(member.spec).get("data", "") for member in trials.values()})
+    data = sorted({member.resolved.data for member in trials.values()})
     changed = len((ledger.fact("uncommitted.diff") or "").splitlines())
     commit = facts.pop("commit", None) or "none"
     spent, reused = ledger.spent()

@@ -43,12 +43,12 @@ def facts(sweep: Comparisons) -> dict[str, str]:
 
 def _design(sweep: Comparisons) -> str:
     """Return workload, arms and seeds in a sentence."""
-    specs = [json.loads(member.spec) for member in sweep.ledger.members()]
+    specs = [member.resolved for member in sweep.ledger.members()]
     seeds = sorted({arm.seeds for arm in sweep.arms if arm.role != "refused"}) or [0]
     count = f"{seeds[0]} seeds" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
-    engines = ", ".join(sorted({spec.get("engine", "?") for spec in specs}))
+    engines = ", ".join(sorted({spec.engine or "?" for spec in specs}))
     return (
-        f"{described(specs[0] if specs else {})}, {len(sweep.arms)} arms, {count} an arm, engine {engines}."
+        f"{described(specs[0]) if specs else '?'}, {len(sweep.arms)} arms, {count} an arm, engine {engines}."
     )
 
 

@@ -139,7 +139,7 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
             continue
         if not members.get(arm.name) or not members.get(arm.baseline):
             continue
-        spec = json.loads(members[arm.baseline][0].spec)
+        spec = dict(members[arm.baseline][0].resolved.content)
         recipe, facts = _recipe(json.dumps(spec["recipe"])), _facts(spec, arm.baseline)
         content = {key: value for key, value in facts.items() if key != "data"} | {
             "against": recipe

@@ -103,7 +103,7 @@ def _about(ledger: Ledger, name: str, verified: str) -> str:
     commit = json.loads(ledger.fact("provenance.json") or "{}").get("commit")
     facts = [
         f"ablate, experiment {name}",
-        title(json.loads(members[0].spec)) if members else "",
+        title(members[0].resolved) if members else "",
         f"{len(members)} runs{partial}",
         f"commit {commit[:8]}" if commit else "",
     ]

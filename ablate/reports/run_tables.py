@@ -24,7 +24,7 @@ def recipes_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
     recipes."""
     recipes: dict[str, Recipe] = {}
     for member in ledger.members():
-        content = json.loads(member.spec).get("recipe")
+        content = member.resolved.recipe
         if content is not None and member.name not in recipes:
             recipes[member.name] = Recipe.model_validate(content, strict=False)
     named = [arm for arm in arms if arm.name in recipes and arm.gap is not None]

@@ -1,7 +1,6 @@
 """Sentences beside a table of arms: an explanation, arms that were not run to the end, and a caution on
 emulated formats."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -23,15 +22,15 @@ _MOST_NAMED = 8
 
 def emulated(ledger: Ledger) -> str:
     """Return sentences on what speed and memory are of: an emulation, steps of a user's own code."""
-    specs = [json.loads(member.spec) for member in ledger.members()]
+    specs = [member.resolved for member in ledger.members()]
     if not ledger.rates("throughput/tokens_per_s"):
         return ""
     notes = []
-    if any(spec.get("engine") == "emulated" for spec in specs):
+    if any(spec.engine == "emulated" for spec in specs):
         notes.append(
             "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
         )
-    if any("python" in spec.get("workload", {}) for spec in specs):
+    if any(spec.workload == "python" for spec in specs):
         notes.append("tokens/s counts the time inside trial.step() alone, without the loading of data.")
     return " ".join(notes)
 

@@ -14,7 +14,6 @@ noise is smaller. The width of an interval follows from deviation, seeds and the
 """
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -318,11 +317,12 @@ def _beside_steps(ledger: Ledger, step_seconds: Mapping[str, float], baseline: s
     left_out = {baseline, *(arm.name for arm in ledger.arms() if arm.name.startswith(NULL))}
     for member in ledger.members():
         if member.status == "done" and member.seconds and member.name in step_seconds.keys() - left_out:
-            spec = json.loads(member.spec)
-            forks = spec.get("forks")
-            ((_, config),) = spec["workload"].items()
+            spec = member.resolved
+            forks = spec.forks
             count = (
-                len(forks["positions"]) * sum(forks["windows"]) if forks else config.get("steps", math.nan)
+                len(forks["positions"]) * sum(forks["windows"])
+                if forks
+                else spec.config.get("steps", math.nan)
             )
             whole += member.seconds
             steps += count * step_seconds[member.name]

@@ -68,7 +68,7 @@ def side(ledger: Ledger, arm: str) -> Side:
     members: Sequence[Member] = [member for member in ledger.members() if member.name == arm]
     lasts = ledger.finals(lambda name: str(name) == metric)
     done = [member for member in members if member.status == "done" and metric in lasts.get(member.trial, {})]
-    spec = json.loads(members[0].spec) if members else {}
+    spec = members[0].resolved.content if members else {}
     return Side(
         ledger.name,
         arm,

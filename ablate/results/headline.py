@@ -407,9 +407,9 @@ def _simplest(sweep: Comparisons) -> str:
 
     Empty if there is no such arm: two formats are not simpler than each other.
     """
-    specs = {member.name: member.spec for member in sweep.ledger.members()}
+    specs = {member.name: member.resolved for member in sweep.ledger.members()}
     settings = {
-        arm.name: frozenset(_settings(json.loads(specs[arm.name]).get("recipe")))
+        arm.name: frozenset(_settings(specs[arm.name].recipe))
         for arm in sweep.arms
         if arm.role == "listed" and arm.gap is not None and arm.name in specs
     }

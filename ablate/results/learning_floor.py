@@ -32,4 +32,4 @@ class Floors:
         if first.trial in self.recorded:
             return self.recorded[first.trial], False
         loss = self.by_arm.get(first.name)
-        return loss, loss is None and reports_context_free(first.spec)
+        return loss, loss is None and reports_context_free(first.resolved.workload)

@@ -4,7 +4,6 @@ A function that returns at step 50 of 100 has finished, and its last loss is tha
 100 steps it looks worse, whatever the recipe does. Built-in workloads take the steps of their spec.
 """
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -39,13 +38,12 @@ def lengths(ledger: Ledger, members: Iterable[Member]) -> Lengths:
     if design_of(ledger) is not None:  # windows have steps of their own
         return Lengths({}, frozenset())
     for member in members:
-        workload = json.loads(member.spec).get("workload", {})
-        if workload.keys().isdisjoint(_OWN):
+        spec = member.resolved
+        if spec.workload not in _OWN:
             break  # a sweep has one workload
         if member.status != "done":
             continue
-        (config,) = workload.values()
-        steps, last = config["steps"], ledger.last_step(member.trial)
+        steps, last = spec.config["steps"], ledger.last_step(member.trial)
         beside[member.seed, steps][member.trial] = last
         if last < steps:
             early[member.trial] = last, steps

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ablate.experiment.recorded_spec import RecordedSpec
+
 _OF_MODEL = ("layers", "width")
 _OF_RUN = ("context", "batch", "steps", "lr")
 _DEPTHS, _WIDTHS = ("num_hidden_layers", "n_layer", "num_layers"), ("hidden_size", "n_embd", "d_model")
@@ -25,19 +27,19 @@ def _model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     return str(model.get("model_type", "model")), {key: size for key, size in sizes.items() if size}
 
 
-def title(spec: Mapping[str, Any]) -> str:
+def title(spec: RecordedSpec) -> str:
     """Return workload and size of a trial: `gpt 3x96, 300 steps`, `gpt llama 2x64, 300 steps forked for 60`.
 
     Args:
         spec: the trial's spec.
     """
-    ((workload, config),) = (spec.get("workload") or {"": {}}).items()
+    config = spec.config
     name, sizes = _model(config)
     size = "x".join(str(sizes[key]) for key in _OF_MODEL) if len(sizes) == len(_OF_MODEL) else ""
     steps = f", {config['steps']} steps" if "steps" in config else ""
-    if forks := spec.get("forks"):
-        steps += f" forked for {max(forks['windows'])}"
-    return " ".join(filter(None, (workload, name, size))) + steps
+    if spec.forks:
+        steps += f" forked for {max(spec.forks['windows'])}"
+    return " ".join(filter(None, (spec.workload, name, size))) + steps
 
 
 def _source(data: object) -> str:
@@ -45,16 +47,16 @@ def _source(data: object) -> str:
     return Path(str(next(iter(data.values())))).name if isinstance(data, Mapping) else str(data)
 
 
-def described(spec: Mapping[str, Any]) -> str:
+def described(spec: RecordedSpec) -> str:
     """Return the workload with what it trains, for how long and on what: `gpt (layers 2, steps 9, data a)`.
 
     Args:
         spec: the trial's spec.
     """
-    ((workload, config),) = (spec.get("workload") or {"?": {}}).items()
+    config = spec.config
     name, sizes = _model(config)
     parts = [f"model {name}"] if name else []
     parts += [f"{key} {size}" for key, size in sizes.items()]
     parts += [f"{key} {config[key]}" for key in _OF_RUN if config.get(key) is not None]
     parts += [f"data {_source(config['data'])}"] if config.get("data") else []
-    return f"{workload} ({', '.join(parts)})"
+    return f"{spec.workload or '?'} ({', '.join(parts)})"

@@ -1,6 +1,5 @@
 """Phases of a schedule that start at a measured condition, in sweeps whose runs never met it."""
 
-import json
 import math
 from collections.abc import Iterator
 
@@ -18,14 +17,13 @@ def never_began(ledger: Ledger) -> Iterator[str]:
     lowest: dict[tuple[str, str], list[float]] = {}
     met = set()
     for member in ledger.members():
-        spec = json.loads(member.spec)
-        for written in (spec.get("recipe") or {}).get("schedule", ()) if member.status == "done" else ():
+        spec = member.resolved
+        for written in (spec.recipe or {}).get("schedule", ()) if member.status == "done" else ():
             phase = Phase(start=written["start"])
             if phase.trigger is None:
                 continue
-            ((_, config),) = spec["workload"].items()
             series = ledger.series(member.trial, phase.trigger.metric).items()
-            checked_steps = range(0, config["steps"], phase.trigger.every)
+            checked_steps = range(0, spec.config["steps"], phase.trigger.every)
             checked = [value for step, value in series if step in checked_steps]
             key = member.name, phase.start
             if any(value < phase.trigger.limit for value in checked):

@@ -7,6 +7,7 @@ SQLite returns tuples. The order of their columns is defined here alone: each qu
 import sqlite3
 from dataclasses import dataclass, fields
 
+from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.experiment.roles import Role
 
 FINISHED = ("done", "diverged")
@@ -90,6 +91,11 @@ class Member:
         cells = list(row)
         cells[-2:] = map(bool, cells[-2:])
         return cls(*cells)
+
+    @property
+    def resolved(self) -> RecordedSpec:
+        """Resolved spec of its trial."""
+        return RecordedSpec.parse(self.spec)
 
     @property
     def key(self) -> str:

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from ablate.files import Json
+from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_arrow import record_table
 from ablate.store.ledger_rows import FINISHED, Member
@@ -97,14 +97,14 @@ def _facts(ledger: Ledger, members: Sequence[Member]) -> list[dict[str, object]]
             "seed": member.seed,
             "trial": member.id,
             "status": member.status,
-            "tokens_per_step": tokens_per_step(json.loads(member.spec)),
+            "tokens_per_step": tokens_per_step(member.resolved),
         }
         | json.loads(member.knobs)
         for member in members
     ]
 
 
-def tokens_per_step(spec: Mapping[str, Json]) -> int | None:
+def tokens_per_step(spec: RecordedSpec) -> int | None:
     """Return the number of tokens that a step of a trial trains on.
 
     Args:
@@ -113,12 +113,12 @@ def tokens_per_step(spec: Mapping[str, Json]) -> int | None:
     Returns:
         The number; None if its workload counts no tokens, or is not one of this version.
     """
-    chosen = spec.get("workload")
-    ((name, config),) = chosen.items() if isinstance(chosen, dict) and chosen else (("", {}),)
-    workload = WORKLOADS.get(name)
+    workload = WORKLOADS.get(spec.workload)
     try:
         return (
-            (workload.model_validate_json(json.dumps(config)).tokens_per_step or None) if workload else None
+            (workload.model_validate_json(json.dumps(spec.config)).tokens_per_step or None)
+            if workload
+            else None
         )
     except ValueError:  # pydantic's error is one: a spec of another release
         return None

@@ -22,7 +22,6 @@ another node. The death of an actor or of its node is no exception but an Ended 
 """
 
 import glob
-import json
 import time
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Executor, Future
@@ -36,6 +35,7 @@ from ablate.execution.workers.actor import CheckpointTimes, WorkerFacts, version
 from ablate.execution.workers.cluster import Node, skew, unusable
 from ablate.execution.workers.remote_store import RemoteStore
 from ablate.execution.workers.trial_actors import NODE_GONE, TrialActors
+from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.files import full
 
 if TYPE_CHECKING:
@@ -365,11 +365,11 @@ class RunningTrial:
         """Return the reason of a failure, replaced if it names data that exist on this machine but not on the
         node.
         """
-        workload = json.loads(self.request.spec)["workload"]
+        config = dict(RecordedSpec.parse(self.request.spec).config)
         path = next(
             (
                 text
-                for text in _texts(workload)
+                for text in _texts(config)
                 if "/" in text and text in reason and glob.glob(str(Path(text).expanduser()))
             ),
             None,

@@ -59,13 +59,13 @@ CONTEXT_FREE = ("data/unigram_entropy", "data/blank_loss")
 """Facts of a workload's data (`summary()`): the val/loss of a model that ignores its input."""
 
 
-def reports_context_free(spec: str) -> bool:
+def reports_context_free(workload: str) -> bool:
     """Return True if the results of a trial have the val/loss of a model that ignores its input.
 
     Args:
-        spec: the trial's spec as JSON.
+        workload: name of the trial's workload.
     """
-    return next(iter(json.loads(spec).get("workload", {})), "") in ("gpt", "finetune", "mae")
+    return workload in ("gpt", "finetune", "mae")
 
 
 def context_free(result: Mapping[str, object] | None) -> float | None:
