@@ -111,8 +111,9 @@ _PREFACE = f"""\
 {HEADING}
 
 This part is generated (`make pages`). It says in which format `scaled_mm` multiplies the operands of each
-preset, or which fields the hardware lacks. "And parts": what a `transform` takes out of an operand is emulated.
-A preset whose schedule changes its products has several rows. `ablate plan` prints the same for an experiment.
+preset, or which fields the hardware lacks. "And parts": what a `transform` takes out of an operand is
+emulated. A preset whose schedule changes its products has several rows. `ablate plan` prints the same for an
+experiment.
 """
 
 
