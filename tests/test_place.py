@@ -1,9 +1,12 @@
 """Tests of settings: the order in which they override each other, the contents of a profile, and that no password is ever shown."""
 
+from typing import get_type_hints
+
 import pytest
 from support.experiments import ablate
 
-from ablate.cli.settings import ENVIRONMENT, destination, find_settings
+from ablate.cli.options import SweepFlags
+from ablate.cli.settings import ENVIRONMENT, KEYS, PROFILE, destination, find_settings
 from ablate.errors import InputError, passwords, redact
 
 LAB = """
@@ -71,6 +74,18 @@ def test_a_profile_says_all_of_it(bare):
         3,
     )
     assert set(place.origins.values()) == {"profile lab of ablate.toml"}
+
+
+def test_each_flag_is_a_setting_and_its_help_names_its_variable():
+    helps = {
+        name: hint.__metadata__[0].help
+        for name, hint in get_type_hints(SweepFlags, include_extras=True).items()
+    }
+    assert {*helps} == {*KEYS, "profile"} - {"notify"}  # which stands in another panel
+    variables = {name: ENVIRONMENT.get(name) for name in helps} | {"profile": PROFILE}
+    assert [
+        name for name, variable in variables.items() if variable and f"({variable})" not in helps[name]
+    ] == []
 
 
 def test_a_flag_goes_before_the_environment_before_a_profile_before_a_default(bare, monkeypatch):
