@@ -167,10 +167,7 @@ def _detach(file: Path, folder: Path, settings: Settings, options: SweepOptions)
     begun, ready = os.pipe()
     with log.open("w") as output:
         process = subprocess.Popen(
-            [
-                *_command(file, settings, options),
-                *("--ready", str(ready)),
-            ],
+            [*_command(file, settings, options), "--ready", str(ready)],
             pass_fds=[ready],
             stdin=subprocess.DEVNULL,
             stdout=output,

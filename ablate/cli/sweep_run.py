@@ -6,7 +6,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -31,9 +30,6 @@ from ablate.files import Json
 from ablate.reports.plain_text import duration
 from ablate.store.databases import network_file_system
 from ablate.store.ledger import Ledger
-
-if TYPE_CHECKING:
-    pass
 
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
 
