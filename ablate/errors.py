@@ -5,9 +5,10 @@ print.
 import difflib
 import re
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeVar
 from urllib.parse import unquote
 
 _WORD = 100
@@ -24,6 +25,11 @@ _PASSWORDS = (
     re.compile(r"(?<=://)([^:/@\s]*:)(\S*)(?=@)"),
     re.compile(r"([?&](?:password|passwd|token|secret)=)([^&\s]*)"),
 )
+_MOST_READ = 1000
+"""Problems after which reading stops: a file with more is no experiment, and each may need a search for the
+nearest word."""
+_MOST_PRINTED = 50
+"""Largest number of problems that are printed."""
 _SHORTEST = 3
 """Shortest password that is replaced outside addresses. A shorter one would match parts of many words."""
 
@@ -47,6 +53,33 @@ class InputError(Exception):
     def __init__(self, problems: Sequence[Problem | str]) -> None:
         super().__init__("\n".join(map(str, problems)))
         self.problems = list(problems)
+
+
+T = TypeVar("T")
+Reading = Generator[Problem, None, T]
+"""A reader of a file: yields the problems in their order, and returns what was read."""
+
+
+def settled(reading: Reading[T]) -> T:
+    """Return what a reader returns. InputError if it yields problems: with the first of them in the order of
+    the file, each once, and the number of the others.
+    """
+    problems: dict[Problem, None] = {}
+    while len(problems) < _MOST_READ:
+        try:
+            problems[next(reading)] = None
+        except StopIteration as end:
+            if not problems:
+                return end.value
+            break
+    in_order: list[Problem] = sorted(problems, key=lambda problem: (problem.line, problem.column))
+    shown = in_order[:_MOST_PRINTED]
+    if more := len(in_order) - len(shown):
+        stopped = len(in_order) >= _MOST_READ
+        count = f"at least {more}" if stopped else f"{more}"
+        last = f"and {count} more problems" + ": reading stopped there" * stopped
+        shown.append(replace(shown[-1], message=last))
+    raise InputError(shown)
 
 
 class OutsideStepError(RuntimeError):

@@ -17,7 +17,7 @@ from ablate.experiment.arms import KnobError
 from ablate.experiment.load import load
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import json_schema
-from ablate.experiment.search_space import refuse_twins
+from ablate.experiment.search_space import twins
 from ablate.experiment.yaml_document import Document
 from ablate.recipes import PRESETS
 from ablate.training.workloads import WORKLOADS
@@ -1209,8 +1209,7 @@ def test_a_list_of_thousands_of_values_is_searched_for_twins_once(tmp_path):
     document = Document(
         "x.yaml", {}, "", {(): (1, 1)} | {("k", index): (2, index + 1) for index in range(len(values))}
     )
-    refuse_twins(("k",), values, document)
-    assert [problem.column - 1 for problem in document.problems] == [5000, 5004, 5006]
+    assert [problem.column - 1 for problem in twins(("k",), values, document)] == [5000, 5004, 5006]
 
 
 def test_the_experiment_is_frozen(tmp_path):

@@ -5,7 +5,7 @@ import sys
 import pytest
 from support.cases import every
 
-from ablate.errors import InputError, Problem, nearest
+from ablate.errors import InputError, Problem, Reading, nearest, settled
 from ablate.experiment.yaml_document import parse, read
 
 
@@ -46,10 +46,13 @@ def test_every_key_and_item_knows_its_line_and_column():
 
 def test_a_problem_with_an_absent_key_points_at_the_nearest_thing_that_is_there():
     document = parse("a: 1\nb:\n  c: 2\n", "x.yaml")
-    document.problem(("b", "missing"), "is missing")
-    document.problem(("a",), "is odd", 1)
+
+    def reading() -> Reading[None]:
+        yield document.problem(("b", "missing"), "is missing")
+        yield document.problem(("a",), "is odd", 1)
+
     with pytest.raises(InputError) as caught:
-        document.check()
+        settled(reading())
     assert [str(p) for p in caught.value.problems] == [
         "x.yaml:1:1: a: 1: is odd",
         "x.yaml:2:1: b.missing: is missing",
@@ -200,6 +203,4 @@ def test_of_thousands_of_problems_the_first_are_told_and_how_many_more_there_are
 
 def test_a_problem_stays_on_one_line():
     document = parse('"a\\nb\\e": 1', "x.yaml")
-    document.problem(("a\nb\x1b",), "is odd")
-    (problem,) = document.problems
-    assert str(problem).isprintable()
+    assert str(document.problem(("a\nb\x1b",), "is odd")).isprintable()

@@ -7,7 +7,7 @@ baseline keeps its own values and is the baseline of all other arms.
 
 from dataclasses import dataclass, replace
 
-from ablate.errors import nearest
+from ablate.errors import Reading, nearest
 from ablate.experiment.arms import Arm, KnobError, Knobs, StartingPoint
 from ablate.experiment.expand import build_arm
 from ablate.experiment.schema import ExperimentFile
@@ -30,7 +30,9 @@ class Against:
         return any(f"{knob}.".startswith(f"{own}.") or f"{own}.".startswith(f"{knob}.") for own in self.knobs)
 
 
-def read_against(file: ExperimentFile, base: StartingPoint, arms: list[Arm], document: Document) -> Against:
+def read_against(
+    file: ExperimentFile, base: StartingPoint, arms: list[Arm], document: Document
+) -> Reading[Against]:
     """Read the baseline: a preset, an arm by its name, or knobs. Exactly an arm's knobs name that arm.
 
     A preset's name under `against` means the preset. An arm of the same name must therefore have the preset's
@@ -38,11 +40,15 @@ def read_against(file: ExperimentFile, base: StartingPoint, arms: list[Arm], doc
     """
     value, arms_by_name = file.against, {arm.name: arm for arm in arms}
     if isinstance(value, dict):
-        built = build_arm(base, value, "against", {knob: ("against", knob) for knob in value}, document)
+        built = yield from build_arm(
+            base, value, "against", {knob: ("against", knob) for knob in value}, document
+        )
         same = (arm for arm in arms if built and arm.content == built.content)
         return Against(value, next((arm for arm in same if arm.knobs.keys() == value.keys()), None))
     if not isinstance(value, str):
-        document.problem(("against",), "must be a preset, an arm's name, or knobs as {knob: value}", value)
+        yield document.problem(
+            ("against",), "must be a preset, an arm's name, or knobs as {knob: value}", value
+        )
     elif value in PRESETS:
         if value in arms_by_name and arms_by_name[value].recipe != PRESETS[value]():
             why = (
@@ -53,7 +59,7 @@ def read_against(file: ExperimentFile, base: StartingPoint, arms: list[Arm], doc
                 "rename the arm to something that is no preset's name; "
                 "if it is the baseline, write the new name under against"
             )
-            document.problem(("arms", value), f"{why}; {right}")
+            yield document.problem(("arms", value), f"{why}; {right}")
         return Against({"recipe": value})
     else:
         if value in arms_by_name:
@@ -61,7 +67,7 @@ def read_against(file: ExperimentFile, base: StartingPoint, arms: list[Arm], doc
         if value not in (file.arms or {}):  # otherwise the arm's own mistake was noted
             names = [*PRESETS, *arms_by_name]
             why = f"no such baseline: neither a preset nor an arm; {nearest(value, names)}"
-            document.problem(("against",), why, value)
+            yield document.problem(("against",), why, value)
     return Against({})
 
 
@@ -88,19 +94,20 @@ def compared(arm: Arm, baseline: Arm) -> Arm:
 
 def with_baselines(
     file: ExperimentFile, base: StartingPoint, arms: list[Arm], against: Against, document: Document
-) -> tuple[list[Arm], list[Arm]]:
+) -> Reading[tuple[list[Arm], list[Arm]]]:
     """Return the baselines that are not among the arms, and the arms, each with the name of its own
     baseline."""
     if file.search:
         varies = any(knob.startswith("workload.") and not against.pins(knob) for knob in file.ablate or ())
-        baseline = None if varies else _noted_baseline(base, against, {}, "the search", document)
-        document.check()
+        baseline = None
+        if not varies:
+            baseline = yield from _buildable(base, against, {}, "the search", document)
         return ([baseline] if baseline else []), []
     added: dict[str, Arm] = {}
     with_names = []
     by_content = {arm.content: arm for arm in reversed(arms)}
     for arm in arms:
-        baseline = _noted_baseline(base, against, arm.knobs, f"arm {arm.name!r}", document)
+        baseline = yield from _buildable(base, against, arm.knobs, f"arm {arm.name!r}", document)
         if baseline is None:
             continue
         listed = by_content.get(baseline.content)
@@ -108,19 +115,18 @@ def with_baselines(
             added[baseline.name] = baseline
         with_names.append(compared(arm, listed or baseline))
     for name in {arm.name for arm in arms} & set(added):
-        document.problem(
+        yield document.problem(
             ("arms", name), "has the name of the baseline, but other contents; choose another name"
         )
-    document.check()
     return list(added.values()), with_names
 
 
-def _noted_baseline(
+def _buildable(
     base: StartingPoint, against: Against, knobs: Knobs, owner: str, document: Document
-) -> Arm | None:
-    """Return `baseline_of`; None, with the problem noted, if it cannot be built."""
+) -> Reading[Arm | None]:
+    """Return `baseline_of`; None, with the problem yielded, if it cannot be built."""
     try:
         return baseline_of(base, against, knobs)
     except KnobError as error:
-        document.problem(("against",), f"the baseline of {owner} cannot be run: {error}")
+        yield document.problem(("against",), f"the baseline of {owner} cannot be run: {error}")
         return None

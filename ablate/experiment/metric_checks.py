@@ -5,13 +5,15 @@ bit of the training. So a value that depends on when telemetry measured cannot b
 them may have measured at different steps. Such metrics are records of a run, and refused here by name.
 """
 
+from collections.abc import Iterator
+
 from pydantic import ValidationError
 
-from ablate.errors import nearest
+from ablate.errors import Problem, Reading, nearest
 from ablate.experiment.arms import StartingPoint, reason
 from ablate.experiment.misplaced_keys import without_alternatives
 from ablate.experiment.schema import ExperimentFile, Metric
-from ablate.experiment.search_space import refuse_twins
+from ablate.experiment.search_space import twins
 from ablate.experiment.yaml_document import Document
 from ablate.files import Json
 from ablate.training.hyperparameters import OF_TELEMETRY
@@ -25,54 +27,56 @@ _MEASURED = frozenset({"quant", "weights"})
 _OF_GRADIENT = frozenset({"grad/cosine_to_bf16", "grad/noise_ratio"})
 
 
-def metrics_in(file: ExperimentFile, base: StartingPoint | None, document: Document) -> tuple[Metric, ...]:
-    """Return the file's metrics, one or a list. Note those that the workload does not measure.
+def metrics_in(
+    file: ExperimentFile, base: StartingPoint | None, document: Document
+) -> Reading[tuple[Metric, ...]]:
+    """Return the file's metrics, one or a list. Those that the workload does not measure are problems.
 
     Args:
         file: experiment file.
         base: its workload and recipe; None if they could not be read.
-        document: document that problems are noted in.
+        document: the file as it was parsed.
     """
     if not isinstance(file.metric, list):
-        return (_metric(file.metric, ("metric",), base, document),)
+        return ((yield from _metric(file.metric, ("metric",), base, document)),)
     if not file.metric:
-        document.problem(
+        yield document.problem(
             ("metric",), "is an empty list; name at least one metric, by which arms are compared", file.metric
         )
-    metrics = tuple(
-        _metric(value, ("metric", index), base, document) for index, value in enumerate(file.metric)
-    )
-    refuse_twins(("metric",), [metric.name for metric in metrics], document)
-    return metrics or (Metric(),)
+    metrics = []
+    for index, value in enumerate(file.metric):
+        metrics.append((yield from _metric(value, ("metric", index), base, document)))
+    yield from twins(("metric",), [metric.name for metric in metrics], document)
+    return tuple(metrics) or (Metric(),)
 
 
 def _metric(
     value: Json, path: tuple[str | int, ...], base: StartingPoint | None, document: Document
-) -> Metric:
+) -> Reading[Metric]:
     try:
         metric = Metric.model_validate(value)
     except ValidationError as error:
         for problem in without_alternatives(error.errors(), value):
-            document.problem((*path, *problem["loc"]), reason(problem, Metric), problem["input"])
+            yield document.problem((*path, *problem["loc"]), reason(problem, Metric), problem["input"])
         return Metric()
-    refuse_metric(metric.name, (*path, "name"), base, document)
+    yield from metric_problems(metric.name, (*path, "name"), base, document)
     return metric
 
 
-def refuse_metric(
+def metric_problems(
     name: str, path: tuple[str | int, ...], base: StartingPoint | None, document: Document
-) -> None:
-    """Note a metric that is no result of the workload's trials.
+) -> Iterator[Problem]:
+    """Yield why a metric is no result of the workload's trials.
 
     Args:
         name: name of the metric.
         path: its place in the document.
         base: the experiment's workload and recipe; None if they could not be read.
-        document: document that problems are noted in.
+        document: the file as it was parsed.
     """
     if target_of(name) is not None:
         if path == ("metric", "name") or path[:2] == ("metric", 0) or path[0] != "metric":
-            document.problem(
+            yield document.problem(
                 path, "is computed from the curve of val/loss: list it after a main metric", name
             )
         return
@@ -84,11 +88,13 @@ def refuse_metric(
     if name in (metrics or ()):
         return
     if why := _telemetry(name, base):
-        document.problem(path, why, name)
+        yield document.problem(path, why, name)
     elif metrics is None and not recordable(name):
-        document.problem(path, f"no trial records a metric of this name: {NAMING}", name)
+        yield document.problem(path, f"no trial records a metric of this name: {NAMING}", name)
     elif metrics is not None:
-        document.problem(path, f"no such metric of {base.workload}; {nearest(name, sorted(metrics))}", name)
+        yield document.problem(
+            path, f"no such metric of {base.workload}; {nearest(name, sorted(metrics))}", name
+        )
 
 
 def _telemetry(name: str, base: StartingPoint) -> str:

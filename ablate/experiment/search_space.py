@@ -7,9 +7,9 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ablate.errors import nearest
+from ablate.errors import Problem, Reading, nearest
 from ablate.experiment.schema import ExperimentFile
-from ablate.experiment.yaml_document import Document, display
+from ablate.experiment.yaml_document import Document, Path_, display
 from ablate.files import Json
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
@@ -54,49 +54,82 @@ def alike(a: Json, b: Json) -> bool:
     return type(a) is type(b) and a == b
 
 
-def spell_out(document: Document) -> None:
-    """Replace short names of workload fields by full paths wherever a file names knobs: `lr` by
-    `workload.lr`.
+def spelled_out(document: Document) -> Reading[Document]:
+    """Return the document with full paths in place of short names of workload fields, wherever a file names
+    knobs: `workload.lr` for `lr`.
 
-    A short name beside its own full path is noted as a problem.
+    A short name beside its own full path is a problem.
     """
-    _spell_out(("ablate",), document)
-    for knob in document.mapping(("ablate",)):
-        _spell_out(("ablate", knob, "when"), document)
-    for name in document.mapping(("arms",)):
-        _spell_out(("arms", name), document)
-    _spell_out(("against",), document)
-    _spell_out(("answer", "given"), document)
-    asked = document.mapping(("answer",)).get("knob")
-    if isinstance(asked, str) and asked in WORKLOAD_KNOBS:
-        document.mapping(("answer",))["knob"] = f"workload.{asked}"
+    written: dict[Path_, str] = {}
+    given_twice: list[tuple[Path_, str]] = []
+
+    def spelled(content: Json, *path: str) -> Json:
+        if not isinstance(content, dict):
+            return content
+        knobs: dict[str, Json] = {}
+        for knob, part in content.items():
+            full = f"workload.{knob}" if knob in WORKLOAD_KNOBS else knob
+            if full != knob:
+                written[*path, full] = knob
+                if full in content:
+                    given_twice.append(((*path, knob), full))
+            knobs[full] = part
+        return knobs
+
+    value = dict(document.value)
+    if isinstance(ranges := spelled(value.get("ablate"), "ablate"), dict):
+        value["ablate"] = {
+            knob: content | {"when": spelled(content["when"], "ablate", knob, "when")}
+            if isinstance(content, dict) and "when" in content
+            else content
+            for knob, content in ranges.items()
+        }
+    if isinstance(arms := value.get("arms"), dict):
+        value["arms"] = {name: spelled(knobs, "arms", name) for name, knobs in arms.items()}
+    if "against" in value:
+        value["against"] = spelled(value["against"], "against")
+    if isinstance(answer := value.get("answer"), dict):
+        given = {"given": spelled(answer["given"], "answer", "given")} if "given" in answer else {}
+        asked = answer.get("knob")
+        short = isinstance(asked, str) and asked in WORKLOAD_KNOBS
+        value["answer"] = answer | given | ({"knob": f"workload.{asked}"} if short else {})
+    full = replace(document, value=value, written=written)
+    for path, name in given_twice:
+        yield full.problem(path, f"is short for {name}, which is given too; keep one of them")
+    return full
 
 
-def _spell_out(path: tuple[str, ...], document: Document) -> None:
-    """Spell out the keys of the mapping at `path`, if there is one."""
-    content = document.mapping(path)
-    for knob in [knob for knob in content if knob in WORKLOAD_KNOBS]:
-        full = f"workload.{knob}"
-        if full in content:
-            document.problem((*path, knob), f"is short for {full}, which is given too; keep one of them")
-        document.rename(path, knob, full)
-
-
-def space(file: ExperimentFile, document: Document) -> dict[str, Dimension]:
-    """Return the knobs of `ablate`, each after the knobs that it depends on; every mistake is noted."""
+def space(file: ExperimentFile, document: Document) -> Reading[dict[str, Dimension]]:
+    """Return the knobs of `ablate`, each after the knobs that it depends on."""
     if (file.ablate is None) == (file.arms is None):
-        if file.ablate is None and any(document.value.get(key) is not None for key in ("ablate", "arms")):
-            return {}  # its problem has been noted
-        document.problem((), "give either `ablate` (knobs and their values) or `arms` (arms by name)")
+        if file.ablate is not None or not any(
+            document.value.get(key) is not None for key in ("ablate", "arms")
+        ):  # else a problem of theirs is known
+            yield document.problem(
+                (), "give either `ablate` (knobs and their values) or `arms` (arms by name)"
+            )
         return {}
     if file.search and file.arms is not None:
-        document.problem(("search",), "a search turns the knobs of `ablate`; `arms` lists points one by one")
+        yield document.problem(
+            ("search",), "a search turns the knobs of `ablate`; `arms` lists points one by one"
+        )
     if file.ablate is not None and not file.ablate:
-        document.problem(("ablate",), "is empty: name at least one knob, such as rht: [true, false]")
+        yield document.problem(("ablate",), "is empty: name at least one knob, such as rht: [true, false]")
     if file.arms is not None and not file.arms:
-        document.problem(("arms",), "is empty: name at least one arm")
-    knobs = {knob: _dimension(knob, values, file, document) for knob, values in (file.ablate or {}).items()}
-    return _in_order({knob: _conditional(knob, knobs, document) for knob in knobs}, document)
+        yield document.problem(("arms",), "is empty: name at least one arm")
+    read: dict[str, Dimension] = {}
+    for knob, values in (file.ablate or {}).items():
+        read[knob] = yield from _dimension(knob, values, file, document)
+    knobs: dict[str, Dimension] = {}
+    for knob, dimension in read.items():
+        when = {}
+        for other, value in dimension.when.items():
+            if wrong := _wrong(knob, other, value, read):
+                yield document.problem(("ablate", knob, "when", other), wrong, value)
+            else:
+                when[other] = value
+        knobs[knob] = replace(dimension, when=when)
+    return (yield from _in_order(knobs, document))
 
 
 def grid(knobs: Mapping[str, Dimension]) -> Iterator[dict[str, int]]:
@@ -145,30 +178,40 @@ def conditions(knob: str, knobs: Mapping[str, Dimension]) -> dict[str, Json]:
 # One knob
 
 
-def _dimension(knob: str, values: Json, file: ExperimentFile, document: Document) -> Dimension:
+def _dimension(knob: str, values: Json, file: ExperimentFile, document: Document) -> Reading[Dimension]:
     path = ("ablate", knob)
     if isinstance(values, list):
         if not values:
-            document.problem(path, "is an empty list: an empty grid; give the values to try", values)
-        refuse_twins(path, values, document)
+            yield document.problem(path, "is an empty list: an empty grid; give the values to try", values)
+        yield from twins(path, values, document)
         return Dimension("choice", choices=tuple(values))
     if not isinstance(values, dict):
-        document.problem(path, f"is a single value; give a list, [{display(values)}], or a range", values)
+        why = f"is a single value; give a list, [{display(values)}], or a range"
+        yield document.problem(path, why, values)
         return Dimension("choice")
     if file.search is None and "choice" not in values:
-        document.problem(
+        yield document.problem(
             path, "is a range, which needs `search: {trials: ...}`; a grid takes a list of values"
         )
-    return replace(_range(path, values, document), when=_when(path, values, document))
+    dimension = yield from _range(path, values, document)
+    when = values.get("when", {})
+    if isinstance(when, dict) and (when or "when" not in values):
+        return replace(dimension, when=when)
+    yield document.problem(
+        (*path, "when"),
+        "must name the other knobs' values that this one exists with, such as {rht: true}",
+        when,
+    )
+    return dimension
 
 
-def refuse_twins(path: tuple[str, ...], values: Sequence[Json], document: Document) -> None:
-    """Note every repeated value of a list."""
+def twins(path: tuple[str, ...], values: Sequence[Json], document: Document) -> Iterator[Problem]:
+    """Yield every repeated value of a list."""
     seen = set()
     for index, value in enumerate(values):
         key = (type(value), _hashable(value))
         if key in seen:
-            document.problem((*path, index), "is given twice", value)
+            yield document.problem((*path, index), "is given twice", value)
         seen.add(key)
 
 
@@ -179,31 +222,31 @@ def _hashable(value: Json) -> Hashable:
     return tuple(map(_hashable, value)) if isinstance(value, list) else value
 
 
-def _range(path: tuple[str, ...], values: dict[str, Json], document: Document) -> Dimension:
+def _range(path: tuple[str, ...], values: dict[str, Json], document: Document) -> Reading[Dimension]:
     kinds = [kind for kind in _KINDS if kind in values]
     for key in values:
         if key not in (*_KINDS, "log", "when"):
-            document.problem(
+            yield document.problem(
                 (*path, key), f"no such key of a range; {nearest(key, (*_KINDS, 'log', 'when'))}"
             )
     if len(kinds) != 1:
-        document.problem(
+        yield document.problem(
             path, "is not a range; write {uniform: [low, high]}, {int: [low, high]} or {choice: [...]}"
         )
         return Dimension("choice")
     kind, content, log = kinds[0], values[kinds[0]], values.get("log", False)
     if kind == "choice":
         if not isinstance(content, list) or not content:
-            document.problem((*path, kind), "must be a list of at least one value", content)
+            yield document.problem((*path, kind), "must be a list of at least one value", content)
             return Dimension("choice")
-        refuse_twins((*path, kind), content, document)
+        yield from twins((*path, kind), content, document)
         return Dimension("choice", choices=tuple(content))
     low, high = _bounds(content, (int,) if kind == "int" else (int, float))
     if not low < high:
-        document.problem((*path, kind), "must be [low, high] with low < high", content)
+        yield document.problem((*path, kind), "must be [low, high] with low < high", content)
         return Dimension("choice")
     if type(log) is not bool or (log and low <= 0):
-        document.problem((*path, "log"), "must be true or false, and true only if low > 0", log)
+        yield document.problem((*path, "log"), "must be true or false, and true only if low > 0", log)
     return Dimension(kind, low=low, high=high, log=log is True)
 
 
@@ -219,31 +262,7 @@ def _bounds(content: Json, types: tuple[type, ...]) -> tuple[float, float]:
     return numbers[0], numbers[1]
 
 
-def _when(path: tuple[str, ...], values: dict[str, Json], document: Document) -> dict[str, Json]:
-    when = values.get("when", {})
-    if isinstance(when, dict) and (when or "when" not in values):
-        return when
-    document.problem(
-        (*path, "when"),
-        "must name the other knobs' values that this one exists with, such as {rht: true}",
-        when,
-    )
-    return {}
-
-
 # How knobs depend on each other
-
-
-def _conditional(knob: str, knobs: Mapping[str, Dimension], document: Document) -> Dimension:
-    """Return the knob with its valid conditions; the others are noted."""
-    kept = {}
-    for other, value in knobs[knob].when.items():
-        wrong = _wrong(knob, other, value, knobs)
-        if wrong:
-            document.problem(("ablate", knob, "when", other), wrong, value)
-        else:
-            kept[other] = value
-    return replace(knobs[knob], when=kept)
 
 
 def _wrong(knob: str, other: str, value: Json, knobs: Mapping[str, Dimension]) -> str | None:
@@ -258,7 +277,7 @@ def _wrong(knob: str, other: str, value: Json, knobs: Mapping[str, Dimension]) -
     return None
 
 
-def _in_order(knobs: dict[str, Dimension], document: Document) -> dict[str, Dimension]:
+def _in_order(knobs: dict[str, Dimension], document: Document) -> Reading[dict[str, Dimension]]:
     """Return the knobs in the file's order, but each after those that it depends on."""
     ordered: dict[str, Dimension] = {}
     while len(ordered) < len(knobs):
@@ -268,13 +287,13 @@ def _in_order(knobs: dict[str, Dimension], document: Document) -> dict[str, Dime
         )
         if ready is None:
             circle = [knob for knob in knobs if knob not in ordered]
-            document.problem(
+            yield document.problem(
                 ("ablate", circle[0], "when"), f"is circular: {', '.join(circle)} depend on each other"
             )
             return ordered
         ordered[ready] = knobs[ready]
         if not _possible(ready, ordered):
-            document.problem(
+            yield document.problem(
                 ("ablate", ready, "when"),
                 "can never hold: a knob that it names needs another value of the same knob",
             )

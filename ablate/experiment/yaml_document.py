@@ -1,5 +1,5 @@
-"""Parse YAML into plain values with their positions, and collect problems by line and column. Only this file
-uses a YAML library.
+"""Parse YAML into a frozen document: plain values, and the line and column of every key and item. Only this
+file uses a YAML library.
 
 YAML 1.2: `on` is a string, `1e-3` a number, a duplicate key an error. Aliases are refused: an experiment
 needs none, and a few nested ones can expand to gigabytes. Also refused are tags other than those of plain
@@ -9,7 +9,7 @@ files or terminals cannot hold. Every refusal has its line and column.
 
 import io
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,17 +28,12 @@ from ruamel.yaml.events import (
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from ablate.errors import InputError, Problem, nearest, one_line
+from ablate.errors import InputError, Problem, Reading, nearest, one_line, settled
 from ablate.files import Json
 
 _LARGEST_FILE = 1 << 20
 _DEEPEST = 64
 _LARGEST_INTEGER = (1 << 63) - 1
-_MOST_NOTED = 1000
-"""Problems after which reading stops: a file with more is no experiment, and each may need a search for the
-nearest word."""
-_MOST_PRINTED = 50
-"""Largest number of problems that are printed."""
 _TAGS = {
     ScalarEvent: ("!", *(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))),
     SequenceStartEvent: ("tag:yaml.org,2002:seq",),
@@ -50,78 +45,33 @@ _UNSHOWN = object()
 Path_ = tuple[str | int, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Document:
-    """Parsed file: its plain value, and the position of every key and item by its path."""
+    """Parsed file: its plain value, and the position of every key and item by its path. Nothing writes to
+    it."""
 
     file: str
-    value: dict[str, Json]
+    value: Mapping[str, Json]
     text: str
-    positions: dict[Path_, tuple[int, int]] = field(default_factory=dict)
-    problems: dict[Problem, None] = field(default_factory=dict)
-    """Problems in the order in which they were noted, each once."""
-    written: dict[Path_, str] = field(default_factory=dict)
-    """Keys as written in the file, by the paths of those that were renamed in `value`."""
+    positions: Mapping[Path_, tuple[int, int]]
+    written: Mapping[Path_, str] = field(default_factory=dict)
+    """Keys as written in the file, by the paths of those that have another name in `value`."""
 
-    def problem(self, path: Iterable[str | int], reason: str, value: object = _UNSHOWN) -> None:
-        """Note that the value at `path` is wrong: `field: value: reason`, at the nearest known position.
-
-        InputError at the largest number of problems.
-        """
-        remark = self._at(tuple(path), reason, value)
-        self.note(remark.line, remark.column, remark.message)
-
-    def mapping(self, path: Sequence[str]) -> dict[str, Json]:
-        """Return the mapping at `path` in `value`; an empty one if there is none."""
-        content: Json = self.value
-        for part in path:
-            content = content.get(part) if isinstance(content, dict) else None
+    def mapping(self, key: str) -> Mapping[str, Json]:
+        """Return the mapping at a top-level key; an empty one if there is none."""
+        content = self.value.get(key)
         return content if isinstance(content, dict) else {}
 
-    def rename(self, path: tuple[str, ...], key: str, new: str) -> None:
-        """Rename a key of the mapping at `path` in `value`. Paths use the new name from now on, messages the
-        written one."""
-        content = self.mapping(path)
-        items = [(new if name == key else name, value) for name, value in content.items()]
-        content.clear()
-        content.update(items)
-        self.written[*path, new] = key
-
-    def remark(self, path: Iterable[str | int], reason: str, value: object = _UNSHOWN) -> str:
-        """Return a remark on something that is not wrong, in the form of a problem. Nothing is noted."""
-        return str(self._at(tuple(path), reason, value))
-
-    def _at(self, path: Path_, reason: str, value: object) -> Problem:
-        """Return a problem at the nearest known position of `path`."""
-        path = tuple(self.written.get(path[: depth + 1], part) for depth, part in enumerate(path))
-        nearest_path = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in self.positions)
-        line, column = self.positions[nearest_path]
-        name = one_line(".".join(str(part) for part in path))
+    def problem(self, path: Iterable[str | int], reason: str, value: object = _UNSHOWN) -> Problem:
+        """Return a problem with the value at `path`: `field: value: reason`, at the nearest known
+        position."""
+        parts = tuple(path)
+        parts = tuple(self.written.get(parts[: depth + 1], part) for depth, part in enumerate(parts))
+        nearest_path = next(parts[:n] for n in range(len(parts), -1, -1) if parts[:n] in self.positions)
+        name = one_line(".".join(str(part) for part in parts))
         shown = "" if value is _UNSHOWN else f"{display(value)}: "
-        return Problem(self.file, line, column, f"{name}: {shown}{reason}" if name else f"{shown}{reason}")
-
-    def note(self, line: int, column: int, message: str) -> None:
-        """Note a problem at a line and a column."""
-        self.problems[Problem(self.file, line, column, one_line(message))] = None
-        if len(self.problems) >= _MOST_NOTED:
-            self.check()
-
-    def check(self) -> None:
-        """Raise InputError if problems were noted, with the first of them in the order of the file and the
-        number of the others."""
-        if not self.problems:
-            return
-        problems = sorted(self.problems, key=lambda p: (p.line, p.column))
-        if len(problems) > _MOST_PRINTED:
-            last, more = problems[_MOST_PRINTED - 1], len(problems) - _MOST_PRINTED
-            stopped = len(problems) >= _MOST_NOTED
-            count = f"at least {more}" if stopped else f"{more}"
-            most = ": reading stopped there" if stopped else ""
-            problems = [
-                *problems[:_MOST_PRINTED],
-                Problem(self.file, last.line, last.column, f"and {count} more problems{most}"),
-            ]
-        raise InputError(problems)
+        message = f"{name}: {shown}{reason}" if name else f"{shown}{reason}"
+        return Problem(self.file, *self.positions[nearest_path], one_line(message))
 
 
 def scalar(text: str) -> Json:
@@ -166,12 +116,46 @@ def read(path: Path) -> Document:
 def parse(text: str, name: str) -> Document:
     """Parse YAML text. InputError, with file, line and column, if it is none or is refused."""
     yaml = YAML(typ="rt", pure=True)
+    node = settled(_composed(yaml, text, name))
+    if not isinstance(node, MappingNode):
+        what = "empty" if node is None else "a list" if isinstance(node, SequenceNode) else "a single value"
+        why = f"an experiment file is a mapping (question: ..., ablate: ...); this file is {what}"
+        raise InputError([Problem(name, 1, 1, why)])
+    value = settled(_mapping(yaml, node, name))
+    return Document(name, value, text, {(): (1, 1), **dict(_positions(node, ()))})
+
+
+def _line_and_column(before: str) -> tuple[int, int]:
+    """Return line and column of the end of a text."""
+    return before.count("\n") + 1, len(before) - before.rfind("\n")
+
+
+def _at(name: str, start: Event | Node, message: str) -> Problem:
+    """Return a problem at the start of an event or a node."""
+    return Problem(name, start.start_mark.line + 1, start.start_mark.column + 1, one_line(message))
+
+
+def _composed(yaml: YAML, text: str, name: str) -> Reading[Node | None]:
+    """Return the root of a text's nodes; a tag that changes a value's type is a problem. InputError at an
+    alias, too deep nesting, or what is no YAML."""
     last: Event | None = None
-    document = Document(name, {}, text, {(): (1, 1)})
+    levels = 0
     try:
-        for event in _sound(yaml, text, document):
+        for event in yaml.parse(io.StringIO(text)):
             last = event
-        node = yaml.compose(io.StringIO(text))
+            levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
+            if isinstance(event, AliasEvent):
+                what = "aliases are refused, because a few can expand to gigabytes; write the value out"
+                raise InputError([_at(name, event, f"alias *{event.anchor}: {what}")])
+            if levels > _DEEPEST:
+                what = f"nested more than {_DEEPEST} levels deep; an experiment needs fewer than ten"
+                raise InputError([_at(name, event, what)])
+            tag = getattr(event, "tag", None)
+            if tag and tag not in _TAGS.get(type(event), ()):
+                shown = f"!!{tag.rpartition(':')[2]}" if tag.startswith("tag:yaml.org,2002:") else tag
+                what = "an experiment file contains plain values only; leave it out"
+                yield _at(name, event, f"tag {shown} is refused: {what}")
+        return yaml.compose(io.StringIO(text))
     except InputError:
         raise
     except MarkedYAMLError as error:
@@ -185,111 +169,70 @@ def parse(text: str, name: str) -> Document:
         line, column = (last.end_mark.line + 1, last.end_mark.column + 1) if last else (1, 1)
         what = one_line((str(error) or type(error).__name__).splitlines()[0])
         raise InputError([Problem(name, line, column, f"not YAML from here on: {what}")]) from None
-    document.check()
-    if not isinstance(node, MappingNode):
-        what = "empty" if node is None else "a list" if isinstance(node, SequenceNode) else "a single value"
-        raise InputError(
-            [
-                Problem(
-                    name,
-                    1,
-                    1,
-                    f"an experiment file is a mapping (question: ..., ablate: ...); this file is {what}",
-                )
-            ]
-        )
-    document.value = _plain_mapping(yaml, node, (), document)
-    document.check()
-    return document
 
 
-def _line_and_column(before: str) -> tuple[int, int]:
-    """Return line and column of the end of a text."""
-    return before.count("\n") + 1, len(before) - before.rfind("\n")
-
-
-def _sound(yaml: YAML, text: str, document: Document) -> Iterator[Event]:
-    """Yield the parser's events. InputError at an alias or too deep nesting; a tag that changes a value's
-    type is noted."""
-    levels = 0
-    for event in yaml.parse(io.StringIO(text)):
-        yield event
-        line, column = event.start_mark.line + 1, event.start_mark.column + 1
-        levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
-        if isinstance(event, AliasEvent):
-            what = "aliases are refused, because a few can expand to gigabytes; write the value out"
-            raise InputError(
-                [Problem(document.file, line, column, one_line(f"alias *{event.anchor}: {what}"))]
-            )
-        if levels > _DEEPEST:
-            what = f"nested more than {_DEEPEST} levels deep; an experiment needs fewer than ten"
-            raise InputError([Problem(document.file, line, column, what)])
-        tag = getattr(event, "tag", None)
-        if tag and tag not in _TAGS.get(type(event), ()):
-            shown = f"!!{tag.rpartition(':')[2]}" if tag.startswith("tag:yaml.org,2002:") else tag
-            document.note(
-                line,
-                column,
-                f"tag {shown} is refused: an experiment file contains plain values only; leave it out",
-            )
-
-
-def _plain(yaml: YAML, node: Node, path: Path_, document: Document) -> Json:
-    """Return a node as dict, list, str, int, float, bool or None. Record positions, and note duplicate
-    keys."""
+def _positions(node: Node, path: Path_) -> Iterator[tuple[Path_, tuple[int, int]]]:
+    """Yield path, line and column of every key and item below a node."""
     if isinstance(node, SequenceNode):
-        for index, item in enumerate(node.value):
-            document.positions[*path, index] = (item.start_mark.line + 1, item.start_mark.column + 1)
-        return [_plain(yaml, item, (*path, index), document) for index, item in enumerate(node.value)]
-    return (
-        _plain_mapping(yaml, node, path, document)
-        if isinstance(node, MappingNode)
-        else _scalar(yaml, node, document)
-    )
+        parts = [(index, item, item) for index, item in enumerate(node.value)]
+    elif isinstance(node, MappingNode):
+        parts = [(key.value, key, value) for key, value in node.value]
+    else:
+        return
+    for part, start, child in parts:
+        yield (*path, part), (start.start_mark.line + 1, start.start_mark.column + 1)
+        yield from _positions(child, (*path, part))
 
 
-def _plain_mapping(yaml: YAML, node: MappingNode, path: Path_, document: Document) -> dict[str, Json]:
-    """Return a mapping as `_plain` does."""
+def _plain(yaml: YAML, node: Node, name: str) -> Reading[Json]:
+    """Return a node as dict, list, str, int, float, bool or None."""
+    if isinstance(node, MappingNode):
+        return (yield from _mapping(yaml, node, name))
+    if not isinstance(node, SequenceNode):
+        return (yield from _scalar(yaml, node, name))
+    items = []
+    for item in node.value:
+        items.append((yield from _plain(yaml, item, name)))
+    return items
+
+
+def _mapping(yaml: YAML, node: MappingNode, name: str) -> Reading[dict[str, Json]]:
+    """Return a mapping as `_plain` does; a duplicate key is a problem."""
     result: dict[str, Json] = {}
     for key_node, value_node in node.value:
-        line, column = key_node.start_mark.line + 1, key_node.start_mark.column + 1
         if not isinstance(key_node, ScalarNode):
-            document.note(line, column, "a key must be a string; this one is a list or a mapping")
+            yield _at(name, key_node, "a key must be a string; this one is a list or a mapping")
             continue
         key = key_node.value
-        document.positions.setdefault((*path, key), (line, column))
         if key in result:
-            document.note(line, column, f"{key}: is given twice")
+            yield _at(name, key_node, f"{key}: is given twice")
         if wrong := _unusable(key):
-            document.note(line, column, f"{key}: {wrong}")
-        result[key] = _plain(yaml, value_node, (*path, key), document)
+            yield _at(name, key_node, f"{key}: {wrong}")
+        result[key] = yield from _plain(yaml, value_node, name)
     return result
 
 
-def _scalar(yaml: YAML, node: Node, document: Document) -> Json:
-    line, column = node.start_mark.line + 1, node.start_mark.column + 1
+def _scalar(yaml: YAML, node: Node, name: str) -> Reading[Json]:
     try:
         value = yaml.constructor.construct_object(node, deep=True)
     except Exception as error:  # of whatever class: `!!bool x` is a KeyError
-        name = str(node.tag).rpartition(":")[2]
-        why = "has too many digits" if "digits" in str(error) else f"is no {name}"
-        document.note(line, column, f"{display(node.value)}: {why}")
+        kind = str(node.tag).rpartition(":")[2]
+        why = "has too many digits" if "digits" in str(error) else f"is no {kind}"
+        yield _at(name, node, f"{display(node.value)}: {why}")
         return None
-    if isinstance(value, str) or not (
-        value is None or isinstance(value, bool | int | float) or type(value).__name__ == "ScalarBoolean"
-    ):
+    if type(value).__name__ == "ScalarBoolean":
+        value = bool(value)
+    if isinstance(value, str) or not (value is None or isinstance(value, bool | int | float)):
         value = str(node.value)
-    wrong = _unusable(value)
-    if wrong:
-        document.note(line, column, f"{display(node.value)}: {wrong}")
+    if wrong := _unusable(value):
+        yield _at(name, node, f"{display(node.value)}: {wrong}")
         return None
-    for kind in (bool, int, float):
-        if isinstance(value, kind) or (kind is bool and type(value).__name__ == "ScalarBoolean"):
-            if kind is float and math.isinf(value) and not node.value.lower().endswith(".inf"):
-                document.note(
-                    line, column, f"{display(node.value)}: is beyond the largest number, about 1.8e308"
-                )
-            return kind(value)
+    for plain in (bool, int, float):  # in place of the library's classes, which keep how a number was written
+        if isinstance(value, plain):
+            if plain is float and math.isinf(value) and not node.value.lower().endswith(".inf"):
+                why = "is beyond the largest number, about 1.8e308"
+                yield _at(name, node, f"{display(node.value)}: {why}")
+            return plain(value)
     return value
 
 
