@@ -1,7 +1,6 @@
 """Tables of a report: arms, contrasts, main effects, components, power, other tests, published figures,
 provenance."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 
@@ -385,7 +384,7 @@ def published_table(ledger: Ledger) -> Table | None:
 
 def provenance_table(ledger: Ledger) -> Table:
     """Return the table of commit, versions, hardware, data and cost."""
-    facts = json.loads(ledger.fact("provenance.json") or "{}")
+    facts = ledger.provenance()
     trials = {member.id: member for member in ledger.members()}
     data = sorted({member.resolved.data for member in trials.values()})
     changed = len((ledger.fact("uncommitted.diff") or "").splitlines())

@@ -1,6 +1,5 @@
 """Evidence block: what a sweep found, in one snippet to paste into a pull request or a paper's appendix."""
 
-import json
 from collections.abc import Sequence
 
 from ablate import __version__
@@ -22,7 +21,7 @@ def facts(sweep: Comparisons) -> dict[str, str]:
         sweep: its comparisons.
     """
     answer, ledger, design = headline_of(sweep), sweep.ledger, design_of(sweep.ledger)
-    provenance = json.loads(ledger.fact("provenance.json") or "{}")
+    provenance = ledger.provenance()
     changed = len((ledger.fact("uncommitted.diff") or "").splitlines())
     commit = provenance.get("commit") or "none"
     return {

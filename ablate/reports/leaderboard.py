@@ -175,7 +175,7 @@ def _finite(value: float) -> float | None:
 
 def _commit(ledger: Ledger) -> str:
     """Return the commit of the last run of the sweep, followed by `+` if there were uncommitted changes."""
-    commit = json.loads(ledger.fact("provenance.json") or "{}").get("commit") or ""
+    commit = ledger.provenance().get("commit") or ""
     return commit[:_DIGITS] + ("+" if commit and ledger.fact("uncommitted.diff") else "")
 
 

@@ -100,7 +100,7 @@ def _about(ledger: Ledger, name: str, verified: str) -> str:
     members = ledger.members()
     unfinished = sum(member.status not in ("done", "diverged") for member in members)
     partial = f", {unfinished} of them not finished" if unfinished else ""
-    commit = json.loads(ledger.fact("provenance.json") or "{}").get("commit")
+    commit = ledger.provenance().get("commit")
     facts = [
         f"ablate, experiment {name}",
         title(members[0].resolved) if members else "",

@@ -1,6 +1,5 @@
 """Two arms, of one sweep or of two, side by side: what differs in them, and their difference by seed."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,7 +75,7 @@ def side(ledger: Ledger, arm: str) -> Side:
         {member.seed: lasts[member.trial][metric] for member in done},
         {member.seed: member.id for member in members},
         {key: value for key, value in spec.items() if key not in _IGNORED},
-        json.loads(ledger.fact("provenance.json") or "{}"),
+        ledger.provenance(),
     )
 
 

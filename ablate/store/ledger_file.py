@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from ablate.errors import one_line
 from ablate.store import databases, ledger_schema
@@ -126,6 +127,10 @@ class LedgerFile:
         """Return a fact about the sweep, None if it was never set."""
         row = self.db.execute("SELECT value FROM sweep WHERE key = ?", (key,)).fetchone()
         return row and row["value"]
+
+    def provenance(self) -> dict[str, Any]:
+        """Return commit, versions and hardware of the machine that last ran the sweep; empty before a run."""
+        return dict(json.loads(self.fact("provenance.json") or "{}"))
 
     def identity(self) -> str:
         """Return the ledger's unique id: 32 hexadecimal digits, drawn once. Ledgers of the same name differ
