@@ -45,7 +45,7 @@ lint: $(VENV)/.installed-dev
 schema: $(VENV)/.installed
 	$(BIN)/ablate schema > experiments/schema.json
 
-# docs/recipes.md, from the presets and the short knobs.
+# docs/reference/recipes.md, from the presets and the short knobs.
 pages: $(VENV)/.installed
 	$(BIN)/python tests/regenerate_recipes_page.py
 	$(BIN)/python docs/generate_reference.py

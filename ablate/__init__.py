@@ -11,7 +11,7 @@ The Python interface. In a training loop of one's own:
             optimizer.step()
             optimizer.zero_grad()
 
-Importing this package imports no torch; the functions do when they are called. docs/api.md has examples.
+Importing this package imports no torch; the functions do when they are called. docs/use/api.md has examples.
 """
 
 from importlib import import_module

@@ -1,6 +1,6 @@
 """Estimated time of a transformer block's training step on GPUs, by preset: never measured.
 
-    python benchmarks/gpu_estimates.py          # the table of docs/benchmarks.md
+    python benchmarks/gpu_estimates.py          # the table of docs/project/benchmarks.md
 
 A kernel takes the longest of three: its bytes at the memory's speed, its instructions at the speed at which
 they are issued, its multiplications at the peak of the tensor cores (fp32: of the other cores). A block takes

@@ -235,7 +235,7 @@ def env(**variables: str) -> Callable[[Place], object]:
     return lambda place: place.env.update(variables)
 
 
-LATE, CODE = "sitecustomize__py", "docs/operations.md:"
+LATE, CODE = "sitecustomize__py", "docs/run/operations.md:"
 UNSEEN, MACHINE = CODE + "a file that code opens by itself", CODE + "its result is reused on any machine"
 PROCESSORS = "kinds of processors or versions of torch"
 CLOCK = "import time\nreal = time.time\ntime.time = lambda: real() - 86400\n"
@@ -284,7 +284,7 @@ CASES = [
     Case("machine", "threads of a command [OMP_NUM_THREADS]", env(OMP_NUM_THREADS="2"), "command",
          before=env(OMP_NUM_THREADS="1"), page=MACHINE),
     Case("machine", "ranks of a CPU trial", lambda p: setattr(p, "extra", "resources: {ranks: 2}\n"), "train",
-         page="docs/parallel.md:part of a trial's identity"),
+         page="docs/run/parallel.md:part of a trial's identity"),
     Case("versions", "torch, one more arm [torch-*.dist-info]", with_arm(lambda p: p.seam(
          **{"torch-9.9__dist-info/METADATA": "Name: torch\nVersion: 9.9\n"})), sentence=PROCESSORS),
     Case("versions", "numerics [VERSION in a copy]", other_numerics, "train", own_recipe,

@@ -1,9 +1,9 @@
 """Error rates of intervals, verdicts, headlines and promised seeds on simulated sweeps of known truth.
 
-`python benchmarks/simulated_truth.py` prints the tables of docs/statistics.md. Every scenario has a seed of
-its own, computed from its name, so that it gives the same figures alone, in any order and on any machine.
-Finished scenarios are kept in a JSON file (`--cache`) and are not run again; the file is valid for one value
-of `--experiments`. Effects and deviations are in units of min_effect.
+`python benchmarks/simulated_truth.py` prints the tables of docs/reference/statistics.md. Every scenario has a
+seed of its own, computed from its name, so that it gives the same figures alone, in any order and on any
+machine. Finished scenarios are kept in a JSON file (`--cache`) and are not run again; the file is valid for
+one value of `--experiments`. Effects and deviations are in units of min_effect.
 """
 
 import argparse

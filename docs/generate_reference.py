@@ -1,4 +1,4 @@
-"""Write docs/experiment_reference.md from the schema of experiment files.
+"""Write docs/reference/experiment.md from the schema of experiment files.
 
 `python docs/generate_reference.py [--check]`. Keys, types, limits and defaults come from the JSON Schema;
 explanations from the docstrings of the fields, read from their source, or from TEXTS. With `--check`
@@ -23,15 +23,15 @@ from ablate.recipes import KNOBS, Recipe
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
-PAGE = Path(__file__).parent / "experiment_reference.md"
+PAGE = Path(__file__).parent / "reference" / "experiment.md"
 
 PREFACE = """\
 # Experiment reference
 
 Every key of an experiment file, generated from the schema by `make pages`. Learn by example in the
-[tutorial](tutorial.md); look up a key here. An editor that reads `experiments/schema.json` checks and
-completes the same keys: put `# yaml-language-server: $schema=schema.json` into the first line of a file in
-that folder.
+[tutorial](../learn/tutorial.md); look up a key here. An editor that reads `experiments/schema.json` checks
+and completes the same keys: put `# yaml-language-server: $schema=schema.json` into the first line of a file
+in that folder.
 
 The file is YAML 1.2: booleans are `true` and `false` (`on` and `yes` are strings), and a key that stands
 twice is an error. An unknown key or an impossible value is refused before anything runs, with file, line,
@@ -82,8 +82,8 @@ makes that arm the baseline of all others.
 | [`finetune`](#finetune) | a causal model of transformers: all weights, or LoRA adapters | `val/loss` |
 | [`mae`](#mae) | a vision transformer as a masked autoencoder | `val/loss` of pixels |
 | [`tensors`](#tensors) | nothing: distributions or captured tensors go through quantisers | errors |
-| [`python`](#python) | a training function of your own ([tutorial](tutorial.md), 11) | what it logs |
-| [`command`](#command) | any command: [your own training process](command_workload.md) | what it logs |
+| [`python`](#python) | your training function ([tutorial](../learn/tutorial.md), 11) | what it logs |
+| [`command`](#command) | any command: [a training process](../use/command_workload.md) | what it logs |
 | [`idle`](#idle) | nothing, to try a cluster | `val/loss` |
 
 Recipes apply to every `nn.Linear` in a model's numbered blocks; [layer rules](layers.md) select among them.
@@ -154,7 +154,7 @@ TEXTS = {
     "rope_theta": "Base of the rotary position embedding.",
     "config": "Configuration of the dataset, if it has several.",
     "split": "Split to train on.",
-    "tokenizer": "Tokeniser: [data](data.md#text).",
+    "tokenizer": "Tokeniser: [data](../use/data.md#text).",
     "val_fraction": "Fraction that is held out if there is no validation text.",
     "gemm": "Rounding of the product's output: once to bf16, or none (fp32).",
     "hadamard": "Rotation of both operands along the contraction; null: none.",

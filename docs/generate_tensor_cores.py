@@ -1,4 +1,4 @@
-"""Write the end of docs/tensor_cores.md: every preset and operand, on tensor cores or emulated.
+"""Write the end of docs/run/tensor_cores.md: every preset and operand, on tensor cores or emulated.
 
 `python docs/generate_tensor_cores.py [--check]`. With `--check` nothing is written: exit status 1 if the page
 differs from what would be written.
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ablate.reports.tensor_cores import HEADING, presets
 
-PAGE = Path(__file__).parent / "tensor_cores.md"
+PAGE = Path(__file__).parent / "run" / "tensor_cores.md"
 
 if __name__ == "__main__":
     page = PAGE.read_text()

@@ -1,4 +1,4 @@
-"""Write docs/recipes.md from the presets and the short knobs. `make pages`; tests/recipes/test_recipes_page.py checks it."""
+"""Write docs/reference/recipes.md from the presets and the short knobs. `make pages`; tests/recipes/test_recipes_page.py checks it."""
 
 import inspect
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from ablate.numerics.spec import Quant
 from ablate.recipes import KNOBS, PRESETS, Recipe
 from ablate.recipes.recipe_text import EQUATIONS, block_scale, extras, outer_scale, outline, rest, rounding
 
-PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "recipes.md"
 INTRODUCTION = """# Recipes
 
 This page is generated (`make pages`). A recipe says how each operand of the three products of a linear layer is quantised, in

@@ -474,8 +474,8 @@ exec "$@"
 
 
 def batch(folder: Path) -> Path:
-    """The script that docs/cluster.md prints."""
-    text = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
+    """The script that docs/run/cluster.md prints."""
+    text = (Path(__file__).parents[1] / "docs" / "run" / "cluster.md").read_text()
     (script,) = re.findall(r"```bash\n(#!.*?)```", text, re.DOTALL)
     path = folder / "ablate.sbatch"
     path.write_text(script)

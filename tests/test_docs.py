@@ -17,7 +17,7 @@ from ablate.experiment.schema import json_schema
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def test_generated_pages_are_current():
@@ -28,7 +28,7 @@ def test_generated_pages_are_current():
     assert done.returncode == 0, "run `make pages`"
 
 
-@pytest.mark.parametrize(("page", "most"), [("README.md", 110), ("docs/architecture.md", 160)])
+@pytest.mark.parametrize(("page", "most"), [("README.md", 110), ("docs/project/architecture.md", 160)])
 def test_a_page_is_short(page, most):
     assert len((ROOT / page).read_text().splitlines()) <= most
 
@@ -149,7 +149,7 @@ def test_the_python_of_every_page_runs(tmp_path):
 
 
 def test_the_reference_explains_every_key():
-    page = (ROOT / "docs" / "experiment_reference.md").read_text()
+    page = (ROOT / "docs" / "reference" / "experiment.md").read_text()
     assert re.findall(r"^\| (`\w+`) .*\|  \|$", page, re.MULTILINE) == []
 
 
@@ -197,18 +197,18 @@ def test_the_published_schema_is_todays():
 @every(path=EXPERIMENTS)
 def test_an_experiment_says_what_it_costs_and_a_page_and_the_log_list_it(path):
     assert any("minutes on 2 CPU cores" in line for line in path.read_text().splitlines()[:3])
-    assert f"`{path.stem}`" in (ROOT / "docs" / "experiments.md").read_text()
+    assert f"`{path.stem}`" in (ROOT / "docs" / "learn" / "experiments.md").read_text()
     assert f"`{path.stem}`" in (ROOT / "experiments" / "LOG.md").read_text()
 
 
 def test_every_package_and_leaf_stands_in_the_picture_of_the_architecture():
-    picture = (ROOT / "docs" / "architecture.md").read_text()
+    picture = (ROOT / "docs" / "project" / "architecture.md").read_text()
     names = [path.name for path in (ROOT / "ablate").iterdir() if not path.name.startswith("__")]
     assert [name for name in names if name not in picture] == []
 
 
 def test_the_page_on_layer_rules_says_what_loading_its_experiments_does(tmp_path):
-    page = (ROOT / "docs" / "layers.md").read_text()
+    page = (ROOT / "docs" / "reference" / "layers.md").read_text()
     right, wrong = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     path = tmp_path / "x.yaml"
     path.write_text(right)

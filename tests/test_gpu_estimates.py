@@ -63,5 +63,5 @@ def test_the_counts_of_nvfp4_are_those_of_the_code():
 
 
 def test_the_page_has_what_the_program_prints():
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "project" / "benchmarks.md").read_text()
     assert "\n".join(gpu_estimates.table()) in page

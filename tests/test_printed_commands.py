@@ -18,7 +18,7 @@ from support.experiments import environment
 from ablate.cli import commands, recipe_targets
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = sorted(
     {
         path.parent

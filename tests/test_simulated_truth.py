@@ -1,4 +1,4 @@
-"""The simulation behind docs/statistics.md, at its smallest size: the same figures in any order, resumed, and the goals it is for."""
+"""The simulation behind docs/reference/statistics.md, at its smallest size: the same figures in any order, resumed, and the goals it is for."""
 
 import json
 import math

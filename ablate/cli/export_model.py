@@ -52,7 +52,7 @@ def export_model(
     if made.rounded_otherwise:
         screen.print(
             f"{made.rounded_otherwise:,} of {made.elements:,} weights differ in their last bits of fp32 when"
-            f" {form} dequantises them; codes and block scales are the training's (docs/export.md).",
+            f" {form} dequantises them; codes and block scales are the training's (docs/use/export.md).",
             soft_wrap=True,
         )
     for path in made.files:

@@ -14,7 +14,7 @@ _EXPERIMENT = """\
 schema: 1
 question: Does stochastic rounding of the gradients matter for my model?
 {workload}
-recipe: nvfp4                  # to start from: a preset (docs/recipes.md), or a file: my_recipe.yaml
+recipe: nvfp4                  # a preset (docs/reference/recipes.md), or a file: my_recipe.yaml
 ablate:                        # the knobs to turn, and their values; every combination is an arm
   sr: [true, false]            #   stochastic rounding of the gradients
   # rht: [true, false]         #   random Hadamard transform
@@ -27,7 +27,7 @@ metric: {{name: val/loss, direction: minimize}}   # min_effect: 0.005: smaller d
 # ablate sweep {name}.yaml       runs it, or continues it; at the end it names the report
 """
 _BUILT_IN = """\
-workload:                      # what is trained: gpt, mae, finetune (docs/experiments.md); python: your own
+workload:                      # gpt, mae, finetune (docs/learn/experiments.md); python: your own
   gpt: {{layers: 4, width: 128, steps: 300, lr: 1.0e-3}}"""
 _OWN = """\
 workload:

@@ -61,7 +61,7 @@ class SweepRun:
             kind = network_file_system(self.settings.state)
             network = (
                 f"the state folder is on a network file system ({kind}): databases use the slower, "
-                "safe journal (docs/cluster.md)"
+                "safe journal (docs/run/cluster.md)"
             )
             for remark in (*notes, *([network] if kind else []), *remarks(self.experiment)):
                 self.screen.print(f"Note: {remark}", soft_wrap=True, markup=False)

@@ -32,7 +32,7 @@ NVFP4, CUTLASS kernels of MSLK for MXFP4), `scaled_mm:cudnn` and `scaled_mm:cutl
 
 On a CPU, torch multiplies FP8 alone, and the engine takes recipes that need nothing else. Refused, with a
 ValueError: a device that lacks a family which the recipe needs, and what FlashInfer cannot write.
-docs/status.md says what has run on a GPU.
+docs/project/status.md says what has run on a GPU.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,6 +1,6 @@
 """The Python interface: recipes in a training loop of one's own, as the package `ablate` hands them on.
 
-Importing this module imports no torch; the functions do when they are called. docs/api.md has examples.
+Importing this module imports no torch; the functions do when they are called. docs/use/api.md has examples.
 """
 
 from __future__ import annotations

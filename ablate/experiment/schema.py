@@ -196,7 +196,7 @@ class Design(Spec):
     """Forks of a trunk in place of full runs.
 
     What is compared is the damage that a recipe does given a past in high precision, not the gap of full runs
-    (docs/statistics.md).
+    (docs/reference/statistics.md).
     """
 
     trunk: str = "bf16"

@@ -6,8 +6,8 @@ two. E2M1 stores one mantissa bit and its smallest normal is 2^0, so its magnitu
 
 Everything else follows from a format's entry: the words that a recipe accepts, how values are rounded, which
 operands count as FP4, how many bits they take, and when a product needs fp32 operands. To add a format, add
-one entry. tests/oracles/grids.py lists the magnitudes of every format independently, and docs/numerics.md
-(section 2) shows the same table. Torch is imported only to compute.
+one entry. tests/oracles/grids.py lists the magnitudes of every format independently, and
+docs/reference/numerics.md (section 2) shows the same table. Torch is imported only to compute.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ on hardware.
 
 A rotation does not lower the error of E2M1 on unstructured data. `rotate` refuses nothing itself: the caller
 pads the contraction to a multiple of `size`, and `spec.Hadamard` allows only the sizes 4 to 128. Section 6 of
-docs/numerics.md states the order of additions.
+docs/reference/numerics.md states the order of additions.
 """
 
 from dataclasses import replace

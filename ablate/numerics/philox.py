@@ -2,7 +2,8 @@
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A
 resumed run, a forked run, a recomputed activation, every device and every thread count therefore draw the
-same bits, and evaluation advances no state. docs/numerics.md (section 5) lists the words of key and counter.
+same bits, and evaluation advances no state. docs/reference/numerics.md (section 5) lists the words of key and
+counter.
 """
 
 import ctypes

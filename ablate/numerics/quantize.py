@@ -4,11 +4,11 @@ The problem: a matrix product on FP4 tensor cores takes 4-bit codes and block sc
 costs on hardware that has no such cores, this module computes exactly the numbers that they would multiply,
 and keeps them in bf16.
 
-The idea, in five steps (docs/numerics.md, sections 3 to 10): rotate the operand if the product is rotated;
-take the outer statistic; compute one scale for each block; multiply the elements by their factor and round
-them to the element grid; multiply the codes by their block scales. A code times an E4M3 scale has at most 6
-significant bits, so the last step is exact in bf16, and a bf16 product with fp32 accumulation gives what the
-tensor core gives, up to the order of additions. The remaining factor, amax / 2688, is kept apart
+The idea, in five steps (docs/reference/numerics.md, sections 3 to 10): rotate the operand if the product is
+rotated; take the outer statistic; compute one scale for each block; multiply the elements by their factor and
+round them to the element grid; multiply the codes by their block scales. A code times an E4M3 scale has at
+most 6 significant bits, so the last step is exact in bf16, and a bf16 product with fp32 accumulation gives
+what the tensor core gives, up to the order of additions. The remaining factor, amax / 2688, is kept apart
 (`Operand.amax`) and applied outside the product; multiplied into the values, it would round nearly every one
 of them.
 

@@ -12,8 +12,8 @@ They are written for one grid at a time and never look at a block or a scale.
 
 Ties of `nearest` go to the even code, as IEEE 754 and NVIDIA's conversion do; magnitudes beyond the grid
 saturate. Random bits are an argument, never taken from a generator, so that a draw depends only on where and
-when it happens (philox.py). The exact rules are section 4 of docs/numerics.md. Not modelled: how the hardware
-instruction `cvt.rs` uses its random bits, which is not published.
+when it happens (philox.py). The exact rules are section 4 of docs/reference/numerics.md. Not modelled: how
+the hardware instruction `cvt.rs` uses its random bits, which is not published.
 """
 
 import torch
@@ -70,8 +70,8 @@ def stochastic(y: Tensor, grid: Format, bits: Tensor, width: int) -> Tensor:
 
     f in [0, 1) is the position of the magnitude between its two neighbours. The floor is Transformer
     Engine's: the result is biased by at most 2^-width of a step toward zero. Magnitudes beyond the grid
-    saturate, which biases them too; the headroom of the block scale (docs/numerics.md, section 3) exists to
-    avoid that.
+    saturate, which biases them too; the headroom of the block scale (docs/reference/numerics.md, section 3)
+    exists to avoid that.
 
     Args:
         y: fp32 values of any shape, already scaled.

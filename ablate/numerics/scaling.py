@@ -8,9 +8,9 @@ magnitude to 6, and its elements are multiplied by 1 / (s / S).
 Example: in a tensor with amax 2688, S is 1. A block whose largest magnitude is 3 gets s = 0.5 and its
 elements are doubled, so 3 becomes 6; after rounding, value(code) * s * amax / 2688 is 3 again.
 
-The order of operations is part of the specification (docs/numerics.md, section 3), since another order rounds
-differently at exact ties, which bf16 data hits. Torch's own conversions are not used for one-byte scales:
-`.to(float8_e4m3fn)` does not saturate.
+The order of operations is part of the specification (docs/reference/numerics.md, section 3), since another
+order rounds differently at exact ties, which bf16 data hits. Torch's own conversions are not used for
+one-byte scales: `.to(float8_e4m3fn)` does not saturate.
 
 NaN and infinities are not refused. A non-finite statistic spreads to the operand, where telemetry counts it.
 Contradictory settings are refused in spec.py, before anything is computed.

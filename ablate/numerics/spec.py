@@ -216,7 +216,7 @@ class Range(Spec):
     rule."""
     headroom: float = Field(1.0, gt=0, le=4)
     """Factor of the block scale: 1 in Transformer Engine; 17/16 leaves stochastic rounding unbiased
-    (docs/numerics.md, section 3)."""
+    (docs/reference/numerics.md, section 3)."""
     prescale: float = Field(1.0, gt=0, le=8)
     """Factor of the scaled elements, by which the product is divided: 3/4 keeps OCP's floor rule from
     saturating (arXiv 2502.20586); 6 with `map_to` 1 scales a block by the power of two above its largest

@@ -168,8 +168,8 @@ class Packed:
     def dequantize(self) -> Tensor:
         """Return value(code) * ((s * amax) * fp32(1 / (6 bound))), fp32 [rows, padded columns].
 
-        docs/numerics.md, section 3. Computed from the codes, so that -6 times a scale of zero is -0, as in
-        hardware; `Operand.dequantize` returns 0 there.
+        docs/reference/numerics.md, section 3. Computed from the codes, so that -6 times a scale of zero is
+        -0, as in hardware; `Operand.dequantize` returns 0 there.
         """
         scales = self.scales.to(torch.float32)
         divisor = Operand(self.codes, self.quant, self.amax).divisor

@@ -7,7 +7,8 @@ from it, and `recipe: [bf16, nvfp4]` under `ablate` compares two presets.
 
 The facts come from the papers, their public code, and Transformer Engine 2.20.2. Each docstring names its
 source and, after "Not modelled", the details that the emulation leaves out. No preset models the order of
-fp32 additions in a tensor core, or the way hardware draws random bits. docs/recipes.md shows every preset.
+fp32 additions in a tensor core, or the way hardware draws random bits. docs/reference/recipes.md shows every
+preset.
 """
 
 from typing import Any
@@ -428,7 +429,7 @@ def nvfp4_per_token_weight_2d() -> Recipe:
 
     16x16 weight blocks under one fp32 amax for the tensor, which stands in every row, so that both copies of
     the weight are the same numbers. Outer scales that differ between rows cannot give that
-    (docs/numerics.md, section 3). Not modelled: what `nvfp4_per_token` does not.
+    (docs/reference/numerics.md, section 3). Not modelled: what `nvfp4_per_token` does not.
     """
     return _per_token(Quant(block="16x16"))
 

@@ -290,7 +290,7 @@ def power_table(arms: Sequence[ArmSummary]) -> Table | None:
             "Spread: standard deviation over seeds. Seeds needed: the total number for an 80 % chance of a"
             " verdict; in brackets, that number if the spread is at either end of its range. The chance is a"
             " mean over all spreads that the seeds so far allow. If the true spread is several times"
-            " min_effect, a number that is named all the same is too small (docs/statistics.md)."
+            " min_effect, a number that is named all the same is too small (docs/reference/statistics.md)."
         )
     else:
         caption = "" if all(arm.margin for arm in arms if arm.gap) else NO_MIN_EFFECT

@@ -106,7 +106,7 @@ def as_data(experiment: Experiment) -> list[Json]:
 # --- the page of docs -----------------------------------------------------------------------------
 
 HEADING = "## Every preset"
-"""Heading of the generated part of docs/tensor_cores.md, which is its end."""
+"""Heading of the generated part of docs/run/tensor_cores.md, which is its end."""
 _PREFACE = f"""\
 {HEADING}
 
@@ -118,7 +118,7 @@ experiment.
 
 
 def presets() -> str:
-    """Return the generated part of docs/tensor_cores.md, from its heading to the end of the page."""
+    """Return the generated part of docs/run/tensor_cores.md, from its heading to the end of the page."""
     quantised = {name: make() for name, make in PRESETS.items() if not make().plain}
     return "\n".join([_PREFACE, *_counts(quantised), "", *_rows(quantised), ""])
 

@@ -17,11 +17,11 @@ nearer margin. Both p-values are valid for the number of looks that the sweep's 
 
 Which correction: Holm's, over all comparisons of one table, separately for the two hypotheses.
 
-Measured error rates (docs/statistics.md; benchmarks/simulated_truth.py prints them): the 95 % t interval
-covers 94.7 to 95.7 % of normal differences at 3 to 8 seeds, and only 82 to 84 % of lognormal ones. In sweeps
-of 8 arms without an effect, at a deviation of 2 min_effect, 4.8 to 5.0 % have any false "better" or "worse",
-against 27 to 32 % without the correction. At the number of seeds that `seeds_needed` names, 78 to 82 % of
-comparisons get their verdict, pooled over effects and deviations.
+Measured error rates (docs/reference/statistics.md; benchmarks/simulated_truth.py prints them): the 95 % t
+interval covers 94.7 to 95.7 % of normal differences at 3 to 8 seeds, and only 82 to 84 % of lognormal ones.
+In sweeps of 8 arms without an effect, at a deviation of 2 min_effect, 4.8 to 5.0 % have any false "better" or
+"worse", against 27 to 32 % without the correction. At the number of seeds that `seeds_needed` names, 78 to 82
+% of comparisons get their verdict, pooled over effects and deviations.
 
 Refused: an interval, a p-value or a verdict from fewer than 3 distinct differences, "the same" for equal
 counts, and a number of seeds without a `min_effect`.
@@ -241,7 +241,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 # Verdicts
 
 Kind = Literal["better", "worse", "equivalent", "same", "undecided", "unjudged"]
-"""Kinds of verdict. docs/statistics.md defines each."""
+"""Kinds of verdict. docs/reference/statistics.md defines each."""
 Reason = Literal[
     "no_pair",
     "one_pair",

@@ -10,7 +10,7 @@ on from the trunk's state for a *window* of w steps, whose step j has the learni
 
 Nothing has time to diverge, and the falling rate removes the noise of single steps. What the arms differ by
 at the end of their windows is the *damage* that a recipe does given a past in high precision. It is not the
-gap of full runs (docs/statistics.md).
+gap of full runs (docs/reference/statistics.md).
 
 The batches and the random draws of step p + j are those of the trunk's step p + j. State that a recipe
 carries (amax histories, moving averages) starts empty.

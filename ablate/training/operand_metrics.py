@@ -4,8 +4,8 @@ An operand is a tensor that enters a product: the source x (rotated, padded) and
 training loop measures all metrics of `OPERAND_METRICS` every `telemetry.every` steps. It records each as
 `quant/<slot>/<layer>/<metric>`, and its mean over layers as `quant/<slot>/<metric>`. To add one, write a
 function of the operand and its census (sums and counts, made in one pass) and enter it at the foot of this
-file, with an alarm if some of its values are wrong; docs/extending.md has the steps. NaN means that the
-metric is undefined for this operand; it is not recorded.
+file, with an alarm if some of its values are wrong; docs/project/extending.md has the steps. NaN means that
+the metric is undefined for this operand; it is not recorded.
 
 Importing this file does not import torch, since plans read the names.
 """

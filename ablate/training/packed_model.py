@@ -163,7 +163,7 @@ def as_served(cast: Packed, to: Format) -> Tensor:
     Codes and block scales are the training's. The loaders multiply them by the outer scale in another order
     than the emulator, so the last bits of a value differ: code * (s * w2) in modelopt, code * (s / g) in
     compressed-tensors, code * ((s * amax) * (1 / D)) here. No fp32 number w2 or g removes the difference for
-    every amax: docs/export.md.
+    every amax: docs/use/export.md.
 
     Args:
         cast: the weight.

@@ -1,4 +1,4 @@
-"""Run experiments on a rented GPU, within a budget, and bring the results back: docs/cloud.md.
+"""Run experiments on a rented GPU, within a budget, and bring the results back: docs/run/cloud.md.
 
     python docker/cloud/rent.py doctor mine.yaml --on modal --gpu B200 --price 7.50 --budget 20
     python docker/cloud/rent.py mine.yaml --on sky --store s3://bucket --gpu B200 --price 6 --budget 20 --spot

@@ -1,6 +1,6 @@
 """The engine of Transformer Engine without a GPU: TE's own modules over a double of their native part, in a process of its own.
 
-What that does not reach is said in docs/status.md: kernels, stochastic rounding, FP8 and MXFP8 products.
+What that does not reach is said in docs/project/status.md: kernels, stochastic rounding, FP8 and MXFP8 products.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The figures of docs/numerics.md, section 13: relative mean squared errors on standard normal data, in thousandths."""
+"""The figures of docs/reference/numerics.md, section 13: relative mean squared errors on standard normal data, in thousandths."""
 
 from functools import cache
 
@@ -28,7 +28,7 @@ def four_over_six(criterion: str) -> Quant:
     return Quant(select=Select(among="scales", criterion=criterion), outer=Outer(bound=256.0))
 
 
-# Each figure: the quantiser, the value of docs/numerics.md, section 13, and that measured once on 4M elements with another seed.
+# Each figure: the quantiser, the value of docs/reference/numerics.md, section 13, and that measured once on 4M elements with another seed.
 FIGURES = {
     "1x16 nearest": (Quant(), 9.05, 9.04),
     "16x16 nearest": (Quant(block="16x16"), 12.39, 12.40),
@@ -43,7 +43,7 @@ FIGURES = {
     "search": (Quant(select=Select(among="search")), 6.60, 6.603),
 }
 WITH_HEADROOM = {1: 23.4, 4: 5.87, 16: 1.47, 64: 0.367, 256: 0.092}
-"""docs/numerics.md, section 13: the error of the mean of so many draws."""
+"""docs/reference/numerics.md, section 13: the error of the mean of so many draws."""
 
 
 @cache
@@ -127,7 +127,7 @@ def test_half_of_the_blocks_have_a_maximum_above_six_times_their_rounded_scale()
     above = (result.scaled.abs() > 6).view(256, 64, 16).any(2).double().mean().item()
     assert above == pytest.approx(
         0.509, abs=0.01
-    )  # docs/numerics.md, section 3: about half; 16,384 blocks: a standard error of 0.004
+    )  # docs/reference/numerics.md, section 3: about half; 16,384 blocks: a standard error of 0.004
     roomy = quantize(gaussian(256), Quant(range=ROOM), keep=True)
     # A block whose scale is at its bound of 448 has no room: those within 1/17 of the tensor's largest magnitude.
     crowded = (roomy.scaled.abs() > 6).view(256, 64, 16).any(2)

@@ -1,4 +1,4 @@
-"""docs/numerics.md, the specification: its tables are the registries, and every file that cites a section cites one that exists."""
+"""docs/reference/numerics.md, the specification: its tables are the registries, and every file that cites a section cites one that exists."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ from ablate.numerics import choices, hadamard
 from ablate.numerics.formats import ELEMENTS, SCALES
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "numerics.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "numerics.md").read_text()
 
 
 def table(heading: str) -> dict[str, list[str]]:
@@ -67,7 +67,7 @@ def test_cited_sections_exist():
         section
         for path in [*(ROOT / "ablate").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
         for match in re.findall(
-            r"docs/numerics\.md\s*(?:,|\()\s*sections? (\d+)(?: to (\d+))?", path.read_text()
+            r"docs/reference/numerics\.md\s*(?:,|\()\s*sections? (\d+)(?: to (\d+))?", path.read_text()
         )
         for section in match
         if section

@@ -114,7 +114,7 @@ def test_a_kept_operand_knows_the_input_of_its_rounding(keep):
 
 @pytest.mark.parametrize("prescale", [1.0, 0.75])
 def test_outer_scales_of_128_elements_are_multiplied_in_the_order_of_the_specification(prescale):
-    """An operand in fp32 holds code * s * (A * fp32(1 / (M * bound))): docs/numerics.md, section 4."""
+    """An operand in fp32 holds code * s * (A * fp32(1 / (M * bound))): docs/reference/numerics.md, section 4."""
     x = tensor(4, 256, seed=0).bfloat16()
     quant = Quant(outer=Outer(granularity="block:128"), range=Range(map_to=4.0, prescale=prescale))
     made = quantize(x, quant, keep=True)

@@ -251,7 +251,7 @@ def test_tiny_and_huge_tensors_give_finite_values_about_as_large_as_their_input(
 
 
 def test_beyond_the_largest_fp32_over_448_decoding_overflows_to_infinity_as_transformer_engines_does():
-    # (s * amax) comes first, left to right (docs/numerics.md, section 3): an infinity, not a wrong number. The values stay finite.
+    # (s * amax) comes first, left to right (docs/reference/numerics.md, section 3): an infinity, not a wrong number. The values stay finite.
     x = torch.full((1, 16), 1e36)
     result = quantize(x, Quant())
     assert result.values.eq(6 * 448).all()

@@ -167,7 +167,7 @@ def test_the_transposed_copy_of_a_1d_tensor_is_not():
     relative = ((row - column).square().sum() / x.square().sum()).item()
     assert relative == pytest.approx(
         17.0e-3, rel=0.02
-    )  # docs/numerics.md, section 13; rounded there to three digits
+    )  # docs/reference/numerics.md, section 13; rounded there to three digits
 
 
 def test_stochastic_bits_depend_on_the_site_and_the_clock_alone():

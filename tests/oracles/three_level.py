@@ -1,6 +1,6 @@
 """Scaling with micro-exponents, as in HiF4, written out group by group: plain loops over Python floats.
 
-From the definition in docs/numerics.md (section 3) alone. Products are formed in float64, where those of two fp32 numbers are
+From the definition in docs/reference/numerics.md (section 3) alone. Products are formed in float64, where those of two fp32 numbers are
 exact, and rounded to fp32 one by one.
 """
 

@@ -1,7 +1,7 @@
-"""Two-level scaling written out tile by tile: plain loops over numpy fp32 scalars, from docs/numerics.md alone.
+"""Two-level scaling written out tile by tile: plain loops over numpy fp32 scalars, from docs/reference/numerics.md alone.
 
 Slow, and independent of the package: no tensor of torch, no broadcasting, and grids by enumeration. For the recipes of which no
-public implementation is installed it is the only oracle; docs/status.md says which those are.
+public implementation is installed it is the only oracle; docs/project/status.md says which those are.
 """
 
 from dataclasses import dataclass

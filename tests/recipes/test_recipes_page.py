@@ -1,4 +1,4 @@
-"""docs/recipes.md is generated: it must be what the presets and knobs say today."""
+"""docs/reference/recipes.md is generated: it must be what the presets and knobs say today."""
 
 import re
 

@@ -251,7 +251,7 @@ def test_flashinfer_refuses_fp32_outputs_of_fp4_alone(field):
 
 
 def test_the_page_is_current():
-    assert (DOCS / "tensor_cores.md").read_text().endswith(f"\n\n{presets()}"), "run `make pages`"
+    assert (DOCS / "run" / "tensor_cores.md").read_text().endswith(f"\n\n{presets()}"), "run `make pages`"
     rows = [line for line in presets().splitlines() if line.startswith("| `")]
     named = {line.split("`")[1] for line in rows}
     assert {name for name, make in PRESETS.items() if not make().plain} < named

@@ -119,7 +119,7 @@ def test_product_errors_are_numpys():
 
 
 def test_2d_weights_are_consistent_and_1d_weights_are_not():
-    """17.0e-3 on Gaussian data: docs/numerics.md, section 13; 4 % for 64k elements."""
+    """17.0e-3 on Gaussian data: docs/reference/numerics.md, section 13; 4 % for 64k elements."""
     assert metrics("nvfp4", outputs=256, inputs=256)["weights/inconsistency"] == 0
     assert metrics("fp4_all_the_way", outputs=256, inputs=256)["weights/inconsistency"] == pytest.approx(
         17.0e-3, rel=0.04

@@ -43,7 +43,7 @@ class TextWorkload(Trained):
     data: TextSource = "stdlib"
     """`stdlib`: source of Python's standard library as bytes; `prose`: 40 kB of English; or your own data.
 
-    Your own data are files, token shards or a dataset (docs/data.md).
+    Your own data are files, token shards or a dataset (docs/use/data.md).
     """
     context: int = Field(128, ge=2, le=1 << 24)
     """Tokens in a sequence."""
