@@ -47,6 +47,7 @@ HOMES = {
     "optuna",
     "optuna_dashboard",
     "mlflow",
+    "tensorboard",
     "ruamel",
     "seaborn",
     "transformer_engine",

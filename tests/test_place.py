@@ -14,6 +14,7 @@ LAB = """
 state = "lab-runs"
 ray = "ray://head:10001"
 mlflow = "http://tracker:5000"
+tracker = "tensorboard"
 workers = 3
 executor = "inline"
 device = "cpu"

@@ -145,6 +145,13 @@ class SweepFlags(Flags):
         ),
     ] = None
     mlflow: Mlflow = None
+    tracker: Annotated[
+        str | None,
+        typer.Option(
+            help="Trackers beside MLflow: tensorboard, or module:class; commas between. (ABLATE_TRACKER)",
+            rich_help_panel=LOCATIONS,
+        ),
+    ] = None
     shared_state: Annotated[
         bool | None,
         typer.Option(

@@ -32,6 +32,7 @@ ENVIRONMENT = {
     "state": "ABLATE_STATE",
     "ray": "ABLATE_RAY_ADDRESS",
     "mlflow": "ABLATE_MLFLOW",
+    "tracker": "ABLATE_TRACKER",
     "notify": "ABLATE_NOTIFY",
     "shared_state": "ABLATE_SHARED_STATE",
 }
@@ -51,6 +52,8 @@ class Settings:
     """Address of a Ray cluster; None: start Ray on this machine."""
     mlflow: str | None = field(repr=False)  # an address may hold a password
     """Address of MLflow; None: no MLflow."""
+    tracker: str | None
+    """Trackers beside MLflow: names or `module:class`, separated by commas; None: none."""
     workers: int | None
     """Trials at once; None: one for each core, or for each GPU."""
     executor: str
@@ -86,6 +89,7 @@ class Settings:
         defaults = {
             "ray": "started here",
             "mlflow": "none",
+            "tracker": "none",
             "workers": "one for each core, or for each GPU",
             "notify": "none",
             "price": "not set",
@@ -103,6 +107,7 @@ class Settings:
             "state": str(self.state.resolve()),
             "ray": self.ray or "local",
             "mlflow": self.mlflow or "none",
+            "tracker": self.tracker,
             "notify": self.notify,
         }
         variables = {ENVIRONMENT[key]: value for key, value in values.items() if value}
@@ -228,6 +233,7 @@ KEYS: dict[str, Callable[[object], str | None]] = {
     "state": _text,
     "ray": _text,
     "mlflow": _text,
+    "tracker": _text,
     "workers": _workers,
     "executor": _one_of("ray", "inline"),
     "device": _one_of("auto", "cpu", "cuda"),

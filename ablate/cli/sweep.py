@@ -20,7 +20,7 @@ from ablate.errors import InputError
 from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.progress import RunOptions
 from ablate.execution.sweep_control import check, holder
-from ablate.execution.tracking import check_login
+from ablate.execution.tracking import check_login, open_trackers
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, lock
 from ablate.provenance import other_package, own_command
@@ -104,7 +104,9 @@ def sweep(
     if jobs.sbatch and jobs.export_jobs is None:
         raise InputError(["--sbatch: its options are those of job arrays; add --export-jobs FOLDER"])
     paces = MachinePaces.of(experiment, settings.device, settings.ray is not None)
-    kept = RunOptions(options.fork, options.fresh, options.accept_version, settings.price, paces, summary_of)
+    trackers = open_trackers(settings.tracker, settings.state, experiment.name)
+    given = options.fork, options.fresh, options.accept_version
+    kept = RunOptions(*given, settings.price, paces, summary_of, trackers)
     run = SweepRun(experiment, settings, kept, hidden.check_command, options.quiet, options.report)
     folder = settings.state / "sweeps" / experiment.name
     if options.detach:

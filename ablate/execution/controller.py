@@ -122,6 +122,7 @@ class Controller:
                 self._mlflow,
                 busy=self._work_left(),
                 describe=self.options.describe,
+                trackers=self.options.trackers,
             )
             if self.projections.warmed:
                 self._say(self.projections.warmed)

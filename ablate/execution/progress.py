@@ -3,12 +3,13 @@ workers.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.messages import Message, TrialRequest
+from ablate.execution.tracking.tracker import Tracker
 from ablate.execution.trial_queue import Work
 from ablate.store.ledger import Ledger
 
@@ -106,3 +107,5 @@ class RunOptions:
     """Measurements of this machine for estimates; trials that ran are added. None to leave them out."""
     describe: Callable[[Ledger], str] = lambda ledger: ""
     """Function from the finished sweep's ledger to the description of its parent run in MLflow, Markdown."""
+    trackers: Mapping[str, Tracker] = field(default_factory=dict)
+    """Trackers beside MLflow, by name."""

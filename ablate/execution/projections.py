@@ -9,7 +9,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import ArmRow, Member
 
 if TYPE_CHECKING:
-    from ablate.execution.tracking import Follower, MlflowTracker
+    from ablate.execution.tracking import Follower, MlflowTracker, Tracker
 
 
 _SETTLING_SHARE = 0.05
@@ -150,7 +150,7 @@ class Mirror:
 
 
 class Projections:
-    """The study and the MLflow projection of one sweep, used in its controller's thread."""
+    """The study and the trackers of one sweep, used in its controller's thread."""
 
     def __init__(
         self,
@@ -162,10 +162,12 @@ class Projections:
         busy: bool,
         clock: Callable[[], float] = time.monotonic,
         describe: Callable[[Ledger], str] = lambda ledger: "",
+        trackers: Mapping[str, "Tracker"] = {},
     ) -> None:
         self._experiment, self._ledger, self._describe = experiment, ledger, describe
         self._clock, self._settle_after = clock, -math.inf
         self.mirror = Mirror(mlflow, ledger, state, folder, experiment.name, busy) if mlflow else None
+        self._followers = _follow(trackers, folder / "ledger.db")
         self._journal = folder / "optuna.log"
         self._warm, outside = warm(ledger, state, experiment)
         others = f"; {outside} others lie outside of this space" if outside else ""
@@ -196,8 +198,14 @@ class Projections:
 
     @property
     def trouble(self) -> str | None:
-        """Size and reason of MLflow's delay, as a sentence; None while there is none."""
-        return self.mirror.lag if self.mirror else None
+        """Delays of trackers with their reasons, as a sentence; None while there are none."""
+        delays = [self.mirror.lag] if self.mirror else []
+        delays += [
+            f"{name} is behind ({follower.trouble})"
+            for name, follower in self._followers.items()
+            if follower.trouble
+        ]
+        return "; ".join(filter(None, delays)) or None
 
     def settled(self, trial: int) -> None:
         """Mark the arms that need this finished trial, and the arms that wait for such an arm as their
@@ -225,7 +233,7 @@ class Projections:
             if not final:
                 return
             self._open_study()
-        patient = self.mirror and not (final or self.trouble)
+        patient = self.mirror and not (final or self.mirror.trouble)
         if updated or not patient:
             self._due |= {point for point, arm in self._waiting.items() if arm in updated or not patient}
         began = self._clock()
@@ -255,12 +263,20 @@ class Projections:
             self._settle_after = now + (now - began) / _SETTLING_SHARE
 
     def finish(self, status: str, seconds: float) -> str | None:
-        """Bring both projections up to date, waiting at most `seconds`; return a sentence about missing
+        """Bring all projections up to date, waiting at most `seconds`; return sentences about missing
         records, or None.
         """
-        behind = self.mirror.finish(status, self._describe(self._ledger), seconds) if self.mirror else None
+        note = self._describe(self._ledger) if self.mirror or self._followers else ""
+        for follower in self._followers.values():
+            follower.ask_to_finish(status, note)
+        deadline = time.monotonic() + seconds
+        behind = [self.mirror.finish(status, note, seconds)] if self.mirror else []
+        for name, follower in self._followers.items():
+            if not follower.finish(status, note, max(0.0, deadline - time.monotonic())):
+                why = follower.trouble or "it takes long"
+                behind.append(f"{name} is behind ({why}): the next run of this sweep writes the rest")
         self.refresh(final=True)
-        return behind
+        return "; ".join(filter(None, behind)) or None
 
     def judge(self, trial: int) -> dict[int, GivenUp]:
         """Report to the pruner the values of all arms that need this trial. Return the decisions to end an
@@ -324,6 +340,15 @@ class Projections:
             for metric, values in zip(self._experiment.objectives, result.by_seed, strict=True)
         }
         self.study.tell(number, result.values, result.means, facts | by_seed, result.violations)
+
+
+def _follow(trackers: Mapping[str, "Tracker"], ledger: Path) -> dict[str, "Follower"]:
+    """Start the threads of trackers beside MLflow, by name."""
+    if not trackers:
+        return {}
+    from ablate.execution.tracking import Follower
+
+    return {name: Follower(tracker, ledger, name) for name, tracker in trackers.items()}
 
 
 def _compared(member: Member, gaps: Gaps) -> dict[str, Json]:

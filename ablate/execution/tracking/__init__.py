@@ -1,10 +1,11 @@
 """Projections of the ledger into MLflow and other trackers, and import of a sweep from MLflow. The only
-folder that imports MLflow.
+folder that imports MLflow or TensorBoard.
 
-`tracker` has the operations of a tracker; `follower` is the thread that calls them. The other files are
-MLflow's: `runs` names and tags runs; `mlflow_tracker` decides what is written; `writer` writes it by MLflow's
-client, and `local_database` without it into a database of this machine; `reader` reads back; `database` makes
-a SQLite database; `attach` adds a report's files; `login` checks the access to a server.
+`tracker` has the operations of a tracker and finds those of other packages; `follower` is the thread that
+calls them; `tensorboard` writes event files. The other files are MLflow's: `runs` names and tags runs;
+`mlflow_tracker` decides what is written; `writer` writes it by MLflow's client, and `local_database` without
+it into a database of this machine; `reader` reads back; `database` makes a SQLite database; `attach` adds a
+report's files; `login` checks the access to a server.
 """
 
 from ablate.execution.tracking.attach import log_report
@@ -14,7 +15,7 @@ from ablate.execution.tracking.login import check_login
 from ablate.execution.tracking.mlflow_tracker import MlflowTracker, Shipped, behind
 from ablate.execution.tracking.reader import fetch
 from ablate.execution.tracking.runs import VIEW, page, shown
-from ablate.execution.tracking.tracker import Tracker
+from ablate.execution.tracking.tracker import Tracker, open_trackers
 
 __all__ = [
     "VIEW",
@@ -26,6 +27,7 @@ __all__ = [
     "check_login",
     "fetch",
     "log_report",
+    "open_trackers",
     "page",
     "shown",
     "unusable",

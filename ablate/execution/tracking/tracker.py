@@ -15,16 +15,31 @@ in what it has written, and whatever it wrote can be deleted and is made again. 
 
         def finish(self, ledger: Ledger, status: str, note: str) -> None:
             self.refresh(ledger)
+
+`--tracker package.module:Log` uses it.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from pkgutil import resolve_name
 from textwrap import shorten
+from typing import cast
 
+from ablate.errors import InputError, nearest
 from ablate.store.ledger import Ledger
+from ablate.training.own_code import user_code
+
+GROUP = "ablate.trackers"
+"""Group of entry points by which installed packages offer trackers."""
 
 
 class Tracker(ABC):
-    """Projection of one sweep's ledger. One thread calls all operations, which may take their time."""
+    """Projection of one sweep's ledger. One thread calls all operations, which may take their time.
+
+    An installed or own tracker is constructed with the state folder and the sweep's name.
+    """
 
     @abstractmethod
     def refresh(self, ledger: Ledger) -> None:
@@ -48,3 +63,37 @@ class Tracker(ABC):
         """Return why an operation failed, as part of a sentence. Release what must not be used again."""
         first = (str(error).splitlines() or [""])[0]
         return f"{type(error).__name__}: {shorten(first, 120, placeholder=' ...')}"
+
+
+def open_trackers(names: str | None, state: Path, sweep: str) -> dict[str, Tracker]:
+    """Return the trackers of a sweep by name.
+
+    Args:
+        names: Names of `TRACKERS`, of entry points, or `module:class`, separated by commas; None for none.
+            Modules are looked for in the current folder first.
+        state: State folder.
+        sweep: Name of the sweep.
+
+    Raises:
+        InputError: There is no such tracker, or it cannot be imported.
+    """
+    wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
+    return {name: _find(name)(state, sweep) for name in wanted}
+
+
+def _find(name: str) -> Callable[[Path, str], Tracker]:
+    offered = {entry.name: entry.value for entry in entry_points(group=GROUP)}
+    path = TRACKERS.get(name) or offered.get(name, name)
+    if ":" not in path:
+        hint = nearest(name, [*TRACKERS, *offered])
+        raise InputError([f"tracker {name!r}: no such tracker; {hint}, or give `module:class`"])
+    try:
+        own = name in TRACKERS
+        made = resolve_name(path) if own else user_code.load(user_code.find(Path.cwd(), path))
+    except (ImportError, AttributeError, SyntaxError, ValueError) as error:
+        raise InputError([f"tracker {name!r}: {error}"]) from error
+    return cast("Callable[[Path, str], Tracker]", made)
+
+
+TRACKERS = {"tensorboard": "ablate.execution.tracking.tensorboard:TensorBoard"}
+"""Trackers of this package, beside MLflow, by name."""

@@ -1,0 +1,98 @@
+"""Trackers beside MLflow: one of another package, TensorBoard's files, and one that fails."""
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from support.commands import INLINE, here
+from support.experiments import ledger, tiny, write
+from support.toy_tracker import Toy
+
+from ablate.errors import InputError
+from ablate.execution import controller
+from ablate.execution.controller import Controller
+from ablate.execution.progress import Outcome, RunOptions
+from ablate.execution.tracking import Tracker, open_trackers, shown
+from ablate.execution.workers import Inline
+
+
+def follow(folder: Path, trackers: Mapping[str, Tracker]) -> tuple[Outcome, list[str]]:
+    """Run a sweep with trackers; return its outcome and news."""
+    options = RunOptions(trackers=trackers, describe=lambda ledger: "the answer")
+    run = Controller(tiny(folder, seeds=2), folder, "cpu", Inline, None, options)
+    steps = [*run.run()]
+    assert isinstance(steps[-1], Outcome)
+    return steps[-1], [*(line for step in steps[:-1] for line in step.news), *run.news]
+
+
+def test_a_tracker_of_another_module_shows_every_member_and_the_answer(tmp_path):
+    trackers = open_trackers("support.toy_tracker:Toy", tmp_path, "tiny")
+    assert follow(tmp_path, trackers)[0].status == "done"
+    book = ledger(tmp_path)
+    expected = [
+        f"{m.name} seed={m.seed}: done {book.last_value(m.trial, 'val/loss')!r}" for m in book.members()
+    ]
+    book.close()
+    assert len(expected) == 6
+    assert (tmp_path / "tiny.txt").read_text().splitlines() == [*expected, "FINISHED", "", "the answer"]
+
+
+class Broken(Toy):
+    """Fails at every look."""
+
+    def refresh(self, ledger) -> None:
+        raise OSError("no more paper\nin the printer")
+
+
+def test_a_tracker_that_fails_is_named_and_neither_stops_the_sweep_nor_another_tracker(tmp_path, monkeypatch):
+    monkeypatch.setattr(controller, "MLFLOW_GRACE_SECONDS", 3.0)
+    outcome, news = follow(tmp_path, {"broken": Broken(tmp_path, "other"), "toy": Toy(tmp_path, "tiny")})
+    assert outcome.status == "done"
+    assert news[-1] == "broken is behind (OSError: no more paper): the next run of this sweep writes the rest"
+    assert "FINISHED" in (tmp_path / "tiny.txt").read_text()
+
+
+@pytest.mark.parametrize("name", ["tensorbord", "no_such_module:Toy", "support.toy_tracker:Tory"])
+def test_a_name_that_is_no_tracker_is_refused(name, tmp_path):
+    with pytest.raises(InputError, match=name):
+        open_trackers(name, tmp_path, "tiny")
+
+
+def scalars(folder: Path) -> dict[str, list[tuple[int, float, float]]]:
+    """Return step, value and time of all scalars below a folder, by tag, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    return {
+        tag: [(e.step, e.value, e.wall_time) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]
+    }
+
+
+def test_tensorboard_reads_the_ledgers_records_and_a_second_run_writes_nothing(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs the package tensorboard")
+    command = "sweep", write(tmp_path, seeds=1), "--state", tmp_path, *INLINE, "--tracker", "tensorboard"
+    done = here(*command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    book = ledger(tmp_path)
+    metrics = json.loads(book.fact("metrics") or "[]")
+    for member in book.members():
+        expected: dict[str, list[tuple[int, float, float]]] = {}
+        for step, name, value, moment in book.records(member.trial):
+            if shown(name, metrics):
+                single = struct.unpack("f", struct.pack("f", value))[0]
+                expected.setdefault(name, []).append((step, single, moment))
+        found = scalars(tmp_path / "tensorboard" / "tiny" / member.name / f"seed={member.seed}")
+        assert found == expected
+        assert len(found) > 5
+    assert len(book.members()) == 3
+    book.close()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "tensorboard").rglob("events.*")}
+    assert len(before) == 3
+    next(iter(before)).unlink()
+    assert here(*command).returncode == 0
+    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "tensorboard").rglob("events.*")}
+    assert after.keys() == before.keys()
+    assert sum(after[path] != before[path] for path in before) == 1
