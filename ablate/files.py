@@ -112,6 +112,20 @@ def full(error: BaseException | None, folder: Path | None = None) -> bool:
     return False
 
 
+@contextmanager
+def first_error() -> Iterator[None]:
+    """Raise what interrupted `torch.save`, which raises an error of its own when it closes a torn archive.
+
+    That error would take the place of Ctrl-C, or of a full disk (torch 2.13.0).
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if error.__context__ is None:
+            raise
+        raise error.__context__ from None
+
+
 @dataclass(frozen=True)
 class Holder:
     """Process that holds a lock and, for the lock of a trial, the attempt that it computes."""

@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -61,6 +61,27 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
         checkpoints.leave(4, {"step": 4}, (False, True))
     monkeypatch.undo()
     assert Checkpoints(tmp_path / "checkpoint.pt", "trial", 0).take()["step"] == 3
+
+
+def test_ctrl_c_while_a_checkpoint_is_written_is_ctrl_c(tmp_path):
+    """Of 64 MB, which take 60 ms, so that it comes before, while and after the tensor is written."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    checkpoints = Checkpoints(tmp_path / "checkpoint.pt", "trial", 0)
+    checkpoints.leave(3, {"step": 3}, (False, True))
+    state = {"step": 4, "model": torch.zeros(1 << 24)}
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for milliseconds in range(5, 60, 5):
+            signal.setitimer(signal.ITIMER_REAL, milliseconds / 1000)
+            with suppress(KeyboardInterrupt):
+                checkpoints.leave(4, state, (False, True))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert Checkpoints(tmp_path / "checkpoint.pt", "trial", 0).take()["step"] in (3, 4)
 
 
 def flip(path: Path, place: float, bit: int = 0) -> None:

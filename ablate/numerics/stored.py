@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ablate.files import first_error
 from ablate.numerics.partition import Partition
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand, pad, quantize
@@ -260,7 +261,8 @@ class Stored:
         document["digest"] = _digest(document)
         temporary = Path(f"{path}.{os.getpid()}")
         with temporary.open("wb") as file:
-            torch.save(document, file)
+            with first_error():
+                torch.save(document, file)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ablate.engines.emulated import Engine, EngineState
 from ablate.errors import InputError
-from ablate.files import Damaged
+from ablate.files import Damaged, first_error
 from ablate.numerics.product import why_not
 from ablate.training import final_weights
 from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, Footer, SealedWriter, unsealed
@@ -237,7 +237,8 @@ class Checkpoints:
         temporary = path.with_name(f"{path.name}.{os.getpid()}")
         with temporary.open("wb") as file:
             writer = SealedWriter(file)
-            torch.save({"trial": self.trial, "products": self.products, **state}, writer)
+            with first_error():
+                torch.save({"trial": self.trial, "products": self.products, **state}, writer)
             writer.seal(about)
             file.flush()
             os.fsync(file.fileno())
