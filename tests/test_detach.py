@@ -6,6 +6,8 @@ import pty
 import signal
 import subprocess
 import sys
+from itertools import pairwise
+from pathlib import Path
 
 import psutil
 import pytest
@@ -13,6 +15,8 @@ from support.commands import INLINE, here
 from support.experiments import ablate, environment, program, statuses, until, write
 from support.gates import Gate
 
+from ablate.cli.settings import find_settings
+from ablate.cli.sweep import SweepOptions, detached_command
 from ablate.execution.sweep_control import holder
 from ablate.files import lock
 
@@ -199,3 +203,18 @@ def test_no_password_is_in_the_words_of_a_detached_process(tmp_path, started):
     assert process.environ()["ABLATE_MLFLOW"] == ADDRESSES[0]
     assert SECRET not in done.stdout + everything(tmp_path)
     process.kill()
+
+
+def test_a_detached_sweep_gets_every_number_that_was_given_zero_too(tmp_path):
+    settings = find_settings(state=tmp_path, price=0.0, priority=0, workers=2)
+    options = SweepOptions(seeds=3, quiet=True)
+    words = detached_command(Path("x.yaml"), settings, options)
+    pairs = {*pairwise(words)}
+    assert pairs >= {("--price", "0.0"), ("--priority", "0"), ("--workers", "2"), ("--seeds", "3")}
+    assert "--quiet" in words
+
+
+def test_a_job_array_is_not_detached(tmp_path):
+    done = here("sweep", write(tmp_path), "--state", tmp_path, "--detach", "--export-jobs", tmp_path / "jobs")
+    assert (done.returncode, "--detach" in done.stderr) == (2, True)
+    assert not (tmp_path / "sweeps").exists()

@@ -2,12 +2,14 @@
 
 import json
 import struct
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from support.commands import INLINE, here
-from support.experiments import ledger, tiny, write
+from support.experiments import ledger, tiny, until, write
 from support.toy_tracker import Toy
 
 from ablate.errors import InputError
@@ -15,7 +17,10 @@ from ablate.execution import controller
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome, RunOptions
 from ablate.execution.tracking import Tracker, open_trackers, shown
+from ablate.execution.tracking.follower import Follower
 from ablate.execution.workers import Inline
+
+ROOT = Path(__file__).parents[1]
 
 
 def follow(folder: Path, trackers: Mapping[str, Tracker]) -> tuple[Outcome, list[str]]:
@@ -52,6 +57,28 @@ def test_a_tracker_that_fails_is_named_and_neither_stops_the_sweep_nor_another_t
     assert outcome.status == "done"
     assert news[-1] == "broken is behind (OSError: no more paper): the next run of this sweep writes the rest"
     assert "FINISHED" in (tmp_path / "tiny.txt").read_text()
+
+
+def test_a_ledger_that_cannot_be_read_is_the_reason_for_a_delay(tmp_path):
+    follower = Follower(Toy(tmp_path, "tiny"), tmp_path / "ledger.db", "toy")
+    assert until(lambda: follower.trouble is not None)
+    assert str(tmp_path / "ledger.db") in follower.trouble
+    assert not follower.finish("FINISHED", "", 0.1)
+
+
+def test_a_tracker_from_this_checkout_leaves_the_imported_package_as_it_is(tmp_path):
+    """The current folder of such a command holds the package, whose modules are not the tracker's."""
+    program = (
+        "import sys; from pathlib import Path; import ablate.store.ledger as before;"
+        "from ablate.execution.tracking import open_trackers;"
+        "assert open_trackers('tests.support.toy_tracker:Toy', Path(sys.argv[1]), 'x');"
+        "assert sys.modules['ablate.store.ledger'] is before"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT, check=True)
+
+
+def test_none_is_no_tracker(tmp_path):
+    assert open_trackers("none", tmp_path, "tiny") == {}
 
 
 @pytest.mark.parametrize("name", ["tensorbord", "no_such_module:Toy", "support.toy_tracker:Tory"])

@@ -107,7 +107,7 @@ class Settings:
             "state": str(self.state.resolve()),
             "ray": self.ray or "local",
             "mlflow": self.mlflow or "none",
-            "tracker": self.tracker,
+            "tracker": self.tracker or "none",
             "notify": self.notify,
         }
         variables = {ENVIRONMENT[key]: value for key, value in values.items() if value}

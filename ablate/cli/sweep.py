@@ -94,6 +94,10 @@ def sweep(
         raise InputError(
             ["--capability: describes another machine; add --export-jobs FOLDER, or use `ablate plan`"]
         )
+    if jobs.sbatch and jobs.export_jobs is None:
+        raise InputError(["--sbatch: its options are those of job arrays; add --export-jobs FOLDER"])
+    if options.detach and jobs.export_jobs is not None:
+        raise InputError(["--detach: --export-jobs runs nothing; leave one of the two out"])
     settings = settings_for(machine, flags, notify=options.notify)
     print_starting(f"reading {file} and its data", quiet=options.quiet or not sys.stderr.isatty())
     experiment = load(file, settings.device, options.seeds, machine)
@@ -101,8 +105,6 @@ def sweep(
         show(experiment, settings)
         return
     notes = _require_runnable(file, experiment, settings)
-    if jobs.sbatch and jobs.export_jobs is None:
-        raise InputError(["--sbatch: its options are those of job arrays; add --export-jobs FOLDER"])
     paces = MachinePaces.of(experiment, settings.device, settings.ray is not None)
     trackers = open_trackers(settings.tracker, settings.state, experiment.name)
     given = options.fork, options.fresh, options.accept_version
@@ -169,7 +171,7 @@ def _detach(file: Path, folder: Path, settings: Settings, options: SweepOptions)
     begun, ready = os.pipe()
     with log.open("w") as output:
         process = subprocess.Popen(
-            [*_command(file, settings, options), "--ready", str(ready)],
+            [*detached_command(file, settings, options), "--ready", str(ready)],
             pass_fds=[ready],
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -197,7 +199,7 @@ def _detach(file: Path, folder: Path, settings: Settings, options: SweepOptions)
     return DONE
 
 
-def _command(file: Path, settings: Settings, options: SweepOptions) -> list[str]:
+def detached_command(file: Path, settings: Settings, options: SweepOptions) -> list[str]:
     """Return the command of a detached sweep.
 
     Addresses are passed in its environment, since every user of a machine can list the arguments of a
@@ -210,11 +212,12 @@ def _command(file: Path, settings: Settings, options: SweepOptions) -> list[str]
         "--device",
         settings.device,
     ]
-    command += ["--workers", str(settings.workers)] if settings.workers else []
-    command += ["--price", str(settings.price)] if settings.price else []
-    command += ["--priority", str(settings.priority)] if settings.priority else []
+    numbers = {"--workers": settings.workers, "--price": settings.price, "--priority": settings.priority}
+    for option, number in numbers.items():
+        command += [] if number is None else [option, str(number)]
     command += [] if options.fork else ["--no-fork"]
     command += [] if options.report else ["--no-report"]
     command += ["--seeds", str(options.seeds)] if options.seeds else []
+    command += ["--quiet"] if options.quiet else []
     command += ["--fresh"] if options.fresh else []
     return command + (["--accept-version"] if options.accept_version else [])

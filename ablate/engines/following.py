@@ -67,7 +67,9 @@ class Replacement(nn.Linear):
             }
         )
         copied.__dict__ |= dict.fromkeys(self.dropped)
-        copied.__dict__["_own_histories"] = copied.histories
+        # In an evaluation, the histories of a copy are its leader's.
+        own = deepcopy(vars(self).get("_own_histories", self.histories), memo)
+        copied.__dict__["_own_histories"] = copied.__dict__["histories"] = own
         copied.__dict__["_leader"] = vars(self).get("_leader", self)  # no submodule of the copy
         return copied
 

@@ -346,7 +346,7 @@ def _engine(draft: Draft) -> Iterator[Problem]:
     except ValueError as error:
         yield document.problem(("engine",), str(error), file.engine)
         return
-    for arm in draft.arms:
+    for arm in (*draft.arms, *draft.ends):
         if why := file.resources.misfit(arm.config, arm.recipe, engine):
             yield document.problem(("resources",), f"arm {arm.name}: {why}")
             return

@@ -175,6 +175,19 @@ def test_a_copy_of_a_layer_reports_to_no_probe():
     assert module.context.probe.seen == {}
 
 
+def test_a_copy_of_a_copy_has_the_history_of_the_copy_not_of_the_training():
+    module = layer(NVFP4, drawn(80, 48, seed=2))
+    average = deepcopy(module)
+    average.histories["fprop.x"].amax[1], module.histories["fprop.x"].amax[1] = 2.0, 8.0
+    module.clock.stream = "evaluation"
+    average.follow()
+    assert average.histories is module.histories
+    again = deepcopy(average)
+    module.clock.stream = "training"
+    again.follow()
+    assert again.histories["fprop.x"].amax == {1: 2.0}
+
+
 def test_in_nvfp4_the_rotation_runs_along_tokens_of_the_weight_gradient_alone():
     seen = watched(NVFP4)
     x, dy = drawn(64, 48, seed=1).bfloat16(), drawn(64, 80, seed=3).bfloat16()

@@ -6,6 +6,7 @@ exception is shown as the reason for the tracker's delay, and the operation is t
 """
 
 import threading
+from contextlib import closing
 from pathlib import Path
 
 from ablate.execution.tracking.tracker import Tracker
@@ -54,27 +55,34 @@ class Follower:
         self.ask_to_finish(status, note)
         self._thread.join(seconds)
         self._stop.set()
+        self._wake.set()
         return self._complete
 
     def _run(self) -> None:
-        ledger = Ledger(self._ledger, readonly=True)
+        """Follow the ledger; open it again if it could not be read."""
+        while not self._stop.is_set() and not self._complete:
+            try:
+                with closing(Ledger(self._ledger, readonly=True)) as ledger:
+                    self._follow(ledger)
+            except Exception as error:  # must not end the sweep: shown in the status line, tried again
+                self.trouble = f"{self._ledger}: {error}"
+                self._stop.wait(RETRY_SECONDS)
+
+    def _follow(self, ledger: Ledger) -> None:
         # Importing a tracker's library would delay the first trial.
-        while not (self._last or ledger.recorded()):
+        while not (self._last or self._stop.is_set() or ledger.recorded()):
             self._wake.wait(_INTERVAL)
         while not self._stop.is_set():
+            last, pause = self._last, _INTERVAL
             try:
-                last = self._last
                 self._tracker.refresh(ledger)
                 self.trouble = None
                 if last:
                     self._tracker.finish(ledger, *last)
                     self._complete = True
-                    break
-            except Exception as error:  # must not end the sweep: shown in the status line, tried again
-                self.trouble = self._tracker.trouble(ledger, error)
-                self._stop.wait(RETRY_SECONDS)
-            self._wake.wait(_INTERVAL)
+                    return
+            except Exception as error:
+                self.trouble, pause = self._tracker.trouble(ledger, error), RETRY_SECONDS
+            self._wake.wait(pause)  # until the sweep asks to finish, at most
             self._wake.clear()
-        else:
-            self._tracker.trouble(ledger, TimeoutError("the sweep ended before everything was sent"))
-        ledger.close()
+        self._tracker.trouble(ledger, TimeoutError("the sweep ended before everything was sent"))

@@ -69,15 +69,15 @@ def open_trackers(names: str | None, state: Path, sweep: str) -> dict[str, Track
     """Return the trackers of a sweep by name.
 
     Args:
-        names: Names of `TRACKERS`, of entry points, or `module:class`, separated by commas; None for none.
-            Modules are looked for in the current folder first.
+        names: Names of `TRACKERS`, of entry points, or `module:class`, separated by commas; None or `none`:
+            no tracker. Modules are looked for in the current folder first.
         state: State folder.
         sweep: Name of the sweep.
 
     Raises:
         InputError: There is no such tracker, or it cannot be imported.
     """
-    wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
+    wanted = [name.strip() for name in (names or "").split(",") if name.strip() not in ("", "none")]
     return {name: _find(name)(state, sweep) for name in wanted}
 
 

@@ -230,6 +230,8 @@ def load(code: Code) -> Callable[..., object]:
     with the same name. So is bytecode from before the last change of a file.
     """
     drop_old_bytecode(closure(code))
+    if code.package == OURS:
+        return getattr(importlib.import_module(code.module), code.function)
     if code.package:
         own = [name for name in sys.modules if name.partition(".")[0] == code.package]
         for name in own:
@@ -238,7 +240,7 @@ def load(code: Code) -> Callable[..., object]:
     _FOLDERS.add(code.root)
     inside = tuple(f"{str(folder).rstrip(os.sep)}{os.sep}" for folder in _FOLDERS)
     for name, module in list(sys.modules.items()):
-        if _lies_in(getattr(module, "__file__", None), inside):
+        if name.partition(".")[0] != OURS and _lies_in(getattr(module, "__file__", None), inside):
             del sys.modules[name]
     users = {str(folder) for folder in _FOLDERS}
     sys.path[:] = [str(code.root), *(entry for entry in sys.path if entry not in users)]
@@ -247,6 +249,8 @@ def load(code: Code) -> Callable[..., object]:
     return getattr(module, code.function)
 
 
+OURS = __package__.partition(".")[0]
+"""This package, which is not imported anew: another `ablate` would have other classes of the same names."""
 _FOLDERS: set[Path] = set()
 """Folders of the users' files that this process has imported."""
 
