@@ -110,17 +110,18 @@ def estimate(kernels: list[Kernel], card: Card, issued: dict[tuple[str, str], fl
 
 
 def table() -> list[str]:
-    """Return the lines of a table in Markdown: work of a block, and milliseconds as multiples of bf16's."""
+    """Return the lines of a table in Markdown: work of a block, milliseconds (multiples of bf16's)."""
     issued, kernels = instructions(), counts()
     base = {name: estimate(kernels["bf16"], card, issued).seconds for name, card in CARDS.items()}
-    heads = ["preset", "launches", "GB", "waits", *(f"{card}, ms | of bf16" for card in CARDS)]
-    lines = [f"| {' | '.join(heads)} |", "|---" * (len(heads) + len(CARDS)) + "|"]
+    heads = ["preset", "launches (waits)", "GB", *(f"{card}, ms (of bf16)" for card in CARDS)]
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for preset, mine in kernels.items():
         ones = {name: estimate(mine, card, issued) for name, card in CARDS.items()}
         work = ones["H100"]
-        cells = [f"`{preset}`", f"{work.launches:,}", f"{work.bytes / 1e9:.1f}", str(work.waits)]
+        waits = f" ({work.waits})" if work.waits else ""
+        cells = [f"`{preset}`", f"{work.launches:,}{waits}", f"{work.bytes / 1e9:.1f}"]
         for name, one in ones.items():
-            cells += [f"{1000 * one.seconds:.1f}", f"{one.seconds / base[name]:.2f}"]
+            cells.append(f"{1000 * one.seconds:.1f} ({one.seconds / base[name]:.2f})")
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
