@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.commands import INLINE, here
@@ -23,10 +24,10 @@ from ablate.execution.workers import Inline
 ROOT = Path(__file__).parents[1]
 
 
-def follow(folder: Path, trackers: Mapping[str, Tracker]) -> tuple[Outcome, list[str]]:
+def follow(folder: Path, trackers: Mapping[str, Tracker], **keys: Any) -> tuple[Outcome, list[str]]:
     """Run a sweep with trackers; return its outcome and news."""
     options = RunOptions(trackers=trackers, describe=lambda ledger: "the answer")
-    run = Controller(tiny(folder, seeds=2), folder, "cpu", Inline, None, options)
+    run = Controller(tiny(folder, **{"seeds": 2} | keys), folder, "cpu", Inline, None, options)
     steps = [*run.run()]
     assert isinstance(steps[-1], Outcome)
     return steps[-1], [*(line for step in steps[:-1] for line in step.news), *run.news]
@@ -123,3 +124,24 @@ def test_tensorboard_reads_the_ledgers_records_and_a_second_run_writes_nothing(t
     after = {path: path.stat().st_mtime_ns for path in (tmp_path / "tensorboard").rglob("events.*")}
     assert after.keys() == before.keys()
     assert sum(after[path] != before[path] for path in before) == 1
+
+
+def test_tensorboard_has_a_folder_inside_the_sweeps_for_every_arm_whatever_its_name(tmp_path):
+    """Names of arms as users may write them: long ones that differ at the end, and names of folders."""
+    pytest.importorskip("tensorboard", reason="needs the package tensorboard")
+    names = ["x" * 300 + "a", "x" * 300 + "b", "漢" * 40 + "一", "漢" * 40 + "二", "..", ".", "a/b"]
+    follow(
+        tmp_path,
+        open_trackers("tensorboard", tmp_path, "tiny"),
+        workload={"idle": {"steps": 3}},
+        ablate=None,
+        arms={name: {"workload.x": number / 8} for number, name in enumerate(names, 1)},
+        against=names[0],
+        seeds=1,
+    )
+    files = [*(tmp_path / "tensorboard").rglob("events.*")]
+    book = ledger(tmp_path)
+    assert len(files) == len(book.members()) >= len(names)
+    book.close()
+    assert {path.parents[2].relative_to(tmp_path) for path in files} == {Path("tensorboard/tiny")}
+    assert len({path.parents[1].name for path in files}) == len(files)

@@ -9,6 +9,7 @@ example, in the state folder:
     tensorboard/rht_sr/rht=true/seed=0/events.out.tfevents.0000000300.1795752000000
 """
 
+import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,8 +70,7 @@ class TensorBoard(Tracker):
                 self._update(ledger, member, last, over=True)
 
     def _update(self, ledger: Ledger, member: Member, last: Pace, over: bool) -> None:
-        arm = quote(member.name, safe="=+,. ()[]")[:_LONGEST_NAME]
-        folder = self._folder / arm / f"seed={member.seed}"
+        folder = self._folder / _folder_name(member.name) / f"seed={member.seed}"
         name = f"{_PREFIX}{last.step:010}.{int(1000 * last.moment)}"
         old = sorted(folder.glob(f"{_PREFIX}*"))
         if [path.name for path in old] == [name]:
@@ -119,3 +119,14 @@ class TensorBoard(Tracker):
             if runs.shown(name, self._metrics):
                 scalar = Summary(value=[Summary.Value(tag=name, simple_value=value)])
                 yield Event(wall_time=moment, step=step, summary=scalar)
+
+
+def _folder_name(arm: str) -> str:
+    """Return the name of an arm's folder. Names that differ have folders that differ, none above the sweep's:
+    a long one is cut and ends in digits of its hash, and a first dot is escaped.
+    """
+    name = quote(arm, safe="=+,. ()[]")
+    name = f"%2E{name[1:]}" if name.startswith(".") else name
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:_LONGEST_NAME]}...{hashlib.sha256(arm.encode()).hexdigest()[:6]}"
