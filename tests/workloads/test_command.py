@@ -31,7 +31,7 @@ from ablate.store.databases import url
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.loop import Telemetry
 from ablate.training.metric_names import ARITHMETIC
-from ablate.training.own_code.command_process import LONGEST_LINE
+from ablate.training.own_code.command_process import LONGEST_LINE, Line, started
 from ablate.training.workloads.command import Command
 
 OFTEN = Telemetry(log=1)
@@ -414,6 +414,39 @@ def test_no_process_outlives_a_trial_and_the_next_attempt_waits_for_them(how, tm
         holder.kill()
         holder.wait()
         holder.stdin.close()
+
+
+LINGERING = """
+import json, os, signal, sys, time
+
+def end(number, frame):
+    time.sleep(0.5)  # saves its work
+    with open(os.environ["ABLATE_METRICS"], "a") as file:
+        print(json.dumps({"step": 9, "val/loss": 9.0}), file=file)
+    sys.exit()
+
+signal.signal(signal.SIGTERM, end)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+def test_what_a_killed_attempts_command_logs_while_it_ends_is_not_read_by_the_next_attempt(tmp_path):
+    (tmp_path / "lingering.py").write_text(LINGERING)
+    places = [sys.executable, tmp_path / "lingering.py", tmp_path / "metrics.jsonl", tmp_path / "lock"]
+    code = (
+        "import sys\nfrom pathlib import Path\n"
+        "from ablate.training.own_code.command_process import started\n"
+        "python, script, metrics, lock = sys.argv[1:]\n"
+        "variables = {'ABLATE_METRICS': metrics}\n"
+        "with started([python, script], Path(), variables, Path(metrics), Path(lock)) as process:\n"
+        "    for batch in process.batches(): print(batch, flush=True)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, *places], stdout=subprocess.PIPE) as attempt:
+        assert b"ready" in attempt.stdout.readline()
+        attempt.kill()
+    with started([sys.executable, "-c", "print(1)"], tmp_path, {}, *places[2:]) as process:
+        assert [line for batch in process.batches() for line in batch] == [Line("1", False)]
 
 
 # --- what identifies it -------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO, NamedTuple
 
@@ -169,8 +169,11 @@ def started(
         lock: file that is locked as long as any process of the command may run; waits for an earlier one.
     """
     environment = restored(os.environ) | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"} | dict(variables)
-    with lock.open("wb") as held, metrics.open("w+b", buffering=0) as file:
+    with ExitStack() as stack:
+        held = stack.enter_context(lock.open("wb"))
         fcntl.flock(held, fcntl.LOCK_EX)
+        # Emptied only now: the command of an earlier attempt may log until its guard releases the lock.
+        file = stack.enter_context(metrics.open("w+b", buffering=0))
         process = subprocess.Popen(
             [sys.executable, "-P", str(_GUARD), *arguments],
             cwd=folder,
