@@ -5,6 +5,7 @@ import math
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 
 import psutil
@@ -458,6 +459,26 @@ def test_a_loss_that_is_not_finite_ends_the_trial_as_diverged(code):
     assert [record.step for record in found] == [1, 2, 3]
     assert found[-1].metrics["nan/first_step"] == 3
     assert math.isnan(found[-1].metrics["train/loss"])
+
+
+SWALLOWED = """try:
+            trial.log({"train/loss": float("nan") if step == 2 else 1.0})
+        except:
+            pass"""
+
+
+def test_a_function_that_catches_everything_still_ends_as_diverged(code):
+    assert [record.step for record in records(body(code, after=SWALLOWED))] == [1, 2, 3]
+
+
+def test_a_function_that_catches_everything_ends_with_a_trial_that_is_closed(code):
+    config = body(code, after=SWALLOWED)
+    running = config.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", SELDOM)
+    assert [next(running).step for _ in range(3)] == [1, 2, 3]
+    closing = threading.Thread(target=running.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
 
 
 def test_what_is_logged_after_a_step_belongs_to_it_and_every_record_says_how_fast(code):

@@ -152,6 +152,7 @@ class Trial:
         """Steps at which the function asked for the learning rate's factor."""
         self._between_done = -1
         self._done = self._first
+        self._stopped = False
         self._metrics: dict[str, float] = {}
         self._seconds, self._counted = 0.0, 0
         self._last_record = time.monotonic()
@@ -288,6 +289,7 @@ class Trial:
         if not math.isfinite(self._metrics.get("train/loss", 0.0)):
             self._metrics[FIRST_NONFINITE] = float(max(1, self._done) + self._before)
             self._flush()
+            self._stopped = True  # for a function whose `except:` catches Stopped, too
             raise Stopped
 
     def log_batches(self, losses: Sequence[float], name: str = "val/loss") -> None:
@@ -415,7 +417,9 @@ class Trial:
         }
 
     def _flush(self, last: bool = False) -> None:
-        """Emit the metrics of the last step, with those that every trial has."""
+        """Emit the metrics of the last step, with those that every trial has. Stopped if the trial ended."""
+        if self._stopped:
+            raise Stopped
         metrics, self._metrics = self._metrics, {}
         if self._counted:
             each = self._seconds / self._counted
@@ -442,6 +446,8 @@ def emitted(work: Callable[[Callable[[Record], None]], None]) -> Iterator[Record
     closed = threading.Event()
 
     def emit(record: Record) -> None:
+        if closed.is_set():  # the function has caught Stopped, and nobody takes records any more
+            raise Stopped
         records.append(record)
         given.release()
         taken.acquire()
