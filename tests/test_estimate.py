@@ -107,6 +107,15 @@ def test_seeds_that_grow_are_planned_at_most_and_none_after_the_end(tmp_path):
     assert (after.trials, after.grown, after.done) == (0, 0, outcome.ran)
 
 
+def test_arms_with_more_seeds_than_an_edited_file_allows_take_none_from_the_others(tmp_path):
+    keys = {"workload": {"idle": {"steps": 3}}, "ablate": {"rht": [True, False]}}
+    sweep(tiny(tmp_path, seeds=5, **keys), tmp_path)
+    arms = {"ablate": None, "arms": {"rht=true": {"rht": True}, "new": {"sr": False}}}
+    edited = tiny(tmp_path, seeds={"start": 2, "most": 3}, **keys | arms)
+    # The baseline and rht=true have 5 seeds each; only the new arm may grow, by one.
+    assert forecast(edited, tmp_path, "cpu").grown == 1
+
+
 # Seconds
 
 

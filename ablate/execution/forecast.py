@@ -110,7 +110,7 @@ def forecast(experiment: Experiment, state: Path, device: str, paces: MachinePac
     if recorded.ended and not todo:
         return result
     if experiment.growth:
-        result.grown = sum(experiment.growth.most - len(seeds) for _, seeds in recorded.arms)
+        result.grown = sum(max(0, experiment.growth.most - len(seeds)) for _, seeds in recorded.arms)
     asks = experiment.search.trials - recorded.proposed if experiment.search else 0
     for each, count in unproposed(experiment, asks, not recorded.confirmed, device).items():
         result.later += count
