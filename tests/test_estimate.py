@@ -8,7 +8,7 @@ import pytest
 from support.commands import here
 from support.experiments import sweep, tiny, write
 
-from ablate.execution import sweep_status
+from ablate.execution import estimate, sweep_status
 from ablate.execution.controller import Controller
 from ablate.execution.estimate import Load, TimeModel, time_left, trial_left, unproposed
 from ablate.execution.forecast import forecast
@@ -188,6 +188,19 @@ def test_a_trial_goes_by_its_estimate_until_its_own_speed_is_known():
     assert trial_left(100.0, 30.0, 0.0) == 70.0
     assert trial_left(100.0, 130.0, 0.0) == 0.0
     assert trial_left(100.0, 30.0, 0.25) == 90.0
+
+
+def test_a_clock_that_is_set_back_leaves_the_time_left_as_it_is(tmp_path, monkeypatch):
+    experiment = tiny(tmp_path, **IDLE)
+    steps = Controller(experiment, tmp_path, "cpu", Inline, None)
+    now = 1e9
+    monkeypatch.setattr(estimate.time, "time", lambda: now)
+    countdown = steps.scheduler.queue.countdown
+    countdown.count(Load.of(experiment.arms[0], experiment, "cpu"), 1.0)
+    before = countdown.left([], 1, 0, True)
+    now -= 3600.0
+    assert countdown.left([], 1, 0, True) == before > 0
+    steps.ledger.close()
 
 
 def test_status_and_the_live_view_show_one_time(tmp_path, monkeypatch):

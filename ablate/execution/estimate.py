@@ -226,7 +226,7 @@ class Countdown:
             confirmed: True if the winner's run on fresh seeds is already among the waiting trials.
         """
         now = time.time()
-        if now - self._at >= _CLOCK_SECONDS:
+        if not 0 <= now - self._at < _CLOCK_SECONDS:  # negative if the clock was set back
             later = unproposed(self._experiment, asks, not confirmed, self._device)
             self._at = now
             self._seconds = self._computed(running, slots, later)
