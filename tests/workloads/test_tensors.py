@@ -85,6 +85,17 @@ def test_an_impossible_distribution_is_refused_with_what_it_takes(value):
         Tensors(x=value)
 
 
+@pytest.mark.parametrize(
+    "value",
+    ["student:2.5", "student:0", "hot_channels:0:30", "stray_tokens:0", "hot_tokens:1.5", "outliers:5:50"],
+)
+def test_a_number_that_would_be_drawn_as_another_is_refused(value):
+    """2.5 degrees of freedom would be 2, no hot channel would be one, and 5 % as 5 would be all elements."""
+    with pytest.raises(ValidationError, match="takes"):
+        Tensors(x=value)
+    assert Tensors(x="outliers:0:50", w="hot_channels:1", g="student:1").w == "hot_channels:1"
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_gives_every_metric_that_it_can_be_compared_by(name):
     """A preset that quantises nothing forward has no inconsistency, and so on; but no metric is outside the published set."""

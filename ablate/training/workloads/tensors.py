@@ -55,7 +55,21 @@ def _distribution(value: str) -> str:
     if len(numbers) > len(arguments) or not all(re.fullmatch(r"\d+(\.\d+)?", number) for number in numbers):
         wanted = ", ".join(f"{what} ({default:g})" for what, default in arguments) or "no numbers"
         raise ValueError(f"{name} takes {wanted}")
+    for (what, _), number in zip(arguments, numbers, strict=False):
+        if why := _impossible(what, float(number)):
+            raise ValueError(f"{name} takes {what} {why}, not {number}")
     return value
+
+
+def _impossible(what: str, number: float) -> str:
+    """Return the numbers that `draw` takes, if it would draw this one as another; empty if it would not."""
+    if what == "degrees of freedom":
+        return "" if number >= 1 and number.is_integer() else "as a whole number above 0"
+    if what == "fraction of elements":
+        return "" if number <= 1 else "in [0, 1]"
+    if what.startswith("fraction"):  # of channels or tokens: one at least is scaled
+        return "" if 0 < number <= 1 else "above 0 and at most 1"
+    return ""
 
 
 Distribution = Annotated[str, AfterValidator(_distribution)]
