@@ -405,12 +405,10 @@ def _cast(
             largest = block_statistic(tiles, amaxes, quant.range.statistic)
             block_scale = block_scales(largest, scale, quant, bits)
             factor = element_scales(block_scale, scale)
-    scaled = tiles * factor
-    if quant.range.prescale != 1:
-        scaled = scaled * quant.range.prescale
+    scaled = _scaled(tiles, factor, quant)
     element = ELEMENTS[quant.element]
     if target_tiles is not None:
-        codes = toward(scaled, target_tiles * factor, element)
+        codes = toward(scaled, _scaled(target_tiles, factor, quant), element)
     else:
         bits = draw(elements=True, width=quant.bits) if quant.rounding == "stochastic" else None
         codes = ROUNDINGS["nearest" if quant.rounding == "ms_eden" else quant.rounding](
@@ -419,6 +417,12 @@ def _cast(
     if quant.rounding == "ms_eden":
         block_scale = ms_eden(scaled, codes, block_scale, group, quant, draw(elements=False, width=24))
     return Candidate(block_scale, scaled, codes if power is None else codes * power)
+
+
+def _scaled(tiles: Tensor, factor: Tensor, quant: Quant) -> Tensor:
+    """Return elements on the scale of the element's grid."""
+    scaled = tiles * factor
+    return scaled if quant.range.prescale == 1 else scaled * quant.range.prescale
 
 
 def _bits(

@@ -444,9 +444,10 @@ def test_the_transposed_copy_of_a_2d_tensor_is_the_same_numbers(quant, rows, col
 # --- a target for the rounding --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("prescale", [1.0, 0.75])
 @pytest.mark.parametrize("block", ["1x16", "16x16", "1x32"])
-def test_a_target_chooses_between_the_values_own_neighbours(block):
-    x, quant = tensor(12), Quant(block=block)
+def test_a_target_chooses_between_the_values_own_neighbours(block, prescale):
+    x, quant = tensor(12), Quant(block=block, range=Range(prescale=prescale))
     moved = x + 0.3 * tensor(13)
     plain, same_, other = (quantize(x, quant, target=target, keep=True) for target in (None, x, moved))
     assert (plain.codes != same_.codes).double().mean() < 1e-3  # exact ties alone, which go up here
