@@ -104,6 +104,47 @@ def test_a_summary_is_the_last_value_by_seed_and_the_paired_gap(book):
     assert (base.sqnr_db, base.tokens_per_s) == (21.0, 100.0)
 
 
+def end_a_trial(book: Ledger) -> None:
+    trial = book.members(2)[0].trial
+    book.record(trial, [{"step": 2, "time": 1.0, "metrics": {"val/loss": 3.0}}])
+    book.settle(trial, "done")
+
+
+def propose_an_arm(book: Ledger) -> None:
+    add(book, "rht=true sr=false", 1, {0: 3.05})
+
+
+class Meanwhile(Ledger):
+    """Ledger that a running sweep writes to while it is read."""
+
+    def write(self, book: Ledger) -> None:
+        raise NotImplementedError
+
+    def rates(self, metric: str) -> dict[int, float]:
+        with closing(Ledger(self.path)) as book:
+            self.write(book)
+        return super().rates(metric)
+
+
+@pytest.mark.parametrize("write", [end_a_trial, propose_an_arm])
+def test_summaries_show_one_moment_of_a_sweep_that_runs(write, tmp_path):
+    """A trial that ends between two queries would be done with the loss of an earlier step."""
+    path = tmp_path / "ledger.db"
+    with closing(Ledger(path)) as book:
+        add(book, "bf16", None, {0: 3.0})
+        arm = book.add_arm("rht=true sr=true", {"rht": True}, 1, None)
+        trial = book.add_member(arm, 0, "running", "{}")
+        book.record(trial, [{"step": 1, "time": 0.0, "metrics": {"val/loss": 9.0}}])
+        before = [found.values for found in summaries(book, Metric(name="val/loss"))]
+    assert before == [{0: 3.0}, {}]
+    kind = type("Kind", (Meanwhile,), {"write": lambda self, book: write(book)})
+    with closing(kind(path, readonly=True)) as reader:
+        assert [found.values for found in summaries(reader, Metric(name="val/loss"))] == before
+    with closing(Ledger(path)) as book:
+        later = [found.values for found in summaries(book, Metric(name="val/loss"))]
+    assert later != before
+
+
 def test_the_speed_of_an_arm_is_the_work_of_its_seeds_over_their_time(tmp_path):
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
         arm = ledger.add_arm("bf16", {}, None, None)

@@ -162,11 +162,12 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
         metric: Metric to compare by; default: the sweep's main one.
     """
     metric = metric or metric_of(ledger)
-    arms = _summaries(ledger, metric)
+    with ledger.snapshot():
+        arms = _summaries(ledger, metric)
+        mixed = _mixed_pairs(ledger, arms)
     judged: dict[str, Verdict] = {}
     for family in {_family(arm.role): None for arm in arms}:
         judged |= _judged([arm for arm in arms if _family(arm.role) == family], arms, metric)
-    mixed = _mixed_pairs(ledger, arms)
     return [
         replace(arm, verdict=replace(_qualified(arm, verdict), mixed=mixed.get(arm.name, 0)))
         if (verdict := judged.get(arm.name))
@@ -212,8 +213,7 @@ def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
     members: dict[int, list[Member]] = {number: [] for number in arms}
     for member in ledger.members():
         members[member.arm].append(member)
-    target = target_of(metric.name)
-    if target is not None:
+    if (target := target_of(metric.name)) is not None:
         for trial, values_of in lasts.items():
             values_of[metric.name] = steps_to(ledger.series(trial, LOSS), target)
     ends = lengths(ledger, itertools.chain.from_iterable(members.values()))

@@ -114,6 +114,23 @@ class LedgerFile:
             self._replaced = []
         self.db.execute("COMMIT")
 
+    @contextmanager
+    def snapshot(self) -> Iterator[None]:
+        """Read one state of the ledger within the block, whatever a running sweep writes meanwhile.
+
+        Queries that are compared with each other need it: a trial that ends between two of them would be
+        done with the records of an earlier moment. Write nothing within the block.
+        """
+        if self.db.in_transaction:
+            yield
+            return
+        self.db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            if self.db.in_transaction:  # some errors of SQLite end it
+                self.db.execute("COMMIT")
+
     def _atomic(self) -> AbstractContextManager[None]:
         """Return a new transaction, or a null context within an open one."""
         return nullcontext() if self.db.in_transaction else self.transaction()
