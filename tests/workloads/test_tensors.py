@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from ablate.recipes import PRESETS
 from ablate.training.loop import Telemetry
 from ablate.training.workloads import WORKLOADS
-from ablate.training.workloads.tensors import DISTRIBUTIONS, Tensors, draw
+from ablate.training.workloads.tensors import DISTRIBUTIONS, Tensors, draw, product_errors
 
 SMALL = {"tokens": 64, "inputs": 48, "outputs": 80}
 TINY_RUN = {
@@ -105,6 +105,12 @@ def test_every_preset_gives_every_metric_that_it_can_be_compared_by(name):
     quantised = {slot for slot, _ in PRESETS[name]().quantised()}
     assert {key.split("/")[1] for key in found if key.startswith("quant/")} == quantised
     assert {f"gemm/{product}/rel_mse" for product in ("fprop", "dgrad", "wgrad")} <= set(found)
+
+
+def test_a_product_that_overflows_has_an_infinite_error():
+    x = w = torch.full((16, 16), 1e25, dtype=torch.bfloat16)
+    found = product_errors({"fprop": torch.full((16, 16), math.inf)}, x, w, x)
+    assert (found["gemm/fprop/rel_mse"], found["gemm/fprop/sqnr_db"]) == (math.inf, -math.inf)
 
 
 def test_bf16_products_err_by_bf16s_rounding_alone():

@@ -354,7 +354,9 @@ def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor)
         power, error = true.square().sum().item(), (true - y).square().sum().item()
         if power and error:
             result[gemm_metric(name, "rel_mse")] = error / power
-            result[gemm_metric(name, "sqnr_db")] = 10 * math.log10(power / error)
+            result[gemm_metric(name, "sqnr_db")] = (
+                10 * math.log10(power / error) if error < math.inf else -math.inf  # the product overflowed
+            )
             result[gemm_metric(name, "cosine")] = (
                 (true * y).sum() / math.sqrt(power * y.square().sum().item())
             ).item()
