@@ -64,7 +64,7 @@ def test_a_checkpoint_is_whole_or_not_there(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_while_a_checkpoint_is_written_is_ctrl_c(tmp_path):
-    """Of 64 MB, which take 60 ms, so that it comes before, while and after the tensor is written."""
+    """Ctrl-C comes before, while and after the tensor of 64 MB is written, in 60 ms."""
 
     def interrupt(*_):
         raise KeyboardInterrupt
