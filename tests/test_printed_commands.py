@@ -85,6 +85,8 @@ OTHERS = {
     "python -m pytest": "is this suite",
     "python docs/generate_reference.py": "test_docs.py",
     "python docs/generate_tensor_cores.py": "recipes/test_scaled_mapping.py",
+    "python benchmarks/gpu_counts.py": "test_gpu_estimates.py",
+    "python tests/regenerate_imaginary_gpu.py": "test_imaginary_gpu.py",
     "python tests/regenerate_recipes_page.py": "recipes/test_recipes_page.py",
     "python tests/regenerate_golden.py": "recipes/test_ids.py",
     "python3 -m venv": "Python's own",

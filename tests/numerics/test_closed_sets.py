@@ -190,6 +190,7 @@ EXCEPTIONS = {
     ("verification/linear_layers.py", "slots"): PASSES,
     ("reports/figures/bench.py", "slots"): PASSES,
     ("cli/bench.py", "dtype"): "the two baselines' presets",
+    ("verification/bench_runs.py", "dtype"): "the two baselines' presets",
     ("verification/linear_layers.py", "dtype"): "formats that a GPU has a peak for",
 }
 """Modules outside the registries that list words, and why they may: the fewer, the better."""
