@@ -148,7 +148,7 @@ class SweepFlags(Flags):
     tracker: Annotated[
         str | None,
         typer.Option(
-            help="Trackers beside MLflow: tensorboard, or module:class; commas between. (ABLATE_TRACKER)",
+            help="Trackers beside MLflow: tensorboard, module:class, none; commas between. (ABLATE_TRACKER)",
             rich_help_panel=LOCATIONS,
         ),
     ] = None

@@ -84,7 +84,7 @@ class Context:
     divided: Divided | None = None
     """Division of the tokens among ranks; None if this rank has all of them."""
     called: Callable[["EmulatedLinear"], int] | None = None
-    """Called with the layer at the begin of each of its forward passes, in place of `Clock.called`."""
+    """Called with the layer at the beginning of each of its forward passes, in place of `Clock.called`."""
     returned: Callable[["EmulatedLinear", int], None] | None = None
     """Called at the end of each of its backward passes, with the micro-batch."""
 

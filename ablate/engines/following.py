@@ -58,12 +58,12 @@ class Replacement(nn.Linear):
         """Return a layer with copied parameters that follows the steps of this one."""
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
-        apart = self.dropped | {"_leader", "_own_histories"}
+        excluded = self.dropped | {"_leader", "_own_histories"}
         copied.__dict__.update(
             {
                 name: value if name in self.shared else deepcopy(value, memo)
                 for name, value in vars(self).items()
-                if name not in apart
+                if name not in excluded
             }
         )
         copied.__dict__ |= dict.fromkeys(self.dropped)
