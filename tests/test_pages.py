@@ -280,6 +280,20 @@ def test_a_page_is_as_wide_as_its_window(browser, report, width):
         browser.set_window_size(1300, 900)
 
 
+@pytest.mark.parametrize("width", [500, 1366, 1440, 1600, 1920])
+def test_the_contents_stand_beside_the_title_or_below_it_never_over_it(browser, report, width):
+    browser.get(report.index.as_uri())
+    browser.set_window_size(width, 900)
+    boxes = "return ['nav.contents', 'h1', '.verdict'].map(s => document.querySelector(s).getBoundingClientRect())"
+    try:
+        contents, *others = browser.execute_script(boxes)
+    finally:
+        browser.set_window_size(1300, 900)
+    for box in others:
+        beside = contents["right"] <= box["left"]
+        assert beside or contents["top"] >= box["bottom"] or contents["bottom"] <= box["top"]
+
+
 def test_a_click_on_an_arm_in_a_legend_hides_its_lines_and_another_shows_them(browser, report):
     browser.get((report.folder / "training_health.html").as_uri())
     lines = (
