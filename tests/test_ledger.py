@@ -265,3 +265,31 @@ def test_a_ledger_that_another_process_creates_meanwhile_is_not_one_of_another_v
         assert present == (statement == 1)
         ledger_schema.create(db, path)
         assert ledger_schema.check(db, path)
+
+
+def test_records_behind_a_flipped_bit_of_a_key_are_replaced(tmp_path):
+    """One row of trial 2 says trial 66: a search by key then misses half of trial 2."""
+    path = tmp_path / "sweeps" / "x" / "ledger.db"
+    events = [
+        {"step": step, "time": step + 0.5, "metrics": {"a": 0.1 * step, "b": 0.3 * step}}
+        for step in range(1, 41)
+    ]
+    with closing(Ledger(path)) as book:
+        arm = book.add_arm("bf16", {}, None, None)
+        for seed in range(3):
+            book.record(book.add_member(arm, seed, f"t{seed}", "{}"), events)
+        whole = [*book.records(2)]
+        others = [*book.records(1)], [*book.records(3)]
+        book.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    content = bytearray(path.read_bytes())
+    # A record's header: lengths of the header, three one-byte integers and two reals; then trial, name, step.
+    row = bytes([6, 1, 1, 1, 7, 7, 2, 2, 19])
+    assert content.count(row) == 1
+    content[content.index(row) + 6] ^= 64
+    path.write_bytes(content)
+    with closing(Ledger(path)) as book:
+        assert len([*book.records(2)]) < len(whole) - 1
+        book.renew(2, events)
+        assert [*book.records(2)] == whole
+        assert ([*book.records(1)], [*book.records(3)]) == others
+        assert book.db.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
