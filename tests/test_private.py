@@ -34,15 +34,15 @@ pool.close()
 
 
 ENDED = """
-import os, signal, threading
+import os, signal
+from concurrent.futures import ThreadPoolExecutor
 from ablate.execution.workers import Pool
-received, pools = [], []
+received = []
 signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-thread = threading.Thread(target=lambda: pools.append(Pool(None, 1, 0)))
-thread.start()
-thread.join()
+thread = ThreadPoolExecutor(1)
+pool = thread.submit(Pool, None, 1, 0).result()
 os.kill(os.getpid(), signal.SIGTERM)
-pools[0].close()
+pool.close()
 os.kill(os.getpid(), signal.SIGTERM)
 print(len(received))
 """
@@ -52,7 +52,8 @@ print(len(received))
 @pytest.mark.services
 def test_sigterm_is_handled_beside_ray_and_after_it():
     done = subprocess.run([sys.executable, "-c", ENDED], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout, "SIGTERM received" in done.stderr) == (0, "2\n", False)
+    result = done.returncode, done.stdout, "SIGTERM received" in done.stderr
+    assert result == (0, "2\n", False), done.stderr
 
 
 def mode(path: Path) -> int:

@@ -15,6 +15,7 @@ class StartingExecutor:
     """Executor that starts at `begin`, with the check of the numerics; a call waits for both and returns it.
 
     Ray takes seconds to start, most of them idle. Meanwhile this process imports Optuna and reads the ledger.
+    The thread that starts it lives until `close`: Linux kills Ray's processes once that thread has ended.
     """
 
     def __init__(self, settings: Settings, resources: Resources, checkup: Checkup) -> None:
