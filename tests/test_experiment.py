@@ -301,6 +301,10 @@ REFUSED = {
         "ablate: {rht: [true]}\nresources: {ranks: 3}",
         "5:1: resources: arm bf16: 3 ranks share the 1 micro-batch of a step, 3 one each, and 3 does not divide workload.batch 2; a",
     ),
+    "ranks that a point of a search cannot be divided among": (
+        "ablate: {workload.batch: {int: [2, 3]}}\nsearch: {trials: 2}\nresources: {ranks: 2}",
+        "6:1: resources: arm batch=3: 2 ranks share the 1 micro-batch of a step",
+    ),
     "rungs without a pruner": (
         "ablate: {rht: [true]}\nsearch: {trials: 2, rungs: [2]}",
         "5:21: search.rungs: has no effect without a pruner",
