@@ -127,6 +127,8 @@ def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, scree
     address = settings.mlflow
     if address is None:
         raise InputError(["sync needs an MLflow: omit `--mlflow none`, or give an address"])
+    if path_of(address) is None:
+        import mlflow  # noqa: F401  # takes seconds, in which the server is not asked yet
     ledger = Ledger(folder / "ledger.db")
     try:
         if rebuild:
