@@ -33,6 +33,19 @@ def test_a_page_is_short(page, most):
     assert len((ROOT / page).read_text().splitlines()) <= most
 
 
+def test_prose_has_lines_of_at_most_110_columns():
+    """Tables, code blocks, pictures and generated pages may be wider."""
+    written = [page for page in PAGES if page.name not in ("recipes.md", "experiment.md")]
+    assert [
+        (page.name, line)
+        for page in [*written, ROOT / "CHANGELOG.md", ROOT / "experiments" / "LOG.md"]
+        for line in re.sub(
+            r"^ *```.*?^ *```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE
+        ).splitlines()
+        if len(line) > 110 and not line.startswith(("|", "!["))
+    ] == []
+
+
 def test_every_relative_link_leads_somewhere():
     links = [
         (page.name, target)
