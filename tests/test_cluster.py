@@ -466,6 +466,7 @@ def test_a_sweep_from_outside_runs_by_one_rank_and_by_a_gang(tmp_path):
 # SLURM
 
 
+SBATCH = Path(__file__).parents[1] / "docs" / "examples" / "ablate.sbatch"
 SRUN = """#!/bin/bash
 # What srun does on one machine: the first word that is no option begins the command.
 while [[ $1 == --* ]]; do shift; done
@@ -473,17 +474,8 @@ exec "$@"
 """
 
 
-def batch(folder: Path) -> Path:
-    """The script that docs/run/cluster.md prints."""
-    text = (Path(__file__).parents[1] / "docs" / "run" / "cluster.md").read_text()
-    (script,) = re.findall(r"```bash\n(#!.*?)```", text, re.DOTALL)
-    path = folder / "ablate.sbatch"
-    path.write_text(script)
-    return path
-
-
 def test_the_batch_script_of_the_documentation_starts_ray_runs_the_sweep_and_leaves_nothing(tmp_path):
-    script, programs = batch(tmp_path), tmp_path / "bin"
+    script, programs = SBATCH, tmp_path / "bin"
     assert subprocess.run(["bash", "-n", script], check=False).returncode == 0
     programs.mkdir()
     for name, text in {"srun": SRUN, "scontrol": "#!/bin/sh\necho localhost\necho other\n"}.items():

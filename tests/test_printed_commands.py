@@ -65,7 +65,6 @@ OTHERS = {
     "docker run --gpus all": "needs Docker and a GPU",
     "docker compose": "needs Docker: test_docker.py and test_compose_services.py",
     "export RAY_": "environment of Ray: test_cluster.py",
-    "kill $(jobs": "part of the SLURM script: test_cluster.py",
     "make": "below",
     "pip install": "needs a package index: test_wheel.py",
     'python -c "from ablate.execution.trial_process import *; tune_process(); rehearse()"': "below",
@@ -92,7 +91,6 @@ OTHERS = {
     "python3 -m venv": "Python's own",
     "ray get-auth-token": "Ray's own, needs a cluster",
     "ray job submit": "needs a cluster: test_cluster.py; its ablate command is parsed here",
-    "srun": "part of the SLURM script: test_cluster.py",
 }
 """Beginnings of commands that are not parsed here, with the test that runs them or what they need."""
 TARGETS = {
