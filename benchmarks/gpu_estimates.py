@@ -110,20 +110,26 @@ def estimate(kernels: list[Kernel], card: Card, issued: dict[tuple[str, str], fl
 
 
 def table() -> list[str]:
-    """Return the lines of a table in Markdown: work of a block, milliseconds (multiples of bf16's)."""
+    """Return the lines of a table in Markdown: work of a block, and its time as a multiple of bf16's.
+
+    Presets with equal figures share a row; bf16's times are in milliseconds.
+    """
     issued, kernels = instructions(), counts()
     base = {name: estimate(kernels["bf16"], card, issued).seconds for name, card in CARDS.items()}
-    heads = ["preset", "launches (waits)", "GB", *(f"{card}, ms (of bf16)" for card in CARDS)]
-    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    heads = ["preset", "launches (waits)", "GB", *CARDS]
+    rows: dict[tuple[str, ...], list[str]] = {}
     for preset, mine in kernels.items():
         ones = {name: estimate(mine, card, issued) for name, card in CARDS.items()}
         work = ones["H100"]
         waits = f" ({work.waits})" if work.waits else ""
-        cells = [f"`{preset}`", f"{work.launches:,}{waits}", f"{work.bytes / 1e9:.1f}"]
-        for name, one in ones.items():
-            cells.append(f"{1000 * one.seconds:.1f} ({one.seconds / base[name]:.2f})")
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
+        times = [
+            f"{1000 * one.seconds:.1f} ms" if preset == "bf16" else f"{one.seconds / base[name]:.2f}"
+            for name, one in ones.items()
+        ]
+        row = f"{work.launches:,}{waits}", f"{work.bytes / 1e9:.1f}", *times
+        rows.setdefault(row, []).append(f"`{preset}`")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return lines + [f"| {', '.join(presets)} | {' | '.join(row)} |" for row, presets in rows.items()]
 
 
 if __name__ == "__main__":
