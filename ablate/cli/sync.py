@@ -13,7 +13,7 @@ from ablate.cli.options import MlflowFlags, Sweeps
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
 from ablate.execution.sweep_control import check, damage, folders, holder, put_aside
-from ablate.execution.tracking import behind, check_login, unusable
+from ablate.execution.tracking import behind, check_login, import_client, unusable
 from ablate.files import Busy, lock
 from ablate.store.checked_ledger import open_checked
 from ablate.store.databases import path_of
@@ -128,7 +128,7 @@ def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, scree
     if address is None:
         raise InputError(["sync needs an MLflow: omit `--mlflow none`, or give an address"])
     if path_of(address) is None:
-        import mlflow  # noqa: F401  # takes seconds, in which the server is not asked yet
+        import_client()  # takes seconds, in which the server is not asked yet
     ledger = Ledger(folder / "ledger.db")
     try:
         if rebuild:

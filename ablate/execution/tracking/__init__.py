@@ -16,6 +16,7 @@ from ablate.execution.tracking.mlflow_tracker import MlflowTracker, Shipped, beh
 from ablate.execution.tracking.reader import fetch
 from ablate.execution.tracking.runs import VIEW, page, shown
 from ablate.execution.tracking.tracker import Tracker, open_trackers
+from ablate.execution.tracking.writer import import_client
 
 __all__ = [
     "VIEW",
@@ -26,6 +27,7 @@ __all__ = [
     "behind",
     "check_login",
     "fetch",
+    "import_client",
     "log_report",
     "open_trackers",
     "page",

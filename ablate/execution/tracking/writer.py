@@ -119,17 +119,23 @@ NOTE = "mlflow.note.content"
 """Tag with the description of a run."""
 
 
+def import_client() -> None:
+    """Import MLflow's client, which takes seconds, with the settings that it reads then."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # A retry would create a second run if the answer to the first call was lost.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    # MLflow would print the address with its password.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    import mlflow  # noqa: F401
+
+
 class ClientWriter:
     """Operations by MLflow's own client."""
 
     def __init__(self, uri: str) -> None:
         """`uri`: address of a server or of a database."""
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # A retry would create a second run if the answer to the first call was lost.
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
-        # MLflow would print the address with its password.
-        os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+        import_client()
         from mlflow import MlflowClient
 
         self._uri, self._client = uri, MlflowClient(uri)
