@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ablate.training.workloads import WORKLOADS
+
 ROOT = Path(__file__).parent.parent / "ablate"
 FILES = sorted(ROOT.rglob("*.py"))
 
@@ -273,6 +275,32 @@ def test_what_planning_needs_imports_in_an_instant(module):
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == []
+
+
+# --- abilities, not classes -----------------------------------------------------------------------
+
+
+def asked_classes(parsed: ast.Module) -> set[str]:
+    """Return the classes of workloads that a file compares an object with."""
+    classes = {kind.__name__ for workload in WORKLOADS.values() for kind in workload.__mro__}
+    return {
+        name.id
+        for node in ast.walk(parsed)
+        if isinstance(node, ast.Call) and dotted(node.func) in ("isinstance", "issubclass")
+        for name in ast.walk(node.args[1])
+        if isinstance(name, ast.Name) and name.id in classes - {"Spec", "BaseModel", "object"}
+    }
+
+
+def test_no_other_file_asks_for_the_class_of_a_workload():
+    """Callers ask for an ability (`workloads/base.py`), so that a workload that has it needs no other class."""
+    asked = {name: found for name in MODULES if (found := asked_classes(tree(name)))}
+    assert {name for name in asked if not name.startswith("training.workloads")} == set()
+
+
+def test_a_question_for_the_class_of_a_workload_would_be_seen():
+    assert asked_classes(ast.parse("if isinstance(arm.config, Gpt | Training): pass")) == {"Gpt", "Training"}
+    assert asked_classes(ast.parse("isinstance(quant, Spec)")) == set()
 
 
 # --- randomness is an argument --------------------------------------------------------------------

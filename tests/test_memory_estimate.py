@@ -11,7 +11,7 @@ from ablate.experiment.load import load
 from ablate.experiment.plan_notes import memory
 from ablate.recipes import PRESETS
 from ablate.training.loop import Loop, Telemetry
-from ablate.training.memory_estimate import estimate
+from ablate.training.workloads.memory_estimate import estimate
 
 LARGE = {"layers": 3, "width": 128, "heads": 4, "context": 128, "batch": 4}
 SELDOM = Telemetry(every=10**6, shadow=10**6, log=1)

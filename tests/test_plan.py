@@ -75,6 +75,7 @@ def test_arms_that_are_said_to_be_equal_are_equal_to_the_bit_and_those_of_the_ot
         (None, {"ablate": {"rht": [True, False]}}),
         (LORA, {"ablate": {"sr": [True, False]}}),
         (LORA, {"ablate": {"workload.lr": [1e-3, 1e-2]}}),
+        (LORA, {"ablate": {"sr": [True, False]}, "null": True}),
     ],
 )
 def test_nothing_is_remarked_of_knobs_that_turn_something(lora, keys, tmp_path):

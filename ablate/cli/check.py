@@ -18,7 +18,7 @@ from ablate.experiment.schema import START
 from ablate.experiment.yaml_document import scalar
 from ablate.files import Json
 from ablate.recipes import Recipe
-from ablate.training.workloads import Workload
+from ablate.training.workloads.base import Workload
 
 _SILENT_SECONDS = 10.0
 """Seconds after which a line says where the runs are, if the output is no terminal."""

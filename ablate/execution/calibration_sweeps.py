@@ -11,7 +11,6 @@ from ablate.experiment.roles import BAD
 from ablate.experiment.schema import START
 from ablate.experiment.yaml_document import with_values
 from ablate.files import Json
-from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
     from ablate.results.calibration import Candidate
@@ -40,7 +39,7 @@ def _sweeps(
     chosen = [own[index] for index in middle][:_MOST_UNLIKE]
     named = [experiment.against.arm] if experiment.against.arm else []
     arms: dict[str, Json] = {arm.name: dict(arm.knobs) for arm in (*named, *chosen)}
-    trunk = START if isinstance(experiment.base.config, OwnCode) else "bf16"
+    trunk = START if experiment.base.config.own_code else "bf16"
     design: dict[str, Json] = {"trunk": experiment.design.trunk if experiment.design else trunk}
     common: dict[str, Json] = {
         "question": f"Calibration of {experiment.name}: {experiment.question}",
@@ -51,7 +50,7 @@ def _sweeps(
         **dict.fromkeys(("ablate", "answer", "search", "published", "constraints", "budget", "design")),
     }
     sweeps = {beside(file, CALIBRATION): common | {"design": design | {"bad": bad}}}
-    if full and not isinstance(experiment.base.config, OwnCode):
+    if full and not experiment.base.config.own_code:
         bad_arm: dict[str, Json] = {f"{BAD}{bad}": {"recipe": bad}}
         sweeps[beside(file, FULL_CALIBRATION)] = common | {"arms": arms | bad_arm}
     return sweeps

@@ -15,7 +15,6 @@ from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Damaged
 from ablate.numerics.choices import STATISTICS
 from ablate.numerics.spec import tag
-from ablate.recipes.recipe import Run
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Result, Store
 
@@ -58,13 +57,11 @@ class FinishedTrial:
 
     def refusals(self) -> list[str]:
         """Return why a trial's weights cannot be packed as it trained; empty if they can be tried."""
-        from ablate.training.workloads.trained import Trained
-
         spec, recipe = self.spec, self.spec.recipe
         reasons = []
         if self.result["status"] != "done":
             reasons.append(f"it {self.result['status']}: {self.result['reason']}")
-        if not isinstance(spec.config, Trained):
+        if spec.config.training is None:
             reasons.append(f"workload {spec.workload}: its trials have no model of ours to pack")
         if spec.forks:
             reasons.append("it is forked, and ends in many models; export an arm that trains once")
@@ -179,8 +176,7 @@ class FinishedTrial:
         prepared: PreparedRun = config.prepare(spec.recipe, spec.seed, "cpu")
         prepared.model.load_state_dict(weights.model)
         prepared.engine.tripped = {each for each in spec.recipe.triggers if repr(each) in weights.tripped}
-        plan = Run(config.steps, config.tokens_per_step, config.decay_start)
-        conversion = Conversion(prepared.model, prepared.engine, plan, 0, ())
+        conversion = Conversion(prepared.model, prepared.engine, config.length, 0, ())
         conversion.steps_done = weights.step
         return prepared, conversion
 

@@ -18,7 +18,6 @@ from ablate.experiment.trial_spec import TrialSpec
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
-from ablate.training.workloads.own_code import OwnCode
 
 _START_SECONDS = {"ray": 8.0, "inline": 6.0}
 """Start-up time by executor: imports and the check of the numerics; with Ray also its start, and torch in
@@ -68,7 +67,7 @@ def forecast(experiment: Experiment, state: Path, device: str, paces: MachinePac
     `paces`: what this machine has measured for other state folders; None to leave it out.
     """
     store = Store(state)
-    result = Forecast(known=not isinstance(experiment.base.config, OwnCode))
+    result = Forecast(known=not experiment.base.config.own_code)
     recorded = _recorded(experiment, state / "sweeps" / experiment.name / "ledger.db", store, device)
     pace, family = TimeModel(experiment, store, device), Family(note=note(experiment.telemetry))
     if paces:

@@ -22,7 +22,6 @@ from ablate import __version__, cache, provenance
 from ablate.execution.estimate import Load
 from ablate.experiment.load import Experiment
 from ablate.files import lock, write
-from ablate.training.workloads.own_code import OwnCode
 
 _MOST_LOADS, _MOST_RATIOS = 300, 8
 
@@ -44,7 +43,7 @@ class MachinePaces:
             device: class of device, `cpu` or `cuda`.
             cluster: True if the trials run on a cluster, whose machines may be others.
         """
-        return None if cluster or isinstance(experiment.base.config, OwnCode) else cls(device)
+        return None if cluster or experiment.base.config.own_code else cls(device)
 
     def read(self) -> list[tuple[Load, float]]:
         """Return load and seconds over cost of each remembered trial, oldest first; nothing from a damaged

@@ -15,9 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ablate.errors import InputError
-from ablate.training.workloads import Workload
-from ablate.training.workloads.command import Command
-from ablate.training.workloads.python import Python
+from ablate.training.workloads.base import Workload
 
 _SECONDS = 2.0
 """Time between two looks at the files."""
@@ -34,7 +32,7 @@ class PlannedCode:
         """Read the files. `configs`: workloads of all arms; those that are not the user's own code have no
         files here.
         """
-        own = (config for config in configs if isinstance(config, Python | Command))
+        own = (config for config in configs if config.own_code)
         self._configs = {_fingerprint(config): config for config in own}
         self._signatures = self._look()
         self._due = 0.0
@@ -63,7 +61,7 @@ class PlannedCode:
         return {path: signature for config in self._configs.values() for path, signature in _signed(config)}
 
 
-def _signed(config: Python | Command) -> Iterator[tuple[Path, _Signature]]:
+def _signed(config: Workload) -> Iterator[tuple[Path, _Signature]]:
     """Yield each file of a configuration, with what changes if it is written."""
     try:
         for path in config.files():
@@ -81,7 +79,7 @@ def _signature(path: Path) -> _Signature | None:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _fingerprint(config: Python | Command) -> str | None:
+def _fingerprint(config: Workload) -> str | None:
     try:
         return config.fingerprint()
     except (OSError, SyntaxError, ValueError):

@@ -204,8 +204,7 @@ class Scheduler:
 
     def _describe_data(self, spec: TrialSpec) -> None:
         """Record the facts of the trial's data source once per source."""
-        config = spec.config.capture if getattr(spec.config, "captured", False) else spec.config
-        source = getattr(config, "data", None)
+        source = spec.config.data_source
         if isinstance(source, KINDS) and (fingerprint := spec.config.fingerprint()) not in self._data:
             self._data.add(fingerprint)
             self.ledger.describe(**{f"{DATA}{fingerprint}": json.dumps(facts(source))})

@@ -13,10 +13,6 @@ from ablate.store.ledger import Ledger
 from ablate.store.registration import register
 from ablate.store.trial_store import Store
 from ablate.training.metric_names import is_added
-from ablate.training.workloads.finetune import Finetune
-from ablate.training.workloads.gpt import Gpt
-from ablate.training.workloads.own_code import OwnCode
-from ablate.training.workloads.text import outlined
 
 
 def describe(ledger: Ledger, experiment: Experiment) -> None:
@@ -48,11 +44,7 @@ def covered_share(experiment: Experiment) -> str:
     """Return the smallest share of the weights of a model's matrices, without embeddings, that are in layers
     which a recipe quantises; empty for a workload whose model has no other matrices, or is not known."""
     configs = [arm.config for arm in experiment.arms if not arm.recipe.plain]
-    shares = {
-        outlined(config.model, config.corpus).covered
-        for config in configs
-        if isinstance(config, Gpt | Finetune) and config.model is not None
-    }
+    shares = {outline.covered for config in configs if (outline := config.outline)}
     return f"{min(shares):.4f}" if shares else ""
 
 
@@ -86,7 +78,7 @@ def require_metrics(experiment: Experiment, ledger: Ledger, trial: int, title: s
 
     Only the code knows its metrics, so that a misspelt one is not seen before.
     """
-    if not isinstance(experiment.base.config, OwnCode):
+    if not experiment.base.config.own_code:
         return
     logged = ledger.last_values(trial)
     for metric in experiment.metrics:

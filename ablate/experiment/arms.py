@@ -17,7 +17,7 @@ from pydantic import BaseModel, Tag, ValidationError
 from pydantic_core import ErrorDetails
 
 from ablate.errors import nearest
-from ablate.experiment.phases import length, never_begins, shortest_cooldown
+from ablate.experiment.phases import never_begins, shortest_cooldown
 from ablate.experiment.yaml_document import display
 from ablate.files import Json
 from ablate.numerics.spec import NEAR, Spec
@@ -25,8 +25,8 @@ from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.recipes.layers import select
 from ablate.recipes.recipe import Layers
 from ablate.training.data import located
-from ablate.training.hyperparameters import Training
-from ablate.training.workloads import WORKLOADS, Workload
+from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.base import Workload
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 _LONGEST_VALUE = 40
@@ -67,7 +67,7 @@ class Arm:
         """Workload, recipe and twin by which two arms are the same: fields that change no number have their
         defaults."""
         fields = type(self.config).model_fields
-        same = {name: fields[name].default for name in getattr(self.config, "SAME_BITS", ())}
+        same = {name: fields[name].default for name in self.config.SAME_BITS}
         return self.config.model_copy(update=same), self.recipe, self.twin
 
 
@@ -334,9 +334,8 @@ def _contradictions(config: Workload, recipe: Recipe, paths: _Paths) -> Iterator
     for number, rule in enumerate(recipe.layers.rules):
         if layers and (unmatched := select(rule.match, layers).reason):
             yield ruled, f"{number}.match: {unmatched}"
-    if isinstance(config, Training):
-        for name, why in config.contradictions(recipe):
-            yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
+    for name, why in config.contradictions(recipe):
+        yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
     placements = recipe.placements(layers)
     if (
         layers
@@ -363,7 +362,7 @@ def _never_begun(
     itself."""
     knob = paths.knob_of("recipe.schedule")
     for phase in (phase for phase in recipe.schedule if phase not in preset.schedule):
-        why = never_begins(phase, length(config))
+        why = never_begins(phase, config.length)
         if why and knob == "cooldown":
             right = f"give {shortest_cooldown(config.steps)} or more, or 0 for no cooldown"
             why = f"begins after the last of {config.steps} steps, so it has no effect; {right}"

@@ -32,8 +32,7 @@ from ablate.experiment.schema import (
 from ablate.experiment.search_space import Dimension, twins
 from ablate.experiment.yaml_document import Document, display
 from ablate.training.metric_names import target_of
-from ablate.training.workloads import Workload
-from ablate.training.workloads.trained import Trained
+from ablate.training.workloads.base import Workload
 
 _SHOWN = 6
 _LEVELS = ("val/loss", "val/loss_bf16")
@@ -288,8 +287,8 @@ def _forks(draft: Draft) -> Iterator[Problem]:
             " damage depends on the window; write an experiment for each",
         )
     for metric in draft.metrics:
-        levels = {*_LEVELS, *(base.config.of_readings if isinstance(base.config, Trained) else ())}
-        if metric.name not in levels and (isinstance(base.config, Trained) or target_of(metric.name)):
+        levels = {*_LEVELS, *base.config.of_readings}
+        if metric.name not in levels and (base.config.training or target_of(metric.name)):
             yield document.problem(
                 ("metric",),
                 f"a forked trial is compared at the end of its windows, by {' or '.join(_LEVELS)}",
@@ -331,7 +330,7 @@ def _kept_weights(draft: Draft) -> Iterator[Problem]:
         return
     if draft.file.design is not None:
         why = "forked trials end in a model for each window; leave it out"
-    elif not all(isinstance(arm.config, Trained) for arm in draft.arms):
+    elif not all(arm.config.training for arm in draft.arms):
         why = "needs a workload that trains a model of its own (gpt, mae, finetune); your code saves its own"
     else:
         return

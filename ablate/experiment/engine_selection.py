@@ -24,8 +24,8 @@ from ablate.recipes import scaled_mapping
 from ablate.recipes.reasons import all_of, grouped
 from ablate.recipes.recipe import Products, Recipe
 from ablate.recipes.te_mapping import MULTIPLE, Family, families, recipe_refusals, refusals, variants
-from ablate.training.hyperparameters import Training
 from ablate.training.rank_layout import Layout
+from ablate.training.workloads.base import Workload
 
 NATIVE = "transformer_engine"
 UNPROVEN = (
@@ -159,13 +159,14 @@ def _scaled_refusals(
 
 def _scaled_arm_refusals(engine: str, arm: Arm, layout: Layout) -> Iterator[str]:
     yield from scaled_mapping.refusals(arm.recipe, backend_of(engine))
-    if not isinstance(arm.config, Training):
+    training = arm.config.training
+    if training is None:
         yield f"workload {type(arm.config).__name__.lower()}: it is computed by the emulator alone"
         return
-    yield from layout.misfits(arm.config, arm.recipe, engine)
+    yield from layout.misfits(training, arm.recipe, engine)
     backend = backend_of(engine)
     fp4 = scaled_mapping.families(arm.recipe, backend) & {*scaled_mapping.FP4}
-    if backend in scaled_mapping.FLASHINFER and fp4 and layout.splits(arm.config.accumulate) > 1:
+    if backend in scaled_mapping.FLASHINFER and fp4 and layout.splits(training.accumulate) > 1:
         yield (
             f"{layout.ranks} ranks share a micro-batch and add up wgrad in fp32, and FlashInfer writes bf16;"
             " use engine: scaled_mm, or a workload.accumulate that is a multiple of the ranks"
@@ -180,8 +181,9 @@ def _families(arms: list[Arm]) -> set[Family]:
 
 def _fallen_back(arm: Arm) -> Iterator[Products]:
     """Yield the products that a guard may replace the recipe's products by."""
-    if isinstance(arm.config, Training) and arm.config.guard.policy == "fallback":
-        yield from map(arm.config.guard.fallback.safer, variants(arm.recipe))
+    training = arm.config.training
+    if training and training.guard.policy == "fallback":
+        yield from map(training.guard.fallback.safer, variants(arm.recipe))
 
 
 def misfit(engine: str, arm: Arm, layout: Layout) -> str | None:
@@ -223,24 +225,25 @@ def _arm_refusals(arm: Arm, layout: Layout) -> Iterator[str]:
         for why in grouped(refusals(products))
     )
     yield from _workload_refusals(arm.config, arm.recipe.plain)
-    if isinstance(arm.config, Training):
-        yield from layout.misfits(arm.config, arm.recipe, NATIVE)
+    if arm.config.training:
+        yield from layout.misfits(arm.config.training, arm.recipe, NATIVE)
 
 
-def _workload_refusals(config: object, plain: bool) -> Iterator[str]:
+def _workload_refusals(config: Workload, plain: bool) -> Iterator[str]:
     """Yield each setting of a workload that Transformer Engine does not support, beginning with the field."""
-    if not isinstance(config, Training):
+    training = config.training
+    if training is None:
         yield (
             f"workload {type(config).__name__.lower()}: not yet on Transformer Engine, "
             "which does not expose its operands"
         )
         return
-    if config.compile:
+    if training.compile:
         yield "workload.compile true: not yet on Transformer Engine; leave it out"
-    if config.recompute:
+    if training.recompute:
         yield "workload.recompute true: not yet on Transformer Engine; leave it out"
     if plain:
         return
-    for what, extent in config.extents.items():
+    for what, extent in training.extents.items():
         if extent % MULTIPLE:
             yield f"{what} is {extent}, and Transformer Engine takes multiples of {MULTIPLE}"

@@ -11,10 +11,7 @@ from math import ceil
 from ablate.experiment.schema import START, Design
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.fork_design import Forks
-from ablate.training.hyperparameters import Training
-from ablate.training.workloads import Workload
-from ablate.training.workloads.python import Python
-from ablate.training.workloads.trained import Trained
+from ablate.training.workloads.base import Workload
 
 CALIBRATION, FULL_CALIBRATION = "_calibration", "_calibration_full"
 """Suffixes of the names of a calibration's two sweeps: in forks, and in full runs."""
@@ -51,10 +48,10 @@ def _positions(design: Design, config: Workload) -> tuple[int, ...]:
     if not isinstance(design.positions, int):
         return tuple(round(share * config.steps) for share in design.positions)
     first, last = _FIRST * config.steps, _LAST * config.steps
-    if isinstance(config, Training):
-        first = max(first, ceil(config.warmup * config.steps))
-        if config.decay == "wsd" and config.decay_start is not None:
-            last = max(first, config.decay_start - 1)
+    if training := config.training:
+        first = max(first, ceil(training.warmup * training.steps))
+        if training.decay == "wsd" and training.decay_start is not None:
+            last = max(first, training.decay_start - 1)
     if design.positions == 1:
         return (round((first + last) / 2),)
     step = (last - first) / (design.positions - 1)
@@ -69,24 +66,24 @@ def misfits(design: Design, config: Workload, recipe: Recipe) -> Iterator[tuple[
         config: the arm's workload.
         recipe: the arm's recipe.
     """
-    if not isinstance(config, Trained | Python):
+    if not config.forks:
         yield "design", "forks need a workload that trains from a checkpoint: gpt, mae, finetune or python"
         return
-    if isinstance(config, Python) and design.trunk != START:
+    if config.own_code and design.trunk != START:
         yield (
             "design.trunk",
             f"{design.trunk} would be trained by your own code, which begins where it wants; write trunk:"
             " start, and the checkpoint that it goes on from as workload.start",
         )
         return
-    if isinstance(config, Python) and not config.start:
+    if config.own_code and not config.own_checkpoint:
         yield (
             "workload.start",
             "is missing: trunk: start goes on from your checkpoint, whose content is part of what a trial is;"
             " give its file or folder as start, and load trial.start",
         )
         return
-    if isinstance(config, Trained) and config.time_budget is not None:
+    if config.training and config.training.time_budget is not None:
         yield (
             "workload.time_budget",
             "ends a run by its seconds, and windows have a fixed length; leave it out",

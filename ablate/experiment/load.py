@@ -61,8 +61,6 @@ from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.fork_design import Forks
 from ablate.training.workloads import WORKLOADS
-from ablate.training.workloads.python import Python
-from ablate.training.workloads.trained import Trained
 
 _LONGEST_NAME = 200
 """Largest length of a sweep's name in bytes: file systems allow 255, and files named after a sweep have
@@ -299,7 +297,7 @@ def _null_arm(draft: Draft, arms: list[Arm]) -> Reading[list[Arm]]:
     if not draft.file.null:
         return []
     first = next((arm for arm in arms if arm.baseline is None), None)
-    if first is None or not isinstance(first.config, Trained | Python):
+    if first is None or not first.config.twins:
         yield draft.document.problem(
             ("null",),
             "needs a baseline and a workload whose weights are known (gpt, mae, finetune, python), "

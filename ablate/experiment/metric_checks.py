@@ -18,9 +18,6 @@ from ablate.experiment.yaml_document import Document
 from ablate.files import Json
 from ablate.training.hyperparameters import OF_TELEMETRY
 from ablate.training.metric_names import NAMING, parse, recordable, target_of
-from ablate.training.workloads import WORKLOADS
-from ablate.training.workloads.python import Python
-from ablate.training.workloads.trained import Trained
 
 _MEASURED = frozenset({"quant", "weights"})
 """Families that telemetry measures inside a few steps of a run."""
@@ -82,10 +79,8 @@ def metric_problems(
         return
     if base is None:
         return
-    metrics = WORKLOADS[base.workload].METRICS
-    if isinstance(base.config, Trained):
-        metrics = (metrics or frozenset()) | base.config.of_readings
-    if name in (metrics or ()):
+    metrics, readings = base.config.METRICS, base.config.of_readings
+    if name in (metrics or frozenset()) | readings:
         return
     if why := _telemetry(name, base):
         yield document.problem(path, why, name)
@@ -93,15 +88,15 @@ def metric_problems(
         yield document.problem(path, f"no trial records a metric of this name: {NAMING}", name)
     elif metrics is not None:
         yield document.problem(
-            path, f"no such metric of {base.workload}; {nearest(name, sorted(metrics))}", name
+            path, f"no such metric of {base.workload}; {nearest(name, sorted(metrics | readings))}", name
         )
 
 
 def _telemetry(name: str, base: StartingPoint) -> str:
     """Return the reason why a metric depends on telemetry; empty if it does not."""
-    if isinstance(base.config, Trained) and name in OF_TELEMETRY:
+    if base.config.training and name in OF_TELEMETRY:
         return OF_TELEMETRY[name]
-    if not isinstance(base.config, Trained | Python):  # a command logs what it wants, when it wants
+    if not base.config.measures:  # a command logs what it wants, when it wants
         return ""
     if parse(name).family in _MEASURED or name in _OF_GRADIENT:
         return "is measured at the steps that telemetry sets, so it is no result of a trial; reports draw it"

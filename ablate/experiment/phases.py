@@ -8,7 +8,7 @@ from ablate.files import Json
 from ablate.numerics.spec import tag
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Phase, Recipe, Run
-from ablate.training.workloads import Workload
+from ablate.training.workloads.base import Workload
 
 
 class ResolvedArm(Protocol):
@@ -48,11 +48,6 @@ def never_begins(phase: Phase, run: Run) -> str | None:
     return f"{phase.start} is not reached in the {run.steps} steps of this run; {right}"
 
 
-def length(config: Workload) -> Run:
-    """Return the length of a workload's runs, on which schedules depend."""
-    return Run(config.steps, config.tokens_per_step, getattr(config, "decay_start", None))
-
-
 def unreached(arms: Iterable[ResolvedArm], preset: str) -> Iterator[tuple[str, str]]:
     """Yield (arm, reason) for phases of presets (`preset` unless an arm names one) that never begin, each
     once.
@@ -65,7 +60,7 @@ def unreached(arms: Iterable[ResolvedArm], preset: str) -> Iterator[tuple[str, s
         name = str(arm.knobs.get("recipe", preset))
         for phase in PRESETS[name]().schedule if name in PRESETS else ():
             inherited = phase in arm.recipe.schedule
-            why = never_begins(phase, length(arm.config)) if inherited else None
+            why = never_begins(phase, arm.config.length) if inherited else None
             if why and (name, why) not in shown:
                 shown.add((name, why))
                 yield arm.name, f"the phase of preset {name} in arm {arm.name!r}: {why}"

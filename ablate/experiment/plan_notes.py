@@ -9,10 +9,7 @@ from ablate.experiment.load import Experiment
 from ablate.experiment.search_space import conditions
 from ablate.recipes.recipe import Layers
 from ablate.recipes.recipe_text import placements
-from ablate.training.memory_estimate import MemoryEstimate, estimate
-from ablate.training.workloads.finetune import Finetune
-from ablate.training.workloads.gpt import Gpt
-from ablate.training.workloads.text import outlined
+from ablate.training.workloads.memory_estimate import MemoryEstimate, estimate
 
 _LEAST_COVERED = 0.5
 """Fraction of a model's matrix weights in quantisable layers below which a note says so."""
@@ -31,17 +28,16 @@ def _idle_knobs(experiment: Experiment) -> Iterator[str]:
     for arms in (experiment.arms, *_extremes(experiment)):
         computed: dict[tuple[object, object], Arm] = {}
         for arm in arms:
-            if isinstance(arm.config, Finetune) and arm.config.lora:
-                twin = computed.setdefault((arm.content[0], arm.config.computed(arm.recipe)), arm)
-                if twin.content != arm.content:
-                    knobs = tuple(
-                        sorted(
-                            name
-                            for name in {*arm.knobs, *twin.knobs}
-                            if arm.knobs.get(name) != twin.knobs.get(name)
-                        )
+            twin = computed.setdefault((arm.content[0], arm.config.computed(arm.recipe)), arm)
+            if twin.content[:2] != arm.content[:2]:
+                knobs = tuple(
+                    sorted(
+                        name
+                        for name in {*arm.knobs, *twin.knobs}
+                        if arm.knobs.get(name) != twin.knobs.get(name)
                     )
-                    idle.setdefault(knobs, []).append((twin.name, arm.name))
+                )
+                idle.setdefault(knobs, []).append((twin.name, arm.name))
     for knobs, pairs in idle.items():
         frozen = "under workload.lora the quantised layers' weights are frozen, so no wgrad is computed"
         first, second = pairs[0]
@@ -65,17 +61,13 @@ def _uncovered(experiment: Experiment) -> Iterator[str]:
     configs = dict.fromkeys(
         (experiment.base.config, *(arm.config for arm in experiment.arms if not arm.recipe.plain))
     )
-    models = {
-        (config.model, config.data): outlined(config.model, config.corpus)
-        for config in configs
-        if isinstance(config, Gpt | Finetune) and config.model is not None
-    }
-    for outline in models.values():
-        if outline.covered < _LEAST_COVERED:
+    shares = ((shape.covered, shape.largest_uncovered) for config in configs if (shape := config.outline))
+    for covered, largest in dict.fromkeys(shares):
+        if covered < _LEAST_COVERED:
             yield (
-                f"workload.model: {outline.covered:.0%} of its matrix weights, without embeddings, "
+                f"workload.model: {covered:.0%} of its matrix weights, without embeddings, "
                 "are in layers that a recipe quantises. The largest of the others stays in high precision, "
-                f"{outline.largest_uncovered}."
+                f"{largest}."
             )
 
 
@@ -103,8 +95,6 @@ def memory(experiment: Experiment, device: str) -> tuple[str, MemoryEstimate] | 
     if device != "cuda" or experiment.engine != "emulated" or experiment.resources.layout(device).ranks > 1:
         return None
     needed = [
-        (arm.name, size)
-        for arm in experiment.arms
-        if isinstance(arm.config, Gpt) and (size := estimate(arm.config, arm.recipe, device))
+        (arm.name, size) for arm in experiment.arms if (size := estimate(arm.config, arm.recipe, device))
     ]
     return max(needed, key=lambda each: each[1].total, default=None)

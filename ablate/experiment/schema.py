@@ -12,11 +12,10 @@ from ablate.engines import AUTO, ENGINES
 from ablate.files import Json
 from ablate.numerics.spec import Spec
 from ablate.recipes import KNOBS, PRESETS, Recipe
-from ablate.training.hyperparameters import Training
 from ablate.training.rank_layout import Layout
 from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.base import Workload
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
-from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
     Plain = Json
@@ -358,21 +357,21 @@ class Resources(Spec):
         """Layout with the largest number of ranks."""
         return Layout(self.ranks or max(1, int(self.gpus)), self.sharded)
 
-    def misfit(self, config: object, recipe: Recipe, engine: str) -> str | None:
+    def misfit(self, config: Workload, recipe: Recipe, engine: str) -> str | None:
         """Return the reason why a trial cannot be computed by so many ranks; None if it can. One rank always
         can."""
         name = type(config).__name__.lower()
         if self.most.ranks == 1:
-            if self.gpus > 1 and not isinstance(config, OwnCode):
+            if self.gpus > 1 and not config.own_code:
                 return f"workload {name} uses one GPU a rank, of {self.gpus:g}; leave out ranks: 1"
             return None
-        if isinstance(config, OwnCode) and not self.ranks:
+        if config.own_code and not self.ranks:
             return (
                 f"workload {name} is one process: write ranks: 1 beside gpus: {self.gpus:g}, and it gets all"
             )
-        if not isinstance(config, Training):
+        if config.training is None:
             return f"workload {name} is computed by one rank; leave out ranks, and gpus above 1"
-        return next(self.most.misfits(config, recipe, engine), None)
+        return next(self.most.misfits(config.training, recipe, engine), None)
 
     def layout(self, device: str) -> Layout:
         """Return the layout of a trial on a class of device (`cpu` or `cuda`)."""

@@ -14,9 +14,7 @@ from ablate.files import Json
 from ablate.numerics import spec as numerics
 from ablate.numerics.spec import Spec
 from ablate.recipes import Recipe
-from ablate.recipes.recipe import Run
 from ablate.training.fork_design import Forks
-from ablate.training.hyperparameters import Training
 from ablate.training.workloads import WORKLOADS
 
 if TYPE_CHECKING:
@@ -99,11 +97,11 @@ class TrialSpec(Spec):
         The first step of a measured phase is not known before the run, so a schedule with such phases is part
         of the recipe from step 0.
         """
-        if not isinstance(self.config, Training):
+        if self.config.training is None:
             return ()
         if self.forks:
             return self._forked_segments(self.forks)
-        run = Run(self.config.steps, self.config.tokens_per_step, self.config.decay_start)
+        run = self.config.length
         excluded = {"schedule"} if not self.recipe.triggers else set()
         starts = {
             bisect_left(range(run.steps), True, key=partial(phase.active, run=run))
@@ -168,7 +166,7 @@ class TrialSpec(Spec):
         `deterministic` changes none on a CPU.
         """
         fields: dict[str, Json] = self.config.identity()
-        if self.device == "cpu" and isinstance(self.config, Training):
+        if self.device == "cpu" and self.config.training:
             del fields["deterministic"]
         return fields
 

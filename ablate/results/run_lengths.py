@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from ablate.results.forked import design_of
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
+from ablate.training.workloads import WORKLOADS
 
-_OWN = frozenset({"python", "command"})
+_OWN = frozenset(name for name, workload in WORKLOADS.items() if workload.own_code)
 
 
 @dataclass(frozen=True)

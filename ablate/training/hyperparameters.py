@@ -12,10 +12,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ablate.numerics.spec import Spec
-from ablate.recipes.layers import Layer, blocks_in
 from ablate.recipes.presets import fp8_current
 from ablate.recipes.readings import BF16
-from ablate.recipes.recipe import SLOTS, Products, Recipe
+from ablate.recipes.recipe import SLOTS, Products, Recipe, Run
 
 MOST_STEPS, MOST_SEQUENCES, MOST_TOKENS = 10**9, 1 << 20, 1 << 40
 """Largest number of steps of a run, of sequences in a batch, and of tokens to train or evaluate on.
@@ -228,21 +227,6 @@ class Training(Spec):
         return {}
 
     @property
-    def linear_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that a recipe applies to and layer rules select from, in the model's order."""
-        return ()
-
-    @property
-    def linears(self) -> tuple[str, ...]:
-        """Return the names of the layers that a recipe applies to."""
-        return tuple(layer.name for layer in self.linear_layers)
-
-    @property
-    def blocks(self) -> int:
-        """Return the number of transformer blocks, which a layer policy counts."""
-        return blocks_in(self.linear_layers)
-
-    @property
     def divisible(self) -> bool:
         """Return True if the mean loss of a batch is the mean over equal parts of it.
 
@@ -282,6 +266,11 @@ class Training(Spec):
             metric: name of a metric of the workload.
         """
         return range(0) if metric in FINAL else range(self.eval_every, self.steps, self.eval_every)
+
+    @property
+    def length(self) -> Run:
+        """Return the length of a run, and where its learning rate begins to fall."""
+        return Run(self.steps, self.tokens_per_step, self.decay_start)
 
     @property
     def decay_start(self) -> int | None:

@@ -34,7 +34,7 @@ from ablate.engines.emulated import Engine
 from ablate.engines.ranks import whole
 from ablate.engines.weight_noise import NormNoise
 from ablate.numerics.spec import Spec
-from ablate.recipes.recipe import Recipe, Run
+from ablate.recipes.recipe import Recipe
 from ablate.training import cuda_arithmetic
 from ablate.training.checkpoints import Checkpoints, MeterState, RunState, Standing
 from ablate.training.distributed import RankPart, clip, placed, world
@@ -313,7 +313,7 @@ class Loop:
         self.optimizer = optimizer(run.model, config)
         self.watch = Watch(config, run.engine)
         self.meter = Meter(config.tokens_per_step)
-        self.plan = Run(config.steps, config.tokens_per_step, config.decay_start)
+        self.plan = config.length
         noise = run.engine.recipe.weights.noise
         self.noise = noise and NormNoise(noise, run.model, run.engine.layers, run.engine.clock)
         self.standing = Standing(run.model, self.optimizer, run.engine)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from ablate.errors import nearest
 from ablate.recipes import PRESETS, Recipe
@@ -25,10 +26,7 @@ from ablate.training.fork_design import Forks
 from ablate.training.loop import Record, Telemetry
 from ablate.training.metric_names import is_added
 from ablate.training.own_code.user_errors import described
-from ablate.training.workloads import Workload
-from ablate.training.workloads.command import Command
-from ablate.training.workloads.own_code import OwnCode
-from ablate.training.workloads.python import Python
+from ablate.training.workloads.base import Workload
 from ablate.verification.file_reads import opened, unseen
 
 STEPS = 6
@@ -86,7 +84,7 @@ class Runs:
     @property
     def unseen(self) -> list[Path]:
         """Files that the runs have read and whose content is not in a trial's identity."""
-        if not isinstance(self.workload, OwnCode):
+        if not self.workload.own_code:
             return []
         known = {path.resolve() for path in self.workload.files()}
         return unseen(self._opened, known, self._since)
@@ -131,11 +129,10 @@ class Runs:
         self._begun += 1
         self._show(f"run {self._begun} of about 8")
         recipe = recipe or self.recipe
-        if forks:
-            assert isinstance(self.workload, Python), "only such code forks its own checkpoint"
-            source = self.workload.records(recipe, seed, "emulated", self.device, telemetry, forks=forks)
-        else:
-            source = self.workload.records(recipe, seed, "emulated", self.device, telemetry, checkpoints)
+        variation: dict[str, Any] = {"forks": forks} if forks else {}
+        source = self.workload.records(
+            recipe, seed, "emulated", self.device, telemetry, checkpoints, **variation
+        )
         with opened() as paths:
             try:
                 for record in source:
@@ -274,7 +271,7 @@ def _resumes(runs: Runs) -> Outcome:
     half = max(1, runs.workload.steps // 2)
     with tempfile.TemporaryDirectory() as folder:
         records, resumed = runs.interrupted(half, Path(folder))
-    if resumed is None and isinstance(runs.workload, Command):
+    if resumed is None and not runs.workload.resumes:
         return "it writes no checkpoint into ABLATE_CHECKPOINT: a killed trial begins anew", ""
     if resumed is None:
         return (

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.workloads import SMALL
 
+from ablate.experiment.schema import Resources
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
 from ablate.recipes.layers import select
@@ -20,10 +21,8 @@ from ablate.training.checkpoints import Checkpoints
 from ablate.training.hyperparameters import FINAL
 from ablate.training.loop import Record, Telemetry
 from ablate.training.workloads import WORKLOADS
-from ablate.training.workloads.own_code import OwnCode
-from ablate.training.workloads.trained import Trained
 
-TRAINED = [name for name, workload in WORKLOADS.items() if issubclass(workload, Trained)]
+TRAINED = ["gpt", "mae", "finetune"]
 OFTEN = Telemetry(every=3, shadow=4, log=1)
 OWN = ("throughput/", "memory/")
 """Metrics in which any two runs differ."""
@@ -111,7 +110,7 @@ def test_every_workload_is_here():
 def test_the_default_and_the_small_instance_have_no_problems(name, workload):
     assert list(workload.problems()) == []
     has_default = not any(field.is_required() for field in WORKLOADS[name].model_fields.values())
-    if has_default and not issubclass(WORKLOADS[name], OwnCode):  # nobody's code is the default
+    if has_default and not WORKLOADS[name].own_code:  # nobody's code is the default
         assert list(WORKLOADS[name]().problems()) == []
 
 
@@ -170,6 +169,45 @@ def test_quantised_it_costs_no_less(workload):
 
 def test_its_facts_are_finite_numbers(workload):
     assert all(isinstance(value, float) and math.isfinite(value) for value in workload.summary().values())
+
+
+# --- what it declares that it can do --------------------------------------------------------------
+
+
+def test_only_of_own_code_are_files_and_metrics_unknown(workload):
+    files = list(workload.files())
+    assert bool(files) == workload.own_code == (workload.METRICS is None)
+    assert all(path.is_file() for path in files)
+
+
+def test_it_is_divided_among_ranks_if_it_has_settings_of_training(name, workload):
+    settings = workload.training
+    assert (settings is workload) == (name in TRAINED) == (settings is not None)
+    divided = workload.model_copy(update={"accumulate": 2} if settings else {})
+    why = Resources(ranks=2).misfit(divided, PRESETS["nvfp4"](), "emulated")
+    assert (why is None) == (settings is not None)
+
+
+def test_telemetry_sets_how_often_it_measures_operands_if_it_is_declared(name, workload):
+    measured = [
+        sum(
+            any(metric.startswith("quant/") for metric in record.metrics)
+            for record in run(workload, PRESETS["nvfp4"](), telemetry=Telemetry(every=every, log=1))
+        )
+        for every in (1, 10**6)
+    ]
+    assert (measured[0] > measured[1]) == workload.measures
+
+
+@pytest.mark.parametrize("name", [name for name, kind in WORKLOADS.items() if not kind.resumes])
+def test_what_is_not_resumed_begins_anew_and_gives_the_same_records(name, folder, tmp_path, uninterrupted):
+    first, again = (Checkpoints(tmp_path / "c.pt", "trial", 0) for _ in range(2))
+    workload, recipe = SMALL[name](folder), PRESETS["nvfp4"]()
+    begun = run(workload, recipe, checkpoints=first)
+    next(begun)
+    begun.close()
+    assert told(list(run(workload, recipe, checkpoints=again))) == told(uninterrupted(name, "nvfp4"))
+    assert again.resumed is None
 
 
 # --- its records ----------------------------------------------------------------------------------
@@ -266,7 +304,7 @@ def test_it_stops_where_it_is_told_to_and_can_be_run_again(name, workload, unint
 # --- what trains goes on from where it was --------------------------------------------------------
 
 
-RESUMED = [(trained, recipe) for trained in (*TRAINED, "python") for recipe in REMEMBERING]
+RESUMED = [(name, recipe) for name, kind in WORKLOADS.items() if kind.resumes for recipe in REMEMBERING]
 RESUMED += [("gpt", recipe) for recipe in PRESETS if recipe not in REMEMBERING]
 """Pairs of workload and recipe that are resumed: what is remembered is a recipe's, so one workload goes through all recipes."""
 

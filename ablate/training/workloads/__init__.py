@@ -1,27 +1,9 @@
-"""Workloads, one per file: anything that yields records, given a recipe and a seed.
-
-Importing them does not import torch. The contract of a workload is a frozen `Spec` with:
-
-    VERSION                  raise it by hand if the same spec would give other bits
-    METRICS                  metrics that an experiment can compare; None: any name
-    UNITS                    units of metrics, for those that have one
-    imports                  modules that a trial needs and that take seconds to import
-    steps, tokens_per_step   length of a run, and tokens of one step
-    blocks, linear_layers    what a layer policy counts and selects from; 0 and () without a model
-    problems()               contradictory fields and unreadable files, found before anything runs
-    fingerprint()            digest that identifies the data's content
-    identity()               fields that determine the numbers, without paths
-    recorded(metric)         steps before the last at which every trial has the metric, to prune by
-    summary()                facts about the data that put the numbers in proportion
-    cost(quantised)          rough CPU seconds
-    records(recipe, seed, engine, device, telemetry, checkpoints)
-                             iterator of records; it continues from a checkpoint if there is one
-"""
+"""Workloads, one per file: anything that yields records, given a recipe and a seed (`base.Workload`)."""
 
 import json
 from collections.abc import Mapping
-from typing import TypeAlias
 
+from ablate.training.workloads.base import Workload
 from ablate.training.workloads.command import Command
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
@@ -30,8 +12,6 @@ from ablate.training.workloads.mae import Mae
 from ablate.training.workloads.python import Python
 from ablate.training.workloads.tensors import Tensors
 
-Workload: TypeAlias = Gpt | Mae | Finetune | Python | Command | Tensors | Idle
-"""Spec of one of the workloads; the contract above lists its attributes."""
 WORKLOADS: dict[str, type[Workload]] = {
     "gpt": Gpt,
     "mae": Mae,

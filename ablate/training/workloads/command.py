@@ -51,7 +51,6 @@ class Command(OwnCode):
 
     VERSION: ClassVar[int] = 1
     PATHS: ClassVar[tuple[str, ...]] = ("folder", "sources", "data")
-    imports: ClassVar[tuple[str, ...]] = ()
 
     run: str = Field(min_length=1)
     """Program and arguments, split as a shell does, with placeholders such as `{seed}` and `{lr}`.

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
     from ablate.training.fork_design import Forks
     from ablate.training.loop import PreparedRun, Record, Telemetry
+    from ablate.training.models.source import Outline
 
 P = TypeVar("P", bound=Products)
 
@@ -101,9 +102,14 @@ class Finetune(TextWorkload):
     lr: float = Field(3e-4, gt=0)
 
     @property
+    def outline(self) -> Outline:
+        """Return the shape of the model, from the cache if it has been made before."""
+        return outlined(self.model, self.corpus)
+
+    @property
     def linear_layers(self) -> tuple[Layer, ...]:
         """Return the layers that a recipe applies to, by the model's own names."""
-        return outlined(self.model, self.corpus).layers
+        return self.outline.layers
 
     @property
     def extents(self) -> dict[str, int]:
@@ -205,7 +211,7 @@ class Finetune(TextWorkload):
 
     def parameters(self) -> int:
         """Return the number of all weights of the model."""
-        return outlined(self.model, self.corpus).parameters
+        return self.outline.parameters
 
     def cost(self, quantised: bool) -> float:
         """Return rough seconds of one trial on one CPU core, without the base, which is trained once."""
@@ -287,7 +293,7 @@ class Finetune(TextWorkload):
         if isinstance(self.model, str):
             raise ValueError(f"model {self.model} has weights of its own, so base has nothing to train")
         return Gpt(
-            model=self.model | {"vocab_size": outlined(self.model, self.corpus).vocab},
+            model=self.model | {"vocab_size": self.outline.vocab},
             context=self.context,
             steps=base.steps,
             batch=base.batch,

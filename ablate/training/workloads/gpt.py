@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from ablate.numerics.philox import Clock
+    from ablate.training.models.source import Outline
 
 _LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
 _AROUND = ("Transformer", "ModuleList", "Block", "Linear")
@@ -60,13 +61,18 @@ class Gpt(TextWorkload):
         return -(-8 * self.width // 96) * 32 if self.mlp == "swiglu" else 4 * self.width
 
     @property
+    def outline(self) -> Outline | None:
+        """Return the shape of the model of `transformers`; None for this package's transformer."""
+        return None if self.model is None else outlined(self.model, self.corpus)
+
+    @property
     def linear_layers(self) -> tuple[Layer, ...]:
         """Return the layers that a recipe applies to.
 
         They are those of the given model, or four in each block of this package's transformer.
         """
-        if self.model is not None:
-            return outlined(self.model, self.corpus).layers
+        if outline := self.outline:
+            return outline.layers
         kinds = {"attention": "Attention", "mlp": _MLPS[self.mlp]}
         around = {name: {*_AROUND, kinds[name.partition(".")[0]]} for name in _LINEARS}
         return located(
@@ -153,8 +159,8 @@ class Gpt(TextWorkload):
 
     def parameters(self) -> int:
         """Return the number of weights in the blocks' matrices; of all weights of a `transformers` model."""
-        if self.model is not None:
-            return outlined(self.model, self.corpus).parameters
+        if outline := self.outline:
+            return outline.parameters
         kv = (self.kv_heads or self.heads) * (self.width // self.heads)
         up = (2 if self.mlp == "swiglu" else 1) * self.hidden_width
         return self.layers * self.width * (2 * self.width + 2 * kv + up + self.hidden_width)

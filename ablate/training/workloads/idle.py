@@ -16,7 +16,7 @@ from pydantic import Field
 from ablate.files import Json
 from ablate.recipes.recipe import Recipe
 from ablate.training.hyperparameters import MOST_STEPS
-from ablate.training.workloads.modelless import Modelless
+from ablate.training.workloads.base import Workload
 
 if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
@@ -26,7 +26,7 @@ _START_SECONDS = 0.02
 """Seconds that a trial's own process, its files and its result take."""
 
 
-class Idle(Modelless):
+class Idle(Workload):
     """Workload that sleeps and yields records of a synthetic loss.
 
     The loss is a bowl in x and y plus 1 / step and noise. Arms share most of the noise by seed; a tenth as

@@ -134,6 +134,11 @@ class Mae(Trained):
         return self.patches - round(self.mask_ratio * self.patches)
 
     @property
+    def data_source(self) -> object:
+        """Return the source of the data."""
+        return self.data
+
+    @property
     def tokens_per_step(self) -> int:
         """Return the number of patches of all images of an optimizer step, masked or not."""
         return self.batch * self.accumulate * self.patches

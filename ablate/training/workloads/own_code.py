@@ -11,24 +11,20 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from ablate.numerics.spec import Spec
-from ablate.recipes.layers import Layer
 from ablate.training.hyperparameters import MOST_STEPS
 from ablate.training.own_code import user_code
+from ablate.training.workloads.base import Workload
 from ablate.training.workloads.text import Fields
 
 _SECONDS_A_STEP = 0.5
 """A guess: nothing is known of a user's code until a trial has run."""
 
 
-class OwnCode(Spec):
+class OwnCode(Workload):
     """Configuration of a user's code, and the length of a run."""
 
     METRICS: ClassVar[frozenset[str] | None] = None  # whatever the code logs
-    UNITS: ClassVar[dict[str, str]] = {}
-    linear_layers: ClassVar[tuple[Layer, ...]] = ()
-    linears: ClassVar[tuple[str, ...]] = ()
-    blocks: ClassVar[int] = 0
+    own_code: ClassVar[bool] = True
 
     config: Annotated[dict[str, Any], AfterValidator(Fields)] = Field(default_factory=Fields)
     """Values that the code reads; each is a knob, `workload.config.<key>`."""
@@ -49,10 +45,6 @@ class OwnCode(Spec):
     def recorded(self, metric: str) -> range:
         """Return the steps before the last at which every trial has the metric."""
         return range(self.log_every, self.steps, self.log_every)
-
-    def summary(self) -> dict[str, float]:
-        """Return no facts about the data: only the code knows them."""
-        return {}
 
     def cost(self, quantised: bool) -> float:
         """Return rough seconds of one trial: a guess until a trial has been measured."""

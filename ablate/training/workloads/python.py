@@ -38,7 +38,10 @@ class Python(OwnCode):
 
     VERSION: ClassVar[int] = 1
     PATHS: ClassVar[tuple[str, ...]] = ("file", "start", "data", "sources")
-    imports: ClassVar[tuple[str, ...]] = ("ablate.training.own_code.trial",)
+    forks: ClassVar[bool] = True
+    twins: ClassVar[bool] = True
+    measures: ClassVar[bool] = True
+    resumes: ClassVar[bool] = True
 
     file: str = Field(".", min_length=1)
     """Python file with the function, relative to the experiment's file; or the folder of its module."""
@@ -51,6 +54,21 @@ class Python(OwnCode):
     """File or folder with weights from which every arm begins, `trial.start`."""
     sources: tuple[str, ...] = Field((), strict=False)
     """Globs of further code, beside what the file imports by name."""
+
+    @property
+    def imports(self) -> tuple[str, ...]:
+        """Return the module of the object that the function gets."""
+        return ("ablate.training.own_code.trial",)
+
+    @property
+    def length(self) -> Run:
+        """Return the length of a run, and where its learning rate begins to fall."""
+        return Run(self.steps, self.tokens_per_step, self.decay_start)
+
+    @property
+    def own_checkpoint(self) -> str | None:
+        """Return the file or folder of weights from which every arm begins."""
+        return self.start
 
     @property
     def _code(self) -> Code:
@@ -153,8 +171,7 @@ class Python(OwnCode):
         code = self._code
         user_code.drop_old_bytecode(user_code.files_of(code, self.sources))
         function, declared = user_code.load(code), user_code.declares_config(code)
-        run = Run(self.steps, self.tokens_per_step, self.decay_start)
-        window = None
+        run, window = self.length, None
         if place:
             run = Run(place[1].steps, self.tokens_per_step)
             window = TrialWindow(place[1].begun, place[0].anneal)

@@ -17,8 +17,8 @@ from ablate.files import Json
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Recipe
 from ablate.training.metric_names import Name, parse
 from ablate.training.operand_metrics import OPERAND_METRICS
+from ablate.training.workloads.base import Workload
 from ablate.training.workloads.gpt import Gpt
-from ablate.training.workloads.modelless import Modelless
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ def _mean_metric(slot: str, figure: str) -> str:
     return str(Name("mean", slot, None, figure))
 
 
-class Tensors(Modelless):
+class Tensors(Workload):
     """Tensors x [tokens, inputs], w [outputs, inputs], g [tokens, outputs] in bf16, drawn from the seed."""
 
     VERSION: ClassVar[int] = 1
@@ -138,6 +138,11 @@ class Tensors(Modelless):
     def captured(self) -> bool:
         """Return True if a training run is needed."""
         return "captured" in (self.x, self.w, self.g)
+
+    @property
+    def data_source(self) -> object | None:
+        """Return the source of the captured run's data; None without a captured run."""
+        return self.capture.data if self.captured else None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, reason) for each field that cannot run."""

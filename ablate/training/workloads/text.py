@@ -49,6 +49,11 @@ class TextWorkload(Trained):
     """Tokens in a sequence."""
 
     @property
+    def data_source(self) -> object:
+        """Return the source of the data."""
+        return self.data
+
+    @property
     def tokens_per_step(self) -> int:
         """Return the number of tokens that one optimizer step processes."""
         return self.batch * self.context * self.accumulate

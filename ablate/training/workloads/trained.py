@@ -14,6 +14,7 @@ from ablate.recipes.readings import problems, reading
 from ablate.recipes.recipe import Recipe
 from ablate.training.hyperparameters import Training
 from ablate.training.metric_names import ENDINGS, LOSS, by_recipe, plain_metric
+from ablate.training.workloads.base import Workload
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ class Subject(NamedTuple):
     the tokens to predict; None: the model has none."""
 
 
-class Trained(Training):
+class Trained(Training, Workload):
     """Workload that trains a model.
 
     A subclass defines `subject`. It may also define metrics derived from a record, and files left at the end.
@@ -55,16 +56,20 @@ class Trained(Training):
 
     QUANTITIES: ClassVar[tuple[str, ...]] = (LOSS,)
     """Readings of an evaluation by another recipe."""
+    forks: ClassVar[bool] = True
+    twins: ClassVar[bool] = True
+    measures: ClassVar[bool] = True
+    resumes: ClassVar[bool] = True
+
+    @property
+    def training(self) -> Training:
+        """Return the workload itself, which has the settings of the training loop."""
+        return self
 
     @property
     def of_readings(self) -> frozenset[str]:
         """Return the metrics of the recipes by which evaluations also read the weights."""
         return frozenset(plain_metric(by_recipe(q, name)) for name in self.evaluate for q in self.QUANTITIES)
-
-    @property
-    def imports(self) -> tuple[str, ...]:
-        """Return modules that a trial needs and that take seconds to import; a worker imports them once."""
-        return ()
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, reason) for each field that cannot run."""

@@ -29,7 +29,7 @@ from ablate.engines.products import DTYPES
 from ablate.numerics.product import split_product
 from ablate.numerics.quantize import Operand
 from ablate.recipes import PRESETS
-from ablate.recipes.recipe import Products, Recipe, Run
+from ablate.recipes.recipe import Products, Recipe
 from ablate.training.loop import PreparedRun, Record, Telemetry
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.trained import Trained
@@ -193,7 +193,7 @@ def _gradient(run: PreparedRun, config: Trained, state: dict[str, Tensor], step:
     """Return the gradient of a step's first batch from a state, fp64, flattened."""
     run.model.load_state_dict(state)
     run.model.zero_grad()
-    run.engine.at(step, Run(config.steps, config.tokens_per_step, config.decay_start))
+    run.engine.at(step, config.length)
     run.engine.clock.stream, run.engine.clock.step = "training", step
     run.engine.clock.begin(0)
     with run.engine.still_weights():

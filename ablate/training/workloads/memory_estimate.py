@@ -14,6 +14,7 @@ GPU nothing of it is measured.
 from typing import NamedTuple
 
 from ablate.recipes.recipe import Recipe
+from ablate.training.workloads.base import Workload
 from ablate.training.workloads.gpt import Gpt
 
 _FP32, _BF16 = 4, 2
@@ -40,7 +41,7 @@ class MemoryEstimate(NamedTuple):
         return sum(self)
 
 
-def estimate(config: Gpt, recipe: Recipe, device: str) -> MemoryEstimate | None:
+def estimate(config: Workload, recipe: Recipe, device: str) -> MemoryEstimate | None:
     """Return the memory of a trial on one device; None where it is not known.
 
     It is known of this package's transformer, not compiled, and without `recompute`.
@@ -50,7 +51,7 @@ def estimate(config: Gpt, recipe: Recipe, device: str) -> MemoryEstimate | None:
         recipe: the arm's recipe; its schedule and layer rules are left out.
         device: `cpu` or `cuda`; on a CPU attention is computed in fp32.
     """
-    if config.model is not None or config.recompute or config.compile:
+    if not isinstance(config, Gpt) or config.model is not None or config.recompute or config.compile:
         return None
     matrices, vocab = config.parameters(), config.corpus.vocab
     heads = config.width // config.heads
