@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.load import Experiment
+from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.experiment.search_space import Dimension, conditions, size
 from ablate.files import Json
 from ablate.recipes import Recipe
@@ -259,15 +260,16 @@ def _results(root: Path, kind: tuple[str, str, str], config: Any) -> Iterator[tu
         with suppress(
             OSError, ValueError, KeyError, TypeError
         ):  # of another version, or damaged: whoever adopts it says so
-            result, spec = (json.loads((folder / name).read_bytes()) for name in ("result.json", "spec.json"))
-            if (*spec["workload"], spec["engine"], spec["device"]) != kind or result["status"] != "done":
+            spec = RecordedSpec.parse((folder / "spec.json").read_bytes())
+            result = json.loads((folder / "result.json").read_bytes())
+            if (spec.workload, spec.engine, spec.device) != kind or result["status"] != "done":
                 continue
-            theirs = spec["workload"][kind[0]]
-            if spec["data"] != data or any(theirs.get(name) != ours.get(name) for name in _SAME):
+            theirs = spec.config
+            if spec.data != data or any(theirs.get(name) != ours.get(name) for name in _SAME):
                 continue
             moved = {"data": ours["data"]} if "data" in theirs else {}
             load = _load(
-                kind, json.dumps(theirs | moved), json.dumps(spec["recipe"]), json.dumps(spec.get("forks"))
+                kind, json.dumps({**theirs, **moved}), json.dumps(spec.recipe), json.dumps(spec.forks)
             )
             computed = result["steps"] - _start(folder, result["attempt"])
             if computed > 0:

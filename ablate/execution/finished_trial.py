@@ -1,7 +1,6 @@
 """Model of a finished trial, with weights that it kept or is trained to again, as packed files."""
 
 import hashlib
-import json
 import math
 import re
 import tempfile
@@ -45,7 +44,7 @@ class FinishedTrial:
         trial = run if _ID.fullmatch(run) else _member(run, seed, store)
         path = store.folder(trial) / "spec.json"
         try:
-            spec = TrialSpec.parse(json.dumps(json.loads(path.read_text()) | {"id": trial}))
+            spec = TrialSpec.parse(path.read_text(), id=trial)
             result = store.result(trial)
         except FileNotFoundError:
             raise InputError([f"{run}: there is no trial {trial} in {store.root}"]) from None

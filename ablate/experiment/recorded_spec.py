@@ -39,5 +39,8 @@ class RecordedSpec:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Self:
-        """Return the parts of a spec, given as a JSON object; ValueError for text that is no JSON."""
-        return cls.of(json.loads(text))
+        """Return the parts of a spec, given as a JSON object; ValueError for any other text."""
+        content = json.loads(text)
+        if not isinstance(content, dict):
+            raise ValueError("a spec is a JSON object")
+        return cls.of(content)

@@ -183,7 +183,9 @@ class TrialSpec(Spec):
         }
 
     @classmethod
-    def parse(cls, wire: str, loads: Callable[[str], Any] = json.loads) -> "TrialSpec":
+    def parse(
+        cls, wire: str, loads: Callable[[str], Any] = json.loads, *, id: str | None = None
+    ) -> "TrialSpec":
         """Return the spec that `wire` describes.
 
         JSON has lists in place of tuples, so types are not checked strictly; the id is compared instead.
@@ -191,6 +193,7 @@ class TrialSpec(Spec):
         Args:
             wire: `TrialSpec.wire` of the spec.
             loads: reader of JSON; called once.
+            id: the id that the spec must have; None: the one in `wire`.
 
         Raises:
             ValueError: `wire` was written by other versions of the code, or for other data.
@@ -204,7 +207,7 @@ class TrialSpec(Spec):
             forks=content["forks"] and Forks.model_validate(content["forks"], strict=False),
             **{key: content[key] for key in ("seed", "engine", "device", "twin")},
         )
-        if spec.id != content["id"]:
+        if spec.id != (id or content["id"]):
             raise ValueError(
                 "this process resolves the trial differently: "
                 "its code or its data differ from those of the process that planned it"

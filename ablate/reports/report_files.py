@@ -4,7 +4,6 @@ The notebooks run in this process (`notebooks.py`), independently of the kernels
 has installed. The pages load nothing from a network.
 """
 
-import json
 import os
 import shutil
 import subprocess
@@ -89,8 +88,7 @@ def is_current(state: Path, name: str) -> bool:
 
 def default_notebooks(ledger: Ledger) -> list[str]:
     """Return the notebooks that fit the question of a sweep."""
-    specs = [json.loads(member.spec) for member in ledger.members()[:1]]
-    if any("tensors" in spec.get("workload", {}) for spec in specs):
+    if any(member.resolved.workload == "tensors" for member in ledger.members()[:1]):
         return ["tensors"]
     return ["search" if ledger.fact("search") else "ablation", "training_health"]
 

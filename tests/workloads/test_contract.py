@@ -126,7 +126,7 @@ def test_planning_any_loads_no_heavy_library(folder):
             "list(config.problems()), config.cost(True), config.blocks, config.linear_layers, config.tokens_per_step\n"
             "config.recorded('val/loss')\n"
             f"spec = TrialSpec(workload={name!r}, config=config, recipe=PRESETS['nvfp4'](), seed=0, engine='emulated', device='cpu')\n"
-            "spec.id, spec.wire, unit(spec.wire, 'val/loss')\n"
+            "spec.id, spec.wire, unit(spec.workload, 'val/loss')\n"
             f"print({name!r}, [name for name in ('torch', 'transformers', 'ray', 'mlflow', 'optuna') if name in sys.modules])\n"
         )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

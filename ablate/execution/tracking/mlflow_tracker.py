@@ -241,7 +241,7 @@ class MlflowTracker(Tracker):
         writer.text(parent, runs.description(ledger), "sweep.json")
         metric = schema.Metric.model_validate_json(ledger.fact("metric") or "{}")
         knobs = dict.fromkeys(knob for arm in ledger.arms() for knob in json.loads(arm.knobs))
-        counted = next((unit(member.spec, metric.name) for member in ledger.members()), "")
+        counted = next((unit(member.resolved.workload, metric.name) for member in ledger.members()), "")
         minimize, now = metric.direction == "minimize", int(time.time() * 1000)
         gaps = runs.gap_names(ledger, counted)
         shown = runs.view(knobs, metric.name, self._metrics or [metric.name], gaps, minimize, now)
@@ -321,7 +321,7 @@ class MlflowTracker(Tracker):
 
     def _data(self, writer: Writer, ledger: Ledger, run: str, member: Member) -> None:
         """Add the member's training data as its run's input; sent twice, it is stored once."""
-        facts = ledger.fact(f"{DATA}{json.loads(member.spec)['data']}")
+        facts = ledger.fact(f"{DATA}{member.resolved.data}")
         if facts:
             writer.dataset(run, runs.dataset(member, json.loads(facts)))
 

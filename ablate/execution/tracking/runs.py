@@ -67,7 +67,7 @@ def tags(member: Member, sweep: str, parent: str | None, against: str | None) ->
     """Return the tags by which a member's run is found and grouped. `against`: its baseline's name, None if
     it is a baseline.
     """
-    spec = json.loads(member.spec)
+    spec = member.resolved
     found = {
         "mlflow.parentRunId": parent,
         "mlflow.runColor": _BASELINE_COLOUR if against is None else _COLOURS[member.arm % len(_COLOURS)],
@@ -81,8 +81,8 @@ def tags(member: Member, sweep: str, parent: str | None, against: str | None) ->
         "ablate.against": against,
         "ablate.role": member.role,
         "ablate.trial": member.id,
-        "ablate.engine": spec["engine"],
-        "ablate.device": spec["device"],
+        "ablate.engine": spec.engine,
+        "ablate.device": spec.device,
         "ablate.reused": str(member.reused).lower(),
         "ablate.status": member.status,
         "ablate.optuna_trial": None if member.optuna is None else str(member.optuna),
@@ -92,16 +92,15 @@ def tags(member: Member, sweep: str, parent: str | None, against: str | None) ->
 
 def params(member: Member) -> Iterator[tuple[str, str]]:
     """Yield the knobs, then every resolved value by its path."""
-    spec, knobs = json.loads(member.spec), json.loads(member.knobs)
-    for knob, value in knobs.items():
+    spec = member.resolved
+    for knob, value in json.loads(member.knobs).items():
         yield f"{TURNED}{knob}", _text(value)
     yield "arm", member.name
-    yield "seed", str(spec["seed"])
-    ((workload, config),) = spec["workload"].items()
-    yield "workload", workload
-    yield "data", spec["data"]
-    yield from _flat("workload", config)
-    yield from _flat("recipe", spec["recipe"])
+    yield "seed", str(member.seed)
+    yield "workload", spec.workload
+    yield "data", spec.data
+    yield from _flat("workload", dict(spec.config))
+    yield from _flat("recipe", dict(spec.recipe or {}))
 
 
 class LoggedData(TypedDict):
@@ -122,7 +121,7 @@ def dataset(member: Member, facts: LoggedData) -> dict[str, str]:
     if len(name) > _MOST_OF_A_NAME:
         name = f"{name[:_MOST_OF_A_NAME]}..."
     columns = [{"name": column, "type": kind, "required": True} for column, kind in facts["columns"].items()]
-    data = json.loads(member.spec)["data"]
+    data = member.resolved.data
     return {
         "name": name,
         "digest": data
@@ -163,7 +162,7 @@ def gaps(
             found = (
                 _damage(ledger, compared, baseline)
                 if forked
-                else _gap(unit(member.spec, metric), last[1], reference[1])
+                else _gap(unit(member.resolved.workload, metric), last[1], reference[1])
             )
             if found:
                 yield compared, last[0], last[2], found

@@ -9,7 +9,6 @@ shared checkpoint on its way, and all records up to both, against which the tria
 reports those records again, marked `again`; they are not written twice.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
@@ -18,6 +17,7 @@ from typing import Protocol
 
 from ablate.execution.messages import Ended, Events, Forked, Message, TrialRequest
 from ablate.execution.workers.actor import PIECE, CheckpointTimes
+from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.files import Busy, Damaged, write
 from ablate.store.trial_store import Store, line
 from ablate.training.checkpoint_footer import unsealed
@@ -83,7 +83,7 @@ class RemoteStore:
 
         Slow: call it in a thread.
         """
-        write(self.folder / "spec.json", json.loads(self._request.spec))
+        write(self.folder / "spec.json", RecordedSpec.parse(self._request.spec).content)
         for torn in (*self.folder.glob("*.json.*"), *self.folder.glob("*.pt.*")):
             torn.unlink()
         shared = [self.store.shared(name) for _, name in sorted(self._request.fork, reverse=True)]

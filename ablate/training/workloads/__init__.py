@@ -1,6 +1,5 @@
 """Workloads, one per file: anything that yields records, given a recipe and a seed (`base.Workload`)."""
 
-import json
 from collections.abc import Mapping
 
 from ablate.training.workloads.base import Workload
@@ -24,15 +23,15 @@ WORKLOADS: dict[str, type[Workload]] = {
 """Classes of workloads by the key that an experiment file names them by."""
 
 
-def unit(spec: str, metric: str) -> str:
+def unit(workload: str, metric: str) -> str:
     """Return the unit of a metric; "" if it has none.
 
     Args:
-        spec: the trial's spec as JSON.
+        workload: name of the trial's workload.
         metric: name of the metric.
     """
-    workload = WORKLOADS.get(next(iter(json.loads(spec).get("workload", {})), ""))
-    return workload.UNITS.get(metric.partition("@")[0], "") if workload else ""
+    units = WORKLOADS[workload].UNITS if workload in WORKLOADS else {}
+    return units.get(metric.partition("@")[0], "")
 
 
 CONTEXT_FREE = ("data/unigram_entropy", "data/blank_loss")
