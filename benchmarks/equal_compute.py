@@ -107,7 +107,7 @@ def rows(state: Path) -> Iterator[str]:
     for name in FILES:
         stem = Path(name).stem
         experiment = load(SHIPPED / f"{name}.yaml")
-        pairs = [(each.arm, each.against) for each in experiment.published]
+        pairs = [(each.arm, each.against) for each in experiment.keys.published]
         if not (state / "sweeps" / f"{stem}_forks" / "ledger.db").exists():
             yield f"| {stem} | cannot be forked, or not run | | | | |"
             continue
@@ -131,7 +131,7 @@ def rows(state: Path) -> Iterator[str]:
         sweeps = (stem, f"{stem}_forks")
         if not all((state / "sweeps" / sweep / "ledger.db").exists() for sweep in sweeps):
             continue
-        pairs = [(each.arm, each.against) for each in load(SHIPPED / f"{name}.yaml").published]
+        pairs = [(each.arm, each.against) for each in load(SHIPPED / f"{name}.yaml").keys.published]
         both = [list(compared(state, sweep, pairs).values()) for sweep in sweeps]
         cells = [median(half(one.difference) for one in each) for each in both]
         told = [sum(p_value(one.difference) < ALPHA for one in each) for each in both]

@@ -459,7 +459,7 @@ def test_rungs_that_a_pruner_cannot_use_are_refused(case, tmp_path):
 @pytest.mark.parametrize("pruner", ["median", "asha", "hyperband"])
 def test_rungs_at_which_every_arm_is_measured_load(pruner, tmp_path):
     search = {"trials": 2, "pruner": pruner, "rungs": [2, 6, 18]}
-    assert tiny(tmp_path, shape={"steps": 32, "eval_every": 2}, search=search).search.rungs == (2, 6, 18)
+    assert tiny(tmp_path, shape={"steps": 32, "eval_every": 2}, search=search).keys.search.rungs == (2, 6, 18)
 
 
 def test_rungs_must_fit_the_shortest_arm(tmp_path):
@@ -1000,19 +1000,24 @@ def test_seeds_are_a_count_or_a_list(tmp_path):
 def test_seeds_grow_from_a_start_to_a_most_by_a_step_in_their_order(tmp_path):
     grown = tiny(tmp_path, seeds={"start": 3, "most": 12, "step": 4})
     assert grown.seeds == (0, 1, 2)
-    assert [grown.growth.more(count) for count in (3, 7, 11, 12)] == [(3, 4, 5, 6), (7, 8, 9, 10), (11,), ()]
-    assert tiny(tmp_path, seeds=3).growth is None
+    assert [grown.keys.growth.more(count) for count in (3, 7, 11, 12)] == [
+        (3, 4, 5, 6),
+        (7, 8, 9, 10),
+        (11,),
+        (),
+    ]
+    assert tiny(tmp_path, seeds=3).keys.growth is None
     assert ids(grown) == ids(tiny(tmp_path, seeds=3))
 
 
 @pytest.mark.parametrize(("step", "looks"), [(1, 10), (3, 4), (4, 4), (9, 2), (20, 2)])
 def test_a_split_is_over_every_look_that_growth_may_take(step, looks, tmp_path):
-    growth = tiny(tmp_path, seeds={"start": 3, "most": 12, "by": "split", "step": step}).growth
+    growth = tiny(tmp_path, seeds={"start": 3, "most": 12, "by": "split", "step": step}).keys.growth
     counts = [growth.start]
     while growth.more(counts[-1]):
         counts.append(counts[-1] + len(growth.more(counts[-1])))
     assert (len(counts), counts[-1], growth.interval) == (looks, 12, f"split:{looks}")
-    assert tiny(tmp_path, seeds={"start": 3, "most": 12, "by": "sequence"}).growth.interval == "sequence"
+    assert tiny(tmp_path, seeds={"start": 3, "most": 12, "by": "sequence"}).keys.growth.interval == "sequence"
 
 
 def test_a_search_knows_its_ranges_and_runs_its_baseline_first(tmp_path):
@@ -1218,7 +1223,7 @@ def test_a_list_of_thousands_of_values_is_searched_for_twins_once(tmp_path):
 
 def test_the_experiment_is_frozen(tmp_path):
     with pytest.raises(dataclasses.FrozenInstanceError):
-        tiny(tmp_path).question = "Another?"
+        tiny(tmp_path).name = "another"
     assert SHAPE["steps"] == 4
 
 

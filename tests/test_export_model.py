@@ -176,10 +176,10 @@ def test_what_cannot_be_packed_is_said_in_a_sentence(kept, tmp_path):
 
 def test_an_experiment_may_ask_for_weights(tmp_path):
     path = write(tmp_path, "asks", **KEEP)
-    assert load(path).telemetry.keep_weights
+    assert load(path).keys.telemetry.keep_weights
     plain = json.loads(path.read_text()) | {"telemetry": {}}
     (tmp_path / "plain.yaml").write_text(json.dumps(plain))
-    assert not load(tmp_path / "plain.yaml").telemetry.keep_weights
+    assert not load(tmp_path / "plain.yaml").keys.telemetry.keep_weights
 
 
 def test_weights_that_nobody_would_write_are_refused_where_they_are_asked_for(tmp_path):

@@ -97,9 +97,9 @@ def test_a_short_name_of_a_workloads_knob_may_be_asked_for(tmp_path):
         ablate={"lr": [1e-3, 2e-3], "sr": [True, False]},
         answer={"knob": "sr", "given": {"lr": 1e-3}},
     )
-    assert load(path).asked.given == {"workload.lr": 1e-3}
+    assert load(path).keys.answer.given == {"workload.lr": 1e-3}
     path = write(tmp_path, ablate={"lr": [1e-3, 2e-3]}, answer={"knob": "lr"})
-    assert load(path).asked.knob == "workload.lr"
+    assert load(path).keys.answer.knob == "workload.lr"
 
 
 def test_a_number_of_seeds_on_the_command_line_is_as_if_the_file_said_so(tmp_path):

@@ -310,4 +310,4 @@ def test_an_unknown_earlier_sweep_ends_the_command_with_one_sentence(tmp_path):
     assert "Traceback" not in done.stderr
     assert "search.warm: 'gone': no such sweep in" in done.stderr
     assert not (tmp_path / "state" / "trials").exists()
-    assert load(path).search.warm == ("gone",)
+    assert load(path).keys.search.warm == ("gone",)

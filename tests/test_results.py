@@ -809,7 +809,7 @@ def studied(searched, tmp_path):
     ):
         source.db.backup(copy)
     ledger = Ledger(tmp_path / "ledger.db")
-    ledger.describe(search=experiment.search.sampler)
+    ledger.describe(search=experiment.keys.search.sampler)
     yield ledger
     ledger.close()
 

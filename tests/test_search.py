@@ -534,7 +534,7 @@ def pruning(folder: Path, pruner: str, name: str = "tiny", **keys):
 
 
 def steps_of(experiment) -> tuple[int, ...]:
-    return experiment.search.rungs or tuple(range(len(experiment.seeds)))
+    return experiment.keys.search.rungs or tuple(range(len(experiment.seeds)))
 
 
 def judged(study: Study, experiment, number: int, value: float) -> dict[int, float]:

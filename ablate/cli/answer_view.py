@@ -60,7 +60,7 @@ def print_answer(experiment: Experiment, settings: Settings, screen: Console) ->
     for metric in experiment.metrics:
         main = metric == compared.metric
         arms = [*compared.arms] if main else summaries(ledger, metric)
-        if experiment.search:
+        if experiment.keys.search:
             sign = 1 if metric.direction == "minimize" else -1
             arms.sort(key=lambda arm: (arm.baseline is not None, not arm.values, sign * arm.mean))
         screen.print(summary_table(arms, metric, screen.width), "")
@@ -68,8 +68,8 @@ def print_answer(experiment: Experiment, settings: Settings, screen: Console) ->
         table = contrast_table(found, screen.width)
         if table and len(found) <= MOST_CONTRASTS:
             screen.print(table, "")
-    if experiment.published:
-        screen.print(replication_table(replications(ledger, experiment.published)), "")
+    if experiment.keys.published:
+        screen.print(replication_table(replications(ledger, experiment.keys.published)), "")
     if came := _width_that_came(experiment, settings, arms):
         screen.print(Text(came))
     screen.print(how_to_read(experiment, arms), emulated(ledger))
@@ -124,7 +124,7 @@ def how_to_read(experiment: Experiment, arms: list[ArmSummary]) -> str:
 
     facts = experiment.base.config.summary() if experiment.metric.name == "val/loss" else {}
     floors = [_FLOORS[name].format(value) for name, value in facts.items() if name in _FLOORS]
-    meaning = [estimand(experiment.design, arms)] if experiment.design else []
+    meaning = [estimand(experiment.keys.design, arms)] if experiment.keys.design else []
     return " ".join((*meaning, reading(arms), *floors))
 
 

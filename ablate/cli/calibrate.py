@@ -67,7 +67,7 @@ def calibrate(
         if status := _run(path, settings, flags, workers):
             raise typer.Exit(status)
     candidates = candidates_of(experiment, settings.state)
-    arms = len(experiment.arms) + (experiment.search.trials if experiment.search else 0)
+    arms = len(experiment.arms) + (experiment.keys.search.trials if experiment.keys.search else 0)
     chosen = best(candidates, arms)
     screen.print(_table(candidates, chosen, arms))
     if chosen.sharpness(arms) == 0:
@@ -78,7 +78,7 @@ def calibrate(
         raise typer.Exit(FAILED)
     count = chosen.proposed_seeds()
     screen.print(_sharpest(chosen, count, arms))
-    if chosen.design and experiment.published:
+    if chosen.design and experiment.keys.published:
         screen.print(f"{file} has published figures of full runs, which forks do not measure: not written.")
     elif not dry_run:
         file.write_text(with_values(file.read_text(), proposal(experiment, chosen, count, bad)))

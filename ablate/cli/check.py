@@ -91,6 +91,7 @@ def _workload(
     """
     if file.suffix in (".yaml", ".yml"):
         experiment = load(file)
+        design = experiment.keys.design
         recipes = [arm.recipe for arm in experiment.arms] or [experiment.base.arm({}).recipe]
         first = next((recipe for recipe in recipes if not recipe.plain), recipes[0])
         names = tuple(metric.name for metric in experiment.metrics)
@@ -98,7 +99,7 @@ def _workload(
             experiment.base.config,
             first,
             names,
-            bool(experiment.design and experiment.design.anneal and experiment.design.trunk == START),
+            bool(design and design.anneal and design.trunk == START),
         )
     if not file.is_file():
         raise InputError([f"{file}: no such file"])

@@ -67,7 +67,7 @@ def export_jobs(
     Raises:
         InputError: the sweep is a search, nothing is missing, or the folder cannot be written.
     """
-    if experiment.search:
+    if experiment.keys.search:
         raise InputError(
             [
                 f"{file}: search: a search chooses trials by the results of earlier ones, which a job array"
@@ -78,7 +78,7 @@ def export_jobs(
     stages = controller.stages()
     if not stages:
         raise InputError([f"{file}: all trials are finished; `ablate sweep {file}` shows the answer"])
-    need = Need.of(file, experiment.resources, settings.device)
+    need = Need.of(file, experiment.keys.resources, settings.device)
     ids = tuple(tuple(request.id for request in stage) for stage in stages)
     jobs = Jobs(experiment.name, str(file.resolve()), seeds, settings.device, ids, options.capability)
     export(folder, jobs, stages, need, options.sbatch or [])
@@ -91,7 +91,7 @@ def export_jobs(
         + " For GPUs elsewhere: --capability, such as 10.0 for a B200." * (settings.device == "cpu"),
         soft_wrap=True,
     )
-    if experiment.growth:
+    if experiment.keys.growth:
         screen.print("Seeds are added by results: after `ablate collect`, export the next ones.")
     screen.print(f"{folder}/submit.sh --time=4:00:00   submits them, with options of sbatch")
     screen.print(f"ablate collect {folder}   adopts what is finished, at any time")

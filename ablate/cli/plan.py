@@ -93,7 +93,7 @@ def plan(
 def show(experiment: Experiment, settings: Settings) -> None:
     """Print the plan: arms, trials, how many are done, and the time for the rest on this class of device."""
     screen = console()
-    screen.print(Text(experiment.question, "bold"), "")
+    screen.print(Text(experiment.keys.question, "bold"), "")
     result = _forecast(experiment, settings)
     _print_arms(screen, experiment, result)
     for line in _computation(experiment, settings.device):
@@ -111,23 +111,22 @@ def _print_arms(screen: Console, experiment: Experiment, result: Forecast) -> No
         ids = " ".join(spec.id[:8] for spec in specs[:4]) + (" ..." if len(specs) > 4 else "")
         table.add_row(one_line(arm.name), one_line(arm.baseline or "-"), str(len(specs)), str(done), ids)
     screen.print(table)
-    if experiment.search:
+    if search := experiment.keys.search:
         proposed = f" ({result.proposed} proposed so far)" if result.proposed else ""
-        search = f"{experiment.search.trials} arms that {experiment.search.sampler} proposes{proposed}"
-        screen.print(f"\nand {search} within:")
+        screen.print(f"\nand {search.trials} arms that {search.sampler} proposes{proposed} within:")
         for knob, dimension in experiment.space.items():
             screen.print(f"  {knob}: {one_line(_range(dimension))}")
 
 
 def _computation(experiment: Experiment, device: str) -> Iterator[str]:
     """Yield lines on how trials are computed: forks, engine, ranks, products, layers and memory."""
-    if experiment.design and (first := experiment.forks(experiment.arms[0])):
+    if experiment.keys.design and (first := experiment.forks(experiment.arms[0])):
         yield f"\nForks: {one_line(_windows(first))}."
     if experiment.engine_why:
         yield f"\nEngine: {experiment.engine} (auto), since {experiment.engine_why}."
     elif experiment.engine != "emulated":
         yield f"\nEngine: {experiment.engine}{library(experiment.engine)}."
-    layout = experiment.resources.layout(device)
+    layout = experiment.keys.resources.layout(device)
     if layout.ranks > 1:
         sharded = ", each with a part of the model" * layout.sharded
         yield f"\nEach trial is computed by {layout.ranks} ranks{sharded}."
@@ -173,7 +172,7 @@ def _forecast(experiment: Experiment, settings: Settings) -> Forecast:
 
 
 def _time_needed(experiment: Experiment, settings: Settings, result: Forecast) -> TimeNeeded | None:
-    ranks = experiment.resources.layout(settings.device).ranks
+    ranks = experiment.keys.resources.layout(settings.device).ranks
     cluster = bool(settings.ray)
     return time_needed(result, settings.device, ranks, settings.executor, settings.workers, cluster)
 
@@ -201,7 +200,7 @@ def expected_width(experiment: Experiment, state: Path) -> str:
     from ablate.results.intervals import Interval
 
     seeds = len(experiment.seeds)
-    interval = Interval.parse(experiment.growth.interval if experiment.growth else "t")
+    interval = Interval.parse(experiment.keys.growth.interval if experiment.keys.growth else "t")
     likely, careful = (chosen.half_width(seeds, careful, interval) for careful in (False, True))
     return f"{likely:.2g} with {seeds} seeds (at most {careful:.2g} with a chance of 80 %; {chosen.name})"
 
@@ -228,12 +227,12 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
     time = _time_needed(experiment, settings, result)
     return {
         "sweep": experiment.name,
-        "question": experiment.question,
+        "question": experiment.keys.question,
         "engine": experiment.engine,
         "engine_why": experiment.engine_why,
         "products": multiplied_data(experiment),
         "device": settings.device,
-        "ranks": experiment.resources.layout(settings.device).ranks,
+        "ranks": experiment.keys.resources.layout(settings.device).ranks,
         "arms": [
             {
                 "arm": arm.name,
@@ -245,8 +244,8 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
             }
             for arm, specs, done in result.rows
         ],
-        "search": {"trials": experiment.search.trials, "proposed": result.proposed}
-        if experiment.search
+        "search": {"trials": experiment.keys.search.trials, "proposed": result.proposed}
+        if experiment.keys.search
         else None,
         "to_run": result.trials,
         "to_run_later_at_most": result.later + result.grown,

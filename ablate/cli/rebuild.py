@@ -124,7 +124,7 @@ def _nothing_runs() -> NoReturn:
 
 def _points(experiment: Experiment, journal: Path) -> tuple[Points, dict[int, int]]:
     """Return the points that a search proposed, and the steps at which points were pruned, from its study."""
-    if not experiment.search:
+    if not experiment.keys.search:
         return [], {}
     from ablate.execution.search import given_up, points  # Optuna takes half a second
 
@@ -155,7 +155,7 @@ def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[s
         ", ".join(f"{number} {status}" for status, number in counts.items() if status != "pending")
         or "none finished"
     )
-    proposed = f", {len(points)} points of the search" if experiment.search else ""
+    proposed = f", {len(points)} points of the search" if experiment.keys.search else ""
     waiting = counts["pending"]
     return [
         f"Recovered: {len(ledger.arms())} arms{proposed}, "
@@ -170,7 +170,7 @@ def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[s
 
 def _lost(facts: dict[str, str], experiment: Experiment, points: Points) -> list[str]:
     lost = ["failed trials and their reasons (they run again)", "members that the file names no more"]
-    if experiment.search and not points:
+    if experiment.keys.search and not points:
         lost.append(
             "the points of the search (its journal has none; it restarts, and reuses finished trials)"
         )

@@ -57,7 +57,7 @@ class SweepRun:
         """Print `notes`, run the sweep until it ends, is stopped or fails, and return the exit status."""
         status = "failed"
         try:
-            self.screen.print(Text(self.experiment.question, "bold"))
+            self.screen.print(Text(self.experiment.keys.question, "bold"))
             kind = network_file_system(self.settings.state)
             network = (
                 f"the state folder is on a network file system ({kind}): databases use the slower, "
@@ -87,7 +87,7 @@ class SweepRun:
         settings = self.settings
         command = shlex.split(self.check_command) if self.check_command else COMMAND
         checkup = Checkup(command, device=settings.device)
-        executor = StartingExecutor(settings, self.experiment.resources, checkup)
+        executor = StartingExecutor(settings, self.experiment.keys.resources, checkup)
         outcome: Outcome | None = None
         controller = Controller(
             self.experiment, settings.state, settings.device, executor, settings.mlflow, self.options
@@ -183,7 +183,7 @@ def _message(
     content: dict[str, Json] = {
         "event": event,
         "sweep": experiment.name,
-        "question": experiment.question,
+        "question": experiment.keys.question,
         "status": status,
         "seconds": round(seconds, 1),
     }

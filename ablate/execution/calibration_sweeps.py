@@ -40,9 +40,9 @@ def _sweeps(
     named = [experiment.against.arm] if experiment.against.arm else []
     arms: dict[str, Json] = {arm.name: dict(arm.knobs) for arm in (*named, *chosen)}
     trunk = START if experiment.base.config.own_code else "bf16"
-    design: dict[str, Json] = {"trunk": experiment.design.trunk if experiment.design else trunk}
+    design: dict[str, Json] = {"trunk": experiment.keys.design.trunk if experiment.keys.design else trunk}
     common: dict[str, Json] = {
-        "question": f"Calibration of {experiment.name}: {experiment.question}",
+        "question": f"Calibration of {experiment.name}: {experiment.keys.question}",
         "arms": arms,
         "seeds": list(range(_FIRST_SEED, _FIRST_SEED + seeds)),
         "null": True,

@@ -71,7 +71,7 @@ class Controller:
         self.folder = state / "sweeps" / experiment.name
         self.store, self.ledger = Store(state), Ledger(self.folder / "ledger.db")
         self._connect, self._mlflow = connect, mlflow
-        self._layout = experiment.resources.layout(device)
+        self._layout = experiment.keys.resources.layout(device)
         self._started = time.time()
         fresh = self._started if options.fresh else None
         self.scheduler = Scheduler(experiment, self.ledger, self.store, device, options.fork, fresh)
@@ -261,8 +261,8 @@ class Controller:
         now = self._ran, self.scheduler.proposed, len(self._running)
         if self.scheduler.queue or self._halt or self._extended == now:
             return
-        self._extended, search = now, self.experiment.search
-        if self.experiment.growth:
+        self._extended, search = now, self.experiment.keys.search
+        if self.experiment.keys.growth:
             self.news += self.scheduler.grow()
         elif (
             search
@@ -291,7 +291,7 @@ class Controller:
 
     def _spent(self) -> bool:
         """Return True if the budget of this run is used up."""
-        budget, now = self.experiment.budget, time.time()
+        budget, now = self.experiment.keys.budget, time.time()
         if budget.trials is not None and self._ran + len(self._running) >= budget.trials:
             return True
         if budget.hours is not None and now - self._started >= 3600 * budget.hours:
@@ -394,9 +394,9 @@ class Controller:
             spec=work.spec.wire,
             root=str(self.state.resolve()),
             attempt=attempt,
-            telemetry=self.experiment.telemetry.model_dump(),
+            telemetry=self.experiment.keys.telemetry.model_dump(),
             fork=tuple(self.scheduler.queue.fork_points(work.spec)),
-            patience=self.experiment.patience,
+            patience=self.experiment.keys.patience,
             ranks=self._layout.ranks,
             sharded=self._layout.sharded,
             imports=work.spec.config.imports,
@@ -516,8 +516,8 @@ class Controller:
             self._end_edited(self._code.edited(now=True))
         repeats = end.raised is not None and self._failures.repeats(end.raised)
         tries = self.ledger.attempts_since(running.trial, self._started)
-        if tries <= self.experiment.retry and not self._halt and not repeats:
-            self._say(f"{running.title}: {end.reason}; retry {tries}/{self.experiment.retry}")
+        if tries <= self.experiment.keys.retry and not self._halt and not repeats:
+            self._say(f"{running.title}: {end.reason}; retry {tries}/{self.experiment.keys.retry}")
             attempt = self.scheduler.start(running.trial, trial_id, time.time())
             request = replace(running.request, attempt=attempt)
             self._running[trial_id] = replace(

@@ -321,7 +321,7 @@ def unproposed(experiment: Experiment, asks: int, confirms: bool, device: str) -
         confirms: include the winner's run on fresh seeds.
         device: class of device, `cpu` or `cuda`.
     """
-    search = experiment.search
+    search = experiment.keys.search
     again = (search.confirm or 0) if search and confirms else 0
     if search is None or (asks <= 0 and not again):
         return Counter()

@@ -69,7 +69,7 @@ def forecast(experiment: Experiment, state: Path, device: str, paces: MachinePac
     store = Store(state)
     result = Forecast(known=not experiment.base.config.own_code)
     recorded = _recorded(experiment, state / "sweeps" / experiment.name / "ledger.db", store, device)
-    pace, family = TimeModel(experiment, store, device), Family(note=note(experiment.telemetry))
+    pace, family = TimeModel(experiment, store, device), Family(note=note(experiment.keys.telemetry))
     if paces:
         pace.recall(paces.read())
     todo: dict[str, float] = {}
@@ -108,9 +108,9 @@ def forecast(experiment: Experiment, state: Path, device: str, paces: MachinePac
     result.recalled = pace.recalled
     if recorded.ended and not todo:
         return result
-    if experiment.growth:
-        result.grown = sum(max(0, experiment.growth.most - len(seeds)) for _, seeds in recorded.arms)
-    asks = experiment.search.trials - recorded.proposed if experiment.search else 0
+    if experiment.keys.growth:
+        result.grown = sum(max(0, experiment.keys.growth.most - len(seeds)) for _, seeds in recorded.arms)
+    asks = experiment.keys.search.trials - recorded.proposed if experiment.keys.search else 0
     for each, count in unproposed(experiment, asks, not recorded.confirmed, device).items():
         result.later += count
         result.seconds += count * pace.seconds(each)
@@ -159,9 +159,9 @@ def _add_ledger(
     members: dict[str, list[Member]] = {}
     for row in rows:
         members.setdefault(row.name, []).append(row)
-    if experiment.growth:
+    if experiment.keys.growth:
         recorded.arms = [(arm, _seeds(own, members.get(arm.name, []))) for arm, own in recorded.arms]
-    if not experiment.search:
+    if not experiment.keys.search:
         return
     recorded.proposed = ledger.proposed()
     wanted = {"engine": experiment.engine, "device": device}

@@ -229,7 +229,7 @@ class Projections:
         all arms: settled one by one, they would cost the square of their number.
         """
         updated = self.mirror.refresh() if self.mirror else set()
-        if self._experiment.growth:  # an arm's mean is not settled before the last look
+        if self._experiment.keys.growth:  # an arm's mean is not settled before the last look
             if not final:
                 return
             self._open_study()
@@ -237,7 +237,7 @@ class Projections:
         if updated or not patient:
             self._due |= {point for point, arm in self._waiting.items() if arm in updated or not patient}
         began = self._clock()
-        if not (final or self._experiment.search or began >= self._settle_after):
+        if not (final or self._experiment.keys.search or began >= self._settle_after):
             return
         candidates = self._due | (self._late if final else set())
         self._due.clear()
@@ -254,7 +254,7 @@ class Projections:
                 continue
             self._waiting.pop(arm, None)
             baseline = members[0].baseline
-            waits = not (final or self._experiment.search or baseline is None)
+            waits = not (final or self._experiment.keys.search or baseline is None)
             if waits and not over(self._ledger.members(baseline)):
                 self._late.add(arm)
                 continue
@@ -283,7 +283,7 @@ class Projections:
         arm, by its number.
         """
         given_up: dict[int, GivenUp] = {}
-        search = self._experiment.search
+        search = self._experiment.keys.search
         if search is None or search.pruner is None:
             return given_up
         for arm in self._ledger.arms_of(trial):

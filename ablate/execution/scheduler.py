@@ -112,10 +112,10 @@ class Scheduler:
                 self.want(
                     arm,
                     None
-                    if arm.name in self.experiment.added or arm.outside or self.experiment.search
+                    if arm.name in self.experiment.added or arm.outside or self.experiment.keys.search
                     else next(numbers),
                 )
-            if self.experiment.search:
+            if self.experiment.keys.search:
                 for knobs in proposed:
                     with suppress(KnobError):  # reported when it was proposed
                         self.propose(knobs, next(numbers))
@@ -125,7 +125,8 @@ class Scheduler:
         new = {(member.name, member.seed): member for member in self.ledger.members()}
         gone = {point.name for point in self.ledger.points() if point.repeats}  # once arms of their own
         gone |= {name for (name, _), row in before.items() if row.role == "confirmed"}
-        seeds = not self.experiment.growth and not self.experiment.search  # those add seeds to the file's
+        keys = self.experiment.keys
+        seeds = not keys.growth and not keys.search  # those add seeds to the file's
         return edits(before, new, gone, seeds)
 
     def want(
@@ -146,7 +147,8 @@ class Scheduler:
         Returns:
             The arm's number in the ledger.
         """
-        own: Role = "baseline" if self.experiment.search or arm.name in self.experiment.added else "listed"
+        added = self.experiment.keys.search or arm.name in self.experiment.added
+        own: Role = "baseline" if added else "listed"
         own = "null" if arm.twin else "bad" if arm.known_bad else own
         number = self.ledger.add_arm(arm.name, arm.knobs, self._arm_number(arm.baseline), optuna, role or own)
         load = Load.of(arm, self.experiment, self.device)
@@ -215,7 +217,7 @@ class Scheduler:
         """
         from ablate.results.next_runs import undecided  # imports pandas: only if seeds grow
 
-        growth, lines = self.experiment.growth, []
+        growth, lines = self.experiment.keys.growth, []
         arms = {arm.name: arm for arm in self.experiment.arms}
         while growth and not self.queue:  # after reused results an arm may still be undecided
             counts = Counter(member.name for member in self.ledger.members())
@@ -240,7 +242,7 @@ class Scheduler:
         """
         from ablate.results.next_runs import fresh_seeds, winner
 
-        search = self.experiment.search
+        search = self.experiment.keys.search
         if search is None or search.confirm is None:
             return []
         name = winner(self.ledger, infeasible=infeasible(self.ledger, self.experiment))
@@ -441,7 +443,7 @@ class Scheduler:
         """Number of arms that the search may still propose; 0 once all its trials, or all points of its
         space, were proposed.
         """
-        search, most = self.experiment.search, self.experiment.most_searched
+        search, most = self.experiment.keys.search, self.experiment.most_searched
         return min(search.trials - self.proposed, most - len(self._distinct)) if search else 0
 
     def _arm_number(self, name: str | None) -> int | None:
@@ -517,7 +519,7 @@ class Scheduler:
 
         Needed if the ledger was lost after the pruner had ended the arm at `step`.
         """
-        search, own = self.experiment.search, self.ledger.own_trials(arm)
+        search, own = self.experiment.keys.search, self.ledger.own_trials(arm)
         reason = GivenUp(search.pruner if search else None, step).reason
         for work in self.queue.drop(lambda work: work.trial in own):
             self.ledger.record(work.trial, self.store.events(work.spec.id, strict=False))

@@ -68,7 +68,7 @@ def outcome(ledger: Ledger, members: Sequence[Member], experiment: Experiment) -
         for metric in experiment.objectives
     )
     broken = sum(_broke_off(member) for member in members)
-    kept = [violations(experiment.constraints, last) for last in finals]
+    kept = [violations(experiment.keys.constraints, last) for last in finals]
     worst = tuple(max(column) for column in zip(*kept, strict=True))
     series = [ledger.series(member.trial, experiment.metric.name) for member in members]
     shared = set.intersection(*(set(steps) for steps in series))
@@ -117,7 +117,7 @@ def reports(ledger: Ledger, members: Iterable[Member], experiment: Experiment) -
     These are its first seed's metric at the rungs, or each seed's last value once that seed is over. For an
     arm that was given up: the reports until then, whatever it recorded before it stopped.
     """
-    search = experiment.search
+    search = experiment.keys.search
     if search is None or search.pruner is None:
         return {}
     members = list(members)
@@ -200,19 +200,19 @@ def warm(ledger: Ledger, state: Path, experiment: Experiment) -> tuple[list[Poin
     They are read once, when this sweep first names them, and kept in its ledger, so that the study can be
     made again even if those sweeps change. InputError if there is no such sweep.
     """
-    if experiment.search is None or not experiment.search.warm:
+    if experiment.keys.search is None or not experiment.keys.search.warm:
         return [], 0
     asked = {
-        "sweeps": experiment.search.warm,
+        "sweeps": experiment.keys.search.warm,
         "objectives": [metric.model_dump(include={"name", "direction"}) for metric in experiment.objectives],
-        "constraints": [constraint.model_dump() for constraint in experiment.constraints],
+        "constraints": [constraint.model_dump() for constraint in experiment.keys.constraints],
     }
     of = json.dumps(asked)
     kept = json.loads(ledger.fact("warm") or "{}")
     if kept.get("of") != of:
         kept = {
             "of": of,
-            "arms": [arm for name in experiment.search.warm for arm in _arms(state, name, experiment)],
+            "arms": [arm for name in experiment.keys.search.warm for arm in _arms(state, name, experiment)],
         }
         ledger.describe(warm=json.dumps(kept))
     points = [
@@ -244,7 +244,7 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
         )
     book = open_checked(sweeps[name])
     try:
-        here, there = experiment.design, design_of(book)
+        here, there = experiment.keys.design, design_of(book)
         if _windows(here) != _windows(there):
             kinds = [f"forks ({one.trunk})" if one else "full runs" for one in (there, here)]
             raise InputError(

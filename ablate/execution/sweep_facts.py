@@ -22,17 +22,17 @@ def describe(ledger: Ledger, experiment: Experiment) -> None:
         **{
             "name": experiment.name,
             "file": experiment.file,
-            "question": experiment.question,
-            "interval": experiment.growth.interval if experiment.growth else "t",
+            "question": experiment.keys.question,
+            "interval": experiment.keys.growth.interval if experiment.keys.growth else "t",
             "ended": "",
-            "search": experiment.search.sampler if experiment.search else "",
-            "design": experiment.design.model_dump_json() if experiment.design else "",
-            "answer": experiment.asked.model_dump_json() if experiment.asked else "",
+            "search": experiment.keys.search.sampler if experiment.keys.search else "",
+            "design": experiment.keys.design.model_dump_json() if experiment.keys.design else "",
+            "answer": experiment.keys.answer.model_dump_json() if experiment.keys.answer else "",
             "metric": experiment.metric.model_dump_json(),
             "metrics": json.dumps([metric.name for metric in experiment.metrics]),
             "compared": json.dumps([metric.model_dump() for metric in experiment.metrics]),
             "covered": covered_share(experiment),
-            "published": json.dumps([figure.model_dump() for figure in experiment.published]),
+            "published": json.dumps([figure.model_dump() for figure in experiment.keys.published]),
             "experiment.yaml": experiment.text,
             "provenance.json": json.dumps({"commit": commit, **provenance.environment()}, indent=1),
             "uncommitted.diff": diff,
@@ -60,14 +60,14 @@ def register_design(ledger: Ledger, experiment: Experiment, store: Store, device
         for seed in experiment.seeds
     }
     digest = key_of(
-        experiment.question,
+        experiment.keys.question,
         [metric.model_dump() for metric in experiment.metrics],
         [[arm.name, arm.baseline] for arm in experiment.arms],
         sorted([*key, trial] for key, trial in trials.items()),
-        experiment.growth.model_dump() if experiment.growth else None,
-        experiment.search.model_dump() if experiment.search else None,
+        experiment.keys.growth.model_dump() if experiment.keys.growth else None,
+        experiment.keys.search.model_dump() if experiment.keys.search else None,
         [[knob, dataclasses.asdict(part)] for knob, part in experiment.space.items()],
-        *([experiment.asked.model_dump()] if experiment.asked else []),
+        *([experiment.keys.answer.model_dump()] if experiment.keys.answer else []),
     )
     ids = set(trials.values())
     register(ledger, digest, time.time(), len(ids), lambda: sum(map(store.finished, ids)))

@@ -44,7 +44,7 @@ class TrialQueue:
     def __init__(self, experiment: Experiment, ledger: Ledger, store: Store, device: str, fork: bool) -> None:
         """Start empty. `fork`: run a prefix that several trials share only once."""
         self.countdown = Countdown(experiment, ledger, store, device)
-        self.family = Family(note=note(experiment.telemetry))
+        self.family = Family(note=note(experiment.keys.telemetry))
         self._ledger, self._store, self._fork = ledger, store, fork
         self._shared: set[str] = set()
         """Names of the states that trials of this run share; the ledger keeps them for sweeps that end

@@ -23,9 +23,7 @@ from ablate.experiment.schema import (
     MOST_TRIALS,
     SEVERAL,
     Asked,
-    Design,
     ExperimentFile,
-    Growth,
     Metric,
     Search,
 )
@@ -46,7 +44,7 @@ class Draft:
     name: str
     document: Document
     file: ExperimentFile
-    """The file's keys with their types."""
+    """The file's keys with their types; for `CHECKS`, `design.bad` is the name of an arm."""
     base: StartingPoint
     space: Mapping[str, Dimension]
     """Knobs of `ablate`."""
@@ -55,10 +53,7 @@ class Draft:
     ends: tuple[Arm, ...]
     """Arms at the ends of a search's knobs, which stand for those that it will propose."""
     against: Against
-    seeds: tuple[int, ...]
-    growth: Growth | None
     metrics: tuple[Metric, ...]
-    design: Design | None
     device: str | None
     """Class of device that trials will run on; None: that of this machine."""
     machine: Machine | None
@@ -120,7 +115,7 @@ def _search(draft: Draft) -> Iterator[Problem]:
     if len(metrics) > 1:
         yield from _several(search, len(metrics), document)
     elif search.pruner == "wilcoxon":
-        yield from _wilcoxon(search, len(draft.seeds), document)
+        yield from _wilcoxon(search, len(draft.file.first_seeds), document)
     elif search.pruner:
         configs = [draft.base.config, *(arm.config for arm in draft.ends)]
         yield from _rungs(search, metrics[0].name, configs, document)
@@ -306,7 +301,7 @@ def _forks(draft: Draft) -> Iterator[Problem]:
 
 def _size(draft: Draft) -> Iterator[Problem]:
     """Yield that there are too many trials."""
-    if (trials := len(draft.seeds) * len(draft.arms)) > MOST_TRIALS:
+    if (trials := len(draft.file.first_seeds) * len(draft.arms)) > MOST_TRIALS:
         why = f"make {trials} trials of all arms; an experiment has at most {MOST_TRIALS}"
         yield draft.document.problem(("seeds",), why)
 

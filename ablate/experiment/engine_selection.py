@@ -6,7 +6,7 @@ of this machine. Nothing is computed, and torch is not imported.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from ablate.engines import AUTO, ENGINES, SCALED, backend_of, module_name, parity_record
+from ablate.engines import AUTO, SCALED, backend_of, module_name, parity_record
 from ablate.engines.hardware import (
     EMULATE,
     NAMES,
@@ -18,7 +18,6 @@ from ablate.engines.hardware import (
     this_machine,
     untried,
 )
-from ablate.errors import nearest
 from ablate.experiment.arms import Arm
 from ablate.recipes import scaled_mapping
 from ablate.recipes.reasons import all_of, grouped
@@ -41,12 +40,6 @@ class Choice:
 
     engine: str
     why: str = ""
-
-
-def check(asked: str) -> None:
-    """Check the name of an engine. ValueError, with the nearest name, if there is no such engine."""
-    if asked not in (AUTO, *ENGINES):
-        raise ValueError(f"no such engine; {nearest(asked, [AUTO, *ENGINES])}")
 
 
 def choose(

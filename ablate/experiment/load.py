@@ -30,7 +30,7 @@ from ablate.errors import InputError, Problem, Reading, nearest, settled
 from ablate.experiment.arms import RECIPE_FILES, Arm, KnobError, Knobs, StartingPoint, keys
 from ablate.experiment.baseline import Against, baseline_of, compared, read_against, with_baselines
 from ablate.experiment.checks import CHECKS, CHECKS_OF_FILE, Draft, all_of
-from ablate.experiment.engine_selection import check, misfit
+from ablate.experiment.engine_selection import misfit
 from ablate.experiment.expand import arms_and_ends
 from ablate.experiment.forked_design import misfits as fork_misfits
 from ablate.experiment.forked_design import resolved
@@ -40,19 +40,7 @@ from ablate.experiment.phases import unreached
 from ablate.experiment.recipe_source import load as recipe_of
 from ablate.experiment.recipe_source import parse, recipe_name
 from ablate.experiment.roles import BAD, NULL
-from ablate.experiment.schema import (
-    Asked,
-    Budget,
-    Constraint,
-    Design,
-    ExperimentFile,
-    Growth,
-    Metric,
-    Published,
-    Resources,
-    Search,
-    TelemetryKeys,
-)
+from ablate.experiment.schema import Design, ExperimentFile, Metric
 from ablate.experiment.search_space import Dimension, size, space, spelled_out
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import Document, read, with_values
@@ -74,38 +62,30 @@ class Experiment:
     name: str
     file: str
     text: str
-    question: str
+    keys: ExperimentFile
+    """Keys of the file with their types and defaults; `design.bad` is the name of an arm."""
     base: StartingPoint
     space: Mapping[str, Dimension]
+    """Knobs of `ablate`."""
     arms: tuple[Arm, ...]
     """Arms known from the start, baselines first: all arms of a grid, only the baseline of a search."""
     added: frozenset[str]
     """Names of those baselines that the file's own arms do not include."""
     against: Against
-    seeds: tuple[int, ...]
-    """Seeds that every arm gets."""
-    growth: Growth | None
-    """Rule that adds seeds to an undecided arm; None: no seeds are added."""
     metrics: tuple[Metric, ...]
     """Metrics by which arms are compared, the main one first."""
-    published: tuple[Published, ...]
-    search: Search | None
-    constraints: tuple[Constraint, ...]
-    resources: Resources
     engine: str
+    """Engine of all arms."""
     engine_why: str
     """Reason why `auto` selected the emulator; empty if the file names an engine or Transformer Engine was
     selected."""
-    retry: int
-    patience: float
-    budget: Budget
-    telemetry: TelemetryKeys
-    design: Design | None = None
-    """Forks of a trunk in place of full runs; None: full runs."""
-    asked: Asked | None = None
-    """The comparison that the question is about; None: inferred."""
     notes: tuple[str, ...] = ()
     """Remarks on what is odd in the file but can run, each with its line and column."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Seeds that every arm gets."""
+        return self.keys.first_seeds
 
     @property
     def metric(self) -> Metric:
@@ -115,18 +95,18 @@ class Experiment:
     @property
     def objectives(self) -> tuple[Metric, ...]:
         """Metrics of the Optuna study: all metrics of a search, the main metric of a grid."""
-        return self.metrics if self.search else self.metrics[:1]
+        return self.metrics if self.keys.search else self.metrics[:1]
 
     @property
     def prunes(self) -> bool:
         """Return True if arms may be pruned before their last step."""
-        return self.search is not None and self.search.pruner is not None
+        return self.keys.search is not None and self.keys.search.pruner is not None
 
     @cached_property
     def most_searched(self) -> int:
         """Largest number of arms that the search can propose: its trials, or all points of a smaller space; 0
         for a grid."""
-        return size(self.space, self.search.trials) if self.search else 0
+        return size(self.space, self.keys.search.trials) if self.keys.search else 0
 
     def propose(self, knobs: Knobs) -> tuple[Arm, Arm]:
         """Build the arm that a sampler proposed, and its baseline.
@@ -141,18 +121,19 @@ class Experiment:
             KnobError: one of the two cannot be run; with every reason.
         """
         arm, baseline = self.base.arm(knobs), baseline_of(self.base, self.against, knobs)
+        resources, design = self.keys.resources, self.keys.design
         for candidate in (arm, baseline):
-            if why := self.resources.misfit(candidate.config, candidate.recipe, self.engine):
+            if why := resources.misfit(candidate.config, candidate.recipe, self.engine):
                 raise KnobError([("resources", why)])
-            if why := misfit(self.engine, candidate, self.resources.most):
+            if why := misfit(self.engine, candidate, resources.most):
                 raise KnobError([("engine", why)])
-            if self.design and (unfit := [*fork_misfits(self.design, candidate.config, candidate.recipe)]):
+            if design and (unfit := [*fork_misfits(design, candidate.config, candidate.recipe)]):
                 raise KnobError([*unfit])
         return compared(arm, baseline), baseline
 
     def forks(self, arm: Arm) -> Forks | None:
         """Return the windows of an arm's trials; None for full runs."""
-        return resolved(self.design, arm.config) if self.design else None
+        return resolved(self.keys.design, arm.config) if self.keys.design else None
 
     def spec(self, arm: Arm, seed: int, device: str) -> TrialSpec:
         """Return the trial of an arm at a seed, on a class of device (`cpu` or `cuda`)."""
@@ -212,32 +193,19 @@ def load(
     draft = _with_all_arms(draft)
     for checks in CHECKS:
         settled(all_of(checks, draft))
-    file = draft.file
     return Experiment(
         name=draft.name,
         file=str(path),
         text=document.text,
-        question=file.question.strip(),
+        keys=draft.file,
         base=draft.base,
         space=draft.space,
         arms=draft.arms,
         added=frozenset(arm.name for arm in draft.added),
         against=draft.against,
-        seeds=draft.seeds,
-        growth=draft.growth,
         metrics=draft.metrics,
-        published=file.published,
-        search=file.search,
-        constraints=file.constraints,
-        resources=file.resources,
         engine=draft.choice.engine,
         engine_why=draft.choice.why,
-        retry=file.retry,
-        patience=file.patience,
-        budget=file.budget,
-        telemetry=file.telemetry,
-        design=draft.design,
-        asked=file.answer,
         notes=tuple(map(str, _notes(draft))),
     )
 
@@ -250,12 +218,10 @@ def _draft(
     file = yield from _keys(document)
     if file is None:
         return None
-    try:
-        check(file.engine)
-    except ValueError as error:
-        yield document.problem(("engine",), str(error), file.engine)
     base = yield from _base(file, document)
-    seeds, growth = yield from _seeds(file, document)
+    if file.search and file.growth:  # its sampler compares means over fixed seeds
+        why = f"a search runs its arms on a fixed number of seeds; write seeds: {file.growth.start}"
+        yield document.problem(("seeds",), why)
     metrics = yield from metrics_in(file, base, document)
     knobs = yield from space(file, document)
     if base is None:
@@ -271,10 +237,7 @@ def _draft(
         arms=tuple(arms),
         ends=tuple(ends),
         against=against,
-        seeds=seeds,
-        growth=growth,
         metrics=metrics,
-        design=file.design,
         device=device,
         machine=machine,
     )
@@ -289,7 +252,8 @@ def _with_all_arms(draft: Draft) -> Draft:
     added, arms = settled(with_baselines(draft.file, draft.base, listed, draft.against, draft.document))
     design, bad = settled(_known_bad(draft, [*added, *arms]))
     null = settled(_null_arm(draft, [*added, *arms]))
-    return replace(draft, arms=(*added, *arms, *bad, *null), added=tuple(added), design=design)
+    file = draft.file.model_copy(update={"design": design})
+    return replace(draft, file=file, arms=(*added, *arms, *bad, *null), added=tuple(added))
 
 
 def _null_arm(draft: Draft, arms: list[Arm]) -> Reading[list[Arm]]:
@@ -423,14 +387,3 @@ def _value(content: Json, parts: list[str]) -> tuple[Json, ...]:
             return ()
         content = content[part]
     return (content,)
-
-
-def _seeds(file: ExperimentFile, document: Document) -> Reading[tuple[tuple[int, ...], Growth | None]]:
-    """Return the seeds of every arm, and their growth; a search has none, since its sampler compares means
-    over fixed seeds."""
-    if not isinstance(file.seeds, Growth):
-        return file.seeds, None
-    if file.search:
-        why = f"a search runs its arms on a fixed number of seeds; write seeds: {file.seeds.start}"
-        yield document.problem(("seeds",), why)
-    return file.seeds.first, file.seeds

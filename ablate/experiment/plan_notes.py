@@ -48,7 +48,7 @@ def _idle_knobs(experiment: Experiment) -> Iterator[str]:
 
 def _extremes(experiment: Experiment) -> Iterator[list[Arm]]:
     """Yield, for each knob of a search, the arms at the ends of its range."""
-    for knob, dimension in experiment.space.items() if experiment.search else ():
+    for knob, dimension in experiment.space.items() if experiment.keys.search else ():
         arms = []
         for value in dimension.ends():
             with suppress(KnobError):  # the value is only valid with one of another knob
@@ -92,7 +92,8 @@ def memory(experiment: Experiment, device: str) -> tuple[str, MemoryEstimate] | 
 
     None for a CPU, several ranks, another engine than the emulated one, or where nothing is known.
     """
-    if device != "cuda" or experiment.engine != "emulated" or experiment.resources.layout(device).ranks > 1:
+    ranks = experiment.keys.resources.layout(device).ranks
+    if device != "cuda" or experiment.engine != "emulated" or ranks > 1:
         return None
     needed = [
         (arm.name, size) for arm in experiment.arms if (size := estimate(arm.config, arm.recipe, device))

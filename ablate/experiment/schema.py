@@ -6,9 +6,18 @@ import math
 import re
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    WithJsonSchema,
+    model_validator,
+)
 
 from ablate.engines import AUTO, ENGINES
+from ablate.errors import nearest
 from ablate.files import Json
 from ablate.numerics.spec import Spec
 from ablate.recipes import KNOBS, PRESETS, Recipe
@@ -64,6 +73,12 @@ class Growth(Spec):
     def more(self, count: int) -> tuple[int, ...]:
         """Return the seeds to add to an arm that has the first `count`; none at the largest number."""
         return tuple(range(count, min(count + self.step, self.most)))
+
+
+def _engine(name: str) -> str:
+    if name not in (AUTO, *ENGINES):
+        raise ValueError(f"no such engine; {nearest(name, [AUTO, *ENGINES])}")
+    return name
 
 
 def _recipe(value: object) -> object:
@@ -406,7 +421,7 @@ class ExperimentFile(Spec):
     """Experiment: one question, the knobs that vary, the baseline, the seeds."""
 
     version: Literal[1] = Field(alias="schema")
-    question: Annotated[str, Field(pattern=r"\S")]
+    question: Annotated[str, Field(pattern=r"\S"), AfterValidator(str.strip)]
     workload: dict[str, dict[str, Plain] | None]
     recipe: Annotated[str | dict[str, Plain], BeforeValidator(_recipe)] = "nvfp4"
     """A preset; a recipe file (YAML), relative to this file; or the recipe's fields, with `from: <preset>`
@@ -433,7 +448,7 @@ class ExperimentFile(Spec):
     null: bool = False
     """Add an arm that is the baseline again and differs from it in nothing that matters: where a recipe draws
     random numbers, by other draws; else by one ulp of the starting weights."""
-    engine: str = AUTO
+    engine: Annotated[str, AfterValidator(_engine)] = AUTO
     """Engine that computes the linear layers: emulated (any device), transformer_engine (its kernels),
     scaled_mm (torch's scaled products where operands fit; scaled_mm:cudnn and scaled_mm:cutlass take those of
     FlashInfer for FP4), or auto: Transformer Engine, else scaled_mm, if found to agree with the emulator
@@ -448,6 +463,16 @@ class ExperimentFile(Spec):
     telemetry: TelemetryKeys = TelemetryKeys()
     constraints: Annotated[tuple[Constraint, ...], Field(strict=False)] = ()
     """Limits for the arms of a search; the sampler learns where they hold."""
+
+    @property
+    def first_seeds(self) -> tuple[int, ...]:
+        """Seeds that every arm gets."""
+        return self.seeds.first if isinstance(self.seeds, Growth) else self.seeds
+
+    @property
+    def growth(self) -> Growth | None:
+        """Rule that adds seeds to an undecided arm; None: no seeds are added."""
+        return self.seeds if isinstance(self.seeds, Growth) else None
 
 
 def json_schema() -> dict[str, Any]:

@@ -150,7 +150,7 @@ def planned(experiment: Experiment, state: Path) -> Candidate | None:
         candidates = candidates_of(experiment, state)
     except ValueError:  # it is not finished
         return None
-    return next((one for one in candidates if shape(one.design) == shape(experiment.design)), None)
+    return next((one for one in candidates if shape(one.design) == shape(experiment.keys.design)), None)
 
 
 def from_full_runs(ledger: Ledger, steps: int, tokens_per_step: int, bad: str) -> Candidate:

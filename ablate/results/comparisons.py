@@ -91,7 +91,9 @@ class Comparisons:
     @cached_property
     def unit(self) -> str:
         """Unit of the main metric; empty if it has no name."""
-        return next((unit(member.resolved.workload, self.metric.name) for member in self.ledger.members()), "")
+        return next(
+            (unit(member.resolved.workload, self.metric.name) for member in self.ledger.members()), ""
+        )
 
     @cached_property
     def turned_knobs(self) -> list[str]:

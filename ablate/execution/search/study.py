@@ -104,9 +104,10 @@ class Study:
         self._journal, self._experiment, self._warm = journal, experiment, warm
         names = tuple(arm.name for arm in experiment.arms if arm.name not in experiment.added)
         space = experiment.space or {ARM: Dimension("choice", names)}
-        shown = space if experiment.search else {knob: _shown(dimension) for knob, dimension in space.items()}
+        searched = experiment.keys.search is not None
+        shown = {knob: part if searched else _shown(part) for knob, part in space.items()}
         self.distributions = {knob: distribution(dimension) for knob, dimension in shown.items() if dimension}
-        self._constraints = [*(constraint.description for constraint in experiment.constraints), ENDED]
+        self._constraints = [*(constraint.description for constraint in experiment.keys.constraints), ENDED]
         self._given_up: dict[int, int] = {}
         self.damaged: Path | None = None
         """New path of a journal that could not be read, and was written again."""
@@ -141,7 +142,7 @@ class Study:
             directions=[metric.direction for metric in objectives],
             load_if_exists=True,
         )
-        study.set_user_attr("question", self._experiment.question)
+        study.set_user_attr("question", self._experiment.keys.question)
         with _quiet():
             study.set_metric_names([metric.name for metric in objectives])
         self._id = self._storage.get_study_id_from_name(self._experiment.name)
@@ -149,7 +150,7 @@ class Study:
 
     def _equip(self, points: int) -> None:
         """Set the sampler and the pruner."""
-        search = self._experiment.search
+        search = self._experiment.keys.search
         # A sampler made again with the same seed would propose the same points again: the seed depends on
         # the number of trials so far.
         seed = (search.seed * 1_000_003 + points) % 2**32 if search else 0
