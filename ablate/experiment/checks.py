@@ -14,8 +14,8 @@ from functools import cached_property
 from ablate.engines.hardware import Machine
 from ablate.errors import Problem, Reading, nearest
 from ablate.experiment.arms import Arm, StartingPoint
-from ablate.experiment.baseline import Against
 from ablate.experiment.engine_selection import Choice, choose
+from ablate.experiment.expand import Against
 from ablate.experiment.forked_design import misfits, resolved
 from ablate.experiment.metric_checks import metric_problems
 from ablate.experiment.schema import (

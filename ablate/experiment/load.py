@@ -3,8 +3,8 @@ column.
 
 A sweep runs for hours, so a mistake in its file has to show before the first trial starts, and all mistakes
 at once. `load` is one pass: text becomes a frozen document with positions (`yaml_document`), the document a
-`Draft` with types (`schema`), knobs (`search_space`), arms (`expand`) and baselines (`baseline`), and the
-draft passes a list of `checks`. Readers and checks write to nothing: they yield problems, and a reader puts a
+`Draft` with types (`schema`), knobs (`search_space`), arms and their baselines (`expand`), and the draft
+passes a list of `checks`. Readers and checks write to nothing: they yield problems, and a reader puts a
 default in the place of a wrong value, so that later ones still find theirs. `settled` ends a stage and raises
 all its problems at once. Example:
 
@@ -28,19 +28,24 @@ from pydantic import ValidationError
 from ablate.engines.hardware import Machine
 from ablate.errors import InputError, Problem, Reading, nearest, settled
 from ablate.experiment.arms import RECIPE_FILES, Arm, KnobError, Knobs, StartingPoint, keys
-from ablate.experiment.baseline import Against, baseline_of, compared, read_against, with_baselines
 from ablate.experiment.checks import CHECKS, CHECKS_OF_FILE, Draft, all_of
 from ablate.experiment.engine_selection import misfit
-from ablate.experiment.expand import arms_and_ends
+from ablate.experiment.expand import (
+    Against,
+    arms_and_ends,
+    baseline_of,
+    compared,
+    read_against,
+    with_added,
+)
 from ablate.experiment.forked_design import misfits as fork_misfits
 from ablate.experiment.forked_design import resolved
 from ablate.experiment.metric_checks import metrics_in
 from ablate.experiment.misplaced_keys import misplaced, with_paths, without_alternatives
-from ablate.experiment.phases import unreached
+from ablate.experiment.phases import never_begins
 from ablate.experiment.recipe_source import load as recipe_of
 from ablate.experiment.recipe_source import parse, recipe_name
-from ablate.experiment.roles import BAD, NULL
-from ablate.experiment.schema import Design, ExperimentFile, Metric
+from ablate.experiment.schema import ExperimentFile, Metric
 from ablate.experiment.search_space import Dimension, size, space, spelled_out
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import Document, read, with_values
@@ -190,7 +195,8 @@ def load(
         document = parse_yaml(with_values(document.text, {"seeds": count}), document.file)
     draft = settled(_draft(name, document, device, machine))
     assert draft is not None, "without a base, a problem has been found"
-    draft = _with_all_arms(draft)
+    arms, added, file = with_added(draft.arms, draft.file, draft.base, draft.against, document)
+    draft = replace(draft, arms=arms, added=added, file=file)
     for checks in CHECKS:
         settled(all_of(checks, draft))
     return Experiment(
@@ -234,8 +240,8 @@ def _draft(
         file=file,
         base=base,
         space=knobs,
-        arms=tuple(arms),
-        ends=tuple(ends),
+        arms=arms,
+        ends=ends,
         against=against,
         metrics=metrics,
         device=device,
@@ -243,55 +249,6 @@ def _draft(
     )
     yield from all_of(CHECKS_OF_FILE, draft)
     return draft
-
-
-def _with_all_arms(draft: Draft) -> Draft:
-    """Return the draft with the arms that its file does not list: baselines, the known-bad arm and the
-    twin."""
-    listed = [*draft.arms]
-    added, arms = settled(with_baselines(draft.file, draft.base, listed, draft.against, draft.document))
-    design, bad = settled(_known_bad(draft, [*added, *arms]))
-    null = settled(_null_arm(draft, [*added, *arms]))
-    file = draft.file.model_copy(update={"design": design})
-    return replace(draft, file=file, arms=(*added, *arms, *bad, *null), added=tuple(added))
-
-
-def _null_arm(draft: Draft, arms: list[Arm]) -> Reading[list[Arm]]:
-    """Return the twin of the first baseline, if the file asks for one."""
-    if not draft.file.null:
-        return []
-    first = next((arm for arm in arms if arm.baseline is None), None)
-    if first is None or not first.config.twins:
-        yield draft.document.problem(
-            ("null",),
-            "needs a baseline and a workload whose weights are known (gpt, mae, finetune, python), "
-            "so that its twin can be made; leave it out",
-        )
-        return []
-    return [replace(first, name=f"{NULL}{first.name}", baseline=first.name, twin=True)]
-
-
-def _known_bad(draft: Draft, arms: list[Arm]) -> Reading[tuple[Design | None, list[Arm]]]:
-    """Return the design with the name of its known-bad arm, and that arm if it has to be added."""
-    design = draft.file.design
-    if design is None or design.bad is None or any(arm.name == design.bad for arm in arms):
-        return design, []
-    if design.bad not in PRESETS:
-        why = f"neither an arm nor a preset; {nearest(design.bad, [*(arm.name for arm in arms), *PRESETS])}"
-        yield draft.document.problem(("design", "bad"), why, design.bad)
-        return design, []
-    arm = draft.base.arm({"recipe": design.bad})
-    same = next((other for other in arms if other.content == arm.content), None)
-    if same:
-        return design.model_copy(update={"bad": same.name}), []
-    baseline = baseline_of(draft.base, draft.against, {})
-    listed = next((other for other in arms if other.content == baseline.content), None)
-    if listed is None:
-        why = "the sweep has no baseline at the workload's own values; name one of its arms instead"
-        yield draft.document.problem(("design", "bad"), why, design.bad)
-        return design, []
-    arm = replace(arm, name=f"{BAD}{design.bad}", baseline=listed.name, known_bad=True)
-    return design.model_copy(update={"bad": arm.name}), [arm]
 
 
 def _notes(draft: Draft) -> Iterator[Problem]:
@@ -308,8 +265,15 @@ def _notes(draft: Draft) -> Iterator[Problem]:
         why = f"the baseline of arms with other workload values is preset {named.name} at their values"
         right = "to compare with this arm, give it a name that is no preset's"
         yield document.problem(("arms", named.name), f"{why}, not this arm; {right}")
-    for name, why in unreached(arms, draft.base.preset):
-        yield document.problem(("arms", name) if file.arms else ("ablate",), why)
+    shown = set()
+    for arm in arms:  # a phase that the file itself names is refused instead
+        preset = str(arm.knobs.get("recipe", draft.base.preset))
+        for phase in PRESETS[preset]().schedule if preset in PRESETS else ():
+            late = never_begins(phase, arm.config.length) if phase in arm.recipe.schedule else None
+            if late and (preset, late) not in shown:
+                shown.add((preset, late))
+                path = ("arms", arm.name) if file.arms else ("ablate",)
+                yield document.problem(path, f"the phase of preset {preset} in arm {arm.name!r}: {late}")
 
 
 def _keys(document: Document) -> Reading[ExperimentFile | None]:

@@ -292,15 +292,10 @@ def _in_order(knobs: dict[str, Dimension], document: Document) -> Reading[dict[s
             )
             return ordered
         ordered[ready] = knobs[ready]
-        if not _possible(ready, ordered):
+        needed = conditions(ready, ordered)
+        if not all(ordered[other].applies(needed) for other in needed):
             yield document.problem(
                 ("ablate", ready, "when"),
                 "can never hold: a knob that it names needs another value of the same knob",
             )
     return ordered
-
-
-def _possible(knob: str, knobs: Mapping[str, Dimension]) -> bool:
-    """Return True if there is a point at which the knob exists."""
-    needed = conditions(knob, knobs)
-    return all(knobs[other].applies(needed) for other in needed)
