@@ -353,7 +353,8 @@ def _role(process: psutil.Process) -> str | None:
         if process.name().startswith("ray::Actor"):
             return "worker"
         if "ablate.execution.trial_process" in process.cmdline():
-            return "trial" if "ablate.execution.trial_process" in process.parent().cmdline() else "child"
+            parent = process.parent()  # None once it has ended
+            return "trial" if parent and "ablate.execution.trial_process" in parent.cmdline() else "child"
         return process.name()
     return None
 
