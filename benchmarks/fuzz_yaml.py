@@ -7,6 +7,9 @@ peak memory by more than `--megabytes`. Mutant `n` depends on `n` alone, so one 
 
 `python benchmarks/fuzz_yaml.py --count 20000` prints the defects, the slowest mutant and the peak memory; its
 status is 1 if there are any defects. `--count 1000 --first 3000` is a part of the same run.
+
+`--outcomes FILE` writes a line of JSON for each original and mutant: its problems, or the arms, the ids of
+their trials and the plan. A change that keeps all refusals and identities leaves that file as it is.
 """
 
 import argparse
@@ -23,12 +26,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+_MOST_IDS = 50
+"""Largest number of arms whose trials' ids are among the outcomes."""
 
 SEARCH = """\
 schema: 1
@@ -351,6 +356,7 @@ def run(
     seconds: float | None = None,
     megabytes: float | None = None,
     keep: Path | None = None,
+    outcomes: TextIO | None = None,
 ) -> Tally:
     """Load and plan mutants in an empty folder, and return the tally of their outcomes.
 
@@ -360,31 +366,30 @@ def run(
         seconds: processor time above which a mutant is a defect; None: no limit.
         megabytes: rise of the peak memory above which a mutant is a defect; None: no limit.
         keep: folder in which the mutants' files are kept; None: they are deleted.
+        outcomes: file for a line of JSON about each text, originals first with numbers below 0.
     """
-    from ablate.cli.plan import show
-    from ablate.cli.settings import find_settings
     from ablate.errors import InputError, Problem
-    from ablate.experiment.load import load
 
     texts, tally = originals(), Tally()
     with _folder() as folder:
         (folder / "words.txt").write_text("A few words, again and again.\n" * 400, encoding="utf-8")
         file = (keep or folder) / "mutant.yaml"
-        for text in texts:  # imports and corpora are not the mutants'
+        for number, text in enumerate(texts, -len(texts)):  # imports and corpora are not the mutants'
             file.write_text(text, encoding="utf-8")
-            with redirect_stdout(io.StringIO()):
-                show(load(file, "cpu"), find_settings(None, state=folder / "runs", device="cpu"))
+            _note(outcomes, folder, number, _planned(file, folder))
         file.unlink()
         for number in range(first, first + count):
             file = file.with_name(f"mutant-{number}.yaml") if keep else file
             file.write_bytes(mutant(number, texts))
             before, started = _peak(), time.process_time()
             try:
-                with _limit(seconds), redirect_stdout(io.StringIO()):
-                    show(load(file, "cpu"), find_settings(None, state=folder / "runs", device="cpu"))
+                with _limit(seconds):
+                    loaded = _planned(file, folder)
                 tally.loaded += 1
+                _note(outcomes, folder, number, loaded)
             except InputError as error:
                 tally.refused += 1
+                _note(outcomes, folder, number, {"problems": [_placed(one) for one in error.problems]})
                 for problem in error.problems:
                     if not isinstance(problem, Problem):
                         tally.defect(f"problem without a place: {problem[:200]}", number)
@@ -402,6 +407,38 @@ def run(
             if megabytes is not None and grew > megabytes:
                 tally.defect(f"memory: {grew:.0f} MB more", number)
     return tally
+
+
+def _planned(file: Path, folder: Path) -> dict[str, Any]:
+    """Load and plan a file; return what it stands for."""
+    from ablate.cli.plan import show
+    from ablate.cli.settings import find_settings
+    from ablate.experiment.load import load
+
+    with redirect_stdout(io.StringIO()) as plan:
+        experiment = load(file, "cpu")
+        show(experiment, find_settings(None, state=folder / "runs", device="cpu"))
+    first = experiment.seeds[0]
+    return {
+        "keys": repr(experiment.keys),
+        "arms": [
+            [arm.name, arm.baseline, experiment.spec(arm, first, "cpu").id]
+            for arm in experiment.arms[:_MOST_IDS]
+        ],
+        "engine": [experiment.engine, experiment.engine_why],
+        "notes": experiment.notes,
+        "plan": plan.getvalue(),
+    }
+
+
+def _placed(problem: Any) -> Any:
+    return problem if isinstance(problem, str) else [problem.line, problem.column, problem.message]
+
+
+def _note(outcomes: TextIO | None, folder: Path, number: int, content: dict[str, Any]) -> None:
+    if outcomes:
+        line = json.dumps({"mutant": number} | content, default=str)
+        outcomes.write(line.replace(str(folder.parent), "") + "\n")
 
 
 def _described(error: BaseException) -> str:
@@ -709,11 +746,15 @@ def main() -> int:
         help="A mutant that raises the peak memory more is one; default: 200.",
     )
     parser.add_argument("--keep", type=Path, help="A folder in which the mutants are left.")
+    parser.add_argument(
+        "--outcomes", type=Path, help="A file for the outcome of each text, as lines of JSON."
+    )
     asked = parser.parse_args()
     keep = asked.keep and asked.keep.resolve()
     if keep:
         keep.mkdir(parents=True, exist_ok=True)
-    tally = run(asked.first, asked.count, asked.seconds, asked.megabytes, keep)
+    with asked.outcomes.open("w") if asked.outcomes else nullcontext() as outcomes:
+        tally = run(asked.first, asked.count, asked.seconds, asked.megabytes, keep, outcomes)
     print(
         f"{asked.count} mutants from {asked.first}: {tally.loaded} loaded and planned, "
         f"{tally.refused} refused with a place,"
