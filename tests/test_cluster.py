@@ -56,8 +56,8 @@ from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome
 from ablate.experiment.load import load
 from ablate.execution.workers import ClusterError, Pool
-address, path, state, most, nodes, *sizes = sys.argv[1:]
-for ranks in map(int, sizes):
+address, most, nodes, sizes, *pairs = sys.argv[1:]
+for ranks in map(int, sizes.split(",")):
     try:
         pool = Pool(address, int(most) or None, 0, 0, ranks)
     except ClusterError as error:
@@ -67,33 +67,38 @@ for ranks in map(int, sizes):
         time.sleep(0.05)
     print("ready", flush=True)
     sys.stdin.readline()
-    for step in Controller(load(Path(path)), Path(state), "cpu", lambda: pool, None).run():
-        for line in () if isinstance(step, Outcome) else step.news:
-            print(line, flush=True)
-    sys.exit(step.failed > 0)
+    close, pool.close = pool.close, lambda: None  # its workers stay for the next sweep
+    failed = 0
+    for path, state in zip(pairs[::2], pairs[1::2]):
+        for step in Controller(load(Path(path)), Path(state), "cpu", lambda: pool, None).run():
+            for line in () if isinstance(step, Outcome) else step.news:
+                print(line, flush=True)
+        failed += step.failed
+    close()
+    sys.exit(failed > 0)
 """
 
 
 @contextlib.contextmanager
 def sweeping(
-    address: str, path: Path, state: Path, *ranks: int, most: int = 0, nodes: int = 0
+    address: str, *sweeps: tuple[Path, Path], ranks: tuple[int, ...] = (1,), most: int = 0, nodes: int = 0
 ) -> Iterator[subprocess.Popen]:
-    """A sweep in a process of its own, without what the command does before and after: its trials take as many of these ranks as the
-    cluster can hold, and begin once it is told a line. `most`: at once; `nodes`: is ready once Ray lists so many as alive."""
-    command = [
-        sys.executable,
-        "-c",
-        SWEEP,
-        address,
-        str(path),
-        str(state),
-        str(most),
-        str(nodes),
-        *map(str, ranks or (1,)),
-    ]
+    """Sweeps, one after the other, in a process of their own, without what the command does before and after.
+
+    Trials take as many of these ranks as the cluster can hold, and begin once the process is told a line.
+
+    Args:
+        address: of the cluster.
+        sweeps: (experiment file, state folder) of each.
+        ranks: numbers of ranks of a trial, the first of which that the cluster can hold is taken.
+        most: trials at once; 0 for all that there is room for.
+        nodes: the process is ready once Ray lists so many as alive; 0 for at once.
+    """
+    sizes, pairs = ",".join(map(str, ranks)), [str(path) for pair in sweeps for path in pair]
+    command = [sys.executable, "-c", SWEEP, address, str(most), str(nodes), sizes, *pairs]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     process = subprocess.Popen(
-        command, cwd=path.parent, text=True, env=environment(**OPEN), start_new_session=True, **pipes
+        command, cwd=sweeps[0][0].parent, text=True, env=environment(**OPEN), start_new_session=True, **pipes
     )
     try:
         yield process
@@ -101,9 +106,9 @@ def sweeping(
         end(process)
 
 
-def swept(address: str, path: Path, state: Path, *ranks: int) -> tuple[int, str]:
-    """The sweep, to its end: its status and what it said."""
-    with sweeping(address, path, state, *ranks) as process:
+def swept(address: str, *sweeps: tuple[Path, Path], ranks: tuple[int, ...] = (1,)) -> tuple[int, str]:
+    """The sweeps, to their end: the status and what was said."""
+    with sweeping(address, *sweeps, ranks=ranks) as process:
         said, _ = process.communicate("\n", timeout=600)
     return process.returncode, said
 
@@ -170,7 +175,7 @@ def test_a_node_without_the_package_is_told_in_a_sentence(address, tmp_path):
 def sent(folder: Path) -> dict[str, str]:
     """An environment with a copy of the package as Ray sends it along with a job: without what git ignores."""
     package = Path(numerics.__file__).parents[1]
-    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    shutil.copytree(package, folder / package.name, ignore=shutil.ignore_patterns("*.so"))
     return {"PYTHONPATH": str(folder)}
 
 
@@ -181,7 +186,7 @@ def test_a_node_of_another_version_runs_nothing_and_one_without_quantisers_slowl
     path, state = write(tmp_path, seeds=1, ablate={"rht": [True]}), tmp_path / "state"
     said = r"node \S+ has ablate 0\.0\.9 \(here \S+\): install the same versions on every node, or run the sweep with the cluster's"
     with nodes(address, other | OPEN, sent(tmp_path / "sent") | OPEN):
-        status, told = swept(address, path, state)
+        status, told = swept(address, (path, state))
     assert status == 0, told
     assert re.search(said + "; no trial runs there", told)
     assert re.search(
@@ -200,10 +205,6 @@ WITHOUT = {
     "another token": (
         {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b" * 32},
         "the server there refused the connection; .*",
-    ),
-    "a token, but no mode": (
-        {"RAY_AUTH_TOKEN": TOKEN},
-        "the server there refused the connection; .*; here RAY_AUTH_MODE is not set",
     ),
     "authentication turned off": (
         {"RAY_AUTH_MODE": "disabled"},
@@ -263,15 +264,14 @@ def test_without_the_clusters_token_a_sentence_names_the_variables_and_with_it_n
         let_in = threads.submit(asked, address, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(file))
         (wrong, said) = WITHOUT["another token"]
         swept = threads.submit(ablate, *words, address, HOME=str(tmp_path), **wrong)
-        answers = list(
-            threads.map(lambda extra: asked(address, **extra), (extra for extra, _ in WITHOUT.values()))
-        )
+        others = [case for name, case in WITHOUT.items() if name != "another token"]
+        answers = list(threads.map(lambda case: asked(address, **case[0]), others))
         assert let_in.result() == "let in, with token\n"
         assert (swept.result().returncode, "Traceback" in swept.result().stderr) == (2, False)
         assert re.fullmatch(
             rf"Ray cannot be reached at {address}: {said}", swept.result().stderr.splitlines()[-1]
         )
-        for (_, said), told in zip(WITHOUT.values(), answers, strict=True):
+        for (_, said), told in zip(others, answers, strict=True):
             assert re.fullmatch(rf"Ray cannot be reached at {address}: {said}\n", told), told
             assert all(
                 name in told
@@ -288,26 +288,27 @@ def test_without_the_clusters_token_a_sentence_names_the_variables_and_with_it_n
 
 
 def stream(folder: Path, trials: int) -> Path:
-    """An experiment of trials that do nothing for a second."""
+    """An experiment of trials that do nothing for half a second."""
     keys = {
-        "workload": {"idle": {"steps": 5, "seconds": 0.2}},
+        "workload": {"idle": {"steps": 5, "seconds": 0.1}},
         "ablate": {"workload.x": [0.1]},
         "against": {"workload.x": 0.1},
     }
     return write(folder, "stream", **keys | {"seeds": trials})
 
 
-def in_a_stream(address: str, gate: Gate, folder: Path, most: int) -> None:
-    """A gang starts among small trials, `most` at once, and both end.
+def test_a_gang_starts_in_a_stream_of_small_trials_and_both_end(address, tmp_path):
+    """Gangs on several nodes: test_shares.py.
 
     The gang's process is there before the stream begins: it asks for its places while many small trials wait, however slow its start.
     The last of these waits for the gang's end, and holds a place that the gang would need if it began only then."""
-    trials, one = 5 * most, {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1}
-    state, other = folder / "state", folder / "other"
+    gate, trials, one = Gate(tmp_path), 5, {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1}
+    state, other = tmp_path / "state", tmp_path / "other"
     gate.shut(trials - 1)
     with (
-        sweeping(address, write(folder, **one), state, 2) as big,
-        sweeping(address, stream(folder, trials), other, most=most) as small,
+        node(address, 2, **OPEN, **gate.environment),
+        sweeping(address, (write(tmp_path, **one), state), ranks=(2,)) as big,
+        sweeping(address, (stream(tmp_path, trials), other), most=1) as small,
     ):
         assert (big.stdout.readline(), small.stdout.readline()) == ("ready\n", "ready\n")
         print("", file=small.stdin, flush=True)
@@ -321,29 +322,20 @@ def in_a_stream(address: str, gate: Gate, folder: Path, most: int) -> None:
     assert set(statuses(state).values()) == set(statuses(other, "stream").values()) == {"done"}
 
 
-def test_a_gang_on_one_node_starts_in_a_stream_of_small_trials_and_both_end(address, tmp_path):
-    gate = Gate(tmp_path)
-    with node(address, 2, **OPEN, **gate.environment):
-        in_a_stream(address, gate, tmp_path, 1)
-
-
-def test_a_gang_on_two_nodes_starts_in_a_stream_of_small_trials_and_both_end(pair, tmp_path):
-    in_a_stream(pair.address, pair.gate, tmp_path, 2)
-
-
 # Nodes that do not see the state folder
 
 
 @apart
-def test_without_a_shared_file_system_the_store_is_the_same_and_workers_need_no_tracker(pair, tmp_path):
-    """Forks included: what the first trial leaves on its node, the others go on from."""
+def test_without_a_shared_file_system_the_store_is_the_same_and_missing_data_are_named(pair, tmp_path):
+    """Forks included: what the first trial leaves on its node, the others go on from. Workers need no tracker."""
     keys = {
         "shape": {"steps": 60, "eval_every": 20},
         "ablate": {"cooldown": [0, 0.25]},
         "seeds": 1,
         "telemetry": {"checkpoint": 0.2},
     }
-    state = pair.hidden / "state"
+    state, data = pair.hidden / "state", shards(pair.hidden / "data")
+    away = {"shape": {"data": data}, "ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1}
     refused = subprocess.run(
         [sys.executable, "-c", "import mlflow"],
         env=environment(**pair.environment),
@@ -351,9 +343,9 @@ def test_without_a_shared_file_system_the_store_is_the_same_and_workers_need_no_
         check=False,
     )
     assert b"No module named 'mlflow'" in refused.stderr
-    status, said = swept(pair.address, write(tmp_path, **keys), state)
+    second = (write(tmp_path, "away", **away, retry=0), pair.hidden / "away")
+    status, said = swept(pair.address, (write(tmp_path, **keys), state), second)
     until(lambda: not list(pair.scratch.glob("ablate-*")))
-    assert status == 0, said
     (told,) = [line for line in said.splitlines() if "state" in line and "workers on" in line]
     assert f"do not see {state}: records are streamed, and checkpoints fetched through Ray" in told
     assert "goes on from step" in said  # a fork
@@ -361,30 +353,11 @@ def test_without_a_shared_file_system_the_store_is_the_same_and_workers_need_no_
     assert files(state) == files(tmp_path / "undisturbed")
     assert not list(state.glob(".seen/*"))
 
-
-@apart
-def test_data_that_a_node_has_not_are_named_in_a_sentence(pair, tmp_path):
-    data = shards(pair.hidden / "data")
-    path = write(
-        tmp_path, shape={"data": data}, ablate={"rht": [True]}, against={"rht": True}, seeds=1, retry=0
+    assert status == 1, said
+    absent = (
+        f"has no {data['train']}, which this machine has: data lie at the same absolute path on every node"
     )
-    status, told = swept(pair.address, path, tmp_path / "state")
-    assert status == 1, told
-    said = f"has no {data['train']}, which this machine has: data lie at the same absolute path on every node"
-    assert re.search(rf"failed: node \S+ {re.escape(said)}", told), told
-
-
-@apart
-def test_a_gang_on_nodes_that_do_not_see_the_state_folder_leaves_the_same_store(pair, tmp_path):
-    state = pair.hidden / "gang"
-    path = write(tmp_path, ablate={"rht": [True]}, seeds=1)
-    status, output = swept(pair.address, path, state, 2)
-    assert status == 0, output
-    assert "do not see" in output
-    assert set(statuses(state).values()) == {"done"}
-    assert all(
-        {"spec.json", "result.json", "events.jsonl", "log.txt"} <= found for found in files(state).values()
-    )
+    assert re.search(rf"failed: node \S+ {re.escape(absent)}", said), said
 
 
 # Nodes that are lost
@@ -396,9 +369,10 @@ CHECKED = {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1, "tel
 def test_a_gang_whose_node_dies_is_tried_again_as_a_whole_and_one_that_no_cluster_could_hold_is_refused(
     pair, tmp_path
 ):
-    state = tmp_path / "state"
+    """Its nodes do not see the state folder, if one can be hidden here: the checkpoint that it goes on from was fetched."""
+    state = pair.hidden / "gang" if can_hide() else tmp_path / "state"
     pair.gate.shut()
-    with sweeping(pair.address, write(tmp_path, **CHECKED), state, 9, 2) as big:
+    with sweeping(pair.address, (write(tmp_path, **CHECKED), state), ranks=(9, 2)) as big:
         refused = big.stdout.readline()
         assert refused == "a trial needs 9 CPUs, and the Ray cluster has 2 on 2 nodes (1, 1)\n"
         print("", file=big.stdin, flush=True)
@@ -408,17 +382,18 @@ def test_a_gang_whose_node_dies_is_tried_again_as_a_whole_and_one_that_no_cluste
         pair.complete()
         output, _ = big.communicate(timeout=200)
     assert big.returncode == 0, output
+    assert ("do not see" in output) == can_hide()
     assert "its node is gone; retry 1/2" in output, output
+    assert re.search(r"goes on from step \d+", output), output
     assert set(statuses(state).values()) == {"done"}
+    left = {"spec.json", "result.json", "events.jsonl", "log.txt"}
+    assert all(left <= found for found in files(state).values())
 
 
-@pytest.mark.parametrize(
-    "fetched", [pytest.param(True, marks=apart), False], ids=["fetched", "in the shared folder"]
-)
-def test_a_trial_whose_node_is_lost_goes_on_elsewhere_from_its_last_checkpoint(fetched, pair, tmp_path):
-    state = pair.hidden / "lost" if fetched else tmp_path / "state"
+def test_a_trial_whose_node_is_lost_goes_on_elsewhere_from_its_last_checkpoint(pair, tmp_path):
+    state = tmp_path / "state"
     pair.gate.shut()
-    with sweeping(pair.address, write(tmp_path, **CHECKED), state, nodes=2) as driver:
+    with sweeping(pair.address, (write(tmp_path, **CHECKED), state), nodes=2) as driver:
         assert driver.stdout.readline() == "ready\n"  # Ray lists a node that the test before has lost no more
         print("", file=driver.stdin, flush=True)
         until(lambda: list(state.glob("trials/*/checkpoint.pt")))
@@ -427,7 +402,6 @@ def test_a_trial_whose_node_is_lost_goes_on_elsewhere_from_its_last_checkpoint(f
         pair.gate.open()
         output, _ = driver.communicate(timeout=600)
     assert driver.returncode == 0, output
-    assert ("do not see" in output) == fetched
     assert "its node is gone; retry 1/2" in output
     assert re.search(r"goes on from step \d+", output)
     assert set(statuses(state).values()) == {"done"}
@@ -455,9 +429,9 @@ def test_a_sweep_from_outside_runs_by_one_rank_and_by_a_gang(tmp_path):
         head(0, f"--include-dashboard false --ray-client-server-port {number}", **hiding) as address,
         nodes(address, hiding, hiding),
     ):
-        for ranks in (), (2,):
-            state = hidden / f"state{len(ranks)}"
-            status, said = swept(f"ray://127.0.0.1:{number}", path, state, *ranks)
+        for ranks in (1,), (2,):
+            state = hidden / f"state{ranks[0]}"
+            status, said = swept(f"ray://127.0.0.1:{number}", (path, state), ranks=ranks)
             assert status == 0, said
             assert "do not see" in said
             assert set(statuses(state).values()) == {"done"}
