@@ -12,6 +12,7 @@ from torch import nn
 
 import ablate
 from ablate.recipes import PRESETS
+from ablate.recipes.recipe import Weights
 from ablate.training.alarms import Alarm, alerts
 from ablate.training.conversion import Conversion
 from ablate.training.loop import Telemetry, train
@@ -95,7 +96,9 @@ def test_a_loop_of_ones_own_gives_the_numbers_of_the_built_in_workload(preset):
     recipe = PRESETS[preset]()
     if recipe.triggers:
         pytest.skip("its schedule waits for a measurement; another test has it")
-    config = Gpt(**SMALL, accumulate=2)
+    # Two steps show what the first one leaves, histories and moments; a schedule and rules for weights may need more.
+    count = 4 if recipe.schedule or recipe.weights != Weights() else 2
+    config = Gpt(**SMALL | {"steps": count, "eval_every": count}, accumulate=2)
     own = config.prepare(recipe, seed=3, device="cpu")
     expected = [r.metrics["train/loss"] for r in train(own, config, NEVER)]
 
@@ -105,7 +108,7 @@ def test_a_loop_of_ones_own_gives_the_numbers_of_the_built_in_workload(preset):
         model,
         recipe,
         seed=3,
-        steps=4,
+        steps=count,
         tokens_per_step=config.tokens_per_step,
         decay_start=config.decay_start,
         measure_every=0,
@@ -113,7 +116,7 @@ def test_a_loop_of_ones_own_gives_the_numbers_of_the_built_in_workload(preset):
     from ablate.training.optimizers import optimizer
 
     steps, losses = optimizer(model, config), []
-    for step in range(4):
+    for step in range(count):
         for group in steps.param_groups:
             group["lr"] = config.lr_at(step)
         total = 0.0
@@ -863,9 +866,8 @@ def test_recipes_are_listed_compared_and_read_from_files(tmp_path):
     assert ablate.recipe("nvfp4", {"sr": False}).wgrad.g.rounding == "nearest"
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("preset", ANYWHERE)
-def test_torchs_default_dtype_changes_no_bit(preset, dtype):
+def test_torchs_default_dtype_changes_no_bit(preset):
     def gradients(default: torch.dtype) -> list[torch.Tensor]:
         model, x = net(), batch(0)
         run = ablate.convert(model, preset, steps=4, measure_every=1)
@@ -880,4 +882,5 @@ def test_torchs_default_dtype_changes_no_bit(preset, dtype):
         return [p.grad for p in model.parameters()]
 
     expected = gradients(torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(gradients(dtype), expected, strict=True))
+    for dtype in (torch.float64, torch.bfloat16, torch.float16):
+        assert all(torch.equal(a, b) for a, b in zip(gradients(dtype), expected, strict=True)), dtype

@@ -83,13 +83,10 @@ def alone(name: str, shared: bool) -> list[tuple[int, dict]]:
 
 
 RECORDED = ["bf16", "nvfp4", "fp8_delayed", "percentile", "turned per call", "late"]
-LAYOUTS = [
-    (name, 2, sharded, sharded is (place % 2 == 0))
-    for place, name in enumerate(RECORDED)
-    for sharded in (False, True)
-]
-LAYOUTS += [("nvfp4", 2, sharded, sharded) for sharded in (False, True)] + [
-    ("nvfp4", 4, sharded, not sharded) for sharded in (False, True)
+LAYOUTS = [("nvfp4", 2, sharded, shared) for sharded in (False, True) for shared in (False, True)]
+LAYOUTS += [("nvfp4", 4, sharded, not sharded) for sharded in (False, True)]
+LAYOUTS += [
+    (name, 2, place % 2 == 0, place % 4 < 2) for place, name in enumerate(RECORDED) if name != "nvfp4"
 ]
 """Preset, ranks, whether weights are sharded, and whether the ranks have micro-batches of their own."""
 
@@ -221,7 +218,8 @@ FIELDS = {
 def losses(recipe: Recipe, sharded: bool, shape: dict[str, Any]) -> list[float]:
     be(sharded)
     own = {} if "model" not in shape else dict.fromkeys(("layers", "width", "heads"))
-    config = Gpt(**{name: value for name, value in (SIZE | shape).items() if name not in own})
+    size = SIZE | {"eval_tokens": 64} | shape  # two batches: what is asked is the training
+    config = Gpt(**{name: value for name, value in size.items() if name not in own})
     return [
         metrics["train/loss"]
         for _, metrics, _ in config.records(recipe, 0, "emulated", "cpu", Telemetry(log=1))
@@ -294,7 +292,7 @@ def trained(path: Any, sharded: bool, until: int | None = None) -> list[tuple[in
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
-    [((1, False), (2, True)), ((4, True), (1, False)), ((2, False), (4, False)), ((2, True), (4, True))],
+    [((1, False), (2, True)), ((4, True), (2, False))],
 )
 def test_any_number_of_ranks_goes_on_from_a_checkpoint(first, then, tmp_path):
     path = tmp_path / "checkpoint.pt"
