@@ -4,6 +4,7 @@ The file of a verb is imported when the verb is asked for: all of them together 
 every command would wait for. Only the help of the whole needs them all.
 """
 
+import os
 import sys
 from functools import cache
 from importlib import import_module
@@ -110,13 +111,21 @@ def whole_app() -> typer.Typer:
     return app
 
 
+def _first_word() -> str:
+    """Return the first word after the command, also of the line that a shell wants completed."""
+    typed = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS")
+    words = typed.split() if typed and "_ABLATE_COMPLETE" in os.environ else sys.argv
+    return words[1] if len(words) > 1 else ""
+
+
 def main() -> None:
     """Run the command line."""
     files = {verb: file for verbs in VERBS.values() for verb, (file, _) in verbs.items()}
-    verb = sys.argv[1] if len(sys.argv) > 1 else ""
-    if verb not in files:
+    verb = _first_word()
+    if verb not in files and verb != "--version":
         run(whole_app())
         return
     app = _new_app()
-    _add(app, verb, files[verb])
+    if verb in files:
+        _add(app, verb, files[verb])
     run(app)
