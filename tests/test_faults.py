@@ -14,9 +14,8 @@ import numpy as np
 import psutil
 import pytest
 from support.clusters import end_family
-from support.commands import here
+from support.commands import INLINE, here
 from support.experiments import (
-    ablate,
     gone,
     ledger,
     start,
@@ -197,22 +196,21 @@ def left(tmp_path_factory):
 def test_what_is_corrupted_is_said_and_made_again_and_the_values_are_those_of_an_undisturbed_run(
     kind, left, undisturbed, tmp_path
 ):
-    """Twice, first in a sweep that was left and then in a finished one; without Ray and MLflow."""
+    """First in a sweep that was left and then in the finished one; without Ray and MLflow."""
     experiment = tiny(tmp_path, "tiny", {"steps": 8}, **LOGGED)
-    for number in range(2):
-        state, rng, done = tmp_path / f"ours-{number}", np.random.default_rng([number, 17]), None
-        shutil.copytree(left, state)
-        folder = state / "sweeps" / "tiny"
-        for _ in range(2):
-            done = HARMS[kind].do(state, folder, rng)
-            if damage(folder / "ledger.db"):
-                put_aside(folder / "ledger.db")  # as `rebuild` does
-            assert sweep(experiment, state)[0].status == "done"
-            assert done or kind == CHECKPOINT
-        assert [*audit.sweep(state, folder, undisturbed)] == []
-        book = ledger(state)
-        assert (verify(book, Store(state)).verified, verify(book, Store(state)).mismatches) == (3, ())
-        book.close()
+    state, rng = tmp_path / "ours", np.random.default_rng(17)
+    shutil.copytree(left, state)
+    folder = state / "sweeps" / "tiny"
+    for _ in range(2):
+        done = HARMS[kind].do(state, folder, rng)
+        if damage(folder / "ledger.db"):
+            put_aside(folder / "ledger.db")  # as `rebuild` does
+        assert sweep(experiment, state)[0].status == "done"
+        assert done or kind == CHECKPOINT
+    assert [*audit.sweep(state, folder, undisturbed)] == []
+    book = ledger(state)
+    assert (verify(book, Store(state)).verified, verify(book, Store(state)).mismatches) == (3, ())
+    book.close()
 
 
 # The suite
@@ -251,7 +249,7 @@ def test_the_mark_of_a_suites_processes_does_not_make_them_repeat_the_checks_of_
 @pytest.mark.services
 @pytest.mark.slow
 def test_a_lost_head_of_ray_ends_the_command_with_status_130_and_the_same_command_goes_on(tmp_path):
-    """Its head is lost in the first run of the command, and its process on this machine in the second; the third gets done."""
+    """Its head is lost in the first run of the command, and its process on this machine in the second, which goes on; the third is inline."""
     idle, gate = {"idle": {"steps": 2}}, Gate(tmp_path)
     path, state = write(tmp_path, workload=idle, ablate={"rht": [True]}, seeds=1), tmp_path / "state"
     gate.shut()
@@ -284,7 +282,8 @@ def test_a_lost_head_of_ray_ends_the_command_with_status_130_and_the_same_comman
         assert "Traceback" not in output
         assert family
         until(lambda family=family: gone(family))
-    assert ablate(*words).returncode == 0
+    gate.open()
+    assert here("sweep", path, "--state", state, *INLINE).returncode == 0
     assert set(statuses(state).values()) == {"done"}
 
 

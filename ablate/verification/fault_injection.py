@@ -55,6 +55,8 @@ from ablate.verification.services import (
 
 _GAP = (4, 24)
 """Records between one fault and the next."""
+_POLL_SECONDS = 0.05
+"""Pause between two looks, each of which reads the ledger and the environment of all processes."""
 _LATEST_SECONDS = 30.0
 """Longest wait for a fault, even if the sweep writes no records."""
 _PAUSE = (0.5, 4.0)
@@ -314,7 +316,7 @@ class Suite:
             self._restart_servers()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{otherwise} within {seconds:.0f} s; see the logs in {self.folder}")
-            time.sleep(0.05)
+            time.sleep(_POLL_SECONDS)
 
     def _restart_servers(self) -> None:
         for server in self.servers.values():
@@ -367,7 +369,7 @@ class Suite:
                 victims := self._victims(sweep, role)
             ):
                 return victims
-            time.sleep(0.02)
+            time.sleep(_POLL_SECONDS)
         return []
 
     def _victims(self, sweep: SweepCommand, role: str) -> Victims:
@@ -456,7 +458,7 @@ class Suite:
                 injection.until_next = time.monotonic() - began
                 deadline = time.monotonic() + 2 * PATIENCE_SECONDS
             line = next((text for text in sweep.output_since(log_size) if "; retry " in text), None)
-            time.sleep(0.02)
+            time.sleep(_POLL_SECONDS)
         if line:
             injection.effects.append(f'"{line}"')
 
