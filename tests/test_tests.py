@@ -58,6 +58,7 @@ FOREIGN = {
     "_nn": "torch",
     "_parameters": "torch",
     "_parse_to": "torch",
+    "_patch_lang": "Triton's interpreter",
     "_dynamo": "torch",
     "_getframe": "sys",
     "_only_lift_cpu_tensors": "torch",

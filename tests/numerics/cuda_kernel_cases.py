@@ -5,7 +5,6 @@ Triton decides while it is imported whether it interprets, so this file cannot s
 
 import itertools
 import math
-import os
 from dataclasses import replace
 from random import Random
 from unittest import mock
@@ -13,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from support.quantisers import Coverage, case, difference, reference_only
+from support.triton_cases import INTERPRETED, patch_language_once
 from torch import Tensor, nn
 
 from ablate.engines.emulated_layer import EmulatedLinear
@@ -29,9 +29,9 @@ from ablate.numerics.quantize import Operand, quantize, quantize_both
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, tag
 from ablate.recipes import PRESETS
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
 DEVICE = CPU if INTERPRETED else torch.device("cuda")
+patch_language_once()
 CLOCK = Clock(2**32 - 5, step=3, micro_batch=1)
 WHERE = 0xDEADBEEF
 
@@ -169,7 +169,10 @@ def test_random_cases_over_every_field_are_the_references_too(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("rotated", [False, True], ids=["as it is", "rotated"])
 def test_an_order_statistic_is_that_of_sorted_magnitudes(rotated, dtype):
-    """NaN above infinity; ranks at both ends, among zeros, and among equal magnitudes."""
+    """NaN above infinity; ranks at both ends, among zeros, and among equal magnitudes.
+
+    The interpreter takes both ends of one shape.
+    """
     if rotated and dtype == torch.float32:
         return
     flips = signs(Hadamard(), CPU)
@@ -180,7 +183,8 @@ def test_an_order_statistic_is_that_of_sorted_magnitudes(rotated, dtype):
             x[2, 3], x[3, 4], x[4, 5] = float("nan"), float("-inf"), -float("nan")
         copy = rotate(x.t(), Hadamard()) if rotated else x
         magnitudes = copy.abs().float().flatten().sort().values  # sort: NaN last
-        for rank in {1, len(magnitudes) // 2, len(magnitudes) - 2}:
+        ranks = {1, len(magnitudes) // 2, len(magnitudes) - 2}
+        for rank in ranks if regime == "not finite" or not INTERPRETED else {len(magnitudes) // 2}:
             value, largest = cuda.order_statistic(
                 x.to(DEVICE), cuda.sign_word(flips) if rotated else None, rank
             )
@@ -408,10 +412,16 @@ def test_a_product_takes_the_scale_of_rows_and_of_one_operand(monkeypatch):
 
 
 def test_a_trial_launch_finds_every_kernel_equal_and_a_wrong_one():
-    assert problem(DEVICE) == ""
+    found = []
+
+    def right(x: Tensor, form: cuda.Form, clock: Clock | None) -> cuda.Quantized:
+        found.append(cuda.quantize(x, form, clock))
+        return found[-1]
+
+    assert problem(DEVICE, right) == ""
 
     def wrong(x: Tensor, form: cuda.Form, clock: Clock | None) -> cuda.Quantized:
-        made = cuda.quantize(x, form, clock)
+        made = found.pop(0)
         if form.quant.block == "16x16":
             made.block_scale[-1] *= 2
         return made
@@ -438,7 +448,7 @@ def test_no_bit_depends_on_the_order_of_programs_or_on_what_memory_held(monkeypa
         place(ran[x], y, z)
 
     word = cuda.sign_word(signs(Hadamard(), CPU))
-    x = drawn((33, 272), "ordinary")
+    x = drawn((17, 272), "ordinary")
     low = Quant(outer=Outer(statistic="percentile:0.9"))
 
     def results() -> list[Tensor]:
@@ -446,7 +456,7 @@ def test_no_bit_depends_on_the_order_of_programs_or_on_what_memory_held(monkeypa
         made = [cast(x, STOCHASTIC), cast(x.t(), NEAREST), cast(x, FORMS["16x16 nearest"]), cast(x, low)]
         made += cuda.quantize_both(x, form(NEAREST), cuda.Form(STOCHASTIC, word), CLOCK)
         packed = packed_by_kernel(
-            Operand(made[0].values, STOCHASTIC, None, made[0].block_scale), "nvfp4", (64, 288)
+            Operand(made[0].values, STOCHASTIC, None, made[0].block_scale), "nvfp4", (32, 288)
         )
         amax = made[0].amax
         parts = [part for one in made for part in (one.values, one.amax, one.block_scale, one.largest)]

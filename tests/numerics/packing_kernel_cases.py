@@ -1,17 +1,17 @@
 """Promises of the packing kernel, run by test_packing_kernel.py in a process of its own: in Triton's interpreter, or on a GPU."""
 
-import os
-
 import pytest
 import torch
 from support.cases import every
+from support.triton_cases import INTERPRETED, patch_language_once
 
 from ablate.numerics.encoded import encode, packed_by_kernel
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import BlockScale, Outer, Quant
 
-DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+patch_language_once()
 
 
 def mx(block: str) -> Quant:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.triton_cases import run_cases
 
 from ablate.numerics.hadamard import signs
 from ablate.numerics.kernels import builds, cuda
@@ -26,25 +27,17 @@ CASES = Path(__file__).with_name("cuda_kernel_cases.py")
 needs_triton = pytest.mark.skipif(cuda.kernels() is None, reason="there is no Triton here")
 
 
-def run_cases(**environment: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(CASES)]
-    result = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 @needs_triton
 @pytest.mark.slow
 def test_every_bit_is_the_references_in_the_interpreter():
-    run_cases(TRITON_INTERPRET="1")
+    run_cases(CASES, TRITON_INTERPRET="1")
 
 
 @needs_triton
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_every_bit_is_the_references_on_a_gpu():
-    run_cases(TRITON_INTERPRET="0")
+    run_cases(CASES, TRITON_INTERPRET="0")
 
 
 # --- ahead of time, for GPUs that are not here ----------------------------------------------------

@@ -1,13 +1,11 @@
 """The kernel that packs operands for FP4 tensor cores: its bytes are the reference's in Triton's interpreter, and it compiles for Blackwell."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from support.triton_cases import run_cases
 
 from ablate.numerics.kernels import cuda
 
@@ -16,22 +14,14 @@ needs_triton = pytest.mark.skipif(cuda.kernels() is None, reason="there is no Tr
 pytestmark = [needs_triton, pytest.mark.slow]
 
 
-def run_cases(**environment: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(CASES)]
-    result = subprocess.run(
-        command, env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-
-
 def test_every_byte_is_the_references_in_the_interpreter():
-    run_cases(TRITON_INTERPRET="1")
+    run_cases(CASES, TRITON_INTERPRET="1")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 def test_every_byte_is_the_references_on_a_gpu():
-    run_cases(TRITON_INTERPRET="0")
+    run_cases(CASES, TRITON_INTERPRET="0")
 
 
 @pytest.mark.parametrize("capability", [90, 100, 120])
