@@ -70,6 +70,7 @@ OTHERS = {
     'python -c "from ablate.execution.trial_process import *; tune_process(); rehearse()"': "below",
     "python benchmarks/many_arms.py": "by hand; tests have each of its commands",
     "python benchmarks/platform_costs.py": "test_platform.py",
+    "python benchmarks/same_numbers.py": "needs two revisions and minutes; by hand before a release",
     "python benchmarks/peers.py": "below",
     "python benchmarks/calibration_line.py": "test_fork_benchmarks.py",
     "python benchmarks/corruption.py": "test_damaged_state.py tests its corruptions",
