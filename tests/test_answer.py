@@ -12,11 +12,12 @@ from support.books import ALIKE, BASE, LOOSE, SPEC, WORSE, add, noisy, whole_gri
 from support.cases import every
 from support.experiments import ledger, problems, sweep, tiny, write
 from support.made_up import member as finish
+from support.tables import cells
 
-from ablate.cli.answer_view import summary_table
 from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.experiment.schema import Metric, Published
 from ablate.reports.answer import Answer
+from ablate.reports.comparison_tables import summary_table
 from ablate.reports.figures import forest
 from ablate.reports.markdown_summary import summary_markdown
 from ablate.results.gate import checks
@@ -76,7 +77,7 @@ def test_what_does_not_stand_after_holm_is_a_verdict_nowhere(book):
     answer = Answer(book)
     (among,) = [arm for arm in answer.arms if arm.name == "barely"]
     assert (among.verdict.kind, among.gap) == ("undecided", alone.gap)
-    row = next(row for row in answer.effects().rows if row["arm"] == "barely")
+    row = next(row for row in cells(answer.effects()) if row["arm"] == "barely")
     assert row["p (Holm)"][1] == among.verdict.p > 0.05
     assert (among.verdict.alone, row["verdict"]) == ("worse", "undecided")
     assert "worse alone, not after Holm's correction" in notes(answer.effects())
@@ -131,7 +132,9 @@ def test_the_seeds_for_a_verdict_are_the_same_number_everywhere(book):
     (row,) = answer.power().rows
     assert "true spread" in answer.power().caption
     assert (
-        row["seeds needed"] == answer.effects().rows[1]["seeds needed"] == (needed_text(needed), needed.count)
+        row["seeds needed"]
+        == cells(answer.effects())[1]["seeds needed"]
+        == (needed_text(needed), needed.count)
     )
     assert all(needed_text(needed) in text for text in (answer.verdict(), summary_markdown(book)))
 
@@ -192,7 +195,7 @@ def test_wilcoxons_p_is_left_out_while_seeds_grow(interval, ranked, book):
     add(book, "bf16", base, None)
     add(book, "lower", {seed: loss - 0.1 - 0.001 * seed for seed, loss in base.items()})
     table = Answer(book).checks()
-    assert ("Wilcoxon, p (Holm)" in table.columns) == ranked
+    assert ("Wilcoxon, p (Holm)" in table.markdown()) == ranked
     assert ("valid at one look" in table.caption) != ranked
 
 
@@ -222,7 +225,9 @@ def test_a_searchs_arm_that_learned_nothing_has_no_colour(book):
     assert (answer.arms[1].verdict.kind, answer.arms[1].colour) == ("worse", "")
     assert "<tr><td>bad" in answer.effects().html()
     (column,) = [
-        column for column in summary_table(answer.arms, answer.metric).columns if column.header == "verdict"
+        column
+        for column in summary_table(answer.arms, answer.metric).terminal().columns
+        if column.header == "verdict"
     ]
     assert [str(cell.style) for cell in column.cells] == ["dim", ""]
 
@@ -279,7 +284,7 @@ def test_a_grid_that_learned_nothing_has_no_verdict_though_its_baseline_learned(
     answer = Answer(book)
     assert {arm.verdict.kind for arm in answer.arms[1:]} == {"worse"}
     assert notes(answer.averages()) == {REASONS["nothing_learned"]}
-    contrasts = [line for line in answer.comparisons().lines if not line.group.startswith("gap")]
+    contrasts = [line for line in answer.comparisons().rows if not line.group.startswith("gap")]
     assert {line.verdict.reason for line in contrasts} == {"nothing_learned"}
     assert answer.verdict().startswith("No answer: nothing was learned. ")
 
@@ -392,7 +397,7 @@ def test_an_arm_that_alone_learned_nothing_keeps_its_verdict_and_is_marked(book)
 def test_the_sign_of_a_percentage_is_that_of_its_gap_where_values_are_negative(book):
     add(book, "bf16", {seed: -value for seed, value in BASE.items()}, None)
     add(book, "lower", {seed: -value - 0.1 * (1 + 0.1 * seed) for seed, value in BASE.items()})
-    row = Answer(book).effects().rows[1]
+    row = cells(Answer(book).effects())[1]
     assert row["gap to baseline"][1] < 0
     assert row["in percent"][1] < 0
 
@@ -410,7 +415,7 @@ def test_tokens_to_match_and_percent_are_those_of_the_curves(book):
     """Each curve falls .2 in a doubling from 320 tokens on: .1015 behind is a factor sqrt 2 and a little."""
     add(book, "bf16", BASE, None)
     add(book, "mxfp4", WORSE)
-    row = Answer(book).effects().rows[1]
+    row = cells(Answer(book).effects())[1]
     by_seed = [2 ** ((WORSE[s] - BASE[s]) / 0.2) - 1 for s in BASE]
     assert row["tokens to match"][1] == pytest.approx(sum(by_seed) / 4, rel=1e-6)
     assert row["in percent"][1] == pytest.approx(sum(WORSE[s] / BASE[s] - 1 for s in BASE) / 4)
@@ -455,7 +460,7 @@ def test_published_and_measured_stand_side_by_side_with_interval_and_verdict(boo
     book.describe(published=json.dumps([{**figure, "value": value} for value in ("lower", 0.05)]))
     rows = [
         [cell[0] if isinstance(cell, tuple) else cell for cell in row.values()]
-        for row in Answer(book).published().rows
+        for row in cells(Answer(book).published())
     ]
     assert rows == [
         ["mxfp4 minus bf16", "val/loss", "lower", "+0.1015 ±0.0021", "disagrees", "a paper"],
@@ -678,7 +683,7 @@ def test_presets_are_compared_with_each_other_below_their_gaps(tmp_path):
         keys = {"ablate": {"recipe": ["nvfp4", "mxfp8"]}, "against": "bf16", "seeds": 2, "answer": asked}
         sweep(tiny(tmp_path, name, **keys), tmp_path)
         book = ledger(tmp_path, name)
-        found = [(line.group, line.label, line.asked) for line in Answer(book).comparisons().lines]
+        found = [(line.group, line.label, line.asked) for line in Answer(book).comparisons().rows]
         book.close()
         gaps = {("gap to bf16", "nvfp4", False), ("gap to bf16", "mxfp8", False)}
         presets = ("recipe", '"mxfp8" instead of "nvfp4"', asked is not None)

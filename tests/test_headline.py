@@ -365,16 +365,16 @@ def test_every_comparison_is_one_line_with_the_numbers_that_decide_it(book, tmp_
     asked(book, knob="sr", given={"rht": True})
     answer = Answer(book)
     table = answer.comparisons()
-    labels = [(line.group, line.label) for line in table.lines]
+    labels = [(line.group, line.label) for line in table.rows]
     assert len(labels) == len(set(labels)) == 4 + 2 + 4  # contrasts, main effects, gaps: the asked one once
     assert labels[0] == ("sr: true instead of false", "with rht true")
-    assert [line.asked for line in table.lines].count(True) == 1
-    by_effect = [line.difference.mean for line in table.lines if line.group == "gap to bf16"]
+    assert [line.asked for line in table.rows].count(True) == 1
+    by_effect = [line.difference.mean for line in table.rows if line.group == "gap to bf16"]
     assert by_effect == sorted(by_effect)
     table.save(tmp_path)
     with (tmp_path / "comparisons.csv").open() as file:
         rows = list(csv.DictReader(file))
-    for row, line in zip(rows, table.lines, strict=True):
+    for row, line in zip(rows, table.rows, strict=True):
         each = [float(value) for value in row["differences by seed"].split()]
         assert float(row["effect"]) == pytest.approx(np.mean(each), rel=1e-4)
         assert line.difference.low < np.mean(each) < line.difference.high
@@ -404,4 +404,4 @@ def test_the_answer_is_not_about_the_arms_that_a_design_adds(book):
     answer = headline_of(Comparisons(book))
     assert (answer.lead, len(answer.verdicts)) == ("Not answered yet.", 1)
     assert "mxfp4" not in answer.text
-    assert {line.label for line in Answer(book).comparisons().lines} >= {"known bad: mxfp4", "null: bf16"}
+    assert {line.label for line in Answer(book).comparisons().rows} >= {"known bad: mxfp4", "null: bf16"}

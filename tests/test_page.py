@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ablate.reports.page import Code, Gallery, Section, Table, Text, section
+from ablate.reports.page import Code, Gallery, Section, Text, section
+from ablate.reports.table import Table
 
 ROWS = [
     {"arm": "a <b> | c", "gap": ("+0.10", 0.1), "note": "-", "verdict": "worse"},
@@ -37,7 +38,7 @@ class Cells(HTMLParser):
 
 
 def test_a_table_shows_every_cell_as_it_is_and_numbers_sort_by_value():
-    cells = Cells(Table("t", ROWS, "", ["worse", "better", "baseline"]).html())
+    cells = Cells(Table.of("t", ROWS, "", ["worse", "better", "baseline"]).html())
     assert cells.rows[0] == ["arm", "gap", "verdict"]  # no row has a note
     assert cells.rows[1] == ["a <b> | c", "+0.10", "worse"]
     assert [key for key in cells.keys if key] == ["0.1", "-2.0"]
@@ -45,10 +46,10 @@ def test_a_table_shows_every_cell_as_it_is_and_numbers_sort_by_value():
 
 
 def test_in_markdown_a_bar_in_a_cell_ends_no_cell():
-    lines = Table("t", ROWS, "Said below.").markdown().splitlines()
+    lines = Table.of("t", ROWS, "Said below.").markdown().splitlines()
     assert lines[:3] == [
         "| arm | gap | verdict |",
-        "| --- | --- | --- |",
+        "| --- | ---: | --- |",
         "| a &lt;b> \\| c | +0.10 | worse |",
     ]
     assert lines[-1] == "Said below."
@@ -65,20 +66,20 @@ class CountedRow(dict):
 
 
 def test_the_names_of_a_long_tables_columns_are_read_once(tmp_path):
-    table = Table("t", [CountedRow({"arm": str(n), "gap": ("0", 0.0)}) for n in range(50)])
+    table = Table.of("t", [CountedRow({"arm": str(n), "gap": ("0", 0.0)}) for n in range(50)])
     table.html(), table.markdown(), table.save(tmp_path)
     assert CountedRow.reads == 50
 
 
 def test_a_table_is_saved_as_csv(tmp_path):
-    Table("t", ROWS).save(tmp_path / "new")
+    Table.of("t", ROWS).save(tmp_path / "new")
     rows = list(csv.reader((tmp_path / "new" / "t.csv").read_text().splitlines()))
     assert rows[1] == ["a <b> | c", "+0.10", "worse"]
     assert len(rows) == 4
 
 
 def test_notes_are_numbered_under_the_table_equal_ones_once_and_the_csv_has_them_by_row(tmp_path):
-    table = Table("t", ROWS, "Said below.", notes=[["a <note>", "b"], [], ["b"]])
+    table = Table.of("t", ROWS, "Said below.", notes=[["a <note>", "b"], [], ["b"]])
     cells = Cells(table.html())
     assert [row[-1] for row in cells.rows[1:]] == ["worse¹ ²", "better (on 3 fresh seeds)", "baseline²"]
     assert "<caption>¹ a &lt;note&gt;<br>² b<br>Said below.</caption>" in table.html()
@@ -130,8 +131,8 @@ def test_a_gallery_holds_its_pictures_and_links_copies_of_them(tmp_path):
     "rows", [[], [{"arm": "a", "p": ""}, {"arm": "b", "p": "-"}]], ids=["no row", "names alone"]
 )
 def test_a_table_that_says_nothing_is_left_out(rows):
-    assert section("Title", Table("t", rows, "A caption.")).markdown() == ""
-    assert section("Title", Table("t", [*rows, {"arm": "c", "p": ("0.1", 0.1)}])).html() != ""
+    assert section("Title", Table.of("t", rows, "A caption.")).markdown() == ""
+    assert section("Title", Table.of("t", [*rows, {"arm": "c", "p": ("0.1", 0.1)}])).html() != ""
 
 
 @pytest.mark.parametrize("text", ["a: 1\n\n# not a heading\nb: `x` **y**\n", "a: |\n  ```\n  code\n  ````\n"])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.table import Table
+from rich.table import Table as RichTable
 from support.commands import INLINE, here
 from support.experiments import ledger, sweep, tiny, write
 
@@ -19,6 +19,7 @@ from ablate.cli.common import Screen
 from ablate.errors import one_line, printable
 from ablate.reports import page
 from ablate.reports.plain_text import csv_cell, markdown_cell
+from ablate.reports.table import Table
 
 NASTY = (
     "[/]",
@@ -140,7 +141,7 @@ def test_any_text_is_printed_as_it_is(text):
     out = io.StringIO()
     screen = Screen(file=out, width=10_000)
     screen.print(text, soft_wrap=True)
-    table = Table(text, title=text, caption=text)
+    table = RichTable(text, title=text, caption=text)
     table.add_row(one_line(text))
     screen.print(table)
     assert hidden(out.getvalue()) == set()
@@ -184,7 +185,7 @@ def test_tables_and_pictures_are_written_without_formulas(tmp_path):
 
     from ablate.reports.figures.style import Figure, Picture
 
-    page.Table("table", [{"arm": name, "gap": ("-0.01", -0.01)} for name in NASTY]).save(tmp_path)
+    Table.of("table", [{"arm": name, "gap": ("-0.01", -0.01)} for name in NASTY]).save(tmp_path)
     Picture("picture", "?", Figure(), pd.DataFrame({"arm": pd.Categorical(NASTY), "value": -1.5})).save(
         tmp_path
     )

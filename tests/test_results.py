@@ -14,9 +14,10 @@ from rich.console import Console
 from support.cases import every
 from support.experiments import sweep, tiny
 
-from ablate.cli.answer_view import replication_table, summary_table
+from ablate.cli.answer_view import DISPENSABLE
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import Growth, Metric, Published
+from ablate.reports.comparison_tables import published_table, summary_table
 from ablate.reports.markdown_summary import summary_markdown
 from ablate.reports.table_notes import emulated, reading
 from ablate.results.attribution import grid, main_effects
@@ -221,13 +222,13 @@ def test_the_markdown_is_the_question_and_a_line_an_arm(book):
     assert text[0] == "**Does it?**"
     assert text[2] == headline_of(Comparisons(book)).sentence
     text = text[2:]
-    assert text[4] == "| bf16 | 3.1000 | baseline | 3 | baseline |  |"
+    assert text[4] == "| bf16 | 3.1000 |  | 3 | baseline |  |"
     assert "| rht=false sr=true | 3.0000 | -0.1000 ±0.0248 | 3 | better |  |" in text
-    assert text[5 + 3].endswith("| 1 | not judged² |  |")
+    assert text[5 + 3].endswith("| 1 of 3 | not judged² |  |")
     assert text[4 + len(LOSSES) :] == [
         "",
         "¹ too few distinct differences: 1 (a verdict needs 3)  ",
-        "² one seed: no interval  ",
+        "² one seed: no interval",
     ]
 
 
@@ -404,7 +405,7 @@ def test_a_published_difference_is_shown_with_its_sign_its_unit_and_the_measured
         "3.1 ±0.25",
     ]
     assert {line.subject for line in lines} == {f"{DOWN} minus bf16", "bf16"}
-    drawn = screen(replication_table(lines))
+    drawn = screen(published_table(lines).terminal())
     assert all(
         word in drawn
         for word in (
@@ -428,7 +429,7 @@ def test_memory_is_the_most_of_a_trial_and_a_gpus_own_where_there_is_one(tmp_pat
         ledger.settle(trial, "done")
     arms = summaries(ledger)
     assert [arm.memory for arm in arms] == [9e8, 3e9]
-    drawn = screen(summary_table(arms, Metric()))
+    drawn = screen(summary_table(arms, Metric()).terminal())
     assert "900 MB" in drawn
     assert "3,000 MB" in drawn
     assert (
@@ -572,7 +573,7 @@ def test_a_small_number_shows_digits_and_a_large_one_decimals(value, shown):
 def shown(arms: list, metric: Metric) -> list[list[str]]:
     """The table's rows as a terminal shows them, by cell."""
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(summary_table(arms, metric))
+    console.print(summary_table(arms, metric).terminal())
     return [line.split("  ") for line in console.export_text().splitlines()]
 
 
@@ -581,7 +582,7 @@ def test_a_table_of_verdicts_leaves_columns_out_rather_than_wrap_a_cell(width, b
     """Every arm is one line; what went is said. Notes stand under the table in lines of their own."""
     arms = summaries(book)
     console = Console(width=width, file=io.StringIO())
-    console.print(summary_table(arms, metric_of(book), width))
+    console.print(summary_table(arms, metric_of(book)).terminal(width, DISPENSABLE))
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert max(map(len, lines)) <= width
     assert [line.split("  ")[0] for line in lines[2 : 2 + len(LOSSES)]] == list(LOSSES)
@@ -829,7 +830,9 @@ def test_what_a_search_saw_is_exploratory_and_its_colour_is_kept_for_results(gro
             searches(grown)
         arms = summaries(grown)
         (column,) = [
-            column for column in summary_table(arms, metric_of(grown)).columns if column.header == "verdict"
+            column
+            for column in summary_table(arms, metric_of(grown)).terminal().columns
+            if column.header == "verdict"
         ]
         colours[search] = dict(
             zip([arm.name for arm in arms], [str(cell.style) for cell in column.cells], strict=True)

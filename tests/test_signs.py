@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from ablate.cli.answer_view import contrast_table
 from ablate.reports.answer import Answer
+from ablate.reports.comparison_tables import contrasts_table
 from ablate.results.attribution import grid, main_effects
 from ablate.results.contrasts import contrasts
 from ablate.results.headline import of_knobs
@@ -97,11 +97,11 @@ def test_tables_sentences_and_pictures_subtract_the_value_that_is_listed_first(b
     assert {effect.change.rpartition(" of ")[2] for effect in effects} == {shown(reference(values))}
     by_change = {contrast.change: contrast.effect.mean for contrast in pairs}
     assert all(by_change[effect.change] == pytest.approx(effect.effect.mean) for effect in effects)
-    lines = [line for line in answer.comparisons().lines if line.group.startswith("k: ")]
+    lines = [line for line in answer.comparisons().rows if line.group.startswith("k: ")]
     assert len(lines) == len(pairs) + len(effects)
     for line in lines:
         agree(line.group.removeprefix("k: "), line.difference.mean, values)
-    table = contrast_table(pairs)
+    table = contrasts_table(pairs).terminal()
     for change, text in zip(table.columns[1].cells, table.columns[3].cells, strict=True):
         agree(str(change), float(str(text).split()[0]), values)
     sentences = [

@@ -123,19 +123,11 @@ def _leaderboard(
 
 
 def _print(entries: "list[Entry]") -> None:
-    from ablate.reports.leaderboard import COLUMNS, RIGHT, cells, groups, unsealed
+    from ablate.reports.leaderboard import tables, unsealed
 
     screen = console()
-    for title, group in groups(entries).items():
-        rows, notes = cells(group)
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-        shown = [column for column in range(len(COLUMNS)) if any(row[column] for row in rows)]
-        for column in shown:
-            table.add_column(COLUMNS[column], justify="right" if COLUMNS[column] in RIGHT else "left")
-        for row in rows:
-            table.add_row(*(Text(one_line(row[column])) for column in shown))
-        for part in (Text(title, "bold"), table, *(Text(note, "dim") for note in notes), ""):
-            screen.print(part)
+    for title, table in tables(entries).items():
+        screen.print(Text(title, "bold"), table.terminal(screen.width), "", sep="\n")
     screen.print(
         Text(
             "Each gap is to the baseline of its own sweep; sweeps are not compared directly.",

@@ -1,6 +1,7 @@
 """Pages, tables, figures, notebooks and frames: from answers to what people look at.
 
-`open` gives a sweep's results as pandas frames. `answer` makes the parts of a report, `page` draws them.
+`open` gives a sweep's results as pandas frames. `answer` makes the parts of a report, `page` and
+`table` draw them.
 """
 
 from importlib import import_module

@@ -20,10 +20,11 @@ from ablate.experiment.schema import START, Metric
 from ablate.reports import answer_tables, operand_health
 from ablate.reports.answer_verdict import VerdictSentences
 from ablate.reports.dose_parts import dose_parts
-from ablate.reports.effect_table import EffectTable, lines
-from ablate.reports.page import Code, Gallery, Part, Section, Table, Text, section
+from ablate.reports.effect_table import Line, effect_table, lines
+from ablate.reports.page import Code, Gallery, Part, Section, Text, section
 from ablate.reports.run_tables import recipes_table, runs_table
 from ablate.reports.search_parts import effects_parts, front_parts
+from ablate.reports.table import Table
 from ablate.reports.table_notes import reading
 from ablate.results.doses import doses
 from ablate.results.forked import design_of, estimand
@@ -76,12 +77,9 @@ class Answer(VerdictSentences):
             shown.save(self.out)
         return shown
 
-    def comparisons(self) -> EffectTable:
+    def comparisons(self) -> Table[Line]:
         """Return the table of all comparisons, each with its interval drawn in its line."""
-        minimize = self.metric.direction == "minimize"
-        return EffectTable(
-            "comparisons", lines(self), self.metric.name, self.unit, minimize, self.answer.valid
-        )
+        return effect_table("comparisons", lines(self), self, self.answer.valid)
 
     def effects(self, metric: Metric | None = None) -> Table:
         """Return the table of arms: means, gaps to the baseline, verdicts, speed.
@@ -169,7 +167,7 @@ class Answer(VerdictSentences):
 
     def published(self) -> Table | None:
         """Return the table of published figures and orderings beside the measured ones."""
-        return answer_tables.published_table(self.ledger)
+        return answer_tables.published_part(self.ledger)
 
     def galleries(self) -> list[Gallery]:
         """Return the pictures that trials saved, by file name: for each arm those of its first finished

@@ -3,28 +3,29 @@ provenance."""
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ablate.experiment.schema import Metric
-from ablate.reports.page import Cell, Table
+from ablate.reports.comparison_tables import arm_columns, judged, needed_cell, published_table
+from ablate.reports.table import Cell, Column, Table
 from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects, shares
 from ablate.results.decomposition import correlation, damages
-from ablate.results.forked import DIFFERENCES, difference_word
+from ablate.results.forked import difference_word
 from ablate.results.inference import FEWEST_RANKED, wilcoxon
 from ablate.results.number_text import interval, number, percents
 from ablate.results.paired_stats import (
-    MOST_SEEDS,
     Verdict,
     common,
     deviation_range,
     holm,
     paired_difference,
 )
-from ablate.results.published import agreement_notes, agreement_text, replications
+from ablate.results.published import replications
 from ablate.results.summary import ArmSummary, published_of
-from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
+from ablate.results.verdict_text import verdict_notes, verdict_text
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Intervention
 from ablate.store.records import frame
@@ -35,8 +36,6 @@ _FEWEST_SHARED = 3
 """Fewest knobs for Shapley shares: of two, the contrasts say the same."""
 _LOSSES = ("train/loss", "train/recent_loss", "val/loss", "val/loss_bf16")
 """Metrics whose curves fall with the tokens seen, so that a gap can be expressed in tokens."""
-_AGREEMENTS = {"agrees": "better", "disagrees": "worse", "differs": "worse"}
-"""CSS class of a row that has a verdict on a published figure, by the verdict's kind."""
 
 
 def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: Metric) -> Table:
@@ -51,28 +50,14 @@ def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: M
     values = {arm.name: arm.values for arm in arms}
     forked = difference_word(arms) == DAMAGE
     tokens = {} if forked else _extra_tokens(ledger, arms, metric)
-    rows = []
-    for arm in arms:
-        pairs = f"{len(arm.values)}" if len(arm.values) == arm.seeds else f"{len(arm.values)} of {arm.seeds}"
-        rows.append(
-            {
-                "arm": arm.name,
-                metric.name: (number(arm.mean), arm.mean) if arm.values else "-",
-                DIFFERENCES[difference_word(arms)]: ""
-                if arm.gap is None
-                else (interval(arm.gap), arm.gap.mean),
-                **_verdict_cells(arm.verdict),
-                "in percent": ""
-                if forked
-                else _percent(arm, None if arm.baseline is None else values.get(arm.baseline)),
-                "tokens to match": tokens.get(arm.name, ""),
-                "p (Holm)": "" if arm.role == "searched" else _p_cell(arm.verdict.p),
-                "seeds": (pairs, len(arm.values)),
-                "SQNR dB": _cell(arm.sqnr_db, f"{arm.sqnr_db:.1f}"),
-                "tokens/s": _cell(arm.tokens_per_s, f"{arm.tokens_per_s:,.0f}"),
-                "memory": _cell(arm.memory, f"{arm.memory / 1e6:,.0f} MB"),
-            }
-        )
+    name, mean, seeds, gap, sqnr, speed, memory, _, verdict, needed = arm_columns(arms, metric)
+    columns = [
+        *(name, mean, gap, verdict, needed),
+        Column("in percent", lambda arm: "" if forked else _percent(arm, values.get(arm.baseline or ""))),
+        Column("tokens to match", lambda arm: tokens.get(arm.name)),
+        Column("p (Holm)", lambda arm: "" if arm.role == "searched" else _p_cell(arm.verdict.p)),
+        *(seeds, sqnr, speed, memory),
+    ]
     more = f" {total - len(arms):,} more arms, none of them better." if len(arms) < total else ""
     kind = arms[0].interval if arms else "interval"
     meaning = (
@@ -81,14 +66,9 @@ def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: M
         else f"Gaps are arm minus baseline, paired by seed; ± is half a {kind}. in percent: the gap"
         " as a share of the baseline's value at the same seed."
     )
-    caption = f"{meaning}{more} {emulated(ledger)}"
-    return Table(
-        f"effects-{metric.name.replace('/', '-')}",
-        rows,
-        caption.rstrip(),
-        [arm.colour for arm in arms],
-        [verdict_notes(arm.verdict) for arm in arms],
-    )
+    caption = f"{meaning}{more} {emulated(ledger)}".rstrip()
+    title = f"effects-{metric.name.replace('/', '-')}"
+    return judged(title, arms, columns, caption, [arm.colour for arm in arms])
 
 
 def _cell(value: float, text: str) -> Cell:
@@ -149,7 +129,8 @@ def factors_table(
             "knob": " x ".join(effect.knobs),
             "turned to": effect.change,
             "effect": (interval(effect.effect), effect.effect.mean),
-            **(_verdict_cells(verdict) if verdict else {}),
+            "verdict": verdict_text(verdict, short=True) if verdict else "",
+            "seeds needed": needed_cell(verdict) if verdict else "",
             "p (Holm)": _p_cell(verdict.p if verdict else None),
         }
         for effect, verdict in lines
@@ -163,7 +144,7 @@ def factors_table(
     )
     classes = [verdict.kind if verdict else "" for _, verdict in lines]
     notes = [verdict_notes(verdict) if verdict else [] for _, verdict in lines]
-    return Table("factors", rows, caption, classes, notes)
+    return Table.of("factors", rows, caption, classes, notes)
 
 
 def components_table(grid: Grid | None) -> Table | None:
@@ -182,7 +163,7 @@ def components_table(grid: Grid | None) -> Table | None:
         "Shapley share: a component's mean contribution over every order in which the components could be"
         " added; the shares add up to the effect of the whole recipe. Intervals are not corrected."
     )
-    return Table("components", rows, caption) if rows else None
+    return Table.of("components", rows, caption) if rows else None
 
 
 def damage_table(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> Table | None:
@@ -203,7 +184,7 @@ def damage_table(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> 
         " The two add up to the first column, which has the verdict; their intervals are not corrected"
         + (", and lack the error of the evaluation, which the first column's has." if forked else ".")
     )
-    return Table("damage", rows, caption) if rows else None
+    return Table.of("damage", rows, caption) if rows else None
 
 
 def windows_table(arms: Sequence[ArmSummary]) -> Table | None:
@@ -235,7 +216,7 @@ def windows_table(arms: Sequence[ArmSummary]) -> Table | None:
         " than the window, name no winner. Share of evaluation: the part of the interval's variance that"
         " comes from the validation data, which all seeds share. Intervals are not corrected."
     )
-    return Table("windows", rows, caption) if rows else None
+    return Table.of("windows", rows, caption) if rows else None
 
 
 def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:
@@ -266,7 +247,7 @@ def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:
         " which holds for normal values: it is too narrow where single seeds lie far from the others."
         " Pairing sharpens a gap where it is positive, and blurs it where it is negative."
     )
-    return Table("pairing", rows, caption) if rows else None
+    return Table.of("pairing", rows, caption) if rows else None
 
 
 def power_table(arms: Sequence[ArmSummary]) -> Table | None:
@@ -282,7 +263,7 @@ def power_table(arms: Sequence[ArmSummary]) -> Table | None:
                 "seeds": (str(arm.gap.pairs), arm.gap.pairs),
                 "spread of the paired gap": (number(arm.gap.deviation), arm.gap.deviation),
                 "80 % range of the spread": f"{number(low)} to {number(high)}",
-                "seeds needed": _verdict_cells(arm.verdict)["seeds needed"],
+                "seeds needed": needed_cell(arm.verdict),
             }
         )
     if any(row["seeds needed"] for row in rows):
@@ -294,7 +275,7 @@ def power_table(arms: Sequence[ArmSummary]) -> Table | None:
         )
     else:
         caption = "" if all(arm.margin for arm in arms if arm.gap) else NO_MIN_EFFECT
-    return Table("power", rows, caption) if rows else None
+    return Table.of("power", rows, caption) if rows else None
 
 
 def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Table | None:
@@ -332,7 +313,7 @@ def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Tab
             f" Wilcoxon's signed-rank test needs {FEWEST_RANKED} pairs: with fewer, its two-sided p cannot"
             " fall below 5 %."
         )
-    return Table("checks", rows, caption) if rows else None
+    return Table.of("checks", rows, caption) if rows else None
 
 
 def interventions_table(ledger: Ledger) -> Table | None:
@@ -352,34 +333,19 @@ def interventions_table(ledger: Ledger) -> Table | None:
         }
         for (arm, seed), events in runs.items()
     ]
-    return Table("interventions", rows, "Interventions of guards, by run.") if rows else None
+    return Table.of("interventions", rows, "Interventions of guards, by run.") if rows else None
 
 
-def published_table(ledger: Ledger) -> Table | None:
+def published_part(ledger: Ledger) -> Table | None:
     """Return the table of published figures and orderings beside the measured ones, None if none are
     quoted."""
-    lines = replications(ledger, published_of(ledger))
-    rows = [
-        {
-            "arm": line.subject,
-            "metric": line.metric,
-            "published": line.published
-            if line.figure.amount is None
-            else (line.published, line.figure.amount),
-            "measured": (line.found, line.measured.mean) if line.measured.pairs else "",
-            "verdict": agreement_text(line, short=True),
-            "source": line.figure.source,
-        }
-        for line in lines
-    ]
+    table = published_table(replications(ledger, published_of(ledger)))
     caption = (
         "A difference of two arms agrees if it has the published direction, judged by its interval. A model"
         " of another size need not show an effect of the same size."
     )
-    caption = caption if any(line.figure.against for line in lines) else ""
-    classes = ["diverged" if line.diverged else _AGREEMENTS.get(line.verdict.kind, "") for line in lines]
-    notes = [agreement_notes(line) for line in lines]
-    return Table("published", rows, caption, classes, notes) if rows else None
+    shared = any(line.figure.against for line in table.rows)
+    return replace(table, caption=caption if shared else "") if table.rows else None
 
 
 def provenance_table(ledger: Ledger) -> Table:
@@ -399,14 +365,7 @@ def provenance_table(ledger: Ledger) -> Table:
         "trials": f"{len(trials)}, of which {reused} had been run by an earlier sweep",
         "cost": f"{spent / 3600:.2f} worker-hours",
     }
-    return Table("provenance", [{"what": what, "which": value} for what, value in rows.items() if value])
-
-
-def _verdict_cells(verdict: Verdict) -> dict[str, Cell]:
-    """Return the cells of a verdict: its word, and the seeds that it needs."""
-    needed = verdict.needed
-    seeds: Cell = None if needed is None else (needed_text(needed), needed.count or MOST_SEEDS + 1)
-    return {"verdict": verdict_text(verdict, short=True), "seeds needed": seeds}
+    return Table.of("provenance", [{"what": what, "which": value} for what, value in rows.items() if value])
 
 
 def _wilcoxon(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 
-from ablate.reports.page import Cell, Table, Text
+from ablate.reports.page import Text
+from ablate.reports.table import Cell, Table
 from ablate.results.doses import Dose, sentence
 from ablate.results.number_text import interval
 
@@ -30,5 +31,5 @@ def dose_parts(found: Mapping[str, list[Dose]]) -> list[Table | Text]:
             "Intervals are not corrected. Share: of the mean gap of the first value, with Fieller's 95 %"
             " interval in brackets."
         )
-        shown += [Text(sentence(knob, values)), Table(f"doses-{knob.replace('.', '-')}", rows, caption)]
+        shown += [Text(sentence(knob, values)), Table.of(f"doses-{knob.replace('.', '-')}", rows, caption)]
     return shown

@@ -8,38 +8,23 @@ other. A dot is a seed, the grey band is what does not matter. Colours and words
 which is corrected by Holm; without an answer no line is coloured.
 """
 
-import csv
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from ablate.recipes import KNOBS
-from ablate.reports.page import inline
-from ablate.reports.plain_text import csv_cell, footnotes, html_text, markdown_cell
+from ablate.reports.comparison_tables import WORD
+from ablate.reports.plain_text import html_text, inline
+from ablate.reports.table import Cell, Column, Form, Html, Table
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import difference_word
 from ablate.results.number_text import signed
-from ablate.results.paired_stats import Difference, Verdict
-from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
+from ablate.results.paired_stats import MOST_SEEDS, Difference, Verdict
+from ablate.results.verdict_text import needed_text, verdict_notes
 from ablate.training.metric_names import DAMAGE
 
 _WIDTH, _HEIGHT = 300, 26
 """Size of a drawn interval in CSS pixels."""
-_COLUMNS = (
-    "group",
-    "comparison",
-    "question",
-    "effect",
-    "low",
-    "high",
-    "pairs",
-    "verdict",
-    "p (Holm)",
-    "seeds for a verdict",
-    "differences by seed",
-)
 _WIDEST = 3.0
 """Half-widths beyond this multiple of the median are cut off with an arrow, so that they do not flatten the
 others."""
@@ -108,130 +93,93 @@ def _json(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@dataclass(frozen=True)
-class EffectTable:
-    """The comparisons as a table with drawn intervals."""
+def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured: bool = True) -> Table[Line]:
+    """Return the comparisons as a table, on a page with drawn intervals.
 
-    name: str
-    """Stem of its CSV file's name."""
-    lines: Sequence[Line]
-    metric: str
-    unit: str
-    minimize: bool
-    coloured: bool = True
-    """False if a check failed, so that no line may be coloured."""
-
-    @property
-    def empty(self) -> bool:
-        """True if nothing is compared."""
-        return not self.lines
-
-    def html(self) -> str:
-        """Return the table."""
-        scale = _Scale.of(self.lines)
-        marks, notes = footnotes([verdict_notes(line.verdict) for line in self.lines])
-        body, group = [], ""
-        for line, mark in zip(self.lines, marks or [""] * len(self.lines), strict=True):
-            if line.group != group:
-                group = line.group
-                knob = KNOBS.get(group.partition(":")[0])
-                means = f' <span class="means">{inline(knob.help)}</span>' if knob else ""
-                head = f'<th colspan="5" scope="colgroup">{inline(group)}{means}</th>'
-                body.append(f'<tr class="group">{head}</tr>')
-            body.append(self._row(line, mark, scale))
-        unit = f", {self.unit}" if self.unit else ""
-        head = (
-            f"<th>{inline(self.metric)}{inline(unit)} ({self._better})</th>"
-            f'<th class="drawn">{scale.axis()}</th>'
-            '<th class="number">effect, 95 % interval</th><th>verdict</th>'
-        ) + ('<th class="number">for a verdict</th>' if self._open else "")
-        seeds = " For a verdict: seeds in all for an 80 % chance." if self._open else ""
-        what = (
+    Args:
+        name: stem of its CSV file's name.
+        those: the comparisons.
+        sweep: all comparisons of the sweep.
+        coloured: False if a check failed, so that no line may be coloured.
+    """
+    scale, metric = _Scale.of(those), sweep.metric
+    unit = f", {sweep.unit}" if sweep.unit else ""
+    better = "less is better" if metric.direction == "minimize" else "more is better"
+    seeded = any(line.verdict.needed for line in those)
+    columns = [
+        *_only(
+            "html",
+            Column(f"{metric.name}{unit} ({better})", _label),
+            Column(Html(scale.axis()), lambda line: Html(scale.draw(line))),
+            Column("effect, 95 % interval", lambda line: (_bounds(line.difference), line.difference.mean)),
+        ),
+        *_only(
+            "markdown",
+            Column("comparison", lambda line: f"{line.group}, {line.label}{' (the question)' * line.asked}"),
+            Column(f"effect on {metric.name}{unit}, 95 % interval", lambda line: _bounds(line.difference)),
+        ),
+        *_only(
+            "csv",
+            Column("group", lambda line: line.group),
+            Column("comparison", lambda line: line.label),
+            Column("question", lambda line: "yes" * line.asked),
+            Column("effect", lambda line: _plain(line.difference.mean)),
+            Column("low", lambda line: _plain(line.difference.low)),
+            Column("high", lambda line: _plain(line.difference.high)),
+            Column("pairs", lambda line: str(line.difference.pairs)),
+        ),
+        WORD,
+        Column("for a verdict", lambda line: _seeds(line.verdict), only=("html", "markdown")),
+        *_only(
+            "csv",
+            Column("p (Holm)", lambda line: _plain(line.verdict.p)),
+            Column("seeds for a verdict", lambda line: needed_text(line.verdict.needed, ranged=False)),
+            Column("differences by seed", lambda line: " ".join(f"{x:.6g}" for x in line.difference.values)),
+        ),
+    ]
+    return Table(
+        name,
+        those,
+        columns,
+        Html(
             "Intervals are of the paired differences, each by itself; verdicts are corrected by Holm for the"
-            f" number of comparisons of their kind.{seeds} All numbers:"
-            f' <a href="figures/{self.name}.csv">CSV</a>.'
-        )
-        caption = "<br>".join([*map(inline, notes), what])
-        inside = "\n".join(body)
-        return (
-            f'<p class="about">{self._key}</p>'
-            f'<div class="scroll"><table class="effects" id="table-{self.name}"><caption>{caption}</caption>'
-            f"<thead><tr>{head}</tr></thead>\n<tbody>\n{inside}\n</tbody></table></div>"
-        )
+            " number of comparisons of their kind."
+            f"{' For a verdict: seeds in all for an 80 % chance.' if seeded else ''} All numbers:"
+            f' <a href="figures/{name}.csv">CSV</a>.'
+        ),
+        [_kind(line, coloured) for line in those],
+        [verdict_notes(line.verdict) for line in those],
+        [_group(line.group) for line in those],
+        _key(those),
+    )
 
-    @property
-    def _key(self) -> str:
-        """The key to the drawing: one line above the table."""
-        margins = {line.margin for line in self.lines}
-        margin = margins.pop() if len(margins) == 1 else None
-        band = f"; grey band: below {margin:.3g}, too small to matter" if margin else ""
-        return f"Bar: 95 % interval; large dot: mean; small dots: seeds{band}."
 
-    @cached_property
-    def _open(self) -> bool:
-        """True if any comparison needs more seeds, which have a column then."""
-        return any(_seeds(line.verdict) for line in self.lines)
+def _only(form: Form, *columns: Column[Line]) -> list[Column[Line]]:
+    return [replace(column, only=(form,)) for column in columns]
 
-    @property
-    def _better(self) -> str:
-        return "less is better" if self.minimize else "more is better"
 
-    def _row(self, line: Line, mark: str, scale: "_Scale") -> str:
-        kind = line.verdict.kind if self.coloured and not line.verdict.exploratory else ""
-        asked = ' <span class="asked">the question</span>' if line.asked else ""
-        classes = " ".join(filter(None, (kind, "question" if line.asked else "")))
-        seeds = f'<td class="number">{inline(_seeds(line.verdict))}</td>' if self._open else ""
-        return (
-            f'<tr class="{classes}" data-arm="{html_text(line.label)}"><td>{inline(line.label)}{asked}</td>'
-            f'<td class="drawn">{scale.draw(line)}</td><td class="number">{_bounds(line.difference)}</td>'
-            f'<td class="verdict">{inline(verdict_text(line.verdict, short=True) + mark)}</td>'
-            f"{seeds}</tr>"
-        )
+def _label(line: Line) -> Html:
+    return Html(inline(line.label) + ' <span class="asked">the question</span>' * line.asked)
 
-    def markdown(self) -> str:
-        """Return a pipe table with a line for each comparison."""
-        marks, notes = footnotes([verdict_notes(line.verdict) for line in self.lines])
-        unit = f", {self.unit}" if self.unit else ""
-        rows = [
-            ["comparison", f"effect on {self.metric}{unit}, 95 % interval", "verdict", "for a verdict"],
-            ["---"] * 4,
-        ]
-        for line, mark in zip(self.lines, marks or [""] * len(self.lines), strict=True):
-            asked = " (the question)" if line.asked else ""
-            word = verdict_text(line.verdict, short=True)
-            rows.append(
-                [
-                    f"{line.group}, {line.label}{asked}",
-                    _bounds(line.difference),
-                    word + mark,
-                    _seeds(line.verdict),
-                ]
-            )
-        table = "\n".join(f"| {' | '.join(map(markdown_cell, row))} |" for row in rows)
-        return "\n\n".join(filter(None, [table, "  \n".join(map(markdown_cell, notes))]))
 
-    def save(self, folder: Path) -> None:
-        """Write the numbers as a CSV file, one comparison a row, with every seed's difference."""
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{self.name}.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(_COLUMNS)
-            for line in self.lines:
-                one = line.difference
-                numbers = [_plain(value) for value in (one.mean, one.low, one.high)]
-                writer.writerow(
-                    [
-                        csv_cell(line.group),
-                        csv_cell(line.label),
-                        "yes" if line.asked else "",
-                        *numbers,
-                        one.pairs,
-                        verdict_text(line.verdict, short=True),
-                        _plain(line.verdict.p),
-                        _seeds(line.verdict).lstrip("≈ ").removesuffix(" seeds"),
-                        " ".join(f"{value:.6g}" for value in one.values),
-                    ]
-                )
+def _kind(line: Line, coloured: bool) -> str:
+    """Return the classes of a line."""
+    kind = line.verdict.kind if coloured and not line.verdict.exploratory else ""
+    return f"{kind}{' question' * line.asked}"
+
+
+def _group(group: str) -> Html:
+    """Return the head of a group, with what its knob means."""
+    knob = KNOBS.get(group.partition(":")[0])
+    return Html(inline(group) + (f' <span class="means">{inline(knob.help)}</span>' if knob else ""))
+
+
+def _key(those: Sequence[Line]) -> str:
+    """Return the key to the drawing."""
+    margins = {line.margin for line in those}
+    margin = margins.pop() if len(margins) == 1 else None
+    band = f"; grey band: below {margin:.3g}, too small to matter" if margin else ""
+    return f"Bar: 95 % interval; large dot: mean; small dots: seeds{band}."
 
 
 def _plain(value: float) -> str:
@@ -248,9 +196,12 @@ def _bounds(difference: Difference) -> str:
     return f"{mean} ({signed(difference.low, difference)} to {signed(difference.high, difference)})"
 
 
-def _seeds(verdict: Verdict) -> str:
-    text = needed_text(verdict.needed, ranged=False)
-    return f"{'' if text.startswith('over') else '≈ '}{text} seeds" if text else ""
+def _seeds(verdict: Verdict) -> Cell:
+    needed = verdict.needed
+    if needed is None:
+        return None
+    about = "≈ " if needed.count else ""
+    return (f"{about}{needed_text(needed, ranged=False)} seeds", needed.count or MOST_SEEDS + 1)
 
 
 @dataclass(frozen=True)

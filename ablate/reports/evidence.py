@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 from ablate import __version__
 from ablate.errors import one_line
-from ablate.reports.effect_table import EffectTable, lines
+from ablate.reports.effect_table import Line, effect_table, lines
 from ablate.reports.plain_text import html_text, markdown_cell
+from ablate.reports.table import Table
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import design_of, estimand
 from ablate.results.headline import headline_of
@@ -51,13 +52,11 @@ def _design(sweep: Comparisons) -> str:
     )
 
 
-def table(sweep: Comparisons) -> EffectTable:
+def table(sweep: Comparisons) -> Table[Line]:
     """Return the comparisons that the question is about, or all if none is named."""
     every = lines(sweep)
     asked = [line for line in every if line.asked] or every
-    minimize = sweep.metric.direction == "minimize"
-    answer = headline_of(sweep)
-    return EffectTable("evidence", asked, sweep.metric.name, sweep.unit, minimize, answer.valid)
+    return effect_table("evidence", asked, sweep, headline_of(sweep).valid)
 
 
 def markdown(sweep: Comparisons) -> str:

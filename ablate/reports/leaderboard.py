@@ -14,19 +14,21 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ablate.errors import InputError
 from ablate.experiment.yaml_document import display
 from ablate.recipes import PRESETS, Recipe
-from ablate.reports.plain_text import duration, footnotes, markdown_cell
+from ablate.reports.comparison_tables import NEEDED, WORD, judged
+from ablate.reports.plain_text import duration, markdown_cell
+from ablate.reports.table import Column, Table
+from ablate.results.number_text import interval, number
+from ablate.results.paired_stats import Verdict
+from ablate.results.summary import metric_of, summaries
+from ablate.results.verdict_text import verdict_document
 from ablate.store.checked_ledger import open_checked, refusal, unverified
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 from ablate.training.workloads import WORKLOADS
-
-if TYPE_CHECKING:
-    from ablate.results.paired_stats import Verdict  # SciPy: `ablate plan` does without
 
 _DIGITS = 8
 _MOST_ALONE = 2
@@ -57,7 +59,7 @@ class Entry:
     gap: float | None
     low: float | None
     high: float | None
-    verdict: "Verdict"
+    verdict: Verdict
     seeds: int
     seconds: float
     """Worker time of its trials in seconds, including trials that another sweep ran."""
@@ -112,8 +114,6 @@ def collect(sweeps: list[Path]) -> tuple[list[Entry], list[str]]:
 
 def document(entry: Entry) -> dict[str, object]:
     """Return an entry as JSON has it."""
-    from ablate.results.verdict_text import verdict_document
-
     return {key: value for key, value in vars(entry).items() if key != "verdict"} | {
         "verdict": verdict_document(entry.verdict)
     }
@@ -125,9 +125,6 @@ def _line(error: Exception) -> str:
 
 def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
     """Yield the compared arms of a sweep; add the fields of their tasks to `tasks`."""
-    from ablate.results.number_text import interval  # SciPy: `ablate plan` does without
-    from ablate.results.summary import metric_of, summaries
-
     metric, commit, name = metric_of(ledger), _commit(ledger), ledger.name
     members: dict[str, list[Member]] = {}
     for member in ledger.members():
@@ -310,43 +307,34 @@ def nothing(entries: list[Entry], workload: str | None, metric: str | None) -> s
 
 # Drawing
 
-COLUMNS = ("arm", "against", "mean", "gap", "seeds", "verdict", "seeds needed", "cost", "commit", "sweep")
 _SHARED_COST = "cost: the time of a trunk that arms share is in that of the arm whose trials computed it."
-RIGHT = ("mean", "gap", "seeds", "seeds needed", "cost")
 
 
-def cells(group: list[Entry]) -> tuple[list[list[str]], list[str]]:
-    """Return the cells of each entry of one table, and the notes under it."""
-    from ablate.results.verdict_text import verdict_notes
+def tables(entries: list[Entry]) -> dict[str, Table[Entry]]:
+    """Return the tables of the entries, by title."""
+    return {title: _table(group) for title, group in groups(entries).items()}
 
-    marks, notes = footnotes([verdict_notes(entry.verdict) for entry in group])
+
+def _table(group: list[Entry]) -> Table[Entry]:
     halves = [entry.high - entry.gap for entry in group if entry.high is not None and entry.gap is not None]
-    finest = min(filter(None, halves), default=math.nan)
-    notes += [_SHARED_COST] * any(entry.shares_trunk for entry in group)
-    return [_row(entry, mark, finest) for entry, mark in zip(group, marks, strict=True)], notes
+    finest = min(
+        filter(None, halves), default=math.nan
+    )  # half of the narrowest interval, which means resolve
 
-
-def _row(entry: Entry, mark: str, finest: float) -> list[str]:
-    """Return the cells of an entry; `finest`: half of the table's narrowest interval, which means resolve."""
-    from ablate.results.number_text import number
-    from ablate.results.verdict_text import needed_text, verdict_text
-
-    mean = "-" if entry.mean is None else number(entry.mean, finest)
-    cost = duration(entry.seconds)
-    verdict = verdict_text(entry.verdict, short=True) + mark
-    needed = needed_text(entry.verdict.needed)
-    return [
-        entry.arm,
-        entry.against,
-        mean,
-        entry.shown,
-        str(entry.seeds),
-        verdict,
-        needed,
-        cost,
-        entry.commit or "-",
-        entry.sweep,
+    columns: list[Column[Entry]] = [
+        Column("arm", lambda entry: entry.arm),
+        Column("against", lambda entry: entry.against),
+        Column("mean", lambda entry: "-" if entry.mean is None else (number(entry.mean, finest), entry.mean)),
+        Column("gap", lambda entry: entry.shown if entry.gap is None else (entry.shown, entry.gap)),
+        Column("seeds", lambda entry: entry.seeds),
+        WORD,
+        NEEDED,
+        Column("cost", lambda entry: (duration(entry.seconds), entry.seconds)),
+        Column("commit", lambda entry: entry.commit or "-"),
+        Column("sweep", lambda entry: entry.sweep),
     ]
+    shared = _SHARED_COST if any(entry.shares_trunk for entry in group) else ""
+    return judged("leaderboard", group, columns, shared)
 
 
 def groups(entries: list[Entry]) -> dict[str, list[Entry]]:
@@ -380,10 +368,6 @@ def unsealed(entries: list[Entry]) -> list[str]:
 
 
 def markdown(entries: list[Entry]) -> Iterator[str]:
-    for title, group in groups(entries).items():
-        yield from (f"### {markdown_cell(title)}", "", f"| {' | '.join(COLUMNS)} |")
-        yield f"|{'|'.join('---:' if name in RIGHT else '---' for name in COLUMNS)}|"
-        rows, notes = cells(group)
-        yield from (f"| {' | '.join(markdown_cell(cell) for cell in row)} |" for row in rows)
-        yield from ("", *(f"{markdown_cell(note)}  " for note in notes), *([""] if notes else []))
+    for title, table in tables(entries).items():
+        yield from (f"### {markdown_cell(title)}", "", table.markdown(), "")
     yield from (f"{markdown_cell(line)}  " for line in unsealed(entries))

@@ -14,8 +14,8 @@ import pandas as pd
 from ablate.experiment.schema import Metric
 from ablate.reports.figures import tables
 from ablate.reports.figures.health import in_order
-from ablate.reports.page import Cell, Table, inline
-from ablate.reports.plain_text import csv_cell, html_text
+from ablate.reports.plain_text import csv_cell, html_text, inline
+from ablate.reports.table import Cell, Table
 from ablate.results.number_text import counted
 from ablate.training.metric_names import parse
 
@@ -142,7 +142,7 @@ def shares_tables(records: pd.DataFrame) -> list[Table]:
         for arm in arms:
             rows.append({"arm": arm, **{slot: _percent(values.get((arm, slot))) for slot in slots}})
         few = f"; {len(arms)} of {total:,} arms" if len(arms) < total else ""
-        found.append(Table(name, rows, f"{caption} at the end: mean over layers and seeds{few}."))
+        found.append(Table.of(name, rows, f"{caption} at the end: mean over layers and seeds{few}."))
     return found
 
 

@@ -1,22 +1,18 @@
-"""Parts of a report: headings, sentences, tables and pictures, each as HTML and as Markdown.
+"""Parts of a report: headings, sentences and pictures, each as HTML and as Markdown. `table` has its tables.
 
 Nothing is computed here.
 """
 
 import base64
-import csv
-import itertools
-import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
 from ablate.errors import one_line, printable
-from ablate.reports.plain_text import csv_cell, footnotes, html_text, markdown_cell, markdown_text
+from ablate.reports.plain_text import html_text, inline, markdown_cell, markdown_text
 
 
 class Part(Protocol):
@@ -30,28 +26,6 @@ class Part(Protocol):
 
     def save(self, folder: Path) -> object:
         """Write its data and its pictures into the folder, which is created if it is missing."""
-
-
-class Link(str):
-    """Text of a cell that leads to a file or a page."""
-
-    target: str
-
-    def __new__(cls, text: str, target: str) -> "Link":
-        """Return the text with its target."""
-        link = super().__new__(cls, text)
-        link.target = target
-        return link
-
-
-Cell = str | tuple[str, float] | None
-"""Cell of a table: text, or text with the number to sort by. None and an empty text are empty cells."""
-
-
-VERDICT = "verdict"
-"""Name of the column that is coloured by the class of its row, and that has the marks of the row's notes."""
-_CLASSES = ("better", "worse", "equivalent", "undecided", "diverged", "baseline")
-"""Classes of rows in the style sheet."""
 
 
 @dataclass(frozen=True)
@@ -177,86 +151,6 @@ class Code:
 
 
 @dataclass(frozen=True)
-class Table:
-    """Table whose rows can be sorted by clicking on a column's head. Columns with numbers are aligned
-    right."""
-
-    name: str
-    """Stem of its CSV file's name."""
-    rows: Sequence[Mapping[str, Cell]]
-    """Cells of each row by column name."""
-    caption: str = ""
-    classes: Sequence[str] = ()
-    """Class of each row, which colours its verdict; empty for none."""
-    notes: Sequence[Sequence[str]] = ()
-    """Notes on each row: numbered below the table, with their marks behind the row's verdict. The CSV file
-    has them in a column of their own."""
-
-    @property
-    def empty(self) -> bool:
-        """True if the table has no more than one column with content."""
-        return len(self.columns) < 2
-
-    @cached_property
-    def columns(self) -> list[str]:
-        """Names of the columns in which any row has content."""
-        names = dict.fromkeys(name for row in self.rows for name in row)
-        return [name for name in names if any(_text(row.get(name)) not in ("", "-") for row in self.rows)]
-
-    def html(self) -> str:
-        """Return the table in a box that scrolls."""
-        right = {name for name in self.columns if any(isinstance(row.get(name), tuple) for row in self.rows)}
-        head = "".join(
-            f'<th{_right(name, right)}><button type="button">{inline(name)}</button></th>'
-            for name in self.columns
-        )
-        marks, notes = footnotes(self.notes)
-        cells = [
-            "".join(self._cell(row, name, right, mark) for name in self.columns)
-            for row, mark in zip(self.rows, marks or [""] * len(self.rows), strict=True)
-        ]
-        body = "\n".join(
-            f"<tr{_class(name)}>{inside}</tr>" for name, inside in itertools.zip_longest(self.classes, cells)
-        )
-        caption = "<br>".join(inline(line) for line in (*notes, self.caption) if line)
-        caption = f"<caption>{caption}</caption>" if caption else ""
-        return (
-            f'<div class="scroll"><table class="sortable" id="table-{self.name}">{caption}'
-            f"<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>"
-        )
-
-    def _cell(self, row: Mapping[str, Cell], name: str, right: set[str], mark: str) -> str:
-        """Return one cell as HTML. `right`: columns that are aligned right."""
-        value = row.get(name)
-        key = f' data-sort="{value[1]!r}"' if isinstance(value, tuple) and math.isfinite(value[1]) else ""
-        kind = _right(name, right) or (' class="verdict"' if name == VERDICT else "")
-        if isinstance(value, Link):
-            return f'<td{kind}><a href="{html_text(value.target)}">{inline(value)}</a></td>'
-        return f"<td{kind}{key}>{inline(_text(value) + (mark if name == VERDICT else ''))}</td>"
-
-    def markdown(self) -> str:
-        """Return a pipe table with its notes and its caption."""
-        marks, notes = footnotes(self.notes)
-        lines = [self.columns, ["---"] * len(self.columns)]
-        for row, mark in zip(self.rows, marks or [""] * len(self.rows), strict=True):
-            lines.append([_text(row.get(name)) + (mark if name == VERDICT else "") for name in self.columns])
-        table = "\n".join(f"| {' | '.join(markdown_cell(cell) for cell in line)} |" for line in lines)
-        below = ["  \n".join(map(markdown_cell, notes)), markdown_text(self.caption)]
-        return "\n\n".join(filter(None, [table, *below]))
-
-    def save(self, folder: Path) -> None:
-        """Write the texts of the cells as a CSV file."""
-        folder.mkdir(parents=True, exist_ok=True)
-        names = [*self.columns, *(["notes"] if any(self.notes) else [])]
-        with (folder / f"{self.name}.csv").open("w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow([csv_cell(name) for name in names])
-            for row, notes in zip(self.rows, self.notes or [()] * len(self.rows), strict=True):
-                texts = [*(_text(row.get(name)) for name in self.columns), "; ".join(notes)]
-                writer.writerow([csv_cell(text) for text in texts[: len(names)]])
-
-
-@dataclass(frozen=True)
 class Gallery:
     """PNG files side by side, each below its title."""
 
@@ -347,27 +241,6 @@ def section(title: str, *parts: Part | Sequence[Part | None] | None, folded: boo
     return Section(title, shown, folded)
 
 
-def _text(value: Cell) -> str:
-    """Return the text of a cell."""
-    if isinstance(value, tuple):
-        return str(value[0])
-    return "" if value is None else str(value)
-
-
-def _right(name: str, right: set[str]) -> str:
-    return ' class="number"' if name in right else ""
-
-
-def _class(name: str | None) -> str:
-    return f' class="{name}"' if name in _CLASSES else ""
-
-
 def slug(title: str) -> str:
     """Return the name of a heading's anchor."""
     return re.sub(r"\W+", "-", title.lower()).strip("-")
-
-
-def inline(text: str) -> str:
-    """Return text escaped for HTML, with the Markdown of `code` and **bold** as tags."""
-    escaped = html_text(text, quote=False)
-    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`(.+?)`", r"<code>\1</code>", escaped))

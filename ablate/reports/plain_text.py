@@ -46,6 +46,12 @@ def html_text(text: str, quote: bool = True) -> str:
     return html.escape(printable(text), quote=quote)
 
 
+def inline(text: str) -> str:
+    """Return text escaped for HTML, with the Markdown of `code` and **bold** as tags."""
+    escaped = html_text(text, quote=False)
+    return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`(.+?)`", r"<code>\1</code>", escaped))
+
+
 def markdown_text(text: str) -> str:
     """Return the text of Markdown without tags, links and images; `code` and **bold** stay."""
     return re.sub(r"<(?=[a-zA-Z/!?])", "&lt;", printable(text).replace("](", r"]\("))

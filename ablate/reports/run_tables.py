@@ -9,7 +9,7 @@ from pathlib import Path
 from ablate.experiment.schema import Metric
 from ablate.recipes.compare import differences
 from ablate.recipes.recipe import Recipe
-from ablate.reports.page import Cell, Link, Table
+from ablate.reports.table import Cell, Link, Table
 from ablate.results.number_text import number
 from ablate.results.summary import ArmSummary
 from ablate.store.ledger import Ledger
@@ -39,7 +39,7 @@ def recipes_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
         more = [f"and {len(words) - _MOST_FIELDS} more fields"] if len(words) > _MOST_FIELDS else []
         text = "; ".join(words[:_MOST_FIELDS] + more)
         rows.append({"arm": arm.name, f"differs from {first} in": text if words else "(the same recipe)"})
-    return Table(
+    return Table.of(
         "recipes", rows, "Fields of the recipe, first arm → this arm; `ablate recipe diff` shows all."
     )
 
@@ -83,4 +83,4 @@ def runs_table(ledger: Ledger, metric: Metric, report: Path | None) -> Table:
                 "reason": member.reason or "",
             }
         )
-    return Table("runs", rows)
+    return Table.of("runs", rows)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping, Sequence
 
 from ablate.experiment.schema import Metric
-from ablate.reports.page import Cell, Part, Table, Text
+from ablate.reports.page import Part, Text
+from ablate.reports.table import Cell, Table
 from ablate.results.attribution import front
 from ablate.results.number_text import around, counted, number
 from ablate.results.search_effects import knob_effects
@@ -41,7 +42,7 @@ def effects_parts(arms: Sequence[ArmSummary], unit: str) -> list[Part]:
         " simulated arms by tpe, 41 % of such intervals cover that mean, and 57 % of knobs without an effect"
         " have p < 0.05. A grid of the knobs that seem to matter is the comparison that holds."
     )
-    return [Table("knob-effects", rows, caption)]
+    return [Table.of("knob-effects", rows, caption)]
 
 
 def front_parts(by_metric: Mapping[Metric, Sequence[ArmSummary]] | None) -> list[Part]:
@@ -68,7 +69,7 @@ def front_parts(by_metric: Mapping[Metric, Sequence[ArmSummary]] | None) -> list
     ]
     more = f" The first {_MOST_ON_FRONT} are listed." if len(best) > _MOST_ON_FRONT else ""
     caption = f"Means over seeds, without intervals: which arms are here depends on noise, too.{more}"
-    return [Text(_trade(best, points, metrics)), Table("front", rows, caption)]
+    return [Text(_trade(best, points, metrics)), Table.of("front", rows, caption)]
 
 
 def _value(value: float) -> str:

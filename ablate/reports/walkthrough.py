@@ -16,7 +16,8 @@ from ablate.numerics.spec import Quant
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import Wgrad
 from ablate.reports import figures
-from ablate.reports.page import Cell, Part, Section, Table, Text, section
+from ablate.reports.page import Part, Section, Text, section
+from ablate.reports.table import Cell, Table
 from ablate.training.metrics import quantisation
 from ablate.training.workloads.tensors import (
     Tensors,
@@ -94,7 +95,7 @@ class Walkthrough:
                     ),
                 }
             )
-        return self.show(Table(_stem(name), rows))
+        return self.show(Table.of(_stem(name), rows))
 
     def block(self, x: Tensor) -> Section:
         """Return a table of one block of 16 values at each step of a cast: values, scaled, rounded, scaled
@@ -122,7 +123,7 @@ class Walkthrough:
             f"Block {start // 16} of row {row}: block scale {scale:g} (E4M3), amax of the tensor"
             f" {_kept(operand.amax).item():g} (fp32)."
         )
-        return self.show(Table("block", rows, caption))
+        return self.show(Table.of("block", rows, caption))
 
     def errors(self, title: str, quant: Quant, **tensors: Tensor) -> Section:
         """Return a table of the errors of casts, as telemetry records them.
@@ -133,7 +134,7 @@ class Walkthrough:
             tensors: Tensors that are cast, by name.
         """
         rows = [self._errors(label, quantize(x, quant, keep=True)) for label, x in tensors.items()]
-        return self.show(Table(_stem(title), rows, title))
+        return self.show(Table.of(_stem(title), rows, title))
 
     def _errors(self, label: str, operand: Operand) -> dict[str, Cell]:
         """Return the row of one cast in a table of errors."""
@@ -163,7 +164,7 @@ class Walkthrough:
         rows = [self._errors(label, cast) for label, cast in zip(("as it is", "rotated"), casts, strict=True)]
         flat = [_kept(cast.scaled).flatten().numpy() for cast in casts]
         return self.show(
-            Table("rotation", rows, "The same cast, to nearest."), figures.rotation_histogram(*flat)
+            Table.of("rotation", rows, "The same cast, to nearest."), figures.rotation_histogram(*flat)
         )
 
     def rounding(self, x: Tensor) -> Section:
@@ -189,7 +190,7 @@ class Walkthrough:
         clock.step = 0
         kept = quantize(x, nearest, keep=True), quantize(x, drawn, clock=clock, keep=True)
         flat = [_kept(z).flatten().numpy() for z in (kept[0].scaled, kept[0].codes, kept[1].codes)]
-        return self.show(Table("rounding", rows), figures.rounding_histogram(*flat))
+        return self.show(Table.of("rounding", rows), figures.rounding_histogram(*flat))
 
     def tiles(self, w: Tensor) -> Section:
         """Return errors of casts of a weight by rows, and their distance from casts by columns, for two block
@@ -210,7 +211,7 @@ class Walkthrough:
                 _row(f"blocks of {block}", w.float(), across)
                 | {"the two casts apart, relative": (f"{distance:.2e}", distance)}
             )
-        return self.show(Table("tiles", rows))
+        return self.show(Table.of("tiles", rows))
 
     def products(self, x: Tensor, w: Tensor, dy: Tensor, recipes: Mapping[str, Recipe]) -> Section:
         """Return the errors of each product under each recipe, against fp64.
@@ -235,7 +236,7 @@ class Walkthrough:
                 }
             )
         note = "One draw; a recipe that is noisier once may be better on average: see the rounding above."
-        return self.show(Table("products", rows), Text(note))
+        return self.show(Table.of("products", rows), Text(note))
 
 
 def _kept(tensor: Tensor | None) -> Tensor:

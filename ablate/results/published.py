@@ -13,6 +13,7 @@ from ablate.results.summary import ArmSummary, interval_of, mean_of, metrics_of,
 from ablate.results.verdict_text import NOT_JUDGED, REASONS, diverged_text
 from ablate.store.ledger import Ledger
 
+_COLOURS = {"agrees": "better", "disagrees": "worse", "differs": "worse"}
 Detail = Literal["negligible", "within", "smaller", "larger"]
 """Size of the measured difference: too small to matter, or relative to the published size."""
 
@@ -73,6 +74,11 @@ class Replication:
     def metric(self) -> str:
         """Name of the metric that is compared, with the step if one was published."""
         return self.figure.metric + ("" if self.figure.step is None else f" at {self.figure.step}")
+
+    @property
+    def colour(self) -> str:
+        """CSS class of its line; empty if nothing is resolved."""
+        return "diverged" if self.diverged else _COLOURS.get(self.verdict.kind, "")
 
     @property
     def published(self) -> str:
