@@ -40,6 +40,7 @@ from ablate.experiment.schema import Design
 from ablate.recipes.recipe import Recipe
 from ablate.training.loop import PreparedRun, Telemetry
 from ablate.training.metric_names import cell_of, part_of
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.gpt import Gpt
 
 MODEL = {"layers": 2, "width": 32, "heads": 2, "context": 64, "batch": 4, "steps": 100, "lr": 3e-3}
@@ -128,13 +129,15 @@ def trial(design: str, arm: str, seed: int) -> dict[str, object]:
     if arm in PLANTED:
         _PLANTED[id(recipe)] = PLANTED[arm]
     records = subject.records(
-        recipe,
-        seed,
-        "emulated",
-        "cpu",
-        Telemetry(every=10**6, shadow=10**6, log=100),
-        forks=resolved(DESIGN, subject) if design == "forks" else None,
-        twin=arm in TWINS,
+        TrialRun(
+            recipe,
+            seed,
+            "emulated",
+            "cpu",
+            Telemetry(every=10**6, shadow=10**6, log=100),
+            forks=resolved(DESIGN, subject) if design == "forks" else None,
+            twin=arm in TWINS,
+        )
     )
     values: dict[str, float] = {}
     for record in records:

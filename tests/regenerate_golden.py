@@ -29,6 +29,7 @@ from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.data import Shards
 from ablate.training.loop import Telemetry
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.idle import Idle
 
@@ -72,7 +73,9 @@ def losses(preset: str) -> list[float]:
     with tempfile.TemporaryDirectory() as folder:
         workload = tiny(write_shards(Path(folder)))
         records = list(
-            workload.records(PRESETS[preset](), 1234, "emulated", "cpu", Telemetry(every=1000, log=1))
+            workload.records(
+                TrialRun(PRESETS[preset](), 1234, "emulated", "cpu", Telemetry(every=1000, log=1))
+            )
         )
     return [record.metrics["train/loss"] for record in records]
 

@@ -314,8 +314,8 @@ def test_states_in_memory_are_those_in_files(tmp_path):
     shared = {step: tmp_path / f"{name}.pt" for step, name in Family([spec]).points(spec)}
     checkpoints = Checkpoints(tmp_path / "own.pt", spec.id, 60, shared)
     prepare = lambda recipe: spec.config.prepare(recipe, 0, "cpu")  # noqa: E731
-    in_files = train_forks(prepare, spec.config, FORKS, spec.recipe, SELDOM, checkpoints)
-    in_memory = train_forks(prepare, spec.config, FORKS, spec.recipe, SELDOM)
+    in_files = train_forks(prepare, spec.config, spec.trial_run(SELDOM, checkpoints))
+    in_memory = train_forks(prepare, spec.config, spec.trial_run(SELDOM))
     assert own({"step": r.step, "metrics": r.metrics} for r in in_files) == own(
         {"step": r.step, "metrics": r.metrics} for r in in_memory
     )
@@ -341,7 +341,7 @@ def test_a_window_begins_when_the_model_before_it_is_gone(files, tmp_path):
 
     gc.disable()  # what only the collector frees is not gone
     try:
-        for _ in train_forks(prepare, spec.config, FORKS, spec.recipe, SELDOM, checkpoints):
+        for _ in train_forks(prepare, spec.config, spec.trial_run(SELDOM, checkpoints)):
             pass
     finally:
         gc.enable()

@@ -23,6 +23,7 @@ from ablate.training.checkpoints import Checkpoints
 from ablate.training.hyperparameters import Training
 from ablate.training.loop import Loop, Telemetry
 from ablate.training.rank_layout import Layout
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.gpt import Gpt
 
 SIZE = {
@@ -70,7 +71,7 @@ def records(
     """Return the records of a small gpt, without those that clocks and allocators decide."""
     be(sharded)
     told = Gpt(**SIZE | shape).records(
-        recipe, 0, "emulated", "cpu", Telemetry(every=3, shadow=3, log=1), checkpoints
+        TrialRun(recipe, 0, "emulated", "cpu", Telemetry(every=3, shadow=3, log=1), checkpoints)
     )
     return [
         (step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}) for step, metrics, _ in told
@@ -186,9 +187,9 @@ def test_amaxes_of_its_own_for_each_part_change_the_losses_and_not_their_mean():
     for seed in range(6):
         config = {"layers": 1, "steps": 8, "eval_every": 8}
         last = [
-            [*Gpt(**SIZE | config | shape).records(recipe, seed, "emulated", "cpu", Telemetry())][-1].metrics[
-                "val/loss"
-            ]
+            [*Gpt(**SIZE | config | shape).records(TrialRun(recipe, seed, "emulated", "cpu", Telemetry()))][
+                -1
+            ].metrics["val/loss"]
             for shape in (SHARED, SPLIT)
         ]
         gaps.append(last[0] - last[1])
@@ -222,7 +223,7 @@ def losses(recipe: Recipe, sharded: bool, shape: dict[str, Any]) -> list[float]:
     config = Gpt(**{name: value for name, value in size.items() if name not in own})
     return [
         metrics["train/loss"]
-        for _, metrics, _ in config.records(recipe, 0, "emulated", "cpu", Telemetry(log=1))
+        for _, metrics, _ in config.records(TrialRun(recipe, 0, "emulated", "cpu", Telemetry(log=1)))
     ]
 
 
@@ -280,7 +281,9 @@ def trained(path: Any, sharded: bool, until: int | None = None) -> list[tuple[in
     checkpoints = None if rank else Checkpoints(path, "trial", 0)
     found = []
     told = Gpt(**SIZE | SHARED).records(
-        variants()["fp8_delayed"], 0, "emulated", "cpu", Telemetry(every=3, shadow=3, log=1), checkpoints
+        TrialRun(
+            variants()["fp8_delayed"], 0, "emulated", "cpu", Telemetry(every=3, shadow=3, log=1), checkpoints
+        )
     )
     for step, metrics, _ in told:
         found.append((step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}))

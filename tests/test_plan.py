@@ -16,6 +16,7 @@ from ablate.recipes.gpu_kernels import on_reference
 from ablate.recipes.recipe import Fprop, QEma, Recipe, Weights
 from ablate.training.loop import Telemetry
 from ablate.training.models.causal import build, outlined
+from ablate.training.trial_run import TrialRun
 
 QWEN = {
     "model_type": "qwen3",
@@ -45,7 +46,7 @@ def tuned(folder, lora: dict | None = LORA, **keys) -> Experiment:
 def metrics(experiment: Experiment, name: str) -> dict[str, float]:
     """All that a trial of an arm records in its last step, but for times."""
     arm = next(arm for arm in experiment.arms if arm.name == name)
-    *_, last = arm.config.records(arm.recipe, 0, "emulated", "cpu", Telemetry())
+    *_, last = arm.config.records(TrialRun(arm.recipe, 0, "emulated", "cpu", Telemetry()))
     return {
         name: value for name, value in last.metrics.items() if not name.startswith(("throughput/", "memory/"))
     }

@@ -16,6 +16,7 @@ from ablate.training.guard import Cause, Change, GuardDecision, Watch
 from ablate.training.hyperparameters import Fallback, Guard
 from ablate.training.loop import PreparedRun, Telemetry, train
 from ablate.training.metric_names import parse
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.gpt import Gpt
 
 NVFP4 = PRESETS["nvfp4"]()
@@ -248,7 +249,7 @@ def test_a_guard_that_never_acts_changes_no_bit(tmp_path):
     def values(guard):
         return [
             (r.step, r.metrics["train/loss"])
-            for r in gpt(tmp_path, guard).records(NVFP4, 0, "emulated", "cpu", OFTEN)
+            for r in gpt(tmp_path, guard).records(TrialRun(NVFP4, 0, "emulated", "cpu", OFTEN))
         ]
 
     assert values(Guard(policy="fallback", loss=50.0, norm=500.0)) == values(Guard())

@@ -23,6 +23,7 @@ from ablate.training.hyperparameters import Training
 from ablate.training.loop import Meter, PreparedRun, Record, Telemetry, evaluate
 from ablate.training.loop import train as loop
 from ablate.training.models.transformer import Transformer
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.gpt import Gpt
 
 OFTEN = Telemetry(every=1, shadow=1, log=1)
@@ -44,7 +45,7 @@ def trained(shards):
 @every(preset=PRESETS)
 def test_another_seed_gives_other_losses(preset, shards, trained):
     """By the second step: the first loss is log(vocab) under any seed."""
-    records = gpt(shards).records(PRESETS[preset](), 1, "emulated", "cpu", SELDOM)
+    records = gpt(shards).records(TrialRun(PRESETS[preset](), 1, "emulated", "cpu", SELDOM))
     second = [next(records) for _ in range(2)][1]
     records.close()
     assert second.metrics["train/loss"] != losses(trained(preset))[2]

@@ -14,6 +14,7 @@ from ablate.execution.failures import Failures
 from ablate.recipes import PRESETS
 from ablate.training.loop import Telemetry
 from ablate.training.own_code.user_errors import CommandError, UserError, described, printed
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.python import Python
 
 TRAIN = """
@@ -157,7 +158,7 @@ def raised(folder: Path, text: str) -> BaseException:
     (folder / "own.py").write_text(text)
     config = Python(file=str(folder / "own.py"), steps=1)
     try:
-        list(config.records(PRESETS["bf16"](), 0, "emulated", "cpu", Telemetry()))
+        list(config.records(TrialRun(PRESETS["bf16"](), 0, "emulated", "cpu", Telemetry())))
     except Exception as error:
         return error
     raise AssertionError("it raised nothing")

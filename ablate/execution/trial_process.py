@@ -51,6 +51,7 @@ from ablate.execution.trial_runner import NO_SPACE, exit_status, run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import full
 from ablate.store.trial_store import Store
+from ablate.training.trial_run import TrialRun
 
 
 def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:
@@ -144,7 +145,7 @@ def rehearse() -> None:
     smallest = Gpt(layers=1, width=32, heads=1, context=16, batch=1, steps=1, eval_tokens=16, eval_batch=1)
     # There may be no default corpus; each trial, on data of its own, then loads those parts itself.
     with suppress(OSError, ValueError):
-        list(smallest.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry()))
+        list(smallest.records(TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry())))
 
 
 def import_slow(request: TrialRequest) -> None:

@@ -15,7 +15,9 @@ from ablate.numerics import spec as numerics
 from ablate.numerics.spec import Spec
 from ablate.recipes import Recipe
 from ablate.training.fork_design import Forks
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads.base import Workload
 
 if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
@@ -36,10 +38,7 @@ class TrialSpec(Spec):
     """
 
     workload: str
-    if TYPE_CHECKING:
-        config: Any  # an instance of a class in WORKLOADS; tests/workloads/test_contract.py checks each class
-    else:
-        config: Spec
+    config: Workload
     recipe: Recipe
     seed: int
     engine: str
@@ -55,18 +54,18 @@ class TrialSpec(Spec):
         return self.forks.steps if self.forks else self.config.steps
 
     def records(self, telemetry: "Telemetry", checkpoints: "Checkpoints | None" = None) -> Iterator["Record"]:
-        """Run the trial and yield its records; see `Trained.records`.
+        """Run the trial and yield its records; see `Workload.records`.
 
         Args:
             telemetry: intervals between measurements.
             checkpoints: the trial's checkpoint files, on rank 0.
         """
-        variation: dict[str, object] = {"forks": self.forks} if self.forks else {}
-        if self.twin:
-            variation["twin"] = True
-        return self.config.records(
-            self.recipe, self.seed, self.engine, self.device, telemetry, checkpoints, **variation
-        )
+        return self.config.records(self.trial_run(telemetry, checkpoints))
+
+    def trial_run(self, telemetry: "Telemetry", checkpoints: "Checkpoints | None" = None) -> TrialRun:
+        """Return the arguments of the trial's computation."""
+        own = self.recipe, self.seed, self.engine, self.device
+        return TrialRun(*own, telemetry, checkpoints, self.forks, self.twin)
 
     @cached_property
     def id(self) -> str:

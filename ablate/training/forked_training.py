@@ -17,8 +17,9 @@ from ablate.training.checkpoints import Checkpoints, Readings, RunState
 from ablate.training.distributed import world
 from ablate.training.fork_design import Forks, Window, parts_of
 from ablate.training.hyperparameters import Training
-from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Telemetry, Twin
+from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Twin
 from ablate.training.metric_names import ENDINGS, part_metric, plain_metric
+from ablate.training.trial_run import TrialRun
 
 _TRAIN_LOSSES = frozenset({"train/loss", "train/recent_loss"})
 """Not recorded within windows, as no metric of an evaluation is: at a falling rate, and with a jump from each
@@ -78,11 +79,7 @@ class Trunk:
 def train_forks(
     prepare: Callable[[Recipe], PreparedRun],
     config: Training,
-    forks: Forks,
-    recipe: Recipe,
-    telemetry: Telemetry,
-    checkpoints: Checkpoints | None = None,
-    twin: Twin | None = None,
+    run: TrialRun,
 ) -> Iterator[Record]:
     """Train the trunk as far as needed, then all windows, and yield their records.
 
@@ -93,16 +90,14 @@ def train_forks(
     Args:
         prepare: returns the model with a recipe applied, and its data.
         config: hyperparameters of the trunk, whose rate at its position a window begins with.
-        forks: positions and windows.
-        recipe: the recipe of the windows.
-        telemetry: intervals between measurements.
-        checkpoints: the trial's checkpoint files, and those of the trunk's states.
-        twin: difference from the windows of the same recipe and seed; None: there is none.
+        run: the trial, with its windows; its checkpoint files have the trunk's states, too.
 
     Raises:
         OSError: a checkpoint cannot be written.
     """
-    ranks = world()
+    forks, checkpoints, ranks = run.forks, run.checkpoints, world()
+    assert forks, "a forked trial has windows"
+    twin = Twin.of(run.recipe, run.engine) if run.twin else None
     state = ranks.broadcast(checkpoints.take() if checkpoints else None)
     begun = state["step"] if state else 0
     trunk = Trunk(checkpoints, begun)
@@ -111,8 +106,8 @@ def train_forks(
 
     def to_positions(missing: list[int]) -> Iterator[Record]:
         assert forks.trunk is not None
-        run = prepare(forks.trunk)
-        records = _train_trunk(run, config, missing, state, telemetry, checkpoints, trunk)
+        prepared = prepare(forks.trunk)
+        records = _train_trunk(prepared, config, missing, state, run, trunk)
         yield from (record for record in records if record.step > begun)
 
     if forks.trunk and (missing := _missing(trunk, left)):
@@ -129,7 +124,7 @@ def train_forks(
                 raise OSError(
                     f"the state of the trunk after step {window.position} can be written but not read"
                 )
-        loop = Loop(prepare(recipe), config, telemetry, (forks, window), twin)
+        loop = Loop(prepare(run.recipe), config, run.telemetry, (forks, window), twin)
         first = _begin(loop, window, own, origin, twin)
         state = own = origin = None  # as large as the model and its moments
         for step in range(first, loop.last):
@@ -158,17 +153,17 @@ def _missing(trunk: Trunk, left: Sequence[Window]) -> list[int]:
 
 
 def _train_trunk(
-    run: PreparedRun,
+    prepared: PreparedRun,
     config: Training,
     missing: Sequence[int],
     state: RunState | None,
-    telemetry: Telemetry,
-    checkpoints: Checkpoints | None,
+    run: TrialRun,
     trunk: Trunk,
 ) -> Iterator[Record]:
     """Train the trunk to the last missing position, from the furthest state before the first."""
-    loop = Loop(run, config, telemetry)
-    earlier = sorted(step for step in (checkpoints.shared if checkpoints else ()) if step < missing[0])
+    loop = Loop(prepared, config, run.telemetry)
+    shared = run.checkpoints.shared if run.checkpoints else {}
+    earlier = sorted(step for step in shared if step < missing[0])
     start = state if state and state["step"] < missing[0] else None
     for step in reversed(world().broadcast(earlier)):
         if start is not None and start["step"] >= step:

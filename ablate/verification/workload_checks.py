@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from ablate.errors import nearest
 from ablate.recipes import PRESETS, Recipe
@@ -26,6 +25,7 @@ from ablate.training.fork_design import Forks
 from ablate.training.loop import Record, Telemetry
 from ablate.training.metric_names import is_added
 from ablate.training.own_code.user_errors import described
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.base import Workload
 from ablate.verification.file_reads import opened, unseen
 
@@ -129,10 +129,8 @@ class Runs:
         self._begun += 1
         self._show(f"run {self._begun} of about 8")
         recipe = recipe or self.recipe
-        variation: dict[str, Any] = {"forks": forks} if forks else {}
-        source = self.workload.records(
-            recipe, seed, "emulated", self.device, telemetry, checkpoints, **variation
-        )
+        run = TrialRun(recipe, seed, "emulated", self.device, telemetry, checkpoints, forks)
+        source = self.workload.records(run)
         with opened() as paths:
             try:
                 for record in source:

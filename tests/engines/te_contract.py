@@ -31,6 +31,7 @@ from ablate.recipes.recipe import Dgrad, Fprop, Layers, Phase, Products, Recipe,
 from ablate.recipes.te_mapping import Builtin, recipe_refusals, te_recipe  # noqa: E402
 from ablate.training.checkpoints import Checkpoints  # noqa: E402
 from ablate.training.loop import Telemetry  # noqa: E402
+from ablate.training.trial_run import TrialRun  # noqa: E402
 from ablate.training.workloads import WORKLOADS  # noqa: E402
 
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
@@ -186,13 +187,15 @@ def trained() -> dict[str, object]:
                 for key, value in record.metrics.items()
                 if key in ("train/loss", "val/loss", "val/loss_bf16", "flops/fp4_share")
             }
-            for record in config.records(recipe, 0, engine, "cpu", Telemetry(every=2, log=1, shadow=3))
+            for record in config.records(
+                TrialRun(recipe, 0, engine, "cpu", Telemetry(every=2, log=1, shadow=3))
+            )
         ]
         for engine in ("emulated", "transformer_engine")
     }
     high = [
         record.metrics["train/loss"]
-        for record in config.records(PRESETS["bf16"](), 0, "emulated", "cpu", Telemetry(log=1))
+        for record in config.records(TrialRun(PRESETS["bf16"](), 0, "emulated", "cpu", Telemetry(log=1)))
     ]
     models = [config.prepare(recipe, 0, "cpu", engine) for engine in ("emulated", "transformer_engine")]
     before, after = (dict(run.model.state_dict().items()) for run in models)
@@ -249,7 +252,7 @@ def others() -> dict[str, dict[str, list[dict[str, float]]]]:
             if engine == engine_selection.NATIVE:
                 engine_selection.choose(engine, [arm], "cuda", machine=B200)
             records = config.records(
-                recipe, 0, "emulated" if engine == "bf16" else engine, "cpu", Telemetry(log=1)
+                TrialRun(recipe, 0, "emulated" if engine == "bf16" else engine, "cpu", Telemetry(log=1))
             )
             kept = [
                 {key: value for key, value in record.metrics.items() if "loss" in key or key == "guard/lr"}
@@ -353,17 +356,26 @@ def trained_delayed() -> dict[str, object]:
     def interrupted(steps: int) -> list[dict[str, float]]:
         with TemporaryDirectory() as folder:
             first = config.records(
-                recipe, 0, "transformer_engine", "cpu", often, Checkpoints(Path(folder, "state.pt"), "a", 0)
+                TrialRun(
+                    recipe,
+                    0,
+                    "transformer_engine",
+                    "cpu",
+                    often,
+                    Checkpoints(Path(folder, "state.pt"), "a", 0),
+                )
             )
             begun = list(islice(first, steps + 1))[
                 :steps
             ]  # the last step begins by leaving the state after those before it
             again = Checkpoints(Path(folder, "state.pt"), "a", 0)
             assert again.start == steps
-            return losses([*begun, *config.records(recipe, 0, "transformer_engine", "cpu", often, again)])
+            return losses(
+                [*begun, *config.records(TrialRun(recipe, 0, "transformer_engine", "cpu", often, again))]
+            )
 
     whole = {
-        engine: losses(config.records(recipe, 0, engine, "cpu", often))
+        engine: losses(config.records(TrialRun(recipe, 0, engine, "cpu", often)))
         for engine in ("emulated", "transformer_engine")
     }
     return {"losses": whole, "resumed": {steps: interrupted(steps) for steps in (2, 4)}}

@@ -9,6 +9,7 @@ from ablate.engines import compiled
 from ablate.experiment.arms import KnobError, StartingPoint
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.loop import Telemetry
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.gpt import Gpt
 
 CONFIG = Gpt(
@@ -32,7 +33,9 @@ def records(recipe: Recipe, compile: bool) -> list[dict[str, float]]:
     config = CONFIG.model_copy(update={"compile": compile})
     return [
         record.metrics
-        for record in config.records(recipe, 0, "emulated", "cpu", Telemetry(every=2, shadow=4, log=1))
+        for record in config.records(
+            TrialRun(recipe, 0, "emulated", "cpu", Telemetry(every=2, shadow=4, log=1))
+        )
     ]
 
 

@@ -21,6 +21,7 @@ from ablate.training import distributed
 from ablate.training.fork_design import Forks
 from ablate.training.loop import Telemetry, Twin
 from ablate.training.rank_layout import Layout
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.gpt import Gpt
 
 SIZE = {
@@ -49,7 +50,7 @@ def records(
 ) -> list[dict]:
     """Metrics of each record, without those of clocks and allocators."""
     often = Telemetry(**({"every": 4, "shadow": 4, "log": 1} | telemetry))
-    told = gpt.records(recipe or PRESETS["fp8_current"](), 0, engine, "cpu", often)
+    told = gpt.records(TrialRun(recipe or PRESETS["fp8_current"](), 0, engine, "cpu", often))
     return [{k: v for k, v in one.metrics.items() if not k.startswith(CLOCKS)} for one in told]
 
 

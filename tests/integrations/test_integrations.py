@@ -22,6 +22,7 @@ from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS
 from ablate.training.loop import Telemetry
 from ablate.training.models import hidden_if_broken
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.python import Python
 from ablate.verification.workload_checks import Runs, promises
@@ -376,7 +377,7 @@ def test_a_loss_that_is_not_finite_ends_the_trial_though_the_trainer_would_hide_
     edit = ("    text = ", "    torch.nn.init.constant_(model.lm_head.weight, float('nan'))\n    text = ")
     workload = sweep_workload(tmp_path, edit)
     with hidden_if_broken("transformer_engine"):
-        records = list(workload.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", NEVER))
+        records = list(workload.records(TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", NEVER)))
     assert [record.step for record in records] == [1]
     assert records[0].metrics["nan/first_step"] == 1
 
@@ -391,7 +392,7 @@ def test_a_loss_that_is_not_finite_ends_the_trial_though_the_trainer_would_hide_
 def test_arguments_that_contradict_the_trial_are_refused(edit, sentence, tmp_path):
     workload = sweep_workload(tmp_path, edit)
     with hidden_if_broken("transformer_engine"), pytest.raises(ValueError, match=sentence):
-        list(workload.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", NEVER))
+        list(workload.records(TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", NEVER)))
 
 
 def test_a_trial_that_forgets_to_continue_is_refused(tmp_path):

@@ -8,6 +8,7 @@ from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.loop import Record, Telemetry
 from ablate.training.models.transformer import Transformer, initialise
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.gpt import Gpt
 
 NVFP4 = PRESETS["nvfp4"]()
@@ -36,7 +37,7 @@ def train(
     workload: Gpt, recipe: Recipe = NVFP4, seed: int = 0, telemetry: Telemetry = SELDOM
 ) -> list[Record]:
     """Train the workload on the CPU with the emulated engine; return its records."""
-    return list(workload.records(recipe, seed, "emulated", "cpu", telemetry))
+    return list(workload.records(TrialRun(recipe, seed, "emulated", "cpu", telemetry)))
 
 
 def converted(workload: Gpt, recipe: Recipe, clock: Clock):

@@ -32,6 +32,7 @@ from ablate.training.checkpoints import Checkpoints
 from ablate.training.loop import Telemetry
 from ablate.training.metric_names import ARITHMETIC
 from ablate.training.own_code.command_process import LONGEST_LINE, Line, started
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.command import Command
 
 OFTEN = Telemetry(log=1)
@@ -49,7 +50,7 @@ def command(folder: Path, code: str, run: str = "python script.py", **fields) ->
 
 
 def records(workload: Command, recipe: str = "bf16", seed: int = 0, checkpoints=None) -> list:
-    return list(workload.records(PRESETS[recipe](), seed, "emulated", "cpu", OFTEN, checkpoints))
+    return list(workload.records(TrialRun(PRESETS[recipe](), seed, "emulated", "cpu", OFTEN, checkpoints)))
 
 
 def values(found: list, metric: str = "val/loss") -> dict[int, float]:
@@ -232,7 +233,7 @@ def test_a_command_without_memory_is_no_failure_to_retry(reason, tmp_path):
             within_memory(
                 (
                     {"step": record.step}
-                    for record in workload.records(PRESETS["bf16"](), 0, "emulated", "cpu", OFTEN)
+                    for record in workload.records(TrialRun(PRESETS["bf16"](), 0, "emulated", "cpu", OFTEN))
                 ),
                 "cpu",
             )
@@ -339,7 +340,7 @@ def test_children_end_with_a_command_that_ends_by_itself(tmp_path):
 
 def test_command_and_children_end_with_a_trial_that_is_closed(tmp_path):
     running = command(tmp_path, FAMILY + "time.sleep(600)").records(
-        PRESETS["bf16"](), 0, "emulated", "cpu", OFTEN
+        TrialRun(PRESETS["bf16"](), 0, "emulated", "cpu", OFTEN)
     )
     next(running)
     family = pids(tmp_path)

@@ -18,11 +18,14 @@ from ablate.recipes import PRESETS
 from ablate.recipes.layers import select
 from ablate.recipes.recipe import OsciReset, QEma, QRamping, Recipe, Weights
 from ablate.training.checkpoints import Checkpoints
+from ablate.training.fork_design import Forks
 from ablate.training.hyperparameters import FINAL
 from ablate.training.loop import Record, Telemetry
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads import WORKLOADS
 
 TRAINED = ["gpt", "mae", "finetune"]
+FORKS = Forks(trunk=None, positions=(0,), windows=(2,), anneal=False)
 OFTEN = Telemetry(every=3, shadow=4, log=1)
 OWN = ("throughput/", "memory/")
 """Metrics in which any two runs differ."""
@@ -66,7 +69,7 @@ def run(
     telemetry: Telemetry = OFTEN,
     checkpoints: Checkpoints | None = None,
 ):
-    return workload.records(recipe, seed, "emulated", "cpu", telemetry, checkpoints)
+    return workload.records(TrialRun(recipe, seed, "emulated", "cpu", telemetry, checkpoints))
 
 
 def told(records: list[Record]) -> str:
@@ -197,6 +200,28 @@ def test_telemetry_sets_how_often_it_measures_operands_if_it_is_declared(name, w
         for every in (1, 10**6)
     ]
     assert (measured[0] > measured[1]) == workload.measures
+
+
+@pytest.mark.parametrize("varied", [{"forks": FORKS}, {"twin": True}], ids=["forks", "twins"])
+def test_it_runs_what_it_declares_and_refuses_the_rest(varied, name, workload, uninterrupted):
+    trial = TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", OFTEN, **varied)
+    if not {"forks": workload.forks, "twin": workload.twins}[next(iter(varied))]:
+        with pytest.raises(ValueError, match=f"workload {name} has no "):
+            workload.records(trial)
+        return
+    last = list(workload.records(trial))[-1]
+    assert (
+        (last.step == FORKS.steps)
+        == ("forks" in varied)
+        == any(metric.startswith("fork/") for metric in last.metrics)
+    )
+    assert last.metrics["val/loss"] != uninterrupted(name, "nvfp4")[-1].metrics["val/loss"]
+
+
+def test_a_model_is_prepared_by_what_has_settings_of_training(name, workload):
+    if workload.training is None:
+        with pytest.raises(ValueError, match=f"workload {name} trains no model of this package"):
+            workload.prepare(PRESETS["bf16"](), 0, "cpu")
 
 
 @pytest.mark.parametrize("name", [name for name, kind in WORKLOADS.items() if not kind.resumes])

@@ -18,6 +18,7 @@ from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Layers, Rule, Run
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.loop import Telemetry
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.finetune import Base, Finetune, Lora
 from ablate.training.workloads.gpt import Gpt
 
@@ -55,7 +56,7 @@ def metrics(records) -> list:
 
 
 def run(workload, recipe=NVFP4, seed: int = 0, checkpoints=None) -> list:
-    return metrics(workload.records(recipe, seed, "emulated", "cpu", OFTEN, checkpoints))
+    return metrics(workload.records(TrialRun(recipe, seed, "emulated", "cpu", OFTEN, checkpoints)))
 
 
 @pytest.mark.slow
@@ -68,7 +69,9 @@ def test_it_trains_repeats_itself_and_resumes_bit_for_bit(kind, lora, tmp_path):
     assert {"quant/fprop.x/sqnr_db", "grad/cosine_to_bf16"} <= set(first[0][1])
     assert run(workload) == first
     assert run(workload, seed=1) != first
-    begun = workload.records(NVFP4, 0, "emulated", "cpu", OFTEN, Checkpoints(tmp_path / "c.pt", "trial", 0))
+    begun = workload.records(
+        TrialRun(NVFP4, 0, "emulated", "cpu", OFTEN, Checkpoints(tmp_path / "c.pt", "trial", 0))
+    )
     taken = [next(begun) for _ in range(3)]
     begun.close()
     again = Checkpoints(tmp_path / "c.pt", "trial", 0)

@@ -8,12 +8,13 @@ import pytest
 
 from ablate.recipes import PRESETS
 from ablate.training.loop import Telemetry
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.idle import Idle
 
 
 def losses(recipe: str = "nvfp4", seed: int = 0, **fields) -> list[float]:
-    records = list(Idle(**fields).records(PRESETS[recipe](), seed, "emulated", "cpu", Telemetry()))
+    records = list(Idle(**fields).records(TrialRun(PRESETS[recipe](), seed, "emulated", "cpu", Telemetry())))
     assert [record.step for record in records] == list(range(1, len(records) + 1))
     assert all(set(record.metrics) <= Idle.METRICS for record in records)
     return [record.metrics["val/loss"] for record in records]

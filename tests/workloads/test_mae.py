@@ -18,6 +18,7 @@ from ablate.recipes.recipe import Recipe, Run
 from ablate.store.trial_store import Store
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.loop import Telemetry
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.mae import Mae, Stack
 
 BF16 = PRESETS["bf16"]()
@@ -139,7 +140,7 @@ def test_what_it_explains_is_the_share_of_a_blank_guess_that_is_gone():
 def test_training_explains_more_and_more():
     records = list(
         mae(steps=60, batch=8, lr=3e-3, eval_every=20).records(
-            PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry()
+            TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry())
         )
     )
     explained = [record.metrics["val/explained"] for record in records if "val/explained" in record.metrics]
@@ -197,12 +198,14 @@ def test_a_constant_image_has_a_finite_loss_where_pixels_are_normalised(tmp_path
     flat = mae(data={"folder": str(tmp_path), "size": 8}, norm_pix=True, patch=4)
     records = list(
         flat.records(
-            PRESETS["nvfp4"](),
-            0,
-            "emulated",
-            "cpu",
-            Telemetry(log=1),
-            Checkpoints(tmp_path / "c.pt", "t", 60),
+            TrialRun(
+                PRESETS["nvfp4"](),
+                0,
+                "emulated",
+                "cpu",
+                Telemetry(log=1),
+                Checkpoints(tmp_path / "c.pt", "t", 60),
+            )
         )
     )
     assert all(math.isfinite(record.metrics["train/loss"]) for record in records)

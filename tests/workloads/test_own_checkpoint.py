@@ -16,6 +16,7 @@ from ablate.results.forked import readings_of
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.fork_design import Forks
 from ablate.training.loop import Telemetry
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.python import Python
 from ablate.verification.workload_checks import Runs, promises
 
@@ -98,7 +99,7 @@ def workload(folder: Path) -> Python:
 def forked(folder: Path, anneal: bool = True, **keys) -> list:
     forks = Forks(trunk=None, positions=(0,), windows=(2, 4), anneal=anneal)
     recipe = PRESETS[keys.pop("recipe", "bf16")]()
-    return list(workload(folder).records(recipe, 3, "emulated", "cpu", SELDOM, forks=forks, **keys))
+    return list(workload(folder).records(TrialRun(recipe, 3, "emulated", "cpu", SELDOM, forks=forks, **keys)))
 
 
 def by_hand(folder: Path, steps: int) -> float:
@@ -141,7 +142,9 @@ def test_losses_of_batches_give_parts_from_which_the_evaluations_error_follows(f
     assert sorted(readings.parts) == list(range(12))
     mean = math.fsum(part[3] for part in readings.parts.values()) / 12
     assert values["val/loss"] == pytest.approx(mean)
-    whole = list(workload(folder).records(PRESETS["bf16"](), 3, "emulated", "cpu", SELDOM))[-1].metrics
+    whole = list(workload(folder).records(TrialRun(PRESETS["bf16"](), 3, "emulated", "cpu", SELDOM)))[
+        -1
+    ].metrics
     assert not any(name.startswith("evaluated/") for name in whole)
 
 
@@ -151,7 +154,7 @@ def test_a_window_that_was_interrupted_goes_on_bit_for_bit(folder, tmp_path):
     recipe = PRESETS["nvfp4"]()
 
     def records(checkpoints):
-        return workload(folder).records(recipe, 3, "emulated", "cpu", SELDOM, checkpoints, forks)
+        return workload(folder).records(TrialRun(recipe, 3, "emulated", "cpu", SELDOM, checkpoints, forks))
 
     whole = list(records(None))
     first = records(Checkpoints(path, "check", 0))

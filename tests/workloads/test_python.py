@@ -24,6 +24,7 @@ from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
 from ablate.training.loop import Telemetry
 from ablate.training.own_code import user_code
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.python import Python
 from ablate.verification.workload_checks import Runs, promises
 
@@ -52,7 +53,7 @@ def workload(code: Path, **fields) -> Python:
 
 
 def records(config: Python, recipe: str = "nvfp4", seed: int = 0) -> list:
-    return list(config.records(PRESETS[recipe](), seed, "emulated", "cpu", SELDOM))
+    return list(config.records(TrialRun(PRESETS[recipe](), seed, "emulated", "cpu", SELDOM)))
 
 
 def spec_id(config: Python) -> str:
@@ -473,7 +474,7 @@ def test_a_function_that_catches_everything_still_ends_as_diverged(code):
 
 def test_a_function_that_catches_everything_ends_with_a_trial_that_is_closed(code):
     config = body(code, after=SWALLOWED)
-    running = config.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", SELDOM)
+    running = config.records(TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", SELDOM))
     assert [next(running).step for _ in range(3)] == [1, 2, 3]
     closing = threading.Thread(target=running.close, daemon=True)
     closing.start()

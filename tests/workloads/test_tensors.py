@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from ablate.recipes import PRESETS
 from ablate.training.loop import Telemetry
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.tensors import DISTRIBUTIONS, Tensors, draw, product_errors
 
@@ -27,7 +28,9 @@ TINY_RUN = {
 
 
 def records(recipe: str = "nvfp4", seed: int = 0, **fields):
-    return list(Tensors(**(SMALL | fields)).records(PRESETS[recipe](), seed, "emulated", "cpu", Telemetry()))
+    return list(
+        Tensors(**(SMALL | fields)).records(TrialRun(PRESETS[recipe](), seed, "emulated", "cpu", Telemetry()))
+    )
 
 
 def metrics(recipe: str = "nvfp4", seed: int = 0, **fields) -> dict[str, float]:
@@ -151,7 +154,7 @@ def test_records_come_after_powers_of_four_draws_and_the_last():
 def test_an_unbiased_rounding_errs_as_one_over_draws():
     found = Tensors(**SMALL, draws=64)
     recipe = PRESETS["four_over_six"]()  # headroom 17/16
-    last = list(found.records(recipe, 0, "emulated", "cpu", Telemetry()))[-1].metrics
+    last = list(found.records(TrialRun(recipe, 0, "emulated", "cpu", Telemetry())))[-1].metrics
     assert last["mean/dgrad.g/slope"] == pytest.approx(-1, abs=0.03)
     biased = metrics("nvfp4", draws=64)
     assert biased["mean/dgrad.g/slope"] > last["mean/dgrad.g/slope"] + 0.02

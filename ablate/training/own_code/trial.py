@@ -35,13 +35,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ablate.recipes.recipe import Recipe, Run
-from ablate.training.checkpoints import Checkpoints, RunState
+from ablate.recipes.recipe import Run
+from ablate.training.checkpoints import RunState
 from ablate.training.conversion import Conversion, ConversionState, convert
 from ablate.training.fork_design import parts_of
-from ablate.training.loop import Record, Telemetry, move_by_ulp
+from ablate.training.loop import Record, move_by_ulp
 from ablate.training.metric_names import FIRST_NONFINITE, part_metric
 from ablate.training.metrics import of_machine
+from ablate.training.trial_run import TrialRun
 
 if TYPE_CHECKING:
     Batch = TypeVar("Batch")
@@ -125,26 +126,22 @@ class Trial:
 
     def __init__(
         self,
-        recipe: Recipe,
-        seed: int,
+        trial_run: TrialRun,
         config: Mapping[str, object],
-        device: str,
-        run: Run,
-        telemetry: Telemetry,
-        checkpoints: Checkpoints | None,
+        length: Run,
         emit: Callable[[Record], None],
         start: Path | None = None,
         saved: TrialState | None = None,
         window: TrialWindow | None = None,
-        twin: bool = False,
     ) -> None:
-        self.recipe, self.seed, self.config = recipe, seed, Config(config)
-        self.device, self.max_steps, self.start = torch.device(device), run.steps, start
-        self.folder = checkpoints.artifacts if checkpoints else Path("artifacts")
-        self._run, self._telemetry, self._checkpoints, self._emit = run, telemetry, checkpoints, emit
+        self.recipe, self.seed, self.config = trial_run.recipe, trial_run.seed, Config(config)
+        self.device, self.max_steps, self.start = torch.device(trial_run.device), length.steps, start
+        self._telemetry, self._checkpoints = trial_run.telemetry, trial_run.checkpoints
+        self.folder = self._checkpoints.artifacts if self._checkpoints else Path("artifacts")
+        self._run, self._emit = length, emit
         self._conversions: list[Conversion] = []
         self._stateful: dict[str, Stateful] = {}
-        self._saved, self._window, self._twin = saved, window, twin
+        self._saved, self._window, self._twin = saved, window, trial_run.twin
         self._before = window.begun if window else 0
         """Steps that the trial counts before the first of this run."""
         self._first = saved["step"] - self._before if saved else 0

@@ -22,9 +22,9 @@ from ablate.recipes.recipe import Recipe, Run
 from ablate.training.hyperparameters import Training
 
 if TYPE_CHECKING:
-    from ablate.training.checkpoints import Checkpoints
-    from ablate.training.loop import Record, Telemetry
+    from ablate.training.loop import PreparedRun, Record
     from ablate.training.models.source import Outline
+    from ablate.training.trial_run import TrialRun
 
 
 class Workload(Spec):
@@ -159,14 +159,33 @@ class Workload(Spec):
             quantised: True if the recipe quantises any product.
         """
 
+    def prepare(self, recipe: Recipe, seed: int, device: str, engine: str = "emulated") -> PreparedRun:
+        """Return model and data with the recipe applied by an engine.
+
+        Args:
+            recipe: the recipe.
+            seed: seed of weights, data order and rounding.
+            device: `cpu` or `cuda`.
+            engine: name of an engine of `engines.ENGINES`.
+
+        Raises:
+            ValueError: the engine cannot apply the recipe to this model, or there is none.
+        """
+        raise ValueError(f"workload {type(self).__name__.lower()} trains no model of this package")
+
+    def records(self, run: TrialRun) -> Iterator[Record]:
+        """Return the records of a trial, one after each step that measured something. All ranks call it.
+
+        Raises:
+            ValueError: the workload has not the ability that the run needs, engine or ranks cannot compute
+                it, or the data are damaged.
+            OSError: the data cannot be read, or a checkpoint cannot be written.
+        """
+        for needed, ability in ((run.forks, "forks"), (run.twin, "twins")):
+            if needed and not getattr(self, ability):
+                raise ValueError(f"workload {type(self).__name__.lower()} has no {ability}")
+        return self.compute(run)
+
     @abstractmethod
-    def records(
-        self,
-        recipe: Recipe,
-        seed: int,
-        engine: str,
-        device: str,
-        telemetry: Telemetry,
-        checkpoints: Checkpoints | None = None,
-    ) -> Iterator[Record]:
-        """Run a trial and yield its records; see `Trained.records`. It goes on from a checkpoint, if any."""
+    def compute(self, run: TrialRun) -> Iterator[Record]:
+        """Yield the records of a trial that this class is able to run."""

@@ -31,14 +31,13 @@ from pydantic import Field
 from ablate import provenance
 from ablate.errors import nearest
 from ablate.files import Json
-from ablate.recipes.recipe import Recipe
 from ablate.training.own_code import user_code
 from ablate.training.own_code.command_process import search_path, started
 from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
-    from ablate.training.checkpoints import Checkpoints
-    from ablate.training.loop import Record, Telemetry
+    from ablate.training.loop import Record
+    from ablate.training.trial_run import TrialRun
 
 PLACEHOLDERS = ("seed", "steps", "device", "folder", "recipe", "config", "checkpoint")
 """Placeholders of every command, beside the keys of its config."""
@@ -155,23 +154,15 @@ class Command(OwnCode):
         }
         return [token.format_map(texts | dict(values)) for token in shlex.split(self.run)]
 
-    def records(
-        self,
-        recipe: Recipe,
-        seed: int,
-        engine: str,
-        device: str,
-        telemetry: Telemetry,
-        checkpoints: Checkpoints | None = None,
-    ) -> Iterator[Record]:
+    def compute(self, run: TrialRun) -> Iterator[Record]:
         """Run the command, and yield a Record for each step of which it logged something."""
         from ablate.training.own_code.command_records import CommandRecords
         from ablate.training.own_code.process_environment import METRICS, recipe_hash
 
         user_code.drop_old_bytecode(user_code.closures(self._sources()))
         with ExitStack() as stack:
-            if checkpoints:
-                own, artifacts = checkpoints.path.parent / "command", checkpoints.artifacts
+            if run.checkpoints:
+                own, artifacts = run.checkpoints.path.parent / "command", run.checkpoints.artifacts
             else:
                 own = Path(stack.enter_context(TemporaryDirectory()))
                 artifacts = own / "artifacts"
@@ -179,13 +170,13 @@ class Command(OwnCode):
             places = {name: own / name for name in ("recipe.json", "config.json", "checkpoint")}
             for folder in (places["checkpoint"], artifacts):
                 folder.mkdir(parents=True, exist_ok=True)
-            content = recipe.model_dump_json().encode()
+            content = run.recipe.model_dump_json().encode()
             places["recipe.json"].write_bytes(content)
             places["config.json"].write_text(json.dumps(self.config))
             values = {
-                "seed": str(seed),
+                "seed": str(run.seed),
                 "steps": str(self.steps),
-                "device": device,
+                "device": run.device,
                 "folder": str(artifacts),
                 "recipe": str(places["recipe.json"]),
                 "config": str(places["config.json"]),
@@ -203,11 +194,11 @@ class Command(OwnCode):
                 )
             )
             parsed = CommandRecords(
-                None if recipe.plain else recipe_hash(content),
+                None if run.recipe.plain else recipe_hash(content),
                 self.metrics == "stdout",
                 self.steps,
                 self.tokens_per_step,
-                provenance.processor(device),
+                provenance.processor(run.device),
             )
             for batch in process.batches():
                 yield from parsed.add(batch)

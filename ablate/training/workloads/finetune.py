@@ -34,10 +34,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ablate.numerics.philox import Clock
-    from ablate.training.checkpoints import Checkpoints
-    from ablate.training.fork_design import Forks
-    from ablate.training.loop import PreparedRun, Record, Telemetry
+    from ablate.training.loop import PreparedRun, Record
     from ablate.training.models.source import Outline
+    from ablate.training.trial_run import TrialRun
 
 P = TypeVar("P", bound=Products)
 
@@ -227,17 +226,7 @@ class Finetune(TextWorkload):
         )
         return super().derived(metrics) | perplexity
 
-    def records(
-        self,
-        recipe: Recipe,
-        seed: int,
-        engine: str,
-        device: str,
-        telemetry: Telemetry,
-        checkpoints: Checkpoints | None = None,
-        forks: Forks | None = None,
-        twin: bool = False,
-    ) -> Iterator[Record]:
+    def compute(self, run: TrialRun) -> Iterator[Record]:
         """Train, and yield a Record after every step that measured something.
 
         While the base is trained first, by this trial or another, yield an empty record of step 0 every few
@@ -249,12 +238,12 @@ class Finetune(TextWorkload):
 
             beat = time.monotonic()
             with alone():  # the rank that comes first trains it
-                key = self._base_key(self.base, device)
-                for _ in growing("models", key, partial(self._pretrain, self.base, device)):
+                key = self._base_key(self.base, run.device)
+                for _ in growing("models", key, partial(self._pretrain, self.base, run.device)):
                     if time.monotonic() - beat >= BEAT_SECONDS:
                         beat = time.monotonic()
                         yield Record(0, {})
-        yield from super().records(recipe, seed, engine, device, telemetry, checkpoints, forks, twin)
+        yield from super().compute(run)
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
         """Return the model, with the weights from which it starts, and windows of the text."""

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from ablate.files import Json
-from ablate.recipes.recipe import Recipe
 from ablate.training.hyperparameters import MOST_STEPS
 from ablate.training.workloads.base import Workload
 
 if TYPE_CHECKING:
-    from ablate.training.checkpoints import Checkpoints
-    from ablate.training.loop import Record, Telemetry
+    from ablate.training.loop import Record
+    from ablate.training.trial_run import TrialRun
 
 _START_SECONDS = 0.02
 """Seconds that a trial's own process, its files and its result take."""
@@ -69,24 +68,16 @@ class Idle(Workload):
         """Return the seconds of one trial, whatever the recipe."""
         return _START_SECONDS + self.steps * self.seconds
 
-    def records(
-        self,
-        recipe: Recipe,
-        seed: int,
-        engine: str,
-        device: str,
-        telemetry: Telemetry,
-        checkpoints: Checkpoints | None = None,
-    ) -> Iterator[Record]:
+    def compute(self, run: TrialRun) -> Iterator[Record]:
         """Yield a Record after every step. Checkpoints are not used, since a rerun costs little."""
         from ablate.training.loop import Record
 
-        arm = json.dumps([self.identity(), recipe.canonical()], sort_keys=True)
+        arm = json.dumps([self.identity(), run.recipe.canonical()], sort_keys=True)
         bowl = (self.x - 0.3) ** 2 + (self.y + 0.2) ** 2
         for step in range(1, self.steps + 1):
             if self.seconds:
                 time.sleep(self.seconds)
-            noise = _hash(seed, step) + 0.1 * _hash(arm, seed, step)
+            noise = _hash(run.seed, step) + 0.1 * _hash(arm, run.seed, step)
             yield Record(step, {"val/loss": bowl + 1 / step + 0.01 * noise})
 
 

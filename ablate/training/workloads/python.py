@@ -13,7 +13,6 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -21,16 +20,17 @@ from pydantic import Field
 
 from ablate.engines.gpu_access import CPU_TRIAL, asks_for_gpu
 from ablate.errors import InputError
-from ablate.recipes.recipe import Recipe, Run
+from ablate.recipes.recipe import Run
 from ablate.training.metric_names import ENDINGS, is_added
 from ablate.training.own_code import user_code
 from ablate.training.own_code.user_code import Code
 from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
-    from ablate.training.checkpoints import Checkpoints, RunState
-    from ablate.training.fork_design import Forks, Window
-    from ablate.training.loop import Record, Telemetry
+    from ablate.training.checkpoints import RunState
+    from ablate.training.fork_design import Window
+    from ablate.training.loop import Record
+    from ablate.training.trial_run import TrialRun
 
 
 class Python(OwnCode):
@@ -124,77 +124,43 @@ class Python(OwnCode):
         if self.start:
             yield from user_code.listed(Path(self.start).expanduser())
 
-    def records(
-        self,
-        recipe: Recipe,
-        seed: int,
-        engine: str,
-        device: str,
-        telemetry: Telemetry,
-        checkpoints: Checkpoints | None = None,
-        forks: Forks | None = None,
-        twin: bool = False,
-    ) -> Iterator[Record]:
+    def compute(self, run: TrialRun) -> Iterator[Record]:
         """Call the function, and yield a Record for each step of which it logged something.
 
-        With `forks` it is called once for each window, from `start`. What it logged last there is recorded
-        under the window's name. `twin`: move the weights of converted models by one ulp before the first
+        For a forked trial it is called once per window, from `start`. What it logged last there is recorded
+        under the window's name. A twin moves the weights of converted models by one ulp before the first
         step.
         """
-        saved = checkpoints.take() if checkpoints else None
-        call = partial(self._call, recipe, seed, device, telemetry, checkpoints, twin)
+        saved, forks = run.checkpoints.take() if run.checkpoints else None, run.forks
         if forks is None:
-            yield from call(saved, None)
+            yield from self._call(run, saved)
             return
         begun = saved["step"] if saved else 0
         for window in (window for window in forks.cells if window.last > begun):
             own, saved = (saved if saved and saved["step"] > window.begun else None), None
-            for record in call(own, (forks, window)):
+            for record in self._call(run, own, window):
                 yield record._replace(metrics=in_window(record, window, window == forks.cells[-1]))
                 if not ENDINGS.isdisjoint(record.metrics):
                     return
 
-    def _call(
-        self,
-        recipe: Recipe,
-        seed: int,
-        device: str,
-        telemetry: Telemetry,
-        checkpoints: Checkpoints | None,
-        twin: bool,
-        saved: RunState | None,
-        place: tuple[Forks, Window] | None,
-    ) -> Iterator[Record]:
+    def _call(self, run: TrialRun, saved: RunState | None, window: Window | None = None) -> Iterator[Record]:
         """Call the function for a whole run or for one window, and yield its records."""
         from ablate.training.own_code.trial import Trial, TrialState, TrialWindow, emitted, seeded
 
         code = self._code
         user_code.drop_old_bytecode(user_code.files_of(code, self.sources))
         function, declared = user_code.load(code), user_code.declares_config(code)
-        run, window = self.length, None
-        if place:
-            run = Run(place[1].steps, self.tokens_per_step)
-            window = TrialWindow(place[1].begun, place[0].anneal)
+        length, own = self.length, None
+        if window and run.forks:
+            length = Run(window.steps, self.tokens_per_step)
+            own = TrialWindow(window.begun, run.forks.anneal)
         start = Path(self.start).expanduser() if self.start else None
         state = cast("TrialState | None", saved)  # checkpoints hold what a workload gave
 
         def work(emit: Callable[[Record], None]) -> None:
-            with seeded(seed):
-                trial = Trial(
-                    recipe,
-                    seed,
-                    self.config,
-                    device,
-                    run,
-                    telemetry,
-                    checkpoints,
-                    emit,
-                    start,
-                    state,
-                    window,
-                    twin,
-                )
-                with _explained(device, code.path.parent):
+            with seeded(run.seed):
+                trial = Trial(run, self.config, length, emit, start, state, own)
+                with _explained(run.device, code.path.parent):
                     if declared:
                         from ablate.training.config_schema import built
 

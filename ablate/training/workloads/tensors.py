@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from ablate.numerics.philox import Clock
     from ablate.numerics.quantize import Operand
     from ablate.numerics.spec import Hadamard
-    from ablate.training.checkpoints import Checkpoints
-    from ablate.training.loop import Record, Telemetry
+    from ablate.training.loop import Record
+    from ablate.training.trial_run import TrialRun
 
 DISTRIBUTIONS = {
     "gaussian": (),
@@ -171,15 +171,7 @@ class Tensors(Workload):
         training = self.capture.cost(quantised=False) if self.captured else 0
         return 0.5 + training + elements * (1e-6 + 5e-8 * self.draws) + flops / 20e9
 
-    def records(
-        self,
-        recipe: Recipe,
-        seed: int,
-        engine: str,
-        device: str,
-        telemetry: Telemetry,
-        checkpoints: Checkpoints | None = None,
-    ) -> Iterator[Record]:
+    def compute(self, run: TrialRun) -> Iterator[Record]:
         """Yield a Record after 1, 4, 16, ... draws.
 
         The first record has all errors of a single draw, each record the error of the mean so far, and the
@@ -191,9 +183,9 @@ class Tensors(Workload):
         from ablate.training.loop import Record
         from ablate.training.metrics import SlotErrors
 
-        x, w, g = self.tensors(seed, torch.device(device))
-        clock = Clock(seed)
-        layer = layer_of(recipe, w, clock)
+        x, w, g = self.tensors(run.seed, torch.device(run.device))
+        clock = Clock(run.seed)
+        layer = layer_of(run.recipe, w, clock)
         layer.context.probe = errors = SlotErrors()
         products = products_of(layer, x, g)
         layer.context.probe = None

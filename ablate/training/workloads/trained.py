@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from ablate.numerics.philox import Clock
     from ablate.training.checkpoints import Checkpoints
     from ablate.training.data.batches import Batch
-    from ablate.training.fork_design import Forks
     from ablate.training.loop import PreparedRun, Record, Telemetry, Twin
+    from ablate.training.trial_run import TrialRun
 
 
 class Subject(NamedTuple):
@@ -118,51 +118,24 @@ class Trained(Training, Workload):
             folder: folder for the files, which may not exist.
         """
 
-    def records(
-        self,
-        recipe: Recipe,
-        seed: int,
-        engine: str,
-        device: str,
-        telemetry: Telemetry,
-        checkpoints: Checkpoints | None = None,
-        forks: Forks | None = None,
-        twin: bool = False,
-    ) -> Iterator[Record]:
-        """Train, and yield a Record after every step that measured something. All ranks call it.
-
-        Args:
-            recipe: the recipe of the trial.
-            seed: seed of weights, data order and rounding.
-            engine: name of an engine of `engines.ENGINES`.
-            device: `cpu` or `cuda`.
-            telemetry: intervals between measurements.
-            checkpoints: the trial's checkpoint files, on rank 0; None: the run starts at step 0 and writes
-                none.
-            forks: windows to train from a trunk; None: one run of all steps.
-            twin: True for a second run of the same recipe and seed (`loop.Twin`).
-
-        Raises:
-            ValueError: engine or ranks cannot train this, or the data are damaged.
-            OSError: the data cannot be read, or a checkpoint cannot be written.
-        """
+    def compute(self, run: TrialRun) -> Iterator[Record]:
+        """Train, and yield a Record after every step that measured something."""
         from ablate.training.distributed import world
         from ablate.training.forked_training import train_forks
         from ablate.training.loop import Twin
 
-        world().begin(self, recipe, engine)
-        other = Twin.of(recipe, engine) if twin else None
-        if forks:
-            prepare = partial(self.prepare, seed=seed, device=device, engine=engine)
-            yield from self._derived(train_forks(prepare, self, forks, recipe, telemetry, checkpoints, other))
+        world().begin(self, run.recipe, run.engine)
+        if run.forks:
+            prepare = partial(self.prepare, seed=run.seed, device=run.device, engine=run.engine)
+            yield from self._derived(train_forks(prepare, self, run))
             return
-        run = self.prepare(recipe, seed, device, engine)
-        stopped = False
-        for record in self.train(run, telemetry, checkpoints, other):
+        prepared, stopped = self.prepare(run.recipe, run.seed, run.device, run.engine), False
+        twin = Twin.of(run.recipe, run.engine) if run.twin else None
+        for record in self.train(prepared, run.telemetry, run.checkpoints, twin):
             yield record
             stopped = not ENDINGS.isdisjoint(record.metrics)
-        if checkpoints and not stopped:
-            self.leave(run, checkpoints.artifacts)
+        if run.checkpoints and not stopped:
+            self.leave(prepared, run.checkpoints.artifacts)
 
     def prepare(self, recipe: Recipe, seed: int, device: str, engine: str = "emulated") -> PreparedRun:
         """Return the subject with the recipe applied by an engine to the linear layers inside its blocks.

@@ -16,6 +16,7 @@ from ablate.recipes import PRESETS
 from ablate.training.fork_design import Forks
 from ablate.training.forked_training import train_forks
 from ablate.training.loop import Loop, Telemetry
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.python import Python
 from support.corpus import write_shards
 from support.gpt_runs import gpt
@@ -65,7 +66,11 @@ def workload(name: str, folder: Path) -> None:
     """Run a small instance from beginning to end; every second step is measured."""
     own = SMALL[name](folder)
     with COUNTS:
-        list(own.model_copy(update=SHORTER.get(name, {})).records(NVFP4, 0, "emulated", "cuda", OFTEN))
+        list(
+            own.model_copy(update=SHORTER.get(name, {})).records(
+                TrialRun(NVFP4, 0, "emulated", "cuda", OFTEN)
+            )
+        )
 
 
 FUNCTION = """
@@ -92,7 +97,9 @@ def train(trial):
 def function(folder: Path) -> None:
     """Run a function of the user's own."""
     (folder / "train.py").write_text(FUNCTION)
-    list(Python(file=str(folder / "train.py"), steps=3).records(NVFP4, 0, "emulated", "cuda", OFTEN))
+    list(
+        Python(file=str(folder / "train.py"), steps=3).records(TrialRun(NVFP4, 0, "emulated", "cuda", OFTEN))
+    )
 
 
 @on_the_device
@@ -116,7 +123,13 @@ def forked(folder: Path) -> None:
     """Train a trunk and a window from it."""
     config = gpt(write_shards(folder), layers=1)
     forks = Forks(trunk=PRESETS["bf16"](), positions=(1,), windows=(1,))
-    list(train_forks(lambda recipe: config.prepare(recipe, 0, "cuda"), config, forks, NVFP4, OFTEN))
+    list(
+        train_forks(
+            lambda recipe: config.prepare(recipe, 0, "cuda"),
+            config,
+            TrialRun(NVFP4, 0, "emulated", "cuda", OFTEN, forks=forks),
+        )
+    )
 
 
 @on_the_device
