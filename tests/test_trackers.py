@@ -19,6 +19,7 @@ from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome, RunOptions
 from ablate.execution.tracking import Tracker, open_trackers, shown
 from ablate.execution.tracking.follower import Follower
+from ablate.execution.tracking.tracker import TRACKERS
 from ablate.execution.workers import Inline
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +44,54 @@ def test_a_tracker_of_another_module_shows_every_member_and_the_answer(tmp_path)
     book.close()
     assert len(expected) == 6
     assert (tmp_path / "tiny.txt").read_text().splitlines() == [*expected, "FINISHED", "", "the answer"]
+
+
+def content(folder: Path) -> dict[Path, bytes]:
+    """Return the files below a folder."""
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", [*TRACKERS, "support.toy_tracker:Toy"])
+def test_a_tracker_is_a_function_of_the_ledger_that_can_be_repeated_and_deleted(name, tmp_path):
+    """The contract of every tracker of this package: what it wrote is the same however often it is called."""
+    if name in TRACKERS:
+        pytest.importorskip(name, reason=f"needs the package {name}")
+    follow(tmp_path, {}, seeds=2)
+    book, before = ledger(tmp_path), content(tmp_path)
+
+    def opened() -> Tracker:
+        return open_trackers(name, tmp_path, "tiny")[name]
+
+    def written() -> dict[Path, bytes]:
+        found = content(tmp_path)
+        assert before.items() <= found.items()  # nothing else of the state folder is touched
+        return {path: text for path, text in found.items() if path not in before}
+
+    first = opened()
+    assert isinstance(first, Tracker)
+    assert written() == {}
+    first.refresh(book)
+    refreshed = written()
+    assert refreshed
+    first.refresh(book)
+    assert written() == refreshed
+    first.finish(book, "FINISHED", "the answer")
+    finished = written()
+    again = opened()
+    again.refresh(book)
+    again.finish(book, "FINISHED", "the answer")
+    assert written() == finished
+    for path in finished:
+        path.unlink()
+    anew = opened()
+    anew.refresh(book)
+    anew.finish(book, "FINISHED", "the answer")
+    assert written() == finished
+    for trouble in (OSError(), OSError("no more paper\nin the printer"), ValueError("x" * 1000)):
+        why = anew.trouble(book, trouble)
+        assert 0 < len(why) < 200
+        assert "\n" not in why
+    book.close()
 
 
 class Broken(Toy):
