@@ -1,6 +1,7 @@
 """Recipes written for training stacks, read back, and audited: over TE's own classes, torchao itself, and bash."""
 
 import importlib
+import inspect
 import itertools
 import json
 import os
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from support.cases import every
 from support.commands import here
 from torch import nn
 
+from ablate.cli import recipe_targets
 from ablate.cli.recipe import resolve
 from ablate.engines import transformer_engine as engine
 from ablate.numerics.hadamard import TE_SIGNS
@@ -88,6 +91,12 @@ def run(text: str) -> dict[str, object]:
     names: dict[str, object] = {"__name__": "exported"}
     exec(compile(text, "exported.py", "exec"), names)
     return names
+
+
+def test_the_command_offers_every_target_and_the_two_forms_of_a_recipe_file():
+    annotated = inspect.signature(recipe_targets.export).parameters["target"].annotation
+    assert sorted(get_args(get_args(annotated)[0])) == sorted((*TARGETS, "json", "yaml"))
+    assert HELD.keys() == TARGETS.keys()
 
 
 @every(name=PRESETS, target=TARGETS)
