@@ -14,6 +14,7 @@ from support.experiments import environment, problems
 
 from ablate.experiment.load import load
 from ablate.experiment.schema import json_schema
+from ablate.reports.tensor_cores import HEADING
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
@@ -31,6 +32,16 @@ def test_generated_pages_are_current():
 @pytest.mark.parametrize(("page", "most"), [("README.md", 110), ("docs/project/architecture.md", 160)])
 def test_a_page_is_short(page, most):
     assert len((ROOT / page).read_text().splitlines()) <= most
+
+
+def test_the_pages_have_at_most_30_000_words_written_by_hand():
+    """All words of docs, except two generated pages and the generated end of the page on tensor cores."""
+    pages = [
+        page for page in (ROOT / "docs").rglob("*.md") if page.name not in ("recipes.md", "experiment.md")
+    ]
+    assert len(pages) > 15
+    by_hand = [page.read_text().partition(f"\n{HEADING}\n")[0] for page in pages]
+    assert sum(len(text.split()) for text in by_hand) <= 30_000
 
 
 def test_prose_has_lines_of_at_most_110_columns():

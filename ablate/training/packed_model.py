@@ -162,8 +162,10 @@ def as_served(cast: Packed, to: Format) -> Tensor:
 
     Codes and block scales are the training's. The loaders multiply them by the outer scale in another order
     than the emulator, so the last bits of a value differ: code * (s * w2) in modelopt, code * (s / g) in
-    compressed-tensors, code * ((s * amax) * (1 / D)) here. No fp32 number w2 or g removes the difference for
-    every amax: docs/use/export.md.
+    compressed-tensors, code * ((s * amax) * (1 / D)) here (docs/use/export.md). No fp32 number w2 or g
+    removes the difference for every amax, since it must agree with the eight odd significands of E4M3 scales,
+    1 to 15: of all 8,388,608 significands of amax, 5.5 % have a w2 by which all eight agree (4.4 % with that
+    of the file), and 4.8 % a g within 4 ulp (4.4 %).
 
     Args:
         cast: the weight.
