@@ -115,7 +115,11 @@ class Runs:
         taken = list(islice(first, at + 1))  # the checkpoint of `at` is written before the next record
         first.close()
         checkpoints = Checkpoints(path, "check", 0)
-        return [*taken[:at], *self._run(checkpoints=checkpoints)], checkpoints.resumed
+        later = list(self._run(checkpoints=checkpoints))
+        resumed = checkpoints.resumed
+        if not self.workload.resumes and later and later[0].step > self.records()[0].step:
+            resumed = later[0].step - 1  # by a checkpoint of its own
+        return [*taken[:at], *later], resumed
 
     def _run(
         self,
@@ -270,16 +274,20 @@ def _resumes(runs: Runs) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         records, resumed = runs.interrupted(half, Path(folder))
     if resumed is None and not runs.workload.resumes:
-        return "it writes no checkpoint into ABLATE_CHECKPOINT: a killed trial begins anew", ""
+        return "it continues from no checkpoint in ABLATE_CHECKPOINT: a killed trial begins anew", ""
     if resumed is None:
         return (
             "no checkpoint was written",
             "call trial.checkpoint(model=model, optimizer=optimizer) before the steps; without it a killed"
             " trial begins anew",
         )
-    difference = first_difference(runs.records(), records)
+    seen = {record.step for record in records}  # a command may be ahead of what was read when it is stopped
+    whole = [record for record in runs.records() if runs.workload.resumes or record.step in seen]
+    difference = first_difference(whole, records)
     if not difference:
         return f"stopped after step {half} and continued: equal to the bit", ""
+    if not runs.workload.resumes:
+        return difference, "something that later steps depend on is not in the checkpoint of the command"
     return (
         difference,
         "something that later steps depend on is not in trial.checkpoint(...): the optimizer, a scheduler, a"

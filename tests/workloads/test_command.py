@@ -34,6 +34,7 @@ from ablate.training.metric_names import ARITHMETIC
 from ablate.training.own_code.command_process import LONGEST_LINE, Line, started
 from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.command import Command
+from ablate.verification.workload_checks import Runs, promises
 
 OFTEN = Telemetry(log=1)
 PLAIN = """
@@ -131,6 +132,30 @@ print('{"step": 1, "val/loss": 1}')
     found = records(workload, checkpoints=Checkpoints(tmp_path / "c.pt", "trial", 60))
     assert values(found) == {1: 1.0}
     assert not (tmp_path / "command" / "checkpoint").exists()
+
+
+@pytest.mark.parametrize("kept", ["step, value, speed", "step, value"])
+def test_check_compares_a_command_that_continues_from_its_own_checkpoint(kept, tmp_path):
+    code = """
+import json, os, time
+path = os.path.join(os.environ["ABLATE_CHECKPOINT"], "state.json")
+step, value, speed = 0, float(os.environ["ABLATE_SEED"]), 1.0
+if os.path.exists(path):
+    KEPT = json.load(open(path))
+while step < 10:
+    step, value, speed = step + 1, value + speed, speed * 0.5 + 1
+    print(json.dumps({"step": step, "val/loss": value}), flush=True)
+    with open(path + ".new", "w") as file:
+        json.dump([KEPT], file)
+    os.replace(path + ".new", path)
+    time.sleep(0.05)
+""".replace("KEPT", kept)
+    found = list(promises(Runs(command(tmp_path, code), recipe=PRESETS["bf16"]())))
+    last = found[-1]
+    assert last.name == "it resumes bit for bit"
+    assert all(promise.kept for promise in found[:-1])
+    assert last.kept is ("speed" in kept)
+    assert ("continued: equal to the bit" in last.detail) is last.kept
 
 
 # --- what it may print --------------------------------------------------------------------------------
