@@ -22,12 +22,14 @@ sys.path.insert(0, "tests")
 from support.corpus import write_shards
 from ablate.recipes import PRESETS
 from ablate.training.loop import Telemetry
+from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.gpt import Gpt
 shape = dict(layers=1, width=32, heads=1, context=16, batch=1, steps=2, eval_tokens=16, eval_batch=1, clip=1.0)
 data = write_shards(Path(sys.argv[1]), 2000, 400)
 for optimizer in sys.argv[2:]:
     config = Gpt(data=data, optimizer=optimizer, **shape)
-    list(config.records(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry(every=1, log=1)))
+    telemetry = Telemetry(every=1, log=1)
+    list(config.records(TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", telemetry)))
     print(optimizer, *(name for name in ("torch", "torch._dynamo", "sympy") if name in sys.modules))
 """
 

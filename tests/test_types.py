@@ -29,7 +29,9 @@ psutil.Process().parent().pid
 
 @pytest.mark.slow
 def test_a_deliberate_type_error_fails_the_lint(tmp_path):
-    lint = subprocess.run(["make", "-n", "lint"], cwd=ROOT, capture_output=True, text=True, check=True)
+    lint = subprocess.run(
+        ["make", "--no-print-directory", "-n", "lint"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert lint.stdout.splitlines()[-1].endswith("/mypy")
     (tmp_path / "wrong.py").write_text(WRONG)
     command = [sys.executable, "-m", "mypy", tmp_path / "wrong.py"]
