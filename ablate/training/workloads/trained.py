@@ -138,16 +138,9 @@ class Trained(Training, Workload):
             self.leave(prepared, run.checkpoints.artifacts)
 
     def prepare(self, recipe: Recipe, seed: int, device: str, engine: str = "emulated") -> PreparedRun:
-        """Return the subject with the recipe applied by an engine to the linear layers inside its blocks.
+        """Return the subject with the recipe applied to the linear layers inside its blocks.
 
-        Args:
-            recipe: the recipe.
-            seed: seed of weights, data order and rounding.
-            device: `cpu` or `cuda`.
-            engine: name of an engine of `engines.ENGINES`.
-
-        Raises:
-            ValueError: the engine cannot apply the recipe to this model.
+        Arguments and errors are those of `Workload.prepare`.
         """
         import torch
 
