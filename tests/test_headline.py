@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from support.books import ALIKE, BASE, LOOSE, WORSE, add, whole_grid
+from support.compose import ROOT
 from support.experiments import ablate, problems, write
 
 from ablate.experiment.load import load
@@ -24,6 +25,7 @@ from ablate.results.headline import headline_of
 from ablate.results.summary import summaries
 from ablate.results.verdict_text import verdict_notes
 from ablate.store.ledger import Ledger
+from ablate.store.registration import late_changes, register
 from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS
 
 GRID = {"rht": [True, False], "sr": [True, False]}
@@ -91,6 +93,35 @@ def test_a_search_answers_by_its_winner(tmp_path):
     assert "a search answers by its winner" in str(problem)
 
 
+SEARCH = {"sampler": "random", "trials": 2}
+
+
+@pytest.mark.parametrize(
+    ("answer", "keys", "said"),
+    [
+        ("winner", {}, "needs a search whose winner is run again on fresh seeds"),
+        ("winner", {"search": SEARCH}, "needs a search whose winner"),
+        ("winner", {"search": SEARCH | {"confirm": 3}}, ""),
+        ("arms", {"search": SEARCH | {"confirm": 3}}, "answer: winner"),
+        ("knobs", {"search": SEARCH}, "needs a grid"),
+        ("knobs", {"ablate": None, "arms": {"a": {"sr": True}}}, "needs a grid"),
+        ("knobs", {}, ""),
+        ("arms", {}, ""),
+        ("each", {}, "answer"),
+    ],
+)
+def test_a_family_answers_where_the_file_has_it(answer, keys, said, tmp_path):
+    knobs = {"sr": {"choice": [True, False]}} if "search" in keys else GRID
+    found = list(map(str, problems(write(tmp_path, answer=answer, **({"ablate": knobs} | keys)))))
+    assert any(said in problem for problem in found) if said else not found, found
+
+
+def test_every_shipped_file_names_its_answer():
+    files = sorted((ROOT / "experiments").glob("*.yaml"))
+    assert len(files) > 20
+    assert [file.name for file in files if load(file, device="cpu").keys.answer is None] == []
+
+
 def test_a_short_name_of_a_workloads_knob_may_be_asked_for(tmp_path):
     path = write(
         tmp_path,
@@ -100,6 +131,30 @@ def test_a_short_name_of_a_workloads_knob_may_be_asked_for(tmp_path):
     assert load(path).keys.answer.given == {"workload.lr": 1e-3}
     path = write(tmp_path, ablate={"lr": [1e-3, 2e-3]}, answer={"knob": "lr"})
     assert load(path).keys.answer.knob == "workload.lr"
+
+
+@pytest.mark.parametrize(
+    ("history", "late"),
+    [
+        ([("q", "m", 9, 0)], []),
+        ([("q", "m", 9, 3)], []),  # baselines that another sweep ran
+        ([("q", "m", 9, 9)], ["question", "metrics"]),
+        ([("q", "m", 9, 0), ("q", "m", 15, 9)], []),  # more seeds
+        ([("q", "m", 9, 0), ("r", "m", 9, 0)], []),
+        ([("q", "m", 9, 0), ("r", "m", 9, 4)], ["question"]),
+        ([("q", "m", 9, 0), ("q", "n", 9, 4), ("q", "n", 15, 9)], ["metrics"]),
+        ([("", "", 9, 0), ("q", "m", 9, 4)], []),
+    ],
+)
+def test_a_question_or_a_metric_that_is_named_after_results_is_said_to_be(history, late, book):
+    for number, (question, metrics, trials, finished) in enumerate(history):
+        parts = {"question": question, "metrics": metrics}
+        register(book, f"{number:032x}", float(number), trials, lambda count=finished: count, parts)
+    add(book, "bf16", BASE, None)
+    add(book, "a", WORSE)
+    assert [part for part, _ in late_changes(book)] == late
+    said = [text for text, kind in kinds(book).items() if kind == "warning" and "after" in text]
+    assert len(said) == len(late), said
 
 
 def test_a_number_of_seeds_on_the_command_line_is_as_if_the_file_said_so(tmp_path):

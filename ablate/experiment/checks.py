@@ -26,6 +26,7 @@ from ablate.experiment.schema import (
     ExperimentFile,
     Metric,
     Search,
+    Whole,
 )
 from ablate.experiment.search_space import Dimension, twins
 from ablate.experiment.yaml_document import Document, display
@@ -214,13 +215,15 @@ def _answer(draft: Draft) -> Iterator[Problem]:
 
     It is fixed before anything runs, so that an answer is never picked among comparisons by its size.
     """
-    asked, document = draft.file.answer, draft.document
+    asked, document, search = draft.file.answer, draft.document, draft.file.search
     if asked is None:
         return
-    if draft.file.search:
+    if isinstance(asked, str):
+        yield from _asked_family(asked, draft)
+        return
+    if search:
         yield document.problem(
-            ("answer",),
-            "a search answers by its winner on fresh seeds (search.confirm); leave it out",
+            ("answer",), "a search answers by its winner on fresh seeds: answer: winner, with search.confirm"
         )
         return
     if asked.knob is not None:
@@ -237,6 +240,22 @@ def _answer(draft: Draft) -> Iterator[Problem]:
         )
     if asked.against == asked.arm:
         yield document.problem(("answer", "against"), "is the arm itself", asked.against)
+
+
+def _asked_family(asked: Whole, draft: Draft) -> Iterator[Problem]:
+    """Yield why a family of comparisons cannot be the answer."""
+    search = draft.file.search
+    wrong = {
+        "winner": "needs a search whose winner is run again on fresh seeds (search.confirm)"
+        if search is None or search.confirm is None
+        else "",
+        "knobs": "needs a grid: knobs under ablate, without a search" if search or not draft.space else "",
+        "arms": "a search answers by its winner on fresh seeds: answer: winner, with search.confirm"
+        if search
+        else "",
+    }[asked]
+    if wrong:
+        yield draft.document.problem(("answer",), wrong, asked)
 
 
 def _asked_knobs(asked: Asked, knobs: Mapping[str, Dimension], document: Document) -> Iterator[Problem]:

@@ -247,6 +247,11 @@ class Design(Spec):
         return self
 
 
+Whole = Literal["arms", "knobs", "winner"]
+"""A whole family of comparisons as the answer: every arm with its baseline, the main effects of the knobs, or
+a search's winner on fresh seeds."""
+
+
 class Asked(Spec):
     """The comparison that the question is about.
 
@@ -436,9 +441,10 @@ class ExperimentFile(Spec):
         1,
         2,
     )
-    answer: Asked | None = None
-    """The comparison that answers the question; default: the main effects of the recipe's knobs that are
-    turned; where only presets (`recipe`) or the workload differ, every arm against its baseline."""
+    answer: Asked | Whole | None = None
+    """The comparison that answers the question: one, or a family: `arms` (every arm with its baseline),
+    `knobs` (the main effect of every knob), `winner` (a search's, on fresh seeds). Default: the recipe's
+    knobs that are turned, else the arms."""
     metric: Annotated[Plain, WithJsonSchema(_METRICS_SCHEMA)] = Field(default_factory=dict)
     """One metric, or a list: arms are then compared by each, and a search has several objectives."""
     published: Annotated[tuple[Published, ...], Field(strict=False)] = ()

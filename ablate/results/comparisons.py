@@ -3,12 +3,14 @@
 Terminal, status, notes and reports read them here. Nothing of it needs pandas.
 """
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
 from ablate.experiment.arms import label
 from ablate.experiment.schema import Asked
+from ablate.files import Json
 from ablate.results.attribution import Effect, Grid, grid, held_effects, interactions, main_effects
 from ablate.results.contrasts import Contrast, contrasts
 from ablate.results.forked import design_of, sharpened, views
@@ -151,9 +153,19 @@ class Comparisons:
 
     @cached_property
     def asked(self) -> Asked | None:
-        """The comparison that the file says its question is about; None if it does not say."""
-        text = self.ledger.fact("answer")
-        return Asked.model_validate_json(text, strict=False) if text else None
+        """The one comparison that the file says its question is about; None if it does not name one."""
+        named = self._named
+        return Asked.model_validate(named, strict=False) if isinstance(named, dict) else None
+
+    @cached_property
+    def family(self) -> str:
+        """Family of comparisons that the file names as its answer (`Whole`); "" if it does not name one."""
+        named = self._named
+        return named if isinstance(named, str) else ""
+
+    @cached_property
+    def _named(self) -> Json:
+        return json.loads(self.ledger.fact("answer") or "null")
 
     @cached_property
     def asked_effects(self) -> list[tuple[Effect, Verdict]]:

@@ -15,6 +15,7 @@ from ablate.results.number_text import counted, number, signed
 from ablate.results.paired_stats import common
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.store.ledger import Ledger
+from ablate.store.registration import late_changes
 from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, parse
 
 _LEAST_COVERED = 0.5
@@ -38,7 +39,7 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
     """
     found = [_finished(arms), _finite(ledger, arms), _learned(arms), _twin(arms), _bad(arms)]
     found += [_ended_early(arms), _covered(ledger), _one_product(ledger), _one_processor(ledger)]
-    found += _spread(arms)
+    found += [*_spread(arms), *_late(ledger)]
     return [check for check in found if check]
 
 
@@ -58,6 +59,13 @@ def _covered(ledger: Ledger) -> Check | None:
         return None
     text = f"a recipe quantises {float(share):.0%} of the model's matrix weights, embeddings not counted"
     return Check("warning" if float(share) < _LEAST_COVERED else "note", text)
+
+
+def _late(ledger: Ledger) -> Iterator[Check]:
+    """Yield warnings that the question, or a metric with its `min_effect`, was fixed after results."""
+    named = {"question": "the question was named", "metrics": "the metric or its min_effect was set"}
+    for part, entry in late_changes(ledger):
+        yield Check("warning", f"{named[part]} after {entry.finished} of {counted(entry.trials, 'result')}")
 
 
 def _ended_early(arms: Sequence[ArmSummary]) -> Check | None:

@@ -9,7 +9,7 @@ report prints them, so that "registered before its first trial" is a fact, and a
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
@@ -30,6 +30,10 @@ class Registration:
     """Number of trials of the design that were known then; a search proposes more."""
     finished: int
     """Those of them that were finished then."""
+    question: str = ""
+    """Hash of the question and of the comparison that answers it."""
+    metrics: str = ""
+    """Hash of the metrics with their `min_effect`."""
 
     @property
     def text(self) -> str:
@@ -48,7 +52,14 @@ def registrations(ledger: Ledger) -> list[Registration]:
     return [Registration(**entry) for entry in json.loads(ledger.fact(_FACT) or "[]")]
 
 
-def register(ledger: Ledger, digest: str, time: float, trials: int, finished: Callable[[], int]) -> None:
+def register(
+    ledger: Ledger,
+    digest: str,
+    time: float,
+    trials: int,
+    finished: Callable[[], int],
+    parts: Mapping[str, str] | None = None,
+) -> None:
     """Record a question and design, unless they are those of the last registration.
 
     Args:
@@ -57,11 +68,41 @@ def register(ledger: Ledger, digest: str, time: float, trials: int, finished: Ca
         time: Unix time.
         trials: number of trials of the design that are known now.
         finished: counts those of them that are finished; called only if there is something to record.
+        parts: hashes of parts of the design, as keywords of `Registration`.
     """
     known = registrations(ledger)
     if not known or known[-1].digest != digest:
-        entry = Registration(digest, time, trials, finished())
+        entry = Registration(digest, time, trials, finished(), **(parts or {}))
         ledger.describe(**{_FACT: json.dumps([asdict(each) for each in (*known, entry)])})
+
+
+def late_changes(ledger: Ledger) -> Iterator[tuple[str, Registration]]:
+    """Yield each part of a design (`question`, `metrics`) that was fixed after results existed.
+
+    That is a part that a later run changed while results were there; or all of a design whose trials had all
+    finished before it was first recorded.
+
+    Args:
+        ledger: ledger of the sweep.
+
+    Yields:
+        The part, and its last such registration.
+    """
+    entries = registrations(ledger)
+    for part in ("question", "metrics"):
+        late = [
+            entry
+            for before, entry in zip((None, *entries), entries, strict=False)
+            if getattr(entry, part) and entry.finished
+            if (entry.finished == entry.trials if before is None else _changed(before, entry, part))
+        ]
+        if late:
+            yield part, late[-1]
+
+
+def _changed(before: Registration, entry: Registration, part: str) -> bool:
+    """Return True if a part differs from that of the registration before, which has recorded it too."""
+    return getattr(before, part) not in ("", getattr(entry, part))
 
 
 def registered_text(ledger: Ledger) -> str:
