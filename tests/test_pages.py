@@ -3,11 +3,10 @@
 import json
 import os
 import re
-import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from support.browser import MISSING, chrome
 from support.experiments import end, start, sweep, tiny, until
 from support.processes import addresses
 
@@ -16,13 +15,6 @@ from ablate.execution.search import decorate
 from ablate.reports.markdown_summary import summary_markdown
 from ablate.results.summary import metric_of, summaries
 from ablate.store.checked_ledger import open_ledger
-
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-MISSING = [
-    *(["chromium is not installed"] if not BROWSER else []),
-    *(["chromedriver is not installed"] if not DRIVER else []),
-    *(["selenium is not installed (extra `dev`)"] if not find_spec("selenium") else []),
-]
 
 pytestmark = [
     pytest.mark.browser,
@@ -69,21 +61,7 @@ def found(state):
 
 @pytest.fixture(scope="module")
 def browser():
-    from selenium.webdriver import Chrome, ChromeOptions
-    from selenium.webdriver.chrome.service import Service
-
-    options = ChromeOptions()
-    options.binary_location = BROWSER
-    for word in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-dev-shm-usage",
-        "--window-size=1600,1000",
-        "--lang=en",
-    ):
-        options.add_argument(word)
-    driver = Chrome(options, Service(DRIVER))
+    driver = chrome()
     yield driver
     driver.quit()
 
@@ -267,31 +245,6 @@ def test_a_command_is_copied_by_its_button_and_sections_are_reached_from_the_con
     assert browser.execute_script(
         "return [...document.querySelectorAll('button.copy')].every(b => !b.hidden)"
     )
-
-
-@pytest.mark.parametrize("width", [390, 1300])
-def test_a_page_is_as_wide_as_its_window(browser, report, width):
-    browser.get(report.index.as_uri())
-    browser.set_window_size(width, 900)
-    try:
-        wide = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
-        assert wide[0] <= wide[1]
-    finally:
-        browser.set_window_size(1300, 900)
-
-
-@pytest.mark.parametrize("width", [500, 1366, 1440, 1600, 1920])
-def test_the_contents_stand_beside_the_title_or_below_it_never_over_it(browser, report, width):
-    browser.get(report.index.as_uri())
-    browser.set_window_size(width, 900)
-    boxes = "return ['nav.contents', 'h1', '.verdict'].map(s => document.querySelector(s).getBoundingClientRect())"
-    try:
-        contents, *others = browser.execute_script(boxes)
-    finally:
-        browser.set_window_size(1300, 900)
-    for box in others:
-        beside = contents["right"] <= box["left"]
-        assert beside or contents["top"] >= box["bottom"] or contents["bottom"] <= box["top"]
 
 
 def test_a_click_on_an_arm_in_a_legend_hides_its_lines_and_another_shows_them(browser, report):

@@ -1,0 +1,112 @@
+"""No text of a page lies over another, and none leaves the page: on narrow and wide screens, and in print."""
+
+import json
+import shutil
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.browser import MISSING, chrome, misplaced
+from support.experiments import sweep, tiny
+
+from ablate.cli.report import make
+from ablate.cli.report_server import index
+from ablate.files import lock
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
+
+pytestmark = [
+    pytest.mark.browser,
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason="; ".join(MISSING)),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
+]
+
+METRIC = {"metric": {"name": "val/loss", "min_effect": 0.01}}
+REASONS = ("ValueError: no batch (/home/me/train.py:5)", "MemoryError: 2 TiB (/home/me/train.py:5)")
+LOG = 'loading\n  File "/home/me/train.py", line 5, in helper\n    return next(batches)\n{}\n'
+KINDS = {
+    "grid": METRIC | {"ablate": {"rht": [True, False], "sr": [True, False]}, "seeds": 3},
+    "forked": METRIC
+    | {"design": {"trunk": "bf16", "positions": [0.5], "window": 0.5, "horizons": [1, 2], "bad": "mxfp4"}}
+    | {"seeds": 2, "shape": {"steps": 8, "eval_every": 4}},
+    "search": METRIC
+    | {"search": {"sampler": "random", "trials": 3}}
+    | {"ablate": {"cooldown": {"uniform": [0.25, 0.5]}, "rht": [True, False]}},
+    "tensors": {
+        "workload": {"tensors": {"tokens": 32, "inputs": 32, "outputs": 32, "draws": 4}},
+        "metric": [{"name": "gemm/wgrad/rel_mse"}, {"name": "quant/wgrad.g/zero_frac"}],
+    },
+    "alone": {"seeds": 1},
+}
+FIRST = {"forked": ["ablation"], "search": ["search"], "alone": ["ablation"]}
+"""Notebooks of kinds whose second page is like that of another kind."""
+SIZES = [(390, "screen"), (1366, "screen"), (1440, "screen"), (1920, "screen"), (718, "print")]
+"""Widths of windows in CSS pixels; the last one is that of the text on A4 paper."""
+PAGES = [*KINDS, "failed", "running", "list"]
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory):
+    """A sweep of each kind, and the grid as if its code failed in every run (`failed/`), and as if it were running (`running/`)."""
+    folder = tmp_path_factory.mktemp("layout")
+    for name, keys in KINDS.items():
+        sweep(tiny(folder, name, question="Does it matter, and by how much?", **keys), folder)
+    for part in ("running", "failed"):
+        shutil.copytree(folder / "sweeps" / "grid", folder / part / "sweeps" / "grid")
+    shutil.copytree(folder / "trials", folder / "failed" / "trials")
+    (folder / "running" / "trials").symlink_to(folder / "trials")
+    with closing(Ledger(folder / "running" / "sweeps" / "grid" / "ledger.db")) as ledger:
+        for trial in (9, 10, 11):
+            ledger.settle(trial, "pending")
+        ledger.start_attempt(12, 2, time.time())
+        ledger.describe(left=json.dumps([time.time(), 600.0]))
+    with closing(Ledger(folder / "failed" / "sweeps" / "grid" / "ledger.db")) as ledger:
+        for member in ledger.members():
+            ledger.settle(member.trial, "failed", REASONS[member.seed > 0])
+            Store(folder / "failed").log(member.id, 1).write_text(LOG.format(REASONS[member.seed > 0]))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(state) -> dict[str, list[Path]]:
+    """Files of the pages by kind."""
+    made = {name: make(state, name, FIRST.get(name)).pages for name in KINDS}
+    made["failed"] = make(state / "failed", "grid", ["ablation"]).pages
+    with lock(state / "running" / "sweeps" / "grid" / "lock"):
+        made["running"] = make(state / "running", "grid", ["ablation"]).pages
+        (state / "list.html").write_text(index(state))
+    return {name: [*files] for name, files in made.items()} | {"list": [state / "list.html"]}
+
+
+@pytest.fixture(scope="module")
+def browser():
+    driver = chrome()
+    yield driver
+    driver.quit()
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_no_text_lies_over_another_or_leaves_the_page(browser, pages, kind):
+    for page in pages[kind]:
+        browser.get(page.as_uri())
+        problems = {size: misplaced(browser, *size) for size in SIZES}
+        assert not any(problems.values()), problems
+
+
+@pytest.mark.parametrize(
+    ("css", "problem"),
+    [
+        ("body { display: block; } nav.contents { position: fixed; left: 4rem; }", "over each other: "),
+        ("p { white-space: nowrap; }", "leaves the page: "),
+        (".drawn svg { width: 40px; } .drawn text { font-size: 60px; }", "over each other: 0 | +0."),
+    ],
+    ids=["a layer", "no wrapping", "numbers of an axis"],
+)
+def test_a_misplaced_text_would_be_seen(browser, pages, css, problem):
+    browser.get(pages["grid"][0].as_uri())
+    browser.execute_script(
+        "document.head.appendChild(document.createElement('style')).textContent = arguments[0]", css
+    )
+    assert any(text.startswith(problem) for text in misplaced(browser, 1366))
