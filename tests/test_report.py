@@ -166,7 +166,7 @@ def test_in_markdown_the_experiments_file_is_fenced(made):
 
 
 @pytest.mark.parametrize(
-    ("name", "first", "shows"), [("search", "index", "history"), ("tensors", "index", "dots")]
+    ("name", "first", "shows"), [("search", "index", "history"), ("tensors", "index", "errors")]
 )
 def test_each_kind_of_question_has_its_notebook(state, name, first, shows):
     found = make(state, name)

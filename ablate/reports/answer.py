@@ -19,6 +19,7 @@ import pandas as pd
 from ablate.experiment.schema import START, Metric
 from ablate.reports import answer_tables, operand_health
 from ablate.reports.answer_verdict import VerdictSentences
+from ablate.reports.change_table import change_table, values_table
 from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
 from ablate.reports.page import Code, Gallery, Part, Section, Text, section
@@ -80,6 +81,18 @@ class Answer(VerdictSentences):
     def comparisons(self) -> Table[Line]:
         """Return the table of all comparisons, each with its interval drawn in its line."""
         return effect_table("comparisons", lines(self), self, self.answer.valid)
+
+    def changes(self) -> Table | None:
+        """Return the table of relative changes: arms by metrics, each cell a drawn interval; None without a
+        comparison."""
+        if not self.relative_changes[0]:
+            return None
+        return change_table("changes", self, self.shown, self.answer.valid)
+
+    def values(self) -> Table:
+        """Return the table of every arm's mean by every metric of the file."""
+        names = {arm.name for arm in self.shown}
+        return values_table(self, [[arm for arm in arms if arm.name in names] for arms in self.families])
 
     def effects(self, metric: Metric | None = None) -> Table:
         """Return the table of arms: means, gaps to the baseline, verdicts, speed.

@@ -7,7 +7,7 @@ import pandas as pd
 
 from ablate.experiment.schema import Metric
 from ablate.results.comparisons import Comparisons
-from ablate.results.summary import ArmSummary, foremost, summaries
+from ablate.results.summary import ArmSummary, foremost
 from ablate.store.ledger import Ledger
 from ablate.store.records import frame
 
@@ -42,18 +42,10 @@ class Measurements(Comparisons):
             key=lambda arm: (not arm.is_baseline, arm.role != "confirmed", not arm.values, sign * arm.mean),
         )
 
-    def by(self, metric: Metric) -> list[ArmSummary]:
-        """Return the summaries of all arms by another metric.
-
-        Args:
-            metric: Metric that is compared.
-        """
-        return summaries(self.ledger, metric)
-
     @cached_property
     def objectives(self) -> dict[Metric, list[ArmSummary]] | None:
         """Arms by each of several objectives; None if there is only one."""
-        return {metric: self.by(metric) for metric in self.metrics} if len(self.metrics) > 1 else None
+        return dict(zip(self.metrics, self.families, strict=True)) if len(self.metrics) > 1 else None
 
     @property
     def journal(self) -> Path:

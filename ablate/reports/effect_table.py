@@ -9,25 +9,20 @@ which is corrected by Holm; without an answer no line is coloured.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ablate.recipes import KNOBS
 from ablate.reports.comparison_tables import WORD
-from ablate.reports.plain_text import html_text, inline
-from ablate.reports.table import Cell, Column, Form, Html, Table
+from ablate.reports.drawn import Axis, look, minus
+from ablate.reports.plain_text import inline
+from ablate.reports.table import Cell, Column, Html, Table, only
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import difference_word
 from ablate.results.number_text import signed
 from ablate.results.paired_stats import MOST_SEEDS, Difference, Verdict
 from ablate.results.verdict_text import needed_text, verdict_notes
 from ablate.training.metric_names import DAMAGE
-
-_WIDTH, _HEIGHT = 300, 26
-"""Size of a drawn interval in CSS pixels."""
-_WIDEST = 3.0
-"""Half-widths beyond this multiple of the median are cut off with an arrow, so that they do not flatten the
-others."""
 
 
 @dataclass(frozen=True)
@@ -102,23 +97,24 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
         sweep: all comparisons of the sweep.
         coloured: False if a check failed, so that no line may be coloured.
     """
-    scale, metric = _Scale.of(those), sweep.metric
+    axis, metric = Axis.of((line.difference, line.margin) for line in those), sweep.metric
     unit = f", {sweep.unit}" if sweep.unit else ""
     better = "less is better" if metric.direction == "minimize" else "more is better"
+    ends = ("← better", "worse →") if metric.direction == "minimize" else ("← worse", "better →")
     seeded = any(line.verdict.needed for line in those)
     columns = [
-        *_only(
+        *only(
             "html",
             Column(f"{metric.name}{unit} ({better})", _label),
-            Column(Html(scale.axis()), lambda line: Html(scale.draw(line))),
-            Column("effect, 95 % interval", lambda line: (_bounds(line.difference), line.difference.mean)),
+            Column(Html(axis.head(*ends)), lambda line: _drawing(axis, line, coloured)),
+            Column("effect, 95 % interval", _numbers),
         ),
-        *_only(
+        *only(
             "markdown",
             Column("comparison", lambda line: f"{line.group}, {line.label}{' (the question)' * line.asked}"),
             Column(f"effect on {metric.name}{unit}, 95 % interval", lambda line: _bounds(line.difference)),
         ),
-        *_only(
+        *only(
             "csv",
             Column("group", lambda line: line.group),
             Column("comparison", lambda line: line.label),
@@ -130,11 +126,11 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
         ),
         WORD,
         Column("for a verdict", lambda line: _seeds(line.verdict), only=("html", "markdown")),
-        *_only(
+        *only(
             "csv",
             Column("p (Holm)", lambda line: _plain(line.verdict.p)),
             Column("seeds for a verdict", lambda line: needed_text(line.verdict.needed, ranged=False)),
-            Column("differences by seed", lambda line: " ".join(f"{x:.6g}" for x in line.difference.values)),
+            Column("differences by seed", lambda line: by_seed(line.difference)),
         ),
     ]
     return Table(
@@ -154,8 +150,16 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
     )
 
 
-def _only(form: Form, *columns: Column[Line]) -> list[Column[Line]]:
-    return [replace(column, only=(form,)) for column in columns]
+def _drawing(axis: Axis, line: Line, coloured: bool) -> Html:
+    """Return the interval of a line as a drawing."""
+    label = f"{line.group}, {line.label}: {_bounds(line.difference)}"
+    return Html(axis.draw(line.difference, label, look(line.verdict, coloured), line.margin))
+
+
+def _numbers(line: Line) -> Cell:
+    """Return effect and interval, which sort by the effect."""
+    text = _bounds(line.difference)
+    return (minus(text) if line.difference.pairs else text, line.difference.mean)
 
 
 def _label(line: Line) -> Html:
@@ -182,6 +186,11 @@ def _key(those: Sequence[Line]) -> str:
     return f"Bar: 95 % interval; large dot: mean; small dots: seeds{band}."
 
 
+def by_seed(difference: Difference) -> str:
+    """Return the differences by seed as text."""
+    return " ".join(f"{value:.6g}" for value in difference.values)
+
+
 def _plain(value: float) -> str:
     return f"{value:.6g}" if math.isfinite(value) else ""
 
@@ -202,81 +211,3 @@ def _seeds(verdict: Verdict) -> Cell:
         return None
     about = "≈ " if needed.count else ""
     return (f"{about}{needed_text(needed, ranged=False)} seeds", needed.count or MOST_SEEDS + 1)
-
-
-@dataclass(frozen=True)
-class _Scale:
-    """Common scale of the drawn intervals: from -limit to limit, or the part of it that is needed."""
-
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, those: Iterable[Line]) -> "_Scale":
-        known = [line for line in those if line.difference.pairs]
-        halves = sorted(
-            line.difference.high - line.difference.mean for line in known if line.difference.has_interval
-        )
-        most = _WIDEST * halves[len(halves) // 2] if halves else math.inf
-        ends = [0.0]
-        for line in known:
-            one = line.difference
-            half = min(one.high - one.mean, most) if one.has_interval else 0.0
-            ends += [one.mean - half, one.mean + half]
-            ends += [-line.margin, line.margin] if line.margin and line.margin < 2 * most else []
-        low, high = min(ends), max(ends)
-        pad = 0.06 * (high - low) or 1.0
-        return cls(low - pad, high + pad)
-
-    def x(self, value: float) -> float:
-        """Return the place of a value in pixels, at the edge if it lies beyond."""
-        share = (value - self.low) / (self.high - self.low)
-        return round(_WIDTH * min(1.0, max(0.0, share)), 1)
-
-    def axis(self) -> str:
-        """Return the scale's numbers as a drawing."""
-        step = 10 ** math.floor(math.log10((self.high - self.low) / 2))
-        step = next(s for s in (step, 2 * step, 5 * step, 10 * step) if (self.high - self.low) / s <= 6)
-        decimals = max(0, -math.floor(math.log10(step)))
-        first, last = math.ceil(self.low / step), math.floor(self.high / step)
-        ticks = "".join(
-            f'<text x="{self.x(number * step)}" y="12" text-anchor="middle">'
-            f"{'0' if number == 0 else f'{number * step:+.{decimals}f}'}</text>"
-            for number in range(first, last + 1)
-            if 12 < self.x(number * step) < _WIDTH - 12
-        )
-        return f'<svg viewBox="0 0 {_WIDTH} 16" width="{_WIDTH}" height="16" aria-hidden="true">{ticks}</svg>'
-
-    def draw(self, line: Line) -> str:
-        """Return the interval, its mean and its seeds as a drawing with a text for screen readers."""
-        one, middle = line.difference, _HEIGHT / 2 - 3
-        parts = []
-        if line.margin:
-            left, right = self.x(-line.margin), self.x(line.margin)
-            parts.append(
-                f'<rect class="margin" x="{left}" y="2" width="{right - left:.1f}" height="{_HEIGHT - 8}"/>'
-            )
-        parts.append(f'<line class="zero" x1="{self.x(0)}" x2="{self.x(0)}" y1="0" y2="{_HEIGHT - 4}"/>')
-        if one.has_interval and math.isfinite(one.high):
-            left, right = self.x(one.low), self.x(one.high)
-            parts.append(f'<line class="bar" x1="{left}" x2="{right}" y1="{middle}" y2="{middle}"/>')
-            parts += [
-                f'<path class="beyond" d="M{end} {middle - 4}l{sign * 5} 4l{-sign * 5} 4z"/>'
-                for end, sign, out in (
-                    (left + 5, -1, one.low < self.low),
-                    (right - 5, 1, one.high > self.high),
-                )
-                if out
-            ]
-        parts += [
-            f'<circle class="seed" cx="{self.x(value)}" cy="{_HEIGHT - 4}" r="1.8"/>'
-            for value in one.values
-            if self.low <= value <= self.high
-        ]
-        if one.pairs:
-            parts.append(f'<circle class="mean" cx="{self.x(one.mean)}" cy="{middle}" r="4"/>')
-        label = html_text(f"{line.group}, {line.label}: {_bounds(one)}")
-        return (
-            f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" role="img"'
-            f' aria-label="{label}"><title>{label}</title>{"".join(parts)}</svg>'
-        )

@@ -80,6 +80,11 @@ class Column(Generic[Row]):
         return (cell[0] if isinstance(cell, tuple) else cell) or ""
 
 
+def only(form: Form, *columns: Column[Row]) -> list[Column[Row]]:
+    """Return the columns for one form alone."""
+    return [replace(column, only=(form,)) for column in columns]
+
+
 @dataclass(frozen=True)
 class _Drawn:
     """Column as one form has it."""

@@ -14,6 +14,7 @@ from ablate.files import Json
 from ablate.results.attribution import Effect, Grid, grid, held_effects, interactions, main_effects
 from ablate.results.contrasts import Contrast, contrasts
 from ablate.results.forked import design_of, sharpened, views
+from ablate.results.log_ratios import Change, changes
 from ablate.results.paired_stats import Difference, Verdict, paired_difference
 from ablate.results.summary import ArmSummary, judge_learned, metrics_of, summaries
 from ablate.store.ledger import Ledger
@@ -60,6 +61,16 @@ class Comparisons:
     def _arms(self) -> list[ArmSummary]:
         """Every arm, all judged together."""
         return summaries(self.ledger, self.metric)
+
+    @cached_property
+    def families(self) -> list[list[ArmSummary]]:
+        """Every arm, by each metric of the file."""
+        return [self.arms, *(summaries(self.ledger, metric) for metric in self.metrics[1:])]
+
+    @cached_property
+    def relative_changes(self) -> list[list[Change]]:
+        """Relative change of every arm that has a baseline, by each metric of the file, judged within it."""
+        return [changes(arms, metric) for arms, metric in zip(self.families, self.metrics, strict=True)]
 
     @cached_property
     def contrasts(self) -> list[Contrast]:

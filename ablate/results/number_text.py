@@ -62,12 +62,17 @@ def _places(smallest: float) -> int:
 
 
 def percents(difference: Difference) -> str:
-    """Return a difference of fractions in percent: `+1.23 ±0.45 %`, `+35 ±12 %`.
+    """Return a difference of fractions in percent: `+1.23 ±0.45 %`, `+35 ±12 %`."""
+    half = difference.high - difference.mean if difference.has_interval else math.nan
+    text, bound = percent_texts(difference.mean, half)
+    return f"{text} ±{bound} %" if bound else f"{text} %"
 
-    Both numbers end at the second digit of half the interval; without an interval there are two decimals.
+
+def percent_texts(value: float, half: float) -> tuple[str, str]:
+    """Return a fraction with its sign and half its interval in percent, as texts: `+1.23`, `0.45`.
+
+    Both end at the second digit of half the interval; without one (NaN, infinite) there are two decimals and
+    an empty text.
     """
-    half = 100 * (difference.high - difference.mean) if difference.has_interval else 0.0
-    places = max(0, 1 - _exponent(half)) if half else 2
-    return (
-        f"{100 * difference.mean:+z.{places}f}{f' ±{half:.{places}f}' if difference.has_interval else ''} %"
-    )
+    places = max(0, 1 - _exponent(100 * half)) if half and math.isfinite(half) else 2
+    return f"{100 * value:+z.{places}f}", f"{100 * half:.{places}f}" if math.isfinite(half) else ""

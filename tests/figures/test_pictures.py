@@ -33,7 +33,6 @@ class Sweep:
 
 FROM_A_SWEEP = {
     "forest": lambda of: figures.forest(of.arms, of.metric),
-    "dots": lambda of: figures.dots(of.arms, of.metric),
     "interaction": lambda of: figures.interaction(grid(of.arms), of.metric),
     "throughput_gap": lambda of: figures.throughput_gap(of.arms, of.metric),
     "curves": lambda of: figures.curves(of.table, of.metric.name),

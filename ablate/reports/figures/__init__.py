@@ -8,7 +8,6 @@ are. Only this folder imports seaborn.
 from ablate.reports.figures.bench import bars, shares, speeds
 from ablate.reports.figures.curves import curves, decay, gap_curve
 from ablate.reports.figures.effects import (
-    dots,
     forest,
     interaction,
     throughput_gap,
@@ -24,7 +23,6 @@ __all__ = [
     "curves",
     "decay",
     "divergence",
-    "dots",
     "errors_by_slot",
     "forest",
     "gap_curve",

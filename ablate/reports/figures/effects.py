@@ -1,11 +1,11 @@
-"""Figures of effects with their uncertainty: paired gaps, contrasts, interactions of two knobs, spread over
-seeds, and the gap over throughput."""
+"""Figures of effects with their uncertainty: paired gaps, interactions of two knobs, and the gap over
+throughput."""
 
 import itertools
 import json
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -13,10 +13,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 from matplotlib.typing import FillStyleType
 
-from ablate.experiment.schema import Metric, Published
+from ablate.experiment.schema import Metric
 from ablate.reports.figures.style import (
     COLOURS,
-    GREY,
     MOST_ARMS,
     Picture,
     best_of,
@@ -27,7 +26,6 @@ from ablate.reports.figures.style import (
     house,
     label,
     legend,
-    log_axis,
     marks,
     name_column,
     panels,
@@ -160,75 +158,6 @@ def _standing(verdict: Verdict) -> str:
     if not verdict.decided or verdict.exploratory:
         return "not decided"
     return "equivalent" if verdict.kind == "same" else verdict.kind
-
-
-@house
-def dots(arms: list[ArmSummary], metric: Metric, published: Sequence[Published] = ()) -> Picture | None:
-    """Draw each arm's metric as one dot for each seed, beside its baseline and published figures.
-
-    The axis is logarithmic if the values span a factor of 8.
-
-    Args:
-        arms: Arms of the sweep. Of many, the best are drawn.
-        metric: Metric that is drawn.
-        published: Published figures, of which those on one arm at no certain step are drawn.
-
-    Returns:
-        The picture; None if no arm has a value.
-    """
-    best = foremost(arms, metric, MOST_ARMS)
-    measured = {arm.name: arm for arm in best if arm.values}
-    if not measured:
-        return None
-    compared = [arm for arm in measured.values() if arm.baseline in measured]
-    several = len({arm.baseline for arm in compared}) > 1
-    shown = compared if several else list(measured.values())  # each baseline beside its arm, or one for all
-    data = _dots(shown, measured if several else {}, metric, published)
-    question = f"What did each arm come to in {metric.name}, seed by seed?"
-    body = canvas(question, 5.6 + name_column(arm.name for arm in shown), 0.36 * len(shown) + 1.2)
-    axes = body.subplots()
-    rows(axes, [arm.name for arm in shown])
-    positions = {arm.name: row for row, arm in enumerate(shown)}
-    looks: dict[str, dict[str, Any]] = {
-        "its baseline, by seed": {"marker": "|", "markersize": 14, "color": GREY},
-        "arm, by seed": {"marker": "o", "color": COLOURS[0], "alpha": 0.7},
-        "published": {"marker": "D", "markersize": 11, "fillstyle": "none", "color": COLOURS[3]},
-    }
-    handles = {}
-    for what, look in looks.items():
-        drawn = data[data["what"] == what]
-        for arm, values in drawn.groupby("arm", sort=False)["value"]:
-            (handles[what],) = axes.plot(values, [positions[arm]] * len(values), linestyle="", **look)
-    values = data["value"].abs()
-    if values.min() > 0 and values.max() > 8 * values.min():
-        axes.set_xscale("log")
-        log_axis(axes.xaxis)
-    axis = (
-        metric.name
-        if len(best) == len(arms)
-        else f"{metric.name}: the best {len(best)} of {len(arms):,} arms"
-    )
-    axes.set_xlabel(axis)
-    legend(body, list(handles.values()), list(handles), "outside lower center")
-    return finished(stem("dots", metric.name), question, body, data)
-
-
-def _dots(
-    shown: list[ArmSummary], bases: dict[str, ArmSummary], metric: Metric, published: Sequence[Published]
-) -> pd.DataFrame:
-    lines: list[tuple[str, str, int | None, float | str]] = []
-    for arm in shown:
-        lines += [(arm.name, "arm, by seed", seed, value) for seed, value in arm.values.items()]
-        base = bases[arm.baseline].values if bases and arm.baseline else {}
-        lines += [(arm.name, "its baseline, by seed", seed, value) for seed, value in base.items()]
-    names = {arm.name for arm in shown}
-    alone = [
-        line
-        for line in published
-        if line.metric == metric.name and line.step is None and line.against is None
-    ]
-    lines += [(line.arm, "published", None, line.value) for line in alone if line.arm in names]
-    return pd.DataFrame(lines, columns=["arm", "what", "seed", "value"]).astype({"seed": "Int64"})
 
 
 @house
