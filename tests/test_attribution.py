@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -10,9 +11,11 @@ from pandas import DataFrame
 from support.books import add
 
 from ablate.reports.answer import Answer
+from ablate.reports.dose_parts import positions
 from ablate.results.attribution import Grid, extra_tokens, front, grid, interactions, main_effects, shares
 from ablate.results.doses import doses, sentence, share_closed
 from ablate.results.intervals import SINGLE_LOOK, Interval
+from ablate.results.number_text import bounds
 from ablate.results.paired_stats import Verdict, paired_difference
 from ablate.results.summary import ArmSummary
 from ablate.store.ledger import Ledger
@@ -164,39 +167,79 @@ def cooled(book, gaps: dict[float, float], noise: float = 0.001) -> None:
 
 
 def found_doses(book):
-    answer = Answer(book)
-    return doses(answer.grid, {arm.name: arm for arm in answer.arms}).get("cooldown")
+    return next((one for one in doses(Answer(book)) if one.knob == "cooldown"), None)
 
 
 def test_doses_are_in_order_with_the_share_of_the_gap_that_each_closes(tmp_path):
     book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
     book.describe(question="Q?", metric='{"name": "val/loss"}', search="")
-    cooled(book, {0.2: 0.02, 0: 0.1, 0.1: 0.06})
+    cooled(book, {0.1: 0.1, 0.3: 0.02, 0: 0.06})
     found = found_doses(book)
-    assert [dose.value for dose in found] == [0, 0.1, 0.2]
-    assert [dose.closed and dose.closed.value for dose in found] == [
-        None,
+    assert [dose.value for dose in found.values] == [0, 0.1, 0.3]
+    assert found.reference.value == 0.1
+    assert [dose.closed and dose.closed.value for dose in found.values] == [
         pytest.approx(0.4, abs=0.03),
+        None,
         pytest.approx(0.8, abs=0.03),
     ]
-    assert found[2].change.mean == pytest.approx(found[2].gap.mean - found[0].gap.mean)
-    assert sentence("cooldown", found).startswith("cooldown 0.2 closes 80 % (95 % interval 79 to 80 %) of")
+    assert sentence(found).startswith("cooldown 0.3 closes 80 % (95 % interval 79 to 81 %) of")
     book.close()
 
 
 @pytest.mark.parametrize(
     ("gaps", "said"),
     [
-        ({0: 0.0, 0.1: 0.05, 0.2: 0.1}, "is not told from zero, so that no share"),
-        ({0: 0.1, 0.1: 0.2, 0.2: 0.15}, " %) of the gap of cooldown 0, not steadily"),
-        ({0: 0.1, 0.1: 0.1, 0.2: 0.1}, "which is not told from zero"),
+        ({0: 0.0, 0.1: 0.05, 0.2: 0.1}, "it may be zero, so no share"),
+        ({0: 0.1, 0.1: 0.2, 0.2: 0.15}, " %) of the gap at cooldown 0, not steadily"),
+        ({0: 0.1, 0.1: 0.1, 0.2: 0.1}, ", perhaps none of it."),
     ],
 )
 def test_a_dose_says_what_it_cannot(gaps, said, tmp_path):
     book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
     book.describe(question="Q?", metric='{"name": "val/loss"}', search="")
     cooled(book, gaps, noise=1e-4)
-    assert said in sentence("cooldown", found_doses(book))
+    assert said in sentence(found_doses(book))
+    book.close()
+
+
+def test_the_picture_of_doses_has_the_verdicts_and_numbers_of_the_table_of_comparisons(tmp_path):
+    book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    book.describe(question="Q?", metric='{"name": "val/loss", "min_effect": 0.01}', search="")
+    cooled(book, {0: 0.1, 0.1: 0.099, 0.2: 0.02, 0.3: 0.2}, noise=0.002)
+    answer = Answer(book)
+    picture, _ = answer.doses()
+    html = picture.html()
+    lines = {line.label.split()[0]: line for line in answer.comparisons().rows if line.group == "cooldown"}
+    drawn = re.findall(r'<g class="(\w+)"><title>(\S+): (.*?), (\w+)</title>', html)
+    assert {kind for kind, *_ in drawn} == {"equivalent", "better", "worse"}
+    for kind, dose, numbers, verdict in drawn:
+        assert kind == verdict == lines[dose].verdict.kind
+        assert numbers == bounds(lines[dose].difference).replace("-", "\u2212")
+    assert all(text in html for text in ("worse than cooldown 0 ↑", "better than cooldown 0 ↓", "too small"))
+    heights = [float(y) for y in re.findall(r'<svg x="[\d.]+%" y="([\d.]+)"[^>]*><path class="mean"', html)]
+    assert heights.index(max(heights)) == 2  # the lowest loss is the lowest mark
+    assert heights.index(min(heights)) == 3
+    book.close()
+
+
+@pytest.mark.parametrize(
+    ("values", "even"),
+    [([0, 0.1, 0.2, 0.3], True), ([8, 16, 32, 64], True), ([0, 1, 1000, 1001], True), ([1, 2, 4.5], False)],
+)
+def test_doses_stand_on_the_scale_that_separates_them(values, even):
+    steps = np.diff(positions(values))
+    assert (steps > 0).all()
+    assert (np.ptp(steps) < 1e-9) == even
+
+
+def test_one_seed_of_doses_is_drawn_without_intervals(tmp_path):
+    book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    book.describe(question="Q?", metric='{"name": "val/loss"}', search="")
+    add(book, "bf16", {0: 3.0}, None, knobs={"recipe": "bf16"})
+    for value in (0, 0.1, 0.2):
+        add(book, f"cooldown={value}", {0: 3.1 - value}, knobs={"cooldown": value})
+    html = "".join(part.html() for part in Answer(book).doses())
+    assert ('class="bar"' in html, html.count('class="mean"')) == (False, 3)
     book.close()
 
 

@@ -92,7 +92,9 @@ class Answer(VerdictSentences):
     def values(self) -> Table:
         """Return the table of every arm's mean by every metric of the file."""
         names = {arm.name for arm in self.shown}
-        return values_table(self, [[arm for arm in arms if arm.name in names] for arms in self.families])
+        return values_table(
+            self, [[arm for arm in arms if arm.name in names] for arms in self.arms_by_metric]
+        )
 
     def effects(self, metric: Metric | None = None) -> Table:
         """Return the table of arms: means, gaps to the baseline, verdicts, speed.
@@ -134,9 +136,9 @@ class Answer(VerdictSentences):
         """Return the table of main effects and interactions of a grid."""
         return answer_tables.factors_table(self.grid, self.main_effects, self.interactions)
 
-    def doses(self) -> list[Table | Text]:
-        """Return what each value of an ordered knob does to the gap: a table and a sentence for each knob."""
-        return dose_parts(doses(self.grid, {arm.name: arm for arm in self.arms}))
+    def doses(self) -> list[Part]:
+        """Return what each value of an ordered knob does: a picture and a sentence for each knob."""
+        return dose_parts(doses(self), self.metric, self.unit, self.answer.valid)
 
     def components(self) -> Table | None:
         """Return the table of leave-one-out differences and Shapley shares of a grid of components."""

@@ -45,7 +45,7 @@ class Measurements(Comparisons):
     @cached_property
     def objectives(self) -> dict[Metric, list[ArmSummary]] | None:
         """Arms by each of several objectives; None if there is only one."""
-        return dict(zip(self.metrics, self.families, strict=True)) if len(self.metrics) > 1 else None
+        return dict(zip(self.metrics, self.arms_by_metric, strict=True)) if len(self.metrics) > 1 else None
 
     @property
     def journal(self) -> Path:

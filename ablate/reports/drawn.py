@@ -49,16 +49,19 @@ def minus(text: str) -> str:
 
 def round_numbers(low: float, high: float, most: int = 6) -> list[tuple[float, str]]:
     """Return round numbers within bounds, at most about `most`, each with its text."""
-    step = 10 ** math.floor(math.log10((high - low) / 2))
+    step = 10 ** math.floor(math.log10((high - low) / most))
     step = next(s for s in (step, 2 * step, 5 * step, 10 * step) if (high - low) / s <= most)
     decimals = max(0, -math.floor(math.log10(step)))
     numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
     return [(n * step, minus(f"{n * step:+.{decimals}f}") if n else "0") for n in numbers]
 
 
-def reach(those: Iterable[tuple[Difference, float | None]]) -> tuple[float, float]:
-    """Return the bounds of an axis for differences with their margins: zero, means, margins and intervals,
-    but the widest intervals not to their ends."""
+def reach(those: Iterable[tuple[Difference, float | None]], farthest: float = 2.0) -> tuple[float, float]:
+    """Return the bounds of an axis for differences: zero, means, intervals and margins.
+
+    The widest intervals are not shown to their ends, and a margin is left out if it is `farthest` times as
+    wide as those.
+    """
     known = [(one, margin) for one, margin in those if one.pairs]
     halves = sorted(one.high - one.mean for one, _ in known if one.has_interval)
     most = _WIDEST * halves[len(halves) // 2] if halves else math.inf
@@ -66,7 +69,7 @@ def reach(those: Iterable[tuple[Difference, float | None]]) -> tuple[float, floa
     for one, margin in known:
         half = min(one.high - one.mean, most) if one.has_interval else 0.0
         ends += [one.mean - half, one.mean + half]
-        ends += [-margin, margin] if margin and margin < 2 * most else []
+        ends += [-margin, margin] if margin and margin < farthest * most else []
     pad = 0.06 * (max(ends) - min(ends)) or 1.0
     return min(ends) - pad, max(ends) + pad
 

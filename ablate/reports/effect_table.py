@@ -19,7 +19,7 @@ from ablate.reports.plain_text import inline
 from ablate.reports.table import Cell, Column, Html, Table, only
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import difference_word
-from ablate.results.number_text import signed
+from ablate.results.number_text import bounds
 from ablate.results.paired_stats import MOST_SEEDS, Difference, Verdict
 from ablate.results.verdict_text import needed_text, verdict_notes
 from ablate.training.metric_names import DAMAGE
@@ -112,7 +112,7 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
         *only(
             "markdown",
             Column("comparison", lambda line: f"{line.group}, {line.label}{' (the question)' * line.asked}"),
-            Column(f"effect on {metric.name}{unit}, 95 % interval", lambda line: _bounds(line.difference)),
+            Column(f"effect on {metric.name}{unit}, 95 % interval", lambda line: bounds(line.difference)),
         ),
         *only(
             "csv",
@@ -152,13 +152,13 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
 
 def _drawing(axis: Axis, line: Line, coloured: bool) -> Html:
     """Return the interval of a line as a drawing."""
-    label = f"{line.group}, {line.label}: {_bounds(line.difference)}"
+    label = f"{line.group}, {line.label}: {bounds(line.difference)}"
     return Html(axis.draw(line.difference, label, look(line.verdict, coloured), line.margin))
 
 
 def _numbers(line: Line) -> Cell:
     """Return effect and interval, which sort by the effect."""
-    text = _bounds(line.difference)
+    text = bounds(line.difference)
     return (minus(text) if line.difference.pairs else text, line.difference.mean)
 
 
@@ -193,16 +193,6 @@ def by_seed(difference: Difference) -> str:
 
 def _plain(value: float) -> str:
     return f"{value:.6g}" if math.isfinite(value) else ""
-
-
-def _bounds(difference: Difference) -> str:
-    """Return `+0.0040 (-0.0190 to +0.0280)`."""
-    if not difference.pairs:
-        return "-"
-    mean = signed(difference.mean, difference)
-    if not difference.has_interval:
-        return mean
-    return f"{mean} ({signed(difference.low, difference)} to {signed(difference.high, difference)})"
 
 
 def _seeds(verdict: Verdict) -> Cell:

@@ -63,14 +63,14 @@ class Comparisons:
         return summaries(self.ledger, self.metric)
 
     @cached_property
-    def families(self) -> list[list[ArmSummary]]:
+    def arms_by_metric(self) -> list[list[ArmSummary]]:
         """Every arm, by each metric of the file."""
         return [self.arms, *(summaries(self.ledger, metric) for metric in self.metrics[1:])]
 
     @cached_property
     def relative_changes(self) -> list[list[Change]]:
         """Relative change of every arm that has a baseline, by each metric of the file, judged within it."""
-        return [changes(arms, metric) for arms, metric in zip(self.families, self.metrics, strict=True)]
+        return [changes(arms, metric) for arms, metric in zip(self.arms_by_metric, self.metrics, strict=True)]
 
     @cached_property
     def contrasts(self) -> list[Contrast]:

@@ -1,28 +1,30 @@
-"""Dose-response: what each value of an ordered knob does to the gap.
+"""Dose-response: what each value of an ordered knob does, beside its first value in the file.
 
-    cooldown    gap to bf16          change from 0        of the gap closed
-    0           +0.0105 ±0.0070
-    0.1         +0.0063 ±0.0051      -0.0042 ±0.0031      40 % (12 to 90)
+    cooldown    change from 0           verdict       of the gap closed
+    0.05        -0.0021 ±0.0035         undecided
+    0.1         -0.0042 ±0.0031         better        40 % (12 to 90)
 
+Changes and verdicts are those of the sweep's comparisons: the one that the file asks for, else main effects.
 The share is a ratio of two means over the same seeds, both uncertain. Its 95 % interval is Fieller's: all
-ratios that the paired values do not exclude. It is bounded only if the gap of the first value is told from
-zero by its own interval, and the share is given only then.
+ratios that the paired values do not exclude. It is bounded only if the interval of the first value's gap
+excludes zero, and the share is given only then.
 
 Source: E. C. Fieller, "Some problems in interval estimation", J. R. Stat. Soc. B 16 (1954).
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
-from ablate.results.attribution import Grid
+from ablate.files import Json
+from ablate.results.attribution import Effect, Grid
+from ablate.results.comparisons import Comparisons
 from ablate.results.intervals import Interval
 from ablate.results.number_text import interval
-from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, common, paired_difference
-from ablate.results.summary import ArmSummary
+from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, Verdict, common, paired_difference
 
 _FEWEST = 3
 """Fewest values of a knob for a dose-response."""
@@ -35,11 +37,6 @@ class Share:
     value: float
     low: float
     high: float
-
-    @property
-    def told(self) -> bool:
-        """True if the interval excludes 0."""
-        return self.low > 0 or self.high < 0
 
     def __str__(self) -> str:
         return f"{100 * self.value:.0f} % ({100 * self.low:.0f} to {100 * self.high:.0f})"
@@ -79,69 +76,105 @@ class Dose:
     """One value of an ordered knob."""
 
     value: float
-    gap: Difference
-    """Gap to the baseline, on average over the other knobs."""
-    change: Difference | None
-    """Its gap minus that of the first value; None for that one."""
-    closed: "Share | None"
-    """Share of the first value's gap that it closes; None if that gap is not told from zero."""
+    change: tuple[Difference, Verdict] | None
+    """Its metric minus that of the knob's first value, judged; None for that one."""
+    gap: Difference | None
+    """Gap to the baseline, on average over the other knobs; None without a common baseline."""
+    closed: Share | None
+    """Share of the first value's gap that it closes; None if that gap's interval includes zero."""
 
 
-def doses(grid: Grid | None, baselines: Mapping[str, ArmSummary]) -> dict[str, list[Dose]]:
-    """Return the values of each ordered knob of a grid, ascending, with their gaps.
+@dataclass(frozen=True)
+class Doses:
+    """All values of an ordered knob."""
+
+    knob: str
+    given: Mapping[str, Json]
+    """Values at which other knobs are held."""
+    margin: float | None
+    """Smallest effect that matters, in the metric's unit."""
+    values: Sequence[Dose]
+    """Ascending."""
+
+    @property
+    def reference(self) -> Dose:
+        """The value that the others are compared with."""
+        return next(dose for dose in self.values if dose.change is None)
+
+
+def doses(sweep: Comparisons) -> list[Doses]:
+    """Return the values of each ordered knob of a sweep's grid: of knobs with three numbers or more.
 
     Args:
-        grid: arms that are a product of knobs' levels, or None.
-        baselines: every arm by name.
-
-    Returns:
-        The doses by knob: of knobs with three numbers or more, if all arms have one baseline.
+        sweep: the sweep's comparisons.
     """
-    if grid is None or len({arm.baseline for arm in grid.arms}) > 1:
-        return {}
-    base = baselines.get(grid.arms[0].baseline or "") if grid.arms else None
-    if base is None:
-        return {}
-    found = {}
-    for knob, levels in grid.levels.items():
+    if sweep.grid is None:
+        return []
+    found = []
+    for knob, levels in sweep.grid.levels.items():
         numbers = [one for one in levels if isinstance(one, int | float) and not isinstance(one, bool)]
-        if len(numbers) < max(_FEWEST, len(levels)):
+        judged = _judged(sweep, knob)
+        if len(numbers) < max(_FEWEST, len(levels)) or len(judged) != len(levels) - 1:
             continue
-        order = sorted(range(len(levels)), key=numbers.__getitem__)
-        means = [grid.mean(grid.cells(**{knob: level})) for level in order]
-        gaps = [paired_difference(mean, base.values, grid.interval) for mean in means]
-        by_seed = [{s: mean[s] - base.values[s] for s in common(mean, base.values)} for mean in means]
-        found[knob] = [
-            Dose(
-                float(numbers[level]),
-                gap,
-                paired_difference(mean, means[0], grid.interval) if place else None,
-                share_closed(by_seed[0], by_seed[place], grid.interval) if place else None,
-            )
-            for place, (level, mean, gap) in enumerate(zip(order, means, gaps, strict=True))
+        changes = [None, *((effect.effect, verdict) for effect, verdict in judged)]
+        gaps = _gaps(sweep, sweep.grid, knob)
+        values = [
+            Dose(float(number), change, *gap)
+            for number, change, gap in zip(numbers, changes, gaps, strict=True)
         ]
+        first = judged[0][0]
+        found.append(Doses(knob, first.given, first.margin, sorted(values, key=lambda dose: dose.value)))
     return found
 
 
-def sentence(knob: str, values: list[Dose]) -> str:
-    """Return what the doses say in a sentence.
+def _judged(sweep: Comparisons, knob: str) -> Sequence[tuple[Effect, Verdict]]:
+    """Return the effects of a knob's levels with their verdicts: those that the file asks for, if it asks for
+    any, else its main effects."""
+    for family in (sweep.asked_effects, sweep.main_effects):
+        if own := [(effect, verdict) for effect, verdict in family if effect.knobs == (knob,)]:
+            return own
+    return []
 
-    Args:
-        knob: name of the knob.
-        values: its doses, ascending.
-    """
-    first, last = values[0], values[-1]
-    if last.closed is None or last.change is None:
-        return (
-            f"The gap at {knob} {first.value:g}, {interval(first.gap)}, is not told from zero, so that no"
-            " share of it can be closed."
+
+def _gaps(sweep: Comparisons, grid: Grid, knob: str) -> list[tuple[Difference | None, Share | None]]:
+    """Return the gap to the baseline at each level of a knob, and the share of the first that it closes;
+    None if the arms have several baselines."""
+    names = {arm.baseline for arm in grid.arms}
+    base = next((arm.values for arm in sweep.arms if names == {arm.name}), None)
+    if base is None:
+        return [(None, None)] * len(grid.levels[knob])
+    means = [grid.mean(grid.cells(**{knob: level})) for level in range(len(grid.levels[knob]))]
+    by_seed = [{seed: mean[seed] - base[seed] for seed in common(mean, base)} for mean in means]
+    return [
+        (
+            paired_difference(mean, base, grid.interval),
+            share_closed(by_seed[0], gap, grid.interval) if level else None,
         )
-    steps = [later.gap.mean - earlier.gap.mean for earlier, later in pairwise(values)]
+        for level, (mean, gap) in enumerate(zip(means, by_seed, strict=True))
+    ]
+
+
+def sentence(doses: Doses) -> str:
+    """Return the share of the gap that the value farthest from the reference closes, in a sentence; empty
+    without a baseline, or if other knobs are held."""
+    reference, knob = doses.reference, doses.knob
+    last = max(doses.values, key=lambda dose: abs(dose.value - reference.value))
+    gaps = [dose.gap for dose in doses.values if dose.gap]
+    if reference.gap is None or doses.given:
+        return ""
+    if last.closed is None:
+        return (
+            f"The gap at {knob} {reference.value:g} is {interval(reference.gap)}: it may be zero, so no share"
+            " of it can be stated."
+        )
+    steps = [later.mean - earlier.mean for earlier, later in pairwise(gaps)]
     steady = "" if all(step <= 0 for step in steps) or all(step >= 0 for step in steps) else ", not steadily"
-    at, of = f"{knob} {last.value:g}", f"the gap of {knob} {first.value:g}"
-    if not last.closed.told:
-        return f"{at} changes {of} by {interval(last.change)}, which is not told from zero{steady}."
-    low, high = sorted(abs(100 * bound) for bound in (last.closed.low, last.closed.high))
-    verb = "closes" if last.closed.value > 0 else "widens by"
-    share = f"{abs(100 * last.closed.value):.0f} % (95 % interval {low:.0f} to {high:.0f} %)"
-    return f"{at} {verb} {share} of {of}{steady}."
+    low, high = (100 * bound for bound in (last.closed.low, last.closed.high))
+    verb = "closes"
+    if high < 0:
+        verb, low, high = "widens by", -high, -low
+    share = f"{abs(100 * last.closed.value) if low > 0 else 100 * last.closed.value:.0f} %"
+    return (
+        f"{knob} {last.value:g} {verb} {share} (95 % interval {low:.0f} to {high:.0f} %) of the gap at"
+        f" {knob} {reference.value:g}{steady}{'' if low > 0 else ', perhaps none of it'}."
+    )

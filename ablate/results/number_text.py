@@ -46,6 +46,16 @@ def signed(value: float, difference: Difference) -> str:
     return f"{value:+z.{_decimals(difference)}f}"
 
 
+def bounds(difference: Difference) -> str:
+    """Return a difference with its interval's bounds: `+0.0040 (-0.0190 to +0.0280)`."""
+    if not difference.pairs:
+        return "-"
+    mean = signed(difference.mean, difference)
+    if not difference.has_interval:
+        return mean
+    return f"{mean} ({signed(difference.low, difference)} to {signed(difference.high, difference)})"
+
+
 def around(mean: float, half: float) -> str:
     """Return a number with its sign and half its interval: `+0.0123 ±0.0023`."""
     places = _places(half or abs(mean))
