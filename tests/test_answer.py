@@ -1,7 +1,9 @@
 """Tests of a report's answer: the verdict that the numbers allow and no more, and every loss by name."""
 
+import itertools
 import json
 import math
+import re
 import shutil
 import sqlite3
 from collections import Counter
@@ -14,6 +16,7 @@ from support.experiments import ledger, problems, sweep, tiny, write
 from support.made_up import member as finish
 from support.tables import cells
 
+from ablate.experiment.arms import label
 from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.experiment.schema import Metric, Published
 from ablate.reports.answer import Answer
@@ -121,6 +124,51 @@ def test_a_grids_verdict_states_each_knobs_main_effect_and_nothing_else(book):
     assert [effect.effect.mean for effect, _ in answer.main_effects] == [
         rows[knob]["effect"][1] for knob in ("rht", "sr")
     ]
+
+
+def test_a_page_has_a_column_for_each_knob_in_place_of_names_and_a_file_has_the_names(book, tmp_path):
+    add(book, "bf16", BASE, None, knobs={"recipe": "bf16"})
+    for rht, sr in itertools.product((True, False), repeat=2):
+        add(book, label({"rht": rht, "sr": sr}), ALIKE, knobs={"rht": rht, "sr": sr})
+    answer = Answer(book, tmp_path)
+    page = answer.show("Every arm", answer.effects())
+    heads = re.findall(r"<button[^>]*>(.*?)</button>", page.html())
+    assert heads[:4] == ["arm", "rht", "sr", "val/loss"]
+    rows = re.findall(r"<tr[^>]*><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page.html())
+    assert sorted(rows) == [
+        ("", "false", "false"),
+        ("", "false", "true"),
+        ("", "true", "false"),
+        ("", "true", "true"),
+        ("bf16", "", ""),
+    ]
+    lines = (tmp_path / "effects-val-loss.csv").read_text().splitlines()
+    assert (lines[0].split(",")[:2], lines[2].split(",")[0]) == (["arm", "val/loss"], "rht=true sr=true")
+
+
+def test_arms_that_set_different_knobs_keep_their_names(book):
+    whole_grid(book)
+    add(book, "another", BASE, knobs={"block": "1x8", "sr": True})
+    answer = Answer(book)
+    assert '<button type="button">rht</button>' not in answer.show("Every arm", answer.effects()).html()
+
+
+@pytest.mark.parametrize(
+    ("direction", "left", "right"), [("minimize", "← better", "worse →"), ("maximize", "← worse", "better →")]
+)
+def test_the_ends_of_the_axis_say_which_is_better_and_marks_have_the_verdicts_shapes(
+    book, direction, left, right
+):
+    book.describe(metric=json.dumps({"name": "val/loss", "min_effect": 0.01, "direction": direction}))
+    add(book, "bf16", BASE, None)
+    add(book, "mxfp4", WORSE)
+    add(book, "nvfp4", ALIKE)
+    html = Answer(book).comparisons().html()
+    assert re.findall(r'<text class="end"[^>]*>(.*?)</text>', html) == [left, right]
+    drawn = re.findall(r'<svg class="(\w+)".*?aria-label="gap to bf16, (\w+).*?class="mean" d="(.{6})', html)
+    worse = "worse" if direction == "minimize" else "better"
+    assert {(kind, arm) for kind, arm, _ in drawn} == {(worse, "mxfp4"), ("equivalent", "nvfp4")}
+    assert len({shape for _, _, shape in drawn}) == 1 + (worse == "worse")
 
 
 def test_the_seeds_for_a_verdict_are_the_same_number_everywhere(book):

@@ -11,6 +11,7 @@ answer_tables.py, figures in figures/. Nothing is drawn or computed a second tim
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
@@ -22,6 +23,7 @@ from ablate.reports.answer_verdict import VerdictSentences
 from ablate.reports.change_table import change_table, values_table
 from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
+from ablate.reports.knob_columns import by_knobs
 from ablate.reports.page import Code, Gallery, Part, Section, Text, section
 from ablate.reports.run_tables import recipes_table, runs_table
 from ablate.reports.search_parts import effects_parts, front_parts
@@ -74,6 +76,7 @@ class Answer(VerdictSentences):
             folded: True to hide the parts until a reader opens the section.
         """
         shown = section(title, *parts, folded=folded)
+        shown = replace(shown, parts=[by_knobs(part, self.arms) for part in shown.parts])
         if self.out:
             shown.save(self.out)
         return shown

@@ -99,13 +99,12 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
     """
     axis, metric = Axis.of((line.difference, line.margin) for line in those), sweep.metric
     unit = f", {sweep.unit}" if sweep.unit else ""
-    better = "less is better" if metric.direction == "minimize" else "more is better"
     ends = ("← better", "worse →") if metric.direction == "minimize" else ("← worse", "better →")
     seeded = any(line.verdict.needed for line in those)
     columns = [
         *only(
             "html",
-            Column(f"{metric.name}{unit} ({better})", _label),
+            Column(f"{metric.name}{unit}", _label),
             Column(Html(axis.head(*ends)), lambda line: _drawing(axis, line, coloured)),
             Column("effect, 95 % interval", _numbers),
         ),
