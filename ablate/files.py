@@ -199,6 +199,38 @@ def lock(path: Path, wait: bool = True, attempt: int | None = None) -> Iterator[
         yield lambda: path.exists() and path.read_bytes() == holder.encode()
 
 
+def holder_of(path: Path) -> Holder | None:
+    """Return the process that holds the lock file `path`; None if none does. It never blocks another one.
+
+    A lock that names a dead process of this machine is not tried, so that a process that starts now finds it
+    free.
+    """
+    try:
+        with path.open("rb") as file:
+            found = Holder.parse(file.read())
+            if found is None or _dead(found):
+                return None
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except (FileNotFoundError, IsADirectoryError):
+        return None
+    except BlockingIOError:
+        return found
+    return None
+
+
+def _dead(holder: Holder) -> bool:
+    """Return True if the process that a lock names is known to be gone."""
+    if holder.host != os.uname().nodename:
+        return False
+    try:
+        os.kill(holder.pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:  # somebody else's
+        return False
+    return False
+
+
 def _acquire(file: TextIO) -> bool:
     """Lock the file without waiting for its holder; return False if that fails.
 

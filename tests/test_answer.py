@@ -480,10 +480,19 @@ def test_tokens_to_match_and_percent_are_those_of_the_curves(book):
         ),
         (
             lambda b: (add(b, "bf16", BASE, None, status="failed"), add(b, "a", BASE, status="failed")),
-            "No answer yet",
+            "Failed: all 8 runs failed.",
+        ),
+        (
+            lambda b: (add(b, "bf16", BASE, None, status="failed"), add(b, "a", BASE, status="pending")),
+            "Failed: 4 of 8 runs failed, and none has finished.",
+        ),
+        (lambda b: add(b, "bf16", BASE, None, status="pending"), "No answer yet: no run has finished."),
+        (
+            lambda b: (add(b, "bf16", BASE, None), add(b, "a", {0: 3.1}), add(b, "b", {1: 3.1})),
+            "No answer yet: no arm shares two finished seeds with its baseline.",
         ),
     ],
-    ids=["one arm", "one seed", "all diverged", "none finished"],
+    ids=["one arm", "one seed", "all diverged", "all failed", "some failed", "none finished", "one pair"],
 )
 def test_where_nothing_can_be_claimed_that_is_said_and_why(book, fill, expected):
     fill(book)

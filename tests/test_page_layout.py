@@ -1,6 +1,7 @@
 """No text of a page lies over another, and none leaves the page: on narrow and wide screens, and in print."""
 
 import json
+import os
 import shutil
 import time
 from contextlib import closing
@@ -12,7 +13,7 @@ from support.experiments import sweep, tiny
 
 from ablate.cli.report import make
 from ablate.cli.report_server import index
-from ablate.files import lock
+from ablate.files import Holder, lock
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 
@@ -74,7 +75,9 @@ def pages(state) -> dict[str, list[Path]]:
     """Files of the pages by kind."""
     made = {name: make(state, name, FIRST.get(name)).pages for name in KINDS}
     made["failed"] = make(state / "failed", "grid", ["ablation"]).pages
-    with lock(state / "running" / "sweeps" / "grid" / "lock"):
+    held = state / "running" / "sweeps" / "grid" / "lock"
+    with lock(held):
+        held.write_text(Holder(1, os.uname().nodename).content)
         made["running"] = make(state / "running", "grid", ["ablation"]).pages
         (state / "list.html").write_text(index(state))
     return {name: [*files] for name, files in made.items()} | {"list": [state / "list.html"]}

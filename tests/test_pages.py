@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -178,16 +177,6 @@ def test_the_dashboard_shows_the_study_its_history_and_importance_and_our_note(b
     sees(browser, "searched", "History", "Hyperparameter Importance", "cooldown", "rht")
     browser.get(f"{board}/dashboard/studies/{numbers['searched']}/note")
     sees(browser, "Which cooldown is best?", "gap to baseline")
-
-
-def test_without_a_name_the_dashboard_opens_on_the_search_though_the_grid_is_newer(state):
-    process = start("ui", "--state", state, "--mlflow", "none")
-    try:
-        address = addresses(process)["Optuna"]
-        board, number = re.fullmatch(r"(.*)/dashboard/studies/(\d+)", address).groups()
-        assert studies(board)["searched"] == int(number)
-    finally:
-        end(process)
 
 
 def test_of_a_grid_the_dashboard_opens_on_the_note_with_the_answer(browser, found):

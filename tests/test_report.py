@@ -1,8 +1,11 @@
 """A report is one file that needs no network, the same twice, whole or not there; what cannot be reported is one sentence."""
 
+import csv
 import json
+import os
 import re
 import shutil
+import time
 from contextlib import closing
 
 import nbformat
@@ -13,12 +16,14 @@ from support.experiments import ablate, sweep, tiny, write
 
 from ablate.cli.report import make
 from ablate.errors import InputError
+from ablate.files import Holder, lock
 from ablate.reports import report_files
 from ablate.reports.answer import Answer
 from ablate.reports.notebooks import NotebookError
 from ablate.reports.report_files import NOTEBOOKS, analysis, is_current
 from ablate.store.checked_ledger import open_ledger
 from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 from ablate.training.data.montage import montage
 
 pytestmark = pytest.mark.slow
@@ -190,6 +195,54 @@ def test_what_is_half_done_is_reported_and_marked(state, tmp_path):
     assert "<b>Incomplete:</b> 1 of 6 runs are missing (1 pending)" in html
     assert "1 of them not finished" in html
     assert "<b>Diverged:</b>" in html
+
+
+@pytest.fixture
+def copied(state, tmp_path):
+    """The grid in a state folder of its own, with its ledger, which is open for changes."""
+    shutil.copytree(state / "sweeps" / "grid", tmp_path / "sweeps" / "grid")
+    shutil.copytree(state / "trials", tmp_path / "trials")
+    with closing(Ledger(tmp_path / "sweeps" / "grid" / "ledger.db")) as ledger:
+        yield tmp_path, ledger
+
+
+def test_a_running_sweep_gives_counts_and_times_and_no_advice(copied):
+    state, ledger = copied
+    ledger.start_attempt(4, 2, time.time())
+    ledger.settle(5, "pending")
+    ledger.describe(left=json.dumps([time.time(), 86400.0]))
+    path = state / "sweeps" / "grid" / "lock"
+    with lock(path):
+        html = text_of(make(state, "grid", ["ablation"]).index)  # as a sweep does at its end
+        assert "<b>Incomplete:</b> 2 of 6 runs are missing" in html
+        path.write_text(Holder(1, os.uname().nodename).content)
+        html = text_of(make(state, "grid", ["ablation"]).index)
+    tomorrow = time.strftime("%Y-%m-%d", time.localtime(time.time() + 86400))
+    assert '<p class="verdict running"><b>Running.</b> 4 of 6 runs are over.' in html
+    assert f"the last at about {tomorrow}" in html
+    assert not any(word in html for word in ("--seeds", "Incomplete:", 'class="better"', 'class="worse"'))
+
+
+def test_failed_runs_are_listed_once_for_each_reason(copied):
+    state, ledger = copied
+    frame = '  File "/home/me/train.py", line {0}, in f\n    step({0})\n'
+    log = f"Traceback (most recent call last):\n{frame}ValueError: of seed {{1}}\n"
+    for member in ledger.members():
+        line = 5 if member.name == "bf16" else 6
+        ledger.settle(member.trial, "failed", f"ValueError: of seed {member.seed} (/home/me/train.py:{line})")
+        Store(state).log(member.id, 1).write_text(log.format(line, member.seed))
+    made = make(state, "grid", ["ablation"])
+    html = text_of(made.index)
+    assert '<p class="verdict none"><b>Failed:</b> all 6 runs failed.' in html
+    assert "shares two finished seeds" not in html
+    rows = list(csv.reader((made.folder / "figures" / "failures.csv").read_text().splitlines()))
+    assert [(row[0], row[2]) for row in rows[1:]] == [
+        ("4", "`step(6)` (train.py:6)"),
+        ("2", "`step(5)` (train.py:5)"),
+    ]
+    links = re.findall(r'<a href="([^"]+)">log-1.txt</a>', html.partition("</table>")[0])
+    assert len(links) == 2
+    assert all((made.folder / link).exists() for link in links)
 
 
 def test_a_notebook_that_stops_leaves_the_report_that_was_there_and_says_where(

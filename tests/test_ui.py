@@ -10,6 +10,7 @@ import sys
 import threading
 import urllib.error
 import urllib.request
+from contextlib import closing
 from functools import partial
 from http.server import ThreadingHTTPServer
 
@@ -20,7 +21,9 @@ from support.experiments import end, gone, start, sweep, tiny, until
 from support.processes import addresses
 
 from ablate.cli.report_server import ReportHandler, index
+from ablate.files import lock
 from ablate.reports.report_about import write_about
+from ablate.store.ledger import Ledger
 
 pytestmark = [
     pytest.mark.services,
@@ -231,7 +234,21 @@ def test_a_report_without_its_file_of_facts_is_listed_without_its_answer(state, 
     shutil.copytree(state, tmp_path / "copy")
     (tmp_path / "copy" / "reports" / "first" / "index.json").unlink()
     page = index(tmp_path / "copy")
-    assert '<a href="first/index.html"><b>first</b></a></td><td>Does &lt;it&gt; matter?</td>' in page
+    assert '<a href="first/index.html"><b>first</b></a></th><td>Does &lt;it&gt; matter?</td>' in page
+
+
+def test_the_list_shows_how_far_a_sweep_is_and_that_one_failed(state, tmp_path):
+    shutil.copytree(state / "sweeps", tmp_path / "sweeps")
+    with closing(Ledger(tmp_path / "sweeps" / "first" / "ledger.db")) as ledger:
+        ledger.settle(1, "pending")
+        with lock(tmp_path / "sweeps" / "first" / "lock"):
+            assert re.search(r'class="chip running">running, (\d) of (\d)<', index(tmp_path)).groups() == (
+                "2",
+                "3",
+            )
+        for trial in (1, 2, 3):
+            ledger.settle(trial, "failed")
+    assert 'class="chip failed">failed<' in index(tmp_path)
 
 
 def test_a_ledger_that_cannot_be_read_is_listed_with_why(state, tmp_path):

@@ -141,19 +141,23 @@ body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem aut
 a {{ color: var(--accent) }} table {{ border-collapse: collapse; width: 100% }}
 th, td {{ text-align: left; vertical-align: top; padding: .5rem .8rem .5rem 0;
   border-bottom: 1px solid var(--line) }}
-th {{ font-size: .85rem; color: var(--soft) }} small {{ color: var(--soft) }} p {{ margin: .2rem 0 }}
+thead th {{ font-size: .85rem; color: var(--soft) }} tbody th {{ font-weight: inherit }}
+small {{ color: var(--soft) }} p {{ margin: .2rem 0 }}
+a:focus-visible, input:focus-visible {{ outline: 2px solid var(--accent); outline-offset: 2px }}
 input {{ font: inherit; padding: .25rem .6rem; width: 24rem; max-width: 100%; margin: 0 0 1rem }}
 .chip {{ border: 1px solid; border-radius: 1rem; padding: 0 .6rem; font-size: .82rem; white-space: nowrap }}
-.answered {{ color: var(--good) }} .open {{ color: var(--open) }} .none {{ color: var(--bad) }}
+.answered {{ color: var(--good) }} .open {{ color: var(--open) }} .none, .failed {{ color: var(--bad) }}
 .running {{ color: var(--accent) }} .unknown {{ color: var(--soft) }}
-@media (max-width: 46rem) {{ thead {{ display: none }} td {{ display: block; border: 0; padding: .1rem 0 }}
+@media (max-width: 46rem) {{ thead {{ display: none }}
+  td, tbody th {{ display: block; border: 0; padding: .1rem 0 }}
   tr {{ display: block; border-bottom: 1px solid var(--line); padding: .6rem 0 }} }}
-</style></head><body><h1>Sweeps</h1>
+</style></head><body><main><h1>Sweeps</h1>
 <input type="search" id="filter" placeholder="Show sweeps with these words" aria-label="Filter" hidden>
-<table><thead><tr><th>sweep</th><th>question and answer</th><th>verdict</th><th>runs</th></tr></thead>
+<table><thead><tr><th scope="col">sweep</th><th scope="col">question and answer</th>
+<th scope="col">verdict</th><th scope="col">runs</th></tr></thead>
 <tbody>
 {items}
-</tbody></table>
+</tbody></table></main>
 <script>
 const box = document.getElementById("filter");
 box.hidden = false;
@@ -170,6 +174,7 @@ _CHIPS = {
     "answered": "answered",
     "open": "not answered yet",
     "none": "no answer",
+    "failed": "failed",
     "running": "running",
     "unknown": "no report",
 }
@@ -187,38 +192,44 @@ def index(state: Path) -> str:
 
 def _item(state: Path, folder: Path) -> str:
     report, path = state / "reports" / folder.name, quote(folder.name)
-    name, (question, runs) = html_text(folder.name), _facts(folder)
+    name, (question, counts) = html_text(folder.name), _facts(folder)
     found = about(report)
     title = (
         f'<a href="{path}/index.html"><b>{name}</b></a>'
         if (report / "index.html").exists()
         else f"<b>{name}</b>"
     )
-    kind = "running" if holder(folder) else _kind(found)
-    answer = f"<p>{html_text(found['answer'])}</p>" if found.get("answer") else ""
+    kind = "running" if holder(folder) else _kind(found, counts)
+    # What an earlier report says is not about the runs of now.
+    answer = f"<p>{html_text(found['answer'])}</p>" if found.get("answer") and kind != "running" else ""
+    total, over = counts.total(), counts.total() - counts["pending"] - counts["running"]
+    chip = f"{_CHIPS[kind]}, {over} of {total}" if kind == "running" and total else _CHIPS[kind]
+    runs = ", ".join(f"{count} {status}" for status, count in counts.items())
     when = f"<br><small>{html_text(found['about'])}</small>" if found.get("about") else ""
     return (
-        f"<tr><td>{title}</td><td>{html_text(question)}{answer}{when}</td>"
-        f'<td><span class="chip {kind}">{_CHIPS[kind]}</span></td><td>{html_text(runs)}</td></tr>'
+        f'<tr><th scope="row">{title}</th><td>{html_text(question)}{answer}{when}</td>'
+        f'<td><span class="chip {kind}">{chip}</span></td><td>{html_text(runs)}</td></tr>'
     )
 
 
-def _kind(found: Mapping[str, Any]) -> str:
-    """Return the class of a sweep's chip; "unknown" without a report."""
+def _kind(found: Mapping[str, Any], counts: Counter[str]) -> str:
+    """Return the class of the chip of a sweep that does not run; "unknown" without a report."""
+    if counts["failed"] + counts["oom"] and not counts["done"] + counts["diverged"]:
+        return "failed"
     if "answered" not in found:
         return "unknown"
     return "answered" if found["answered"] else "open" if found["valid"] else "none"
 
 
-def _facts(folder: Path) -> tuple[str, str]:
-    """Return a sweep's question and its runs in words, or the reason why its ledger cannot be read."""
+def _facts(folder: Path) -> tuple[str, Counter[str]]:
+    """Return a sweep's question and its runs by status, or the reason why its ledger cannot be read."""
     try:
         with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
             counts = Counter(member.status for member in ledger.members())
             question = ledger.fact("question") or ""
     except (sqlite3.DatabaseError, InputError) as error:
-        return f"(its ledger cannot be read: {error})", ""
-    return question, ", ".join(f"{count} {status}" for status, count in counts.items())
+        return f"(its ledger cannot be read: {error})", Counter()
+    return question, counts
 
 
 def read_fact(folder: Path, key: str) -> str | None:

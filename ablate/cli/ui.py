@@ -98,7 +98,6 @@ def ui(
     """
     settings, screen = flags.settings(), console()
     name = _choose_sweep(settings.state, sweep, wait)
-    searched = name if sweep else _newest_search(settings.state) or name
     optuna = bind_first_free(
         "optuna", ports.optuna_port, lambda port: _WsgiServer((hosts.host, port), _QuietHandler)
     )
@@ -116,7 +115,7 @@ def ui(
             with screen.status("starting ...") if screen.is_terminal else ExitStack():
                 stack.callback(mlflow_server.close)
                 _serve(reports, stack)
-                servers = _start(settings.state, name, searched, mlflow_server, optuna, hosts.names, stack)
+                servers = _start(settings.state, name, mlflow_server, optuna, hosts.names, stack)
                 servers.append(
                     Served("Reports", _address(reports), "question of each sweep, and its report or figures")
                 )
@@ -144,7 +143,6 @@ def _choose_sweep(state: Path, sweep: str | None, wait: bool) -> str | None:
 def _start(
     state: Path,
     sweep: str | None,
-    searched: str | None,
     mlflow: MlflowServer,
     optuna: "_WsgiServer",
     names: frozenset[str],
@@ -158,9 +156,9 @@ def _start(
     optuna.set_app(guarded_application(application, names))
     _serve(optuna, stack)
     experiment = _fact(state, sweep, "mlflow_experiment") if sweep else None
-    study = number(searched) if searched else None
+    study = number(sweep) if sweep else None
     # Of a grid, whose importances say nothing, the note with the answer.
-    page = "" if searched and _fact(state, searched, "search") else "/note"
+    page = "" if sweep and _fact(state, sweep, "search") else "/note"
     address = _address(optuna) if study is None else f"{_address(optuna)}dashboard/studies/{study}{page}"
     return [
         mlflow.served(experiment),
@@ -173,12 +171,6 @@ def _fact(state: Path, sweep: str, key: str) -> str | None:
     with suppress(sqlite3.DatabaseError):
         return read_fact(state / "sweeps" / sweep, key)
     return None
-
-
-def _newest_search(state: Path) -> str | None:
-    """Return the search that changed last, which Optuna's dashboard opens on; None without one."""
-    newest = sorted(folders(state, None), key=changed, reverse=True)
-    return next((folder.name for folder in newest if _fact(state, folder.name, "search")), None)
 
 
 def _serve(server: TCPServer, stack: ExitStack) -> None:

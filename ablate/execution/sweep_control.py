@@ -7,7 +7,6 @@ controller
 This file starts nothing, waits for nothing, and never writes the ledger.
 """
 
-import fcntl
 import json
 import os
 import sqlite3
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from ablate.errors import InputError, nearest
-from ablate.files import Holder, write
+from ablate.files import Holder, holder_of, write
 from ablate.store.checked_ledger import refusal
 from ablate.store.databases import misplaced, open_readonly, quick_check
 from ablate.store.ledger import Ledger
@@ -62,35 +61,8 @@ def changed(folder: Path) -> float:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Return the process that runs the sweep; None if none does. It never blocks a controller.
-
-    A lock that names a dead process of this machine is not tried, so that a controller that starts now finds
-    it free.
-    """
-    try:
-        with (folder / "lock").open("rb") as file:
-            found = Holder.parse(file.read())
-            if found is None or _dead(found):
-                return None
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except (FileNotFoundError, IsADirectoryError):
-        return None
-    except BlockingIOError:
-        return found
-    return None
-
-
-def _dead(holder: Holder) -> bool:
-    """Return True if the process that a lock names is known to be gone."""
-    if holder.host != os.uname().nodename:
-        return False
-    try:
-        os.kill(holder.pid, 0)
-    except ProcessLookupError:
-        return True
-    except PermissionError:  # somebody else's
-        return False
-    return False
+    """Return the process that runs the sweep; None if none does. It never blocks a controller."""
+    return holder_of(folder / "lock")
 
 
 # Soundness of the ledger

@@ -81,9 +81,13 @@ class Answer(VerdictSentences):
             shown.save(self.out)
         return shown
 
-    def comparisons(self) -> Table[Line]:
-        """Return the table of all comparisons, each with its interval drawn in its line."""
-        return effect_table("comparisons", lines(self), self, self.answer.valid)
+    def comparisons(self) -> Table[Line] | None:
+        """Return the table of all comparisons, each with its interval drawn in its line; None while no arm
+        shares a seed with its baseline. While the sweep runs, no line is coloured."""
+        found = lines(self)
+        if not any(line.difference.pairs for line in found):
+            return None
+        return effect_table("comparisons", found, self, self.answer.valid and not self.running)
 
     def changes(self) -> Table | None:
         """Return the table of relative changes: arms by metrics, each cell a drawn interval; None without a
@@ -106,9 +110,11 @@ class Answer(VerdictSentences):
             metric: Metric that is compared; default: the main one.
         """
         if metric is None:
-            return answer_tables.arms_table(self.ledger, self.shown, len(self.arms), self.metric)
-        arms = foremost(summaries(self.ledger, metric), metric, self.most_arms)
-        return answer_tables.arms_table(self.ledger, arms, len(self.arms), metric)
+            arms, metric = self.shown, self.metric
+        else:
+            arms = foremost(summaries(self.ledger, metric), metric, self.most_arms)
+        table = answer_tables.arms_table(self.ledger, arms, len(self.arms), metric)
+        return replace(table, classes=()) if self.running else table
 
     def knob_effects(self) -> list[Part]:
         """Return the table of what a search's knobs do, with intervals; empty where it cannot tell them

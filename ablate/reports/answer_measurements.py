@@ -6,6 +6,7 @@ from pathlib import Path
 import pandas as pd
 
 from ablate.experiment.schema import Metric
+from ablate.files import Holder, holder_of
 from ablate.results.comparisons import Comparisons
 from ablate.results.summary import ArmSummary, foremost
 from ablate.store.ledger import Ledger
@@ -28,6 +29,13 @@ class Measurements(Comparisons):
     def __init__(self, ledger: Ledger, out: Path | None = None, most_arms: int = MOST_ARMS) -> None:
         super().__init__(ledger)
         self.out, self.most_arms = out, most_arms
+
+    @cached_property
+    def running(self) -> bool:
+        """True while another process runs the sweep: one that writes the report at its end does not."""
+        if holder_of(self.ledger.path.with_name("lock")) in (None, Holder.this_process()):
+            return False
+        return any(member.status in ("pending", "running") for member in self.ledger.members())
 
     @cached_property
     def shown(self) -> list[ArmSummary]:

@@ -9,6 +9,7 @@ import pandas as pd
 from ablate.reports import answer_tables, operand_health
 from ablate.reports.answer_measurements import Measurements
 from ablate.reports.page import Answered, Chips, Command, Part, Text
+from ablate.reports.run_state import failures_table, running
 from ablate.reports.table_notes import dropped, emulated, null_warning, smallest_damage
 from ablate.results.forked import design_of, estimand
 from ablate.results.headline import Headline, headline_of
@@ -30,11 +31,15 @@ class VerdictSentences(Measurements):
     def headline(self) -> list[Part]:
         """Return the answer with its checks, what limits it, what to do next, and how to read the table."""
         null, answer = null_warning(self.arms), self.answer
+        chips = Chips([(check.kind, check.text) for check in answer.checks])
+        if self.running:
+            begun = any(arm.values or arm.diverged for arm in self.arms)
+            return [running(self.ledger), *([chips] if begun else []), *self.losses()]
         design = design_of(self.ledger)
         settling = [Text(answer.settling.text)] if answer.settling else []
         return [
             Answered(answer.lead, answer.text, answer.answered, answer.valid),
-            Chips([(check.kind, check.text) for check in answer.checks]),
+            chips,
             *([Command(answer.command, answer.cost)] if answer.command else settling),
             *([Text(answer.simplest)] if answer.simplest else []),
             *([Text(null, "warning")] if null else []),
@@ -47,16 +52,17 @@ class VerdictSentences(Measurements):
         return self.answer.sentence
 
     def losses(self) -> list[Part]:
-        """Return sentences on missing runs, pruned and refused arms, phases that never began, and
-        divergence."""
+        """Return sentences on missing runs, pruned and refused arms, phases that never began, and divergence,
+        and the table of the reasons of failed runs."""
         parts: list[Part] = []
         missing = sum(len(arm.missing) for arm in self.arms)
-        if missing:
+        failures = failures_table(self.ledger, self.out)
+        if missing and not self.running:
             total = sum(arm.seeds for arm in self.arms)
             text = f"{missing} of {total} runs are missing ({self._open_statuses()})"
-            parts.append(
-                Text(f"**Incomplete:** {text}. Run the same command again to continue them.", "warning")
-            )
+            remedy = "Once the cause is removed, the" if failures else "The"
+            parts.append(Text(f"**Incomplete:** {text}. {remedy} same command continues them.", "warning"))
+        parts += [failures] if failures else []
         parts += map(Text, (*dropped(self.arms), *never_began(self.ledger)))
         diverged = [
             f"{arm.name} on seed{'s' if len(arm.diverged) > 1 else ''} {', '.join(map(str, arm.diverged))}"

@@ -62,10 +62,13 @@ class Answered:
     """True if the question is decided."""
     valid: bool = True
     """False if a check failed."""
+    running: bool = False
+    """True if the answer is still being computed."""
 
     def html(self) -> str:
         """Return one paragraph."""
         kind = "answered" if self.decided else "open" if self.valid else "none"
+        kind = "running" if self.running else kind
         text = inline(self.text).replace(" %", "&nbsp;%")
         return f'<p class="verdict {kind}"><b>{inline(self.lead)}</b> {text}</p>'
 

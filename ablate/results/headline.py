@@ -385,6 +385,19 @@ def _no_comparison(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
         return NO_ANSWER, f"{text} {remedy}", []
     if len([arm for arm in sweep.arms if arm.values]) == 1:
         return NO_ANSWER, "only one arm has finished, so there is nothing to compare it with.", []
+    if not any(arm.values for arm in sweep.arms):
+        members = sweep.ledger.members()
+        failed = sum(member.status in ("failed", "oom") for member in members)
+        if not failed:
+            return "No answer yet:", "no run has finished.", []
+        which = f"{failed} of {counted(len(members), 'run')} failed, and none has finished"
+        return (
+            "Failed:",
+            f"all {counted(failed, 'run')} failed." if failed == len(members) else f"{which}.",
+            [],
+        )
+    if any(arm.gap is not None and arm.gap.pairs > 1 for arm in sweep.arms):
+        return "No answer yet:", "the comparisons of the question share fewer than two finished seeds.", []
     return "No answer yet:", "no arm shares two finished seeds with its baseline.", []
 
 
