@@ -684,7 +684,7 @@ def test_of_what_runs_left_each_arm_shows_the_pictures_of_its_first_seed_that_is
 def test_where_no_run_left_anything_there_is_no_section(book):
     add(book, "bf16", BASE, None)
     assert Answer(book).galleries() == []
-    assert Answer(book).show("What the runs left", Answer(book).galleries()).html() == ""
+    assert Answer(book).show("Sample outputs", Answer(book).galleries()).html() == ""
 
 
 def test_a_loss_is_in_nats_where_its_workload_says_so(book):

@@ -139,13 +139,13 @@ def test_pictures_tables_and_markdown_lie_beside(made):
 
 def test_what_the_runs_left_is_in_the_page_arm_by_arm(made):
     html = text_of(made.index)
-    assert html.index("How the gap developed</h2>") < html.index("What the runs left</h2>")
+    assert html.index("How the gap developed</h2>") < html.index("Sample outputs</h2>")
     arms = re.findall(r'<figcaption>(.*?)</figcaption><img alt="\1" src="data:image/png;base64,', html)
     assert arms == ["bf16", "rht=true", "rht=false"]
     assert "\nBeside the published figures\n" not in text_of(
         made.folder / "index.md"
     )  # a section with nothing in it
-    assert "## What the runs left\n\n| bf16 | rht=true | rht=false |" in text_of(made.folder / "index.md")
+    assert "## Sample outputs\n\n| bf16 | rht=true | rht=false |" in text_of(made.folder / "index.md")
     assert len(list((made.folder / "figures").glob("drawn-?-*.png"))) == 3
 
 

@@ -23,6 +23,7 @@ from ablate.reports.answer_verdict import VerdictSentences
 from ablate.reports.change_table import change_table, values_table
 from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
+from ablate.reports.image_rows import FILE, image_rows
 from ablate.reports.knob_columns import by_knobs
 from ablate.reports.page import Code, Gallery, Part, Section, Text, section
 from ablate.reports.run_tables import recipes_table, runs_table
@@ -193,20 +194,27 @@ class Answer(VerdictSentences):
         """Return the table of published figures and orderings beside the measured ones."""
         return answer_tables.published_part(self.ledger)
 
-    def galleries(self) -> list[Gallery]:
+    def galleries(self) -> list[Part]:
         """Return the pictures that trials saved, by file name: for each arm those of its first finished
-        seed."""
+        seed. Images of the same inputs stand in rows, arms side by side."""
         store, first = Store(self.ledger.path.parents[2]), dict[str, str]()
         for member in sorted(self.ledger.members(), key=lambda member: member.seed):
             if member.status == "done":
                 first.setdefault(member.name, member.id)
         shown = [arm.name for arm in foremost(self.arms, self.metric, _MOST_GALLERIES) if arm.name in first]
-        galleries: dict[str, list[tuple[str, Path]]] = {}
+        files: dict[str, dict[str, Path]] = {}
         for name in shown:
             for path in store.artifacts(first[name]):
-                if path.suffix == ".png":
-                    galleries.setdefault(path.stem, []).append((name, path))
-        return [Gallery(stem, pictures) for stem, pictures in galleries.items()]
+                files.setdefault(path.name, {})[name] = path
+        tables = image_rows(files.pop(FILE, {}))
+        drawn = {(Path(FILE).stem, name) for table in tables for name in table.arms}
+        galleries: list[Part] = [*tables]
+        for file, paths in files.items():
+            stem = Path(file).stem
+            left = [(name, path) for name, path in paths.items() if (stem, name) not in drawn]
+            if file.endswith(".png") and left:
+                galleries.append(Gallery(stem, left))
+        return galleries
 
     def method(self) -> Text:
         """Return paragraphs on how the numbers were made, for readers who want to quote them."""

@@ -164,9 +164,9 @@ def test_every_run_leaves_a_picture_and_the_same_one_twice(fields, tmp_path):
     for place in ("a", "b"):
         store = Store(tmp_path / place)
         list(run(trial, store, 1, {}))
-        (path,) = store.artifacts(trial.id)
-        assert path.name == "reconstruction.png"
-        pictures.append(path.read_bytes())
+        images, path = store.artifacts(trial.id)
+        assert (images.name, path.name) == ("reconstruction.npz", "reconstruction.png")
+        pictures.append((path.read_bytes(), images.read_bytes()))
         with Image.open(path) as image:
             assert min(image.size) > 300
             assert len(image.getcolors(1 << 20)) > 20

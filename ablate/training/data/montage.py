@@ -1,5 +1,6 @@
-"""Small images in rows, enlarged and labelled, as one PNG."""
+"""Small images as PNG: one by itself, or several in rows, enlarged and labelled."""
 
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +38,21 @@ def montage(path: Path, columns: Sequence[str], rows: Sequence[Sequence[np.ndarr
 
 
 def _enlarged(image: np.ndarray, scale: int) -> Image.Image:
-    levels = np.rint(image * 255).astype(np.uint8).transpose(1, 2, 0)
-    levels = np.broadcast_to(levels, (*levels.shape[:2], 3)).repeat(scale, 0).repeat(scale, 1)
-    return Image.fromarray(np.ascontiguousarray(levels))
+    return _picture(levels(image).repeat(scale, 1).repeat(scale, 2))
+
+
+def levels(image: np.ndarray) -> np.ndarray:
+    """Return an image in [0, 1] as uint8 levels."""
+    return np.rint(image * 255).astype(np.uint8)
+
+
+def png(image: np.ndarray) -> bytes:
+    """Return a file of uint8 levels [channels, height, width]."""
+    written = io.BytesIO()
+    _picture(image).save(written, "PNG", optimize=True)
+    return written.getvalue()
+
+
+def _picture(image: np.ndarray) -> Image.Image:
+    colours = np.broadcast_to(image, (3, *image.shape[1:]))
+    return Image.fromarray(np.ascontiguousarray(colours.transpose(1, 2, 0)))

@@ -9,7 +9,7 @@ import importlib.util
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
@@ -270,15 +270,18 @@ class Mae(Trained):
         return Subject(model, *batches(self, self.opened, clock.seed, device), loss)
 
     def leave(self, run: PreparedRun, folder: Path) -> None:
-        """Save `reconstruction.png`: validation images, their visible patches, and reconstructions."""
-        from ablate.training.data.montage import montage
-        from ablate.training.models.masked import psnr, reconstructions
+        """Save `reconstruction.png`: validation images, their visible patches, and reconstructions; and
+        `reconstruction.npz`, the same as uint8 levels with each image's ratio in dB."""
+        import numpy as np
+
+        from ablate.training.data.montage import levels, montage
+        from ablate.training.models.masked import Reconstruction, psnr, reconstructions
 
         batches = reconstructions(run.model, run.engine, self, self.opened, run.validation)
         images = [
-            triple
+            Reconstruction(*(tensor[n : n + 1] for tensor in part))
             for part in batches
-            for triple in zip(part.original, part.visible, part.reconstruction, strict=True)
+            for n in range(len(part.original))
         ]
         shown = (
             [images[number * len(images) // _SHOWN] for number in range(_SHOWN)]
@@ -286,13 +289,19 @@ class Mae(Trained):
             else images
         )
         foot = f"{psnr(batches, self.patch):.1f} dB over masked pixels of {len(images)} images"
+        kinds = ("original", "visible", "reconstruction")
+        rows = [[getattr(image, kind)[0].numpy() for kind in kinds] for image in shown]
         folder.mkdir(exist_ok=True)
         montage(
             folder / "reconstruction.png",
             ("original", f"visible, {self.visible} of {self.patches}", "reconstruction"),
-            [[image.numpy() for image in triple] for triple in shown],
+            rows,
             foot,
         )
+        columns = dict(zip(kinds, zip(*rows, strict=True), strict=True))
+        arrays: dict[str, Any] = {kind: levels(np.stack(column)) for kind, column in columns.items()}
+        arrays["decibels"] = np.array([psnr([image], self.patch) for image in shown])
+        np.savez_compressed(folder / "reconstruction.npz", **arrays)
 
 
 @cache

@@ -1,0 +1,133 @@
+"""Images that arms made of the same inputs: a row an image, arms side by side, above their magnified errors.
+
+    original    visible    bf16         nvfp4
+    [image]     [image]    [image]      [image]
+                           [error x8]   [error x8]
+                           21.4 dB      20.9 dB
+
+The files are `reconstruction.npz` of a trial, as the masked autoencoder leaves them: uint8 images
+[n, channels, height, width] before, masked and after, and the peak signal-to-noise ratio of each in dB. Arms
+whose inputs or masks differ stand in tables of their own. One factor magnifies all errors of a table.
+"""
+
+import base64
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from ablate.reports.plain_text import html_text, inline, markdown_cell
+from ablate.training.data.montage import png
+
+FILE = "reconstruction.npz"
+_FACTORS = (1, 2, 4, 8, 16, 32)
+_QUANTILE = 0.95
+"""Share of pixels whose error a magnified picture does not cut off."""
+
+
+@dataclass(frozen=True)
+class Reconstructed:
+    """Images of one arm."""
+
+    original: np.ndarray
+    visible: np.ndarray
+    reconstruction: np.ndarray
+    decibels: np.ndarray
+
+    @classmethod
+    def read(cls, path: Path) -> "Reconstructed | None":
+        """Return the images of a file; None if it has other content."""
+        try:
+            with path.open("rb") as file, np.load(file) as found:
+                return cls(*(found[name] for name in cls.__dataclass_fields__))
+        except (OSError, EOFError, KeyError, ValueError, zipfile.BadZipFile):
+            return None
+
+    @property
+    def errors(self) -> np.ndarray:
+        """Largest absolute errors over channels, 0 to 255, [n, 1, height, width]."""
+        return np.abs(self.reconstruction.astype(int) - self.original).max(1, keepdims=True)
+
+    def alike(self, other: "Reconstructed") -> bool:
+        """Return True if another arm was given the same images with the same masks."""
+        return np.array_equal(self.original, other.original) and np.array_equal(self.visible, other.visible)
+
+
+@dataclass(frozen=True)
+class ImageRows:
+    """Table of images of arms with the same inputs."""
+
+    arms: Mapping[str, Reconstructed]
+
+    @cached_property
+    def factor(self) -> int:
+        """Factor that magnifies errors."""
+        largest = np.quantile([one.errors for one in self.arms.values()], _QUANTILE)
+        return max(factor for factor in _FACTORS if factor == 1 or factor * largest <= 255)
+
+    def html(self) -> str:
+        """Return the table, with its images as data."""
+        first = next(iter(self.arms.values()))
+        head = "".join(f"<th>{inline(name)}</th>" for name in ("original", "visible", *self.arms))
+        rows = "".join(
+            f"<tr><td>{_image(first.original[n], f'image {n + 1}')}</td>"
+            f"<td>{_image(first.visible[n], f'image {n + 1}, visible part')}</td>"
+            f"{''.join(self._cell(name, one, n) for name, one in self.arms.items())}</tr>"
+            for n in range(len(first.original))
+        )
+        table = f'<table class="images"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        return f'<div class="scroll">{table}</div><p class="about">{self._caption}</p>'
+
+    @property
+    def _caption(self) -> str:
+        times = f", magnified {self.factor} times" if self.factor > 1 else ""
+        return (
+            f"The first finished seed of each arm. Below each image its error{times} (white: none), and"
+            " the peak signal-to-noise ratio over masked pixels; more dB are better."
+        )
+
+    def _cell(self, name: str, one: Reconstructed, n: int) -> str:
+        error = (255 - np.minimum(255, self.factor * one.errors[n])).astype(np.uint8)
+        label = f"image {n + 1} by {name}"
+        return (
+            f"<td>{_image(one.reconstruction[n], label)}{_image(error, f'error of {label}')}"
+            f"{one.decibels[n]:.1f} dB</td>"
+        )
+
+    def markdown(self) -> str:
+        """Return a pipe table of the ratios."""
+        names = ["image", *map(markdown_cell, self.arms)]
+        rows = zip(*(one.decibels for one in self.arms.values()), strict=True)
+        lines = [names, ["---"] * len(names)]
+        lines += [[str(n), *(f"{value:.1f} dB" for value in row)] for n, row in enumerate(rows, 1)]
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def save(self, folder: Path) -> None:
+        """The images stay in the trials' folders."""
+
+
+def _image(levels: np.ndarray, label: str) -> str:
+    data = base64.b64encode(png(levels)).decode()
+    return f'<img alt="{html_text(label)}" src="data:image/png;base64,{data}">'
+
+
+def image_rows(found: Mapping[str, Path]) -> list[ImageRows]:
+    """Return a table for each set of arms that were given the same images and masks.
+
+    Args:
+        found: File of each arm.
+    """
+    groups: list[dict[str, Reconstructed]] = []
+    for name, path in found.items():
+        one = Reconstructed.read(path)
+        if one is None:
+            continue
+        group = next((group for group in groups if one.alike(next(iter(group.values())))), None)
+        if group is None:
+            groups.append({name: one})
+        else:
+            group[name] = one
+    return [ImageRows(group) for group in groups]
