@@ -10,7 +10,7 @@ from collections import Counter
 from contextlib import closing
 
 import pytest
-from support.books import ALIKE, BASE, LOOSE, SPEC, WORSE, add, noisy, whole_grid
+from support.books import ALIKE, BASE, LOOSE, SPEC, WORSE, add, learn, noisy, whole_grid
 from support.cases import every
 from support.experiments import ledger, problems, sweep, tiny, write
 from support.made_up import member as finish
@@ -58,14 +58,10 @@ def test_the_verdict_states_every_arm_and_none_is_picked(book):
     add(book, "mxfp4", WORSE)
     add(book, "nvfp4", ALIKE)
     assert Answer(book).answer.lead == "Answered in part, 2 of 3."
-    stated = Answer(book).answer.text.removesuffix(".").split("; ")
-    assert [part.split(",")[0] for part in stated] == [
-        "odd is undecided against bf16",
-        "mxfp4 is worse than bf16",
-        "nvfp4 is equivalent to bf16",
-    ]
-    assert stated[1].endswith("+0.1015 ±0.0021 nats")
-    assert ", and needs over 200 seeds in all for a verdict" in stated[0]
+    assert Answer(book).answer.text == (
+        "Against bf16, by val/loss: mxfp4 is worse, by 0.1015 nats; nvfp4 is equivalent within 0.01; odd is"
+        " undecided."
+    )
 
 
 def test_what_does_not_stand_after_holm_is_a_verdict_nowhere(book):
@@ -75,7 +71,7 @@ def test_what_does_not_stand_after_holm_is_a_verdict_nowhere(book):
     add(book, "barely", {seed: BASE[seed] + barely[seed] for seed in BASE})
     (alone,) = [arm for arm in Answer(book).arms if arm.name == "barely"]
     assert alone.verdict.kind == "worse"
-    assert "barely is worse than bf16" in Answer(book).verdict()
+    assert Answer(book).verdict().startswith("Worse. barely instead of bf16 raises val/loss by 0.0365 nats")
     noisy(book, 8)
     answer = Answer(book)
     (among,) = [arm for arm in answer.arms if arm.name == "barely"]
@@ -86,7 +82,8 @@ def test_what_does_not_stand_after_holm_is_a_verdict_nowhere(book):
     assert "worse alone, not after Holm's correction" in notes(answer.effects())
     assert '<tr class="undecided"><td>barely' in answer.effects().html()
     assert "barely" not in answer.verdict()
-    assert "9 of 9 comparisons are undecided" in answer.verdict()
+    assert "Not answered yet." in answer.verdict()
+    assert "nothing is decided; changes from " in answer.verdict()
     picture = forest(answer.arms, answer.metric)
     lines = (
         {line.get_label() for line in picture.figure.legends[0].get_texts()}
@@ -114,10 +111,11 @@ def test_equivalence_is_corrected_too(book):
 def test_a_grids_verdict_states_each_knobs_main_effect_and_nothing_else(book):
     whole_grid(book)
     answer = Answer(book)
-    stated = answer.answer.text.removesuffix(".").split("; ")
+    assert answer.answer.text.partition(": ")[0] == "Averaged over other knobs, by val/loss"
+    stated = answer.answer.text.removesuffix(".").partition(": ")[2].split("; ")
     assert [part.split(",")[0] for part in stated] == [
-        "rht: true instead of false is equivalent",
-        "sr: true instead of false is worse",
+        "stochastic rounding is worse",
+        "rotation is equivalent within 0.01",
     ]
     rows = {row["knob"]: row for row in answer.averages().rows if row[""] == "main effect"}
     assert [rows[knob]["verdict"] for knob in ("rht", "sr")] == ["equivalent", "worse"]
@@ -184,14 +182,16 @@ def test_the_seeds_for_a_verdict_are_the_same_number_everywhere(book):
         == cells(answer.effects())[1]["seeds needed"]
         == (needed_text(needed), needed.count)
     )
-    assert all(needed_text(needed) in text for text in (answer.verdict(), summary_markdown(book)))
+    assert needed_text(needed) in summary_markdown(book)
 
 
 def test_an_effect_whose_square_overflows_takes_more_seeds_than_are_named(book):
     book.describe(metric='{"name": "val/loss", "min_effect": 0.1}')
     add(book, "bf16", BASE, None)
     add(book, "vast", {0: 1e156, 1: 2e156, 2: 9e156})
-    assert "over 200 seeds in all" in Answer(book).verdict()
+    answer = Answer(book)
+    assert "over 200 seeds" in answer.answer.settling.text
+    assert len(answer.verdict()) < 300
 
 
 def test_a_note_names_the_seeds_of_the_table_among_several_arms(book):
@@ -280,12 +280,6 @@ def test_a_searchs_arm_that_learned_nothing_has_no_colour(book):
     assert [str(cell.style) for cell in column.cells] == ["dim", ""]
 
 
-def learn(book, floor: float) -> None:
-    """As if the runs' workload had said what a model reaches that ignores its input."""
-    for member in book.members():
-        book.note_context_free(member.trial, floor)
-
-
 def test_where_nothing_was_learned_no_arm_is_judged(book):
     whole_grid(book)
     assert [verdict.kind for _, verdict in Answer(book).main_effects] == ["equivalent", "worse"]
@@ -351,7 +345,7 @@ def test_an_unrelated_arm_that_learned_gives_no_verdict_to_two_that_did_not(book
         for against, value in (("bf16", "higher"), (None, 8.2))
     ]
     assert [line.verdict.reason for line in replications(book, figures)] == ["nothing_learned"] * 2
-    assert "bad is not judged against bf16" in Answer(book).verdict()
+    assert "bad has no verdict (no answer: nothing was learned)" in Answer(book).verdict()
 
 
 def test_a_report_names_the_model_that_was_trained_and_not_the_fields_that_it_replaces():
@@ -437,7 +431,7 @@ def test_an_arm_that_alone_learned_nothing_keeps_its_verdict_and_is_marked(book)
     bf16, mxfp4 = Answer(book).arms
     assert (bf16.learned, mxfp4.learned, mxfp4.verdict.kind) == (True, False, "worse")
     assert mxfp4.verdict.reference == 3.15
-    assert Answer(book).verdict().endswith("(it learned nothing).")
+    assert "mxfp4 learned nothing" in said(book)
     speed = summaries(book, Metric(name="throughput/tokens_per_s"))
     assert all(arm.learned for arm in speed)
 
@@ -557,7 +551,7 @@ def test_a_searchs_best_arm_is_not_declared_on_the_data_that_chose_it(book):
         )
     verdict = Answer(book).verdict()
     assert verdict.startswith("The best of 3 arms is lr=2, ")
-    assert "exploratory until the arm is rerun on fresh seeds" in verdict
+    assert "exploratory until the arm runs again on fresh seeds" in verdict
     again = add(book, "again", dict.fromkeys(range(10, 14), 3.0), None)
     add(
         book,
@@ -566,7 +560,9 @@ def test_a_searchs_best_arm_is_not_declared_on_the_data_that_chose_it(book):
         again,
         role="confirmed",
     )
-    found = "The search found an improvement: its best arm, lr=2, is better than again on 4 fresh seeds, "
+    found = (
+        "The search found an improvement. On fresh seeds, its best arm (lr=2) instead of again lowers val/"
+    )
     assert Answer(book).verdict().startswith(found)
 
 
@@ -575,7 +571,7 @@ def test_a_searchs_best_arm_is_not_declared_on_the_data_that_chose_it(book):
     [
         (-0.1, "The search found an improvement"),
         (0.1, "The search found no improvement"),
-        (0.0, "The search's winner is not confirmed"),
+        (0.0, "The winner of the search is not confirmed"),
         (None, "The best of 1 arm is 0: rht, "),
     ],
 )
@@ -593,10 +589,10 @@ def test_the_headline_says_of_a_winner_what_the_fresh_seeds_say(book, more, firs
         book.settle(trial, "failed" if more is None else "done")
     verdict = Answer(book).verdict()
     assert verdict.startswith(first)
-    assert ("is better than" in verdict) == (more == -0.1)
-    assert (
-        "not confirmed, because its rerun on 4 fresh seeds has only 0 pairs with its baseline" in verdict
-    ) == (more is None)
+    assert ("lowers val/loss" in verdict) == (more == -0.1)
+    assert ("not confirmed: on fresh seeds it has only 0 pairs with its baseline" in verdict) == (
+        more is None
+    )
 
 
 def test_a_comparison_without_a_verdict_is_not_counted_as_undecided(book):
@@ -608,10 +604,11 @@ def test_a_comparison_without_a_verdict_is_not_counted_as_undecided(book):
     add(book, "mxfp4", WORSE)
     answer = Answer(book)
     assert Counter(arm.verdict.kind for arm in answer.arms[1:]) == {"undecided": 4, "unjudged": 2, "worse": 1}
-    first, undecided_, unjudged = answer.answer.text.removesuffix(".").split(". ")
-    assert first.startswith("mxfp4 is worse than bf16")
-    assert undecided_.startswith("4 of 7 comparisons are undecided")
-    assert unjudged == "2 of 7 comparisons are not judged"
+    assert answer.answer.lead == "Answered in part, 1 of 7."
+    worse, undecided_, unjudged = answer.answer.text.partition(": ")[2].removesuffix(".").split("; ")
+    assert worse.startswith("mxfp4 is worse, by 0.1")
+    assert undecided_ == "4 are undecided"
+    assert unjudged == "step 0 and step 1 have no verdict"
 
 
 def test_seeds_are_promised_to_undecided_comparisons_though_others_have_no_verdict(book):
@@ -624,7 +621,7 @@ def test_seeds_are_promised_to_undecided_comparisons_though_others_have_no_verdi
     needed = [arm.verdict.needed.count for arm in answer.arms[1:7]]
     assert answer.answer.settling.seeds == max(needed)
     assert f"With {max(needed)} seeds in all, each undecided comparison has an 80 % chance" in said(book)
-    assert answer.verdict().endswith("1 of 7 comparisons is not judged.")
+    assert answer.verdict().endswith("6 are undecided; one has no verdict.")
 
 
 def test_provenance_counts_cost_and_names_the_data(book):
@@ -698,7 +695,10 @@ def test_a_loss_of_pixels_is_in_no_nats(tmp_path, monkeypatch):
     book.describe(question="Does it?", metric='{"name": "val/loss"}', search="")
     add(book, "bf16", BASE, None)
     add(book, "mxfp4", WORSE)
-    assert "mxfp4 is worse than bf16, +0.1015 ±0.0021." in Answer(book).verdict()
+    assert (
+        "mxfp4 instead of bf16 raises val/loss by 0.1015 (95 % CI 0.0994 to 0.1036)."
+        in Answer(book).verdict()
+    )
     book.close()
 
 

@@ -11,17 +11,20 @@ import sys
 import numpy as np
 import pytest
 from scipy import stats
-from support.books import ALIKE, BASE, LOOSE, WORSE, add, whole_grid
+from support.books import ALIKE, BASE, LOOSE, WORSE, add, learn, whole_grid
 from support.compose import ROOT
 from support.experiments import ablate, problems, write
 
 from ablate.experiment.load import load
-from ablate.experiment.schema import Asked
+from ablate.experiment.schema import Asked, Metric
 from ablate.recipes import KNOBS
 from ablate.reports.answer import Answer
+from ablate.results.answer_sentences import MOST_WORDS, Compared, Setting, of_effect, of_family
+from ablate.results.attribution import Effect
 from ablate.results.comparisons import Comparisons
 from ablate.results.gate import checks
 from ablate.results.headline import headline_of
+from ablate.results.paired_stats import Difference, Verdict
 from ablate.results.summary import summaries
 from ablate.results.verdict_text import verdict_notes
 from ablate.store.ledger import Ledger
@@ -61,7 +64,7 @@ def asked(book, **keys) -> None:
         ({"arm": "nvfp4"}, "no arm has this name"),
         ({"arm": "bf16"}, "is a baseline; name the arm that it is compared with as against"),
         ({"arm": "rht=true sr=true", "against": "rht=true sr=true"}, "is the arm itself"),
-        ({}, "name either a knob, with the values of others as given, or an arm"),
+        ({}, "name either a knob, with the values of others as given, or an arm, or a family"),
         ({"arm": "bf16", "given": {"rht": True}}, "given holds knobs beside a knob"),
         ({"knob": "sr", "against": "bf16"}, "name the arm"),
     ],
@@ -102,17 +105,17 @@ SEARCH = {"sampler": "random", "trials": 2}
         ("winner", {}, "needs a search whose winner is run again on fresh seeds"),
         ("winner", {"search": SEARCH}, "needs a search whose winner"),
         ("winner", {"search": SEARCH | {"confirm": 3}}, ""),
-        ("arms", {"search": SEARCH | {"confirm": 3}}, "answer: winner"),
-        ("knobs", {"search": SEARCH}, "needs a grid"),
+        ("arms", {"search": SEARCH | {"confirm": 3}}, "answer: {family: winner}"),
+        ("knobs", {"search": SEARCH}, "answer: {family: winner}"),
         ("knobs", {"ablate": None, "arms": {"a": {"sr": True}}}, "needs a grid"),
         ("knobs", {}, ""),
         ("arms", {}, ""),
-        ("each", {}, "answer"),
+        ("each", {}, "answer.family"),
     ],
 )
 def test_a_family_answers_where_the_file_has_it(answer, keys, said, tmp_path):
     knobs = {"sr": {"choice": [True, False]}} if "search" in keys else GRID
-    found = list(map(str, problems(write(tmp_path, answer=answer, **({"ablate": knobs} | keys)))))
+    found = list(map(str, problems(write(tmp_path, answer={"family": answer}, **({"ablate": knobs} | keys)))))
     assert any(said in problem for problem in found) if said else not found, found
 
 
@@ -186,7 +189,7 @@ def test_the_asked_comparison_is_one_paired_t_test_of_the_two_arms_it_names(book
     assert verdict.p == pytest.approx(test.pvalue)  # alone in its family: nothing is corrected
     answer = headline_of(Comparisons(book))
     assert answer.lead == "Worse."
-    assert answer.text.startswith("With rht true, sr true instead of false changes val/loss by +0.1")
+    assert answer.text.startswith("With rotation on, stochastic rounding raises val/loss by 0.1")
 
 
 def test_what_is_not_held_is_averaged_over(book):
@@ -199,7 +202,8 @@ def test_what_is_not_held_is_averaged_over(book):
     ]
     ((effect, _),) = Comparisons(book).asked_effects
     assert effect.effect.mean == pytest.approx(np.mean(means[0] - means[1]))
-    assert "on average over the other knobs" in headline_of(Comparisons(book)).text
+    text = headline_of(Comparisons(book)).text
+    assert text.startswith("Averaged over other knobs, stochastic rounding raises val/loss by ")
 
 
 def test_two_arms_may_be_asked_for(book):
@@ -210,27 +214,27 @@ def test_two_arms_may_be_asked_for(book):
     ((effect, verdict),) = Comparisons(book).asked_effects
     assert effect.effect.mean == pytest.approx(np.mean([WORSE[seed] - ALIKE[seed] for seed in BASE]))
     assert verdict.kind == "worse"
-    assert headline_of(Comparisons(book)).text.startswith("one instead of other changes val/loss by")
+    assert headline_of(Comparisons(book)).text.startswith("one instead of other raises val/loss by")
 
 
 @pytest.mark.parametrize(
     ("gaps", "lead", "said"),
     [
-        ((0.1, 0.12, 0.11, 0.13), "Worse.", "more than 0.01, the smallest effect that matters"),
+        ((0.1, 0.12, 0.11, 0.13), "Worse.", "more than 0.01, the smallest that matters."),
         ((0.008, 0.012, 0.011, 0.013), "Worse.", "whether it exceeds 0.01"),
-        ((-0.1, -0.12, -0.11, -0.13), "Better.", "more than 0.01, the smallest effect that matters"),
+        ((-0.1, -0.12, -0.11, -0.13), "Better.", "more than 0.01, the smallest that matters."),
         (
             (0.001, -0.001, 0.0005, 0.0),
             "No difference that matters.",
-            "an effect of 0.01 or more, which would matter, is excluded",
+            "an effect of 0.01, the smallest that matters, is ruled out",
         ),
-        ((0.05, -0.06, 0.04, -0.05), "Not answered yet.", "both a gain and a loss of more than 0.01"),
+        ((0.05, -0.06, 0.04, -0.05), "Not answered yet.", "it may help or hurt by more than 0.01"),
         (
             (0.02, -0.003, 0.01, 0.005),
             "Not answered yet.",
-            "a loss of more than 0.01, the smallest effect that matters, is still possible, a gain that large is not",
+            "it may hurt, but not help, by more than 0.01",
         ),
-        ((0.0, 0.0, 0.0, 0.0), "No difference at all.", "the same numbers on every seed"),
+        ((0.0, 0.0, 0.0, 0.0), "No difference at all.", "gives the same val/loss on every seed"),
     ],
 )
 def test_the_sentence_says_what_the_interval_leaves_possible(book, gaps, lead, said):
@@ -270,7 +274,7 @@ def test_the_simplest_recipe_is_named_only_while_nothing_is_told_from_anything(b
             value = loss + 0.05 * math.sin(seed + len(name + rounding))
             book.record(trial, [{"step": 40, "time": 0.0, "metrics": {"val/loss": value}}])
             book.settle(trial, "done", seconds=1.0)
-    assert headline_of(Comparisons(book)).simplest.endswith("the simplest recipe of these: rn.")
+    assert headline_of(Comparisons(book)).simplest.endswith("the simplest recipe, rn.")
     add(book, "bad", WORSE)
     assert headline_of(Comparisons(book)).simplest == ""
 
@@ -460,3 +464,78 @@ def test_the_answer_is_not_about_the_arms_that_a_design_adds(book):
     assert (answer.lead, len(answer.verdicts)) == ("Not answered yet.", 1)
     assert "mxfp4" not in answer.text
     assert {line.label for line in Answer(book).comparisons().rows} >= {"known bad: mxfp4", "null: bf16"}
+
+
+# Its length
+
+
+def drawn(random: np.random.Generator, number: int) -> Compared:
+    """A comparison with a verdict of any kind, and with an interval or none."""
+    kind = random.choice(["better", "worse", "equivalent", "same", "undecided", "unjudged"])
+    reasons = ["no_pair", "few_values", "horizon", "position", "blind", "windows"]
+    reason = str(random.choice(reasons)) if kind == "unjudged" else None
+    mean, half = random.normal() * 10.0 ** random.integers(-5, 2), 10.0 ** random.uniform(-6, 1)
+    low, high = (mean - half, mean + half) if random.random() < 0.8 else (math.nan, math.nan)
+    difference = Difference(mean, low, high, 4, half)
+    name = f"{random.choice(['arm', 'an arm', 'kind=a x=b', 'hot, the same'])} {number}"
+    return Compared(name, difference, Verdict(str(kind), reason), 0.01)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_an_answer_has_at_most_forty_words_and_two_numbers_and_no_seeds(seed):
+    random = np.random.default_rng(seed)
+    metric = Metric(name="val/loss", min_effect=0.01 if random.random() < 0.5 else None)
+    scope = str(random.choice(["", "after 300 steps", "over 30 steps from a bf16 checkpoint"]))
+    setting = Setting(metric, str(random.choice(["", "nats"])), scope, "", bool(random.random() < 0.3))
+    family = [drawn(random, number) for number in range(random.integers(2, 60))]
+    lead, text = of_family(family, setting, "Against bf16")
+    assert len(f"{lead} {text}".replace(" %", "%").split()) <= MOST_WORDS
+    (one,) = family[:1]
+    asked = Effect(("sr",), "true instead of false", one.difference, 0.01, {"rht": True})
+    short = " ".join(of_effect(asked, one.verdict, setting, [False, True], True))
+    assert len(short.replace(" %", "%").split()) <= MOST_WORDS
+    assert not re.search(r"\d+ (fresh )?seed", text + short)
+    for sentence in (text.partition(": ")[2], short.replace(scope, "")):
+        plain = re.sub(
+            r"\(.*?\)|arm \d+|a x=b \d+|the same \d+|\b\d+ (more )?(are|is|has|have|give)\b", "", sentence
+        )
+        assert len(re.findall(r"\d+\.\d+", plain)) <= 2, sentence
+
+
+@pytest.mark.parametrize(
+    ("margin", "floor", "said"),
+    [
+        (0.01, 5.0, []),
+        (0.5, 5.0, ["min_effect 0.5 exceeds what any arm costs against its baseline"]),
+        (
+            0.5,
+            3.3,
+            ["min_effect 0.5 exceeds what training gained", "min_effect 0.5 exceeds what any arm costs"],
+        ),
+    ],
+)
+def test_a_smallest_effect_that_nothing_can_reach_is_named_above_the_verdict(book, margin, floor, said):
+    book.describe(metric=json.dumps({"name": "val/loss", "min_effect": margin}))
+    add(book, "bf16", BASE, None)
+    add(book, "a", WORSE)
+    add(book, "b", ALIKE)
+    learn(book, floor)
+    found = [text for text, kind in kinds(book).items() if kind == "warning" and "min_effect" in text]
+    assert (
+        [any(text.startswith(part) for text in found) for part in said]
+        == [True] * len(said)
+        == [True] * len(found)
+    )
+
+
+@pytest.mark.parametrize(("workload", "kind"), [("gpt", "passed"), ("finetune", "note")])
+def test_training_that_began_from_trained_weights_is_not_said_to_have_learned(
+    book, workload, kind, monkeypatch
+):
+    monkeypatch.setattr("support.books.SPEC", json.dumps({"workload": {workload: {}}}))
+    add(book, "bf16", BASE, None)
+    add(book, "a", WORSE)
+    learn(book, 5.0)
+    (check,) = [check for check in checks(book, summaries(book)) if "ignoring context" in check.text]
+    assert check.kind == kind
+    assert ("began from trained weights" in check.text) == (kind == "note")

@@ -8,9 +8,9 @@ import pytest
 
 from ablate.reports.answer import Answer
 from ablate.reports.comparison_tables import contrasts_table
+from ablate.results.answer_sentences import Setting, of_effect
 from ablate.results.attribution import grid, main_effects
 from ablate.results.contrasts import contrasts
-from ablate.results.headline import of_knobs
 from ablate.results.summary import metric_of, summaries
 from ablate.store.ledger import Ledger
 
@@ -104,14 +104,23 @@ def test_tables_sentences_and_pictures_subtract_the_value_that_is_listed_first(b
     table = contrasts_table(pairs).terminal()
     for change, text in zip(table.columns[1].cells, table.columns[3].cells, strict=True):
         agree(str(change), float(str(text).split()[0]), values)
+    setting = Setting(metric, "")
     sentences = [
         match
-        for text, _ in of_knobs(answer.main_effects, "", answer.averaged)
-        if (match := re.match(r"k: (.*) is .*?, ([+-][\d.]+)", text))
+        for effect, verdict in answer.main_effects
+        if (
+            match := re.search(
+                r"k (.*?) (raises|lowers|changes|gives).*?(?: by ([+\N{MINUS SIGN}]?[\d.]+)|$)",
+                of_effect(effect, verdict, setting)[1],
+            )
+        )
     ]
     assert len(sentences) == len(effects)
+    for _, verb, size in (sentence.groups() for sentence in sentences if sentence[3]):
+        assert size[0] in "+\N{MINUS SIGN}" if verb == "changes" else size[0].isdigit()
     for sentence in sentences:
-        agree(sentence[1], float(sentence[2]), values)
+        size = float((sentence[3] or "0").replace("\N{MINUS SIGN}", "-"))
+        agree(sentence[1], -size if sentence[2] == "lowers" else size, values)
 
 
 @pytest.mark.parametrize(

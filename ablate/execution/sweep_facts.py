@@ -9,8 +9,6 @@ from ablate import provenance
 from ablate.cache import key_of
 from ablate.errors import InputError, nearest
 from ablate.experiment.load import Experiment
-from ablate.experiment.schema import Asked
-from ablate.files import Json
 from ablate.store.ledger import Ledger
 from ablate.store.registration import register
 from ablate.store.trial_store import Store
@@ -29,7 +27,7 @@ def describe(ledger: Ledger, experiment: Experiment) -> None:
             "ended": "",
             "search": experiment.keys.search.sampler if experiment.keys.search else "",
             "design": experiment.keys.design.model_dump_json() if experiment.keys.design else "",
-            "answer": json.dumps(answer) if (answer := _asked(experiment)) else "",
+            "answer": experiment.keys.answer.model_dump_json() if experiment.keys.answer else "",
             "metric": experiment.metric.model_dump_json(),
             "metrics": json.dumps([metric.name for metric in experiment.metrics]),
             "compared": json.dumps([metric.model_dump() for metric in experiment.metrics]),
@@ -61,6 +59,9 @@ def register_design(ledger: Ledger, experiment: Experiment, store: Store, device
         for arm in experiment.arms
         for seed in experiment.seeds
     }
+    asked = experiment.keys.answer
+    # Without a family the hash is that of releases that had none.
+    answer = asked and asked.model_dump(exclude=None if asked.family else {"family"})
     digest = key_of(
         experiment.keys.question,
         [metric.model_dump() for metric in experiment.metrics],
@@ -69,7 +70,7 @@ def register_design(ledger: Ledger, experiment: Experiment, store: Store, device
         experiment.keys.growth.model_dump() if experiment.keys.growth else None,
         experiment.keys.search.model_dump() if experiment.keys.search else None,
         [[knob, dataclasses.asdict(part)] for knob, part in experiment.space.items()],
-        *([answer] if (answer := _asked(experiment)) else []),
+        *([answer] if answer else []),
     )
     ids = set(trials.values())
     parts = {
@@ -77,12 +78,6 @@ def register_design(ledger: Ledger, experiment: Experiment, store: Store, device
         "metrics": key_of([metric.model_dump() for metric in experiment.metrics]),
     }
     register(ledger, digest, time.time(), len(ids), lambda: sum(map(store.finished, ids)), parts)
-
-
-def _asked(experiment: Experiment) -> Json:
-    """Return the comparison, or family of comparisons, that the file names as its answer, or None."""
-    answer = experiment.keys.answer
-    return answer.model_dump() if isinstance(answer, Asked) else answer
 
 
 def require_metrics(experiment: Experiment, ledger: Ledger, trial: int, title: str) -> None:

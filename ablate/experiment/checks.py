@@ -26,7 +26,6 @@ from ablate.experiment.schema import (
     ExperimentFile,
     Metric,
     Search,
-    Whole,
 )
 from ablate.experiment.search_space import Dimension, twins
 from ablate.experiment.yaml_document import Document, display
@@ -34,6 +33,7 @@ from ablate.training.metric_names import target_of
 from ablate.training.workloads.base import Workload
 
 _SHOWN = 6
+_BY_WINNER = "a search answers by its winner on fresh seeds: answer: {family: winner}, with search.confirm"
 _LEVELS = ("val/loss", "val/loss_bf16")
 """Metrics that a forked trial has at the end of its windows."""
 
@@ -218,13 +218,11 @@ def _answer(draft: Draft) -> Iterator[Problem]:
     asked, document, search = draft.file.answer, draft.document, draft.file.search
     if asked is None:
         return
-    if isinstance(asked, str):
-        yield from _asked_family(asked, draft)
+    if asked.family is not None:
+        yield from _asked_family(asked.family, draft)
         return
     if search:
-        yield document.problem(
-            ("answer",), "a search answers by its winner on fresh seeds: answer: winner, with search.confirm"
-        )
+        yield document.problem(("answer",), _BY_WINNER)
         return
     if asked.knob is not None:
         yield from _asked_knobs(asked, draft.space, document)
@@ -242,20 +240,18 @@ def _answer(draft: Draft) -> Iterator[Problem]:
         yield document.problem(("answer", "against"), "is the arm itself", asked.against)
 
 
-def _asked_family(asked: Whole, draft: Draft) -> Iterator[Problem]:
+def _asked_family(family: str, draft: Draft) -> Iterator[Problem]:
     """Yield why a family of comparisons cannot be the answer."""
     search = draft.file.search
-    wrong = {
-        "winner": "needs a search whose winner is run again on fresh seeds (search.confirm)"
-        if search is None or search.confirm is None
-        else "",
-        "knobs": "needs a grid: knobs under ablate, without a search" if search or not draft.space else "",
-        "arms": "a search answers by its winner on fresh seeds: answer: winner, with search.confirm"
-        if search
-        else "",
-    }[asked]
+    wrong = ""
+    if family == "winner" and (search is None or search.confirm is None):
+        wrong = "needs a search whose winner is run again on fresh seeds (search.confirm)"
+    elif family != "winner" and search:
+        wrong = _BY_WINNER
+    elif family == "knobs" and not draft.space:
+        wrong = "needs a grid: knobs under ablate"
     if wrong:
-        yield draft.document.problem(("answer",), wrong, asked)
+        yield draft.document.problem(("answer", "family"), wrong, family)
 
 
 def _asked_knobs(asked: Asked, knobs: Mapping[str, Dimension], document: Document) -> Iterator[Problem]:

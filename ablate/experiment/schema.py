@@ -247,15 +247,11 @@ class Design(Spec):
         return self
 
 
-Whole = Literal["arms", "knobs", "winner"]
-"""A whole family of comparisons as the answer: every arm with its baseline, the main effects of the knobs, or
-a search's winner on fresh seeds."""
-
-
 class Asked(Spec):
     """The comparison that the question is about.
 
-    Either a knob's values, on average over the other knobs but those that are held; or an arm and another.
+    Either a knob's values, on average over the other knobs but those that are held; or an arm and another; or
+    a whole family of comparisons, judged together.
     """
 
     knob: str | None = None
@@ -266,11 +262,14 @@ class Asked(Spec):
     """Name of an arm."""
     against: str | None = None
     """Name of the arm that it is compared with; default: its baseline."""
+    family: Literal["arms", "knobs", "winner"] | None = None
+    """`arms`: every arm with its baseline. `knobs`: the main effects of the recipe's knobs, or of the
+    workload's if only those are turned. `winner`: a search's winner on fresh seeds."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> "Asked":
-        if (self.knob is None) == (self.arm is None):
-            raise ValueError("name either a knob, with the values of others as given, or an arm")
+        if [self.knob, self.arm, self.family].count(None) != 2:
+            raise ValueError("name either a knob, with the values of others as given, or an arm, or a family")
         if self.given and self.knob is None:
             raise ValueError("given holds knobs beside a knob; an arm has its own values")
         if self.against is not None and self.arm is None:
@@ -441,10 +440,9 @@ class ExperimentFile(Spec):
         1,
         2,
     )
-    answer: Asked | Whole | None = None
-    """The comparison that answers the question: one, or a family: `arms` (every arm with its baseline),
-    `knobs` (the main effect of every knob), `winner` (a search's, on fresh seeds). Default: the recipe's
-    knobs that are turned, else the arms."""
+    answer: Asked | None = None
+    """The comparison that answers the question, or a family of them; default: the recipe's knobs that are
+    turned; where only presets (`recipe`) or the workload differ, every arm against its baseline."""
     metric: Annotated[Plain, WithJsonSchema(_METRICS_SCHEMA)] = Field(default_factory=dict)
     """One metric, or a list: arms are then compared by each, and a search has several objectives."""
     published: Annotated[tuple[Published, ...], Field(strict=False)] = ()

@@ -79,6 +79,8 @@ class Effect:
     """Smallest effect that matters, in the metric's unit."""
     given: Mapping[str, Json] = field(default_factory=dict)
     """Values at which other knobs are held."""
+    level: str = ""
+    """The knob's value as text; empty for two arms and for interactions."""
 
 
 def grid(arms: Sequence[ArmSummary]) -> Grid | None:
@@ -144,8 +146,9 @@ def held_effects(grid: Grid, knob: str, given: Mapping[str, Json]) -> list[Effec
         cells = grid.cells(**held, **{knob: level})
         effect = _difference(grid, cells, grid.cells(**held, **{knob: 0}))
         effect = _of_runs(grid, effect, _unchanged(grid, cells, position))
-        change = _change(_named(grid) or levels, level)
-        effects.append(Effect((knob,), change, effect, grid.margin, given))
+        shown = _named(grid) or levels
+        change = _change(shown, level)
+        effects.append(Effect((knob,), change, effect, grid.margin, given, shown_value(shown[level])))
     return effects
 
 
@@ -252,6 +255,11 @@ def shares(grid: Grid) -> list[Share]:
 def _with(cell: Cell, position: int, level: int) -> Cell:
     """Return the point at which one knob has another level."""
     return (*cell[:position], level, *cell[position + 1 :])
+
+
+def shown_value(value: Json) -> str:
+    """Return a value as a sentence has it: a text as it is, else JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _change(levels: Sequence[Json], level: int) -> str:

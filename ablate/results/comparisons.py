@@ -3,14 +3,12 @@
 Terminal, status, notes and reports read them here. Nothing of it needs pandas.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 
 from ablate.experiment.arms import label
 from ablate.experiment.schema import Asked
-from ablate.files import Json
 from ablate.results.attribution import Effect, Grid, grid, held_effects, interactions, main_effects
 from ablate.results.contrasts import Contrast, contrasts
 from ablate.results.forked import design_of, sharpened, views
@@ -45,6 +43,9 @@ class Comparisons:
 
         One that the file asks for has the verdict of its own family, as it has wherever it is stated.
         """
+        if self.relative:
+            verdicts = {change.arm: change.verdict for change in self.relative_changes[0]}
+            return [replace(arm, verdict=verdicts.get(arm.name, arm.verdict)) for arm in self._arms]
         asked = self.asked
         if asked is None or asked.arm is None or not self.asked_effects:
             return self._arms
@@ -65,12 +66,27 @@ class Comparisons:
     @cached_property
     def arms_by_metric(self) -> list[list[ArmSummary]]:
         """Every arm, by each metric of the file."""
-        return [self.arms, *(summaries(self.ledger, metric) for metric in self.metrics[1:])]
+        return [self._arms, *(summaries(self.ledger, metric) for metric in self.metrics[1:])]
 
     @cached_property
     def relative_changes(self) -> list[list[Change]]:
         """Relative change of every arm that has a baseline, by each metric of the file, judged within it."""
-        return [changes(arms, metric) for arms, metric in zip(self.arms_by_metric, self.metrics, strict=True)]
+        asked = self.asked.arm if self.asked and self.asked.against in (None, *self._baselines) else None
+        return [
+            changes(arms, metric, None if place else asked)
+            for place, (arms, metric) in enumerate(zip(self.arms_by_metric, self.metrics, strict=True))
+        ]
+
+    @property
+    def _baselines(self) -> list[str | None]:
+        """The baseline of the arm that the question is about, as a list of one or none."""
+        return [arm.baseline for arm in self._arms if self.asked and arm.name == self.asked.arm]
+
+    @cached_property
+    def relative(self) -> bool:
+        """True for tensors without a model, whose comparisons are judged as relative changes."""
+        members = self.ledger.members()
+        return bool(members) and members[0].resolved.workload == "tensors"
 
     @cached_property
     def contrasts(self) -> list[Contrast]:
@@ -164,26 +180,21 @@ class Comparisons:
 
     @cached_property
     def asked(self) -> Asked | None:
-        """The one comparison that the file says its question is about; None if it does not name one."""
-        named = self._named
-        return Asked.model_validate(named, strict=False) if isinstance(named, dict) else None
+        """The comparison, or family, that the file says its question is about; None if it does not say."""
+        text = self.ledger.fact("answer")
+        return Asked.model_validate_json(text, strict=False) if text else None
 
-    @cached_property
+    @property
     def family(self) -> str:
-        """Family of comparisons that the file names as its answer (`Whole`); "" if it does not name one."""
-        named = self._named
-        return named if isinstance(named, str) else ""
-
-    @cached_property
-    def _named(self) -> Json:
-        return json.loads(self.ledger.fact("answer") or "null")
+        """Family of comparisons that answers; empty if the file names none."""
+        return (self.asked.family if self.asked else None) or ""
 
     @cached_property
     def asked_effects(self) -> list[tuple[Effect, Verdict]]:
         """The comparisons that the file asks for, a family of their own; [] if it asks for none, or if an arm
         of them has no finished run."""
         asked = self.asked
-        if asked is None:
+        if asked is None or asked.family:
             return []
         if asked.arm is None:
             return self._judged(lambda grid: held_effects(grid, asked.knob or "", asked.given))

@@ -139,14 +139,12 @@ def design_of(ledger: Ledger) -> Design | None:
 def estimand(design: Design, arms: Iterable[A]) -> str:
     """Return a sentence that says what damage is an estimate of."""
     windows = next((arm.readings.windows for arm in arms if arm.readings and arm.readings.cells), [0])
-    past = (
-        "the weights that the workload starts from" if design.trunk == START else f"a trunk in {design.trunk}"
-    )
-    rate = ", at a rate that falls to zero" if design.anneal else ""
+    past = "the starting weights" if design.trunk == START else f"a {design.trunk} checkpoint"
+    rate = ", with a learning rate that falls to zero" if design.anneal else ""
     return (
-        f"Damage: the difference after {windows[-1]} steps that go on from {past}{rate}. It is the harm that"
-        " a recipe does given that past, and not the gap of full runs. A window sees noise at once and bias"
-        " late, so it favours rounding to nearest: do not decide rounding or rotation by forks alone."
+        f"Damage is the extra loss after {windows[-1]} steps from {past}{rate}: the harm of a recipe given"
+        " that past, not the gap of full runs. Windows show noise at once and bias late, so they favour"
+        " rounding to nearest: do not decide rounding or rotation by forks alone."
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from statistics import median, stdev, variance
 from typing import Literal
 
-from ablate.results.number_text import counted, number, signed
+from ablate.results.number_text import counted, number, prose, signed
 from ablate.results.paired_stats import common
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.store.ledger import Ledger
@@ -37,9 +37,9 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
         ledger: ledger of the sweep.
         arms: its arms, by the main metric.
     """
-    found = [_finished(arms), _finite(ledger, arms), _learned(arms), _twin(arms), _bad(arms)]
+    found = [_finished(arms), _finite(ledger, arms), _learned(ledger, arms), _twin(arms), _bad(arms)]
     found += [_ended_early(arms), _covered(ledger), _one_product(ledger), _one_processor(ledger)]
-    found += [*_spread(arms), *_late(ledger)]
+    found += [*_spread(arms), *_late(ledger), *_margin(arms), *_positions(arms)]
     return [check for check in found if check]
 
 
@@ -66,6 +66,15 @@ def _late(ledger: Ledger) -> Iterator[Check]:
     named = {"question": "the question was named", "metrics": "the metric or its min_effect was set"}
     for part, entry in late_changes(ledger):
         yield Check("warning", f"{named[part]} after {entry.finished} of {counted(entry.trials, 'result')}")
+
+
+def _positions(arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield the positions of a forked design, which no number of seeds changes."""
+    cells = (arm.readings for arm in arms if arm.readings and arm.readings.cells)
+    if steps := next((readings.positions for readings in cells), []):
+        plural = "" if len(steps) == 1 else "s"
+        listed = ", ".join(map(str, steps))
+        yield Check("note", f"checkpoint{plural} at step{plural} {listed}; elsewhere it may differ")
 
 
 def _ended_early(arms: Sequence[ArmSummary]) -> Check | None:
@@ -140,7 +149,7 @@ def _mixed_seeds(ledger: Ledger, values: Mapping[int, float]) -> list[int]:
     return sorted(seed for seed, seen in by_seed.items() if len(seen) > 1)
 
 
-def _learned(arms: Sequence[ArmSummary]) -> Check | None:
+def _learned(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
     measured = [arm for arm in arms if arm.context_free is not None and not math.isnan(arm.loss)]
     unknown = sum(arm.floor_unknown for arm in arms)
     if unknown:
@@ -155,7 +164,33 @@ def _learned(arms: Sequence[ArmSummary]) -> Check | None:
     idle = [arm.name for arm in measured if not arm.learned]
     if idle:
         return Check("warning", f"{', '.join(idle[:3])} learned nothing; best {words}")
+    if _began_trained(ledger):
+        return Check("note", f"loss {words}; it began from trained weights, so this shows no learning")
     return Check("passed", f"learned: {words}")
+
+
+def _began_trained(ledger: Ledger) -> bool:
+    """Return True if the runs begin from weights that were trained elsewhere."""
+    first = next((member.resolved for member in ledger.members()), None)
+    return first is not None and (first.workload == "finetune" or bool(first.config.get("start")))
+
+
+def _margin(arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield warnings that the smallest effect that matters is larger than what training gained, or than what
+    the recipes do to the loss."""
+    margins = [arm.margin for arm in arms if arm.margin is not None and arm.role == "listed"]
+    if not margins:
+        return
+    margin = min(margins)
+    gains = [arm.context_free - arm.loss for arm in arms if arm.context_free is not None and arm.learned]
+    if gains and margin >= max(gains):
+        yield Check("warning", f"min_effect {margin:.2g} exceeds what training gained, {max(gains):.2g}")
+    gaps = [arm.gap for arm in arms if arm.role == "listed" and arm.gap is not None and arm.gap.has_interval]
+    most = max((max(abs(gap.low), abs(gap.high)) for gap in gaps), default=math.inf)
+    if len(gaps) > 1 and most < margin:
+        yield Check(
+            "warning", f"min_effect {margin:.2g} exceeds what any arm costs against its baseline, {most:.2g}"
+        )
 
 
 def _twin(arms: Sequence[ArmSummary]) -> Check | None:
@@ -163,8 +198,11 @@ def _twin(arms: Sequence[ArmSummary]) -> Check | None:
     if twin is None or twin.verdict.kind == "unjudged":
         return None
     if twin.verdict.kind in ("better", "worse"):
-        return Check("warning", f"the A/A arm is resolved: {twin.verdict.kind} than {twin.baseline}")
-    return Check("passed", "the A/A arm is not resolved")
+        return Check(
+            "warning",
+            f"{twin.baseline} against itself is {twin.verdict.kind}: a false alarm, 1 in 20 expected",
+        )
+    return Check("passed", f"{twin.baseline} against itself: no difference")
 
 
 def _bad(arms: Sequence[ArmSummary]) -> Check | None:
@@ -172,9 +210,10 @@ def _bad(arms: Sequence[ArmSummary]) -> Check | None:
     bad = next((arm for arm in arms if arm.role == "bad"), None)
     if bad is None or bad.gap is None or bad.gap.pairs < 2:
         return None
+    recipe = bad.name.rpartition(": ")[2]
     if bad.sees:
-        return Check("passed", f"sees the known-bad arm: {signed(bad.gap.mean, bad.gap)}")
-    return Check("warning", "the known-bad arm is not resolved: this design cannot tell")
+        return Check("passed", f"detects {recipe}, known to be worse: {prose(signed(bad.gap.mean, bad.gap))}")
+    return Check("warning", f"does not detect {recipe}, known to be worse: this design cannot tell")
 
 
 def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:

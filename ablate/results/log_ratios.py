@@ -36,6 +36,15 @@ class Change:
     """Number of seeds at which the arm or its baseline has no logarithm."""
     means: tuple[float, float]
     """Means of the metric of the baseline and of the arm."""
+    baseline: str
+
+    @property
+    def relative(self) -> Difference:
+        """The change as a share of the baseline: 0.5 for a value that is half as large again."""
+        mean, low, high = (
+            ratio(value) for value in (self.log_ratio.mean, self.log_ratio.low, self.log_ratio.high)
+        )
+        return replace(self.log_ratio, mean=mean, low=low, high=high)
 
 
 def ratio(log: float) -> float:
@@ -46,7 +55,7 @@ def ratio(log: float) -> float:
         return math.inf
 
 
-def changes(arms: Sequence[ArmSummary], metric: Metric) -> list[Change]:
+def changes(arms: Sequence[ArmSummary], metric: Metric, alone: str | None = None) -> list[Change]:
     """Return the relative change of each arm that has a baseline, judged together, in the order of the arms.
 
     `min_effect` counts as a share of the baseline's mean.
@@ -54,6 +63,7 @@ def changes(arms: Sequence[ArmSummary], metric: Metric) -> list[Change]:
     Args:
         arms: Arms of the sweep, summarised by the metric.
         metric: Metric that is compared.
+        alone: Name of an arm that is judged by itself: the one that the question is about.
     """
     values = {arm.name: arm.values for arm in arms}
     compared = [(arm, values[arm.baseline]) for arm in arms if arm.baseline in values]
@@ -61,7 +71,11 @@ def changes(arms: Sequence[ArmSummary], metric: Metric) -> list[Change]:
     unjudged = [_change(arm, base, metric) for arm, base in compared]
     margins = [_margin(arm, base, metric) for arm, base in compared]
     differences = [change.log_ratio for change in unjudged]
-    verdicts = judge(list(zip(differences, margins, strict=True)), metric.direction == "minimize")
+    minimize, judged = metric.direction == "minimize", list(zip(differences, margins, strict=True))
+    verdicts = [
+        judge([one], minimize)[0] if arm.name == alone else verdict
+        for one, (arm, _), verdict in zip(judged, compared, judge(judged, minimize), strict=True)
+    ]
     return [
         replace(change, verdict=_of(arm, verdict))
         for change, (arm, _), verdict in zip(unjudged, compared, verdicts, strict=True)
@@ -76,7 +90,7 @@ def _change(arm: ArmSummary, base: Mapping[int, float], metric: Metric) -> Chang
     difference = paired_difference({} if refused else ours, theirs, arm.interval)
     difference = replace(difference, whole=bool(arm.gap and arm.gap.whole))
     means = (mean_of([*base.values()]), arm.mean)
-    return Change(arm.name, metric, difference, Verdict("unjudged"), refused, means)
+    return Change(arm.name, metric, difference, Verdict("unjudged"), refused, means, arm.baseline or "")
 
 
 def _log(value: float, metric: Metric) -> float:

@@ -4,6 +4,9 @@ import math
 
 from ablate.results.paired_stats import Difference
 
+_VAST = 1e6
+"""Numbers from here on have an exponent in sentences."""
+
 
 def number(value: float, half: float = math.nan) -> str:
     """Return a number with four decimals (a loss), or with four significant digits if it is below 0.1.
@@ -43,6 +46,8 @@ def interval(difference: Difference) -> str:
 
 def signed(value: float, difference: Difference) -> str:
     """Return a number with its sign, and with as many decimals as the difference's interval needs."""
+    if abs(value) >= _VAST:
+        return f"{value:+.3g}"
     return f"{value:+z.{_decimals(difference)}f}"
 
 
@@ -54,6 +59,23 @@ def bounds(difference: Difference) -> str:
     if not difference.has_interval:
         return mean
     return f"{mean} ({signed(difference.low, difference)} to {signed(difference.high, difference)})"
+
+
+def prose(text: str) -> str:
+    """Return a number as a sentence has it: with a minus sign in place of a hyphen."""
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def percent(value: float, difference: Difference) -> str:
+    """Return a share in percent with its sign, to the interval's second digit, with one decimal at most.
+
+    Args:
+        value: the share.
+        difference: that whose interval sets the number of digits.
+    """
+    half = difference.high - difference.mean if difference.has_interval else 0.0
+    places = max(0, min(1, 1 - _exponent(100 * half))) if half else 1
+    return prose(f"{100 * value:+z.{places}f}")
 
 
 def around(mean: float, half: float) -> str:

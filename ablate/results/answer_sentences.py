@@ -1,0 +1,379 @@
+"""Sentences of an answer, by the shape of its question.
+
+    an effect    one knob with two values, or two arms: the change, its interval, and what that leaves open
+    a family     arms, values of a knob, kinds of tensors: which are worse, better, equivalent or undecided
+    a search     its winner on fresh seeds
+
+A sentence has at most two numbers beside an interval, and no number of seeds: tables have the rest. An effect
+on a metric without a `min_effect` has no threshold to name.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ablate.experiment.schema import START, Metric
+from ablate.files import Json
+from ablate.results.attribution import Effect
+from ablate.results.number_text import counted, percent, prose, signed
+from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, Verdict
+from ablate.results.summary import ArmSummary
+from ablate.results.verdict_text import REASONS
+
+MOST_WORDS = 40
+"""Largest number of words of an answer on a family, names of a few arms included."""
+NO_ANSWER = "No answer:"
+NOT_YET = "Not answered yet."
+_LEADS = {
+    "better": "Better",
+    "worse": "Worse",
+    "equivalent": "No difference that matters",
+    "same": "No difference at all",
+}
+"""First words of an answer by the kind of its verdict, if it is decided."""
+_OPEN_LEADS = {
+    "undecided": NOT_YET,
+    "unjudged": "No verdict.",
+    "horizon": "It depends on the horizon.",
+    "position": "It depends on the position.",
+    "blind": "This design cannot tell.",
+    "nothing_learned": NO_ANSWER,
+}
+"""First words of any other answer, by the reason of its verdict, else by the kind."""
+_SWITCHES = {
+    "rht": "rotation",
+    "sr": "stochastic rounding",
+    "weights_2d": "2D weight scaling",
+}
+"""Names of knobs that are on or off, as a sentence has them."""
+_TOO_FEW = ("no_pair", "one_pair", "few_values", "equal_counts")
+"""Reasons without a verdict that more seeds remove."""
+_AVERAGED = "averaged over other knobs"
+_MOST_NAMED = 2
+"""Largest number of comparisons with one verdict that a sentence names, if there are more."""
+_COUNTED, _WHOLE = -1, -2
+"""In place of that number: none, not even the largest; and `all` of a family with one verdict."""
+_LONGEST_NAME = 8
+"""Largest number of words of a search's winner that a sentence names."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Facts of a sweep that its sentences share."""
+
+    metric: Metric
+    unit: str
+    """Unit of the metric; empty if it has none."""
+    scope: str = ""
+    """Stretch of training that the comparisons are about: `after 300 steps`; empty if they train nothing."""
+    known_bad: str = ""
+    """Recipe of a forked design's known-bad arm, a fifth of whose damage is the smallest effect that matters;
+    empty if the file names that effect."""
+    relative: bool = False
+    """True if differences are shares of the baseline, stated in percent."""
+
+    def threshold(self, margin: float) -> str:
+        """Return the smallest effect that matters, and where it comes from."""
+        origin = f"a fifth of {self.known_bad}'s damage" if self.known_bad else "the smallest that matters"
+        return f"{margin:.2g}, {origin},"
+
+    def amount(self, value: float, difference: Difference, sign: bool, unit: bool) -> str:
+        """Return a difference, or an end of its interval, as text.
+
+        Args:
+            value: the number.
+            difference: that whose interval sets the number of digits.
+            sign: True for a sign, False for the size alone.
+            unit: True to add the unit.
+        """
+        if self.relative:
+            text, word = percent(value, difference), "%"
+        else:
+            text, word = prose(signed(value, difference)), self.unit
+        return f"{text if sign else text[1:]}{f' {word}' if unit and word else ''}"
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One comparison of a family."""
+
+    name: str
+    difference: Difference
+    verdict: Verdict
+    margin: float | None = None
+    baseline: str = ""
+    """Name of what it is compared with, if a family has several."""
+
+
+def scope_of(steps: Sequence[int], windows: Sequence[int], positions: int, trunk: str) -> str:
+    """Return the stretch of training that a sweep's comparisons are about.
+
+    Args:
+        steps: numbers of steps of its runs.
+        windows: lengths of its windows in steps; empty for full runs.
+        positions: number of positions of the windows.
+        trunk: recipe that trained up to there, or `start`.
+    """
+    if windows:
+        past = "the starting weights" if trunk == START else f"a {trunk} checkpoint"
+        past = past if positions < 2 or trunk == START else f"{trunk} checkpoints"
+        return f"over {counted(max(windows), 'step')} from {past}"
+    return f"after {counted(steps[0], 'step')}" if len(set(steps)) == 1 else ""
+
+
+def lead_of(verdicts: Sequence[Verdict], setting: Setting) -> str:
+    """Return the first words on some comparisons."""
+    if len({(verdict.kind, verdict.reason) for verdict in verdicts}) == 1:
+        (verdict, *_) = verdicts
+        if verdict.kind in _LEADS:
+            return f"{_LEADS[verdict.kind]}{f', {setting.scope}' if setting.scope else ''}."
+        return _OPEN_LEADS.get(verdict.reason or "") or _OPEN_LEADS[verdict.kind]
+    decided = sum(verdict.decided for verdict in verdicts)
+    if decided == len(verdicts):
+        return "Answered."
+    return f"Answered in part, {decided} of {len(verdicts)}." if decided else NOT_YET
+
+
+# One effect
+
+
+def of_effect(
+    compared: Effect,
+    verdict: Verdict,
+    setting: Setting,
+    levels: Sequence[Json] = (),
+    averaged: bool = False,
+) -> tuple[str, str]:
+    """Return first words and sentence on one comparison.
+
+    Args:
+        compared: the comparison.
+        verdict: its verdict.
+        setting: facts of the sweep.
+        levels: values of its knob, the reference first.
+        averaged: other knobs were turned beside it, and not all of them are held.
+    """
+    held = " and ".join(_held(knob, value) for knob, value in compared.given.items())
+    before = ", ".join(filter(None, (f"with {held}" if held else "", _AVERAGED if averaged else "")))
+    turned, change = turned_text(compared, levels), _change(compared.effect, verdict, setting)
+    if verdict.kind != "same":
+        change += _left_open(compared.effect, verdict, compared.margin, setting, not (held and averaged))
+    opening = f"{before[0].upper()}{before[1:]}, {turned}" if before else capitalised(turned)
+    return lead_of([verdict], setting), f"{opening} {change}."
+
+
+def capitalised(turned: str) -> str:
+    """Return what is turned as the first words of a sentence: names of knobs and arms stay as they are."""
+    return turned[0].upper() + turned[1:] if turned in _SWITCHES.values() else turned
+
+
+def _held(knob: str, value: Json) -> str:
+    """Return a knob at a value: `rotation on`, `block "1x16"`."""
+    if knob in _SWITCHES and isinstance(value, bool):
+        return f"{_SWITCHES[knob]} {'on' if value else 'off'}"
+    return f"{knob} {json.dumps(value)}"
+
+
+def turned_text(compared: Effect, levels: Sequence[Json]) -> str:
+    """Return what a comparison turns: `stochastic rounding`, `block "1x32" instead of "1x16"`.
+
+    Args:
+        compared: the comparison.
+        levels: values of its knob, the reference first.
+    """
+    (knob, *_) = compared.knobs or ("",)
+    if knob in _SWITCHES and list(levels) == [False, True]:
+        return _SWITCHES[knob]
+    return f"{knob} {compared.change}".strip()
+
+
+def _change(difference: Difference, verdict: Verdict, setting: Setting) -> str:
+    """Return a change with its interval: `raises val/loss by 0.02 nats (95 % CI 0.01 to 0.03)`."""
+    name = setting.metric.name
+    if verdict.kind == "same":
+        return f"gives the same {name} on every seed"
+    over = f" {setting.scope}" if setting.scope and not verdict.decided else ""
+    low, high = difference.low, difference.high
+    sure = difference.has_interval and (low > 0 or high < 0)
+    verb, ends = ("lowers", (high, low)) if sure and high < 0 else ("raises", (low, high))
+    mean = setting.amount(difference.mean, difference, not sure, True)
+    change = f"{verb if sure else 'changes'} {name} by {mean}{over}"
+    if not difference.has_interval:
+        return change
+    bounds = [setting.amount(end, difference, not sure, False) for end in ends]
+    return f"{change} (95 % CI {bounds[0]} to {bounds[1]})"
+
+
+def _left_open(
+    difference: Difference, verdict: Verdict, margin: float | None, setting: Setting, origin: bool = True
+) -> str:
+    """Return a clause on what the interval leaves possible; `origin`: with where the margin comes from."""
+    if verdict.reason:
+        return f": {REASONS[verdict.reason].format(count=verdict.count)}"
+    if margin is None:
+        return "; its sign is still open" if verdict.kind == "undecided" else ""
+    threshold = setting.threshold(margin) if origin else f"{margin:.2g}"
+    if verdict.kind == "equivalent":
+        return f"; an effect of {threshold} is ruled out"
+    if verdict.kind in ("better", "worse"):
+        if not difference.has_interval:
+            return ""
+        if min(abs(difference.low), abs(difference.high)) >= margin:
+            return f", more than {threshold.removesuffix(',')}"
+        return f"; whether it exceeds {threshold} is open"
+    if not difference.has_interval:
+        return "; its sign is still open"
+    gain, loss = difference.low < -margin, difference.high > margin
+    if setting.metric.direction == "maximize":
+        gain, loss = loss, gain
+    if gain and loss:
+        return f"; it may help or hurt by more than {margin:.2g}"
+    if gain or loss:
+        open_, closed = ("help", "hurt") if gain else ("hurt", "help")
+        return f"; it may {open_}, but not {closed}, by more than {margin:.2g}"
+    return "; undecided after the correction for all comparisons"
+
+
+# A family
+
+
+def of_family(family: Sequence[Compared], setting: Setting, against: str) -> tuple[str, str]:
+    """Return first words and sentence on a family of comparisons: those with one verdict together.
+
+    Args:
+        family: the comparisons.
+        setting: facts of the sweep.
+        against: what all are compared with, as the first words of the sentence: `Against bf16`.
+    """
+    verdicts = [each.verdict for each in family]
+    if all(verdict.reason == "nothing_learned" for verdict in verdicts):
+        return NO_ANSWER, "no arm has a lower loss than a model that ignores its input."
+    if all(verdict.kind == "unjudged" and verdict.reason in _TOO_FEW for verdict in verdicts):
+        needed = f"{FEWEST_DISTINCT} or more"
+        return "No verdict:", f"a comparison needs {needed} seeds with differences that are not all equal."
+    lead = lead_of(verdicts, setting)
+    over = f" {setting.scope}" if setting.scope and setting.scope not in lead else ""
+    text = ""
+    for named, where in ((_MOST_NAMED, over), (1, over), (0, over), (_COUNTED, over), (_COUNTED, "")):
+        clauses = "; ".join(_groups(family, setting, named))
+        text = f"{against}{where}, by {setting.metric.name}: {clauses}."
+        if len(f"{lead} {text}".replace(" %", "%").split()) <= MOST_WORDS:
+            break
+    return lead, text
+
+
+def _groups(family: Sequence[Compared], setting: Setting, named: int) -> Iterator[str]:
+    """Yield a clause for each verdict of a family, those that are decided first.
+
+    Args:
+        family: the comparisons.
+        setting: facts of the sweep.
+        named: largest number of comparisons that a clause names, if it has more; `_COUNTED`: not even the
+            largest of them.
+    """
+    by_kind: dict[str, list[Compared]] = {}
+    for each in sorted(family, key=lambda each: -abs(each.difference.mean)):
+        by_kind.setdefault(each.verdict.kind, []).append(each)
+    for kind in ("worse", "better"):
+        if group := by_kind.get(kind, []):
+            largest = group[0]
+            most = "" if len(group) == 1 else "up to "
+            size = setting.amount(largest.difference.mean, largest.difference, False, True)
+            names = _named(group, named if len(group) < len(family) else _WHOLE, "is")
+            worst = "" if largest.name in names or named == _COUNTED else f" ({quoted(largest.name)})"
+            yield f"{names} {kind}, by {most}{size}{worst}"
+    if group := by_kind.get("equivalent", []):
+        within = f" within {max(each.margin or 0.0 for each in group):.2g}"
+        names = _named(group, named if len(group) < len(family) else _WHOLE, "is")
+        yield f"{names} equivalent{'' if {'worse', 'better'} <= {*by_kind} else within}"
+    if group := by_kind.get("same", []):
+        yield f"{_named(group, named, 'is')} the same"
+    if group := by_kind.get("undecided", []):
+        bounded = [each for each in group if each.difference.has_interval]
+        if len(group) == len(family) and bounded:
+            yield f"nothing is decided; changes {_span(bounded, setting)} are possible"
+        else:
+            yield f"{_named(group, named if len(group) == 1 else 0, 'is')} undecided"
+    reasons: dict[str, list[Compared]] = {}
+    for each in by_kind.get("unjudged", []):
+        reasons.setdefault(_why(each.verdict) if named > 0 else "no verdict", []).append(each)
+    for why, group in reasons.items():
+        yield f"{_named(group, named, '' if why.startswith('diverged') else 'has')} {why}"
+
+
+def _span(family: Sequence[Compared], setting: Setting) -> str:
+    """Return the numbers that the intervals of some comparisons reach from and to."""
+    least = min(family, key=lambda each: each.difference.low)
+    most = max(family, key=lambda each: each.difference.high)
+    low = setting.amount(least.difference.low, least.difference, True, False)
+    high = setting.amount(most.difference.high, most.difference, True, True)
+    return f"from {low} to {high}"
+
+
+def _why(verdict: Verdict) -> str:
+    """Return that a comparison has no verdict, with the reason if more seeds do not remove it."""
+    if verdict.diverged and verdict.diverged == verdict.seeds:
+        return "diverged on every seed"
+    why = REASONS[verdict.reason or "no_pair"].format(count=verdict.count)
+    return "no verdict" if verdict.reason in _TOO_FEW else f"no verdict ({why})"
+
+
+def _named(group: Sequence[Compared], most: int, verb: str) -> str:
+    """Return the names of a group with the verb: `a and b are`, `a, b and 3 more are`; `5 are` for no names,
+    and for the whole family `all 5 are`."""
+    plural = {"is": "are", "has": "have"}
+    names = [quoted(each.name) for each in group]
+    if most == _WHOLE and len(names) > _MOST_NAMED:
+        names = [f"all {len(names)}"]
+    elif most != _WHOLE and len(names) > max(most, 0) + (most > 0):
+        names[max(most, 0) :] = [f"{len(names) - max(most, 0)}{' more' if most > 0 else ''}"]
+    listed = " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+    return f"{listed} {verb if len(group) == 1 else plural.get(verb, verb)}".strip()
+
+
+def quoted(name: str) -> str:
+    """Return an arm's name, in quotation marks if it has a comma."""
+    return f'"{name}"' if "," in name else name
+
+
+# A search
+
+
+def of_winner(arm: ArmSummary, difference: Difference, shown: str, setting: Setting) -> tuple[str, str]:
+    """Return first words and sentence on a search's winner that was run again on fresh seeds.
+
+    Args:
+        arm: the arm on fresh seeds.
+        difference: its gap to the baseline.
+        shown: the winner's name.
+        setting: facts of the sweep.
+    """
+    verdict = arm.verdict
+    leads = {"better": "The search found an improvement", "worse": "The search found no improvement"}
+    over = f", {setting.scope}" if setting.scope and verdict.decided else ""
+    lead = f"{leads.get(verdict.kind, 'The winner of the search is not confirmed')}{over}."
+    name = f" ({shown})" if len(shown.split()) <= _LONGEST_NAME else ""
+    change = _change(difference, verdict, setting) + _left_open(difference, verdict, arm.margin, setting)
+    return lead, f"On fresh seeds, its best arm{name} instead of {arm.baseline} {change}."
+
+
+def of_best(searched: Sequence[ArmSummary], again: ArmSummary | None, setting: Setting) -> str:
+    """Return a sentence on a search whose winner has fewer than two pairs on fresh seeds.
+
+    Args:
+        searched: its arms, the best first.
+        again: the winner's rerun on fresh seeds, if there is one.
+        setting: facts of the sweep.
+    """
+    best = searched[0]
+    gap = ""
+    if best.gap is not None and best.gap.pairs:
+        gap = f", {setting.amount(best.gap.mean, best.gap, True, True)} from {best.baseline}"
+    status = "exploratory until the arm runs again on fresh seeds (search: {confirm: 5})"
+    if again:
+        pairs = counted(again.gap.pairs if again.gap else 0, "pair")
+        status = f"not confirmed: on fresh seeds it has only {pairs} with its baseline"
+    return (
+        f"The best of {counted(len(searched), 'arm')} is {best.name}{gap}. The search chose it by this"
+        f" number, so it is {status}."
+    )
