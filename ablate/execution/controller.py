@@ -31,7 +31,7 @@ from ablate.execution.estimate import TimeModel
 from ablate.execution.failures import Failures, divergence, lost_baselines
 from ablate.execution.messages import Ended, Event, Events, Message, Notice, Result, TrialRequest, Waiting
 from ablate.execution.planned_code import PlannedCode, edited_error
-from ablate.execution.progress import Executor, Outcome, Progress, Running, RunOptions, Status
+from ablate.execution.progress import Executor, Outcome, Progress, Routine, Running, RunOptions, Status
 from ablate.execution.scheduler import Scheduler
 from ablate.execution.study_points import GivenUp
 from ablate.execution.sweep_facts import describe, register_design, require_metrics
@@ -263,7 +263,7 @@ class Controller:
             return
         self._extended, search = now, self.experiment.keys.search
         if self.experiment.keys.growth:
-            self.news += self.scheduler.grow()
+            self.news += map(Routine, self.scheduler.grow())
         elif (
             search
             and search.confirm
@@ -462,7 +462,7 @@ class Controller:
         resumed = next((event["resumed"] for event in events if "resumed" in event), None)
         if resumed:
             running.begun = resumed
-            self._say(f"{running.title}: goes on from step {resumed}")
+            self._say(f"{running.title}: goes on from step {resumed}", True)
         self._warn(running, events)
 
     def _end(self, executor: Executor, trial_id: str, running: Running, end: Ended) -> None:
@@ -503,7 +503,7 @@ class Controller:
         ending = (
             f"diverged: {reason}" if outcome == "diverged" else f"{self.experiment.metric.name} {final:.5g}"
         )
-        self._say(f"{running.title}: {ending} ({result['seconds']:.0f} s)")
+        self._say(f"{running.title}: {ending} ({result['seconds']:.0f} s)", outcome != "diverged")
 
     def _failed(self, executor: Executor, trial_id: str, running: Running, end: Ended) -> None:
         if end.disk_full:
@@ -546,7 +546,7 @@ class Controller:
         lines = "".join(f"\n    {line}" for line in log.splitlines() if line != reason)
         shown = str(GivenUp.parse(reason) or reason) if status == "pruned" and reason else reason
         why = status if not shown else shown if shown.startswith(status) else f"{status}: {shown}"
-        self._say(f"{running.title}: {why}{lines}")
+        self._say(f"{running.title}: {why}{lines}", status == "pruned")
 
     def _warn(self, running: Running, events: Sequence[Event]) -> None:
         """Report the first action of a trial's guard and its first alarm, with the number of others."""
@@ -577,8 +577,8 @@ class Controller:
 
     # Reporting
 
-    def _say(self, line: str) -> None:
-        self.news.append(line)
+    def _say(self, line: str, routine: bool = False) -> None:
+        self.news.append(Routine(line) if routine else line)
 
     def _progress(self) -> Progress:
         count = self.scheduler.count

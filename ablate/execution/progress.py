@@ -59,9 +59,13 @@ class Running:
         return f"{self.name} seed={self.seed}"
 
 
+class Routine(str):
+    """Line of news about a run that went as planned."""
+
+
 @dataclass(frozen=True)
 class Progress:
-    """State of the sweep after an event; `news` has the lines worth printing."""
+    """State of the sweep after an event; `news` has a line for each thing that happened."""
 
     done: int
     total: int
