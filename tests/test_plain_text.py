@@ -69,7 +69,7 @@ def state(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
     "words",
     [
-        ("sweep", "nasty.yaml", *INLINE, "--no-report"),
+        ("sweep", "nasty.yaml", *INLINE, "--all", "--no-report"),
         ("plan", "nasty.yaml"),
         ("status", "nasty"),
         ("show",),

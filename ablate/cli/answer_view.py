@@ -1,28 +1,57 @@
-"""Answer of a sweep in a terminal: tables of arms, effects and published figures, and the headline."""
+"""Answer of a sweep in a terminal: first the headline in a few lines, on demand all tables."""
 
+from contextlib import closing
+from dataclasses import replace
 from statistics import median
 
 from rich.console import Console
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from ablate.cli.plan import expected_width
 from ablate.cli.settings import Settings
+from ablate.errors import one_line
 from ablate.experiment.load import Experiment
-from ablate.reports.comparison_tables import contrasts_table, published_table, summary_table
+from ablate.experiment.schema import Metric
+from ablate.reports.comparison_tables import (
+    NEEDED,
+    WORD,
+    arm_columns,
+    contrasts_table,
+    published_table,
+    summary_table,
+)
+from ablate.reports.effect_table import Line, lines
+from ablate.reports.plain_text import wrapped
+from ablate.reports.table import Column, Table
 from ablate.reports.table_notes import emulated, reading
 from ablate.results.comparisons import Comparisons
 from ablate.results.contrasts import contrasts
 from ablate.results.forked import estimand
+from ablate.results.gate import Check
 from ablate.results.headline import Headline, headline_of
+from ablate.results.number_text import interval
 from ablate.results.published import replications
 from ablate.results.summary import ArmSummary, summaries
 from ablate.results.unmet_phases import never_began
 from ablate.store.ledger import Ledger
 
+MOST_LINES = 12
+"""Largest number of lines that a sweep prints after its end."""
 MOST_CONTRASTS = 16
 """Maximum number of rows in a table."""
 DISPENSABLE = ("memory", "tokens/s", "SQNR dB", "NaN")
 """Columns that are dropped in a narrow terminal, in this order."""
+_MOST_ANSWER, _MOST_CHECKS, _MOST_REMEDY = 6, 2, 2
+"""Largest number of lines of the answer, its checks, and what would settle it."""
+_LEAST_FOR_REMEDY = 5
+"""Lines below which what would settle it is left out: the command prints what went wrong there."""
+_ASKED: list[Column[Line]] = [
+    Column("comparison", lambda line: f"{line.group}, {line.label}".removeprefix("the question, ")),
+    Column("effect", lambda line: (interval(line.difference), line.difference.mean)),
+    WORD,
+]
+"""Columns of the comparisons that the question names."""
 _FLOORS = {
     "data/unigram_entropy": "A model that ignores context reaches {:.2f}.",
     "data/blank_loss": "With the masks of the data, predicting the mean of the visible values gives {:.2f}.",
@@ -30,56 +59,134 @@ _FLOORS = {
 """Sentences below a table of losses, with the loss of a trivial model, by name of a fact about the data."""
 
 
-def print_answer(experiment: Experiment, settings: Settings, screen: Console) -> None:
-    """Print the answer and what to do next, the table of arms, the effect of each knob, and how to read
-    them.
+def print_answer(
+    experiment: Experiment, settings: Settings, screen: Console, below: int = 0, everything: bool = False
+) -> None:
+    """Print the answer, its checks, the comparisons that the question names and what would settle it.
+
+    Args:
+        experiment: the experiment.
+        settings: settings of the command.
+        screen: the terminal.
+        below: number of lines that the command prints after these, of `MOST_LINES`.
+        everything: print all tables below instead of a few rows.
     """
     # Not compared with its seals: this process wrote it, and compared all that was there before.
-    ledger = Ledger(settings.state / "sweeps" / experiment.name / "ledger.db", readonly=True)
-    compared = Comparisons(ledger)
+    path = settings.state / "sweeps" / experiment.name / "ledger.db"
+    with closing(Ledger(path, readonly=True)) as ledger:
+        compared = Comparisons(ledger)
+        print_lines(compared, screen, MOST_LINES - below, settings.state_option, not everything)
+        if everything:
+            screen.print("")
+            _print_tables(experiment, settings, screen, compared)
+
+
+def print_lines(
+    compared: Comparisons, screen: Console, most: int, state_option: str = "", rows: bool = True
+) -> None:
+    """Print the answer in a few lines.
+
+    Args:
+        compared: comparisons of the sweep.
+        screen: the terminal.
+        most: largest number of lines.
+        state_option: option that a command needs for this state folder.
+        rows: print rows of the table, too, if there is space.
+    """
+    answer = headline_of(compared)
+    checks = _checks(answer.checks, screen)
+    remedy = _remedy(answer, screen, state_option) if most > _LEAST_FOR_REMEDY else []
+    left = most - len(checks) - len(remedy)
+    stated = _stated(answer, screen, max(1, min(_MOST_ANSWER, left)))
+    screen.print(*stated, *checks, sep="\n")
+    left -= len(stated)
+    if rows and left > 1 and compared.arms:
+        screen.print(_few_rows(compared, answer.valid, left - 1, screen.width))
+    for line in remedy:
+        screen.print(line, soft_wrap=True)  # a command in two lines cannot be copied
+
+
+def _stated(answer: Headline, screen: Console, most: int) -> list[Text]:
+    """Return lead and sentences in at most `most` lines."""
+    style = "green" if answer.answered else "red" if not answer.valid else "yellow"
+    rest = one_line(" ".join(filter(None, (answer.text, answer.simplest))))
+    text = Text.assemble((answer.lead, f"bold {style}"), " " if answer.lead else "", rest)
+    return wrapped(text, screen, most)
+
+
+def _checks(checks: tuple[Check, ...], screen: Console) -> list[Text]:
+    """Return the checks: those that did not pass first."""
+    found: list[Text] = []
+    kinds = {"failed": ("Failed", "red"), "warning": ("Mind", "yellow"), "passed": ("Checked", "dim")}
+    for kind, (word, style) in kinds.items():
+        if texts := [one_line(check.text) for check in checks if check.kind == kind]:
+            found += wrapped(Text(f"{word}: {'; '.join(texts)}.", style), screen, _MOST_CHECKS - len(found))
+    return found
+
+
+def _remedy(answer: Headline, screen: Console, state_option: str) -> list[Text]:
+    """Return the command that settles the question with its cost, or why there is none.
+
+    `state_option`: option that the command needs for this state folder.
+    """
+    if answer.command:
+        cost = wrapped(Text(f"{answer.cost[0].upper()}{answer.cost[1:]}:"), screen, _MOST_REMEDY - 1)
+        return [*cost, Text(f"  {answer.command}{state_option}")]
+    return wrapped(Text(answer.settling.text), screen, _MOST_REMEDY) if answer.settling else []
+
+
+def _few_rows(compared: Comparisons, valid: bool, most: int, width: int) -> RichTable:
+    """Return the comparisons that the question names, else the first arms of the table, a line each.
+
+    Args:
+        compared: comparisons of the sweep.
+        valid: False if a check failed, so that nothing may be coloured.
+        most: largest number of rows.
+        width: columns of the terminal.
+    """
+    if compared.asked_effects:
+        asked = [line for line in lines(compared) if line.asked]
+        colours = [line.verdict.kind for line in asked] if valid else []
+        return Table("asked", asked, _ASKED, "", colours).first(most).terminal(width, cut=True)
+    arms, widest = _in_order(compared.arms, compared.metric, compared.ledger), width // 5
+    columns = [
+        replace(one, name=one.name if len(one.name) < widest else f"…{one.name[1 - widest :]}")
+        for one in arm_columns(arms, compared.metric)
+        if one.name not in (*DISPENSABLE, NEEDED.name)
+    ]
+    kinds = [arm.colour for arm in arms] if valid else []
+    return Table("arms", arms, columns, "", kinds).first(most).terminal(width, cut=True)
+
+
+def _in_order(arms: list[ArmSummary], metric: Metric, ledger: Ledger) -> list[ArmSummary]:
+    """Return arms in the order of the file; those of a search by their value, the best first."""
+    sign = 1 if metric.direction == "minimize" else -1
+
+    def rank(arm: ArmSummary) -> tuple[bool, bool, float]:
+        return arm.baseline is not None, not arm.values, sign * arm.mean
+
+    return sorted(arms, key=rank) if ledger.fact("search") else [*arms]
+
+
+def _print_tables(experiment: Experiment, settings: Settings, screen: Console, compared: Comparisons) -> None:
+    """Print the table of arms, the effect of each knob, and how to read them."""
     for metric in experiment.metrics:
         main = metric == compared.metric
-        arms = [*compared.arms] if main else summaries(ledger, metric)
-        if experiment.keys.search:
-            sign = 1 if metric.direction == "minimize" else -1
-            arms.sort(key=lambda arm: (arm.baseline is not None, not arm.values, sign * arm.mean))
+        arms = compared.arms if main else summaries(compared.ledger, metric)
+        arms = _in_order(arms, metric, compared.ledger)
         screen.print(summary_table(arms, metric).terminal(screen.width, DISPENSABLE), "")
         found = compared.contrasts if main else contrasts(arms, metric, MOST_CONTRASTS)
         if found and len(found) <= MOST_CONTRASTS:
             screen.print(contrasts_table(found).terminal(screen.width), "")
     if experiment.keys.published:
-        screen.print(published_table(replications(ledger, experiment.keys.published)).terminal(), "")
+        table = published_table(replications(compared.ledger, experiment.keys.published))
+        screen.print(table.terminal(), "")
     if came := _width_that_came(experiment, settings, arms):
         screen.print(Text(came))
-    screen.print(how_to_read(experiment, arms), emulated(ledger))
-    for line in never_began(ledger):
+    screen.print(how_to_read(experiment, arms), emulated(compared.ledger))
+    for line in never_began(compared.ledger):
         screen.print(Text(line.replace("**", "")))
     screen.print("")
-    print_headline(headline_of(compared), screen, settings.state_option)
-    ledger.close()
-
-
-def print_headline(answer: Headline, screen: Console, state_option: str = "") -> None:
-    """Print question, answer, checks that did not pass, and the command that settles it.
-
-    Args:
-        answer: the sweep's answer.
-        screen: the terminal.
-        state_option: option that the command needs for this state folder.
-    """
-    style = "green" if answer.answered else "red" if not answer.valid else "yellow"
-    screen.print(Text(answer.question, "bold"))
-    screen.print(Text.assemble((answer.lead, f"bold {style}"), " " if answer.lead else "", answer.text))
-    for remark in answer.checks:
-        if remark.kind in ("warning", "failed"):
-            screen.print(Text(f"{'Failed' if remark.kind == 'failed' else 'Mind'}: {remark.text}.", "yellow"))
-    if answer.simplest:
-        screen.print(Text(answer.simplest))
-    if answer.command:
-        screen.print(Text(f"{answer.cost[0].upper()}{answer.cost[1:]}:"))
-        screen.print(f"  {answer.command}{state_option}", soft_wrap=True, markup=False)
-    elif answer.settling:
-        screen.print(Text(answer.settling.text))
 
 
 def _width_that_came(experiment: Experiment, settings: Settings, arms: list[ArmSummary]) -> str:

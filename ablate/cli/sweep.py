@@ -61,6 +61,10 @@ class SweepOptions:
         bool,
         typer.Option("--quiet", "-q", help="Print no progress, only the answer and how many trials failed."),
     ] = False
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="Print a line for each run, and all tables below the answer."),
+    ] = False
     report: Annotated[
         bool,
         typer.Option(
@@ -109,7 +113,8 @@ def sweep(
     trackers = open_trackers(settings.tracker, settings.state, experiment.name)
     given = options.fork, options.fresh, options.accept_version
     kept = RunOptions(*given, settings.price, paces, summary_of, trackers)
-    run = SweepRun(experiment, settings, kept, hidden.check_command, options.quiet, options.report)
+    shown = options.quiet, options.report, options.everything
+    run = SweepRun(experiment, settings, kept, hidden.check_command, *shown)
     folder = settings.state / "sweeps" / experiment.name
     if options.detach:
         raise typer.Exit(_detach(file, folder, settings, options))
@@ -122,11 +127,9 @@ def sweep(
             if jobs.export_jobs is not None:
                 export_jobs(file, experiment, settings, kept, options.seeds, jobs.export_jobs, jobs)
                 raise typer.Exit(DONE)
-            ray = "" if settings.executor == "inline" else ", Ray and its workers"
-            print_starting(
-                f"reading finished trials; if some are missing, torch, a check of the numerics{ray}",
-                quiet=options.quiet,
-            )
+            ray = "" if settings.executor == "inline" else ", Ray"
+            task = f"reading finished trials; for missing ones torch, a check{ray}"
+            print_starting(task, quiet=options.quiet)
             raise typer.Exit(run.run(notes))
     except Busy as busy:
         raise _sweep_busy(file, str(busy)) from None
@@ -219,5 +222,6 @@ def detached_command(file: Path, settings: Settings, options: SweepOptions) -> l
     command += [] if options.report else ["--no-report"]
     command += ["--seeds", str(options.seeds)] if options.seeds else []
     command += ["--quiet"] if options.quiet else []
+    command += ["--all"] if options.everything else []
     command += ["--fresh"] if options.fresh else []
     return command + (["--accept-version"] if options.accept_version else [])

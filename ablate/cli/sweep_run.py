@@ -1,5 +1,6 @@
 """One run of a sweep in this process: live progress, answer, report and notifications."""
 
+import math
 import shlex
 import sys
 import time
@@ -20,14 +21,14 @@ from ablate.cli.common import (
     summary_of,
 )
 from ablate.cli.settings import Settings
-from ablate.errors import InputError, redact
+from ablate.errors import InputError, one_line, redact
 from ablate.execution.controller import Controller
 from ablate.execution.notify import Hook
 from ablate.execution.progress import Outcome, Progress, RunOptions
 from ablate.experiment.load import Experiment
 from ablate.experiment.plan_notes import remarks
 from ablate.files import Json
-from ablate.reports.plain_text import duration
+from ablate.reports.plain_text import duration, wrapped
 from ablate.store.databases import network_file_system
 from ablate.store.ledger import Ledger
 
@@ -45,9 +46,11 @@ class SweepRun:
         check_command: str | None = None,
         quiet: bool = False,
         report: bool = True,
+        everything: bool = False,
     ) -> None:
         self.experiment, self.settings, self.options = experiment, settings, options
         self.check_command, self.quiet, self.report = check_command, quiet, report
+        self.everything = everything
         self.hook = Hook(settings.notify) if settings.notify else None
         self.screen = console()
         self.started = time.time()
@@ -94,7 +97,7 @@ class SweepRun:
         )
         try:
             with (
-                View(self.screen, self.quiet).open() as view,
+                View(self.screen, self.quiet, self.everything).open() as view,
                 closing(controller.run()) as steps,
                 closing(checkup),
                 closing(executor),
@@ -125,21 +128,26 @@ class SweepRun:
         return outcome.status
 
     def _print_outcome(self, outcome: Outcome) -> None:
-        """Print what ran, the answer and what to look at next, and what went wrong."""
+        """Print the answer, what went wrong, what ran, and where the report is."""
         reused = f", {outcome.reused} already done" if outcome.reused else ""
         failed = f", {outcome.failed} failed" if outcome.failed else ""
-        self.screen.print(f"{outcome.ran} trials run{reused}{failed} in {duration(outcome.seconds)}")
-        self.screen.print(*([outcome.why, ""] if outcome.why else []), soft_wrap=True, markup=False)
-        if outcome.ran or outcome.reused or not outcome.cause:
+        counts = f"{outcome.ran} trials run{reused}{failed} in {duration(outcome.seconds)}"
+        why = wrapped(Text(one_line(outcome.why)), self.screen, 2) if outcome.why else []
+        last = [Text(one_line(text), "red") for text in (outcome.diverged, outcome.cause) if text]
+        answers = outcome.ran or outcome.reused or not outcome.cause
+        if answers:
             from ablate.cli.answer_view import print_answer
 
-            print_answer(self.experiment, self.settings, self.screen)
-            self._print_next_steps()
-        for line in filter(None, (outcome.diverged, outcome.cause)):
-            self.screen.print(Text(line, "red"), soft_wrap=True)
+            below = len(why) + 2 + sum(math.ceil(text.cell_len / self.screen.width) for text in last)
+            print_answer(self.experiment, self.settings, self.screen, below, self.everything)
+        self.screen.print(*why, counts, sep="\n")
+        if answers:
+            self._print_report()
+        for text in last:
+            self.screen.print(text, soft_wrap=True)  # whole: it ends with the line of the user's code
 
-    def _print_next_steps(self) -> None:
-        """Write the report unless it is up to date; print its path and the command that shows the sweep."""
+    def _print_report(self) -> None:
+        """Write the report unless it is up to date, and print its path."""
         settings, name = self.settings, self.experiment.name
         index = settings.state / "reports" / name / "index.html"
         from ablate.cli.report import make
@@ -156,10 +164,10 @@ class SweepRun:
                 remedy = f"The results are safe; `ablate report {name}` tries again."
                 message = f"The report was not written: {error}. {remedy}"
                 self.screen.print(message, soft_wrap=True, markup=False)
-        option = settings.state_option
-        self.screen.print("Look next:", style="bold")
-        for line in ([str(index)] if index.exists() else []) + [f"{program('ablate')} ui {name}{option}"]:
-            self.screen.print(f"  {line}", soft_wrap=True, markup=False)
+        command = f"{program('ablate')} ui {name}{settings.state_option}"
+        line = f"Report: {index}" if index.exists() else f"To see the runs: {command}"
+        more = f"{line}; with MLflow: {command}" if index.exists() else line
+        self.screen.print(more if len(more) <= self.screen.width else line, soft_wrap=True)
 
     def _notify_failure(self, progress: Progress) -> None:
         """Send a notification of the first failure, and print errors of the notification hook."""

@@ -9,6 +9,9 @@ import html
 import re
 from collections.abc import Sequence
 
+from rich.console import Console
+from rich.text import Text
+
 from ablate.errors import one_line, printable
 
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -67,3 +70,21 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def wrapped(text: Text, console: Console, most: int) -> list[Text]:
+    """Return text in lines that fit the width of a terminal.
+
+    Args:
+        text: the text, styled.
+        console: the terminal.
+        most: largest number of lines; a text that needs more ends with `…`.
+    """
+    lines = [*text.wrap(console, console.width)]
+    if len(lines) > most:
+        lines = lines[:most]
+        for last in lines[-1:]:
+            last.truncate(console.width - 2)
+            last.rstrip()
+            last.append(" …")
+    return lines

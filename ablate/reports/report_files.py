@@ -147,6 +147,7 @@ def write_report(
         answer = heading.answer
         about: dict[str, Json] = {
             "question": heading.title,
+            "lead": answer.lead if answer else "",
             "answer": answer.sentence if answer else "",
             "answered": bool(answer and answer.answered),
             "valid": bool(answer and answer.valid),

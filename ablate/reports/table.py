@@ -200,13 +200,22 @@ class Table(Generic[Row]):
         with (folder / f"{self.name}.csv").open("w", newline="") as file:
             csv.writer(file).writerows(map(csv_cell, line) for line in zip(*columns, strict=True))
 
-    def terminal(self, width: int | None = None, dispensable: Sequence[str] = ()) -> RichTable:
+    def first(self, most: int) -> "Table[Row]":
+        """Return the table with its first rows alone, without notes and caption."""
+        return replace(
+            self, rows=self.rows[:most], classes=self.classes[:most], notes=(), caption="", groups=()
+        )
+
+    def terminal(
+        self, width: int | None = None, dispensable: Sequence[str] = (), cut: bool = False
+    ) -> RichTable:
         """Return the table for a terminal.
 
         Args:
             width: columns of the terminal. Rather than wrap a cell, the table has short cells, then leaves
                 columns out, which a line below names. None: everything is shown.
             dispensable: names of the columns to leave out, in this order.
+            cut: cut the cells of the first column rather than wrap any, so that a row is one line.
         """
         drawn, notes = self._drawn("terminal")
         drawn = [replace(one, texts=[*map(one_line, one.texts)]) for one in drawn]
@@ -224,12 +233,21 @@ class Table(Generic[Row]):
         if notes:
             table.caption, table.caption_justify, table.caption_style = "\n".join(notes), "left", "dim"
         for one in drawn:
-            table.add_column(one.name, justify="right" if one.right else "left", overflow="fold")
+            fixed = cut and one is not drawn[0]
+            justify: Literal["left", "right"] = "right" if one.right else "left"
+            table.add_column(one.name, justify=justify, overflow="fold", no_wrap=fixed)
         kinds, columns = self.classes or [""] * len(self.rows), [one.texts for one in drawn]
         for kind, *texts in zip(kinds, *columns, strict=True):
             styles = [_STYLES.get(kind, "") if one.name == VERDICT else "" for one in drawn]
-            table.add_row(*map(Text, texts, styles))
+            cells = map(Text, texts, styles)
+            table.add_row(*(_one_line(cell) if cut else cell for cell in cells))
         return table
+
+
+def _one_line(text: Text) -> Text:
+    """Return a cell that is cut rather than wrapped."""
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
 
 
 def _fits(columns: Sequence[_Drawn], width: int | None) -> bool:
