@@ -93,6 +93,16 @@ def test_a_change_beyond_the_axis_is_an_arrow_and_no_mark(book):
     assert ('class="beyond"' in cells["halved"], 'class="mean"' in cells["halved"]) == (False, True)
 
 
+def test_ticks_of_a_narrow_column_leave_room_for_their_numbers(book):
+    filled(book)
+    (head, *_) = re.findall(r'<div class="axis">(.*?)</div>', answer_html(book))
+    ticks = re.findall(r'<text( class="close")? x="([\d.]+)%"[^>]*>(.*?)</text>', head)
+    wide, narrow = (sorted(float(x) for close, x, _ in ticks if always or not close) for always in (1, 0))
+    assert min(np.diff(wide)) >= 17
+    assert min(np.diff(narrow)) >= 28
+    assert "0" in [text for close, _, text in ticks if not close]
+
+
 def answer_html(book) -> str:
     return Answer(book).changes().html()
 

@@ -109,7 +109,7 @@ def _columns(n: int, metric: Metric, axis: Axis, coloured: bool) -> list[Column[
     """Return the columns of one metric: a drawing with its number on a page, numbers elsewhere."""
     title = _title(metric.name)
     path = f'<span class="means">{html_text(metric.name)}</span>' if title != metric.name else ""
-    head = Html(f"{html_text(title)}{path}{axis.head()}")
+    head = Html(f'{html_text(title)}{path}<div class="axis">{axis.head()}</div>')
 
     def drawn(row: _Row) -> Cell:
         return _cell(row.changes[n], row.label, title, axis, coloured)

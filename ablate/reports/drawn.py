@@ -23,6 +23,8 @@ _NEARLY = 1.4
 """... or lie within this multiple of it."""
 _APART = 17.0
 """Smallest distance of two ticks in percent, in percent of the axis."""
+_CLOSE = 28.0
+"""Distance of two ticks, in percent of the axis, below which a narrow column leaves one out."""
 _RISES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 300, 500, 900, 1900, 4900, 9900, 99900, 999900)
 _FALLS = (-1, -2, -5, -10, -20, -40, -60, -80, -90, -95, -98, -99, -99.9, -99.99)
 CIRCLE, DIAMOND, SQUARE = "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z", "M0-6L6 0 0 6-6 0z", "M-4-4H4V4H-4z"
@@ -123,12 +125,16 @@ class Axis:
             f'<text class="end" x="0" y="10">{html_text(less)}</text>'
             f'<text class="end" x="100%" y="10" text-anchor="end">{html_text(more)}</text>'
         )
-        numbers = "".join(
-            f'<text x="{self.at(value):.2f}%" y="{top + 11}" text-anchor="middle">{text}</text>'
-            for value, text in self.ticks
-            if 3 < self.at(value) < 97
-        )
-        return f'<svg width="100%" height="{top + 15}" aria-hidden="true">{words * bool(less)}{numbers}</svg>'
+        numbers, last = [], {True: self.at(0), False: self.at(0)}
+        for value, text in sorted(self.ticks, key=lambda tick: abs(tick[0])):
+            x, side = self.at(value), value > 0
+            close = value and abs(x - last[side]) < _CLOSE
+            last[side] = last[side] if close else x
+            if 3 < x < 97:
+                kind = ' class="close"' * bool(close)
+                numbers.append(f'<text{kind} x="{x:.2f}%" y="{top + 11}" text-anchor="middle">{text}</text>')
+        inside = words * bool(less) + "".join(numbers)
+        return f'<svg width="100%" height="{top + 15}" aria-hidden="true">{inside}</svg>'
 
     def draw(
         self, one: Difference, label: str, kind: str, margin: float | None = None, seeds: bool = True
