@@ -82,6 +82,16 @@ def test_the_map_of_the_arm_with_the_lowest_layer_is_open_and_the_others_are_a_c
     assert layer_maps(records().iloc[:0]) is None
 
 
+def test_a_map_stands_beside_its_difference_to_the_first_arm_on_a_scale_of_two_colours():
+    worse, better = "quant/fprop.x/blocks.1.mlp.up/sqnr_db", "quant/fprop.x/blocks.2.mlp.up/sqnr_db"
+    html = layer_maps(records(**{worse: 18.5, better: 26.0})).html()
+    of_b, of_a = html.split("</details>")[:2]
+    assert (of_b.count("<table"), of_a.count("<table")) == (2, 1)
+    _, difference = of_b.split("dB more (blue) or less (red) than a")
+    cells = re.findall(r'<td class="number (\w+)" style="--share:(\d+)%">(.*?)</td>', difference)
+    assert cells[1:4] == [("less", "50", "\u22121.5"), ("more", "100", "+6.0"), ("less", "0", "+0.0")]
+
+
 def test_shares_are_a_row_an_arm_and_a_column_an_operand():
     zero, beyond = shares_tables(records(**{"quant/fprop.x/saturated_frac": 0.00004}))
     assert [row["fprop.x"] for row in zero.rows] == [("5.0 %", 0.05)] * 2

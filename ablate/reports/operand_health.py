@@ -5,13 +5,14 @@ reader of a healthy sweep has seen everything after one sentence.
 """
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 from ablate.experiment.schema import Metric
+from ablate.reports.drawn import minus
 from ablate.reports.figures import tables
 from ablate.reports.figures.health import in_order
 from ablate.reports.plain_text import csv_cell, html_text, inline
@@ -154,7 +155,10 @@ def _percent(value: float | None) -> Cell:
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """SQNR of every layer by operand, an arm at a time: the arm whose lowest value is lowest is open."""
+    """SQNR of every layer by operand, an arm at a time, beside its difference to the first arm's.
+
+    The arm whose lowest value is lowest is open.
+    """
 
     layers: pd.DataFrame
     """Result of `by_layer`."""
@@ -189,9 +193,12 @@ class LayerMaps:
 
     def html(self) -> str:
         """Return one map an arm, of which a reader opens one at a time: needs no script."""
+        first = self.layers["arm"].iloc[0]
+        reference = _values(self.layers[self.layers["arm"] == first])
         opened = [
             f'<details name="layers"{" open" if number == 0 else ""}><summary><b>{inline(arm)}</b>'
-            f" {inline(low)}</summary>{_map(lines)}</details>"
+            f" {inline(low)}</summary>{_map(lines)}"
+            f"{_map(lines, first, reference) if arm != first else ''}</details>"
             for number, ((arm, low), (_, lines)) in enumerate(zip(self._lines(), self._maps(), strict=True))
         ]
         return f'<div class="maps"><p>{self._note}</p>{"".join(opened)}</div>'
@@ -220,17 +227,27 @@ def layer_maps(records: pd.DataFrame) -> LayerMaps | None:
     return None if maps.empty else maps
 
 
-def _map(lines: pd.DataFrame) -> str:
-    """Return layers by operands as a table, tinted by what was lost."""
+def _values(lines: pd.DataFrame) -> dict[tuple[str, str], float]:
+    return {(line.layer, line.slot): float(line.sqnr_db) for line in lines.itertuples()}
+
+
+def _map(
+    lines: pd.DataFrame, first: str = "", reference: Mapping[tuple[str, str], float] | None = None
+) -> str:
+    """Return layers by operands as a table, tinted by what was lost, or by the difference to a reference."""
     slots, layers = list(dict.fromkeys(lines["slot"])), list(dict.fromkeys(lines["layer"]))
-    values = {(line.layer, line.slot): float(line.sqnr_db) for line in lines.itertuples()}
+    values, cell = _values(lines), _tinted
+    if reference is not None:
+        values = {at: value - reference[at] for at, value in values.items() if at in reference}
+        cell = _different
     head = "".join(f'<th class="number">{inline(slot)}</th>' for slot in slots)
     rows = [
-        f"<tr><th>{html_text(layer)}</th>{''.join(_tinted(values.get((layer, slot))) for slot in slots)}"
+        f"<tr><th>{html_text(layer)}</th>{''.join(cell(values.get((layer, slot))) for slot in slots)}"
         for layer in sorted(layers, key=_block)
     ]
-    whole = f"<thead><tr><th></th>{head}</tr></thead><tbody>{'</tr>'.join(rows)}</tr></tbody>"
-    return f'<div class="scroll"><table class="map">{whole}</table></div>'
+    title = f"<caption>dB more (blue) or less (red) than {inline(first)}</caption>" if first else ""
+    whole = f"{title}<thead><tr><th></th>{head}</tr></thead><tbody>{'</tr>'.join(rows)}</tr></tbody>"
+    return f'<div class="scroll"><table class="map">{whole}</table></div>' if values else ""
 
 
 def _tinted(value: float | None) -> str:
@@ -238,6 +255,14 @@ def _tinted(value: float | None) -> str:
         return "<td></td>"
     lost = min(1.0, max(0.0, (_HIGHEST - value) / (_HIGHEST - _LOWEST)))
     return f'<td class="number" style="--lost:{100 * lost:.0f}%">{value:.1f}</td>'
+
+
+def _different(value: float | None) -> str:
+    if value is None:
+        return "<td></td>"
+    share = 100 * min(1.0, abs(value) / FALL)
+    kind = "more" if value > 0 else "less"
+    return f'<td class="number {kind}" style="--share:{share:.0f}%">{minus(f"{value:+z.1f}")}</td>'
 
 
 def recorded(records: pd.DataFrame) -> bool:
