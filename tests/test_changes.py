@@ -98,7 +98,7 @@ def test_ticks_of_a_narrow_column_leave_room_for_their_numbers(book):
     (head, *_) = re.findall(r'<div class="axis">(.*?)</div>', answer_html(book))
     ticks = re.findall(r'<text( class="close")? x="([\d.]+)%"[^>]*>(.*?)</text>', head)
     wide, narrow = (sorted(float(x) for close, x, _ in ticks if always or not close) for always in (1, 0))
-    assert min(np.diff(wide)) >= 17
+    assert min(np.diff(wide)) >= 15
     assert min(np.diff(narrow)) >= 28
     assert "0" in [text for close, _, text in ticks if not close]
 

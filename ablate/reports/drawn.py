@@ -21,12 +21,12 @@ _FARTHEST = math.log(4)
 """Log-ratios beyond this are arrows, unless they are the rule, ..."""
 _NEARLY = 1.4
 """... or lie within this multiple of it."""
-_APART = 17.0
+_APART = 15.0
 """Smallest distance of two ticks in percent, in percent of the axis."""
 _CLOSE = 28.0
 """Distance of two ticks, in percent of the axis, below which a narrow column leaves one out."""
 _RISES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 300, 500, 900, 1900, 4900, 9900, 99900, 999900)
-_FALLS = (-1, -2, -5, -10, -20, -40, -60, -80, -90, -95, -98, -99, -99.9, -99.99)
+_FALLS = (-1, -2, -5, -10, -20, -40, -60, -70, -80, -90, -95, -98, -99, -99.9, -99.99)
 CIRCLE, DIAMOND, SQUARE = "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z", "M0-6L6 0 0 6-6 0z", "M-4-4H4V4H-4z"
 """Shapes of marks."""
 
