@@ -232,6 +232,21 @@ def test_doses_stand_on_the_scale_that_separates_them(values, even):
     assert (np.ptp(steps) < 1e-9) == even
 
 
+def test_a_knob_that_is_off_stands_left_of_its_numbers_and_is_the_reference(tmp_path):
+    book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    book.describe(question="Q?", metric='{"name": "val/loss"}', search="")
+    cooled(book, {None: 0.1, 0.3: 0.2, 0.1: 0.15, 0.2: 0.17})
+    found = found_doses(book)
+    assert [str(dose) for dose in found.values] == ["null", "0.1", "0.2", "0.3"]
+    assert found.reference.value is None
+    (picture,) = Answer(book).doses()
+    assert "worse than cooldown null ↑" in picture.html()
+    places = positions([dose.value for dose in found.values])
+    assert places == sorted(places)
+    assert places[2] - places[1] == pytest.approx(places[3] - places[2])
+    book.close()
+
+
 def test_one_seed_of_doses_is_drawn_without_intervals(tmp_path):
     book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
     book.describe(question="Q?", metric='{"name": "val/loss"}', search="")

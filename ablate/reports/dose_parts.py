@@ -30,6 +30,8 @@ _FARTHEST = 6.0
 """A margin this many times as wide as the widest interval that is shown lies outside of the axes."""
 _WORDY = 12.0
 """Smallest distance of two values, in percent of the width, that leaves room for words beside the marks."""
+_APART = 16.0
+"""Space between a knob that is off and its smallest number, in percent of the width."""
 _CROWDED = 0.05
 """Share of the axis below which neighbours cannot be told apart."""
 
@@ -68,14 +70,14 @@ class DosePicture:
 
     @property
     def _named(self) -> str:
-        return f"{self.doses.knob} {self.doses.reference.value:g}"
+        return f"{self.doses.knob} {self.doses.reference}"
 
     @property
     def _table(self) -> Table:
-        change = f"change from {self.doses.reference.value:g}"
+        change = f"change from {self.doses.reference}"
         rows: list[dict[str, Cell]] = [
             {
-                self.doses.knob: (f"{dose.value:g}", dose.value),
+                self.doses.knob: str(dose),
                 change: interval(dose.change[0]) if dose.change else "",
                 VERDICT: verdict_text(dose.change[1], short=True) if dose.change else "",
                 "gap to baseline": interval(dose.gap) if dose.gap else "",
@@ -86,7 +88,7 @@ class DosePicture:
         return Table.of(f"doses-{self.doses.knob.replace('.', '-')}", rows)
 
     def _drawing(self) -> str:
-        changes = [(dose.value, *dose.change) for dose in self.doses.values if dose.change]
+        changes = [(str(dose), *dose.change) for dose in self.doses.values if dose.change]
         low, high = reach(((change, self.doses.margin) for _, change, _ in changes), _FARTHEST)
         scale = _Scale(low, high)
         numbers = "".join(
@@ -137,7 +139,7 @@ class DosePicture:
         if dose.change is None:
             return f'<g class="equivalent">{mark(x, scale.y(0), "", SQUARE)}</g>'
         one, verdict = dose.change
-        kind, parts = look(verdict, self.coloured), [f"<title>{_said(dose.value, *dose.change)}</title>"]
+        kind, parts = look(verdict, self.coloured), [f"<title>{_said(str(dose), *dose.change)}</title>"]
         if one.has_interval:
             top, bottom = scale.y(one.high), scale.y(one.low)
             parts.append(f'<line class="bar" x1="{x:.2f}%" x2="{x:.2f}%" y1="{top:.1f}" y2="{bottom:.1f}"/>')
@@ -157,8 +159,8 @@ class DosePicture:
         return f'<g class="{kind}">{"".join(parts)}</g>'
 
 
-def _said(value: float, change: Difference, verdict: Verdict) -> str:
-    return f"{value:g}: {minus(bounds(change))}, {verdict_text(verdict, short=True)}"
+def _said(value: str, change: Difference, verdict: Verdict) -> str:
+    return f"{value}: {minus(bounds(change))}, {verdict_text(verdict, short=True)}"
 
 
 @dataclass(frozen=True)
@@ -172,20 +174,23 @@ class _Scale:
         return _TOP + share * (_HEIGHT - _TOP - _BOTTOM - 10)
 
 
-def positions(values: Sequence[float]) -> list[float]:
+def positions(values: Sequence[float | None]) -> list[float]:
     """Return the places of ascending values on the axis, in percent of the width.
 
     The axis is linear, or logarithmic if that keeps neighbours further apart; values that neither separates
-    are evenly spaced.
+    are evenly spaced. None stands on the left, apart from the numbers.
     """
-    scales = [list(values), [math.log(value) for value in values] if values[0] > 0 else list(values)]
+    numbers = [value for value in values if value is not None]
+    inset = 3.0 + _APART * (len(values) - len(numbers))
+    scales = [numbers, [math.log(value) for value in numbers] if numbers[0] > 0 else numbers]
     nearest = [min(b - a for a, b in itertools.pairwise(scale)) / (scale[-1] - scale[0]) for scale in scales]
     best = scales[1] if nearest[1] > 1.5 * nearest[0] else scales[0]
     if max(nearest) < _CROWDED:
-        best = [float(number) for number in range(len(values))]
-    first, last, inset = best[0], best[-1], 3.0
+        best = [float(number) for number in range(len(numbers))]
+    first, last = best[0], best[-1]
     width = _RIGHT - _LEFT - inset - _WORDY
-    return [_LEFT + inset + width * (value - first) / (last - first) for value in best]
+    off = [_LEFT + 3.0] * (len(values) - len(numbers))
+    return [*off, *(_LEFT + inset + width * (value - first) / (last - first) for value in best)]
 
 
 def _names(values: Sequence[Dose], places: Sequence[float]) -> str:
@@ -194,7 +199,7 @@ def _names(values: Sequence[Dose], places: Sequence[float]) -> str:
     for dose, x in zip(values, places, strict=True):
         if x - last >= 7:
             shown.append(
-                f'<text x="{x:.2f}%" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{dose.value:g}</text>'
+                f'<text x="{x:.2f}%" y="{_HEIGHT - _BOTTOM + 20}" text-anchor="middle">{dose}</text>'
             )
             last = x
     return "".join(shown)

@@ -75,13 +75,17 @@ def share_closed(first: Mapping[int, float], dose: Mapping[int, float], interval
 class Dose:
     """One value of an ordered knob."""
 
-    value: float
+    value: float | None
+    """The number; None for a knob that is off (null), as the first value alone can be."""
     change: tuple[Difference, Verdict] | None
     """Its metric minus that of the knob's first value, judged; None for that one."""
     gap: Difference | None
     """Gap to the baseline, on average over the other knobs; None without a common baseline."""
     closed: Share | None
     """Share of the first value's gap that it closes; None if that gap's interval includes zero."""
+
+    def __str__(self) -> str:
+        return "null" if self.value is None else f"{self.value:g}"
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Doses:
     margin: float | None
     """Smallest effect that matters, in the metric's unit."""
     values: Sequence[Dose]
-    """Ascending."""
+    """Ascending, behind null."""
 
     @property
     def reference(self) -> Dose:
@@ -112,19 +116,25 @@ def doses(sweep: Comparisons) -> list[Doses]:
         return []
     found = []
     for knob, levels in sweep.grid.levels.items():
-        numbers = [one for one in levels if isinstance(one, int | float) and not isinstance(one, bool)]
+        off = int(levels[0] is None)
+        numbers = [one for one in levels[off:] if isinstance(one, int | float) and not isinstance(one, bool)]
         judged = _judged(sweep, knob)
-        if len(numbers) < max(_FEWEST, len(levels)) or len(judged) != len(levels) - 1:
+        if len(numbers) < max(_FEWEST, len(levels) - off) or len(judged) != len(levels) - 1:
             continue
         changes = [None, *((effect.effect, verdict) for effect, verdict in judged)]
-        gaps = _gaps(sweep, sweep.grid, knob)
         values = [
-            Dose(float(number), change, *gap)
-            for number, change, gap in zip(numbers, changes, gaps, strict=True)
+            Dose(number, change, *gap)
+            for number, change, gap in zip(
+                [*[None] * off, *map(float, numbers)], changes, _gaps(sweep, sweep.grid, knob), strict=True
+            )
         ]
         first = judged[0][0]
-        found.append(Doses(knob, first.given, first.margin, sorted(values, key=lambda dose: dose.value)))
+        found.append(Doses(knob, first.given, first.margin, sorted(values, key=_order)))
     return found
+
+
+def _order(dose: Dose) -> float:
+    return -math.inf if dose.value is None else dose.value
 
 
 def _judged(sweep: Comparisons, knob: str) -> Sequence[tuple[Effect, Verdict]]:
@@ -158,13 +168,14 @@ def sentence(doses: Doses) -> str:
     """Return the share of the gap that the value farthest from the reference closes, in a sentence; empty
     without a baseline, or if other knobs are held."""
     reference, knob = doses.reference, doses.knob
-    last = max(doses.values, key=lambda dose: abs(dose.value - reference.value))
     gaps = [dose.gap for dose in doses.values if dose.gap]
-    if reference.gap is None or doses.given:
+    if reference.gap is None or reference.value is None or doses.given:
         return ""
+    zero = reference.value
+    last = max(doses.values, key=lambda dose: abs((dose.value or 0.0) - zero))
     if last.closed is None:
         return (
-            f"The gap at {knob} {reference.value:g} is {interval(reference.gap)}: it may be zero, so no share"
+            f"The gap at {knob} {reference} is {interval(reference.gap)}: it may be zero, so no share"
             " of it can be stated."
         )
     steps = [later.mean - earlier.mean for earlier, later in pairwise(gaps)]
@@ -175,6 +186,6 @@ def sentence(doses: Doses) -> str:
         verb, low, high = "widens by", -high, -low
     share = f"{abs(100 * last.closed.value) if low > 0 else 100 * last.closed.value:.0f} %"
     return (
-        f"{knob} {last.value:g} {verb} {share} (95 % interval {low:.0f} to {high:.0f} %) of the gap at"
-        f" {knob} {reference.value:g}{steady}{'' if low > 0 else ', perhaps none of it'}."
+        f"{knob} {last} {verb} {share} (95 % interval {low:.0f} to {high:.0f} %) of the gap at"
+        f" {knob} {reference}{steady}{'' if low > 0 else ', perhaps none of it'}."
     )
