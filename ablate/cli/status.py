@@ -49,8 +49,8 @@ def status(
         bool, typer.Option("--settings", help="Print the settings in use instead, each with its origin.")
     ] = False,
 ) -> None:
-    """Show the progress of every sweep: running trials, speed, time left, failures with their reasons.
-    Changes nothing.
+    """Show the answer of every sweep; of one that runs its trials, speed and time left; of one that is named
+    its failures with their reasons, too. Changes nothing.
     """
     settings, screen = flags.settings(), console()
     if show_settings:
@@ -125,13 +125,13 @@ def _watch(screen: Console, state: Path, sweeps: list[str] | None) -> None:
 
 def _all(sweeps: Iterable[Path], state: Path) -> list[Status]:
     """Return the status of every sweep: running ones first, then by the time of the last change."""
-    statuses = [read(folder, Store(state), _answer) for folder in sweeps]
+    statuses = [read(folder, Store(state), _about) for folder in sweeps]
     return sorted(statuses, key=lambda sweep: (sweep.controller is None, sweep.quiet_s or 0.0))
 
 
-def _answer(folder: Path, ledger: Ledger) -> str | None:
-    """Return the answer of a report that shows the present state of the sweep; None without one."""
-    return current(folder.parents[1] / "reports" / folder.name, ledger).get("answer")
+def _about(folder: Path, ledger: Ledger) -> dict[str, str]:
+    """Return what a report that shows the present state of the sweep says; empty without one."""
+    return current(folder.parents[1] / "reports" / folder.name, ledger)
 
 
 # Drawing
@@ -151,13 +151,15 @@ def _page(sweeps: list[Status], named: bool, state: Path) -> Group:
     if not sweeps:
         return Group(Text(f"No sweep has been run in {state}."))
     detailed = [sweep for sweep in sweeps if named or sweep.controller or len(sweeps) == 1]
-    rest = [sweep for sweep in sweeps if sweep not in detailed]
+    rest = [] if named or len(sweeps) == 1 else sweeps
     parts: list[RenderableType] = [part for sweep in detailed for part in (*_sweep(sweep), "")]
     unreadable = [
-        Text.assemble((f"{sweep.name}  ", "bold"), (sweep.trouble, "red")) for sweep in rest if sweep.trouble
+        Text.assemble((f"{sweep.name}  ", "bold"), (sweep.trouble, "red"))
+        for sweep in rest
+        if sweep.trouble and sweep not in detailed
     ]
     readable = [sweep for sweep in rest if not sweep.trouble]
-    parts += [_others(readable), ""] if readable else []
+    parts += [_table(readable), ""] if readable else []
     return Group(*([*parts, *unreadable] if unreadable else parts[:-1]))
 
 
@@ -172,18 +174,26 @@ def _sweep(sweep: Status) -> list[RenderableType]:
         Text(f"{sweep.over} of {sweep.total} trials"),
         _counts(sweep),
     )
-    parts: list[RenderableType] = [head, _state(sweep), bar]
-    parts += [Text(sweep.answer)] if sweep.answer else []
+    parts: list[RenderableType] = [head]
+    if sweep.answer:
+        answer = Text(sweep.answer)
+        answer.stylize("bold", 0, len(sweep.lead or ""))
+        parts.append(answer)
+    parts += [_state(sweep), bar]
     parts += ["", _running_table(sweep.running)] if sweep.running else []
     parts += ["", *_failure_lines(sweep.failures)] if sweep.failures else []
     return parts
 
 
 def _state(sweep: Status) -> Text:
-    """Return a line with the process that runs the sweep, the time left, and how far MLflow is behind."""
+    """Return a line with the process that runs the sweep, the time left and that to the next result, and how
+    far MLflow is behind.
+    """
     if sweep.controller:
         text = Text.assemble(("● ", "green"), f"runs ({sweep.controller})")
         text.append(f", about {duration(sweep.seconds_left)} left" if sweep.seconds_left is not None else "")
+        ends = [trial.seconds_left for trial in sweep.running if trial.seconds_left is not None]
+        text.append(f", next result in about {duration(min(ends))}" if ends else "")
     elif sweep.over < sweep.total:
         text = Text.assemble(
             ("○ ", "yellow"),
@@ -257,20 +267,29 @@ def _failure_lines(failures: list[Failure]) -> list[Text]:
     return lines
 
 
-def _others(rest: list[Status]) -> Table:
-    """Return a table of the sweeps that are not running, one line each."""
+def _table(sweeps: list[Status]) -> Table:
+    """Return a table of sweeps with their answers, one line each."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("not running", "trials", "", "MLflow", "last change"):
-        table.add_column(name)
-    for sweep in rest:
-        mlflow = f"{sweep.mlflow_behind:,} behind" if sweep.mlflow_behind else "complete"
-        if sweep.mlflow_behind is None:
-            mlflow = "-"
-        table.add_row(
-            Text(sweep.name),
-            f"{sweep.over}/{sweep.total}",
-            _counts(sweep),
-            mlflow,
-            f"{duration(sweep.quiet_s or 0.0)} ago",
-        )
+    behind = any(sweep.mlflow_behind for sweep in sweeps)
+    for name in ("sweep", "answer", "runs", *(["MLflow"] if behind else []), "last change"):
+        table.add_column(name, no_wrap=name != "answer")
+    for sweep in sweeps:
+        mlflow = [f"{sweep.mlflow_behind:,} behind" if sweep.mlflow_behind else "-"] if behind else []
+        age = f"{duration(sweep.quiet_s or 0.0)} ago"
+        table.add_row(Text(sweep.name), _standing(sweep), _counts(sweep), *mlflow, age)
     return table
+
+
+def _standing(sweep: Status) -> Text:
+    """Return the first words of a sweep's answer, else how far it is or that runs failed, in one line."""
+    text = Text("no report", "dim", no_wrap=True, overflow="ellipsis")
+    if sweep.controller:
+        text.plain, text.style = f"running {sweep.over}/{sweep.total}", "cyan"
+    elif sweep.over < sweep.total:
+        text.plain, text.style = f"not finished, {sweep.over}/{sweep.total}", "yellow"
+    elif words := sweep.lead or sweep.answer:  # a search's answer has no first words of its own
+        text.plain, text.style = one_line(words).rstrip(".:"), ""
+    elif sweep.failures:
+        count = len(sweep.failures)
+        text.plain, text.style = f"failed: {count} run{'s' * (count != 1)}", "red"
+    return text

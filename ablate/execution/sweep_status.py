@@ -5,7 +5,7 @@ import math
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,8 +22,8 @@ from ablate.store.trial_store import Store
 from ablate.training.workloads import WORKLOADS
 
 _LOG_LINES = 5
-AnswerOf = Callable[[Path, Ledger], str | None]
-"""Function from a sweep's folder and ledger to the answer of its report, None without one."""
+AboutOf = Callable[[Path, Ledger], Mapping[str, str]]
+"""Function from a sweep's folder and ledger to `lead` and `answer` of its report; empty without one."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,8 @@ class Status:
     """Seconds since the ledger last changed."""
     answer: str | None = None
     """Answer to its question, of a report that shows its present state; None without one."""
+    lead: str | None = None
+    """First words of the answer."""
     trouble: str | None = None
     """Reason why the sweep cannot be read."""
 
@@ -89,13 +91,13 @@ class Status:
         return self.total - self.trials.get("pending", 0) - self.trials.get("running", 0)
 
 
-def read(folder: Path, store: Store, answer_of: AnswerOf = lambda folder, ledger: None) -> Status:
+def read(folder: Path, store: Store, about_of: AboutOf = lambda folder, ledger: {}) -> Status:
     """Return the status of one sweep, from its ledger and its lock.
 
     Args:
         folder: folder of the sweep.
         store: trials of the state folder.
-        answer_of: reads the answer from the sweep's report.
+        about_of: reads the answer from the sweep's report.
     """
     process, path = holder(folder), folder / "ledger.db"
     controller = str(process) if process else None
@@ -106,7 +108,7 @@ def read(folder: Path, store: Store, answer_of: AnswerOf = lambda folder, ledger
         try:
             if why := flaw(ledger):
                 raise sqlite3.DatabaseError(why)
-            return _read(folder, ledger, store, controller, answer_of)
+            return _read(folder, ledger, store, controller, about_of(folder, ledger))
         finally:
             ledger.close()
     except sqlite3.OperationalError as error:  # created but still empty, or unreadable
@@ -128,7 +130,9 @@ def read(folder: Path, store: Store, answer_of: AnswerOf = lambda folder, ledger
         return Status(folder.name, controller=controller, trouble=trouble)
 
 
-def _read(folder: Path, ledger: Ledger, store: Store, controller: str | None, answer_of: AnswerOf) -> Status:
+def _read(
+    folder: Path, ledger: Ledger, store: Store, controller: str | None, about: Mapping[str, str]
+) -> Status:
     now = time.time()
     members = {member.trial: member for member in reversed(ledger.members())}
     attempts = running_attempts(ledger) if controller else {}
@@ -149,7 +153,8 @@ def _read(folder: Path, ledger: Ledger, store: Store, controller: str | None, an
         seconds_left=_seconds_left(ledger, now, running) if controller else None,
         mlflow_behind=behind(ledger) if ledger.fact("mlflow") else None,
         quiet_s=max(0.0, now - changed(folder)),
-        answer=answer_of(folder, ledger),
+        answer=about.get("answer"),
+        lead=about.get("lead"),
     )
 
 
