@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 import re
 import shutil
 import sqlite3
@@ -502,6 +503,19 @@ def test_where_nothing_can_be_claimed_that_is_said_and_why(book, fill, expected)
         assert table is None or table.html()
     assert answer.effects().html()
     assert answer.method().text
+
+
+@every(levels=[2, 3], harm=[0.0, 0.1])
+def test_only_a_grid_with_more_than_noise_is_mapped(levels, harm, tmp_path):
+    """Noise of 0.01 on five seeds; the rotation does `harm`. Of two levels each, a map is four numbers."""
+    with closing(Ledger(tmp_path / "sweeps" / "x" / "ledger.db")) as book:
+        book.describe(metric='{"name": "val/loss"}', search="")
+        draw = random.Random(levels)
+        add(book, "bf16", dict.fromkeys(range(5), 3.0), None, knobs={"recipe": "bf16"})
+        for size, rht in itertools.product([16, 32, 64][:levels], (False, True)):
+            values = {seed: 3 + harm * rht + draw.gauss(0, 0.01) for seed in range(5)}
+            add(book, f"size={size} rht={rht}", values, knobs={"size": size, "rht": rht})
+        assert (Answer(book).mapped_grid is not None) == (levels == 3 and harm > 0)
 
 
 def test_published_and_measured_stand_side_by_side_with_interval_and_verdict(book):

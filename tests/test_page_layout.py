@@ -28,7 +28,8 @@ METRIC = {"metric": {"name": "val/loss", "min_effect": 0.01}}
 REASONS = ("ValueError: no batch (/home/me/train.py:5)", "MemoryError: 2 TiB (/home/me/train.py:5)")
 LOG = 'loading\n  File "/home/me/train.py", line 5, in helper\n    return next(batches)\n{}\n'
 KINDS = {
-    "grid": METRIC | {"ablate": {"rht": [True, False], "sr": [True, False]}, "seeds": 3},
+    "grid": METRIC
+    | {"ablate": {"rht": [True, False], "sr": [True, False]}, "seeds": 3, "shape": {"eval_every": 1}},
     "forked": METRIC
     | {"design": {"trunk": "bf16", "positions": [0.5], "window": 0.5, "horizons": [1, 2], "bad": "mxfp4"}}
     | {"seeds": 2, "shape": {"steps": 8, "eval_every": 4}},

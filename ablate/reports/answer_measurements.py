@@ -7,7 +7,10 @@ import pandas as pd
 
 from ablate.experiment.schema import Metric
 from ablate.files import Holder, holder_of
+from ablate.results.attribution import Grid, interactions, main_effects
 from ablate.results.comparisons import Comparisons
+from ablate.results.intervals import ALPHA
+from ablate.results.paired_stats import holm, p_value
 from ablate.results.summary import ArmSummary, foremost
 from ablate.store.ledger import Ledger
 from ablate.store.records import frame
@@ -49,6 +52,16 @@ class Measurements(Comparisons):
             arms,
             key=lambda arm: (not arm.is_baseline, arm.role != "confirmed", not arm.values, sign * arm.mean),
         )
+
+    @property
+    def mapped_grid(self) -> Grid | None:
+        """The grid if a heat map of it shows more than noise: a knob has three levels or more, and an effect
+        of a knob, or of two together, differs from zero after Holm's correction."""
+        if self.grid is None or max(map(len, self.grid.levels.values())) < 3:
+            return None
+        effects = [*main_effects(self.grid), *interactions(self.grid)]
+        corrected = holm([p_value(effect.effect) for effect in effects])
+        return self.grid if any(p < ALPHA for p in corrected) else None
 
     @cached_property
     def objectives(self) -> dict[Metric, list[ArmSummary]] | None:

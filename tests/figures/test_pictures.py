@@ -230,7 +230,7 @@ def many(folder: Path) -> Ledger:
                 "quant/wgrad.g/rel_mse": 0.01,
             }
             metrics |= {"quant/wgrad.g/blocks.0.mlp.up/sqnr_db": 20.0, "quant/wgrad.g/zero_frac": 0.1}
-            made_up.member(ledger, arm, 0, [(step, metrics) for step in (1, 2)])
+            made_up.member(ledger, arm, 0, [(step, metrics) for step in (1, 2, 3)])
     return ledger
 
 
@@ -262,16 +262,23 @@ def test_a_metric_that_no_one_recorded_gives_no_picture(name, tmp_path):
 
 @pytest.fixture(scope="module")
 def lonely(tmp_path_factory):
-    return Sweep(made_up.grid(tmp_path_factory.mktemp("lonely"), seeds=1, steps=3, only=1))
+    return Sweep(made_up.grid(tmp_path_factory.mktemp("lonely"), seeds=1, steps=4, only=1))
 
 
-@pytest.mark.parametrize("name", sorted(FROM_A_SWEEP.keys() - {"interaction"} - OF_A_SEARCH))
+@pytest.mark.parametrize(
+    "name", sorted(FROM_A_SWEEP.keys() - {"interaction", "throughput_gap"} - OF_A_SEARCH)
+)
 def test_one_arm_with_one_seed_is_enough_and_has_no_interval(name, lonely):
     picture = FROM_A_SWEEP[name](lonely)
     assert len(picture.data)
-    if name in ("forest", "gap_curve", "throughput_gap"):
+    if name in ("forest", "gap_curve"):
         assert picture.data["low"].isna().all()
     assert not picture.figure.findobj(FillBetweenPolyCollection)  # no band
+
+
+@pytest.mark.parametrize("name", ["curves", "gap_curve", "slot_errors", "throughput_gap"])
+def test_two_points_are_no_picture(name, tmp_path):
+    assert FROM_A_SWEEP[name](Sweep(made_up.grid(tmp_path, seeds=1, steps=2, only=1))) is None
 
 
 @pytest.mark.parametrize("name", ["curves", "gap_curve", "slot_errors"])

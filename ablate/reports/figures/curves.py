@@ -41,10 +41,10 @@ def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
         name: Metric, or its name (then less is taken to be better).
 
     Returns:
-        The picture; None if no value is finite.
+        The picture; None if no arm has finite values at three steps.
     """
     metric = tables.named(name)
-    selected = tables.of(records, metric.name)
+    selected = tables.long_enough(tables.of(records, metric.name), ["arm"])
     if selected.empty:
         return None
     shown, total = tables.arms(selected, metric)
@@ -80,9 +80,9 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
         metric: Metric that is compared.
 
     Returns:
-        The picture; None if no arm has a pair.
+        The picture; None if no arm has pairs at three steps.
     """
-    gaps = _gaps(tables.of(table, metric.name))
+    gaps = tables.long_enough(_gaps(tables.of(table, metric.name)), ["arm"])
     if gaps.empty:
         return None
     shown, total = tables.arms(gaps, metric)

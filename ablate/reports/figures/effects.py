@@ -33,6 +33,7 @@ from ablate.reports.figures.style import (
     rows,
     stem,
 )
+from ablate.reports.figures.tables import FEWEST_POINTS
 from ablate.results.attribution import Grid, front, interactions
 from ablate.results.number_text import interval, number
 from ablate.results.paired_stats import Difference, Verdict
@@ -259,7 +260,7 @@ def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
         metric: Metric that is compared.
 
     Returns:
-        The picture; None if no throughput was measured.
+        The picture; None if the throughput of fewer than three arms was measured.
     """
     best = foremost(arms, metric, MOST_ARMS)
     shown = [
@@ -267,7 +268,7 @@ def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
         for arm in best
         if math.isfinite(arm.tokens_per_s) and arm.values and (arm.gap is None or arm.gap.pairs)
     ]
-    if not shown:
+    if len(shown) < FEWEST_POINTS:
         return None
     gaps = {arm.name: 0.0 if arm.gap is None else arm.gap.mean for arm in shown}
     minimize = metric.direction == "minimize"

@@ -45,9 +45,9 @@ def slot_errors(records: pd.DataFrame) -> Picture | None:
         records: Tidy frame of records, with `quant/<slot>/sqnr_db` (dB, mean over layers).
 
     Returns:
-        The picture; None if it was not recorded.
+        The picture; None if it was not recorded at three steps.
     """
-    selected = tables.errors_of_slots(records, {"sqnr_db"})
+    selected = tables.long_enough(tables.errors_of_slots(records, {"sqnr_db"}), ["slot", "arm"])
     if selected.empty:
         return None
     shown, total = tables.arms(selected, _SQNR)

@@ -25,6 +25,7 @@ from ablate.reports.figures.style import (
     rows,
     stem,
 )
+from ablate.reports.figures.tables import FEWEST_POINTS
 from ablate.results.attribution import front
 from ablate.results.summary import ArmSummary
 
@@ -41,11 +42,11 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
         metric: Metric that the search optimises.
 
     Returns:
-        The picture; None if no searched arm has a value.
+        The picture; None if fewer than three searched arms have a value.
     """
     searched = [arm for arm in arms if arm.role == "searched"]
     values = np.array([arm.mean for arm in searched])
-    if not np.isfinite(values).any():
+    if np.isfinite(values).sum() < FEWEST_POINTS:
         return None
     best = (np.fmin if metric.direction == "minimize" else np.fmax).accumulate(values)
     data = pd.DataFrame(
@@ -153,7 +154,7 @@ def objectives(arms_by_metric: Mapping[Metric, Sequence[ArmSummary]]) -> Picture
         arms_by_metric: Summaries of the arms by each objective. All arms are drawn.
 
     Returns:
-        The picture; None for one objective, or if no arm has values of both.
+        The picture; None for one objective, or if fewer than three arms have values of both.
     """
     if len(arms_by_metric) < 2:
         return None
@@ -164,7 +165,7 @@ def objectives(arms_by_metric: Mapping[Metric, Sequence[ArmSummary]]) -> Picture
         for arm in ones
         if arm.values and arm.name in second_means
     }
-    if not points:
+    if len(points) < FEWEST_POINTS:
         return None
     unbeaten = front(points, [1 if metric.direction == "minimize" else -1 for metric in (first, second)])
     data = pd.DataFrame(

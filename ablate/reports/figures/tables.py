@@ -12,6 +12,8 @@ from ablate.training.metric_names import Name, parse
 
 _MOST_POINTS = 400
 """Largest number of points of a line. More are finer than a screen."""
+FEWEST_POINTS = 3
+"""Smallest number of points of a plot. Fewer are a sentence, or two numbers of a table."""
 _KEPT = ["sweep", "arm", "baseline", "seed", "step", "tokens", "metric", "value"]
 
 
@@ -115,6 +117,16 @@ def over_seeds(selected: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
         low=("value", "min"),
         high=("value", "max"),
     ).reset_index()
+
+
+def long_enough(lines: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """Return the lines of the groups that have enough steps to be drawn as a curve.
+
+    Args:
+        lines: One row for each group and step.
+        by: Columns whose combinations are groups, such as `arm`.
+    """
+    return lines[lines.groupby(list(by), sort=False)["step"].transform("nunique") >= FEWEST_POINTS]
 
 
 def thinned(lines: pd.DataFrame, by: Sequence[str], most: int = _MOST_POINTS) -> pd.DataFrame:
