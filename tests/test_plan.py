@@ -14,6 +14,7 @@ from ablate.numerics.spec import Outer, Quant, Transform
 from ablate.recipes import PRESETS
 from ablate.recipes.gpu_kernels import on_reference
 from ablate.recipes.recipe import Fprop, QEma, Recipe, Weights
+from ablate.reports.tensor_cores import on_reference_lines
 from ablate.training.loop import Telemetry
 from ablate.training.models.causal import build, outlined
 from ablate.training.trial_run import TrialRun
@@ -213,3 +214,12 @@ def test_every_outer_statistic_of_nvidias_form_has_a_kernel():
     assert on_reference(moving) == (("fprop.w", "dgrad.w"), 6)
     kept = Quant(transform=Transform(channels=0.1))
     assert on_reference(Recipe(fprop=Fprop(x=kept, w=Quant()))) == (("fprop.x",), 2)
+
+
+def test_what_runs_on_the_reference_is_said_of_the_files_arms_alone(tmp_path):
+    """Not of the known-bad arm that the design adds."""
+    design = {"trunk": "bf16", "positions": [0.5], "window": 0.25, "bad": "mxfp4"}
+    keys = {"design": design, "shape": {"steps": 16}}
+    assert not [*on_reference_lines(tiny(tmp_path, **keys), "cuda")]
+    named = tiny(tmp_path, ablate={"recipe": ["nvfp4", "mxfp4"]}, **keys)
+    assert [arms for arms, _ in on_reference_lines(named, "cuda")] == ["'mxfp4'"]

@@ -75,11 +75,11 @@ def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield names of arms whose layer policies select the same layers, and one line for each part of the
     policy.
 
-    Arms without a layer policy are left out.
+    Arms without a layer policy, and checks beside the file's arms, are left out.
     """
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
-        if arm.recipe.layers != Layers() and arm.config.linear_layers:
+        if arm.recipe.layers != Layers() and arm.config.linear_layers and not arm.outside:
             arms.setdefault(tuple(placements(arm.recipe, arm.config.linear_layers)), []).append(
                 one_line(arm.name)
             )

@@ -49,10 +49,11 @@ def on_reference_lines(experiment: Experiment, device: str) -> Iterator[tuple[st
 def _alike(
     experiment: Experiment, said: Callable[[Recipe], tuple[str, ...]]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield names of arms with equal lines, and the lines. Arms that quantise nothing are left out."""
+    """Yield names of arms with equal lines, and the lines. Arms that quantise nothing, and checks beside
+    the file's arms, are left out."""
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
-        if not arm.recipe.plain and (words_of := said(arm.recipe)):
+        if not (arm.recipe.plain or arm.outside) and (words_of := said(arm.recipe)):
             arms.setdefault(words_of, []).append(one_line(arm.name))
     for words_of, names in arms.items():
         more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)
