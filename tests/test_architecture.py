@@ -464,6 +464,7 @@ PATTERNS = {
     ],
     "reports.plain_text": [
         "spreadsheet formulas in a user's text",
+        "numbers in a text, for their minus signs",
         "Markdown's bold",
         "Markdown's code",
         "tags in a user's text",

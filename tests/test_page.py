@@ -37,6 +37,21 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += data.strip()
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("-0.5 to +2e-05, (-1.5e-3)", "−0.5 to +2e−05, (−1.5e−3)"),
+        (
+            "lr=-1e-3 `--at -1` of 2026-11-27, log-1.txt",
+            "lr=-1e-3 <code>--at -1</code> of 2026-11-27, log-1.txt",
+        ),
+    ],
+    ids=["numbers", "names, code and dates"],
+)
+def test_negative_numbers_have_a_minus_sign(text, shown):
+    assert Text(text).html() == f"<p>{shown}</p>"
+
+
 def test_a_table_shows_every_cell_as_it_is_and_numbers_sort_by_value():
     cells = Cells(Table.of("t", ROWS, "", ["worse", "better", "baseline"]).html())
     assert cells.rows[0] == ["arm", "gap", "verdict"]  # no row has a note

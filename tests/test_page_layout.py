@@ -99,6 +99,43 @@ def test_no_text_lies_over_another_or_leaves_the_page(browser, pages, kind):
         assert not any(problems.values()), problems
 
 
+UNREACHED = """
+const shown = one => one.outerHTML.slice(0, 90), all = part => [...document.querySelectorAll(part)];
+return [
+  ...(all("main").length === 1 && all("h1").length === 1 ? [] : ["main and h1"]),
+  ...all("th:not([scope]), img:not([alt]), figure svg:not([aria-label])"),
+  ...all("main svg:not([aria-label]):not([aria-hidden]):not(svg svg)"),
+  ...all("body *").filter(one => one.onclick && one.tabIndex < 0 && !one.id.endsWith("-line")),
+  ...all(".scroll, pre").filter(one => one.checkVisibility() && one.scrollWidth > one.clientWidth && one.tabIndex < 0),
+].map(one => typeof one === "string" ? one : shown(one));
+"""
+"""Elements that a screen reader cannot name or a keyboard cannot reach. The texts of a legend stand for its lines."""
+CONTRAST = """
+const channel = part => (part /= 255) <= 0.04 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4;
+const light = colour => colour.match(/[\\d.]+/g).slice(0, 3).map(Number).map(channel)
+  .reduce((sum, part, place) => sum + part * [0.2126, 0.7152, 0.0722][place], 0.05);
+const band = document.querySelector(".drawn .margin"), around = getComputedStyle(document.body).backgroundColor;
+const [low, high] = [light(getComputedStyle(band).stroke), light(around)].sort((one, other) => one - other);
+return high / low;
+"""
+"""Contrast of the outline of the region of effects too small to matter with the page."""
+
+
+@pytest.mark.parametrize("kind", PAGES)
+def test_everything_has_a_name_and_is_reached_by_the_keyboard(browser, pages, kind):
+    for page in pages[kind]:
+        browser.get(page.as_uri())
+        assert browser.execute_script(UNREACHED) == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_region_of_no_interest_stands_out(browser, pages, scheme):
+    browser.get(pages["grid"][0].as_uri())
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "screen", "features": features})
+    assert browser.execute_script(CONTRAST) >= 3
+
+
 @pytest.mark.parametrize(
     ("css", "problem"),
     [

@@ -240,13 +240,14 @@ def _map(
     if reference is not None:
         values = {at: value - reference[at] for at, value in values.items() if at in reference}
         cell = _different
-    head = "".join(f'<th class="number">{inline(slot)}</th>' for slot in slots)
+    head = "".join(f'<th class="number" scope="col">{inline(slot)}</th>' for slot in slots)
     rows = [
-        f"<tr><th>{html_text(layer)}</th>{''.join(cell(values.get((layer, slot))) for slot in slots)}"
+        f'<tr><th scope="row">{html_text(layer)}</th>'
+        + "".join(cell(values.get((layer, slot))) for slot in slots)
         for layer in sorted(layers, key=_block)
     ]
     title = f"<caption>dB more (blue) or less (red) than {inline(first)}</caption>" if first else ""
-    whole = f"{title}<thead><tr><th></th>{head}</tr></thead><tbody>{'</tr>'.join(rows)}</tr></tbody>"
+    whole = f"{title}<thead><tr><td></td>{head}</tr></thead><tbody>{'</tr>'.join(rows)}</tr></tbody>"
     return f'<div class="scroll"><table class="map">{whole}</table></div>' if values else ""
 
 

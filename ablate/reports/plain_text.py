@@ -15,6 +15,7 @@ from rich.text import Text
 from ablate.errors import one_line, printable
 
 _RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+_NUMBER = re.compile(r"(?<![\w.=/-])[-+±]?\d[\d.,]*(?:e[-+]?\d+)?")
 _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.][^()|!=@'\"]*$|$)")
 
 
@@ -49,9 +50,19 @@ def html_text(text: str, quote: bool = True) -> str:
     return html.escape(printable(text), quote=quote)
 
 
+def with_minus(text: str) -> str:
+    """Return text whose negative numbers have a minus sign in place of the hyphen: −0.5, 2e−05.
+
+    Values behind `=` keep it, as in names of arms, which readers copy.
+    """
+    return _NUMBER.sub(lambda found: found[0].replace("-", "\N{MINUS SIGN}"), text)
+
+
 def inline(text: str) -> str:
-    """Return text escaped for HTML, with the Markdown of `code` and **bold** as tags."""
-    escaped = html_text(text, quote=False)
+    """Return text escaped for HTML, with the Markdown of `code` and **bold** as tags, and with minus signs
+    outside of code."""
+    parts = html_text(text, quote=False).split("`")
+    escaped = "`".join(part if number % 2 else with_minus(part) for number, part in enumerate(parts))
     return re.sub(r"\*\*(.+?)\*\*", r"<b>\1</b>", re.sub(r"`(.+?)`", r"<code>\1</code>", escaped))
 
 

@@ -162,7 +162,7 @@ class Table(Generic[Row]):
         """Return the table in a box that scrolls."""
         drawn, notes = self._drawn("html")
         before, after = ("", "") if self.groups else ('<button type="button">', "</button>")
-        head = "".join(f"<th{_css(one)}>{before}{_html(one.name)}{after}</th>" for one in drawn)
+        head = "".join(f'<th{_css(one)} scope="col">{before}{_html(one.name)}{after}</th>' for one in drawn)
         columns = [map(_td, [one] * len(self.rows), one.cells, one.texts) for one in drawn]
         nothing, body, last = [""] * len(self.rows), [], ""
         above, kinds = self.groups or nothing, self.classes or nothing

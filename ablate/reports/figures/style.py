@@ -29,7 +29,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullForma
 from matplotlib.typing import RcKeyType
 
 from ablate.errors import printable
-from ablate.reports.plain_text import csv_cell
+from ablate.reports.plain_text import csv_cell, html_text, with_minus
 
 MOST_ARMS = 40
 """Largest number of arms in a picture. Readers cannot tell more lines apart, and they take minutes to
@@ -140,6 +140,9 @@ class Picture:
             self.figure.dpi = DPI
         text = written.getvalue()
         text = re.sub(r"<metadata>.*?</metadata>\s*", "", text[text.index("<svg") :], flags=re.DOTALL)
+        # Entries of a legend are buttons, which an image would hide from screen readers.
+        role = "group" if 'id="key-' in text else "img"
+        text = f'<svg role="{role}" aria-label="{html_text(self.question)}"{text.removeprefix("<svg")}'
         return re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{self.name}-", text)
 
     def close(self) -> None:
@@ -263,8 +266,8 @@ def marks(names: Iterable[str], baselines: Collection[str] = ()) -> dict[str, Ma
 
 def plain(text: str) -> str:
     """Return text that is drawn literally: `$` starts no formula, and no character breaks the XML of an
-    SVG."""
-    return printable(text).replace("$", r"\$")
+    SVG. Negative numbers have a minus sign."""
+    return with_minus(printable(text)).replace("$", r"\$")
 
 
 def _textual(column: pd.Series) -> bool:
@@ -389,7 +392,7 @@ def log_axis(axis: Axis) -> None:
         LogLocator(subs=(1,) if wide else (1, 2, 5) if high > 5 * low else (1, 1.5, 2, 3, 4, 5, 6, 8))
     )
     axis.set_major_formatter(
-        EngFormatter(sep="") if low >= 0.5 else FuncFormatter(lambda value, _: f"{value:g}")
+        EngFormatter(sep="") if low >= 0.5 else FuncFormatter(lambda value, _: with_minus(f"{value:g}"))
     )
     axis.set_minor_formatter(NullFormatter())
 
