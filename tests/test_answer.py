@@ -132,7 +132,7 @@ def test_a_page_has_a_column_for_each_knob_in_place_of_names_and_a_file_has_the_
     answer = Answer(book, tmp_path)
     page = answer.show("Every arm", answer.effects())
     heads = re.findall(r"<button[^>]*>(.*?)</button>", page.html())
-    assert heads[:4] == ["arm", "rht", "sr", "val/loss"]
+    assert heads[:4] == ["arm", "rht", "sr", "val/loss, nats"]
     rows = re.findall(r"<tr[^>]*><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td>", page.html())
     assert sorted(rows) == [
         ("", "false", "false"),

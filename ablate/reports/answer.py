@@ -114,7 +114,7 @@ class Answer(VerdictSentences):
             arms, metric = self.shown, self.metric
         else:
             arms = foremost(summaries(self.ledger, metric), metric, self.most_arms)
-        table = answer_tables.arms_table(self.ledger, arms, len(self.arms), metric)
+        table = answer_tables.arms_table(self.ledger, arms, len(self.arms), metric, self.unit_of(metric))
         return replace(table, classes=()) if self.running else table
 
     def knob_effects(self) -> list[Part]:

@@ -15,7 +15,7 @@ from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects,
 from ablate.results.decomposition import correlation, damages
 from ablate.results.forked import difference_word
 from ablate.results.inference import FEWEST_RANKED, wilcoxon
-from ablate.results.number_text import interval, number, percents
+from ablate.results.number_text import interval, percents
 from ablate.results.paired_stats import (
     Verdict,
     common,
@@ -38,7 +38,9 @@ _LOSSES = ("train/loss", "train/recent_loss", "val/loss", "val/loss_bf16")
 """Metrics whose curves fall with the tokens seen, so that a gap can be expressed in tokens."""
 
 
-def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: Metric) -> Table:
+def arms_table(
+    ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: Metric, unit: str = ""
+) -> Table:
     """Return the table of arms: mean, gap in the metric's unit, in percent and in tokens, corrected p, speed.
 
     Args:
@@ -46,13 +48,14 @@ def arms_table(ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: M
         arms: Arms that are shown.
         total: Number of arms of the sweep.
         metric: Metric that is compared.
+        unit: Its unit, for the heads on a page.
     """
     values = {arm.name: arm.values for arm in arms}
     forked = difference_word(arms) == DAMAGE
     tokens = {} if forked else _extra_tokens(ledger, arms, metric)
     name, mean, seeds, gap, sqnr, speed, memory, _, verdict, needed = arm_columns(arms, metric)
     columns = [
-        *(name, mean, gap, verdict, needed),
+        *(name, replace(mean, unit=unit), replace(gap, unit=unit), verdict, needed),
         Column("in percent", lambda arm: "" if forked else _percent(arm, values.get(arm.baseline or ""))),
         Column("tokens to match", lambda arm: tokens.get(arm.name)),
         Column("p (Holm)", lambda arm: "" if arm.role == "searched" else _p_cell(arm.verdict.p)),
@@ -238,8 +241,8 @@ def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:
                 "correlation with baseline": ("-", math.nan)
                 if math.isnan(found.value)
                 else (f"{found.value:+.2f}{bounds}", found.value),
-                "spread of the paired gap": (number(arm.gap.deviation), arm.gap.deviation),
-                "spread without pairing": (number(apart), apart),
+                "spread of the paired gap": (f"{arm.gap.deviation:.2g}", arm.gap.deviation),
+                "spread without pairing": (f"{apart:.2g}", apart),
             }
         )
     caption = (
@@ -261,8 +264,8 @@ def power_table(arms: Sequence[ArmSummary]) -> Table | None:
             {
                 "arm": arm.name,
                 "seeds": (str(arm.gap.pairs), arm.gap.pairs),
-                "spread of the paired gap": (number(arm.gap.deviation), arm.gap.deviation),
-                "80 % range of the spread": f"{number(low)} to {number(high)}",
+                "spread of the paired gap": (f"{arm.gap.deviation:.2g}", arm.gap.deviation),
+                "80 % range of the spread": f"{low:.2g} to {high:.2g}",
                 "seeds needed": needed_cell(arm.verdict),
             }
         )

@@ -65,7 +65,7 @@ class Column(Generic[Row]):
     cell: Callable[[Row], Cell]
     """Cell of a row, with the number to sort by."""
     unit: str = ""
-    """Unit behind cells that are numbers."""
+    """Unit behind cells that are numbers; on a page, in the head."""
     digits: int = 0
     """Decimals of cells that are numbers."""
     short: Callable[[Row], str] | None = None
@@ -150,6 +150,9 @@ class Table(Generic[Row]):
         drawn = []
         for column, cells in self._filled:
             texts = [column.text(cell, "-" if form == "terminal" else "") for cell in cells]
+            if form == "html" and column.unit:  # once, in the head
+                column = replace(column, name=f"{column.name}, {column.unit}", unit="")
+                texts = [column.text(cell) for cell in cells]
             if column.name == VERDICT and marks and form != "csv":
                 texts = [f"{text}{mark}" for text, mark in zip(texts, marks, strict=True)]
             if form in column.only:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ablate.experiment.arms import label
-from ablate.experiment.schema import Asked
+from ablate.experiment.schema import Asked, Metric
 from ablate.results.attribution import Effect, Grid, grid, held_effects, interactions, main_effects
 from ablate.results.contrasts import Contrast, contrasts
 from ablate.results.forked import design_of, sharpened, views
@@ -120,9 +120,11 @@ class Comparisons:
     @cached_property
     def unit(self) -> str:
         """Unit of the main metric; empty if it has no name."""
-        return next(
-            (unit(member.resolved.workload, self.metric.name) for member in self.ledger.members()), ""
-        )
+        return self.unit_of(self.metric)
+
+    def unit_of(self, metric: Metric) -> str:
+        """Return the unit of a metric; empty if it has no name."""
+        return next((unit(member.resolved.workload, metric.name) for member in self.ledger.members()), "")
 
     @cached_property
     def turned_knobs(self) -> list[str]:

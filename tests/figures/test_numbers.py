@@ -227,7 +227,7 @@ def test_roundings_are_counted_by_code_and_their_errors_by_origin():
         ("stochastic", 0.0): 1, ("stochastic", 0.5): 2, ("stochastic", 6.0): 1,
     }  # fmt: skip
     error = np.mean(nearest[:4] - values[:4])
-    assert f"to nearest {error:+.2g}" in picture.figure.texts[1].get_text()
+    assert f"to nearest {error:+.2g}".replace("-", "−") in picture.figure.texts[1].get_text()
     with pytest.raises(ValueError, match="5 values, and 5 and 2 roundings of them"):
         figures.rounding_histogram(values, nearest, nearest[:2])
     with pytest.raises(ValueError, match="divide by the block's scale first"):

@@ -100,7 +100,7 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
     for number, (axes, name) in enumerate(zip(every, shown, strict=True)):
         axes.axhline(0, color="0.4", linewidth=1)
         if margin:
-            axes.axhspan(-margin, margin, color="0.93", zorder=0)
+            axes.axhspan(-margin, margin, facecolor="0.93", edgecolor="0.55", linewidth=0.6, zorder=0)
         for other, line in lines.groupby("arm", sort=False):
             if other != name:
                 axes.plot(line[over], line["mean"], color="0.75", linewidth=0.7, zorder=1)
