@@ -367,8 +367,8 @@ def test_a_report_names_the_model_that_was_trained_and_not_the_fields_that_it_re
         assert shown == f"{small} {name})"
 
 
-@pytest.mark.parametrize(("share", "kind"), [("0.1", "warning"), ("0.8", "note"), ("", None)])
-def test_an_answer_says_how_much_of_the_model_a_recipe_quantises(share, kind, book):
+@pytest.mark.parametrize(("share", "kind"), [("0.1", "warning"), ("0.8", None), ("", None)])
+def test_an_answer_says_that_a_recipe_quantises_little_of_a_model(share, kind, book):
     book.describe(covered=share)
     add(book, "bf16", BASE, None)
     add(book, "mxfp4", WORSE)

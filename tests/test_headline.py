@@ -125,6 +125,15 @@ def test_every_shipped_file_names_its_answer():
     assert [file.name for file in files if load(file, device="cpu").keys.answer is None] == []
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_the_file_to_start_from_names_its_answer_and_what_matters(training, tmp_path):
+    ablate("init", "mine", "--folder", tmp_path, *(["--training"] if training else []))
+    keys = load(tmp_path / "mine.yaml", device="cpu").keys
+    assert keys.answer
+    assert keys.metric["min_effect"]
+    assert (keys.design is None) == training
+
+
 def test_a_short_name_of_a_workloads_knob_may_be_asked_for(tmp_path):
     path = write(
         tmp_path,

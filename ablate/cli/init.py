@@ -19,16 +19,21 @@ ablate:                        # the knobs to turn, and their values; every comb
   sr: [true, false]            #   stochastic rounding of the gradients
   # rht: [true, false]         #   random Hadamard transform
   # {knob}
+answer: {{knob: sr}}             # the comparison that answers; named before the first run
 against: bf16                  # the baseline, at the same seeds and the same values of the workload
-seeds: 3                       # runs of each arm; a verdict needs 3, small effects need more
-metric: {{name: val/loss, direction: minimize}}   # min_effect: 0.005: smaller differences do not matter
+seeds: {seeds}                       # runs of each arm; a verdict needs 3, small effects need more
+{design}metric: {{name: val/loss, direction: minimize, min_effect: {effect}}}  # smaller do not matter
 
 # ablate plan {name}.yaml        arms, trials and time, in a second; runs nothing
 # ablate sweep {name}.yaml       runs it, or continues it; at the end it names the report
 """
 _BUILT_IN = """\
 workload:                      # gpt, mae, finetune (docs/learn/experiments.md); python: your own
-  gpt: {{layers: 4, width: 128, steps: 300, lr: 1.0e-3}}"""
+  gpt: {{layers: 2, width: 64, heads: 2, batch: 2, steps: 300, lr: 5.0e-4}}"""
+_FORKS = """\
+design:                        # every arm continues the same bf16 run, for 15 and 30 steps from step 210;
+  {{trunk: bf16, positions: [0.7], window: 0.05, horizons: [1, 2], bad: mxfp4}}   # leave it out for full runs
+"""
 _OWN = """\
 workload:
   python:                      # your own training function; check it first: ablate check {name}.yaml
@@ -119,7 +124,9 @@ def experiment_text(name: str, training: bool) -> str:
     """Return the content of a commented experiment."""
     workload = (_OWN if training else _BUILT_IN).format(name=name)
     knob = "workload.config.width: [64, 128]" if training else "lr: [1.0e-3, 2.0e-3]"
-    return _EXPERIMENT.format(name=name, workload=workload, knob=knob)
+    seeds, effect, design = (5, "10%", "") if training else (8, 0.001, _FORKS.format())
+    parts = {"workload": workload, "knob": knob, "seeds": seeds, "effect": effect, "design": design}
+    return _EXPERIMENT.format(name=name, **parts)
 
 
 def schema() -> None:

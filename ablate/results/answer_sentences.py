@@ -252,7 +252,7 @@ def of_family(family: Sequence[Compared], setting: Setting, against: str) -> tup
         needed = f"{FEWEST_DISTINCT} or more"
         return "No verdict:", f"a comparison needs {needed} seeds with differences that are not all equal."
     lead = lead_of(verdicts, setting)
-    over = f" {setting.scope}" if setting.scope and setting.scope not in lead else ""
+    over = f", {setting.scope}" if setting.scope and setting.scope not in lead else ""
     text = ""
     for named, where in ((_MOST_NAMED, over), (1, over), (0, over), (_COUNTED, over), (_COUNTED, "")):
         clauses = "; ".join(_groups(family, setting, named))

@@ -53,12 +53,12 @@ def _finished(arms: Sequence[ArmSummary]) -> Check:
 
 
 def _covered(ledger: Ledger) -> Check | None:
-    """Return the share of the model's weights that a recipe can quantise; a warning below half."""
-    share = ledger.fact("covered")
-    if not share or float(share) == 1:
+    """Return the warning that a recipe quantises less than half of the model's weights."""
+    share = float(ledger.fact("covered") or 1)
+    if share >= _LEAST_COVERED:
         return None
-    text = f"a recipe quantises {float(share):.0%} of the model's matrix weights, embeddings not counted"
-    return Check("warning" if float(share) < _LEAST_COVERED else "note", text)
+    text = f"a recipe quantises {share:.0%} of the model's matrix weights, embeddings not counted"
+    return Check("warning", text)
 
 
 def _late(ledger: Ledger) -> Iterator[Check]:

@@ -7,10 +7,11 @@ the checks of `gate`: if one of them fails there is no answer. Below it stands w
 
 import math
 import shlex
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ablate.experiment.roles import CONFIRM
+from ablate.files import Json
 from ablate.results import answer_sentences
 from ablate.results.answer_sentences import NO_ANSWER, Compared, Setting
 from ablate.results.attribution import Effect, shown_value
@@ -166,7 +167,22 @@ def _of_effects(
         )
         for effect, verdict in paired
     ]
-    return *answer_sentences.of_family(family, setting, against or "Turned"), [each for _, each in paired]
+    lead, text = answer_sentences.of_family(family, setting, against or "Turned")
+    if len(levels) == 1 and (open_ := _unresolved(sweep, levels)):
+        text = f"{text.removesuffix('.')}; {open_}."
+    return lead, text, [each for _, each in paired]
+
+
+def _unresolved(sweep: Comparisons, levels: Mapping[str, Sequence[Json]]) -> str:
+    """Return that the reference of one knob is itself not told from the baseline, so that there is no gap to
+    close; empty if it is."""
+    ((knob, (reference, *_)),) = levels.items()
+    first = next(
+        (arm for arm in sweep.arms if arm.role == "listed" and arm.knobs.get(knob, ...) == reference), None
+    )
+    if first is None or first.verdict.kind != "undecided":
+        return ""
+    return f"at {knob} {shown_value(reference)} no gap to {first.baseline} is resolved"
 
 
 def _of_tensors(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Verdict]] | None:
@@ -214,7 +230,7 @@ def _baseline_text(sweep: Comparisons, names: Set[str | None], setting: Setting)
     same = "on the same tensors" if setting.relative else "with the same workload"
     knobs = [arm.knobs for arm in sweep.arms if arm.name in names]
     shared = [
-        f"{knob} {shown_value(value)}"
+        shown_value(value) if knob == "recipe" else f"{knob} {shown_value(value)}"
         for knob, value in knobs[0].items()
         if all(each.get(knob, ...) == value for each in knobs)
     ]
