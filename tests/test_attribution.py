@@ -224,7 +224,13 @@ def test_the_picture_of_doses_has_the_verdicts_and_numbers_of_the_table_of_compa
 
 @pytest.mark.parametrize(
     ("values", "even"),
-    [([0, 0.1, 0.2, 0.3], True), ([8, 16, 32, 64], True), ([0, 1, 1000, 1001], True), ([1, 2, 4.5], False)],
+    [
+        ([0, 0.1, 0.2, 0.3], True),
+        ([8, 16, 32, 64], True),
+        ([0, 1, 1000, 1001], True),
+        ([1, 2, 4.5], False),
+        ([0.99, 0.999, 0.9999], True),
+    ],
 )
 def test_doses_stand_on_the_scale_that_separates_them(values, even):
     steps = np.diff(positions(values))

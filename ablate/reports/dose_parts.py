@@ -30,10 +30,12 @@ _FARTHEST = 6.0
 """A margin this many times as wide as the widest interval that is shown lies outside of the axes."""
 _WORDY = 12.0
 """Smallest distance of two values, in percent of the width, that leaves room for words beside the marks."""
+_THICK = 60
+"""Least height in pixels of a band that has room for words above its middle."""
 _APART = 16.0
 """Space between a knob that is off and its smallest number, in percent of the width."""
-_CROWDED = 0.05
-"""Share of the axis below which neighbours cannot be told apart."""
+_CROWDED = 0.12
+"""Share of the axis below which neighbours and their numbers are too close to read."""
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,11 @@ class DosePicture:
         if not margin:
             return ""
         top, bottom = scale.y(margin), scale.y(-margin)
+        text = top + 14 if bottom - top > _THICK else top - 5
         outline = "" if margin < max(scale.high, -scale.low) else ' style="stroke: none"'
         return (
             f'<rect class="margin" x="{_LEFT}%" y="{top:.1f}" width="{_RIGHT - _LEFT}%"'
-            f' height="{bottom - top:.1f}"{outline}/><text class="end" x="{_LEFT + 1}%" y="{top + 14:.1f}">'
+            f' height="{bottom - top:.1f}"{outline}/><text class="end" x="{_LEFT + 1}%" y="{text:.1f}">'
             f"below {margin:.3g}: too small to matter</text>"
         )
 
