@@ -43,7 +43,7 @@ def state(tmp_path_factory):
     """A grid, a search, a sweep of tensors, and one with a single seed, all run."""
     folder = tmp_path_factory.mktemp("report")
     for name, keys in (
-        ("grid", {"metric": {"min_effect": 0.01}, "shape": {"eval_every": 1}}),
+        ("grid", {"metric": {"min_effect": 0.01}, "shape": {"eval_every": 1}, "telemetry": {"every": 1}}),
         ("search", SEARCH),
         ("tensors", TENSORS),
         ("alone", {"seeds": 1}),
