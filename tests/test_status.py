@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pty
+import re
 import signal
 import sqlite3
 import subprocess
@@ -22,6 +23,7 @@ from ablate.execution import sweep_status
 from ablate.execution.sweep_status import read
 from ablate.execution.tracking import behind
 from ablate.files import lock
+from ablate.reports.report_about import stamp, write_about
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 
@@ -85,6 +87,34 @@ def test_it_is_told_without_torch(swept):
     done, imported = modules("status", "--state", swept)
     assert "6 of 6 trials  6 done" in done.stdout
     assert not imported & {"torch", "ray", "mlflow", "optuna", "pandas", "matplotlib", "scipy"}
+
+
+def test_the_table_of_sweeps_has_an_answer_or_how_far_each_is(tmp_path):
+    ended = {"a": ["done"] * 3, "b": ["failed", "failed", "done"], "c": ["done", "pending", "pending"]}
+    ended |= {"d": ["done", "pending"]}
+    for name, runs in ended.items():
+        with closing(Ledger(tmp_path / "sweeps" / name / "ledger.db")) as made:
+            made.describe(metrics="[]", question="q")
+            arm = made.add_arm("x", {}, None, None)
+            for seed, run in enumerate(runs):
+                made.settle(made.add_member(arm, seed, f"{name}-{seed}", "{}"), run)
+            if name == "a":
+                report = tmp_path / "reports" / name
+                report.mkdir(parents=True)
+                lead = "No difference that matters."
+                write_about(report, {"stamp": stamp(made), "lead": lead, "answer": f"{lead} It is 0."})
+    with lock(tmp_path / "sweeps" / "d" / "lock"):
+        shown = here("status", "--state", tmp_path).stdout
+    table = shown[shown.index("sweep ") :].splitlines()[1:]
+    rows = {line.split()[0]: re.split(r"  +", line)[1] for line in table}
+    assert rows == {
+        "a": "No difference that matters",
+        "b": "failed: 2 runs",
+        "c": "not finished, 1/3",
+        "d": "running 1/2",
+    }
+    named = here("status", "a", "--state", tmp_path).stdout.splitlines()
+    assert named[1] == "No difference that matters. It is 0."
 
 
 def test_reading_leaves_no_trace_in_the_ledger(swept):
