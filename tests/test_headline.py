@@ -169,6 +169,12 @@ def test_a_question_or_a_metric_that_is_named_after_results_is_said_to_be(histor
     assert len(said) == len(late), said
 
 
+def test_baselines_of_another_sweep_are_no_results_of_a_search(book):
+    book.describe(search="tpe")
+    register(book, "0" * 32, 0.0, 2, lambda: 2, {"question": "q", "metrics": "m"})
+    assert list(late_changes(book)) == []
+
+
 def test_a_number_of_seeds_on_the_command_line_is_as_if_the_file_said_so(tmp_path):
     path = write(tmp_path, seeds=2)
     grown = load(path, count=5)

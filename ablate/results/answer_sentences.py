@@ -53,8 +53,6 @@ _MOST_NAMED = 2
 """Largest number of comparisons with one verdict that a sentence names, if there are more."""
 _COUNTED, _WHOLE = -1, -2
 """In place of that number: none, not even the largest; and `all` of a family with one verdict."""
-_LONGEST_NAME = 8
-"""Largest number of words of a search's winner that a sentence names."""
 
 
 @dataclass(frozen=True)
@@ -257,9 +255,14 @@ def of_family(family: Sequence[Compared], setting: Setting, against: str) -> tup
     for named, where in ((_MOST_NAMED, over), (1, over), (0, over), (_COUNTED, over), (_COUNTED, "")):
         clauses = "; ".join(_groups(family, setting, named))
         text = f"{against}{where}, by {setting.metric.name}: {clauses}."
-        if len(f"{lead} {text}".replace(" %", "%").split()) <= MOST_WORDS:
+        if _length(f"{lead} {text}") <= MOST_WORDS:
             break
     return lead, text
+
+
+def _length(text: str) -> int:
+    """Return the number of words of a text; a percent sign is none."""
+    return len(text.replace(" %", "%").split())
 
 
 def _groups(family: Sequence[Compared], setting: Setting, named: int) -> Iterator[str]:
@@ -352,9 +355,12 @@ def of_winner(arm: ArmSummary, difference: Difference, shown: str, setting: Sett
     leads = {"better": "The search found an improvement", "worse": "The search found no improvement"}
     over = f", {setting.scope}" if setting.scope and verdict.decided else ""
     lead = f"{leads.get(verdict.kind, 'The winner of the search is not confirmed')}{over}."
-    name = f" ({shown})" if len(shown.split()) <= _LONGEST_NAME else ""
     change = _change(difference, verdict, setting) + _left_open(difference, verdict, arm.margin, setting)
-    return lead, f"On fresh seeds, its best arm{name} instead of {arm.baseline} {change}."
+    named, unnamed = (
+        f"On fresh seeds, its best arm{name} instead of {arm.baseline} {change}."
+        for name in (f" ({shown})", "")
+    )
+    return lead, named if _length(f"{lead} {named}") <= MOST_WORDS else unnamed
 
 
 def of_best(searched: Sequence[ArmSummary], again: ArmSummary | None, setting: Setting) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median, stdev, variance
 from typing import Literal
 
+from ablate.results.forked import design_of
 from ablate.results.number_text import counted, number, prose, signed
 from ablate.results.paired_stats import common
 from ablate.results.summary import ArmSummary, nothing_learned
@@ -37,7 +38,7 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
         ledger: ledger of the sweep.
         arms: its arms, by the main metric.
     """
-    found = [_finished(arms), _finite(ledger, arms), _learned(ledger, arms), _twin(arms), _bad(arms)]
+    found = [_finished(arms), _finite(ledger, arms), _learned(ledger, arms), _twin(arms), _bad(ledger, arms)]
     found += [_ended_early(arms), _covered(ledger), _one_product(ledger), _one_processor(ledger)]
     found += [*_spread(arms), *_late(ledger), *_margin(arms), *_positions(arms)]
     return [check for check in found if check]
@@ -205,9 +206,11 @@ def _twin(arms: Sequence[ArmSummary]) -> Check | None:
     return Check("passed", f"{twin.baseline} against itself: no difference")
 
 
-def _bad(arms: Sequence[ArmSummary]) -> Check | None:
-    """Return the check that a design sees what it should see."""
-    bad = next((arm for arm in arms if arm.role == "bad"), None)
+def _bad(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
+    """Return the check that a design sees what it should see: an arm that it adds, or one of the file."""
+    design = design_of(ledger)
+    named = design.bad if design else None
+    bad = next((arm for arm in arms if arm.role == "bad" or (named is not None and arm.name == named)), None)
     if bad is None or bad.gap is None or bad.gap.pairs < 2:
         return None
     recipe = bad.name.rpartition(": ")[2]

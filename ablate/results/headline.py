@@ -251,8 +251,7 @@ def _setting(sweep: Comparisons) -> Setting:
         len(readings.positions) if readings else 0,
         design.trunk if design else "",
     )
-    bad = next((arm.name for arm in sweep.arms if arm.role == "bad"), "") if design else ""
-    bad = "" if sweep.metric.min_effect is not None else bad.rpartition(": ")[2]
+    bad = (design.bad or "") if design and sweep.metric.min_effect is None else ""
     return Setting(sweep.metric, sweep.unit, scope, bad, sweep.relative)
 
 

@@ -80,7 +80,7 @@ def late_changes(ledger: Ledger) -> Iterator[tuple[str, Registration]]:
     """Yield each part of a design (`question`, `metrics`) that was fixed after results existed.
 
     That is a part that a later run changed while results were there; or all of a design whose trials had all
-    finished before it was first recorded.
+    finished before it was first recorded, unless a search proposes more of them.
 
     Args:
         ledger: ledger of the sweep.
@@ -88,13 +88,17 @@ def late_changes(ledger: Ledger) -> Iterator[tuple[str, Registration]]:
     Yields:
         The part, and its last such registration.
     """
-    entries = registrations(ledger)
+    entries, search = registrations(ledger), bool(ledger.fact("search"))
     for part in ("question", "metrics"):
         late = [
             entry
             for before, entry in zip((None, *entries), entries, strict=False)
             if getattr(entry, part) and entry.finished
-            if (entry.finished == entry.trials if before is None else _changed(before, entry, part))
+            if (
+                entry.finished == entry.trials and not search
+                if before is None
+                else _changed(before, entry, part)
+            )
         ]
         if late:
             yield part, late[-1]
