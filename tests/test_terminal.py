@@ -149,6 +149,22 @@ def test_the_rows_are_the_comparisons_that_are_asked_for(tmp_path):
     assert not any(line.startswith("rht: ") for line in lines)
 
 
+def test_a_row_of_an_arm_follows_its_own_baseline(tmp_path):
+    book, out = Ledger(tmp_path / "sweeps" / "x" / "ledger.db"), io.StringIO()
+    book.describe(question="Does it?", metric='{"name": "val/loss", "min_effect": 0.01}', search="")
+    first, second = (add(book, name, BASE, None) for name in ("base1", "base2"))
+    add(book, "arm1", WORSE, first)
+    add(book, "arm2", LOOSE, second)
+    print_lines(Comparisons(book), Screen(file=out, width=80), MOST_LINES)
+    book.close()
+    assert re.findall(r"^(base\d|arm\d) .* 4 ", out.getvalue(), re.MULTILINE) == [
+        "base1",
+        "arm1",
+        "base2",
+        "arm2",
+    ]
+
+
 @pytest.mark.slow
 def test_a_sweep_with_a_diverged_and_a_failed_run_ends_in_twelve_lines(tmp_path):
     path = write(tmp_path, ablate=None, arms=WILD, seeds=2, retry=0)

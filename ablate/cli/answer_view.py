@@ -159,13 +159,16 @@ def _few_rows(compared: Comparisons, valid: bool, most: int, width: int) -> Rich
 
 
 def _in_order(arms: list[ArmSummary], metric: Metric, ledger: Ledger) -> list[ArmSummary]:
-    """Return arms in the order of the file; those of a search by their value, the best first."""
+    """Return arms in the order of the file, each baseline before its arms; those of a search best first."""
     sign = 1 if metric.direction == "minimize" else -1
 
     def rank(arm: ArmSummary) -> tuple[bool, bool, float]:
         return arm.baseline is not None, not arm.values, sign * arm.mean
 
-    return sorted(arms, key=rank) if ledger.fact("search") else [*arms]
+    if ledger.fact("search"):
+        return sorted(arms, key=rank)
+    alone = {arm.name: place for place, arm in enumerate(arms) if arm.baseline is None}
+    return sorted(arms, key=lambda arm: (alone.get(arm.baseline or arm.name, len(arms)), bool(arm.baseline)))
 
 
 def _print_tables(experiment: Experiment, settings: Settings, screen: Console, compared: Comparisons) -> None:
