@@ -189,7 +189,7 @@ def test_doses_are_in_order_with_the_share_of_the_gap_that_each_closes(tmp_path)
 @pytest.mark.parametrize(
     ("gaps", "said"),
     [
-        ({0: 0.0, 0.1: 0.05, 0.2: 0.1}, "it may be zero, so no share"),
+        ({0: 0.0, 0.1: 0.05, 0.2: 0.1}, "is not resolved, so no share"),
         ({0: 0.1, 0.1: 0.2, 0.2: 0.15}, " %) of the gap at cooldown 0, not steadily"),
         ({0: 0.1, 0.1: 0.1, 0.2: 0.1}, ", perhaps none of it."),
     ],
@@ -236,6 +236,16 @@ def test_doses_stand_on_the_scale_that_separates_them(values, even):
     steps = np.diff(positions(values))
     assert (steps > 0).all()
     assert (np.ptp(steps) < 1e-9) == even
+
+
+def test_no_share_is_stated_of_a_gap_that_does_not_stand_after_holm(tmp_path):
+    book = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")
+    book.describe(question="Q?", metric='{"name": "val/loss"}', search="")
+    cooled(book, {0: 0.0009, 0.1: 0.0, 0.2: 0.0, 0.3: 0.0, 0.4: 0.0}, noise=0.002)
+    (first,) = [arm for arm in Answer(book).arms if arm.name == "cooldown=0"]
+    assert (first.verdict.kind, first.verdict.alone, first.gap.low > 0) == ("undecided", "worse", True)
+    assert "is not resolved" in sentence(found_doses(book))
+    book.close()
 
 
 def test_a_knob_that_is_off_stands_left_of_its_numbers_and_is_the_reference(tmp_path):

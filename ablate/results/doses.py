@@ -7,7 +7,7 @@
 Changes and verdicts are those of the sweep's comparisons: the one that the file asks for, else main effects.
 The share is a ratio of two means over the same seeds, both uncertain. Its 95 % interval is Fieller's: all
 ratios that the paired values do not exclude. It is bounded only if the interval of the first value's gap
-excludes zero, and the share is given only then.
+excludes zero. The share is given only then, and only if that arm's verdict is "better" or "worse".
 
 Source: E. C. Fieller, "Some problems in interval estimation", J. R. Stat. Soc. B 16 (1954).
 """
@@ -82,7 +82,7 @@ class Dose:
     gap: Difference | None
     """Gap to the baseline, on average over the other knobs; None without a common baseline."""
     closed: Share | None
-    """Share of the first value's gap that it closes; None if that gap's interval includes zero."""
+    """Share of the first value's gap that it closes; None if that gap is not resolved."""
 
     def __str__(self) -> str:
         return "null" if self.value is None else f"{self.value:g}"
@@ -149,16 +149,20 @@ def _judged(sweep: Comparisons, knob: str) -> Sequence[tuple[Effect, Verdict]]:
 def _gaps(sweep: Comparisons, grid: Grid, knob: str) -> list[tuple[Difference | None, Share | None]]:
     """Return the gap to the baseline at each level of a knob, and the share of the first that it closes;
     None if the arms have several baselines."""
-    names = {arm.baseline for arm in grid.arms}
-    base = next((arm.values for arm in sweep.arms if names == {arm.name}), None)
+    baselines = {arm.baseline for arm in grid.arms}
+    base = next((arm.values for arm in sweep.arms if baselines == {arm.name}), None)
     if base is None:
         return [(None, None)] * len(grid.levels[knob])
+    # The gap at the first value has a verdict of its own if it is a single arm's.
+    alone = [arm for arm in grid.arms if arm.knobs[knob] == grid.levels[knob][0]]
+    names = [arm.name for arm in alone] if len(alone) == 1 else []
+    resolved = all(arm.verdict.kind in ("better", "worse") for arm in sweep.arms if arm.name in names)
     means = [grid.mean(grid.cells(**{knob: level})) for level in range(len(grid.levels[knob]))]
     by_seed = [{seed: mean[seed] - base[seed] for seed in common(mean, base)} for mean in means]
     return [
         (
             paired_difference(mean, base, grid.interval),
-            share_closed(by_seed[0], gap, grid.interval) if level else None,
+            share_closed(by_seed[0], gap, grid.interval) if level and resolved else None,
         )
         for level, (mean, gap) in enumerate(zip(means, by_seed, strict=True))
     ]
@@ -175,8 +179,8 @@ def sentence(doses: Doses) -> str:
     last = max(doses.values, key=lambda dose: abs((dose.value or 0.0) - zero))
     if last.closed is None:
         return (
-            f"The gap at {knob} {reference} is {interval(reference.gap)}: it may be zero, so no share"
-            " of it can be stated."
+            f"The gap at {knob} {reference}, {interval(reference.gap)}, is not resolved, so no share of it is"
+            " stated."
         )
     steps = [later.mean - earlier.mean for earlier, later in pairwise(gaps)]
     steady = "" if all(step <= 0 for step in steps) or all(step >= 0 for step in steps) else ", not steadily"
