@@ -227,7 +227,7 @@ def test_a_reports_answer_stands_on_the_first_screen(browser, report):
 def test_a_command_is_copied_by_its_button_and_sections_are_reached_from_the_contents(browser, report):
     browser.get(report.index.as_uri())
     anchors = browser.execute_script(
-        "return [...document.querySelectorAll('nav a')].map(a => a.hash.slice(1))"
+        "return [...document.querySelectorAll('nav.contents a')].map(a => a.hash.slice(1))"
     )
     assert anchors
     assert all(browser.execute_script(f"return !!document.getElementById({name!r})") for name in anchors)
