@@ -132,7 +132,7 @@ class SweepRun:
         reused = f", {outcome.reused} already done" if outcome.reused else ""
         failed = f", {outcome.failed} failed" if outcome.failed else ""
         counts = f"{outcome.ran} trials run{reused}{failed} in {duration(outcome.seconds)}"
-        why = wrapped(Text(one_line(outcome.why)), self.screen, 2) if outcome.why else []
+        why = wrapped(Text(one_line(outcome.why)), self.screen, 3) if outcome.why else []
         last = [Text(one_line(text), "red") for text in (outcome.diverged, outcome.cause) if text]
         answers = outcome.ran or outcome.reused or not outcome.cause
         if answers:
