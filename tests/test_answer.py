@@ -60,7 +60,7 @@ def test_the_verdict_states_every_arm_and_none_is_picked(book):
     add(book, "nvfp4", ALIKE)
     assert Answer(book).answer.lead == "Answered in part, 2 of 3."
     assert Answer(book).answer.text == (
-        "Against bf16, by val/loss: mxfp4 is worse, by 0.1015 nats; nvfp4 is equivalent within 0.01; odd is"
+        "Against bf16, by val/loss: mxfp4 is worse, +0.1015 nats; nvfp4 is equivalent within 0.01; odd is"
         " undecided."
     )
 
@@ -620,7 +620,7 @@ def test_a_comparison_without_a_verdict_is_not_counted_as_undecided(book):
     assert Counter(arm.verdict.kind for arm in answer.arms[1:]) == {"undecided": 4, "unjudged": 2, "worse": 1}
     assert answer.answer.lead == "Answered in part, 1 of 7."
     worse, undecided_, unjudged = answer.answer.text.partition(": ")[2].removesuffix(".").split("; ")
-    assert worse.startswith("mxfp4 is worse, by 0.1")
+    assert worse.startswith("mxfp4 is worse, +0.1")
     assert undecided_ == "4 are undecided"
     assert unjudged == "step 0 and step 1 have no verdict"
 

@@ -343,10 +343,10 @@ def test_finished_finite_runs_pass_and_the_spread_is_noted(book):
     found = kinds(book)
     assert found["8 of 8 runs finished"] == found["no NaN, no divergence, no guard acted"] == "passed"
     spread = np.std(list(BASE.values()), ddof=1)
-    assert found[f"bf16 spreads by {spread:.2g} over seeds"] == "note"
+    assert found[f"bf16 varies by {spread:.2g} between seeds"] == "note"
     unpaired = np.var(list(BASE.values()), ddof=1) + np.var(list(WORSE.values()), ddof=1)
     paired = np.var([WORSE[seed] - BASE[seed] for seed in BASE], ddof=1)
-    assert found[f"unpaired it would take {unpaired / paired:,.0f} times the seeds"] == "note"
+    assert found[f"pairing by seed is worth {unpaired / paired:,.0f}× the seeds"] == "note"
 
 
 def test_pairs_of_runs_that_multiplied_in_different_ways_are_named_above_the_verdict(book):
@@ -551,6 +551,6 @@ def test_training_that_began_from_trained_weights_is_not_said_to_have_learned(
     add(book, "bf16", BASE, None)
     add(book, "a", WORSE)
     learn(book, 5.0)
-    (check,) = [check for check in checks(book, summaries(book)) if "ignoring context" in check.text]
+    (check,) = [check for check in checks(book, summaries(book)) if "without context" in check.text]
     assert check.kind == kind
     assert ("began from trained weights" in check.text) == (kind == "note")

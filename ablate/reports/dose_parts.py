@@ -124,7 +124,7 @@ class DosePicture:
         return (
             f'<rect class="margin" x="{_LEFT}%" y="{top:.1f}" width="{_RIGHT - _LEFT}%"'
             f' height="{bottom - top:.1f}"{outline}/><text class="end" x="{_LEFT + 1}%" y="{text:.1f}">'
-            f"below {margin:.3g}: too small to matter</text>"
+            f"below {margin:.2g}: too small to matter</text>"
         )
 
     def _ends(self) -> str:

@@ -181,7 +181,7 @@ def _key(those: Sequence[Line]) -> str:
     """Return the key to the drawing."""
     margins = {line.margin for line in those}
     margin = margins.pop() if len(margins) == 1 else None
-    band = f"; grey band: below {margin:.3g}, too small to matter" if margin else ""
+    band = f"; grey band: below {margin:.2g}, too small to matter" if margin else ""
     return f"Bar: 95 % interval; large dot: mean; small dots: seeds{band}."
 
 

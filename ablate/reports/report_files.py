@@ -18,7 +18,7 @@ from ablate import __version__
 from ablate.files import Json
 from ablate.reports.notebooks import Cell, markdown, page, run
 from ablate.reports.report_about import current, stamp, write_about
-from ablate.results.subject import title
+from ablate.results.subject import subject
 from ablate.store.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def _about(ledger: Ledger, name: str, verified: str) -> str:
     commit = ledger.provenance().get("commit")
     facts = [
         f"ablate, experiment {name}",
-        title(members[0].resolved) if members else "",
+        subject(members[0].resolved, ledger.fact("covered") or "") if members else "",
         f"{len(members)} runs{partial}",
         f"commit {commit[:8]}" if commit else "",
     ]

@@ -44,7 +44,7 @@ def smallest_damage(arms: Sequence[ArmSummary]) -> str:
     for arm in arms:
         if arm.role == "bad" and arm.gap and math.isclose(min(margins), FIFTH * abs(arm.gap.mean)):
             source = f"a fifth of what {arm.name.removeprefix(BAD)} does, which is known to be bad"
-    return f"Damage below {min(margins):.3g} counts as none: {source}."
+    return f"Damage below {min(margins):.2g} counts as none: {source}."
 
 
 def reading(arms: Sequence[ArmSummary]) -> str:

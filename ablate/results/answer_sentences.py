@@ -235,13 +235,14 @@ def _left_open(
 # A family
 
 
-def of_family(family: Sequence[Compared], setting: Setting, against: str) -> tuple[str, str]:
+def of_family(family: Sequence[Compared], setting: Setting, against: str, tail: str = "") -> tuple[str, str]:
     """Return first words and sentence on a family of comparisons: those with one verdict together.
 
     Args:
         family: the comparisons.
         setting: facts of the sweep.
         against: what all are compared with, as the first words of the sentence: `Against bf16`.
+        tail: last words of the sentence.
     """
     verdicts = [each.verdict for each in family]
     if all(verdict.reason == "nothing_learned" for verdict in verdicts):
@@ -254,7 +255,7 @@ def of_family(family: Sequence[Compared], setting: Setting, against: str) -> tup
     text = ""
     for named, where in ((_MOST_NAMED, over), (1, over), (0, over), (_COUNTED, over), (_COUNTED, "")):
         clauses = "; ".join(_groups(family, setting, named))
-        text = f"{against}{where}, by {setting.metric.name}: {clauses}."
+        text = f"{against}{where}, by {setting.metric.name}: {clauses}{tail}."
         if _length(f"{lead} {text}") <= MOST_WORDS:
             break
     return lead, text
@@ -281,10 +282,10 @@ def _groups(family: Sequence[Compared], setting: Setting, named: int) -> Iterato
         if group := by_kind.get(kind, []):
             largest = group[0]
             most = "" if len(group) == 1 else "up to "
-            size = setting.amount(largest.difference.mean, largest.difference, False, True)
+            size = setting.amount(largest.difference.mean, largest.difference, True, True)
             names = _named(group, named if len(group) < len(family) else _WHOLE, "is")
             worst = "" if largest.name in names or named == _COUNTED else f" ({quoted(largest.name)})"
-            yield f"{names} {kind}, by {most}{size}{worst}"
+            yield f"{names} {kind}, {most}{size}{worst}"
     if group := by_kind.get("equivalent", []):
         within = f" within {max(each.margin or 0.0 for each in group):.2g}"
         names = _named(group, named if len(group) < len(family) else _WHOLE, "is")

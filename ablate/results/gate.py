@@ -12,7 +12,7 @@ from statistics import median, stdev, variance
 from typing import Literal
 
 from ablate.results.forked import design_of
-from ablate.results.number_text import counted, number, prose, signed
+from ablate.results.number_text import counted, prose, signed
 from ablate.results.paired_stats import common
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.store.ledger import Ledger
@@ -159,14 +159,14 @@ def _learned(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
     if not measured:
         return None
     best = min(measured, key=lambda arm: arm.loss)
-    words = f"{number(best.loss)}; ignoring context gives {number(best.context_free or math.nan)}"
+    words = f"loss {best.loss:.3g}, and {best.context_free or math.nan:.3g} without context"
     if nothing_learned(arms):
         return Check("failed", f"nothing was learned: {words}")
     idle = [arm.name for arm in measured if not arm.learned]
     if idle:
         return Check("warning", f"{', '.join(idle[:3])} learned nothing; best {words}")
     if _began_trained(ledger):
-        return Check("note", f"loss {words}; it began from trained weights, so this shows no learning")
+        return Check("note", f"{words}; it began from trained weights, so this shows no learning")
     return Check("passed", f"learned: {words}")
 
 
@@ -227,7 +227,7 @@ def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:
         return
     first = max(baselines, key=lambda arm: len(arm.values))
     spread = stdev(first.values.values())
-    yield Check("note", f"{first.name} spreads by {spread:.2g} over seeds")
+    yield Check("note", f"{first.name} varies by {spread:.2g} between seeds")
     worth = []
     for arm in arms:
         if arm.gap is None or not arm.gap.informative or arm.role == "null" or arm.baseline not in by_name:
@@ -240,4 +240,4 @@ def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:
         worth.append(sum(variance(side) for side in sides))
     if worth:
         times = median(worth)
-        yield Check("note", f"unpaired it would take {times:,.{1 if times < 10 else 0}f} times the seeds")
+        yield Check("note", f"pairing by seed is worth {times:,.{1 if times < 10 else 0}f}× the seeds")

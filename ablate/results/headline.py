@@ -201,7 +201,22 @@ def _of_tensors(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Ve
         effect = Effect((), f"{one.name} instead of {one.baseline}", one.difference)
         return *answer_sentences.of_effect(effect, one.verdict, setting), verdicts
     against = _baseline_text(sweep, {each.baseline for each in family}, setting)
-    return *answer_sentences.of_family(family, setting, against), verdicts
+    tail = _by_another_metric(sweep)
+    lead, text = answer_sentences.of_family(family, setting, against, tail)
+    return "It depends on the metric." if tail else lead, text, verdicts
+
+
+def _by_another_metric(sweep: Comparisons) -> str:
+    """Return how many arms are worse and better by the first metric that contradicts the main one, by which
+    an arm is worse that is better by the main one, or the reverse; empty if there is none."""
+    main, *others = (
+        {change.arm: change.verdict.kind for change in changes} for changes in sweep.relative_changes
+    )
+    for metric, kinds in zip(sweep.metrics[1:], others, strict=True):
+        if any({kind, kinds.get(arm)} == {"better", "worse"} for arm, kind in main.items()):
+            counts = [f"{[*kinds.values()].count(kind)} {kind}" for kind in ("worse", "better")]
+            return f"; by {metric.name}, {' and '.join(count for count in counts if count[0] != '0')}"
+    return ""
 
 
 def _of_arms(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Verdict]]:
@@ -251,7 +266,7 @@ def _setting(sweep: Comparisons) -> Setting:
         len(readings.positions) if readings else 0,
         design.trunk if design else "",
     )
-    bad = (design.bad or "") if design and sweep.metric.min_effect is None else ""
+    bad = (design.bad or "").rpartition(": ")[2] if design and sweep.metric.min_effect is None else ""
     return Setting(sweep.metric, sweep.unit, scope, bad, sweep.relative)
 
 
