@@ -479,7 +479,7 @@ def test_tokens_to_match_and_percent_are_those_of_the_curves(book):
         ),
         (
             lambda b: (add(b, "bf16", BASE, None, status="failed"), add(b, "a", BASE, status="pending")),
-            "Failed: 4 of 8 runs failed, and none has finished.",
+            "Failed: 4 of 8 runs failed, and the others have not finished.",
         ),
         (lambda b: add(b, "bf16", BASE, None, status="pending"), "No answer yet: no run has finished."),
         (

@@ -281,9 +281,9 @@ def test_a_known_bad_arm_that_looks_better_shows_that_nothing_is_seen(bad, direc
 @pytest.mark.parametrize(
     ("positions", "bad", "said"),
     [
-        ((5,), 0.01, "checkpoint at step 5; elsewhere it may differ"),
-        ((5, 9), 0.01, "checkpoints at steps 5, 9; elsewhere it may differ"),
-        ((5,), -0.01, "checkpoint at step 5; elsewhere it may differ"),  # nothing is decided
+        ((5,), 0.01, "from the checkpoint of step 5 alone"),
+        ((5, 9), 0.01, "from the checkpoints of steps 5, 9 alone"),
+        ((5,), -0.01, "from the checkpoint of step 5 alone"),  # nothing is decided
     ],
 )
 def test_an_answer_of_forks_names_its_positions(positions, bad, said, tmp_path):

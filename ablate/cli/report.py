@@ -72,7 +72,7 @@ def report(
         for name in names:
             _refuse_unknown(settings.state, name)
     screen, status = console(), DONE
-    print_starting(f"the notebooks of {', '.join(names)}, about half a minute each")
+    print_starting(f"the notebooks of {', '.join(names)}, a few seconds each")
     for name in names:
         try:
             made = make(settings.state, name, notebook, settings.mlflow, fetch=from_mlflow, pdf=pdf, out=out)

@@ -57,7 +57,7 @@ class VerdictSentences(Measurements):
         parts: list[Part] = []
         missing = sum(len(arm.missing) for arm in self.arms)
         failures = failures_table(self.ledger, self.out)
-        if missing and not self.running:
+        if missing and not self.running and any(arm.values or arm.diverged for arm in self.arms):
             total = sum(arm.seeds for arm in self.arms)
             text = f"{missing} of {total} runs are missing ({self._open_statuses()})"
             remedy = "Once the cause is removed, the" if failures else "The"

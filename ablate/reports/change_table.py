@@ -16,13 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ablate.experiment.schema import Metric
-from ablate.reports.drawn import Axis, look, minus
+from ablate.reports.drawn import Axis, look
 from ablate.reports.effect_table import by_seed
 from ablate.reports.plain_text import html_text, inline
 from ablate.reports.table import Cell, Column, Html, Table, only
 from ablate.results.comparisons import Comparisons
 from ablate.results.log_ratios import Change, ratio
-from ablate.results.number_text import counted, number, percent_texts
+from ablate.results.number_text import counted, minus, number, percent_texts
 from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import verdict_text
 from ablate.training.metric_names import parse

@@ -13,12 +13,12 @@ from pathlib import Path
 
 from ablate.experiment.schema import Metric
 from ablate.recipes import KNOBS
-from ablate.reports.drawn import SQUARE, look, mark, minus, reach, round_numbers
+from ablate.reports.drawn import SQUARE, look, mark, reach, round_numbers
 from ablate.reports.page import Part, Text
 from ablate.reports.plain_text import html_text, inline
 from ablate.reports.table import VERDICT, Cell, Table
 from ablate.results.doses import Dose, Doses, sentence
-from ablate.results.number_text import bounds, interval
+from ablate.results.number_text import bounds, interval, minus
 from ablate.results.paired_stats import Difference, Verdict
 from ablate.results.verdict_text import verdict_text
 

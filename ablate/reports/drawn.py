@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ablate.reports.plain_text import html_text
+from ablate.results.number_text import minus
 from ablate.results.paired_stats import Difference, Verdict
 
 _HEIGHT = 26
@@ -42,11 +43,6 @@ def mark(x: float, y: float, kind: str, path: str = "") -> str:
     """Return the mark of a mean at x percent and y pixels: a diamond for worse, a circle otherwise."""
     path = path or (DIAMOND if kind == "worse" else CIRCLE)
     return f'<svg x="{x:.2f}%" y="{y:g}" overflow="visible"><path class="mean" d="{path}"/></svg>'
-
-
-def minus(text: str) -> str:
-    """Return numbers as text with real minus signs."""
-    return text.replace("-", "\u2212")
 
 
 def round_numbers(low: float, high: float, most: int = 6) -> list[tuple[float, str]]:

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from ablate.recipes import KNOBS
 from ablate.reports.comparison_tables import WORD
-from ablate.reports.drawn import Axis, look, minus
+from ablate.reports.drawn import Axis, look
 from ablate.reports.plain_text import inline
 from ablate.reports.table import Cell, Column, Html, Table, only
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import difference_word
-from ablate.results.number_text import bounds
+from ablate.results.number_text import bounds, minus
 from ablate.results.paired_stats import MOST_SEEDS, Difference, Verdict
 from ablate.results.verdict_text import needed_text, verdict_notes
 from ablate.training.metric_names import DAMAGE
@@ -143,10 +143,19 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
             f' <a href="figures/{name}.csv">CSV</a>.'
         ),
         [_kind(line, coloured) for line in those],
-        [verdict_notes(line.verdict) for line in those],
+        [verdict_notes(line.verdict) + _perhaps_little(line) for line in those],
         [_group(line.group) for line in those],
         _key(those),
     )
+
+
+def _perhaps_little(line: Line) -> list[str]:
+    """Return the note that a resolved effect may be smaller than what matters."""
+    resolved, difference = line.verdict.kind in ("better", "worse"), line.difference
+    if not resolved or line.margin is None or not difference.has_interval:
+        return []
+    sure = min(abs(difference.low), abs(difference.high)) >= line.margin
+    return [] if sure else ["told from zero, but perhaps too small to matter"]
 
 
 def _drawing(axis: Axis, line: Line, coloured: bool) -> Html:

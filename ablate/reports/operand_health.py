@@ -12,12 +12,11 @@ from pathlib import Path
 import pandas as pd
 
 from ablate.experiment.schema import Metric
-from ablate.reports.drawn import minus
 from ablate.reports.figures import tables
 from ablate.reports.figures.health import in_order
 from ablate.reports.plain_text import csv_cell, html_text, inline
 from ablate.reports.table import Cell, Table
-from ablate.results.number_text import counted
+from ablate.results.number_text import counted, minus
 from ablate.training.metric_names import parse
 
 FALL = 3.0

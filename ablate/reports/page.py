@@ -68,6 +68,7 @@ class Answered:
     def html(self) -> str:
         """Return one paragraph."""
         kind = "answered" if self.decided else "open" if self.valid else "none"
+        kind = "even" if self.decided and self.lead.startswith("No difference") else kind
         kind = "running" if self.running else kind
         text = inline(self.text).replace(" %", "&nbsp;%")
         return f'<p class="verdict {kind}"><b>{inline(self.lead)}</b> {text}</p>'

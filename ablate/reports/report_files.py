@@ -18,6 +18,7 @@ from ablate import __version__
 from ablate.files import Json
 from ablate.reports.notebooks import Cell, markdown, page, run
 from ablate.reports.report_about import current, stamp, write_about
+from ablate.results.number_text import counted
 from ablate.results.subject import subject
 from ablate.store.ledger import Ledger
 
@@ -102,11 +103,12 @@ def _about(ledger: Ledger, name: str, verified: str) -> str:
     facts = [
         f"ablate, experiment {name}",
         subject(members[0].resolved, ledger.fact("covered") or "") if members else "",
-        f"{len(members)} runs{partial}",
+        f"{len(members)} runs on {counted(len({member.seed for member in members}), 'seed')}{partial}",
         f"commit {commit[:8]}" if commit else "",
     ]
     shown = " · ".join(filter(None, facts))
-    return f"{shown} · {verified} · Report of {time.strftime('%Y-%m-%d %H:%M')}"
+    verified = "" if verified.startswith("0 of 0 ") else f" · {verified}"
+    return f"{shown}{verified} · Report of {time.strftime('%Y-%m-%d %H:%M')}"
 
 
 def write_report(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ablate.experiment.schema import START, Metric
 from ablate.files import Json
 from ablate.results.attribution import Effect
-from ablate.results.number_text import counted, percent, prose, signed
+from ablate.results.number_text import counted, minus, percent, signed
 from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, Verdict
 from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import REASONS
@@ -46,6 +46,8 @@ _SWITCHES = {
     "weights_2d": "2D weight scaling",
 }
 """Names of knobs that are on or off, as a sentence has them."""
+CLOSING = ("cooldown", "skip_first", "skip_last")
+"""Knobs that give a part of the run or of the model back to high precision, to close a gap."""
 _TOO_FEW = ("no_pair", "one_pair", "few_values", "equal_counts")
 """Reasons without a verdict that more seeds remove."""
 _AVERAGED = "averaged over other knobs"
@@ -87,7 +89,7 @@ class Setting:
         if self.relative:
             text, word = percent(value, difference), "%"
         else:
-            text, word = prose(signed(value, difference)), self.unit
+            text, word = minus(signed(value, difference)), self.unit
         return f"{text if sign else text[1:]}{f' {word}' if unit and word else ''}"
 
 
@@ -153,11 +155,14 @@ def of_effect(
     """
     held = " and ".join(_held(knob, value) for knob, value in compared.given.items())
     before = ", ".join(filter(None, (f"with {held}" if held else "", _AVERAGED if averaged else "")))
-    turned, change = turned_text(compared, levels), _change(compared.effect, verdict, setting)
-    if verdict.kind != "same":
-        change += _left_open(compared.effect, verdict, compared.margin, setting, not (held and averaged))
+    turned, lead = turned_text(compared, levels), lead_of([verdict], setting)
     opening = f"{before[0].upper()}{before[1:]}, {turned}" if before else capitalised(turned)
-    return lead_of([verdict], setting), f"{opening} {change}."
+    text = f"{opening} {_change(compared.effect, verdict, setting)}"
+    for brief in (False, True):
+        left = _left_open(compared.effect, verdict, compared.margin, setting, brief)
+        if _length(f"{lead} {text}{left}") <= MOST_WORDS:
+            break
+    return lead, f"{text}{left}."
 
 
 def capitalised(turned: str) -> str:
@@ -203,14 +208,16 @@ def _change(difference: Difference, verdict: Verdict, setting: Setting) -> str:
 
 
 def _left_open(
-    difference: Difference, verdict: Verdict, margin: float | None, setting: Setting, origin: bool = True
+    difference: Difference, verdict: Verdict, margin: float | None, setting: Setting, brief: bool = False
 ) -> str:
-    """Return a clause on what the interval leaves possible; `origin`: with where the margin comes from."""
+    """Return a clause on what the interval leaves possible; `brief`: without where the margin comes from."""
+    if verdict.kind == "same":
+        return ""
     if verdict.reason:
         return f": {REASONS[verdict.reason].format(count=verdict.count)}"
     if margin is None:
         return "; its sign is still open" if verdict.kind == "undecided" else ""
-    threshold = setting.threshold(margin) if origin else f"{margin:.2g}"
+    threshold = f"{margin:.2g}" if brief else setting.threshold(margin)
     if verdict.kind == "equivalent":
         return f"; an effect of {threshold} is ruled out"
     if verdict.kind in ("better", "worse"):
@@ -228,7 +235,8 @@ def _left_open(
         return f"; it may help or hurt by more than {margin:.2g}"
     if gain or loss:
         open_, closed = ("help", "hurt") if gain else ("hurt", "help")
-        return f"; it may {open_}, but not {closed}, by more than {margin:.2g}"
+        more = "" if brief else f", but does not {closed} by that much"
+        return f"; it may {open_} by more than {margin:.2g}{more}"
     return "; undecided after the correction for all comparisons"
 
 
@@ -264,6 +272,20 @@ def of_family(family: Sequence[Compared], setting: Setting, against: str, tail: 
 def _length(text: str) -> int:
     """Return the number of words of a text; a percent sign is none."""
     return len(text.replace(" %", "%").split())
+
+
+def of_closing(first: ArmSummary, text: str, setting: Setting) -> tuple[str, str]:
+    """Return first words and sentence on a knob that should close a gap which is not resolved.
+
+    Args:
+        first: the arm without the knob.
+        text: the sentence on the knob's values.
+        setting: facts of the sweep.
+    """
+    gap = first.gap
+    amount = "" if gap is None else f" by {setting.amount(gap.mean, gap, True, True)}, undecided"
+    opening = f"Without it, {setting.metric.name} differs from {first.baseline}{amount}"
+    return "No gap to close is visible here.", f"{opening}. {text}"
 
 
 def _groups(family: Sequence[Compared], setting: Setting, named: int) -> Iterator[str]:

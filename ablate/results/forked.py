@@ -143,8 +143,8 @@ def estimand(design: Design, arms: Iterable[A]) -> str:
     rate = ", with a learning rate that falls to zero" if design.anneal else ""
     return (
         f"Damage is the extra loss after {windows[-1]} steps from {past}{rate}: the harm of a recipe given"
-        " that past, not the gap of full runs. Windows show noise at once and bias late, so they favour"
-        " rounding to nearest: do not decide rounding or rotation by forks alone."
+        " that past, not the gap of full runs. So few steps show noise at once and bias late, which favours"
+        " rounding to nearest: do not decide rounding or rotation by them alone."
     )
 
 

@@ -12,7 +12,7 @@ from statistics import median, stdev, variance
 from typing import Literal
 
 from ablate.results.forked import design_of
-from ablate.results.number_text import counted, prose, signed
+from ablate.results.number_text import counted, minus, signed
 from ablate.results.paired_stats import common
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.store.ledger import Ledger
@@ -75,7 +75,7 @@ def _positions(arms: Sequence[ArmSummary]) -> Iterator[Check]:
     if steps := next((readings.positions for readings in cells), []):
         plural = "" if len(steps) == 1 else "s"
         listed = ", ".join(map(str, steps))
-        yield Check("note", f"checkpoint{plural} at step{plural} {listed}; elsewhere it may differ")
+        yield Check("note", f"from the checkpoint{plural} of step{plural} {listed} alone")
 
 
 def _ended_early(arms: Sequence[ArmSummary]) -> Check | None:
@@ -111,7 +111,7 @@ def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
         words = [f"non-finite values in {counted(len(nans), 'run')}"] if nans else []
         words += [f"a guard acted in {counted(acted, 'run')}"] if acted else []
         return Check("warning", "; ".join(words))
-    return Check("passed", "no NaN, no divergence, no guard acted")
+    return Check("passed", "no NaN, no divergence")
 
 
 def _one_product(ledger: Ledger) -> Check | None:
@@ -159,7 +159,8 @@ def _learned(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
     if not measured:
         return None
     best = min(measured, key=lambda arm: arm.loss)
-    words = f"loss {best.loss:.3g}, and {best.context_free or math.nan:.3g} without context"
+    floor = best.context_free or math.nan
+    words = f"loss {best.loss:.3g} ({floor:.3g} for a model that ignores its input)"
     if nothing_learned(arms):
         return Check("failed", f"nothing was learned: {words}")
     idle = [arm.name for arm in measured if not arm.learned]
@@ -215,7 +216,7 @@ def _bad(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
         return None
     recipe = bad.name.rpartition(": ")[2]
     if bad.sees:
-        return Check("passed", f"detects {recipe}, known to be worse: {prose(signed(bad.gap.mean, bad.gap))}")
+        return Check("passed", f"detects {recipe}, known to be worse: {minus(signed(bad.gap.mean, bad.gap))}")
     return Check("warning", f"does not detect {recipe}, known to be worse: this design cannot tell")
 
 
@@ -227,7 +228,8 @@ def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:
         return
     first = max(baselines, key=lambda arm: len(arm.values))
     spread = stdev(first.values.values())
-    yield Check("note", f"{first.name} varies by {spread:.2g} between seeds")
+    cancelled = ", which pairing cancels" if first.readings and first.readings.cells else ""
+    yield Check("note", f"{first.name} varies by {spread:.2g} (standard deviation) between seeds{cancelled}")
     worth = []
     for arm in arms:
         if arm.gap is None or not arm.gap.informative or arm.role == "null" or arm.baseline not in by_name:
@@ -240,4 +242,5 @@ def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:
         worth.append(sum(variance(side) for side in sides))
     if worth:
         times = median(worth)
-        yield Check("note", f"pairing by seed is worth {times:,.{1 if times < 10 else 0}f}× the seeds")
+        gain = f"without pairing by seed it would take {times:,.{1 if times < 10 else 0}f}× the seeds"
+        yield Check("note", gain if times >= 1.1 else "pairing by seed gains nothing here")

@@ -22,7 +22,7 @@ from ablate.results.next_runs import Settling, seeds_to_settle
 from ablate.results.number_text import counted, number
 from ablate.results.paired_stats import Verdict
 from ablate.results.subject import subject
-from ablate.results.summary import nothing_learned
+from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.store.ledger import Ledger
 
 # The object
@@ -167,22 +167,21 @@ def _of_effects(
         )
         for effect, verdict in paired
     ]
+    verdicts = [verdict for _, verdict in paired]
     lead, text = answer_sentences.of_family(family, setting, against or "Turned")
-    if len(levels) == 1 and (open_ := _unresolved(sweep, levels)):
-        text = f"{text.removesuffix('.')}; {open_}."
-    return lead, text, [each for _, each in paired]
+    if len(levels) == 1 and (unresolved := _unresolved(sweep, levels)):
+        lead, text = answer_sentences.of_closing(unresolved, text, setting)
+        verdicts.append(unresolved.verdict)
+    return lead, text, verdicts
 
 
-def _unresolved(sweep: Comparisons, levels: Mapping[str, Sequence[Json]]) -> str:
-    """Return that the reference of one knob is itself not told from the baseline, so that there is no gap to
-    close; empty if it is."""
+def _unresolved(sweep: Comparisons, levels: Mapping[str, Sequence[Json]]) -> ArmSummary | None:
+    """Return the arm without a knob that gives a part of the run or of the model back to high precision, if
+    its gap to the baseline is not resolved: there is nothing that the knob could close."""
     ((knob, (reference, *_)),) = levels.items()
-    first = next(
-        (arm for arm in sweep.arms if arm.role == "listed" and arm.knobs.get(knob, ...) == reference), None
-    )
-    if first is None or first.verdict.kind != "undecided":
-        return ""
-    return f"at {knob} {shown_value(reference)} no gap to {first.baseline} is resolved"
+    arms = [arm for arm in sweep.arms if arm.role == "listed" and arm.knobs.get(knob, ...) == reference]
+    closing = knob in answer_sentences.CLOSING and reference == 0
+    return next((arm for arm in arms if closing and arm.verdict.kind == "undecided"), None)
 
 
 def _of_tensors(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Verdict]] | None:
@@ -239,10 +238,10 @@ def _of_arms(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Verdi
 
 
 def _baseline_text(sweep: Comparisons, names: Set[str | None], setting: Setting) -> str:
-    """Return what a family is compared with: `Against bf16`, `Against rht false on the same tensors`."""
+    """Return what a family is compared with: `Against bf16`, `Against rht false`."""
     if len(names) == 1:
         return f"Against {min(map(str, names))}"
-    same = "on the same tensors" if setting.relative else "with the same workload"
+    same = "" if setting.relative else " with the same workload"
     knobs = [arm.knobs for arm in sweep.arms if arm.name in names]
     shared = [
         shown_value(value) if knob == "recipe" else f"{knob} {shown_value(value)}"
@@ -251,7 +250,7 @@ def _baseline_text(sweep: Comparisons, names: Set[str | None], setting: Setting)
     ]
     first = {str(name).split()[0] for name in names}
     common = " and ".join(shared) or (min(first) if len(first) == 1 else "the baseline")
-    return f"Against {common} {same}"
+    return f"Against {common}{same}"
 
 
 def _setting(sweep: Comparisons) -> Setting:
@@ -296,7 +295,7 @@ def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str, list
         failed = sum(member.status in ("failed", "oom") for member in members)
         if not failed:
             return "No answer yet:", "no run has finished.", []
-        which = f"{failed} of {counted(len(members), 'run')} failed, and none has finished"
+        which = f"{failed} of {counted(len(members), 'run')} failed, and the others have not finished"
         return (
             "Failed:",
             f"all {counted(failed, 'run')} failed." if failed == len(members) else f"{which}.",

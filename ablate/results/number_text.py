@@ -61,8 +61,8 @@ def bounds(difference: Difference) -> str:
     return f"{mean} ({signed(difference.low, difference)} to {signed(difference.high, difference)})"
 
 
-def prose(text: str) -> str:
-    """Return a number as a sentence has it: with a minus sign in place of a hyphen."""
+def minus(text: str) -> str:
+    """Return numbers as text with real minus signs in place of hyphens."""
     return text.replace("-", "\N{MINUS SIGN}")
 
 
@@ -75,7 +75,7 @@ def percent(value: float, difference: Difference) -> str:
     """
     half = difference.high - difference.mean if difference.has_interval else 0.0
     places = max(0, min(1, 1 - _exponent(100 * half))) if half else 1
-    return prose(f"{100 * value:+z.{places}f}")
+    return minus(f"{100 * value:+z.{places}f}")
 
 
 def around(mean: float, half: float) -> str:

@@ -29,7 +29,8 @@ def _model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def title(spec: RecordedSpec) -> str:
-    """Return workload and size of a trial: `gpt 3x96, 300 steps`, `gpt llama 2x64, 300 steps forked for 60`.
+    """Return workload, size and steps of a trial: `gpt 3x96, 300 steps`, `gpt llama 2x64, 60 steps from a
+    checkpoint of a run of 300`.
 
     Args:
         spec: the trial's spec.
@@ -39,7 +40,9 @@ def title(spec: RecordedSpec) -> str:
     size = "x".join(str(sizes[key]) for key in _OF_MODEL) if len(sizes) == len(_OF_MODEL) else ""
     steps = f", {config['steps']} steps" if "steps" in config else ""
     if spec.forks:
-        steps += f" forked for {max(spec.forks['windows'])}"
+        steps = (
+            f", {max(spec.forks['windows'])} steps from a checkpoint of a run of {config.get('steps', '?')}"
+        )
     return " ".join(filter(None, (spec.workload, name, size))) + steps
 
 
