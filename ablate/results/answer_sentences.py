@@ -302,12 +302,15 @@ def _groups(family: Sequence[Compared], setting: Setting, named: int) -> Iterato
         by_kind.setdefault(each.verdict.kind, []).append(each)
     for kind in ("worse", "better"):
         if group := by_kind.get(kind, []):
-            largest = group[0]
-            most = "" if len(group) == 1 else "up to "
-            size = setting.amount(largest.difference.mean, largest.difference, True, True)
-            names = _named(group, named if len(group) < len(family) else _WHOLE, "is")
-            worst = "" if largest.name in names or named == _COUNTED else f" ({quoted(largest.name)})"
-            yield f"{names} {kind}, {most}{size}{worst}"
+            whole = len(group) == len(family) > _MOST_NAMED
+            names = _named(group, _WHOLE if whole else named, "is")
+            sizes = [setting.amount(each.difference.mean, each.difference, True, True) for each in group]
+            if whole and named != _COUNTED:
+                ends = f"{sizes[-1]} ({quoted(group[-1].name)}) to {sizes[0]} ({quoted(group[0].name)})"
+                yield f"{names} {kind}, from {ends}"
+                continue
+            worst = "" if group[0].name in names or named == _COUNTED else f" ({quoted(group[0].name)})"
+            yield f"{names} {kind}, {'' if len(group) == 1 else 'up to '}{sizes[0]}{worst}"
     if group := by_kind.get("equivalent", []):
         within = f" within {max(each.margin or 0.0 for each in group):.2g}"
         names = _named(group, named if len(group) < len(family) else _WHOLE, "is")
