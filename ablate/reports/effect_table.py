@@ -74,7 +74,7 @@ def lines(sweep: Comparisons) -> list[Line]:
             found.append(Line(group, label, contrast.effect, contrast.verdict, contrast.margin))
     to = "gap to" if difference_word(sweep.arms) != DAMAGE else "damage against"
     for arm in sweep.arms:
-        if arm.gap is not None and arm.role != "searched":
+        if arm.gap is not None and arm.role not in ("searched", "null", "bad"):  # controls are checks
             found.append(Line(f"{to} {arm.baseline}", arm.name, arm.gap, arm.verdict, arm.margin))
     presets = "recipe" in (sweep.grid.levels if sweep.grid else ()) and not knobs
     for effect, verdict in sweep.main_effects if presets else ():
