@@ -9,7 +9,10 @@ import pytest
 from scipy import stats
 from support.made_up import member
 
+from ablate.experiment.schema import Asked
 from ablate.reports.answer import Answer
+from ablate.results.comparisons import Comparisons
+from ablate.results.headline import headline_of
 from ablate.results.paired_stats import holm
 from ablate.store.ledger import Ledger
 
@@ -149,3 +152,38 @@ def test_a_grid_over_tensors_and_a_knob_has_a_group_for_each_kind(book):
     heads = re.findall(r'scope="colgroup">(.*?) <span|<tr><td>(.*?)</td>', answer_html(book))
     groups = ["x: gaussian", "block 1x32", "block 1x8", "x: laplace", "block 1x32", "block 1x8"]
     assert [group or label for group, label in heads] == groups
+
+
+@pytest.mark.parametrize(
+    ("asked", "percent", "said"),
+    [
+        ({"arm": "halved"}, True, "halved instead of base lowers"),
+        ({"arm": "halved", "against": "base"}, True, "halved instead of base lowers"),
+        ({"arm": "halved", "against": "doubled"}, False, "halved instead of doubled lowers"),
+        ({"family": "arms"}, True, "Against base, by gemm/wgrad/rel_mse: "),
+        (None, True, "Against base, by gemm/wgrad/rel_mse: "),
+    ],
+)
+def test_an_answer_is_in_percent_if_it_is_about_ratios_to_a_baseline(book, asked, percent, said):
+    """Two arms without a common baseline are compared by their difference, which is no percentage."""
+    logs = filled(book)
+    if asked:
+        book.describe(answer=Asked(**asked).model_dump_json())
+    answer = headline_of(Comparisons(book))
+    assert answer.text.startswith(said)
+    assert (" %" in answer.text.replace("95 % CI", "")) == percent
+    if asked and asked.get("arm") and percent:
+        test = stats.ttest_1samp(logs["halved"], 0)
+        low, high = (100 * abs(math.expm1(end)) for end in test.confidence_interval(0.95))
+        change = 100 * abs(math.expm1(logs["halved"].mean()))
+        assert f"by {change:.1f} % (95 % CI {high:.1f} to {low:.1f})" in answer.text
+        assert answer.verdicts[0].p == pytest.approx(test.pvalue)
+
+
+def test_an_answer_about_a_knob_of_tensors_is_a_difference(book):
+    knobs = {name: {"block": number} for number, name in enumerate(FACTORS)}
+    filled(book, knobs=knobs)
+    book.describe(answer=Asked(knob="block").model_dump_json())
+    text = headline_of(Comparisons(book)).text
+    assert text.startswith("Against block 0, by gemm/wgrad/rel_mse: ")
+    assert "%" not in text

@@ -71,16 +71,19 @@ class Comparisons:
     @cached_property
     def relative_changes(self) -> list[list[Change]]:
         """Relative change of every arm that has a baseline, by each metric of the file, judged within it."""
-        asked = self.asked.arm if self.asked and self.asked.against in (None, *self._baselines) else None
+        asked = self.asked.arm if self.asked and self.asks_for_a_gap else None
         return [
             changes(arms, metric, None if place else asked)
             for place, (arms, metric) in enumerate(zip(self.arms_by_metric, self.metrics, strict=True))
         ]
 
     @property
-    def _baselines(self) -> list[str | None]:
-        """The baseline of the arm that the question is about, as a list of one or none."""
-        return [arm.baseline for arm in self._arms if self.asked and arm.name == self.asked.arm]
+    def asks_for_a_gap(self) -> bool:
+        """True unless the file asks for an arm against another than its baseline."""
+        asked = self.asked
+        if asked is None or asked.against is None:
+            return True
+        return any(arm.name == asked.arm and arm.baseline == asked.against for arm in self._arms)
 
     @cached_property
     def relative(self) -> bool:

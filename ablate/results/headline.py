@@ -8,7 +8,7 @@ the checks of `gate`: if one of them fails there is no answer. Below it stands w
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ablate.experiment.roles import CONFIRM
 from ablate.files import Json
@@ -121,7 +121,7 @@ def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
     asked, setting = sweep.asked_effects, _setting(sweep)
     if sweep.one_seed and not all(arm.diverged for arm in sweep.arms):
         return _no_comparison(sweep, setting)
-    if sweep.relative and (found := _of_tensors(sweep, setting)):
+    if sweep.relative and (found := _of_tensors(sweep, replace(setting, relative=True))):
         return found
     if sweep.asked and not sweep.family and not asked:
         return "No answer yet:", "the arms of the comparison that answers share no finished seed.", []
@@ -185,14 +185,17 @@ def _unresolved(sweep: Comparisons, levels: Mapping[str, Sequence[Json]]) -> Arm
 
 
 def _of_tensors(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Verdict]] | None:
-    """Return lead, text and verdicts of relative changes; None if the file asks for something else."""
+    """Return lead, text and verdicts of relative changes against each arm's baseline; None if the file asks
+    for something else."""
+    if sweep.asked and (sweep.asked.knob or sweep.family == "knobs" or not sweep.asks_for_a_gap):
+        return None
     asked = sweep.asked.arm if sweep.asked else None
     family = [
         Compared(change.arm, change.relative, change.verdict, baseline=change.baseline)
         for change in sweep.relative_changes[0]
         if asked in (None, change.arm) and change.log_ratio.pairs > 1
     ]
-    if not family or (sweep.asked and sweep.asked.knob):
+    if not family:
         return None
     verdicts = [each.verdict for each in family]
     if len(family) == 1:
@@ -266,7 +269,7 @@ def _setting(sweep: Comparisons) -> Setting:
         design.trunk if design else "",
     )
     bad = (design.bad or "").rpartition(": ")[2] if design and sweep.metric.min_effect is None else ""
-    return Setting(sweep.metric, sweep.unit, scope, bad, sweep.relative)
+    return Setting(sweep.metric, sweep.unit, scope, bad)
 
 
 def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Verdict]]:

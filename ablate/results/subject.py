@@ -75,7 +75,8 @@ def subject(spec: RecordedSpec, covered: str) -> str:
             is not known, as for the workloads' own models, all of whose blocks a recipe can quantise.
     """
     if spec.workload == "tensors":
-        return f"tensors, no model: {' x '.join(str(spec.config.get(key, '?')) for key in _OF_TENSORS)}"
+        sizes = " x ".join(str(spec.config[key]) for key in _OF_TENSORS if key in spec.config)
+        return f"tensors{f' {sizes}' if sizes else ''}, no model"
     data = f", data {_source(spec.config['data'])}" if spec.config.get("data") else ""
     share = f", {float(covered):.0%} of matrix weights quantised" if covered else ""
     return f"{title(spec)}{data}{share.replace('%', ' %')}"
