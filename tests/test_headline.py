@@ -260,6 +260,7 @@ def test_the_sentence_says_what_the_interval_leaves_possible(book, gaps, lead, s
     assert answer.lead == lead
     assert said in answer.text
     assert answer.answered == (lead != "Not answered yet.")
+    assert answer.even == lead.startswith("No difference")
 
 
 def test_an_undecided_answer_has_the_command_that_adds_its_seeds_and_what_it_costs(book):

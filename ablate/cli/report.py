@@ -164,7 +164,7 @@ def _verified(ledger: Ledger, state: Path, name: str) -> str:
     if verified.mismatches:
         why = f"{name}: no report was written, since its ledger differs from what the trials recorded"
         raise InputError([why, *map(str, verified.mismatches)])
-    return verified.sentence
+    return verified.sentence if verified.trials else ""
 
 
 def _annotate_study(state: Path, name: str, folder: Path) -> None:

@@ -38,7 +38,7 @@ class VerdictSentences(Measurements):
         design = design_of(self.ledger)
         settling = [Text(answer.settling.text)] if answer.settling else []
         return [
-            Answered(answer.lead, answer.text, answer.answered, answer.valid),
+            Answered(answer.lead, answer.text, answer.answered, answer.valid, even=answer.even),
             chips,
             *([Command(answer.command, answer.cost)] if answer.command else settling),
             *([Text(answer.simplest)] if answer.simplest else []),

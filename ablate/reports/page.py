@@ -64,11 +64,13 @@ class Answered:
     """False if a check failed."""
     running: bool = False
     """True if the answer is still being computed."""
+    even: bool = False
+    """True if the answer is that nothing differs by as much as matters."""
 
     def html(self) -> str:
         """Return one paragraph."""
         kind = "answered" if self.decided else "open" if self.valid else "none"
-        kind = "even" if self.decided and self.lead.startswith("No difference") else kind
+        kind = "even" if self.decided and self.even else kind
         kind = "running" if self.running else kind
         text = inline(self.text).replace(" %", "&nbsp;%")
         return f'<p class="verdict {kind}"><b>{inline(self.lead)}</b> {text}</p>'

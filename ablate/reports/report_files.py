@@ -107,7 +107,7 @@ def _about(ledger: Ledger, name: str, verified: str) -> str:
         f"commit {commit[:8]}" if commit else "",
     ]
     shown = " · ".join(filter(None, facts))
-    verified = "" if verified.startswith("0 of 0 ") else f" · {verified}"
+    verified = f" · {verified}" if verified else ""
     return f"{shown}{verified} · Report of {time.strftime('%Y-%m-%d %H:%M')}"
 
 

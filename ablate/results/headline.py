@@ -65,6 +65,12 @@ class Headline:
         return self.valid and bool(self.verdicts) and all(verdict.decided for verdict in self.verdicts)
 
     @property
+    def even(self) -> bool:
+        """True if every comparison that the question is about is decided, and nothing differs by as much as
+        matters."""
+        return self.answered and all(verdict.kind in ("equivalent", "same") for verdict in self.verdicts)
+
+    @property
     def cost(self) -> str:
         """A comment behind the command: its chance of a verdict, its runs and its time."""
         if not self.command or not self.settling:
