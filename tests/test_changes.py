@@ -187,3 +187,17 @@ def test_an_answer_about_a_knob_of_tensors_is_a_difference(book):
     text = headline_of(Comparisons(book)).text
     assert text.startswith("Against block 0, by gemm/wgrad/rel_mse: ")
     assert "%" not in text
+
+
+def test_the_smallest_effect_that_matters_is_a_percentage_of_tensors(book):
+    """It was "within 0": the margin of a ratio was not handed on."""
+    book.describe(compared=json.dumps([{"name": ERROR, "min_effect": "30%"}, {"name": ZEROS}]))
+    filled(book)
+    verdicts = {change.arm: change.verdict.kind for change in Comparisons(book).relative_changes[0]}
+    assert verdicts["noise"] == "equivalent"
+    book.describe(answer=Asked(arm="noise").model_dump_json())
+    text = headline_of(Comparisons(book)).text
+    assert text.endswith("; an effect of 30 %, the smallest that matters, is ruled out.")
+    book.describe(answer="")
+    assert "equivalent" in headline_of(Comparisons(book)).text
+    assert "within 0" not in headline_of(Comparisons(book)).text

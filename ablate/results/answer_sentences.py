@@ -21,7 +21,7 @@ from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import REASONS
 
 MOST_WORDS = 40
-"""Largest number of words of an answer on a family, names of a few arms included."""
+"""Largest number of words of an answer; names of a few arms may exceed it."""
 NO_ANSWER = "No answer:"
 NOT_YET = "Not answered yet."
 _LEADS = {
@@ -75,7 +75,11 @@ class Setting:
     def threshold(self, margin: float) -> str:
         """Return the smallest effect that matters, and where it comes from."""
         origin = f"a fifth of {self.known_bad}'s damage" if self.known_bad else "the smallest that matters"
-        return f"{margin:.2g}, {origin},"
+        return f"{self.size(margin)}, {origin},"
+
+    def size(self, margin: float) -> str:
+        """Return the smallest effect that matters as a number: in percent if differences are."""
+        return f"{100 * margin:.2g} %" if self.relative else f"{margin:.2g}"
 
     def amount(self, value: float, difference: Difference, sign: bool, unit: bool) -> str:
         """Return a difference, or an end of its interval, as text.
@@ -217,7 +221,7 @@ def _left_open(
         return f": {REASONS[verdict.reason].format(count=verdict.count)}"
     if margin is None:
         return "; its sign is still open" if verdict.kind == "undecided" else ""
-    threshold = f"{margin:.2g}" if brief else setting.threshold(margin)
+    threshold = setting.size(margin) if brief else setting.threshold(margin)
     if verdict.kind == "equivalent":
         return f"; an effect of {threshold} is ruled out"
     if verdict.kind in ("better", "worse"):
@@ -232,11 +236,11 @@ def _left_open(
     if setting.metric.direction == "maximize":
         gain, loss = loss, gain
     if gain and loss:
-        return f"; it may help or hurt by more than {margin:.2g}"
+        return f"; it may help or hurt by more than {setting.size(margin)}"
     if gain or loss:
         open_, closed = ("help", "hurt") if gain else ("hurt", "help")
         more = "" if brief else f", but does not {closed} by that much"
-        return f"; it may {open_} by more than {margin:.2g}{more}"
+        return f"; it may {open_} by more than {setting.size(margin)}{more}"
     return "; undecided after the correction for all comparisons"
 
 
@@ -312,7 +316,7 @@ def _groups(family: Sequence[Compared], setting: Setting, named: int) -> Iterato
             worst = "" if group[0].name in names or named == _COUNTED else f" ({quoted(group[0].name)})"
             yield f"{names} {kind}, {'' if len(group) == 1 else 'up to '}{sizes[0]}{worst}"
     if group := by_kind.get("equivalent", []):
-        within = f" within {max(each.margin or 0.0 for each in group):.2g}"
+        within = f" within {setting.size(max(each.margin or 0.0 for each in group))}"
         names = _named(group, named if len(group) < len(family) else _WHOLE, "is")
         yield f"{names} equivalent{'' if {'worse', 'better'} <= {*by_kind} else within}"
     if group := by_kind.get("same", []):

@@ -18,6 +18,7 @@ from ablate.results.attribution import Effect, shown_value
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import design_of
 from ablate.results.gate import Check, checks
+from ablate.results.log_ratios import ratio
 from ablate.results.next_runs import Settling, seeds_to_settle
 from ablate.results.number_text import counted, number
 from ablate.results.paired_stats import Verdict
@@ -197,7 +198,13 @@ def _of_tensors(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Ve
         return None
     asked = sweep.asked.arm if sweep.asked else None
     family = [
-        Compared(change.arm, change.relative, change.verdict, baseline=change.baseline)
+        Compared(
+            change.arm,
+            change.relative,
+            change.verdict,
+            None if change.margin is None else ratio(change.margin),
+            change.baseline,
+        )
         for change in sweep.relative_changes[0]
         if asked in (None, change.arm) and change.log_ratio.pairs > 1
     ]
@@ -206,7 +213,7 @@ def _of_tensors(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Ve
     verdicts = [each.verdict for each in family]
     if len(family) == 1:
         (one,) = family
-        effect = Effect((), f"{one.name} instead of {one.baseline}", one.difference)
+        effect = Effect((), f"{one.name} instead of {one.baseline}", one.difference, one.margin)
         return *answer_sentences.of_effect(effect, one.verdict, setting), verdicts
     against = _baseline_text(sweep, {each.baseline for each in family}, setting)
     tail = _by_another_metric(sweep)
@@ -222,8 +229,9 @@ def _by_another_metric(sweep: Comparisons) -> str:
     )
     for metric, kinds in zip(sweep.metrics[1:], others, strict=True):
         if any({kind, kinds.get(arm)} == {"better", "worse"} for arm, kind in main.items()):
-            counts = [f"{[*kinds.values()].count(kind)} {kind}" for kind in ("worse", "better")]
-            return f"; by {metric.name}, {' and '.join(count for count in counts if count[0] != '0')}"
+            counts = {kind: [*kinds.values()].count(kind) for kind in ("worse", "better")}
+            named = " and ".join(f"{count} {kind}" for kind, count in counts.items() if count)
+            return f"; by {metric.name}, {named}"
     return ""
 
 

@@ -37,6 +37,8 @@ class Change:
     means: tuple[float, float]
     """Means of the metric of the baseline and of the arm."""
     baseline: str
+    margin: float | None = None
+    """Smallest log-ratio that matters; None if the file names none."""
 
     @property
     def relative(self) -> Difference:
@@ -77,8 +79,8 @@ def changes(arms: Sequence[ArmSummary], metric: Metric, alone: str | None = None
         for one, (arm, _), verdict in zip(judged, compared, judge(judged, minimize), strict=True)
     ]
     return [
-        replace(change, verdict=_of(arm, verdict))
-        for change, (arm, _), verdict in zip(unjudged, compared, verdicts, strict=True)
+        replace(change, verdict=_of(arm, verdict), margin=margin)
+        for change, (arm, _), verdict, margin in zip(unjudged, compared, verdicts, margins, strict=True)
     ]
 
 
