@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, get_args, get_origin
@@ -583,8 +583,16 @@ def _count(values: dict[str, Counter], spec: Spec) -> None:
 OUTPUTS = ("values", "amax", "block_scale", "largest")
 
 
+def _on_cpu(value: Any) -> Any:
+    """The value on the CPU, if it is a tensor."""
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
 def difference(one: Case, coverage: Coverage) -> str | None:
-    """The first output in which kernels and reference differ, with or without telemetry; None if there is none."""
+    """The first output in which kernels and reference differ, with or without telemetry; None if there is none.
+
+    The kernels run on the device of the case, the reference always on the CPU.
+    """
     histories = [History() for _ in range(3)]
     calls = _Calls()
     with calls:
@@ -593,6 +601,7 @@ def difference(one: Case, coverage: Coverage) -> str | None:
             for keep, history in zip((False, "source"), histories, strict=False)
         )
     coverage.add(one, calls.made)
+    one = replace(one, x=one.x.cpu())
     with reference_only():
         expected = list(operands(one, True, histories[2], whole=True))
     for step, (mine, kept, theirs) in enumerate(zip(trained, looked_at, expected, strict=True)):
@@ -601,21 +610,22 @@ def difference(one: Case, coverage: Coverage) -> str | None:
                 continue  # of the part
             wanted = part_of(getattr(theirs, name), one)
             for operand, how in ((mine, "in training"), (kept, "kept for telemetry")):
-                if not same(getattr(operand, name), wanted):
+                if not same(_on_cpu(getattr(operand, name)), wanted):
                     return f"{name} {how}, call {step + 1}"
         source = part_of(theirs.source, one)
-        if kept.source is not None and not same(kept.source.float()[: len(source)], source):
+        if kept.source is not None and not same(kept.source.float().cpu()[: len(source)], source):
             return f"source, call {step + 1}"
         with reference_only():
             decoded = part_of(theirs.dequantize(), one)
         coverage.decoded += mine.block_scale is not None and cpu.can_decode(
             mine.values, mine.block_scale, mine.amax
         )
-        if not same(mine.dequantize(), decoded):
+        if not same(mine.dequantize().cpu(), decoded):
             return f"decoded operand, call {step + 1}"
         if kept.scaled is None and (name := _census_difference(kept, theirs, one)):
             return f"census: {name}, call {step + 1}"
-    if histories[0].amax != histories[2].amax or histories[1].amax != histories[2].amax:
+    kept_by = [{step: _on_cpu(amax) for step, amax in history.amax.items()} for history in histories]
+    if kept_by[0] != kept_by[2] or kept_by[1] != kept_by[2]:
         return "history"
     return None
 
@@ -629,7 +639,7 @@ def _census_difference(mine: Operand, theirs: Operand, one: Case) -> str | None:
         if getattr(ours, name) != getattr(wanted, name):
             return name
     for name in ("blocks", "block_scaled"):
-        a, b = (getattr(its, name).flatten().double() for its in (ours, wanted))
+        a, b = (getattr(its, name).flatten().double().cpu() for its in (ours, wanted))
         if not torch.allclose(a, b, rtol=0, atol=0, equal_nan=True):
             return name
     pairs = {
