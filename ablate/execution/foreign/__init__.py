@@ -1,0 +1,1 @@
+"""Runs that were not started here: their sources, and the ledger that they are judged from."""

@@ -1,0 +1,34 @@
+"""One run that was not started here, as its source has it: `ForeignRun`.
+
+A source (a table, a log, a store of a tracker) is read into these and nothing else. Nothing here decides what
+may be compared: `ForeignRun` keeps what the source says, also a NaN, an arm without a seed, and a
+configuration.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ablate.files import Json
+
+
+@dataclass(frozen=True)
+class ForeignRun:
+    """One run: its arm, its seed, its records and its configuration."""
+
+    name: str
+    """Name of the run in its source, as a person finds it there: `runs.csv: seed 3 of nvfp4`."""
+    arm: str
+    """Name of the setting that it trained."""
+    seed: int | None
+    """Its seed; None if the source does not say."""
+    records: Mapping[str, Mapping[int, float]]
+    """Value by step, by metric; values may be NaN or infinite, and steps ascend."""
+    config: Mapping[str, Json] = field(default_factory=dict)
+    """Fields that the source records about the run, without arm and seed."""
+    status: str = "done"
+    """`done`, `failed` or `running`, as the source says; `done` if it does not."""
+
+    @property
+    def last_step(self) -> int:
+        """Largest step of any record; -1 without records."""
+        return max((max(steps) for steps in self.records.values() if steps), default=-1)
