@@ -488,6 +488,7 @@ PATTERNS = {
         "a frame of a traceback that Python printed",
         "its last line",
     ],
+    "execution.foreign.names": ["a user's pattern of a name, escaped", "... as the name is matched"],
     "execution.tracking.login": ["why a connection failed, in urllib3's message"],
     "cli.report_server": ["the Host header of a request"],
     "training.workloads.command": ["absolute paths in a command line, as a user writes it"],

@@ -1,0 +1,106 @@
+"""Values of cells as a source writes them: numbers, steps and seeds, or a sentence on why they are not."""
+
+import math
+
+from ablate.files import Json
+
+_MOST_STEP = 2**53
+"""Largest step: below it each whole number is a float of its own."""
+_SHOWN = 60
+_DIGITS = frozenset("0123456789+-.eE")
+_NAMED = {
+    "nan": math.nan,
+    "+nan": math.nan,
+    "-nan": math.nan,
+    "inf": math.inf,
+    "+inf": math.inf,
+    "-inf": -math.inf,
+    "infinity": math.inf,
+    "+infinity": math.inf,
+    "-infinity": -math.inf,
+}
+
+
+def is_empty(cell: Json) -> bool:
+    """Return True for a cell that says nothing: no value, or only spaces."""
+    return cell is None or (isinstance(cell, str) and not cell.strip())
+
+
+def number(cell: Json) -> float:
+    """Return the value of a metric's cell; NaN and infinities are values.
+
+    Raises:
+        ValueError: it is not a number, or one that no float can hold.
+    """
+    if isinstance(cell, bool) or not isinstance(cell, int | float | str):
+        raise ValueError(f"{shown(cell)} is not a number")
+    if isinstance(cell, str):
+        text = cell.strip()
+        if text.lower() in _NAMED:
+            return _NAMED[text.lower()]
+        if not text or not set(text) <= _DIGITS:
+            comma = "; write a decimal point" if "," in text else ""
+            raise ValueError(f"{shown(cell)} is not a number{comma}")
+        try:
+            value = float(text)
+        except ValueError:
+            raise ValueError(f"{shown(cell)} is not a number") from None
+        if math.isinf(value):
+            raise ValueError(f"{shown(cell)} does not fit a float")
+        return value
+    try:
+        return float(cell)
+    except OverflowError:
+        raise ValueError(f"{shown(cell)} does not fit a float") from None
+
+
+def whole(cell: Json) -> int:
+    """Return the whole number of a cell: `3`, or `3.0` as tables with gaps write it.
+
+    Raises:
+        ValueError: it is not a whole number.
+    """
+    if isinstance(cell, int) and not isinstance(cell, bool):
+        return cell
+    if isinstance(cell, str) and (text := cell.strip()).removeprefix("-").isascii():
+        digits = text.removeprefix("-").partition(".")
+        if digits[0].isdigit() and set(digits[2]) <= {"0"}:
+            return int(text.partition(".")[0]) if len(digits[0]) < 20 else _refuse(cell)
+    value = number(cell)
+    if not value.is_integer() or abs(value) > _MOST_STEP:
+        _refuse(cell)
+    return int(value)
+
+
+def step_of(cell: Json) -> int:
+    """Return the step of a cell. ValueError if it is not a whole number from 0."""
+    value = whole(cell)
+    if not 0 <= value <= _MOST_STEP:
+        raise ValueError(f"{shown(cell)} is not a step: a whole number from 0")
+    return value
+
+
+def setting(cell: Json) -> Json:
+    """Return the value of a setting's cell: text that is a number becomes one, other text is kept."""
+    if not isinstance(cell, str):
+        return cell
+    try:
+        value = number(cell)
+        return int(value) if cell.strip().removeprefix("-").isdigit() else value
+    except ValueError:
+        return cell.strip()
+
+
+def shown(cell: object) -> str:
+    """Return a cell for a sentence, cut if it is long."""
+    text = ascii(cell) if isinstance(cell, str) else str(cell)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def same(one: float, other: float) -> bool:
+    """Return True for equal values; NaN equals NaN."""
+    return one == other or (math.isnan(one) and math.isnan(other))
+
+
+def _refuse(cell: Json) -> int:
+    raise ValueError(f"{shown(cell)} is not a whole number")

@@ -1,0 +1,169 @@
+"""Columns of a foreign source: which one is the arm, the seed, the step, and which are metrics.
+
+A user names them, or they are guessed from names that people use. A guess is never silent: it is added to the
+sentences that are printed. Two columns that fit equally are refused, as is a name that is nearly one of the
+usual ones: `sede` is more likely a mistake than a table without seeds.
+"""
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ablate.errors import InputError, nearest, one_line
+
+USUAL: dict[str, tuple[str, ...]] = {
+    "arm": ("arm", "recipe", "variant", "treatment", "condition", "method", "precision"),
+    "seed": ("seed", "random_seed", "rng_seed"),
+    "step": ("step", "global_step", "iteration", "iter", "train_step", "training_step", "steps"),
+    "run": ("run", "run_id", "run_name", "run_uuid"),
+}
+"""Usual names of each role; the first is ours, and is taken even if others are there, too."""
+_ABOVE = ("config", "params", "param", "hparams", "hyperparameters", "args", "trainer", "train", "summary")
+"""Words before a dot or a slash that do not change what a column is: `config.seed`, `trainer/global_step`."""
+_ALIKE = 0.74
+_NOT_MEANT = ("speed", "stop")
+"""Words that are alike and mean something else."""
+
+METRICS = {
+    "train/loss": ("loss", "train_loss", "training_loss", "train/loss", "loss/train", "lm_loss"),
+    "val/loss": (
+        "val_loss",
+        "eval_loss",
+        "validation_loss",
+        "valid_loss",
+        "val/loss",
+        "eval/loss",
+        "valid/loss",
+        "validation/loss",
+        "loss/val",
+        "loss/validation",
+    ),
+    "grad/norm": ("grad_norm", "train/grad_norm", "grad/norm", "gradient_norm"),
+    "train/lr": ("lr", "learning_rate", "train/learning_rate", "train/lr"),
+}
+"""Usual names of metrics, by the name that they have here."""
+_OURS = {name: ours for ours, names in METRICS.items() for name in names}
+_OF_METRIC = ("loss", "acc", "accuracy", "ppl", "perplexity", "bleu", "rouge", "f1", "auc", "score", "error")
+"""Words in the name of a final value, as against a setting: a table of one row a run has both."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names that a user gave for what a source calls otherwise; None: guess, and say so."""
+
+    arm: str | None = None
+    """Column, or field of a run's configuration, with the name of the arm."""
+    seed: str | None = None
+    """Column or field with the seed."""
+    step: str | None = None
+    """Column with the step."""
+    metrics: Mapping[str, str] | None = None
+    """Column of each metric, by the name that the metric gets: `{"val/loss": "eval_loss"}`."""
+    run: str | None = None
+    """Column with the name of the run."""
+    name: str | None = None
+    """Pattern of a run's name, such as `{arm}-s{seed}`, from which arm and seed are read."""
+
+
+GUESS = Columns()
+"""Nothing is named."""
+
+
+def pick(role: str, given: str | None, names: Sequence[str], where: str, said: list[str]) -> str | None:
+    """Return the column of a role; None if no name is like one.
+
+    Args:
+        role: key of `USUAL`.
+        given: column that the user named, if any.
+        names: columns of the source.
+        where: name of the source, for an error.
+        said: list to which the guess is added.
+
+    Raises:
+        InputError: there is no such column, several fit, or one is nearly a usual name.
+    """
+    if given is not None:
+        if given in names:
+            return given
+        raise InputError([f"{where}: no column {one_line(given)!r} for the {role}; {nearest(given, names)}"])
+    fitting = [name for name in names if plain(name) in USUAL[role]]
+    best = [name for name in fitting if plain(name) == role] or fitting
+    if len(best) > 1:
+        raise InputError(
+            [f"{where}: several columns may be the {role}: {_listed(best)}; name one, {role}=COLUMN"]
+        )
+    if best:
+        said.append(f"{where}: {role}: column {one_line(best[0])!r}")
+        return best[0]
+    near = [name for name in names if plain(name) not in _NOT_MEANT and _alike(plain(name), role)]
+    if near and role != "run":
+        raise InputError(
+            [f"{where}: no column {role!r}; if {_listed(near)} is meant, name it, {role}={one_line(near[0])}"]
+        )
+    return None
+
+
+def metric_columns(
+    given: Mapping[str, str] | None, names: Sequence[str], where: str, said: list[str]
+) -> dict[str, str]:
+    """Return the column of each metric, by the metric's name here.
+
+    Args:
+        given: columns that the user named, if any.
+        names: columns that may be metrics.
+        where: name of the source, for an error.
+        said: list to which each guess that renames a metric is added.
+
+    Raises:
+        InputError: a column is not there, or two are the same metric.
+    """
+    if given is not None:
+        for column in given.values():
+            if column not in names:
+                raise InputError(
+                    [f"{where}: no column {one_line(column)!r} of a metric; {nearest(column, names)}"]
+                )
+        return dict(given)
+    columns: dict[str, str] = {}
+    for name in names:
+        ours = metric_name(name)
+        if ours in columns:
+            raise InputError(
+                [
+                    f"{where}: columns {_listed([columns[ours], name])} may both be {ours}; name one,"
+                    f" {ours}=COLUMN"
+                ]
+            )
+        columns[ours] = name
+        if ours != name:
+            said.append(f"{where}: metric {ours}: column {one_line(name)!r}")
+    return columns
+
+
+def metric_name(text: str) -> str:
+    """Return the name that a metric has here: `val/loss` for `eval_loss`; any other name as it is."""
+    return _OURS.get(text.strip().lower(), text.strip())
+
+
+def like_metric(text: str) -> bool:
+    """Return True for a name such as `val_acc`, which is a result and not a setting."""
+    words = text.lower().replace("/", "_").replace("-", "_").replace(".", "_").replace(" ", "_").split("_")
+    return (metric_name(text) in METRICS and metric_name(text) != "train/lr") or any(
+        word in _OF_METRIC for word in words
+    )
+
+
+def plain(name: str) -> str:
+    """Return the name of a column in small letters, without words above it: `seed` for `config/Seed`."""
+    text = name.strip().lower().replace("/", ".")
+    above, _, last = text.rpartition(".")
+    word = last if above in _ABOVE else text
+    return word.replace("-", "_").replace(" ", "_").strip("_")
+
+
+def _alike(word: str, role: str) -> bool:
+    return difflib.SequenceMatcher(None, word, role).ratio() >= _ALIKE
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(repr(one_line(name)) for name in names)

@@ -1,0 +1,106 @@
+"""Arm and seed in the name of a run, or in the path of its file, by a pattern: `logs/{arm}/seed{seed}.log`.
+
+A word in braces stands for at least one character other than a slash, and `{seed}` for a whole number. Words
+other than `arm` and `seed` become settings of the run. A name that a pattern fits in two ways is refused.
+"""
+
+import glob
+import re
+import string
+from collections.abc import Iterator
+from pathlib import Path
+
+from ablate.errors import InputError, one_line
+
+_WORDS = {"seed": r"-?\d+"}
+_ANY = r"[^/]+"
+
+
+def fields_of(pattern: str) -> frozenset[str]:
+    """Return the words in braces of a pattern. InputError if it has none, or cannot be read."""
+    return frozenset(name for _, name in _parts(pattern) if name)
+
+
+def read_name(pattern: str, name: str, where: str) -> dict[str, str]:
+    """Return what a name says by a pattern: `{"arm": "bf16", "seed": "3"}`.
+
+    Args:
+        pattern: text with words in braces.
+        name: name of a run.
+        where: source, for an error.
+
+    Raises:
+        InputError: the name is not of this pattern, or in two ways.
+    """
+    lazy, greedy = _match(pattern, name, "?"), _match(pattern, name, "")
+    if lazy is None:
+        raise InputError([f"{where}: {one_line(name)!r} is not of the pattern {pattern!r}"])
+    if lazy != greedy:
+        raise InputError(
+            [
+                f"{where}: {one_line(name)!r} fits {pattern!r} in two ways, {lazy} and {greedy}; write"
+                " more of it"
+            ]
+        )
+    return lazy
+
+
+def seed_of(text: str | None, where: str) -> int | None:
+    """Return a seed; None for no text. InputError if it is not a whole number."""
+    from ablate.execution.foreign.cells import whole
+
+    if text is None:
+        return None
+    try:
+        return whole(text)
+    except ValueError:
+        raise InputError([f"{where}: the seed {one_line(text)[:60]!r} is not a whole number"]) from None
+
+
+def places_of(place: str) -> list[tuple[Path, dict[str, str]]]:
+    """Return the files or folders of a path, and what their paths say.
+
+    Args:
+        place: a path, which may have words in braces, and `*` or `**` as a shell has.
+
+    Raises:
+        InputError: nothing is there.
+    """
+    path = Path(place).expanduser()
+    if path.exists():
+        return [(path, {})]
+    parts = list(_parts(place)) if "{" in place else [(place, None)]
+    wild = "".join(literal + "*" * bool(name) for literal, name in parts)
+    paths = sorted(Path(name) for name in glob.glob(str(Path(wild).expanduser()), recursive=True))
+    if not paths:
+        raise InputError([f"{place}: no such file" + " is of this pattern" * (wild != place)])
+    if wild == place:
+        return [(path, {}) for path in paths]
+    whole = str(Path(place).expanduser())
+    return [(path, read_name(whole, str(path), "the path")) for path in paths]
+
+
+def _parts(pattern: str) -> Iterator[tuple[str, str | None]]:
+    """Yield the literal texts of a pattern, each with the word in braces behind it."""
+    try:
+        parts = [(literal, name) for literal, name, _, _ in string.Formatter().parse(pattern)]
+    except ValueError as error:
+        raise InputError([f"{pattern!r}: {error}; write a pattern such as '{{arm}}-s{{seed}}'"]) from None
+    names = [name for _, name in parts if name is not None]
+    if not names or not all(name.isidentifier() for name in names):
+        raise InputError([f"{pattern!r}: write words in braces, such as '{{arm}}-s{{seed}}'"])
+    if len({*names}) < len(names):
+        raise InputError([f"{pattern!r}: a word in braces stands there twice"])
+    yield from parts
+
+
+def _match(pattern: str, name: str, lazy: str) -> dict[str, str] | None:
+    """Return the words of a name, each as short as it can be with `?`, else as long; None without a match."""
+    expression = ""
+    for literal, word in _parts(pattern):
+        texts = [re.escape(part) for part in literal.split("*")]
+        expression += r"[^/]*".join(texts)
+        if word:
+            expression += f"(?P<{word}>{_WORDS.get(word, _ANY)}{lazy})"
+    found = re.fullmatch(expression, name, re.DOTALL)
+    return found and found.groupdict()

@@ -1,0 +1,85 @@
+"""Values of one run while its source is read: each metric and step has one value, or the source is refused.
+
+Two rows of a table that give one value twice are copies. Two that give different values are refused, since
+nothing says which is right. In a log, whose lines are in the order of time, a step that comes again with
+another value is a restart: the later values belong to the run that reached the end, so they count, and values
+of the abandoned attempt from that step on are dropped. Both are counted and said.
+"""
+
+from ablate.errors import InputError, one_line
+from ablate.execution.foreign.cells import same
+
+
+class Points:
+    """Values of one run, by metric and step.
+
+    Args:
+        where: source and run, for sentences.
+        in_time: True if values arrive in the order of time, so that a step that goes back is a restart.
+    """
+
+    def __init__(self, where: str, in_time: bool = False) -> None:
+        self._where, self._in_time = where, in_time
+        self._values: dict[str, dict[int, tuple[float, int]]] = {}
+        self._last = -1
+        self._copies = 0
+        self._restarts: list[tuple[int, int, int]] = []
+
+    def add(self, line: int, step: int, name: str, value: float) -> None:
+        """Add a value.
+
+        Args:
+            line: line of the source, from 1, for sentences.
+            step: step of the run.
+            name: name of the metric.
+            value: the value; it may be NaN or infinite.
+
+        Raises:
+            InputError: the metric has another value at this step.
+        """
+        series = self._values.setdefault(name, {})
+        if step in series and same(series[step][0], value):
+            self._copies += 1
+            return
+        if step < self._last and self._in_time:
+            self._restart(line, step)
+        elif step in series:
+            before, at = series[step]
+            raise InputError(
+                [
+                    f"{self._where}: {one_line(name)} at step {step} is {before!r} in line {at} and {value!r}"
+                    f" in line {line}; keep one of the two"
+                ]
+            )
+        series[step] = value, line
+        self._last = max(self._last, step)
+
+    def _restart(self, line: int, step: int) -> None:
+        if any(step <= at for series in self._values.values() for at in series):
+            self._restarts.append((line, self._last, step))
+            for series in self._values.values():
+                for old in [at for at in series if at >= step]:
+                    del series[old]
+        self._last = step
+
+    def records(self) -> dict[str, dict[int, float]]:
+        """Return value by step, by metric; steps ascend."""
+        return {
+            name: {step: series[step][0] for step in sorted(series)}
+            for name, series in self._values.items()
+            if series
+        }
+
+    def sentences(self) -> list[str]:
+        """Return a sentence on copies, and one on restarts, if there were any."""
+        sentences = []
+        if self._copies:
+            sentences.append(f"{self._where}: {self._copies} values stand there twice; each counts once")
+        if self._restarts:
+            line, last, step = self._restarts[0]
+            more = f", and {len(self._restarts) - 1} times more" if len(self._restarts) > 1 else ""
+            sentences.append(
+                f"{self._where}: the step goes back from {last} to {step} in line {line}{more}, as after a"
+                " restart; the later values count"
+            )
+        return sentences

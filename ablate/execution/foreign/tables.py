@@ -1,0 +1,238 @@
+"""Runs of a table, whichever file it came from: one row a step ("long"), or one row a run ("wide").
+
+    recipe,seed,step,val/loss            recipe,seed,lr,final_loss
+    bf16,0,100,3.21                      bf16,0,0.001,3.05
+    bf16,0,200,3.05                      nvfp4,0,0.001,3.11
+
+Rows of one arm, seed and run belong together. A column that is a number and changes within a run is a metric;
+one that is the same in each row of a run is a setting, unless its name is that of a result. In a wide table
+only the name decides. Refused are cells of a metric that are not numbers, two values of one metric at one
+step, several rows of a run without a step, and a table in which no column can be the arm.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from ablate.errors import InputError, nearest, one_line
+from ablate.execution.foreign import cells
+from ablate.execution.foreign.columns import Columns, like_metric, metric_columns, pick
+from ablate.execution.foreign.names import fields_of, read_name, seed_of
+from ablate.execution.foreign.points import Points
+from ablate.execution.foreign.run import ForeignRun
+from ablate.files import Json
+
+Row = tuple[int, Mapping[str, Json]]
+"""Line of the file, from 1, and cell by column."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one file, as they stand there."""
+
+    where: str
+    """Name of the file, for sentences."""
+    names: Sequence[str]
+    """Names of the columns."""
+    rows: Sequence[Row]
+    """Rows in the order of the file."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Arm, seed and other settings that the file's path says."""
+
+
+@dataclass
+class _Group:
+    """Rows of one run."""
+
+    arm: str
+    seed: int | None
+    run: str | None
+    rows: list[Row] = field(default_factory=list)
+
+
+def runs_of(table: Table, columns: Columns, said: list[str]) -> list[ForeignRun]:
+    """Return the runs of a table.
+
+    Args:
+        table: the rows.
+        columns: columns that the user named.
+        said: list to which sentences on what was guessed, merged or left out are added.
+
+    Raises:
+        InputError: in one sentence, for what cannot be read without doubt.
+    """
+    if not table.rows:
+        raise InputError([f"{table.where}: there is a header and no row"])
+    roles = _roles(table, columns, said)
+    groups = _groups(table, columns, roles)
+    names = [name for name in table.names if name not in roles.values()]
+    long = "step" in roles
+    metrics, settings = _sorted_columns(table.where, names, groups, long, columns.metrics, said)
+    if not long:
+        said.append(f"{table.where}: step: no column; each row is a run's final values, recorded at step 0")
+    elif roles["step"] in metrics.values():
+        raise InputError([f"{table.where}: column {roles['step']!r} is both the step and a metric"])
+    in_time = not {"arm", "seed", "run"} & roles.keys()
+    return [_run(table, group, roles.get("step"), metrics, settings, in_time, said) for group in groups]
+
+
+def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
+    """Return the column of each role that has one."""
+    given = {"arm": columns.arm, "seed": columns.seed, "step": columns.step, "run": columns.run}
+    from_name = fields_of(columns.name) if columns.name else frozenset()
+    roles: dict[str, str] = {}
+    for role, column in given.items():
+        if column is None and (role in table.fields or role in from_name):
+            continue
+        found = pick(
+            role, column, [name for name in table.names if name not in roles.values()], table.where, said
+        )
+        if found is not None:
+            roles[role] = found
+    if "arm" not in roles.keys() | table.fields.keys() | from_name:
+        raise InputError(
+            [
+                f"{table.where}: no column is the arm; name one, arm=COLUMN, or give the file as a pattern of"
+                f" its path, such as runs/{{arm}}/{PurePath(table.where).name}; {nearest('arm', table.names)}"
+            ]
+        )
+    if "seed" not in roles.keys() | table.fields.keys() | from_name:
+        said.append(f"{table.where}: seed: no column; runs have no seed")
+    return roles
+
+
+def _groups(table: Table, columns: Columns, roles: Mapping[str, str]) -> list[_Group]:
+    """Return the rows of each run, in the order of the table."""
+    groups: dict[tuple[str, int | None, str | None], _Group] = {}
+    for line, row in table.rows:
+        texts = dict(table.fields)
+        run = row[roles["run"]] if "run" in roles else None
+        name = None if cells.is_empty(run) else str(run).strip()
+        if columns.name:
+            texts |= read_name(
+                columns.name, name or PurePath(table.where).stem, f"{table.where}: line {line}"
+            )
+        for role in ("arm", "seed"):
+            if role in roles:
+                if cells.is_empty(row[roles[role]]):
+                    raise InputError([f"{table.where}: line {line}: the {role} ({roles[role]}) is empty"])
+                texts[role] = str(row[roles[role]]).strip()
+        seed = seed_of(texts.get("seed"), f"{table.where}: line {line}")
+        key = texts["arm"], seed, name
+        groups.setdefault(key, _Group(*key)).rows.append((line, row))
+    return [*groups.values()]
+
+
+def _sorted_columns(
+    where: str,
+    names: Sequence[str],
+    groups: Sequence[_Group],
+    long: bool,
+    given: Mapping[str, str] | None,
+    said: list[str],
+) -> tuple[dict[str, str], list[str]]:
+    """Return the column of each metric, by its name, and the columns of settings."""
+    if given is not None:
+        metrics = metric_columns(given, [*names], where, said)
+        others = [name for name in names if name not in metrics.values()]
+        return metrics, [name for name in others if _constant(name, groups)]
+    long = long and any(len(group.rows) > 1 for group in groups)
+    likely, settings, left_out = [], [], []
+    for name in names:
+        constant = _constant(name, groups)
+        numbers, texts = _counts(name, groups)
+        if like_metric(name) and (numbers or texts):
+            likely.append(name)
+        elif constant:
+            settings.append(name)
+        elif long and numbers and numbers >= texts:
+            likely.append(name)
+        elif numbers or texts:
+            left_out.append(name)
+    if left_out:
+        listed = ", ".join(repr(one_line(name)) for name in left_out)
+        said.append(f"{where}: left out: {listed}, which change within a run and are not numbers")
+    if not likely:
+        numeric = [name for name in settings if _counts(name, groups)[0]]
+        listed = ", ".join(repr(one_line(name)) for name in numeric[:8]) or "none is a number"
+        raise InputError(
+            [f"{where}: no column is known as a metric; name one, such as val/loss=COLUMN, of: {listed}"]
+        )
+    return metric_columns(None, likely, where, said), settings
+
+
+def _constant(name: str, groups: Sequence[_Group]) -> bool:
+    """Return True if a column is the same in all rows of each run."""
+    return all(all(row.get(name) == group.rows[0][1].get(name) for _, row in group.rows) for group in groups)
+
+
+def _counts(name: str, groups: Sequence[_Group]) -> tuple[int, int]:
+    """Return how many cells of a column are numbers, and how many other text; empty ones are neither."""
+    numbers = texts = 0
+    for group in groups:
+        for _, row in group.rows:
+            cell = row.get(name)
+            if cells.is_empty(cell):
+                continue
+            try:
+                cells.number(cell)
+                numbers += 1
+            except ValueError:
+                texts += 1
+    return numbers, texts
+
+
+def _run(
+    table: Table,
+    group: _Group,
+    step_column: str | None,
+    metrics: Mapping[str, str],
+    settings: Sequence[str],
+    in_time: bool,
+    said: list[str],
+) -> ForeignRun:
+    """Return the run of a group of rows."""
+    seed = "" if group.seed is None else f"seed {group.seed} of "
+    name = f"{table.where}: {seed}{group.arm}" + (f" ({group.run})" if group.run else "")
+    points = Points(name, in_time)
+    empty: dict[str, int] = {}
+    first: tuple[int, Mapping[str, Json]] | None = None
+    for line, row in group.rows:
+        if step_column is None:
+            if first is not None and row != first[1]:
+                raise InputError(
+                    [
+                        f"{name}: lines {first[0]} and {line} are both of this run, and no column is the"
+                        f" step; name one, step=COLUMN; {nearest('step', table.names)}"
+                    ]
+                )
+            first = first or (line, row)
+        try:
+            step = 0 if step_column is None else cells.step_of(row[step_column])
+        except ValueError as error:
+            raise InputError([f"{table.where}: line {line}: column {step_column!r}: {error}"]) from None
+        for metric, column in metrics.items():
+            cell = row.get(column)
+            if cells.is_empty(cell):
+                empty[metric] = empty.get(metric, 0) + 1
+                continue
+            try:
+                value = cells.number(cell)
+            except ValueError as error:
+                raise InputError(
+                    [f"{table.where}: line {line}: column {one_line(column)!r}: {error}"]
+                ) from None
+            points.add(line, step, metric, value)
+    records = points.records()
+    if not records:
+        raise InputError([f"{name}: all cells of its metrics are empty"])
+    said += points.sentences()
+    said += [
+        f"{name}: {one_line(metric)}: {count} of {len(group.rows)} cells are empty, taken as not recorded"
+        for metric, count in empty.items()
+    ]
+    config: dict[str, Json] = {**table.fields}
+    row = group.rows[0][1]
+    config |= {key: cells.setting(row[key]) for key in settings if not cells.is_empty(row.get(key))}
+    config = {key: value for key, value in config.items() if key not in ("arm", "seed")}
+    return ForeignRun(name, group.arm, group.seed, records, config)
