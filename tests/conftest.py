@@ -1,5 +1,7 @@
 """Setting that all tests share: an order, one thread, and a small synthetic corpus that is the same on every machine."""
 
+import gc
+import hashlib
 import os
 import signal
 import tempfile
@@ -11,8 +13,10 @@ import torch
 from support.cases import FAST_CASES, Tier, spread
 from support.corpus import write_shards
 
+from ablate.cache import root
 from ablate.training.data import Shards
 
+gc.disable()  # until all tests are imported: modules are no garbage, and each collection searches all of them
 torch.set_num_threads(1)
 # Commands under test as well: with all cores for each, two test processes wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -58,6 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -slow[item.path])
 
 
+def pytest_collection_finish() -> None:
+    """Collect garbage from now on."""
+    gc.enable()
+
+
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory) -> Shards:
     """A corpus of 20,000 training and 4,000 validation tokens over 64 words."""
@@ -68,6 +77,14 @@ def shards(tmp_path_factory) -> Shards:
 def generator() -> torch.Generator:
     """An explicit source of randomness, the same for every test."""
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def inductor(monkeypatch) -> None:
+    """Code that torch.compile keeps, of these engines: torch itself does not see a change of their operators."""
+    engines = sorted((Path(__file__).parents[1] / "ablate" / "engines").glob("*.py"))
+    key = hashlib.sha256(b"".join(file.read_bytes() for file in engines)).hexdigest()[:16]
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(root() / "inductor" / key))
 
 
 @pytest.fixture

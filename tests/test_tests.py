@@ -4,13 +4,19 @@ Each rule is one test that lists every offender, and one that shows an offender 
 """
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
 from support.cases import Tier, every
 
 ROOT = Path(__file__).parent
-FILES = {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+
+
+@cache
+def files() -> dict[str, ast.Module]:
+    """Return every Python file of the tests, parsed."""
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
 
 
 def imports_of_tests(parsed: ast.Module) -> list[int]:
@@ -30,7 +36,7 @@ def imports_of_tests(parsed: ast.Module) -> list[int]:
 
 
 def test_no_module_imports_a_test_module():
-    assert {file: lines for file, parsed in FILES.items() if (lines := imports_of_tests(parsed))} == {}
+    assert {file: lines for file, parsed in files().items() if (lines := imports_of_tests(parsed))} == {}
 
 
 @pytest.mark.parametrize(
@@ -116,7 +122,7 @@ def private_names(parsed: ast.Module) -> list[tuple[int, str]]:
 
 
 def test_tests_use_public_names_only():
-    uses = {file: private_names(parsed) for file, parsed in FILES.items()}
+    uses = {file: private_names(parsed) for file, parsed in files().items()}
     assert [(file, *use) for file, found in uses.items() for use in found if use[1] not in FOREIGN] == []
     assert {name for found in uses.values() for _, name in found} == {*FOREIGN}, "no longer used"
 

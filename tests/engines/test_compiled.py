@@ -42,10 +42,8 @@ def records(recipe: Recipe, compile: bool) -> list[dict[str, float]]:
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, by inductor itself
-def test_a_compiled_trial_has_the_eager_losses_and_compiles_nothing_when_the_recipe_changes(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+@pytest.mark.usefixtures("inductor")
+def test_a_compiled_trial_has_the_eager_losses_and_compiles_nothing_when_the_recipe_changes():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     recipe = PRESETS["healing"]()  # NVFP4, finished in FP8; the shadow steps and the evaluation run in bf16

@@ -144,8 +144,8 @@ def test_two_ranks_train_as_one(shape, sharded, tmp_path):
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "clang++"))), reason="there is no C++ compiler here")
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_compiled_trial_has_the_eager_losses(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+@pytest.mark.usefixtures("inductor")
+def test_a_compiled_trial_has_the_eager_losses(tmp_path):
     torch._dynamo.reset()
     mine, eager = records(config(tmp_path, layers=1, compile=True)), records(config(tmp_path, layers=1))
     for a, b in zip(mine, eager, strict=True):
