@@ -21,7 +21,6 @@ from ruamel.yaml import YAML
 
 from ablate.results.calibration import Candidate, from_forks
 from ablate.results.comparisons import Comparisons
-from ablate.results.forked import design_of
 from ablate.results.headline import headline_of
 from ablate.results.number_text import interval
 from ablate.results.verdict_text import verdict_text
@@ -95,7 +94,7 @@ def proposals(state: Path) -> list[Proposal]:
         if not (state / "sweeps" / f"demo_{model}" / "ledger.db").exists():
             continue
         with closing(open_ledger(state, f"demo_{model}")) as ledger:
-            design = design_of(ledger)
+            design = ledger.facts.design
             assert design, "a sweep of forks"
             tokens = config["batch"] * config.get("context", 128)
             for one in from_forks(ledger, design, config["steps"], tokens, design.bad or ""):

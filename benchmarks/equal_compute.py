@@ -23,7 +23,7 @@ from ablate.experiment.load import load
 from ablate.results.forked import sharpened, views
 from ablate.results.intervals import ALPHA
 from ablate.results.paired_stats import Difference, p_value, paired_difference
-from ablate.results.summary import ArmSummary, judge_learned, metric_of, summaries
+from ablate.results.summary import ArmSummary, judge_learned, summaries
 from ablate.results.verdict_text import verdict_text
 from ablate.store.checked_ledger import open_ledger
 
@@ -74,7 +74,7 @@ class Compared(NamedTuple):
 def compared(state: Path, sweep: str, pairs: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Compared]:
     """Return the comparisons of a finished sweep: the arms with their baselines, and other pairs."""
     with closing(open_ledger(state, sweep)) as ledger:
-        arms, metric = summaries(ledger), metric_of(ledger)
+        arms, metric = summaries(ledger), ledger.facts.metric
     by_name = {arm.name: arm for arm in arms}
     listed = [(arm.name, arm.baseline) for arm in arms if arm.baseline and arm.role not in ("null", "bad")]
     listed += [pair for pair in pairs if set(pair) <= by_name.keys() and pair not in listed]

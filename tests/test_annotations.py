@@ -16,7 +16,7 @@ from ablate.execution.projections import Projections
 from ablate.execution.search import CombinedStorage, Study, dashboard, decorate, importances
 from ablate.execution.study_points import Point
 from ablate.results.number_text import interval
-from ablate.results.summary import metric_of, summaries
+from ablate.results.summary import summaries
 from ablate.results.verdict_text import verdict_text
 from ablate.store.checked_ledger import open_ledger
 from ablate.store.ledger import Ledger
@@ -45,7 +45,7 @@ def copied(state, tmp_path):
 
 def dressed(state, name: str = "first", note: str = "the note") -> None:
     book = open_ledger(state, name)
-    decorate(state / "sweeps" / name / "optuna.log", name, note, summaries(book), metric_of(book))
+    decorate(state / "sweeps" / name / "optuna.log", name, note, summaries(book), book.facts.metric)
     book.close()
 
 

@@ -28,7 +28,7 @@ from ablate.results.gate import checks
 from ablate.results.next_runs import undecided
 from ablate.results.published import replications
 from ablate.results.subject import described, title
-from ablate.results.summary import UNLEARNED, Gaps, judge_learned, metric_of, summaries
+from ablate.results.summary import UNLEARNED, Gaps, judge_learned, summaries
 from ablate.results.verdict_text import REASONS, needed_text
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
@@ -397,7 +397,7 @@ def test_runs_that_end_early_are_named_and_unequal_ones_have_no_verdict(short, a
     assert all(f"{4 if short == 50 else 8} of 8 runs" in text for text in named)
     assert Gaps(book).of(arm)[1].kind == verdict.kind
     pair = summaries(book)
-    (of_knob,) = judge_learned([(pair[1].gap, None, pair)], metric_of(book))
+    (of_knob,) = judge_learned([(pair[1].gap, None, pair)], book.facts.metric)
     assert (of_knob.reason == "length") == unequal
     answer = Answer(book).verdict()
     assert answer.startswith("No answer: nvfp4 ended at an earlier step than other runs") == unequal

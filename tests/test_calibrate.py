@@ -13,7 +13,7 @@ from ablate.experiment.load import load
 from ablate.experiment.schema import Metric
 from ablate.experiment.yaml_document import parse, with_values
 from ablate.results.run_lengths import steps_to
-from ablate.results.summary import metrics_of, summaries
+from ablate.results.summary import summaries
 from ablate.store.ledger import Ledger
 
 OF_ARMS = {
@@ -157,7 +157,7 @@ def test_arms_are_compared_by_the_steps_that_they_need(tmp_path):
     experiment = tiny(tmp_path, shape={"steps": 12, "eval_every": 2, "lr": 1e-2}, metric=metric)
     sweep(experiment, tmp_path / "runs")
     book = ledger(tmp_path / "runs")
-    second = metrics_of(book)[1]
+    second = book.facts.all_metrics[1]
     for arm in summaries(book, second):
         trials = {member.seed: member.trial for member in book.members() if member.name == arm.name}
         for seed, value in arm.values.items():

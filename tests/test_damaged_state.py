@@ -27,7 +27,7 @@ from ablate.execution.search import decorate
 from ablate.execution.sweep_control import damage, folders, holder, take
 from ablate.execution.workers import Inline
 from ablate.files import Busy, Damaged, Holder, lock, read_json
-from ablate.results.summary import metric_of, summaries
+from ablate.results.summary import summaries
 from ablate.store.checked_ledger import open_checked
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
@@ -202,7 +202,7 @@ def test_a_torn_journal_gets_no_notes(copy):
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:4]) + lines[4][:-9])
     with closing(open_checked(journal.with_name("ledger.db"))) as book:
-        decorate(journal, "tiny", "A note.", summaries(book), metric_of(book))
+        decorate(journal, "tiny", "A note.", summaries(book), book.facts.metric)
 
 
 # Locks

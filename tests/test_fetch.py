@@ -11,7 +11,7 @@ from support.experiments import WILD, ledger, sweep, tiny
 from ablate.errors import InputError
 from ablate.execution.tracking import fetch, shown
 from ablate.results.contrasts import contrasts
-from ablate.results.summary import metric_of, summaries
+from ablate.results.summary import summaries
 from ablate.store.ledger import Ledger
 
 pytestmark = [
@@ -44,10 +44,10 @@ def store(folder) -> str:
 def test_what_is_read_back_answers_as_the_ledger_does(name, folder, store, tmp_path):
     original, found = ledger(folder, name), fetch(store, name, tmp_path / name / "ledger.db")
     assert found.name == name
-    assert metric_of(found) == metric_of(original)
+    assert found.facts.metric == original.facts.metric
     assert repr(summaries(found)) == repr(summaries(original))  # a NaN is like no other, but reads alike
-    assert repr(contrasts(summaries(found), metric_of(found))) == repr(
-        contrasts(summaries(original), metric_of(original))
+    assert repr(contrasts(summaries(found), found.facts.metric)) == repr(
+        contrasts(summaries(original), original.facts.metric)
     )
     assert [(a.name, json.loads(a.knobs), a.optuna) for a in found.arms()] == [
         (a.name, json.loads(a.knobs), a.optuna) for a in original.arms()

@@ -4,12 +4,17 @@ import json
 import math
 import sqlite3
 from contextlib import closing
+from pathlib import Path
 
 import pytest
+from support.cases import every
 
+import ablate
+from ablate.experiment.schema import Asked, Design, Metric, Published
 from ablate.store import ledger_schema
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Intervention
+from ablate.store.sweep_facts import Fact, SweepFacts
 
 
 @pytest.fixture
@@ -31,6 +36,49 @@ def test_facts_are_set_and_set_again(book):
     book.describe(question="why", name="x")
     book.describe(question="what")
     assert (book.fact("question"), book.fact("name"), book.fact("nothing")) == ("what", "x", None)
+
+
+FACTS = {name: fact for name, fact in vars(SweepFacts).items() if isinstance(fact, Fact)}
+VALUES = {
+    "design": Design(bad="mxfp4", horizons=(1, 2)),
+    "answer": Asked(knob="rht"),
+    "metric": Metric(name="train/x", min_effect="1%"),
+    "compared": [Metric(), Metric(name="train/x", direction="maximize")],
+    "metrics": ["val/loss", "train/x"],
+    "published": [Published(arm="a", metric="val/loss", value=3.25, source="a paper")],
+    "covered": 0.9125,
+    "registered": [{"digest": "ab", "time": 1.5}],
+    "provenance": {"commit": None, "torch": "2"},
+    "left": [12.5, None],
+    "shared": {"one", "two"},
+    "trunks": set(),
+    "warm": {"of": "x", "arms": []},
+    "context_free": {"a": 2.5},
+    "mlflow_discarded": [("t0", 5, ""), ("t1", 6, "a:0")],
+}
+"""A value of each fact that is not a text."""
+
+
+@every(name=FACTS)
+def test_a_fact_is_read_as_it_was_written_and_a_ledger_without_it_is_not_refused(name, tmp_path):
+    book = Ledger(tmp_path / "ledger.db")
+    keys = {key for (key,) in book.db.execute("SELECT key FROM sweep")}
+    before, value = getattr(book.facts, name), VALUES.get(name, "a text")
+    assert name == "edition" or before in (None, "", "t", {}, [], [0, None], Metric())
+    setattr(book.facts, name, value)
+    assert getattr(book.facts, name) == value != before
+    (key,) = {key for (key,) in book.db.execute("SELECT key FROM sweep")} - keys or {"edition"}
+    assert isinstance(book.fact(key), str)
+    book.close()
+
+
+def test_each_fact_has_a_key_of_its_own_and_no_other_file_reads_one_by_its_key(book):
+    for name in FACTS:
+        setattr(book.facts, name, VALUES.get(name, "a text"))
+    assert len(book.db.execute("SELECT * FROM sweep").fetchall()) == len(FACTS)
+    package = Path(ablate.__file__).parent
+    calls = {path.name for path in package.rglob("*.py") if ".fact(" in path.read_text()}
+    assert calls == {"runs.py", "mlflow_tracker.py"}  # copies of rows, key by key
 
 
 def test_an_arm_keeps_its_number_and_has_the_knobs_the_baseline_and_the_point_it_was_last_given(book):

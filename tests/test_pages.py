@@ -12,7 +12,7 @@ from support.processes import addresses
 from ablate.cli.report import make
 from ablate.execution.search import decorate
 from ablate.reports.markdown_summary import summary_markdown
-from ablate.results.summary import metric_of, summaries
+from ablate.results.summary import summaries
 from ablate.store.checked_ledger import open_ledger
 
 pytestmark = [
@@ -44,7 +44,7 @@ def state(tmp_path_factory):
             name,
             summary_markdown(book),
             summaries(book),
-            metric_of(book),
+            book.facts.metric,
         )
         book.close()
     return folder

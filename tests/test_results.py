@@ -29,7 +29,7 @@ from ablate.results.next_runs import fresh_seeds, undecided, winner
 from ablate.results.number_text import interval, number, percents
 from ablate.results.paired_stats import Difference, decided, paired_difference
 from ablate.results.published import Agreement, agreement_notes, agreement_text, replications
-from ablate.results.summary import foremost, metric_of, summaries
+from ablate.results.summary import foremost, summaries
 from ablate.store.checked_ledger import open_ledger
 from ablate.store.ledger import Ledger
 from ablate.store.records import frame
@@ -186,7 +186,7 @@ def test_a_diverged_seed_is_counted_and_is_no_value(book):
 
 
 def test_a_contrast_is_every_two_arms_that_differ_in_one_knob(book):
-    found = contrasts(summaries(book), metric_of(book))
+    found = contrasts(summaries(book), book.facts.metric)
     assert [(c.knob, c.change, c.held) for c in found] == [
         ("rht", "true instead of false", "sr=true"),
         ("rht", "true instead of false", "sr=false"),
@@ -511,7 +511,7 @@ def test_a_contrast_has_the_sign_of_the_main_effect(tmp_path):
 
 
 def test_more_contrasts_than_anyone_reads_are_none(book):
-    arms, metric = summaries(book), metric_of(book)
+    arms, metric = summaries(book), book.facts.metric
     assert contrasts(arms, metric, most=4) == contrasts(arms, metric)
     assert contrasts(arms, metric, most=3) == []
 
@@ -582,7 +582,7 @@ def test_a_table_of_verdicts_leaves_columns_out_rather_than_wrap_a_cell(width, b
     """Every arm is one line; what went is said. Notes stand under the table in lines of their own."""
     arms = summaries(book)
     console = Console(width=width, file=io.StringIO())
-    console.print(summary_table(arms, metric_of(book)).terminal(width, DISPENSABLE))
+    console.print(summary_table(arms, book.facts.metric).terminal(width, DISPENSABLE))
     lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
     assert max(map(len, lines)) <= width
     assert [line.split("  ")[0] for line in lines[2 : 2 + len(LOSSES)]] == list(LOSSES)
@@ -626,7 +626,7 @@ def test_every_comparison_is_made_by_the_interval_that_the_sweep_declares(grown)
     for arm, value in zip(turned, (True, False), strict=True):
         arm.knobs.clear()
         arm.knobs["rht"] = value
-    assert contrasts(turned, metric_of(grown))[0].effect.interval == sequence
+    assert contrasts(turned, grown.facts.metric)[0].effect.interval == sequence
     assert replications(grown, [figure(3.0)])[0].measured.interval == sequence
 
 
@@ -664,7 +664,9 @@ def test_an_arm_shows_its_own_seeds_and_the_reading_says_that_they_differ(grown)
         ("clear", 7, 6),
     ]
     assert "paired by seed, each arm over its own seeds, so compare gaps and not means;" in reading(arms)
-    cells = {row[0]: [cell.strip() for cell in row if cell.strip()] for row in shown(arms, metric_of(grown))}
+    cells = {
+        row[0]: [cell.strip() for cell in row if cell.strip()] for row in shown(arms, grown.facts.metric)
+    }
     assert (cells["wide"][2], cells["clear"][2]) == ("7", "6 of 7")
 
 
@@ -831,7 +833,7 @@ def test_what_a_search_saw_is_exploratory_and_its_colour_is_kept_for_results(gro
         arms = summaries(grown)
         (column,) = [
             column
-            for column in summary_table(arms, metric_of(grown)).terminal().columns
+            for column in summary_table(arms, grown.facts.metric).terminal().columns
             if column.header == "verdict"
         ]
         colours[search] = dict(
@@ -881,7 +883,7 @@ def test_what_a_search_proposed_and_its_winner_run_again_are_in_no_contrast(grow
     grown.add_arm(f"{CONFIRM}0: rht", {"rht": True}, 1, None, "confirmed")
     arms = [arm for arm in summaries(grown) if arm.knobs.keys() == {"rht"}]
     assert [arm.role for arm in arms] == ["searched", "searched", "confirmed"]
-    assert contrasts(arms, metric_of(grown)) == []
+    assert contrasts(arms, grown.facts.metric) == []
 
 
 def test_a_search_whose_best_arm_is_its_baseline_has_no_winner(studied):
@@ -927,8 +929,8 @@ def test_a_winner_run_again_has_a_line_with_the_gap_of_the_fresh_seeds_alone(stu
     assert "marks the search's best arm, rerun on seeds that took no part in choosing it" in reading(
         list(arms.values())
     )
-    lines = [cells[0].strip() for cells in shown(list(arms.values()), metric_of(studied))]
+    lines = [cells[0].strip() for cells in shown(list(arms.values()), studied.facts.metric)]
     assert lines[lines.index(arms[name].baseline) + 1] == CONFIRM + name
     assert not any(
-        contrast.effect.pairs == 0 for contrast in contrasts(list(arms.values()), metric_of(studied))
+        contrast.effect.pairs == 0 for contrast in contrasts(list(arms.values()), studied.facts.metric)
     )

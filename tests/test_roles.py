@@ -13,7 +13,7 @@ from ablate.experiment.load import load
 from ablate.reports.answer import Answer
 from ablate.reports.leaderboard import collect
 from ablate.results.contrasts import contrasts
-from ablate.results.summary import metric_of, summaries
+from ablate.results.summary import summaries
 from ablate.store.ledger import Ledger
 
 IDLE = {"workload": {"idle": {"steps": 3}}, "ablate": None}
@@ -24,7 +24,7 @@ def answered(state, **keys) -> tuple[dict, list]:
     assert sweep(tiny(state, **(IDLE | keys)), state)[0].status == "done"
     book = ledger(state)
     arms = summaries(book)
-    found = contrasts(arms, metric_of(book))
+    found = contrasts(arms, book.facts.metric)
     book.close()
     return {arm.name: arm for arm in arms}, found
 
@@ -219,6 +219,6 @@ def test_baselines_that_a_sampler_brought_are_in_no_comparison_of_their_own(tmp_
     with closing(ledger(tmp_path)) as book:
         arms = summaries(book)
         assert [arm.role for arm in arms if arm.baseline is None] == ["baseline"] * 3
-        assert contrasts(arms, metric_of(book)) == []
+        assert contrasts(arms, book.facts.metric) == []
         best = min((arm for arm in arms if arm.role == "searched"), key=lambda arm: arm.mean)
         assert best.name in Answer(book).verdict()

@@ -11,7 +11,7 @@ from ablate.reports.comparison_tables import contrasts_table
 from ablate.results.answer_sentences import Setting, of_effect
 from ablate.results.attribution import grid, main_effects
 from ablate.results.contrasts import contrasts
-from ablate.results.summary import metric_of, summaries
+from ablate.results.summary import summaries
 from ablate.store.ledger import Ledger
 
 LISTS = {
@@ -87,7 +87,7 @@ def agree(change: str, mean: float, values: list) -> None:
 @pytest.mark.parametrize("book", [(values, NO_ARM) for values in LISTS.values()], ids=LISTS, indirect=True)
 def test_tables_sentences_and_pictures_subtract_the_value_that_is_listed_first(book, request):
     values, _ = request.node.callspec.params["book"]
-    arms, metric, answer = summaries(book), metric_of(book), Answer(book)
+    arms, metric, answer = summaries(book), book.facts.metric, Answer(book)
     effects = [effect for effect in main_effects(grid(arms)) if effect.knobs == ("k",)]
     pairs = [contrast for contrast in contrasts(arms, metric) if contrast.knob == "k"]
     assert len(effects) == len(values) - 1
@@ -132,7 +132,7 @@ def test_a_value_that_only_baselines_have_counts_as_listed(book):
     (effect,) = [effect for effect in main_effects(grid(arms)) if effect.knobs == ("k",)]
     changes = {
         contrast.change
-        for contrast in contrasts(arms, metric_of(book))
+        for contrast in contrasts(arms, book.facts.metric)
         if contrast.knob == "k" and "x" not in contrast.change
     }
     assert effect.change == "false instead of true"

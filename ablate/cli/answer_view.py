@@ -165,7 +165,7 @@ def _in_order(arms: list[ArmSummary], metric: Metric, ledger: Ledger) -> list[Ar
     def rank(arm: ArmSummary) -> tuple[bool, bool, float]:
         return arm.baseline is not None, not arm.values, sign * arm.mean
 
-    if ledger.fact("search"):
+    if ledger.facts.search:
         return sorted(arms, key=rank)
     alone = {arm.name: place for place, arm in enumerate(arms) if arm.baseline is None}
     return sorted(arms, key=lambda arm: (alone.get(arm.baseline or arm.name, len(arms)), bool(arm.baseline)))

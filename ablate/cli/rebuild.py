@@ -79,17 +79,18 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         )
     if why:
         kept = put_aside(path)
-        facts = {} if foreign else _identity(kept)
+        identity = None if foreign else _identity(kept)
         screen.print(f"The old ledger ({why}) is kept as {kept}.", soft_wrap=True, markup=False)
     else:
-        facts = {}
+        identity = None
     points, given_up = _points(experiment, folder / "optuna.log")
     news = Controller(experiment, state, device, _nothing_runs, None).adopt(points, given_up)
     ledger = Ledger(path)
-    ledger.describe(**facts)
+    if identity:
+        ledger.facts.id = identity
     # MLflow may have records of unfinished trials that only the old ledger had.
     ledger.discard(sorted({(member.id, "") for member in ledger.members() if member.status not in FINISHED}))
-    for line in (*news, *_recovered(ledger, experiment, points), *_lost(facts, experiment, points)):
+    for line in (*news, *_recovered(ledger, experiment, points), *_lost(identity, experiment, points)):
         screen.print(line, soft_wrap=True, markup=False)
     ledger.close()
     screen.print(f"`ablate sweep {file}` runs the missing trials.", soft_wrap=True, markup=False)
@@ -138,13 +139,13 @@ def _belongs_elsewhere(path: Path) -> bool:
     return False
 
 
-def _identity(kept: Path) -> dict[str, str]:
+def _identity(kept: Path) -> str | None:
     """Return the identity of the sweep, if the bytes of the damaged file or of its log still contain it."""
     content = b"".join(
         path.read_bytes() for path in (kept, kept.with_name(f"{kept.name}-wal")) if path.is_file()
     )
     match = _IDENTITY.search(content)
-    return {"id": match[1].decode()} if match else {}
+    return match[1].decode() if match else None
 
 
 def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[str]:
@@ -168,12 +169,12 @@ def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[s
     ]
 
 
-def _lost(facts: dict[str, str], experiment: Experiment, points: Points) -> list[str]:
+def _lost(identity: str | None, experiment: Experiment, points: Points) -> list[str]:
     lost = ["failed trials and their reasons (they run again)", "members that the file names no more"]
     if experiment.keys.search and not points:
         lost.append(
             "the points of the search (its journal has none; it restarts, and reuses finished trials)"
         )
-    if "id" not in facts:
+    if identity is None:
         lost.append("the runs of this sweep in MLflow (new ones are created)")
     return [f"Lost: {'; '.join(lost)}."]

@@ -171,12 +171,12 @@ def _annotate_study(state: Path, name: str, folder: Path) -> None:
     """Write the answer into the study of the sweep, for Optuna's dashboard."""
     from ablate.execution.search import decorate
     from ablate.reports.markdown_summary import summary_markdown
-    from ablate.results.summary import metric_of, summaries
+    from ablate.results.summary import summaries
     from ablate.store.checked_ledger import open_ledger
 
     ledger = open_ledger(state, name)
     note = f"{summary_markdown(ledger)}\n\nThe report: `{folder / 'index.html'}`"
-    decorate(ledger.path.parent / "optuna.log", name, note, summaries(ledger), metric_of(ledger))
+    decorate(ledger.path.parent / "optuna.log", name, note, summaries(ledger), ledger.facts.metric)
     ledger.close()
 
 

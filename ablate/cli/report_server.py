@@ -226,13 +226,7 @@ def _facts(folder: Path) -> tuple[str, Counter[str]]:
     try:
         with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
             counts = Counter(member.status for member in ledger.members())
-            question = ledger.fact("question") or ""
+            question = ledger.facts.question
     except (sqlite3.DatabaseError, InputError) as error:
         return f"(its ledger cannot be read: {error})", Counter()
     return question, counts
-
-
-def read_fact(folder: Path, key: str) -> str | None:
-    """Return a fact of a sweep, or None; sqlite3.DatabaseError if its ledger cannot be read."""
-    with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
-        return ledger.fact(key)

@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import threading
 from collections.abc import Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.server import ThreadingHTTPServer
@@ -27,9 +27,10 @@ from rich.text import Text
 from ablate.cli.common import DONE, console
 from ablate.cli.mlflow_server import HOST, MlflowServer, Served, bind_first_free
 from ablate.cli.options import MlflowFlags, complete_sweeps
-from ablate.cli.report_server import ReportHandler, guarded_application, own_names, read_fact
+from ablate.cli.report_server import ReportHandler, guarded_application, own_names
 from ablate.errors import InputError
 from ablate.execution.sweep_control import changed, folders
+from ablate.store.ledger import Ledger
 
 _PORT = {"min": 1, "max": 65535, "rich_help_panel": "Ports"}
 
@@ -155,10 +156,10 @@ def _start(
     application, number = dashboard(state)
     optuna.set_app(guarded_application(application, names))
     _serve(optuna, stack)
-    experiment = _fact(state, sweep, "mlflow_experiment") if sweep else None
+    experiment, searched = _read(state / "sweeps" / sweep / "ledger.db") if sweep else (None, False)
     study = number(sweep) if sweep else None
     # Of a grid, whose importances say nothing, the note with the answer.
-    page = "" if sweep and _fact(state, sweep, "search") else "/note"
+    page = "" if searched else "/note"
     address = _address(optuna) if study is None else f"{_address(optuna)}dashboard/studies/{study}{page}"
     return [
         mlflow.served(experiment),
@@ -166,11 +167,12 @@ def _start(
     ]
 
 
-def _fact(state: Path, sweep: str, key: str) -> str | None:
-    """Return a fact of a sweep; None if it has none, or if its ledger cannot be read."""
-    with suppress(sqlite3.DatabaseError):
-        return read_fact(state / "sweeps" / sweep, key)
-    return None
+def _read(path: Path) -> tuple[str | None, bool]:
+    """Return a sweep's experiment in MLflow, None without one, and True for a search; (None, False) if its
+    ledger cannot be read."""
+    with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as ledger:
+        return ledger.facts.mlflow_experiment, bool(ledger.facts.search)
+    return None, False
 
 
 def _serve(server: TCPServer, stack: ExitStack) -> None:

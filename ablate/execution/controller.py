@@ -135,7 +135,7 @@ class Controller:
             self._release()
             if status in ("done", "failed") and not self._halt:
                 self.scheduler.queue.tidy()
-            self.ledger.describe(ended=status)
+            self.ledger.facts.ended = status
             if self.options.paces:
                 self.options.paces.keep(self._pace.learnt)
             ending = {"failed": "FAILED", "stopped": "KILLED"}.get(status, "FINISHED")

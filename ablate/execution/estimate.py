@@ -231,7 +231,7 @@ class Countdown:
             later = unproposed(self._experiment, asks, not confirmed, self._device)
             self._at = now
             self._seconds = self._computed(running, slots, later)
-            self._ledger.describe(left=json.dumps([self._at, self._seconds]))
+            self._ledger.facts.left = self._at, self._seconds
         return max(0.0, self._seconds - (now - self._at))
 
     def _computed(self, running: Iterable[Timed], slots: int, later: Mapping[Load, int]) -> float:

@@ -152,9 +152,9 @@ def _add_ledger(
 ) -> None:
     """Add the points that a search proposed, seeds beyond those of the file, and pruned trials."""
     rows = ledger.members()
-    unchanged = ledger.fact("experiment.yaml") == experiment.text
+    unchanged = ledger.facts.text == experiment.text
     recorded.members = {(row.name, row.seed): row for row in rows}
-    recorded.ended = unchanged and ledger.fact("ended") == "done"
+    recorded.ended = unchanged and ledger.facts.ended == "done"
     recorded.pruned = {row.id for row in rows if row.status == "pruned"}
     members: dict[str, list[Member]] = {}
     for row in rows:

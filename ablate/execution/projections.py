@@ -50,18 +50,8 @@ class Mirror:
     def _start(self) -> None:
         from ablate.execution.tracking import Follower, MlflowTracker
 
-        names = (
-            "question",
-            "metric",
-            "experiment.yaml",
-            "provenance.json",
-            "uncommitted.diff",
-            "metrics",
-            "mlflow_parent",
-        )
-        facts = {key: self._ledger.fact(key) or "" for key in names} | {"sweep_id": self._ledger.identity()}
         stop = threading.Event()
-        self.tracker = MlflowTracker(*self._target, facts, stop)
+        self.tracker = MlflowTracker(*self._target, self._ledger.identity(), stop)
         self._follower = Follower(self.tracker, self._path, "mlflow", stop)
 
     @property
@@ -91,17 +81,17 @@ class Mirror:
         if self.tracker.forgotten:  # the database was deleted, and another sweep has made a new one since
             self._ledger.forget_mlflow()
             self._start()
-        if self.tracker.parent and not self._ledger.fact("mlflow_parent"):
-            self._ledger.describe(
-                mlflow_parent=self.tracker.parent, mlflow_experiment=self.tracker.experiment or ""
-            )
+        facts = self._ledger.facts
+        if self.tracker.parent and not facts.mlflow_parent:
+            with self._ledger.atomic():
+                facts.mlflow_parent, facts.mlflow_experiment = self.tracker.parent, self.tracker.experiment
         return arms
 
     def pages(self, runs: Iterable[str | None]) -> list[str]:
         """Return the addresses of these runs' pages; none if MLflow is not a server, since only a server's
         addresses are stable.
         """
-        experiment = self._ledger.fact("mlflow_experiment")
+        experiment = self._ledger.facts.mlflow_experiment
         if not experiment or not self._target[0].startswith(("http://", "https://")):
             return []
         from ablate.execution.tracking import page
@@ -144,9 +134,9 @@ class Mirror:
         if path is not None and gone:
             for part in ("-wal", "-shm"):  # SQLite would apply an old log to the new file
                 path.with_name(path.name + part).unlink(missing_ok=True)
-        if gone or self._ledger.fact("mlflow") != digest:
+        if gone or self._ledger.facts.mlflow != digest:
             self._ledger.forget_mlflow()
-            self._ledger.describe(mlflow=digest)
+            self._ledger.facts.mlflow = digest
 
 
 class Projections:

@@ -33,7 +33,7 @@ from ablate.experiment.load import Experiment
 from ablate.experiment.roles import CONFIRM, Role
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json
-from ablate.store.ledger import DATA, Ledger
+from ablate.store.ledger import Ledger
 from ablate.store.ledger_integrity import strays, tally
 from ablate.store.ledger_rows import FINISHED, Member
 from ablate.store.trial_store import Store
@@ -209,7 +209,7 @@ class Scheduler:
         source = spec.config.data_source
         if isinstance(source, KINDS) and (fingerprint := spec.config.fingerprint()) not in self._data:
             self._data.add(fingerprint)
-            self.ledger.describe(**{f"{DATA}{fingerprint}": json.dumps(facts(source))})
+            self.ledger.facts.add_data(fingerprint, facts(source))
 
     def grow(self) -> list[str]:
         """Request more seeds for undecided arms and their baselines; return a line for each arm. Nothing

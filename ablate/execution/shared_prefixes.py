@@ -1,6 +1,5 @@
 """Shared prefixes: trials with equal settings up to some step, so that these steps run only once."""
 
-import json
 import sqlite3
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
@@ -113,8 +112,10 @@ def wanted_elsewhere(state: Path, sweep: str) -> set[str] | None:
         try:
             with closing(Ledger(path, readonly=True)) as other:
                 if other.unfinished():
-                    names |= set(json.loads(other.fact("shared") or "null"))
-        except (sqlite3.Error, InputError, TypeError):  # damaged, just begun, or another version's
+                    if (shared := other.facts.shared) is None:  # just begun
+                        return None
+                    names |= shared
+        except (sqlite3.Error, InputError):  # damaged, or another version's
             return None
     return names
 
@@ -124,7 +125,7 @@ def trunks_elsewhere(state: Path, sweep: str) -> set[str]:
     names: set[str] = set()
     for path in _other_ledgers(state, sweep):
         with suppress(sqlite3.Error, InputError), closing(Ledger(path, readonly=True)) as other:
-            names |= set(json.loads(other.fact("trunks") or "[]"))
+            names |= other.facts.trunks or set()
     return names
 
 

@@ -208,13 +208,13 @@ def warm(ledger: Ledger, state: Path, experiment: Experiment) -> tuple[list[Poin
         "constraints": [constraint.model_dump() for constraint in experiment.keys.constraints],
     }
     of = json.dumps(asked)
-    kept = json.loads(ledger.fact("warm") or "{}")
+    kept = ledger.facts.warm
     if kept.get("of") != of:
         kept = {
             "of": of,
             "arms": [arm for name in experiment.keys.search.warm for arm in _arms(state, name, experiment)],
         }
-        ledger.describe(warm=json.dumps(kept))
+        ledger.facts.warm = kept
     points = [
         Point(arm["name"], knobs, tuple(arm["values"]), violations=tuple(arm["violations"]))
         for arm in kept["arms"]
@@ -234,7 +234,6 @@ class _WarmArm(TypedDict):
 
 def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
     """Return every arm of an earlier sweep that is over and has all objectives."""
-    from ablate.results.forked import design_of  # imports scipy: only to read an earlier sweep
 
     sweeps = {path.parent.name: path for path in (state / "sweeps").glob("*/ledger.db")}
     if name not in sweeps:
@@ -244,7 +243,7 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
         )
     book = open_checked(sweeps[name])
     try:
-        here, there = experiment.keys.design, design_of(book)
+        here, there = experiment.keys.design, book.facts.design
         if _windows(here) != _windows(there):
             kinds = [f"forks ({one.trunk})" if one else "full runs" for one in (there, here)]
             raise InputError(

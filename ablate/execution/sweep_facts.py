@@ -1,7 +1,6 @@
 """Facts of a sweep that its ledger keeps beside arms and records, so that reports need no experiment file."""
 
 import dataclasses
-import json
 import time
 from pathlib import Path
 
@@ -18,34 +17,19 @@ from ablate.training.metric_names import is_added
 def describe(ledger: Ledger, experiment: Experiment) -> None:
     """Store the experiment's facts, its text, and the code and machine that run it from now on."""
     commit, diff = provenance.commit(Path.cwd())
-    ledger.describe(
-        **{
-            "name": experiment.name,
-            "file": experiment.file,
-            "question": experiment.keys.question,
-            "interval": experiment.keys.growth.interval if experiment.keys.growth else "t",
-            "ended": "",
-            "search": experiment.keys.search.sampler if experiment.keys.search else "",
-            "design": experiment.keys.design.model_dump_json() if experiment.keys.design else "",
-            "answer": experiment.keys.answer.model_dump_json() if experiment.keys.answer else "",
-            "metric": experiment.metric.model_dump_json(),
-            "metrics": json.dumps([metric.name for metric in experiment.metrics]),
-            "compared": json.dumps([metric.model_dump() for metric in experiment.metrics]),
-            "covered": covered_share(experiment),
-            "published": json.dumps([figure.model_dump() for figure in experiment.keys.published]),
-            "experiment.yaml": experiment.text,
-            "provenance.json": json.dumps({"commit": commit, **provenance.environment()}, indent=1),
-            "uncommitted.diff": diff,
-        }
-    )
-
-
-def covered_share(experiment: Experiment) -> str:
-    """Return the smallest share of the weights of a model's matrices, without embeddings, that are in layers
-    which a recipe quantises; empty for a workload whose model has no other matrices, or is not known."""
-    configs = [arm.config for arm in experiment.arms if not arm.recipe.plain]
-    shares = {outline.covered for config in configs if (outline := config.outline)}
-    return f"{min(shares):.4f}" if shares else ""
+    environment = {"commit": commit, **provenance.environment()}
+    quantised = [arm.config for arm in experiment.arms if not arm.recipe.plain]
+    covered = min((outline.covered for config in quantised if (outline := config.outline)), default=None)
+    keys, facts = experiment.keys, ledger.facts
+    with ledger.atomic():
+        facts.name, facts.file, facts.text = experiment.name, experiment.file, experiment.text
+        facts.question, facts.answer, facts.design = keys.question, keys.answer, keys.design
+        facts.interval = keys.growth.interval if keys.growth else "t"
+        facts.search = keys.search.sampler if keys.search else ""
+        facts.metric, facts.compared = experiment.metric, experiment.metrics
+        facts.metrics = [metric.name for metric in experiment.metrics]
+        facts.published, facts.covered = keys.published, covered
+        facts.provenance, facts.diff, facts.ended = environment, diff, ""
 
 
 def register_design(ledger: Ledger, experiment: Experiment, store: Store, device: str) -> None:

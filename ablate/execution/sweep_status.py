@@ -145,13 +145,13 @@ def _read(
     counts = Counter(member.status for member in members.values())
     return Status(
         name=folder.name,
-        question=ledger.fact("question") or "",
+        question=ledger.facts.question,
         controller=controller,
         trials=dict(counts),
         running=sorted(running, key=lambda trial: (trial.seed, trial.arm)),
         failures=[_failure(ledger, store, member) for member in reversed(failed)],
         seconds_left=_seconds_left(ledger, now, running) if controller else None,
-        mlflow_behind=behind(ledger) if ledger.fact("mlflow") else None,
+        mlflow_behind=behind(ledger) if ledger.facts.mlflow else None,
         quiet_s=max(0.0, now - changed(folder)),
         answer=about.get("answer"),
         lead=about.get("lead"),
@@ -201,7 +201,7 @@ def _seconds_left(ledger: Ledger, now: float, running: Iterable[RunningTrialStat
     The controller learns from trials that ended; one that runs may be slower than they were. None while it
     has no estimate.
     """
-    at, seconds = json.loads(ledger.fact("left") or "[0, null]")
+    at, seconds = ledger.facts.left
     if seconds is None:
         return None
     return max(0.0, seconds - (now - at), *(trial.seconds_left or 0.0 for trial in running))

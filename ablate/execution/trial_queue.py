@@ -8,7 +8,6 @@ that it can start from.
 
 import heapq
 import itertools
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -139,8 +138,9 @@ class TrialQueue:
             heapq.heappush(self._ranked, (self._rank(work), work))
         if self._arrived:
             self._arrived = []
-            names = {"shared": self._shared, "trunks": self.family.trunks()}
-            self._ledger.describe(**{key: json.dumps(sorted(each)) for key, each in names.items()})
+            with self._ledger.atomic():
+                self._ledger.facts.shared = self._shared
+                self._ledger.facts.trunks = self.family.trunks()
 
     def _rank(self, work: Work) -> tuple[int, int, int]:
         """Return the sort key: seed, then most shared steps first, then order of arrival."""

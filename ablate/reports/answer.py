@@ -31,7 +31,7 @@ from ablate.reports.search_parts import effects_parts, front_parts
 from ablate.reports.table import Table
 from ablate.reports.table_notes import reading
 from ablate.results.doses import doses
-from ablate.results.forked import design_of, estimand
+from ablate.results.forked import estimand
 from ablate.results.number_text import counted
 from ablate.results.paired_stats import FEWEST_DISTINCT
 from ablate.results.subject import described
@@ -234,7 +234,7 @@ class Answer(VerdictSentences):
         )
         interval = self.arms[0].interval if self.arms else ""
         shared = "initial weights and data order"
-        if design := design_of(self.ledger):
+        if design := self.ledger.facts.design:
             if design.trunk == START:
                 shared = "the data order (the weights that they start from are the same at every seed)"
             matters += f" {estimand(design, self.arms)}"
@@ -259,5 +259,5 @@ class Answer(VerdictSentences):
 
     def file(self) -> Code | None:
         """Return the experiment's file as it was run."""
-        text = self.ledger.fact("experiment.yaml")
+        text = self.ledger.facts.text
         return Code(text, "yaml") if text else None

@@ -45,7 +45,7 @@ class Measurements(Comparisons):
         """Arms that tables show: at most about `most_arms`. The arms of a search are sorted, the best
         first."""
         arms = foremost(self.arms, self.metric, self.most_arms)
-        if not self.ledger.fact("search"):
+        if not self.ledger.facts.search:
             return arms
         sign = 1 if self.metric.direction == "minimize" else -1
         return sorted(

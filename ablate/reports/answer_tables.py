@@ -24,7 +24,7 @@ from ablate.results.paired_stats import (
     paired_difference,
 )
 from ablate.results.published import replications
-from ablate.results.summary import ArmSummary, published_of
+from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import verdict_notes, verdict_text
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Intervention
@@ -342,7 +342,7 @@ def interventions_table(ledger: Ledger) -> Table | None:
 def published_part(ledger: Ledger) -> Table | None:
     """Return the table of published figures and orderings beside the measured ones, None if none are
     quoted."""
-    table = published_table(replications(ledger, published_of(ledger)))
+    table = published_table(replications(ledger, ledger.facts.published))
     caption = (
         "A difference of two arms agrees if it has the published direction, judged by its interval. A model"
         " of another size need not show an effect of the same size."
@@ -353,10 +353,10 @@ def published_part(ledger: Ledger) -> Table | None:
 
 def provenance_table(ledger: Ledger) -> Table:
     """Return the table of commit, versions, hardware, data and cost."""
-    facts = ledger.provenance()
+    facts = ledger.facts.provenance
     trials = {member.id: member for member in ledger.members()}
     data = sorted({member.resolved.data for member in trials.values()})
-    changed = len((ledger.fact("uncommitted.diff") or "").splitlines())
+    changed = ledger.facts.uncommitted
     commit = facts.pop("commit", None) or "none"
     spent, reused = ledger.spent()
     rows = {

@@ -11,7 +11,7 @@ from ablate.reports.answer_measurements import Measurements
 from ablate.reports.page import Answered, Chips, Command, Part, Text
 from ablate.reports.run_state import failures_table, running
 from ablate.reports.table_notes import dropped, emulated, null_warning, smallest_damage
-from ablate.results.forked import design_of, estimand
+from ablate.results.forked import estimand
 from ablate.results.headline import Headline, headline_of
 from ablate.results.unmet_phases import never_began
 from ablate.training.metric_names import parse
@@ -35,7 +35,7 @@ class VerdictSentences(Measurements):
         if self.running:
             begun = any(arm.values or arm.diverged for arm in self.arms)
             return [running(self.ledger), *([chips] if begun else []), *self.losses()]
-        design = design_of(self.ledger)
+        design = self.ledger.facts.design
         settling = [Text(answer.settling.text)] if answer.settling else []
         return [
             Answered(answer.lead, answer.text, answer.answered, answer.valid, even=answer.even),

@@ -8,7 +8,7 @@ from ablate.reports.effect_table import Line, effect_table, lines
 from ablate.reports.plain_text import html_text, markdown_cell
 from ablate.reports.table import Table
 from ablate.results.comparisons import Comparisons
-from ablate.results.forked import design_of, estimand
+from ablate.results.forked import estimand
 from ablate.results.headline import headline_of
 from ablate.results.subject import described
 from ablate.store.checked_ledger import unverified
@@ -21,9 +21,9 @@ def facts(sweep: Comparisons) -> dict[str, str]:
     Args:
         sweep: its comparisons.
     """
-    answer, ledger, design = headline_of(sweep), sweep.ledger, design_of(sweep.ledger)
-    provenance = ledger.provenance()
-    changed = len((ledger.fact("uncommitted.diff") or "").splitlines())
+    answer, ledger, design = headline_of(sweep), sweep.ledger, sweep.ledger.facts.design
+    provenance = ledger.facts.provenance
+    changed = ledger.facts.uncommitted
     commit = provenance.get("commit") or "none"
     return {
         "Question": answer.question,
@@ -34,7 +34,7 @@ def facts(sweep: Comparisons) -> dict[str, str]:
         "Checks": "; ".join(check.text for check in answer.checks),
         "Records": unverified(ledger),
         "Registered": registered_text(ledger),
-        "Command": f"ablate sweep {ledger.fact('file') or f'{ledger.name}.yaml'}",
+        "Command": f"ablate sweep {ledger.facts.file or f'{ledger.name}.yaml'}",
         "Made with": f"ablate {__version__}, commit {commit}"
         + (f" with {changed} uncommitted lines of diff" if changed else "")
         + f", torch {provenance.get('torch', '?')}, {provenance.get('gpu') or provenance.get('cpu') or '?'}",

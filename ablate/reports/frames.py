@@ -23,7 +23,7 @@ import pandas as pd
 from ablate.errors import InputError, nearest
 from ablate.results import attribution
 from ablate.results.decomposition import damages
-from ablate.results.summary import metrics_of, summaries
+from ablate.results.summary import summaries
 from ablate.store import records
 from ablate.store.checked_ledger import open_checked, unverified
 from ablate.store.ledger import Ledger
@@ -202,7 +202,7 @@ def open(sweep: str | Path, *, state: str | Path | None = None, metric: str | No
     except InputError as error:
         raise ValueError(str(error)) from None
     try:
-        compared = {one.name: one for one in metrics_of(ledger)}
+        compared = {one.name: one for one in ledger.facts.all_metrics}
         if metric is not None and metric not in compared:
             raise ValueError(f"{metric}: {name} compares by {', '.join(compared)}")
         return Results(ledger, compared[metric] if metric else next(iter(compared.values())))

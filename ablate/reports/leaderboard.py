@@ -23,7 +23,7 @@ from ablate.reports.plain_text import duration, markdown_cell
 from ablate.reports.table import Column, Table
 from ablate.results.number_text import interval, number
 from ablate.results.paired_stats import Verdict
-from ablate.results.summary import metric_of, summaries
+from ablate.results.summary import summaries
 from ablate.results.verdict_text import verdict_document
 from ablate.store.checked_ledger import open_checked, refusal, unverified
 from ablate.store.ledger import Ledger
@@ -125,7 +125,7 @@ def _line(error: Exception) -> str:
 
 def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
     """Yield the compared arms of a sweep; add the fields of their tasks to `tasks`."""
-    metric, commit, name = metric_of(ledger), _commit(ledger), ledger.name
+    metric, commit, name = ledger.facts.metric, _commit(ledger), ledger.name
     members: dict[str, list[Member]] = {}
     for member in ledger.members():
         members.setdefault(member.name, []).append(member)
@@ -172,8 +172,8 @@ def _finite(value: float) -> float | None:
 
 def _commit(ledger: Ledger) -> str:
     """Return the commit of the last run of the sweep, followed by `+` if there were uncommitted changes."""
-    commit = ledger.provenance().get("commit") or ""
-    return commit[:_DIGITS] + ("+" if commit and ledger.fact("uncommitted.diff") else "")
+    commit = ledger.facts.provenance.get("commit") or ""
+    return commit[:_DIGITS] + ("+" if commit and ledger.facts.diff else "")
 
 
 def _config(spec: Fields) -> tuple[str, Fields]:

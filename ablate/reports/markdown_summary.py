@@ -6,7 +6,7 @@ from ablate.reports.comparison_tables import arm_columns, judged
 from ablate.reports.plain_text import markdown_cell
 from ablate.results.comparisons import Comparisons
 from ablate.results.headline import headline_of
-from ablate.results.summary import foremost, interval_of, metric_of, summaries
+from ablate.results.summary import foremost, interval_of, summaries
 from ablate.store.ledger import Ledger
 
 _MOST_LINES = 40
@@ -19,7 +19,7 @@ def summary_markdown(ledger: Ledger) -> str:
     Args:
         ledger: Ledger of the sweep.
     """
-    metric, arms = metric_of(ledger), summaries(ledger)
+    metric, arms = ledger.facts.metric, summaries(ledger)
     answer = headline_of(Comparisons(ledger))
     shown = foremost(arms, metric, _MOST_LINES)
     name, mean, seeds, gap, *_, verdict, needed = arm_columns(arms, metric)

@@ -18,7 +18,7 @@ ABOUT = "index.json"
 def stamp(ledger: Ledger) -> str:
     """Return a hash of the state of a sweep: its experiment file and the status of each run."""
     runs = [(member.name, member.seed, member.id, member.status) for member in ledger.members()]
-    content = [ledger.fact("experiment.yaml"), runs]
+    content = [ledger.facts.text, runs]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 

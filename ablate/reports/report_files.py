@@ -75,7 +75,7 @@ class Heading:
         """
         from ablate.reports.answer import Answer  # pandas
 
-        question, line = ledger.fact("question") or name, _about(ledger, name, verified)
+        question, line = ledger.facts.question or name, _about(ledger, name, verified)
         return cls(question, line, stamp(ledger), Answer(ledger).answer)
 
 
@@ -91,7 +91,7 @@ def default_notebooks(ledger: Ledger) -> list[str]:
     """Return the notebooks that fit the question of a sweep."""
     if any(member.resolved.workload == "tensors" for member in ledger.members()[:1]):
         return ["tensors"]
-    return ["search" if ledger.fact("search") else "ablation", "training_health"]
+    return ["search" if ledger.facts.search else "ablation", "training_health"]
 
 
 def _about(ledger: Ledger, name: str, verified: str) -> str:
@@ -99,10 +99,10 @@ def _about(ledger: Ledger, name: str, verified: str) -> str:
     members = ledger.members()
     unfinished = sum(member.status not in ("done", "diverged") for member in members)
     partial = f", {unfinished} of them not finished" if unfinished else ""
-    commit = ledger.provenance().get("commit")
+    commit = ledger.facts.provenance.get("commit")
     facts = [
         f"ablate, experiment {name}",
-        subject(members[0].resolved, ledger.fact("covered") or "") if members else "",
+        subject(members[0].resolved, ledger.facts.covered) if members else "",
         f"{len(members)} runs on {counted(len({member.seed for member in members}), 'seed')}{partial}",
         f"commit {commit[:8]}" if commit else "",
     ]

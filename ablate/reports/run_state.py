@@ -29,7 +29,7 @@ def running(ledger: Ledger) -> Answered:
     over = sum(member.status not in ("pending", "running") for member in members)
     text = f"{over} of {counted(len(members), 'run')} are over."
     ends = _ends(ledger, members)
-    at, seconds = json.loads(ledger.fact("left") or "[0, null]")
+    at, seconds = ledger.facts.left
     news = [f"the next result at about {_clock(min(ends))}"] if ends else []
     if seconds is not None:
         news.append(f"the last at about {_clock(max(time.time(), at + seconds, *ends))}")

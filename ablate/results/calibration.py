@@ -28,10 +28,10 @@ from ablate.experiment.forked_design import CALIBRATION, FEWEST_SEEDS, FULL_CALI
 from ablate.experiment.load import Experiment
 from ablate.experiment.roles import BAD, NULL
 from ablate.experiment.schema import Design
-from ablate.results.forked import FIFTH, Readings, design_of, views
+from ablate.results.forked import FIFTH, Readings, views
 from ablate.results.intervals import SINGLE_LOOK, Interval
 from ablate.results.paired_stats import Difference, common, paired_difference
-from ablate.results.summary import ArmSummary, metric_of, summaries
+from ablate.results.summary import ArmSummary, summaries
 from ablate.store.checked_ledger import open_ledger
 from ablate.store.ledger import Ledger
 
@@ -127,7 +127,7 @@ def candidates_of(experiment: Experiment, state: Path) -> list[Candidate]:
         if not (state / "sweeps" / name / "ledger.db").exists():
             continue
         with closing(open_ledger(state, name)) as ledger:
-            if design := design_of(ledger):
+            if design := ledger.facts.design:
                 found += from_forks(ledger, design, *shape, design.bad or "")
             else:
                 bad = [arm.name for arm in ledger.arms() if arm.name.startswith(BAD)]
@@ -293,7 +293,7 @@ def _candidate(
     error: float,
 ) -> Candidate:
     by_name = {arm.name: arm for arm in arms}
-    minimize = metric_of(ledger).direction == "minimize"
+    minimize = ledger.facts.metric.direction == "minimize"
     baseline = by_name[bad].baseline if bad in by_name else None
     if baseline is None:
         raise ValueError(f"the calibration has no arm {bad} with a baseline")

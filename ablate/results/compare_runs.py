@@ -6,7 +6,6 @@ from typing import Any
 
 from ablate.recipes.compare import parts_that_differ
 from ablate.results.paired_stats import Difference, paired_difference
-from ablate.results.summary import metric_of
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 
@@ -63,7 +62,7 @@ def side(ledger: Ledger, arm: str) -> Side:
         ledger: ledger of the sweep.
         arm: name of the arm, which exists.
     """
-    metric = metric_of(ledger).name
+    metric = ledger.facts.metric.name
     members: Sequence[Member] = [member for member in ledger.members() if member.name == arm]
     lasts = ledger.finals(lambda name: str(name) == metric)
     done = [member for member in members if member.status == "done" and metric in lasts.get(member.trial, {})]
@@ -75,7 +74,7 @@ def side(ledger: Ledger, arm: str) -> Side:
         {member.seed: lasts[member.trial][metric] for member in done},
         {member.seed: member.id for member in members},
         {key: value for key, value in spec.items() if key not in _IGNORED},
-        ledger.provenance(),
+        ledger.facts.provenance,
     )
 
 

@@ -11,10 +11,10 @@ from ablate.experiment.arms import label
 from ablate.experiment.schema import Asked, Metric
 from ablate.results.attribution import Effect, Grid, grid, held_effects, interactions, main_effects
 from ablate.results.contrasts import Contrast, contrasts
-from ablate.results.forked import design_of, sharpened, views
+from ablate.results.forked import sharpened, views
 from ablate.results.log_ratios import Change, changes
 from ablate.results.paired_stats import Difference, Verdict, paired_difference
-from ablate.results.summary import ArmSummary, judge_learned, metrics_of, summaries
+from ablate.results.summary import ArmSummary, judge_learned, summaries
 from ablate.store.ledger import Ledger
 from ablate.training.workloads import unit
 
@@ -33,8 +33,8 @@ class Comparisons:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.question = ledger.fact("question") or ledger.name
-        self.metrics = metrics_of(ledger)
+        self.question = ledger.facts.question or ledger.name
+        self.metrics = ledger.facts.all_metrics
         self.metric = self.metrics[0]
 
     @cached_property
@@ -176,7 +176,7 @@ class Comparisons:
     @property
     def forked(self) -> bool:
         """True for a forked design: its arms share a trunk, and have values at the end of windows alone."""
-        return design_of(self.ledger) is not None
+        return self.ledger.facts.design is not None
 
     @property
     def one_seed(self) -> bool:
@@ -186,8 +186,7 @@ class Comparisons:
     @cached_property
     def asked(self) -> Asked | None:
         """The comparison, or family, that the file says its question is about; None if it does not say."""
-        text = self.ledger.fact("answer")
-        return Asked.model_validate_json(text, strict=False) if text else None
+        return self.ledger.facts.answer
 
     @property
     def family(self) -> str:

@@ -29,7 +29,6 @@ from scipy import special
 from ablate.experiment.schema import START, Design
 from ablate.results.intervals import ALPHA
 from ablate.results.paired_stats import Difference, Verdict, p_value, paired_difference
-from ablate.store.ledger import Ledger
 from ablate.training.metric_names import DAMAGE, cell_of, part_of
 
 FEWEST_PARTS = 8
@@ -128,12 +127,6 @@ class Views:
 def difference_word(arms: Iterable[A]) -> str:
     """Return the word for an arm minus its baseline: `gap` of full runs, `damage` in a forked design."""
     return DAMAGE if any(arm.readings and arm.readings.cells for arm in arms) else "gap"
-
-
-def design_of(ledger: Ledger) -> Design | None:
-    """Return the design of a sweep's forks; None for full runs."""
-    text = ledger.fact("design")
-    return Design.model_validate_json(text, strict=False) if text else None
 
 
 def estimand(design: Design, arms: Iterable[A]) -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from statistics import median, stdev, variance
 from typing import Literal
 
-from ablate.results.forked import design_of
 from ablate.results.number_text import counted, minus, signed
 from ablate.results.paired_stats import common
 from ablate.results.summary import ArmSummary, nothing_learned
@@ -55,8 +54,8 @@ def _finished(arms: Sequence[ArmSummary]) -> Check:
 
 def _covered(ledger: Ledger) -> Check | None:
     """Return the warning that a recipe quantises less than half of the model's weights."""
-    share = float(ledger.fact("covered") or 1)
-    if share >= _LEAST_COVERED:
+    share = ledger.facts.covered
+    if share is None or share >= _LEAST_COVERED:
         return None
     text = f"a recipe quantises {share:.0%} of the model's matrix weights, embeddings not counted"
     return Check("warning", text)
@@ -209,7 +208,7 @@ def _twin(arms: Sequence[ArmSummary]) -> Check | None:
 
 def _bad(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
     """Return the check that a design sees what it should see: an arm that it adds, or one of the file."""
-    design = design_of(ledger)
+    design = ledger.facts.design
     named = design.bad if design else None
     bad = next((arm for arm in arms if arm.role == "bad" or (named is not None and arm.name == named)), None)
     if bad is None or bad.gap is None or bad.gap.pairs < 2:

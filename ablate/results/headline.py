@@ -16,7 +16,6 @@ from ablate.results import answer_sentences
 from ablate.results.answer_sentences import NO_ANSWER, Compared, Setting
 from ablate.results.attribution import Effect, shown_value
 from ablate.results.comparisons import Comparisons
-from ablate.results.forked import design_of
 from ablate.results.gate import Check, checks
 from ablate.results.log_ratios import ratio
 from ablate.results.next_runs import Settling, seeds_to_settle
@@ -88,7 +87,7 @@ def headline_of(sweep: Comparisons) -> Headline:
     lead, text, verdicts = _answer(sweep)
     found = tuple(checks(sweep.ledger, sweep.arms))
     valid = not any(check.kind == "failed" for check in found)
-    search = bool(sweep.ledger.fact("search"))
+    search = bool(sweep.ledger.facts.search)
     settling = seeds_to_settle(sweep.ledger, verdicts) if valid and not search else None
     open_ = valid and not search and not any(verdict.decided for verdict in verdicts)
     return Headline(
@@ -107,7 +106,7 @@ def headline_of(sweep: Comparisons) -> Headline:
 def _subject(sweep: Comparisons) -> str:
     """Return model, size, steps and data of the runs, and the share of weights that recipes quantise."""
     members = sweep.ledger.members()
-    return subject(members[0].resolved, sweep.ledger.fact("covered") or "") if members else ""
+    return subject(members[0].resolved, sweep.ledger.facts.covered) if members else ""
 
 
 def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
@@ -273,7 +272,7 @@ def _baseline_text(sweep: Comparisons, names: Set[str | None], setting: Setting)
 def _setting(sweep: Comparisons) -> Setting:
     """Return the facts of a sweep that its sentences share."""
     specs = [member.resolved for member in sweep.ledger.members()]
-    design = design_of(sweep.ledger)
+    design = sweep.ledger.facts.design
     readings = next((arm.readings for arm in sweep.arms if arm.readings and arm.readings.cells), None)
     steps = [spec.config["steps"] for spec in specs if "steps" in spec.config]
     scope = answer_sentences.scope_of(
@@ -325,13 +324,13 @@ def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str, list
 
 def _command(ledger: Ledger, settling: Settling | None) -> str:
     """Return the command that adds the seeds, for a file with a number of seeds: they count from 0."""
-    file, seeds = ledger.fact("file"), {member.seed for member in ledger.members()}
+    file, seeds = ledger.facts.file, {member.seed for member in ledger.members()}
     if (
         seeds != set(range(len(seeds)))
         or not file
         or settling is None
         or not settling.runs
-        or ledger.fact("interval") not in (None, "t")
+        or ledger.facts.interval != "t"
     ):
         return ""
     return f"ablate sweep {shlex.quote(file)} --seeds {settling.seeds}"

@@ -1,6 +1,5 @@
 """Loss of a model that ignores its input, which a run has to beat before arms are compared."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Self
@@ -22,7 +21,7 @@ class Floors:
     @classmethod
     def of_ledger(cls, ledger: Ledger) -> Self:
         """Return the sources for the trials of a ledger."""
-        return cls(ledger.context_free(), json.loads(ledger.fact("context_free") or "{}"))
+        return cls(ledger.context_free(), ledger.facts.context_free)
 
     def of(self, members: Iterable[Member]) -> tuple[float | None, bool]:
         """Return the loss for an arm's first finished run, and True if it should be known and is not."""

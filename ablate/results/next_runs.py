@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ablate.experiment.schema import Metric
 from ablate.results.paired_stats import MOST_SEEDS, Verdict
-from ablate.results.summary import metric_of, summaries
+from ablate.results.summary import summaries
 from ablate.store.ledger import Ledger
 
 _NORMAL = 1.96
@@ -29,7 +29,7 @@ def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, s
         ledger: Ledger of the sweep.
         metric: Metric that is compared; default: the main one.
     """
-    metric = metric or metric_of(ledger)
+    metric = metric or ledger.facts.metric
     return [
         (arm.name, arm.baseline)
         for arm in summaries(ledger, metric)
@@ -50,7 +50,7 @@ def winner(ledger: Ledger, metric: Metric | None = None, infeasible: Collection[
     Returns:
         The name; None if there is no such arm, or if it is its own baseline.
     """
-    metric = metric or metric_of(ledger)
+    metric = metric or ledger.facts.metric
     arms = [arm for arm in summaries(ledger, metric) if arm.role == "searched" and arm.name not in infeasible]
     whole = [arm for arm in arms if 0 < len(arm.values) == arm.seeds]
     best = min(whole, key=lambda arm: arm.mean if metric.direction == "minimize" else -arm.mean, default=None)

@@ -9,7 +9,7 @@ from ablate.experiment.schema import Metric, Published
 from ablate.results.intervals import ALPHA
 from ablate.results.number_text import interval, percents
 from ablate.results.paired_stats import Difference, equivalence, holm, p_value, paired_difference
-from ablate.results.summary import ArmSummary, interval_of, mean_of, metrics_of, nothing_learned, summaries
+from ablate.results.summary import ArmSummary, interval_of, mean_of, nothing_learned, summaries
 from ablate.results.verdict_text import NOT_JUDGED, REASONS, diverged_text
 from ablate.store.ledger import Ledger
 
@@ -109,9 +109,9 @@ def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replica
 
     Args:
         ledger: Ledger of the sweep.
-        published: Published figures (see `summary.published_of`).
+        published: Published figures (`ledger.facts.published`).
     """
-    metrics = {metric.name: metric for metric in metrics_of(ledger)}
+    metrics = {metric.name: metric for metric in ledger.facts.all_metrics}
     figures = list(published)
     metrics |= {
         figure.metric: Metric(name=figure.metric) for figure in figures if figure.metric not in metrics

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ablate.results.forked import design_of
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 from ablate.training.workloads import WORKLOADS
@@ -36,7 +35,7 @@ def lengths(ledger: Ledger, members: Iterable[Member]) -> Lengths:
     """
     early: dict[int, tuple[int, int]] = {}
     beside: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
-    if design_of(ledger) is not None:  # windows have steps of their own
+    if ledger.facts.design is not None:  # windows have steps of their own
         return Lengths({}, frozenset())
     for member in members:
         spec = member.resolved

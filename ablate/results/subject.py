@@ -66,17 +66,17 @@ def described(spec: RecordedSpec) -> str:
     return f"{spec.workload or '?'} ({', '.join(parts)})"
 
 
-def subject(spec: RecordedSpec, covered: str) -> str:
+def subject(spec: RecordedSpec, covered: float | None) -> str:
     """Return the subject of an answer: `gpt 3x96, 300 steps, data stdlib, 93 % of matrix weights quantised`.
 
     Args:
         spec: the spec of one of its trials.
-        covered: share of the weights in matrices, except embeddings, that a recipe can quantise; empty if it
+        covered: share of the weights in matrices, except embeddings, that a recipe can quantise; None if it
             is not known, as for the workloads' own models, all of whose blocks a recipe can quantise.
     """
     if spec.workload == "tensors":
         sizes = " x ".join(str(spec.config[key]) for key in _OF_TENSORS if key in spec.config)
         return f"tensors{f' {sizes}' if sizes else ''}, no model"
     data = f", data {_source(spec.config['data'])}" if spec.config.get("data") else ""
-    share = f", {float(covered):.0%} of matrix weights quantised" if covered else ""
+    share = f", {covered:.0%} of matrix weights quantised" if covered is not None else ""
     return f"{title(spec)}{data}{share.replace('%', ' %')}"

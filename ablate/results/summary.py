@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import Self
 
 from ablate.experiment.roles import Role
-from ablate.experiment.schema import Metric, Published
+from ablate.experiment.schema import Metric
 from ablate.files import Json
-from ablate.results.forked import FIFTH, Readings, Views, design_of, qualified, readings_of, sharpened, views
+from ablate.results.forked import FIFTH, Readings, Views, qualified, readings_of, sharpened, views
 from ablate.results.intervals import ALPHA, Interval
 from ablate.results.learning_floor import Floors
 from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
@@ -129,25 +129,9 @@ class ArmSummary:
         return math.fsum(self.values.values()) / len(self.values) if self.values else math.nan
 
 
-def metric_of(ledger: Ledger) -> Metric:
-    """Return the main metric of the sweep: the first of `metrics_of`."""
-    return Metric.model_validate_json(ledger.fact("metric") or "{}")
-
-
-def metrics_of(ledger: Ledger) -> list[Metric]:
-    """Return all metrics by which the sweep compares arms, the main one first."""
-    compared = json.loads(ledger.fact("compared") or "[]")
-    return [Metric.model_validate(metric) for metric in compared] or [metric_of(ledger)]
-
-
-def published_of(ledger: Ledger) -> list[Published]:
-    """Return the published figures that the experiment's file quotes."""
-    return [Published.model_validate(figure) for figure in json.loads(ledger.fact("published") or "[]")]
-
-
 def interval_of(ledger: Ledger) -> Interval:
     """Return the kind of the sweep's intervals; t if the ledger names none."""
-    return Interval.parse(ledger.fact("interval") or "t")
+    return Interval.parse(ledger.facts.interval)
 
 
 def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
@@ -161,7 +145,7 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
         ledger: Ledger of the sweep.
         metric: Metric to compare by; default: the sweep's main one.
     """
-    metric = metric or metric_of(ledger)
+    metric = metric or ledger.facts.metric
     with ledger.snapshot():
         arms = _summaries(ledger, metric)
         mixed = _mixed_pairs(ledger, arms)
@@ -231,7 +215,7 @@ def _in_windows(arms: list[ArmSummary], ledger: Ledger, metric: Metric) -> list[
     A gap's interval then includes the error of the evaluation. Without `min_effect`, a fifth of the known-bad
     arm's damage is the smallest that matters.
     """
-    design = design_of(ledger)
+    design = ledger.facts.design
     by_name = {arm.name: arm for arm in arms}
     pairs = [arm.name for arm in arms if arm.gap is not None and arm.baseline in by_name]
 
@@ -373,7 +357,7 @@ class Gaps:
 
     @cached_property
     def _metric(self) -> Metric:
-        return metric_of(self._ledger)
+        return self._ledger.facts.metric
 
     @cached_property
     def _rows(self) -> dict[int, ArmRow]:
@@ -453,7 +437,7 @@ class Gaps:
         """Return the summary of a search's proposal, and the verdict on it."""
         ledger, metric = self._ledger, self._metric
         groups = {arm: members, baseline: others}
-        design = design_of(ledger)
+        design = ledger.facts.design
         for (
             number,
             row,

@@ -26,13 +26,10 @@ import json
 from collections.abc import Mapping
 
 from ablate.experiment.roles import Role
-from ablate.store.ledger_file import DATA
 from ablate.store.ledger_records import RecordQueries
 from ablate.store.ledger_rows import member_key
 from ablate.store.ledger_shipping import ShippingState
 from ablate.store.ledger_trials import TrialStates
-
-__all__ = ["DATA", "Ledger"]
 
 
 class Ledger(RecordQueries, TrialStates, ShippingState):
@@ -75,7 +72,7 @@ class Ledger(RecordQueries, TrialStates, ShippingState):
             "repeats": repeats,
             "reason": reason,
         }
-        with self._atomic():
+        with self.atomic():
             self._redraw("arms.name = ? AND arms.baseline IS NOT ?", name, baseline)
             self.db.execute(
                 f"INSERT INTO arms (name, place, {', '.join(values)}) VALUES (?, ?{', ?' * len(values)})"
@@ -98,7 +95,7 @@ class Ledger(RecordQueries, TrialStates, ShippingState):
             trial_id: Id of the trial: the hash of its spec.
             spec: Resolved spec of the trial, as JSON.
         """
-        with self._atomic():
+        with self.atomic():
             self.db.execute("INSERT OR IGNORE INTO trials (id, spec) VALUES (?, ?)", (trial_id, spec))
             query = "SELECT trial FROM trials WHERE id = ?"
             trial: int = self.db.execute(query, (trial_id,)).fetchone()["trial"]
@@ -129,7 +126,7 @@ class Ledger(RecordQueries, TrialStates, ShippingState):
             f" JOIN arms USING (arm) WHERE {condition}"
         )
         rows = self.db.execute(query, values).fetchall()
-        if rows and self.fact("mlflow_parent"):
+        if rows and self.facts.mlflow_parent:
             self._replaced += [(trial, member_key(arm, seed)) for arm, seed, trial in rows]
         self.db.executemany(
             "UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE arm = ? AND seed = ?",

@@ -108,7 +108,7 @@ class ArmQueries(LedgerFile):
 
     def unfinished(self) -> bool:
         """Return True while the sweep has trials to run, or may still want more of them."""
-        if self.fact("ended") not in (None, "done"):
+        if self.facts.ended not in (None, "done"):
             return True
         over = ", ".join(f"'{status}'" for status in (*FINISHED, "pruned"))
         query = f"SELECT EXISTS (SELECT 1 FROM trials WHERE trial IN ({WANTED}) AND status NOT IN ({over}))"

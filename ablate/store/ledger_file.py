@@ -4,28 +4,19 @@ Base class of all parts of `Ledger`, each of which adds the methods for one subj
 (ledger_arms), records (ledger_records), MLflow's runs (ledger_shipping), trials and attempts (ledger_trials).
 """
 
-import json
 import sqlite3
 import time
 import uuid
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from ablate.errors import one_line
 from ablate.store import databases, ledger_schema
+from ablate.store.sweep_facts import SweepFacts
 
 _BUSY_SECONDS = 60
 """Longest wait for another process that writes."""
-DATA = "data:"
-"""Prefix of the key of a fact that describes, as JSON, the data with a fingerprint."""
-
-_DISCARDED = "mlflow_discarded"
-"""Key of a fact: MLflow runs to remove, as a JSON list of [trial's id, milliseconds, member's key or ""].
-
-Only runs that began before that moment are removed.
-"""
 
 
 class LedgerFile:
@@ -77,7 +68,7 @@ class LedgerFile:
     @property
     def foreign(self) -> str | None:
         """Sentence on the sweep that the ledger belongs to; None if it is that of its folder's name."""
-        owner = self.fact("name") or self.name
+        owner = self.facts.name or self.name
         return None if owner == self.name else f"it is the ledger of sweep {one_line(owner)}"
 
     def close(self) -> None:
@@ -131,31 +122,30 @@ class LedgerFile:
             if self.db.in_transaction:  # some errors of SQLite end it
                 self.db.execute("COMMIT")
 
-    def _atomic(self) -> AbstractContextManager[None]:
+    def atomic(self) -> AbstractContextManager[None]:
         """Return a new transaction, or a null context within an open one."""
         return nullcontext() if self.db.in_transaction else self.transaction()
 
-    def describe(self, **facts: str) -> None:
-        """Set facts about the sweep."""
-        with self._atomic():
+    def describe(self, **facts: str | None) -> None:
+        """Write facts about the sweep, by their keys."""
+        with self.atomic():
             self.db.executemany("INSERT OR REPLACE INTO sweep VALUES (?, ?)", facts.items())
 
     def fact(self, key: str) -> str | None:
-        """Return a fact about the sweep, None if it was never set."""
+        """Return the text of a fact, by its key; None if it was never set."""
         row = self.db.execute("SELECT value FROM sweep WHERE key = ?", (key,)).fetchone()
         return row and row["value"]
 
-    def provenance(self) -> dict[str, Any]:
-        """Return commit, versions and hardware of the machine that last ran the sweep; empty before a run."""
-        return dict(json.loads(self.fact("provenance.json") or "{}"))
+    @property
+    def facts(self) -> SweepFacts:
+        """Facts about the sweep, as values."""
+        return SweepFacts(self.fact, self.describe)
 
     def identity(self) -> str:
         """Return the ledger's unique id: 32 hexadecimal digits, drawn once. Ledgers of the same name differ
         in it."""
-        identity = self.fact("id")
-        if identity is None:
-            identity = uuid.uuid4().hex
-            self.describe(id=identity)
+        if (identity := self.facts.id) is None:
+            self.facts.id = identity = uuid.uuid4().hex
         return identity
 
     def discard(self, runs: Iterable[tuple[str, str]]) -> None:
@@ -165,20 +155,15 @@ class LedgerFile:
             runs: Trial's id and member's key; the key "" stands for all members of the trial.
         """
         now = int(time.time() * 1000)
-        self.describe(
-            **{_DISCARDED: json.dumps([*self.discarded(), *((trial, now, member) for trial, member in runs)])}
-        )
+        self.facts.mlflow_discarded = [*self.discarded(), *((trial, now, member) for trial, member in runs)]
 
     def discarded(self, gone: Collection[tuple[str, int, str]] = ()) -> list[tuple[str, int, str]]:
         """Return the runs that `discard` recorded, without those in `gone`.
 
         Each is a trial's id, the moment (milliseconds) before which the runs began, and a member's key.
         """
-        noted: list[tuple[str, int, str]] = [
-            (trial, moment, *(member or [""]))
-            for trial, moment, *member in json.loads(self.fact(_DISCARDED) or "[]")
-        ]
+        noted = self.facts.mlflow_discarded
         if gone and {*gone} & {*noted}:
             noted = [run for run in noted if run not in gone]
-            self.describe(**{_DISCARDED: json.dumps(noted)})
+            self.facts.mlflow_discarded = noted
         return noted

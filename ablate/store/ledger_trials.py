@@ -107,7 +107,7 @@ class TrialStates(LedgerFile):
 
     def forget(self, trial: int) -> None:
         """Delete a trial's records and attempts, so that it is run again from the start."""
-        with self._atomic():
+        with self.atomic():
             self._drop_records(trial)
             self.db.execute("DELETE FROM attempts WHERE trial = ?", (trial,))
             self.db.execute(
@@ -118,7 +118,7 @@ class TrialStates(LedgerFile):
 
     def renew(self, trial: int, events: Iterable[Event]) -> None:
         """Replace all records of a trial by these events."""
-        with self._atomic():
+        with self.atomic():
             self._put_in_order("records")
             self._put_in_order("events")
             self._drop_records(trial)
@@ -167,7 +167,7 @@ class TrialStates(LedgerFile):
             for event in events
             for name, value in event["metrics"].items()
         ]
-        with self._atomic():
+        with self.atomic():
             ledger_seals.seal_records(self.db, trial, None)
             self.db.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
             self.db.executemany("INSERT OR IGNORE INTO events VALUES (?, ?, ?)", texts)

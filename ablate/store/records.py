@@ -136,7 +136,7 @@ def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
         everything: True if all metrics are read, so that the rows can be cached.
         names: Numbers of the metrics' names.
     """
-    folder, edition = ledger.path.parent / "records", ledger.fact("edition")
+    folder, edition = ledger.path.parent / "records", ledger.facts.edition
     wanted = {member.trial: member for member in ledger.members()}
     texts, cached = ledger.names(), list[pa.Table]()
     cached_trials: set[int] = set()  # trials whose rows are cached

@@ -8,14 +8,11 @@ design's trials that are finished by then, in whatever sweep. A later run with a
 report prints them, so that "registered before its first trial" is a fact, and a change half-way is visible.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 
 from ablate.store.ledger import Ledger
-
-_FACT = "registered"
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Registration:
 
 def registrations(ledger: Ledger) -> list[Registration]:
     """Return the registrations of a sweep, the first one first."""
-    return [Registration(**entry) for entry in json.loads(ledger.fact(_FACT) or "[]")]
+    return [Registration(**entry) for entry in ledger.facts.registered]
 
 
 def register(
@@ -73,7 +70,7 @@ def register(
     known = registrations(ledger)
     if not known or known[-1].digest != digest:
         entry = Registration(digest, time, trials, finished(), **(parts or {}))
-        ledger.describe(**{_FACT: json.dumps([asdict(each) for each in (*known, entry)])})
+        ledger.facts.registered = [asdict(each) for each in (*known, entry)]
 
 
 def late_changes(ledger: Ledger) -> Iterator[tuple[str, Registration]]:
@@ -88,7 +85,7 @@ def late_changes(ledger: Ledger) -> Iterator[tuple[str, Registration]]:
     Yields:
         The part, and its last such registration.
     """
-    entries, search = registrations(ledger), bool(ledger.fact("search"))
+    entries, search = registrations(ledger), bool(ledger.facts.search)
     for part in ("question", "metrics"):
         late = [
             entry

@@ -199,7 +199,7 @@ def study(folder: Path) -> Iterator[Finding]:
     from ablate.execution.search import shown
 
     book = Ledger(folder / "ledger.db", readonly=True)
-    metric = json.loads(book.fact("metric") or "{}")["name"]
+    metric = book.facts.metric.name
     finals: dict[int, list[float]] = {}
     for row in book.members():
         if row.optuna is not None:

@@ -19,7 +19,7 @@ def log_report(uri: str, ledger: Ledger, folder: Path) -> None:
 
     Do nothing if the sweep is not in MLflow. InputError, in one sentence, if MLflow cannot store the files.
     """
-    run = ledger.fact("mlflow_parent")
+    run = ledger.facts.mlflow_parent
     if not run or not folder.is_dir():
         return
     with errors_explained(uri):

@@ -16,7 +16,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import groupby
@@ -28,10 +28,9 @@ from ablate.execution.tracking.local_database import LocalDatabase
 from ablate.execution.tracking.login import plainly
 from ablate.execution.tracking.tracker import Tracker
 from ablate.execution.tracking.writer import NOTE, ClientWriter, Entries, Point, Run, Writer
-from ablate.experiment import schema
 from ablate.files import lock
 from ablate.store.databases import path_of, set_journal
-from ablate.store.ledger import DATA, Ledger
+from ablate.store.ledger import Ledger
 from ablate.store.ledger_progress import unshipped_records
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
@@ -65,23 +64,21 @@ class Shipped:
 
 def behind(ledger: Ledger) -> int:
     """Return the number of records that MLflow should show and does not have."""
-    metrics = json.loads(ledger.fact("metrics") or "[]")
+    metrics = ledger.facts.metrics
     return unshipped_records(ledger, lambda name: runs.shown(name, metrics))
 
 
 class MlflowTracker(Tracker):
     """Projection into MLflow. The controller reads `news` and writes it to the ledger."""
 
-    def __init__(
-        self, uri: str, state: Path, sweep: str, facts: Mapping[str, str], stop: threading.Event
-    ) -> None:
+    def __init__(self, uri: str, state: Path, sweep: str, identity: str, stop: threading.Event) -> None:
         """Connect to nothing yet.
 
         Args:
             uri: Address of MLflow.
             state: State folder.
             sweep: Name of the sweep.
-            facts: Facts about the sweep, from its ledger.
+            identity: Unique id of its ledger.
             stop: Ends a refresh between two members; set here once the sweep's runs are gone.
         """
         self.news: queue.SimpleQueue[Shipped] = queue.SimpleQueue()
@@ -96,9 +93,8 @@ class MlflowTracker(Tracker):
         """Entries of the ledger's `discarded` whose runs were deleted in MLflow."""
         self.behind = 0
         """Number of records that MLflow lacked at the last trouble."""
-        self._uri, self._state, self._sweep, self._facts = uri, state, sweep, dict(facts)
-        self._metric = schema.Metric.model_validate_json(facts.get("metric") or "{}").name
-        self._metrics = json.loads(facts.get("metrics") or "[]")
+        self._uri, self._state, self._sweep, self._identity = uri, state, sweep, identity
+        self._metrics: Sequence[str] = ()
         self._shipped: dict[tuple[int, int], Shipped] = {}
         self._orphans: dict[tuple[str | None, str | None], str] = {}
         """Runs that were created and never recorded, because the controller or the server died; by member and
@@ -111,6 +107,7 @@ class MlflowTracker(Tracker):
 
     def refresh(self, ledger: Ledger) -> None:
         """Send what MLflow lacks."""
+        self._metrics = ledger.facts.metrics
         if self._writer is None:
             self._writer = self._connect(ledger)
         self._ship(self._writer, ledger)
@@ -148,14 +145,14 @@ class MlflowTracker(Tracker):
             database.prepare(self._uri, self._state / "artifacts")
             writer = self._open()
             self.experiment = self._experiment_id(writer)
-        noted = self.parent or self._facts.get("mlflow_parent")
+        noted = self.parent or ledger.facts.mlflow_parent
         # An earlier controller may have created the parent run and died before recording it.
-        known = noted or writer.tagged(self.experiment, "ablate.sweep_id", self._facts["sweep_id"])
+        known = noted or writer.tagged(self.experiment, "ablate.sweep_id", self._identity)
         if known and not writer.has(known):
             self.forgotten, self.parent = True, None
             self._stop.set()
             raise LookupError("MLflow does not have this sweep's runs any more")
-        parent = known or self._new_parent(writer, self.experiment)
+        parent = known or self._new_parent(writer, self.experiment, ledger)
         if not noted:
             self._describe(writer, self.experiment, parent, ledger)
         self.parent = parent  # recorded only when it is complete
@@ -219,19 +216,19 @@ class MlflowTracker(Tracker):
             raise RuntimeError("MLflow is not connected")
         return known
 
-    def _new_parent(self, writer: Writer, experiment: str) -> str:
+    def _new_parent(self, writer: Writer, experiment: str, ledger: Ledger) -> str:
         tags = {
             "ablate.kind": "sweep",
-            "ablate.sweep_id": self._facts["sweep_id"],
+            "ablate.sweep_id": self._identity,
             "ablate.sweep": self._sweep,
-            "mlflow.note.content": self._facts.get("question", ""),
+            "mlflow.note.content": ledger.facts.question,
         }
         return writer.create(experiment, self._sweep, tags).id
 
     def _describe(self, writer: Writer, experiment: str, parent: str, ledger: Ledger) -> None:
         for name in ("experiment.yaml", "provenance.json", "uncommitted.diff"):
-            if self._facts.get(name):
-                writer.text(parent, self._facts[name], name)
+            if text := ledger.fact(name):
+                writer.text(parent, text, name)
         self._overview(writer, experiment, parent, ledger)
 
     def _overview(self, writer: Writer, experiment: str, parent: str, ledger: Ledger) -> None:
@@ -239,12 +236,12 @@ class MlflowTracker(Tracker):
         its runs.
         """
         writer.text(parent, runs.description(ledger), "sweep.json")
-        metric = schema.Metric.model_validate_json(ledger.fact("metric") or "{}")
+        metric = ledger.facts.metric
         knobs = dict.fromkeys(knob for arm in ledger.arms() for knob in json.loads(arm.knobs))
         counted = next((unit(member.resolved.workload, metric.name) for member in ledger.members()), "")
         minimize, now = metric.direction == "minimize", int(time.time() * 1000)
         gaps = runs.gap_names(ledger, counted)
-        shown = runs.view(knobs, metric.name, self._metrics or [metric.name], gaps, minimize, now)
+        shown = runs.view(knobs, metric.name, ledger.facts.metrics or [metric.name], gaps, minimize, now)
         if shown:
             writer.experiment_tag(experiment, _VIEW_TAG, shown)
 
@@ -302,7 +299,7 @@ class MlflowTracker(Tracker):
         Of two members that are compared, the one sent last adds the gap; sent twice, it is stored once.
         """
         found = {}
-        for one, step, moment, metrics in runs.gaps(ledger, member, self._metric):
+        for one, step, moment, metrics in runs.gaps(ledger, member, ledger.facts.metric.name):
             own = (one.arm, one.seed) == (member.arm, member.seed)
             known = self._shipped.get((one.arm, one.seed)) or Shipped(
                 one.arm, one.seed, one.mlflow or "", 0, one.closed
@@ -321,9 +318,8 @@ class MlflowTracker(Tracker):
 
     def _data(self, writer: Writer, ledger: Ledger, run: str, member: Member) -> None:
         """Add the member's training data as its run's input; sent twice, it is stored once."""
-        facts = ledger.fact(f"{DATA}{member.resolved.data}")
-        if facts:
-            writer.dataset(run, runs.dataset(member, json.loads(facts)))
+        if facts := ledger.facts.data(member.resolved.data):
+            writer.dataset(run, runs.dataset(member, facts))
 
     def _batches(
         self, records: Iterator[tuple[int, str, float, float]], more: list[Point]

@@ -18,6 +18,7 @@ from ablate.files import Json
 from ablate.results.learning_floor import Floors
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
+from ablate.store.sweep_facts import IN_MLFLOW
 from ablate.training.metric_names import DAMAGE, GAP, Name, parse, trackable
 from ablate.training.workloads import unit
 
@@ -28,7 +29,6 @@ PAGES = "ABLATE_MLFLOW_PAGES"
 """Environment variable with the server's address for browsers, if it differs from the sweep's, as it does
 between containers.
 """
-_FACTS = ("name", "question", "metric", "metrics", "interval", "search", "design", "provenance.json")
 _COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#56b4e9", "#ece133", "#fbafe4")
 """Safe for colour-blind readers, as in this project's figures."""
 _BASELINE_COLOUR = "#595959"
@@ -154,7 +154,7 @@ def gaps(
 
     Each is (member, step, time, metrics), with step and time of the member's last value.
     """
-    forked = bool(ledger.fact("design"))
+    forked = bool(ledger.facts.design)
     for other in ledger.counterparts(member.arm, member.seed):
         compared, baseline = (member, other) if member.baseline == other.arm else (other, member)
         last, reference = (ledger.last_record(one.trial, metric) for one in (compared, baseline))
@@ -178,7 +178,7 @@ def _gap(counted: str, value: float, baseline: float) -> dict[str, float]:
 
 def gap_names(ledger: Ledger, unit: str) -> tuple[str, ...]:
     """Return the names of the metrics that compare a sweep's members with their baselines."""
-    if ledger.fact("design"):
+    if ledger.facts.design:
         return tuple(str(Name(DAMAGE, None, None, name)) for name in ("total", "learnt", "direct"))
     return gap_in(unit), gap_in("pct")
 
@@ -227,7 +227,7 @@ def description(ledger: Ledger) -> str:
         members.setdefault(member.arm, {})[str(member.seed)] = member.id
     return json.dumps(
         {
-            "facts": {key: ledger.fact(key) for key in _FACTS} | {"context_free": _context_free(ledger)},
+            "facts": {key: ledger.fact(key) for key in IN_MLFLOW} | {"context_free": _context_free(ledger)},
             "arms": [
                 {
                     "name": arm.name,

@@ -11,7 +11,7 @@ example, in the state folder:
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
@@ -44,12 +44,12 @@ class TensorBoard(Tracker):
         except ImportError as error:
             raise InputError([f"tracker 'tensorboard': {error}; `pip install tensorboard`"]) from None
         self._folder = state / "tensorboard" / sweep
-        self._metrics: list[str] = []
+        self._metrics: Sequence[str] = ()
         self._complete: set[tuple[int, int]] = set()
 
     def refresh(self, ledger: Ledger) -> None:
         """Write the event files of members whose records have changed."""
-        self._metrics = json.loads(ledger.fact("metrics") or "[]")
+        self._metrics = ledger.facts.metrics
         for member in ledger.members():
             key, over = (member.arm, member.seed), member.status in OVER
             if not over:
