@@ -11,7 +11,10 @@ GENERATED = {"docs/reference/recipes.md", "docs/reference/experiment.md"}
 NAMED = set(re.findall(r"(?<![\w/.-])[\w./-]+\.(?:py|md|toml|txt)\b", PAGE))
 """Files that the page names, from the folder of their row or from the root."""
 SIBLINGS = {
-    "export target": (r"\btorchtitan\b", "ablate/recipes/targets/torchao.py"),
+    "export target": (
+        r"\btorchtitan\b",
+        "ablate/recipes/targets/torchao.py tests/support/own_command/stack.py docs/use/command_workload.md",
+    ),
     "preset": (r"\bmicrosoft_fp4\b", ""),
     "workload": (
         # its class, and lists of workloads that train a model

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import get_args
@@ -49,8 +50,8 @@ HELD = {
     "te": OWN | ZOO | {"healing"},
     "megatron": OWN,
     "bridge": OWN,
-    "torchao": {"fp8_current", "mxfp8", "nvfp4", "nvfp4_paper"},
-    "torchtitan": {"nvfp4", "nvfp4_paper"},
+    "torchao": {"bf16", "fp8_current", "mxfp8", "nvfp4", "nvfp4_paper"},
+    "torchtitan": {"bf16", "nvfp4", "nvfp4_paper"},
     "te-debug": {"fp8_current", "mxfp8", "nvfp4", "nvfp4_paper", "high_precision_fwd_mxfp8_bwd"},
     "fouroversix": {"nvfp4"},
 }
@@ -569,7 +570,7 @@ def test_torchao_itself_converts_the_layers_that_the_recipe_quantises(name, know
     model = Tiny(BLOCKS)
     made["convert"](model, *([] if known else [BLOCKS]))
     assert [converted(block.down) and converted(block.up) for block in model.layers] == [
-        recipe.layers.quantises(block, BLOCKS) for block in range(BLOCKS)
+        not recipe.plain and recipe.layers.quantises(block, BLOCKS) for block in range(BLOCKS)
     ]
     assert not converted(model.head)
 
@@ -604,14 +605,38 @@ def test_torchaos_fp8_and_mxfp8_casts_are_ours_bit_for_bit():
     assert compared == 60 * 3 * 64 * 128
 
 
+TITAN = {
+    "components.quantization.nvfp4": {
+        "NVFP4LinearConverter": SimpleNamespace(Config=lambda fqns: fqns),
+        "NVFP4Linear": SimpleNamespace(Config="NVFP4Linear"),
+    },
+    "config.override": {
+        "derive": lambda source, kind: (source, kind),
+        "override": lambda **claim: lambda factory: (claim, factory),
+    },
+    "models.common.linear": {"Linear": SimpleNamespace(Config="Linear")},
+}
+"""Names that the file of torchtitan imports, by module."""
+
+
 def test_torchtitan_gets_the_blocks_that_are_quantised(monkeypatch):
-    stub = ModuleType("torchtitan.components.quantization.nvfp4")
-    stub.NVFP4LinearConverter = SimpleNamespace(Config=lambda fqns: fqns)
-    for module in ("torchtitan", "torchtitan.components", "torchtitan.components.quantization"):
-        monkeypatch.setitem(sys.modules, module, ModuleType(module))
-    monkeypatch.setitem(sys.modules, stub.__name__, stub)
+    """As converters of a configuration, and as an override of a command line with the same layers."""
+    monkeypatch.setitem(sys.modules, "torchtitan", ModuleType("torchtitan"))
+    for path, names in TITAN.items():
+        parts = path.split(".")
+        for depth in range(1, len(parts) + 1):
+            name = ".".join(("torchtitan", *parts[:depth]))
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        vars(sys.modules[f"torchtitan.{path}"]).update(names)
     made = run(TARGETS["torchtitan"].write(PRESETS["nvfp4_paper"](), Model("it", 20)))
-    assert made["CONVERTER"] == [f"layers.{block}." for block in range(17)]
+    assert made["CONVERTERS"] == [[f"layers.{block}." for block in range(17)]]
+    claim, factory = made["quantised"]
+    assert claim["target"] == "Linear"
+    assert factory("a layer") == ("a layer", "NVFP4Linear")
+    for block, name in itertools.product(range(20), ("attention.wo", "feed_forward.w1")):
+        whole = f"model_spec.model.layers.{block}.{name}"
+        assert any(fnmatch(whole, glob) for glob in claim["fqns"]) is (block < 17)
+    assert run(TARGETS["torchtitan"].write(PRESETS["bf16"](), Model("it", 20)))["CONVERTERS"] == []
     with pytest.raises(Lost, match="would then convert every layer"):
         TARGETS["torchtitan"].write(resolve("nvfp4", ["skip_last=20"]), Model("it", 20))
 

@@ -335,7 +335,8 @@ def _contradictions(config: Workload, recipe: Recipe, paths: _Paths) -> Iterator
         if layers and (unmatched := select(rule.match, layers).reason):
             yield ruled, f"{number}.match: {unmatched}"
     for name, why in config.contradictions(recipe):
-        yield paths.knob_of(f"workload.{name}") or f"workload.{name}", why
+        path = name if name.startswith("recipe.") else f"workload.{name}"
+        yield paths.knob_of(path) or path, why
     placements = recipe.placements(layers)
     if (
         layers

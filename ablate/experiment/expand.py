@@ -96,6 +96,11 @@ def build_arm(
     except KnobError as error:
         for knob, why in error.reasons:
             path: Path_ = ("ablate",) if name is None else ("arms", name)
+            if knob is not None and knob.startswith("recipe.") and knob not in knobs:
+                if "recipe" in knobs:
+                    knob = "recipe"
+                elif all(other.startswith("workload.") for other in knobs):
+                    path = ("recipe",)
             if isinstance(why, NoSuchKnob) and name is None and knob is not None and knob in positions:
                 yield document.problem(positions[knob][:2], why)  # once, not for each of its values
             elif knob is not None and knob in knobs:

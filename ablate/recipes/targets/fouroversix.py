@@ -105,7 +105,7 @@ def write(recipe: Recipe, model: Model) -> str:
         json.dumps(options | {"module_config_overrides": overrides, "modules_to_not_convert": kept}, indent=2)
         + "\n"
     )
-    confirmed(recipe, read(text), model, "fouroversix")
+    confirmed(recipe, read(text), model, "fouroversix's file")
     return text
 
 

@@ -52,7 +52,7 @@ _FLAGS = {
     "--num-layers": None,
 }
 """Arguments with a value that decide about the recipe, and Megatron's defaults (megatron-core 0.16.1)."""
-_FILE = "PRECISION_YAML"
+FILE = "PRECISION_YAML"
 """Variable of the script that names the file on single layers."""
 _GATHERED = ("--fp8-param-gather", "--fp4-param-gather")
 """Switches that keep quantised weights between steps. They change no number: TE casts the master weights to
@@ -80,7 +80,7 @@ def write(recipe: Recipe, model: Model) -> str:
     """Return a shell script with TE's variables and Megatron's arguments; Lost for what they cannot say."""
     options, flags, layers = _configured(recipe, model, "Megatron-LM", rules=True)
     if layers:
-        flags.append(f'--te-precision-config-file "${_FILE}"')
+        flags.append(f'--te-precision-config-file "${FILE}"')
     lines = [
         f"# Precision of {model.label} for Megatron-LM: megatron-core 0.16, Transformer Engine 2.20.2.",
         '# Source it, then: torchrun ... pretrain_gpt.py "${PRECISION_ARGS[@]}" ...',
@@ -304,6 +304,40 @@ def standing_in(name: str, options: Mapping[str, object]) -> TERecipe:
     return made
 
 
+def confirm(
+    recipe: Recipe,
+    model: Model,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    file: Callable[[str], str],
+    what: str,
+) -> None:
+    """Compare a recipe with the one that Megatron-LM trains by; Lost for each field that differs.
+
+    Args:
+        recipe: the recipe that is intended.
+        model: facts of the model.
+        arguments, environment, file: as for `read`, which may raise ValueError.
+        what: what the arguments are of, for the sentences.
+    """
+    made = read(arguments, environment, file)
+    if recipe.layers.rules and model.depth is not None:
+        model = Model(model.label, model.depth, megatron_precision.modules(model.depth))
+    confirmed(_read_back(recipe), made, model, what)
+
+
+def job(recipe: Recipe, model: Model) -> tuple[dict[str, str | None], list[str], str]:
+    """Return what makes a process of Megatron-LM train by a recipe; Lost for what it cannot say.
+
+    Returns:
+        TE's variables, None for one that must not be set; arguments as words, without the file on single
+        layers; and the content of that file, empty if there are no rules.
+    """
+    options, flags, layers = _configured(recipe, model, "Megatron-LM", rules=True)
+    variables = _variables(options)
+    return {name: variables.get(name) for name in VARIABLES}, shlex.split(" ".join(flags)), layers
+
+
 def _configured(
     recipe: Recipe, model: Model, target: str, rules: bool
 ) -> tuple[list[Builtin], list[str], str]:
@@ -320,7 +354,7 @@ def _configured(
     reasons += [reason for reason in recipe_refusals(recipe) if not reason.startswith("weights.")]
     depth, own, uses = model.depth, recipe.products, [rule.use for rule in recipe.layers.rules if rule.use]
     if recipe.layers.rules and rules and depth is None:
-        reasons.append("layers.rules: the number of blocks is not known; give --blocks N or --model")
+        reasons.append(f"layers.rules: the number of blocks is not known; give {model.by[0]}")
     builtins: list[Builtin] = []
     if not reasons:
         for products in (own, *uses):
@@ -344,10 +378,8 @@ def _configured(
             return _fields_of(next(iter(_builtin(products, target)), None))
 
         text = megatron_precision.written(recipe, depth, fields)
-        file = [f"--te-precision-config-file {_FILE}"]
-        model = Model(model.label, depth, megatron_precision.modules(depth))
-    made = read([*flags, *file], variables, lambda _: text)
-    confirmed(_read_back(recipe), made, model, target)
+        file = [f"--te-precision-config-file {FILE}"]
+    confirm(recipe, model, [*flags, *file], variables, lambda _: text, f"{target}'s file")
     return builtins, flags, text
 
 
@@ -448,8 +480,8 @@ def _environment(builtins: Sequence[Builtin]) -> Iterator[str]:
 def _heredoc(text: str) -> Iterator[str]:
     """Yield the lines of a script that write the file on single layers."""
     yield "# Layers of their own. A module path numbers the blocks of one pipeline stage: use one stage."
-    yield f'{_FILE}="${{{_FILE}:-precision.yaml}}"'
-    yield f"cat > \"${_FILE}\" <<'YAML'"
+    yield f'{FILE}="${{{FILE}:-precision.yaml}}"'
+    yield f"cat > \"${FILE}\" <<'YAML'"
     yield from text.splitlines()
     yield "YAML"
 

@@ -43,6 +43,9 @@ class Model:
     log_every: int = 100
     """Steps between two logs of statistics, for targets that log; 0: none."""
 
+    by: tuple[str, str] = ("--blocks N or --model", "--model")
+    """Options that give the number of blocks, and the layers, for the sentences."""
+
     @property
     def depth(self) -> int | None:
         """The number of blocks, as given or as counted; None if it is not known."""
@@ -92,7 +95,7 @@ def skipped(recipe: Recipe, model: Model, target: str) -> tuple[int, int]:
         raise Lost(
             [
                 f"layers.last_fraction {counts.last_fraction:g}: {target} counts blocks, and their number"
-                " is not known; give --blocks N or --model"
+                f" is not known; give {model.by[0]}"
             ]
         )
     quantised = [counts.quantises(block, depth) for block in range(depth)]
@@ -114,26 +117,26 @@ def _unwritten(recipe: Recipe, target: str) -> Iterator[str]:
                 yield f"{path}{name} {value}: {target} has nothing that this is translated to"
 
 
-def confirmed(recipe: Recipe, made: Recipe, model: Model, target: str) -> None:
+def confirmed(recipe: Recipe, made: Recipe, model: Model, what: str) -> None:
     """Compare a recipe with the one that a target's output stands for.
 
     Args:
         recipe: the recipe that was to be written.
         made: the recipe read back from what was written.
         model: facts of the model, by which counts and rules are compared layer by layer.
-        target: name of the stack, for the sentences.
+        what: what would stand for another recipe, for the sentences.
 
     Raises:
         Lost: for each field that differs.
     """
     placed = ("layers", *DIRECTIONS["all"]) if model.layers else ("layers",)
     reasons = [
-        f"{path} {as_word(value)}: {target}'s file would stand for {as_word(other)}"
+        f"{path} {as_word(value)}: {what} would stand for {as_word(other)}"
         for path, value, other in changes(as_data(recipe), as_data(made))
         if path.partition(".")[0] not in placed
     ]
     if not _same_layers(recipe, made, model):
-        reasons.append(f"layers: {target}'s file would quantise other layers")
+        reasons.append(f"layers: {what} would quantise other layers")
     if reasons:
         raise Lost(reasons)
 

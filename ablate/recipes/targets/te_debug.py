@@ -73,7 +73,7 @@ def write(recipe: Recipe, model: Model) -> str:
     text = "\n".join(_lines(recipe, model, base, sections)) + "\n"
     made = read(text, _alone(base), model)
     checked = recipe if model.layers or model.depth is None else placed(recipe, assigned, layers)
-    confirmed(checked, made, Model(model.label, layers=layers), _TARGET)
+    confirmed(checked, made, Model(model.label, layers=layers), f"{_TARGET}'s file")
     return text
 
 

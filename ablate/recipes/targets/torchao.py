@@ -61,8 +61,13 @@ _CONFIGS = {
 def write(recipe: Recipe, model: Model) -> str:
     """Return Python that converts a model's linear layers by torchao; Lost for what it does not compute."""
     name, first, last = _held(recipe, model, "torchao", _HELD)
+    depth = "blocks" if model.depth is None else f"blocks={model.depth}"
+    if name is None:
+        return (
+            f'"""torchao 0.18: {model.label} quantises nothing."""\n\n\ndef convert(model, {depth}):\n'
+            '    """Leave the model as it is."""\n'
+        )
     imports, config, call = _CONFIGS[name]
-    blocks = "blocks" if model.depth is None else str(model.depth)
     lines = [
         f'"""torchao 0.18: configuration of {model.label}."""',
         "",
@@ -75,7 +80,7 @@ def write(recipe: Recipe, model: Model) -> str:
         *config,
         "",
         "",
-        "def convert(model, blocks):" if model.depth is None else f"def convert(model, blocks={blocks}):",
+        f"def convert(model, {depth}):",
         '    """Convert the linear layers inside of numbered blocks, in place."""',
         "",
         "    def quantised(module, name):",
@@ -88,35 +93,66 @@ def write(recipe: Recipe, model: Model) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_torchtitan(recipe: Recipe, model: Model) -> str:
-    """Return torchtitan's converter of linear layers; Lost for what it does not compute."""
-    _, first, last = _held(recipe, model, "torchtitan", {"nvfp4": nvfp4})
-    depth = model.depth
-    if depth is None:
-        raise Lost(["layers: torchtitan names the blocks that it converts; give --blocks N or --model"])
-    fqns = [f"layers.{block}." for block in range(first, depth - last)]
-    if not fqns:
+OVERRIDE = "quantised"
+"""Function of torchtitan's file that `--override.imports` names."""
+
+
+def torchtitan_blocks(recipe: Recipe, model: Model) -> list[str]:
+    """Return what the names of the layers to be converted contain, none for bf16; Lost for other recipes."""
+    name, first, last = _held(recipe, model, "torchtitan", {"nvfp4": nvfp4})
+    if name is None:
+        return []
+    if model.depth is None:
+        raise Lost([f"layers: torchtitan names the blocks that it converts; give {model.by[0]}"])
+    names = [f"layers.{block}." for block in range(first, model.depth - last)]
+    if not names:
         raise Lost(["layers: no block is quantised, and torchtitan would then convert every layer"])
+    return names
+
+
+def write_torchtitan(recipe: Recipe, model: Model) -> str:
+    """Return torchtitan's converter of linear layers, also as an override; Lost for what it does not compute.
+
+    torchtitan's converter copies four fields of a layer when the model's configuration is made. An override
+    runs later, when layers also have their sharding, so it copies all fields (`derive`).
+    """
+    names = torchtitan_blocks(recipe, model)
+    if not names:
+        return f'"""torchtitan 0.3: {model.label} quantises nothing."""\n\nCONVERTERS = []\n'
     lines = [
-        f'"""torchtitan 0.3 and torchao 0.18: converter of {model.label}."""',
+        f'"""torchtitan 0.3 and torchao 0.18: {model.label}.',
         "",
-        "from torchtitan.components.quantization.nvfp4 import NVFP4LinearConverter",
+        "In a configuration: model_registry(..., converters=CONVERTERS). On a command line, with the folder",
+        f"of this file in PYTHONPATH: --override.imports NAME_OF_THIS_FILE.{OVERRIDE}",
+        '"""',
         "",
-        "CONVERTER = NVFP4LinearConverter.Config(",
-        "    fqns=[",
-        *(f'        "{fqn}",' for fqn in fqns),
-        "    ],",
-        ")",
-        '"""One entry of the list of model converters."""',
+        "from torchtitan.components.quantization.nvfp4 import NVFP4Linear, NVFP4LinearConverter",
+        "from torchtitan.config.override import derive, override",
+        "from torchtitan.models.common.linear import Linear",
+        "",
+        "BLOCKS = [",
+        *(f'    "{name}",' for name in names),
+        "]",
+        "CONVERTERS = [NVFP4LinearConverter.Config(fqns=BLOCKS)]",
+        "",
+        "",
+        '@override(target=Linear.Config, fqns=[f"*{block}*" for block in BLOCKS])',
+        f"def {OVERRIDE}(linear):",
+        '    """Return the NVFP4 layer in place of a linear layer."""',
+        "    return derive(linear, NVFP4Linear.Config)",
     ]
     return "\n".join(lines) + "\n"
 
 
 def _held(
     recipe: Recipe, model: Model, target: str, presets: Mapping[str, Callable[[], Recipe]]
-) -> tuple[str, int, int]:
-    """Return which of the target's recipes this one is, and the blocks that stay in high precision."""
+) -> tuple[str | None, int, int]:
+    """Return which of the target's recipes this one is, None for bf16, and the blocks that stay in high
+    precision.
+    """
     reasons = [*unheld(recipe, target)]
+    if recipe.products.plain and not reasons:
+        return None, 0, 0
     name = next((name for name, preset in presets.items() if preset().products == recipe.products), None)
     if name is None:
         reasons += _differences(recipe.products, target, presets)

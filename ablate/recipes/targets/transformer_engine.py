@@ -54,7 +54,7 @@ def write(recipe: Recipe, model: Model) -> str:
     ]
     reasons += _delayed(recipe)
     if recipe.layers.rules and not model.layers:
-        reasons.append("layers.rules: the layers that they select are not known; give --model")
+        reasons.append(f"layers.rules: the layers that they select are not known; give {model.by[1]}")
     if len(recipe.schedule) > _MOST_PHASES:
         reasons.append(f"schedule: {len(recipe.schedule)} phases; {_MOST_PHASES} at most are written out")
     if reasons:
@@ -142,7 +142,7 @@ class _Objects:
             return "None"
         if isinstance(description, Builtin):
             made = recipe_of(standing_in(description.name, dict(description.options)))
-            confirmed(_alone(canonical(products)), made, Model(), "Transformer Engine")
+            confirmed(_alone(canonical(products)), made, Model(), "Transformer Engine's file")
         if description not in self._names:
             self._names[description] = f"RECIPE_{len(self._names) + 1}" if self._names else "RECIPE"
         return self._names[description]

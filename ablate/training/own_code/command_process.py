@@ -18,6 +18,7 @@ from typing import IO, BinaryIO, NamedTuple
 
 from ablate.engines.gpu_access import restored
 from ablate.training.out_of_memory import kernel_kills, sign
+from ablate.training.own_code.process_environment import in_force
 from ablate.training.own_code.user_errors import CommandError, printed
 
 # The guard's file, not its module: the working directory is the user's, whose modules must not replace ours.
@@ -156,19 +157,20 @@ class CommandProcess:
 
 @contextmanager
 def started(
-    arguments: Sequence[str], folder: Path, variables: Mapping[str, str], metrics: Path, lock: Path
+    arguments: Sequence[str], folder: Path, variables: Mapping[str, str | None], metrics: Path, lock: Path
 ) -> Iterator[CommandProcess]:
     """Run a command inside this context; at its end, the command and all of its children are ended.
 
     Args:
         arguments: program and arguments.
         folder: working directory.
-        variables: environment variables, beside those of this process. GPUs that are hidden from this process
-            are visible to the command.
+        variables: environment variables, beside those of this process; None removes one. GPUs that are hidden
+            from this process are visible to the command.
         metrics: file to which the command appends lines; it is emptied.
         lock: file that is locked as long as any process of the command may run; waits for an earlier one.
     """
-    environment = restored(os.environ) | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"} | dict(variables)
+    own = restored(os.environ) | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"}
+    environment = in_force(own, variables)
     with ExitStack() as stack:
         held = stack.enter_context(lock.open("wb"))
         fcntl.flock(held, fcntl.LOCK_EX)

@@ -22,6 +22,7 @@ class CommandRecords:
 
     Args:
         expected: hash of the recipe that the command has to confirm; None if it need not.
+        exported: True if it got the recipe in the form of its own stack, which is a confirmation.
         printed: True if lines of standard output may be metrics.
         steps: optimizer steps of the run.
         tokens_per_step: tokens of a step.
@@ -29,7 +30,13 @@ class CommandRecords:
     """
 
     def __init__(
-        self, expected: str | None, printed: bool, steps: int, tokens_per_step: int, processor: float
+        self,
+        expected: str | None,
+        exported: bool,
+        printed: bool,
+        steps: int,
+        tokens_per_step: int,
+        processor: float,
     ) -> None:
         self._expected, self._printed, self._processor = expected, printed, processor
         self._steps, self._tokens = steps, tokens_per_step
@@ -37,8 +44,8 @@ class CommandRecords:
         self._latest: dict[bool, int] = {}
         """Latest step of each source: file or standard output."""
         self._metrics: dict[str, float] = {}
-        self.confirmed = expected is None
-        """True once the command has confirmed the recipe."""
+        self.confirmed = expected is None or exported
+        """True once the recipe is confirmed."""
 
     def add(self, batch: Iterable[Line]) -> Iterator[Record]:
         """Yield the records that a batch of lines completes. Other lines are printed, which is the log.

@@ -77,6 +77,12 @@ def log(metrics: Mapping[str, object], step: int) -> None:
         _append({"step": index(step)} | values)
 
 
+def in_force(environment: Mapping[str, str], changes: Mapping[str, str | None]) -> dict[str, str]:
+    """Return environment variables after changes, of which None removes a variable."""
+    changed = {**environment, **changes}
+    return {name: value for name, value in changed.items() if value is not None}
+
+
 def _recipe_file() -> bytes | None:
     path = os.environ.get(RECIPE)
     return Path(path).read_bytes() if path else None

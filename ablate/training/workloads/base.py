@@ -120,7 +120,7 @@ class Workload(Spec):
         """Yield (field, reason) for each field that cannot run: contradictions and unreadable files."""
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run with a recipe.
+        """Yield (field, reason) for each field that cannot run with a recipe; `recipe.<path>` is one of it.
 
         Args:
             recipe: the recipe of an arm, with its layer rules and schedule.

@@ -4,12 +4,13 @@
 
 The command gets the recipe as a JSON file and everything else as environment variables
 (training/own_code/process_environment.py) and placeholders. It writes metrics as lines of JSON. No shell is
-involved.
+involved. `{export:te}` in `run` gives an unchanged command the recipe in the form of its own stack
+(training/own_code/exports.py).
 What a trial is depends on the command, on `config`, and on the content of the declared sources and data;
 never on where they lie. That the same seed gives the same numbers is the command's own promise.
 
 Refused: an unknown placeholder, a program that is not there, a command without sources, and, in a trial, a
-quantised recipe that the command does not confirm.
+quantised recipe that is neither exported nor confirmed by the command.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import re
 import shlex
 import shutil
 import string
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,11 +32,25 @@ from pydantic import Field
 from ablate import provenance
 from ablate.errors import nearest
 from ablate.files import Json
+from ablate.recipes.targets.commands import STACKS
 from ablate.training.own_code import user_code
 from ablate.training.own_code.command_process import search_path, started
+from ablate.training.own_code.exports import (
+    PLACEHOLDER,
+    Exported,
+    ExportOptions,
+    NotExpressed,
+    Paths,
+    misfit,
+    stacks_in,
+    with_exports,
+    write,
+)
 from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
+    from ablate.recipes.layers import Layer
+    from ablate.recipes.recipe import Recipe
     from ablate.training.loop import Record
     from ablate.training.trial_run import TrialRun
 
@@ -50,13 +65,16 @@ class Command(OwnCode):
 
     VERSION: ClassVar[int] = 1
     PATHS: ClassVar[tuple[str, ...]] = ("folder", "sources", "data")
+    LATER: ClassVar[frozenset[str]] = frozenset({"export"})
 
     run: str = Field(min_length=1)
     """Program and arguments, split as a shell does, with placeholders such as `{seed}` and `{lr}`.
 
-    Placeholders are `seed`, `steps`, `device`, `folder`, `recipe`, `config`, `checkpoint` and the keys of
-    `config`; `{{` is a brace.
+    Placeholders are `seed`, `steps`, `device`, `folder`, `recipe`, `config`, `checkpoint`, `export:NAME` with
+    the name of a training stack, and the keys of `config`; `{{` is a brace.
     """
+    export: ExportOptions = ExportOptions()
+    """Facts of the model that exports need."""
     folder: str = "."
     """Working directory of the command, relative to the experiment's file."""
     sources: tuple[str, ...] = Field((), strict=False)
@@ -74,13 +92,14 @@ class Command(OwnCode):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, reason) for each field that cannot run."""
         for key in self.config:
-            if key in PLACEHOLDERS:
+            if key in (*PLACEHOLDERS, PLACEHOLDER):
                 yield f"config.{key}", f"{{{key}}} is a placeholder of every command; choose another name"
         if not self._folder.is_dir():
             yield "folder", f"{self.folder}: no such folder"
         why = self._misfit()
         if why:
             yield "run", why
+        yield from self._export_problems(why)
         for pattern in self.sources:
             if not _files(pattern):
                 yield "sources", f"{pattern}: no such file"
@@ -97,14 +116,27 @@ class Command(OwnCode):
         except SyntaxError as error:
             yield "sources", f"{error.filename}:{error.lineno}: {error.msg}"
 
+    def _export_problems(self, unfit: str | None) -> Iterator[tuple[str, str]]:
+        """Yield why the options of exports cannot be used. `unfit`: why `run` cannot be run, if it cannot."""
+        if not unfit and not self._stacks and self.export != ExportOptions():
+            yield "export", "has no effect, since run has no {export:NAME} with the name of a training stack"
+        try:
+            _ = self.linear_layers
+        except (OSError, ValueError) as error:
+            yield "export.model", f"{self.export.model}: {error}"
+
     def _misfit(self) -> str | None:
         """Return why `run` cannot be run; None if it can."""
-        valid = (*PLACEHOLDERS, *self.config)
+        valid = (*PLACEHOLDERS, PLACEHOLDER, *self.config)
         try:
             tokens = shlex.split(self.run)
             for token in tokens:
                 for _, name, form, conversion in string.Formatter().parse(token):
                     if name is None:
+                        continue
+                    if name == PLACEHOLDER and not conversion:
+                        if why := misfit(form or ""):
+                            return why
                         continue
                     if name not in valid:
                         return f"no such placeholder: {{{name}}}; {nearest(name, valid)}; {{{{ is a brace"
@@ -135,7 +167,14 @@ class Command(OwnCode):
     def identity(self) -> dict[str, Json]:
         """Return the fields that determine the numbers, without paths: `fingerprint` has their content."""
         run = shlex.join(_FOLDERS.sub(r"\1", token) for token in shlex.split(self.run))
-        return self.canonical({"folder", "sources", "data", "metrics", "log_every"}) | {"run": run}
+        fields = self.canonical({"folder", "sources", "data", "metrics", "log_every", "export"}) | {
+            "run": run
+        }
+        if not self._stacks:
+            return fields
+        layers: list[Json] = [f"{layer.block} {layer.name}" for layer in self.linear_layers]
+        exports: dict[str, Json] = {stack: STACKS[stack].version for stack in self._stacks}
+        return fields | {"export": {"blocks": self.export.blocks, "layers": layers, "versions": exports}}
 
     def fingerprint(self) -> str:
         """Return a digest of the command's code and of its data."""
@@ -147,12 +186,50 @@ class Command(OwnCode):
         yield from user_code.closures(self._sources())
         yield from super().files()
 
-    def arguments(self, values: Mapping[str, str]) -> list[str]:
-        """Return program and arguments, with all placeholders filled in."""
-        texts = {
+    @property
+    def linear_layers(self) -> tuple[Layer, ...]:
+        """Return the layers of the model that `export` names, from which rules select."""
+        from ablate.training.models.described import outline
+
+        return () if self.export.model is None else outline(self.export.model).layers
+
+    def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
+        """Yield (field, reason) for each field of a recipe that a stack of the command cannot express."""
+        try:
+            self.exported(recipe, dict.fromkeys(PLACEHOLDERS, "0"), Path("export"))
+        except NotExpressed as lost:
+            yield from lost.reasons
+
+    @property
+    def _stacks(self) -> tuple[str, ...]:
+        """Return the names of the training stacks in `run`, each once."""
+        named = (stack for token in shlex.split(self.run) for stack in stacks_in(token)[0])
+        return tuple(dict.fromkeys(named))
+
+    def exported(self, recipe: Recipe, values: Mapping[str, str], folder: Path) -> Exported:
+        """Return program and arguments with all placeholders filled in, and what exports need beside them.
+
+        Args:
+            recipe: recipe of the arm.
+            values: content of PLACEHOLDERS.
+            folder: folder of exported files.
+
+        Raises:
+            NotExpressed: a stack cannot express the recipe.
+        """
+        texts: dict[str, object] = {
             key: value if isinstance(value, str) else json.dumps(value) for key, value in self.config.items()
         }
-        return [token.format_map(texts | dict(values)) for token in shlex.split(self.run)]
+        texts |= {**values, PLACEHOLDER: Paths(folder)}
+
+        def fill(options: Mapping[str, Sequence[str]]) -> list[str]:
+            words: list[str] = []
+            for token in shlex.split(self.run):
+                stacks, alone = stacks_in(token)
+                words += options.get(stacks[0], ()) if alone else [token.format_map(texts)]
+            return words
+
+        return with_exports(self._stacks, recipe, self.export, self.linear_layers, folder, fill)
 
     def compute(self, run: TrialRun) -> Iterator[Record]:
         """Run the command, and yield a Record for each step of which it logged something."""
@@ -182,19 +259,19 @@ class Command(OwnCode):
                 "config": str(places["config.json"]),
                 "checkpoint": str(places["checkpoint"]),
             }
-            variables = {f"ABLATE_{name.upper()}": value for name, value in values.items()}
+            exports = self.exported(run.recipe, values, artifacts / PLACEHOLDER)
+            write(exports, self._stacks)
             metrics = own / "metrics.jsonl"
+            variables: dict[str, str | None] = {
+                f"ABLATE_{name.upper()}": value for name, value in values.items()
+            }
+            variables |= {METRICS: str(metrics), **exports.variables}
             process = stack.enter_context(
-                started(
-                    self.arguments(values),
-                    self._folder,
-                    variables | {METRICS: str(metrics)},
-                    metrics,
-                    own / "lock",
-                )
+                started(exports.words, self._folder, variables, metrics, own / "lock")
             )
             parsed = CommandRecords(
                 None if run.recipe.plain else recipe_hash(content),
+                bool(self._stacks),
                 self.metrics == "stdout",
                 self.steps,
                 self.tokens_per_step,
