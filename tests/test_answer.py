@@ -292,8 +292,8 @@ def test_where_nothing_was_learned_no_arm_is_judged(book):
     assert answer.verdict().startswith("No answer: nothing was learned. ")
     assert {verdict for _, verdict in answer.main_effects} == {UNLEARNED}
     assert undecided(book) == []
-    assert notes(answer.averages()) == {REASONS["nothing_learned"]}
-    assert REASONS["nothing_learned"] in summary_markdown(book)
+    assert notes(answer.averages()) == {REASONS["nothing_learned"].text}
+    assert REASONS["nothing_learned"].text in summary_markdown(book)
 
 
 def test_the_lowest_loss_where_nothing_was_learned_is_that_of_every_arm(book):
@@ -326,7 +326,7 @@ def test_a_grid_that_learned_nothing_has_no_verdict_though_its_baseline_learned(
     learn(book, 4.0)
     answer = Answer(book)
     assert {arm.verdict.kind for arm in answer.arms[1:]} == {"worse"}
-    assert notes(answer.averages()) == {REASONS["nothing_learned"]}
+    assert notes(answer.averages()) == {REASONS["nothing_learned"].text}
     contrasts = [line for line in answer.comparisons().rows if not line.group.startswith("gap")]
     assert {line.verdict.reason for line in contrasts} == {"nothing_learned"}
     assert answer.verdict().startswith("No answer: nothing was learned. ")

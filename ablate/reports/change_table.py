@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ablate.experiment.schema import Metric
-from ablate.reports.drawn import Axis, look
+from ablate.reports.drawn import Axis
 from ablate.reports.effect_table import by_seed
 from ablate.reports.plain_text import html_text, inline
 from ablate.reports.table import Cell, Column, Html, Table, only
@@ -168,7 +168,7 @@ def _text(change: Change) -> str:
 
 def _cell(change: Change, label: str, title: str, axis: Axis, coloured: bool) -> Html:
     """Return the drawing of a change with its number."""
-    kind = look(change.verdict, coloured)
+    kind = change.verdict.shown if coloured else "open"
     text, bound = map(minus, _texts(change))
     verdict = verdict_text(change.verdict)
     drawing = axis.draw(change.log_ratio, f"{label}, {title}: {text} {bound}; {verdict}", kind, seeds=False)

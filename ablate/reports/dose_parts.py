@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ablate.experiment.schema import Metric
 from ablate.recipes import KNOBS
-from ablate.reports.drawn import SQUARE, look, mark, reach, round_numbers
+from ablate.reports.drawn import SQUARE, mark, reach, round_numbers
 from ablate.reports.page import Part, Text
 from ablate.reports.plain_text import html_text, inline
 from ablate.reports.table import VERDICT, Cell, Table
@@ -142,7 +142,10 @@ class DosePicture:
         if dose.change is None:
             return f'<g class="equivalent">{mark(x, scale.y(0), "", SQUARE)}</g>'
         one, verdict = dose.change
-        kind, parts = look(verdict, self.coloured), [f"<title>{_said(str(dose), *dose.change)}</title>"]
+        kind, parts = (
+            verdict.shown if self.coloured else "open",
+            [f"<title>{_said(str(dose), *dose.change)}</title>"],
+        )
         if one.has_interval:
             top, bottom = scale.y(one.high), scale.y(one.low)
             parts.append(f'<line class="bar" x1="{x:.2f}%" x2="{x:.2f}%" y1="{top:.1f}" y2="{bottom:.1f}"/>')

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ablate.reports.plain_text import html_text
 from ablate.results.number_text import minus
-from ablate.results.paired_stats import Difference, Verdict
+from ablate.results.paired_stats import Difference
 
 _HEIGHT = 26
 """Height of a drawn interval in CSS pixels."""
@@ -30,13 +30,6 @@ _RISES = (1, 2, 5, 10, 20, 30, 50, 100, 200, 300, 500, 900, 1900, 4900, 9900, 99
 _FALLS = (-1, -2, -5, -10, -20, -40, -60, -70, -80, -90, -95, -98, -99, -99.9, -99.99)
 CIRCLE, DIAMOND, SQUARE = "M-4.5 0a4.5 4.5 0 1 0 9 0a4.5 4.5 0 1 0-9 0z", "M0-6L6 0 0 6-6 0z", "M-4-4H4V4H-4z"
 """Shapes of marks."""
-
-
-def look(verdict: Verdict, coloured: bool = True) -> str:
-    """Return the class of a comparison's mark: the kind of its verdict if it is decided, else `open`."""
-    if not coloured or verdict.exploratory or not verdict.decided:
-        return "open"
-    return "equivalent" if verdict.kind == "same" else verdict.kind
 
 
 def mark(x: float, y: float, kind: str, path: str = "") -> str:

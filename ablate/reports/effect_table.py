@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ablate.recipes import KNOBS
 from ablate.reports.comparison_tables import WORD
-from ablate.reports.drawn import Axis, look
+from ablate.reports.drawn import Axis
 from ablate.reports.plain_text import inline
 from ablate.reports.table import Cell, Column, Html, Table, only
 from ablate.results.comparisons import Comparisons
@@ -151,7 +151,7 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
 
 def _perhaps_little(line: Line) -> list[str]:
     """Return the note that a resolved effect may be smaller than what matters."""
-    resolved, difference = line.verdict.kind in ("better", "worse"), line.difference
+    resolved, difference = line.verdict.resolved, line.difference
     if not resolved or line.margin is None or not difference.has_interval:
         return []
     sure = min(abs(difference.low), abs(difference.high)) >= line.margin
@@ -161,7 +161,7 @@ def _perhaps_little(line: Line) -> list[str]:
 def _drawing(axis: Axis, line: Line, coloured: bool) -> Html:
     """Return the interval of a line as a drawing."""
     label = f"{line.group}, {line.label}: {bounds(line.difference)}"
-    return Html(axis.draw(line.difference, label, look(line.verdict, coloured), line.margin))
+    return Html(axis.draw(line.difference, label, line.verdict.shown if coloured else "open", line.margin))
 
 
 def _numbers(line: Line) -> Cell:

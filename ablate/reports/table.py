@@ -22,10 +22,11 @@ from rich.text import Text
 
 from ablate.errors import one_line
 from ablate.reports.plain_text import csv_cell, footnotes, html_text, inline, markdown_cell, markdown_text
+from ablate.results.verdict_text import KINDS
 
 VERDICT = "verdict"
 """Name of the column that is coloured by the class of its row, and that has the marks of the row's notes."""
-_STYLES = {"better": "green", "worse": "red", "baseline": "dim"}
+_STYLES = {kind: words.colour for kind, words in KINDS.items() if words.colour} | {"baseline": "dim"}
 """Colour of a verdict in a terminal, by the class of its row."""
 _CLASSES = (*_STYLES, "equivalent", "undecided", "diverged", "question")
 """Classes of rows in the style sheet."""

@@ -100,7 +100,7 @@ def reading(arms: Sequence[ArmSummary]) -> str:
 
 def null_warning(arms: Iterable[ArmSummary]) -> str:
     """Return a sentence if the baseline's twin is told from the baseline; empty otherwise."""
-    found = [arm for arm in arms if arm.role == "null" and arm.verdict.kind in ("better", "worse")]
+    found = [arm for arm in arms if arm.role == "null" and arm.verdict.resolved]
     return (
         f"**The A/A arm is resolved:** {found[0].name} is {found[0].verdict.kind} than {found[0].baseline},"
         " although the two differ in nothing that matters. That happens in 1 sweep of 20 by chance; read the"

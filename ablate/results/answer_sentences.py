@@ -18,28 +18,10 @@ from ablate.results.attribution import Effect
 from ablate.results.number_text import counted, minus, percent, signed
 from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, Verdict
 from ablate.results.summary import ArmSummary
-from ablate.results.verdict_text import REASONS
+from ablate.results.verdict_text import KINDS, NO_ANSWER, NOT_YET, REASONS
 
 MOST_WORDS = 40
 """Largest number of words of an answer; names of a few arms may exceed it."""
-NO_ANSWER = "No answer:"
-NOT_YET = "Not answered yet."
-_LEADS = {
-    "better": "Better",
-    "worse": "Worse",
-    "equivalent": "No difference that matters",
-    "same": "No difference at all",
-}
-"""First words of an answer by the kind of its verdict, if it is decided."""
-_OPEN_LEADS = {
-    "undecided": NOT_YET,
-    "unjudged": "No verdict.",
-    "horizon": "It depends on the horizon.",
-    "position": "It depends on the position.",
-    "blind": "This design cannot tell.",
-    "nothing_learned": NO_ANSWER,
-}
-"""First words of any other answer, by the reason of its verdict, else by the kind."""
 _SWITCHES = {
     "rht": "rotation",
     "sr": "stochastic rounding",
@@ -129,9 +111,8 @@ def lead_of(verdicts: Sequence[Verdict], setting: Setting) -> str:
     """Return the first words on some comparisons."""
     if len({(verdict.kind, verdict.reason) for verdict in verdicts}) == 1:
         (verdict, *_) = verdicts
-        if verdict.kind in _LEADS:
-            return f"{_LEADS[verdict.kind]}{f', {setting.scope}' if setting.scope else ''}."
-        return _OPEN_LEADS.get(verdict.reason or "") or _OPEN_LEADS[verdict.kind]
+        lead = (REASONS[verdict.reason].lead if verdict.reason else "") or KINDS[verdict.kind].lead
+        return f"{lead}{f', {setting.scope}' if setting.scope else ''}." if verdict.decided else lead
     decided = sum(verdict.decided for verdict in verdicts)
     if decided == len(verdicts):
         return "Answered."
@@ -218,13 +199,13 @@ def _left_open(
     if verdict.kind == "same":
         return ""
     if verdict.reason:
-        return f": {REASONS[verdict.reason].format(count=verdict.count)}"
+        return f": {REASONS[verdict.reason].text.format(count=verdict.count)}"
     if margin is None:
         return "; its sign is still open" if verdict.kind == "undecided" else ""
     threshold = setting.size(margin) if brief else setting.threshold(margin)
     if verdict.kind == "equivalent":
         return f"; an effect of {threshold} is ruled out"
-    if verdict.kind in ("better", "worse"):
+    if verdict.resolved:
         if not difference.has_interval:
             return ""
         if min(abs(difference.low), abs(difference.high)) >= margin:
@@ -347,7 +328,7 @@ def _why(verdict: Verdict) -> str:
     """Return that a comparison has no verdict, with the reason if more seeds do not remove it."""
     if verdict.diverged and verdict.diverged == verdict.seeds:
         return "diverged on every seed"
-    why = REASONS[verdict.reason or "no_pair"].format(count=verdict.count)
+    why = REASONS[verdict.reason or "no_pair"].text.format(count=verdict.count)
     return "no verdict" if verdict.reason in _TOO_FEW else f"no verdict ({why})"
 
 

@@ -156,7 +156,7 @@ def _gaps(sweep: Comparisons, grid: Grid, knob: str) -> list[tuple[Difference | 
     # The gap at the first value has a verdict of its own if it is a single arm's.
     alone = [arm for arm in grid.arms if arm.knobs[knob] == grid.levels[knob][0]]
     names = [arm.name for arm in alone] if len(alone) == 1 else []
-    resolved = all(arm.verdict.kind in ("better", "worse") for arm in sweep.arms if arm.name in names)
+    resolved = all(arm.verdict.resolved for arm in sweep.arms if arm.name in names)
     means = [grid.mean(grid.cells(**{knob: level})) for level in range(len(grid.levels[knob]))]
     by_seed = [{seed: mean[seed] - base[seed] for seed in common(mean, base)} for mean in means]
     return [

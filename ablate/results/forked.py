@@ -269,15 +269,15 @@ def qualified(verdict: Verdict, view: Views | None, sees: bool) -> Verdict:
         view: the comparison, seen in other ways; None for full runs.
         sees: the design resolves its known-bad arm.
     """
-    if view is None or verdict.kind not in ("better", "worse", "equivalent", "undecided"):
+    if view is None or verdict.kind == "same" or verdict.reason:
         return verdict
     if any(not one.pairs for one in (*view.horizons.values(), *view.positions.values())):
         return replace(verdict, kind="unjudged", reason="windows", planned=None)
     if _opposed(view.positions):
         return replace(verdict, kind="unjudged", reason="position", planned=None)
-    if verdict.kind in ("better", "worse") and not _stands(view.positions):
+    if verdict.resolved and not _stands(view.positions):
         return replace(verdict, kind="unjudged", reason="position", planned=None)
-    if _opposed(view.horizons) or (verdict.kind in ("better", "worse") and _grows(view)):
+    if _opposed(view.horizons) or (verdict.resolved and _grows(view)):
         return replace(verdict, kind="unjudged", reason="horizon", planned=None)
     if verdict.kind == "equivalent" and not sees:
         return replace(verdict, kind="unjudged", reason="blind", planned=None)

@@ -198,7 +198,7 @@ def _twin(arms: Sequence[ArmSummary]) -> Check | None:
     twin = next((arm for arm in arms if arm.role == "null" and arm.gap is not None), None)
     if twin is None or twin.verdict.kind == "unjudged":
         return None
-    if twin.verdict.kind in ("better", "worse"):
+    if twin.verdict.resolved:
         return Check(
             "warning",
             f"{twin.baseline} against itself is {twin.verdict.kind}: a false alarm, 1 in 20 expected",

@@ -303,7 +303,20 @@ class Verdict:
     @property
     def decided(self) -> bool:
         """True if no further seed is needed."""
-        return self.kind in ("better", "worse", "equivalent", "same")
+        return self.resolved or self.kind in ("equivalent", "same")
+
+    @property
+    def resolved(self) -> bool:
+        """True if the sign of the difference is known."""
+        return self.kind in ("better", "worse")
+
+    @property
+    def shown(self) -> str:
+        """Kind that a drawing shows: `better`, `worse`, `equivalent`; `open` if none is decided, or if a
+        search chose the arm by the same numbers."""
+        if self.exploratory or not self.decided:
+            return "open"
+        return "equivalent" if self.kind == "same" else self.kind
 
 
 def judge(

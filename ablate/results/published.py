@@ -8,9 +8,9 @@ from typing import Literal
 from ablate.experiment.schema import Metric, Published
 from ablate.results.intervals import ALPHA
 from ablate.results.number_text import interval, percents
-from ablate.results.paired_stats import Difference, equivalence, holm, p_value, paired_difference
+from ablate.results.paired_stats import Difference, Reason, equivalence, holm, p_value, paired_difference
 from ablate.results.summary import ArmSummary, interval_of, mean_of, nothing_learned, summaries
-from ablate.results.verdict_text import NOT_JUDGED, REASONS, diverged_text
+from ablate.results.verdict_text import KINDS, REASONS, diverged_text
 from ablate.store.ledger import Ledger
 
 _COLOURS = {"agrees": "better", "disagrees": "worse", "differs": "worse"}
@@ -26,10 +26,7 @@ class Agreement:
     kind: Literal["agrees", "disagrees", "differs", "unresolved", "unjudged"]
     """For a figure of one arm "agrees" or "differs"; for one of two arms "agrees", "disagrees" or
     "unresolved"; "unjudged" for both."""
-    reason: (
-        Literal["not_measured", "one_pair", "few_values", "equal_counts", "nothing_learned", "no_share"]
-        | None
-    ) = None
+    reason: Reason | Literal["not_measured", "no_share"] | None = None
     """Reason why there is no verdict; set if and only if the kind is "unjudged"."""
     detail: Detail | None = None
     """Size of the measured difference, for a figure of two arms."""
@@ -240,7 +237,7 @@ def _size(figure: Published, measured: Difference) -> Detail | None:
 
 # Text
 
-_KINDS = {"unresolved": "not resolved", "unjudged": NOT_JUDGED}
+_KINDS = {"unresolved": "not resolved", "unjudged": KINDS["unjudged"].text}
 _DETAILS = {
     "negligible": "too small to matter here",
     "within": "the published size lies within the interval",
@@ -277,9 +274,9 @@ def _details(line: Replication) -> list[str]:
     details = []
     if verdict.reason == "no_share":
         details.append(f"{figure.metric} of {figure.against} is 0, so the difference is no share of it")
-    elif verdict.reason and verdict.reason in REASONS:
+    elif verdict.reason and verdict.reason != "not_measured":
         count = line.measured.distinct if verdict.reason == "few_values" else line.measured.pairs
-        details.append(REASONS[verdict.reason].format(count=count or line.measured.pairs))
+        details.append(REASONS[verdict.reason].text.format(count=count or line.measured.pairs))
     if verdict.detail:
         details.append(_DETAILS[verdict.detail])
     if verdict.tolerance is not None:

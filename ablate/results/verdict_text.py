@@ -10,30 +10,52 @@ line with all of this:
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from ablate.files import Json
-from ablate.results.paired_stats import FEWEST_DISTINCT, MOST_SEEDS, Needed, Verdict
+from ablate.results.paired_stats import FEWEST_DISTINCT, MOST_SEEDS, Kind, Needed, Reason, Verdict
 
-REASONS: Mapping[str, str] = {
-    "no_pair": "no pair of finished seeds",
-    "one_pair": "one seed: no interval",
-    "few_values": f"too few distinct differences: {{count}} (a verdict needs {FEWEST_DISTINCT})",
-    "equal_counts": "equal counts on {count} seeds",
-    "nothing_learned": "no answer: nothing was learned",
-    "censored": "the target is not reached on {count} seeds of the pair, so there is no gap",
-    "length": "runs of unequal length on {count} seeds: no verdict without metric.any_length",
-    "baseline": "baseline",
-    "refused": "refused",
-    "pruned": "pruned",
-    "horizon": "depends on the horizon",
-    "position": "depends on the position",
-    "blind": "this design cannot tell",
-    "windows": "not the same windows",
+NO_ANSWER = "No answer:"
+NOT_YET = "Not answered yet."
+
+
+class Words(NamedTuple):
+    """Words for a kind of verdict, or for a reason without one."""
+
+    text: str
+    """Words in a line; those of a reason may have the number of pairs, `{count}`."""
+    short: str = "not judged"
+    """Word in a table's column."""
+    lead: str = ""
+    """First words of an answer, which a decided kind completes; empty for a reason: those of its kind."""
+    colour: str = ""
+    """Colour in a terminal."""
+
+
+KINDS: Mapping[Kind, Words] = {
+    "better": Words("better", "better", "Better", "green"),
+    "worse": Words("worse", "worse", "Worse", "red"),
+    "equivalent": Words("equivalent", "equivalent", "No difference that matters"),
+    "same": Words("the same numbers", "same", "No difference at all"),
+    "undecided": Words("undecided", "undecided", NOT_YET),
+    "unjudged": Words("not judged", lead="No verdict."),
 }
-"""Text of the reason why there is no verdict, by its code."""
-_OWN_WORD = ("baseline", "refused", "pruned", "horizon", "position", "blind", "windows")
-"""Reasons that are the word in a table's column, instead of "not judged"."""
-NOT_JUDGED = "not judged"
+REASONS: Mapping[Reason, Words] = {
+    "no_pair": Words("no pair of finished seeds"),
+    "one_pair": Words("one seed: no interval"),
+    "few_values": Words(f"too few distinct differences: {{count}} (a verdict needs {FEWEST_DISTINCT})"),
+    "equal_counts": Words("equal counts on {count} seeds"),
+    "nothing_learned": Words("no answer: nothing was learned", lead=NO_ANSWER),
+    "censored": Words("the target is not reached on {count} seeds of the pair, so there is no gap"),
+    "length": Words("runs of unequal length on {count} seeds: no verdict without metric.any_length"),
+    "baseline": Words("baseline", "baseline"),
+    "refused": Words("refused", "refused"),
+    "pruned": Words("pruned", "pruned"),
+    "horizon": Words("depends on the horizon", "depends on the horizon", "It depends on the horizon."),
+    "position": Words("depends on the position", "depends on the position", "It depends on the position."),
+    "blind": Words("this design cannot tell", "this design cannot tell", "This design cannot tell."),
+    "windows": Words("not the same windows", "not the same windows"),
+}
 
 
 def verdict_text(verdict: Verdict, short: bool = False) -> str:
@@ -43,20 +65,15 @@ def verdict_text(verdict: Verdict, short: bool = False) -> str:
         verdict: The verdict.
         short: True for the word of a table's column, False for a line with everything.
     """
+    words = REASONS[verdict.reason] if verdict.reason else KINDS[verdict.kind]
     if short:
-        short_word = NOT_JUDGED if verdict.kind == "unjudged" else verdict.kind
-        if verdict.reason and verdict.reason in _OWN_WORD:
-            short_word = REASONS[verdict.reason]
         if not verdict.diverged:
-            return short_word
-        return "diverged" if verdict.diverged == verdict.seeds else f"diverged; {short_word}"
+            return words.short
+        return "diverged" if verdict.diverged == verdict.seeds else f"diverged; {words.short}"
     diverged = diverged_text(verdict.diverged, verdict.seeds)
     if diverged and verdict.diverged == verdict.seeds:
         return diverged
-    word: str = "the same numbers" if verdict.kind == "same" else verdict.kind
-    notes = _qualifications(verdict)
-    if verdict.kind == "unjudged" and verdict.reason:
-        word = _reason(verdict.reason, verdict.count)
+    word, notes = _counted(words, verdict.count), _qualifications(verdict)
     text = f"{word} ({'; '.join(notes)})" if notes else word
     text += f"; {needed_text(verdict.needed)} seeds in all" if verdict.needed else ""
     return f"{diverged}; on the others: {text}" if diverged else text
@@ -69,10 +86,10 @@ def verdict_notes(verdict: Verdict) -> list[str]:
     if diverged and verdict.diverged == verdict.seeds:
         return [diverged]
     notes = [f"{diverged}: the verdict is on the other seeds"] if diverged else []
-    if verdict.reason and verdict.reason not in _OWN_WORD:
-        notes.append(_reason(verdict.reason, verdict.count))
+    if verdict.reason and REASONS[verdict.reason].short == KINDS["unjudged"].short:
+        notes.append(_counted(REASONS[verdict.reason], verdict.count))
     if verdict.kind == "same":
-        notes.append("the same numbers on every seed")
+        notes.append(f"{KINDS[verdict.kind].text} on every seed")
     return notes + _qualifications(verdict)
 
 
@@ -93,8 +110,8 @@ def _qualifications(verdict: Verdict) -> list[str]:
     return notes
 
 
-def _reason(code: str, count: int) -> str:
-    return REASONS[code].format(count=count).replace("on 1 seeds", "on 1 seed")
+def _counted(words: Words, count: int) -> str:
+    return words.text.format(count=count).replace("on 1 seeds", "on 1 seed")
 
 
 def diverged_text(diverged: int, seeds: int) -> str:

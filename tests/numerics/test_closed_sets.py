@@ -23,6 +23,8 @@ from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import BlockScale, Dge, Hadamard, Outer, Quant, Range, Select, Spec, Transform
 from ablate.recipes.recipe import DIRECTIONS, Fprop, Products, Recipe
+from ablate.results.paired_stats import Kind, Reason, Verdict
+from ablate.results.verdict_text import KINDS, REASONS
 
 PACKAGE = Path(ablate.__file__).parent
 TAGGED = {
@@ -213,11 +215,11 @@ def listed(source: str) -> Iterator[tuple[str, ...]]:
             yield strings
 
 
-def offences(source: str) -> set[str]:
+def offences(source: str, sets: dict[tuple[Any, str], set[str]] = SETS) -> set[str]:
     """Return the fields of whose words a module lists two or more together; sets with the same words count as one."""
     found = set()
     for strings in listed(source):
-        for (_, field), known in SETS.items():
+        for (_, field), known in sets.items():
             common = known & set(strings)
             if len(common) > 1:
                 found.add("dtype" if common <= choices.DTYPES.keys() else field)
@@ -233,6 +235,35 @@ def test_no_module_but_a_registry_lists_the_words_of_a_closed_set():
         for field in offences(path.read_text())
     }
     assert found == EXCEPTIONS.keys()
+
+
+VERDICTS = {(Verdict, "kind"): {*get_args(Kind)}, (Verdict, "reason"): {*get_args(Reason)}}
+SIGNS = "the two kinds with a sign, in the order of its sentence or axis"
+LISTED = {
+    ("results/headline.py", "kind"): SIGNS,
+    ("results/answer_sentences.py", "kind"): SIGNS,
+    ("reports/dose_parts.py", "kind"): SIGNS,
+    ("reports/change_table.py", "kind"): SIGNS,
+    ("reports/figures/effects.py", "kind"): "colours and marks of the house style",
+    ("reports/table.py", "kind"): "classes of the style sheet",
+    ("results/answer_sentences.py", "reason"): "reasons that more seeds remove",
+    ("results/next_runs.py", "reason"): "reasons that more seeds do not remove",
+}
+
+
+def test_the_words_of_verdicts_stand_in_one_file():
+    """`paired_stats` defines the kinds and reasons, `verdict_text` has their words."""
+    assert KINDS.keys() == VERDICTS[Verdict, "kind"]
+    assert REASONS.keys() == VERDICTS[Verdict, "reason"]
+    homes = ("paired_stats.py", "verdict_text.py")
+    found = {
+        (path.relative_to(PACKAGE).as_posix(), field)
+        for folder in ("results", "reports")
+        for path in (PACKAGE / folder).rglob("*.py")
+        if path.name not in homes
+        for field in offences(path.read_text(), VERDICTS)
+    }
+    assert found == LISTED.keys()
 
 
 @pytest.mark.parametrize(

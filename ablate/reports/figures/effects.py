@@ -47,7 +47,7 @@ _STANDINGS: dict[str, tuple[str, str, FillStyleType]] = {
     "better": (COLOURS[0], "o", "full"),
     "worse": (COLOURS[3], "s", "full"),
     "equivalent": ("0.35", "D", "full"),
-    "not decided": ("0.35", "o", "none"),
+    "open": ("0.35", "o", "none"),
 }
 """Colour, marker and filling of each outcome of a comparison, after correction for all of its table."""
 
@@ -121,7 +121,7 @@ def _forest(
     for row, line in enumerate(lines):
         if line.margin:
             axes.barh(row, 2 * line.margin, 1, -line.margin, color="0.93", zorder=0.5)
-        seen.append(_standing(line.verdict))
+        seen.append(line.verdict.shown)
         colour, marker, filled = _STANDINGS[seen[-1]]
         half = line.difference.high - line.difference.mean if line.difference.has_interval else None
         axes.errorbar(
@@ -150,15 +150,8 @@ def _forest(
         )
         for s in present
     ]
-    legend(body, handles, present, "outside lower center")
+    legend(body, handles, ["not decided" if s == "open" else s for s in present], "outside lower center")
     return finished(name, question, body, data)
-
-
-def _standing(verdict: Verdict) -> str:
-    """Return the outcome that a forest plot shows. An arm that a search chose by these numbers has none."""
-    if not verdict.decided or verdict.exploratory:
-        return "not decided"
-    return "equivalent" if verdict.kind == "same" else verdict.kind
 
 
 @house
