@@ -82,6 +82,7 @@ OTHERS = {
     "python benchmarks/fuzz_yaml.py": "test_fuzz.py",
     "python benchmarks/gpu_estimates.py": "test_gpu_estimates.py",
     "python benchmarks/simulated_truth.py": "test_simulated_truth.py",
+    "python benchmarks/gate_loops.py": "test_proposals.py",
     "python -m pytest": "is this suite",
     "python docs/generate_reference.py": "test_docs.py",
     "python docs/generate_tensor_cores.py": "recipes/test_scaled_mapping.py",

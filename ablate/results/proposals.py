@@ -1,0 +1,430 @@
+"""Gate for a loop of proposals: keep a change, discard it, or run it again.
+
+The problem. A person or an agent tries one change after another and keeps what helps. Runs of one
+configuration differ by their seed, so among many changes without any effect some look better, and the best
+value so far is a lucky one. "Keep if better" therefore keeps noise in almost every loop.
+
+The idea. The noise floor (the deviation of one run) is measured first, on 16 or more reruns of one
+configuration. A candidate is then compared with runs of the present baseline that were made for this
+proposal alone, as many as its own: nothing lucky is carried over, and slow drift meets both. It is looked at
+after 2, 4, 8 and 16 runs each. At a look the candidate is
+
+- kept, if Student's t of the gain exceeds the threshold of this look's share of alpha. Alpha is split evenly
+  over a number of proposals that is declared beforehand, and within a proposal over the looks (Bonferroni in
+  both cases, so any dependence is allowed, and a look that is skipped costs nothing);
+- discarded, if a gain of `effect` noise floors is excluded by a t interval, or at the last look;
+- else run again, up to the next look.
+
+The first look can only discard: the spread of two runs is too poorly known to keep anything.
+
+The deviation. The floor is pooled with the spread of the baseline's runs, of this and of earlier proposals.
+If those spread more than the floor allows (F test, 1 %), they replace it. The candidate's runs are pooled too
+unless they spread more than the median of what they would if the floor were true; then the candidate counts
+with its own variance (Welch). That costs little power and bounds the harm of candidates that are noisier than
+their baseline. Verdicts of sweeps never pool over configurations; hence the words here are keep, discard and
+run again, not better and worse.
+
+Example: `decide(Floor.of(reruns), baseline=[3.21, 3.19], candidate=[3.20, 3.22])`.
+
+Refused: fewer than 16 reruns, values that are not numbers, more proposals than declared. A candidate with a
+diverged run is discarded. `benchmarks/gate_loops.py` simulates how often the gate is wrong.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from statistics import fmean, variance
+from typing import Any, Literal
+
+import numpy as np
+from scipy import special
+
+from ablate.errors import InputError
+from ablate.results.number_text import counted, number
+
+Word = Literal["keep", "discard", "run again"]
+Reason = Literal["better", "excluded", "not shown", "diverged", "undecided", "too few runs"]
+
+FEWEST_RERUNS = 16
+"""Least number of reruns that measure a noise floor."""
+_STALE = 0.01
+"""Level of the F test of the baseline's own spread against the floor."""
+_TYPICAL = 0.5
+"""Chance of a candidate as noisy as its baseline to be judged by its own variance."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """One time at which a proposal may be decided."""
+
+    runs: int
+    """Runs of the candidate, and as many of the baseline."""
+    share: float
+    """Share of the proposal's alpha."""
+    miss: float
+    """Largest chance to discard a gain of exactly `effect` noise floors at this look."""
+
+
+LOOKS = (Look(2, 0.0, 0.1), Look(4, 0.1, 0.05), Look(8, 0.3, 0.05), Look(16, 0.6, 0.0))
+"""Looks at a proposal. Chosen among ten schedules by power at 1 to 4 noise floors and mean number of runs."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Declaration that is made before the first proposal.
+
+    Attributes:
+        alpha: Largest chance that a loop without any effect keeps a change.
+        proposals: Number of proposals that alpha is split over.
+        effect: Gain in noise floors whose exclusion discards a proposal.
+        most: Most runs of one candidate: the runs of one of `LOOKS`, from 4 on.
+    """
+
+    alpha: float = 0.05
+    proposals: int = 50
+    effect: float = 2.0
+    most: int = LOOKS[-1].runs
+
+    def __post_init__(self) -> None:
+        """Refuse values that define no gate, with an InputError."""
+        possible = [look.runs for look in LOOKS if look.share]
+        problems = []
+        if not 0 < self.alpha < 1:
+            problems.append(f"alpha is {self.alpha}: it is a probability between 0 and 1, such as 0.05")
+        if self.proposals < 1:
+            problems.append(f"proposals is {self.proposals}: declare 1 or more")
+        if not 0 < self.effect < math.inf:
+            problems.append(f"effect is {self.effect}: it is a positive number of noise floors, such as 2")
+        if self.most not in possible:
+            problems.append(f"most is {self.most}: it is one of {', '.join(map(str, possible))}")
+        if problems:
+            raise InputError(problems)
+
+    @cached_property
+    def looks(self) -> tuple[Look, ...]:
+        """Looks up to `most` runs; their shares add up to 1."""
+        looks = [look for look in LOOKS if look.runs <= self.most]
+        total = sum(look.share for look in looks)
+        return tuple(Look(look.runs, look.share / total, look.miss) for look in looks)
+
+    def level(self, look: int) -> float:
+        """Return the probability of a false keep that look number `look`, from 0, may spend."""
+        return self.alpha / self.proposals * self.looks[look].share
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Noise floor: variance of one run, from reruns of one configuration."""
+
+    variance: float
+    runs: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Floor":
+        """Measure the floor.
+
+        Raises:
+            InputError: fewer than 16 reruns, a value that is not finite, or reruns without any spread.
+        """
+        if len(values) < FEWEST_RERUNS:
+            raise InputError(
+                [f"the noise floor has {counted(len(values), 'rerun')}: {FEWEST_RERUNS} or more are needed"]
+            )
+        if wrong := [value for value in values if not math.isfinite(value)]:
+            raise InputError([f"the noise floor contains {wrong[0]}: give reruns that finished"])
+        if not (spread := variance(values)):
+            raise InputError(
+                ["all reruns of the noise floor are equal: rerun it with other seeds, or no gate is needed"]
+            )
+        return cls(spread, len(values))
+
+
+@dataclass(frozen=True)
+class History:
+    """Facts about earlier judgements that a decision depends on.
+
+    Attributes:
+        proposals: Number of other proposals that were judged before this one.
+        looks: Number of looks at this proposal that are over, skipped ones included.
+        baselines: Values of the baseline's runs for each other proposal.
+    """
+
+    proposals: int = 0
+    looks: int = 0
+    baselines: Sequence[Sequence[float]] = ()
+
+    def spread(self) -> tuple[float, int]:
+        """Return the sum of squares within the baselines, and its degrees of freedom."""
+        groups = [values for values in self.baselines if len(values) > 1]
+        freedom = [len(values) - 1 for values in groups]
+        return sum(variance(values) * each for values, each in zip(groups, freedom, strict=True)), sum(
+            freedom
+        )
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Precision of a gain; every field is a number or an array of one shape.
+
+    Attributes:
+        noise: Deviation of one run of the baseline.
+        standard_error: Standard error of the gain.
+        freedom: Its degrees of freedom.
+        own: True if the candidate counts with its own variance.
+        stale: True if the baseline spreads more than the floor allows, so that the floor is not used.
+    """
+
+    noise: Any
+    standard_error: Any
+    freedom: Any
+    own: Any
+    stale: Any
+
+
+def spread_of(floor: tuple[Any, int], baseline: tuple[Any, Any], candidate: Any, runs: int) -> Spread:
+    """Return the precision of the mean of `runs` runs of a candidate minus that of as many of its baseline.
+
+    Works on numbers and on arrays alike.
+
+    Args:
+        floor: Variance of the floor, and its number of reruns.
+        baseline: Sum of squares of the baseline's runs around their means, and its degrees of freedom, 1 or
+            more.
+        candidate: Variance of the candidate's runs.
+        runs: Number of runs of each side, 2 or more.
+    """
+    (variance_floor, reruns), (squares, seen) = floor, baseline
+    stale = squares / seen > variance_floor * special.fdtri(seen, reruns - 1, 1 - _STALE)
+    freedom = np.where(stale, seen, seen + reruns - 1)
+    base = np.where(stale, squares, squares + (reruns - 1) * variance_floor) / freedom
+    own = candidate > base * special.fdtri(runs - 1, freedom, 1 - _TYPICAL)
+    pooled = (freedom * base + (runs - 1) * candidate) / (freedom + runs - 1)
+    welch = (candidate + base) ** 2 / (candidate**2 / (runs - 1) + base**2 / freedom)
+    return Spread(
+        noise=np.sqrt(base),
+        standard_error=np.sqrt(np.where(own, candidate + base, 2 * pooled) / runs),
+        freedom=np.where(own, welch, freedom + runs - 1),
+        own=own,
+        stale=stale,
+    )
+
+
+def judge_look(gain: Any, spread: Spread, plan: Plan, look: int) -> tuple[Any, Any, Any]:
+    """Return the threshold of t, whether a candidate is kept, and whether it is discarded, at one look.
+
+    Args:
+        gain: Mean gain, positive if the candidate is better; a number or an array.
+        spread: Its precision.
+        plan: Declaration of the loop.
+        look: Number of the look, from 0.
+    """
+    level, last = plan.level(look), look == len(plan.looks) - 1
+    threshold = special.stdtrit(spread.freedom, 1 - level) if level else np.full_like(spread.freedom, np.inf)
+    keep = gain > threshold * spread.standard_error
+    if last:
+        return threshold, keep, ~keep
+    reach = special.stdtrit(spread.freedom, 1 - plan.looks[look].miss) * spread.standard_error
+    return threshold, keep, ~keep & (gain + reach < plan.effect * spread.noise)
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Numbers of one look.
+
+    Attributes:
+        runs: Runs of each side that were compared.
+        gain: Mean gain in the metric's unit, positive if the candidate is better. After a keep it is biased
+            upward, since lucky candidates are kept more often.
+        standard_error: Its standard error.
+        freedom: Degrees of freedom of t.
+        threshold: Value that t must exceed; infinite at a look that cannot keep.
+        noise: Deviation of one run of the baseline.
+        excluded: Gain whose exclusion discards, in the metric's unit.
+        own: True if the candidate counts with its own variance.
+        stale: True if the floor was not used.
+    """
+
+    runs: int
+    gain: float
+    standard_error: float
+    freedom: float
+    threshold: float
+    noise: float
+    excluded: float
+    own: bool
+    stale: bool
+
+    @property
+    def t(self) -> float:
+        """Student's t of the gain."""
+        return self.gain / self.standard_error
+
+    @property
+    def text(self) -> str:
+        """Gain with t, threshold and what the spread was estimated from, in words."""
+        needed = f"{self.threshold:.2f} needed" if math.isfinite(self.threshold) else "no keep at this look"
+        spread = "the candidate's own spread" if self.own else "spread pooled over configurations"
+        measured = number(self.gain, self.standard_error)
+        return f"gain {measured} over {self.runs} runs each, t {self.t:.2f}, {needed}, {spread}"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Decision on a proposal.
+
+    Attributes:
+        word: keep, discard or run again.
+        reason: Why.
+        runs_candidate: Further runs of the candidate that the next look needs; 0 if it is decided.
+        runs_baseline: The same for the baseline.
+        looks: Looks at this proposal that are over.
+        alpha: Probability of a false keep that was spent by this decision.
+        diverged: Runs of the candidate that diverged.
+        evidence: Numbers of the look; None if there was none.
+    """
+
+    word: Word
+    reason: Reason
+    runs_candidate: int = 0
+    runs_baseline: int = 0
+    looks: int = 0
+    alpha: float = 0.0
+    diverged: int = 0
+    evidence: Evidence | None = None
+
+    @property
+    def sentence(self) -> str:
+        """The decision in one or two sentences."""
+        return f"{self.word.capitalize()}: {' '.join(self._sentences())}"
+
+    def _sentences(self) -> Iterator[str]:
+        more = (
+            f"Add {counted(self.runs_candidate, 'run')} of the candidate and {self.runs_baseline} of the"
+            " baseline, made in turns."
+        )
+        if self.reason == "diverged":
+            yield f"{counted(self.diverged, 'run')} of the candidate diverged."
+        elif self.evidence is None:
+            yield f"there are too few runs for the next look. {more}"
+        else:
+            yield {
+                "better": "better than the baseline",
+                "excluded": f"a gain of {number(self.evidence.excluded)} or more is excluded",
+                "not shown": "no gain is shown, and this was the last look",
+                "undecided": "undecided",
+            }[self.reason] + f" ({self.evidence.text})."
+            if self.word == "discard":
+                yield "A smaller gain may have been missed."
+            if self.word == "run again":
+                yield more
+            if self.evidence.stale:
+                yield "The baseline spreads more than the noise floor: measure the floor again."
+
+    def document(self) -> dict[str, Any]:
+        """Return the decision as JSON: infinite thresholds are null."""
+        document = asdict(self)
+        if self.evidence is not None:
+            finite = math.isfinite(self.evidence.threshold)
+            document["evidence"]["threshold"] = self.evidence.threshold if finite else None
+        return document
+
+    @classmethod
+    def parse(cls, document: Mapping[str, Any]) -> "Decision":
+        """Return the decision that `document` describes."""
+        evidence = document["evidence"]
+        if evidence is not None:
+            known = evidence["threshold"]
+            evidence = Evidence(**evidence | {"threshold": math.inf if known is None else known})
+        return cls(**{**document, "evidence": evidence})
+
+
+def decide(
+    floor: Floor,
+    baseline: Sequence[float],
+    candidate: Sequence[float],
+    history: History = History(),
+    plan: Plan = Plan(),
+    minimize: bool = True,
+) -> Decision:
+    """Decide on a proposal: keep it, discard it, or run it again.
+
+    The largest look that the runs suffice for is taken, on the first runs of each side in the order given;
+    others wait for the next look. The order must not depend on the values.
+
+    Args:
+        floor: Noise floor.
+        baseline: Values of the present baseline's runs that were made for this proposal.
+        candidate: Values of the candidate's runs.
+        history: What was judged before.
+        plan: What was declared before the first proposal.
+        minimize: True if smaller values are better.
+
+    Raises:
+        InputError: there are more proposals than declared, all looks are over, or a run of the baseline
+            diverged.
+    """
+    if history.proposals >= plan.proposals:
+        raise InputError(
+            [
+                f"{plan.proposals} proposals were declared and judged; one more would not be covered by the"
+                " chance of a false keep that was declared. Start a new history with a larger number"
+            ]
+        )
+    if history.looks >= len(plan.looks):
+        raise InputError(["all looks at this proposal are over: it is decided"])
+    if wrong := [value for value in baseline if not math.isfinite(value)]:
+        raise InputError(
+            [f"a run of the baseline is {wrong[0]}: the baseline must finish; run it again under another id"]
+        )
+    if diverged := sum(not math.isfinite(value) for value in candidate):
+        return Decision("discard", "diverged", looks=history.looks, diverged=diverged)
+    have = min(len(baseline), len(candidate))
+    possible = [n for n, look in enumerate(plan.looks) if n >= history.looks and look.runs <= have]
+    if not possible:
+        return _more("too few runs", plan, history.looks, baseline, candidate)
+    look = possible[-1]
+    runs = plan.looks[look].runs
+    ours, theirs = candidate[:runs], baseline[:runs]
+    gain = (fmean(theirs) - fmean(ours)) * (1 if minimize else -1)
+    squares, freedom = history.spread()
+    spread = spread_of(
+        (floor.variance, floor.runs),
+        (squares + (runs - 1) * variance(theirs), freedom + runs - 1),
+        variance(ours),
+        runs,
+    )
+    threshold, keep, discard = judge_look(gain, spread, plan, look)
+    evidence = Evidence(
+        runs,
+        gain,
+        float(spread.standard_error),
+        float(spread.freedom),
+        float(threshold),
+        float(spread.noise),
+        plan.effect * float(spread.noise),
+        bool(spread.own),
+        bool(spread.stale),
+    )
+    level, last = plan.level(look), look == len(plan.looks) - 1
+    if keep:
+        return Decision("keep", "better", looks=look + 1, alpha=level, evidence=evidence)
+    if discard:
+        reason: Reason = "not shown" if last else "excluded"
+        return Decision("discard", reason, looks=look + 1, alpha=level, evidence=evidence)
+    return _more("undecided", plan, look + 1, baseline, candidate, level, evidence)
+
+
+def _more(
+    reason: Reason,
+    plan: Plan,
+    looks: int,
+    baseline: Sequence[float],
+    candidate: Sequence[float],
+    alpha: float = 0.0,
+    evidence: Evidence | None = None,
+) -> Decision:
+    """Return "run again", with the runs that the next look lacks."""
+    runs = plan.looks[looks].runs
+    lacking = (max(0, runs - len(candidate)), max(0, runs - len(baseline)))
+    return Decision("run again", reason, *lacking, looks=looks, alpha=alpha, evidence=evidence)
