@@ -61,24 +61,17 @@ def convert(
         ValueError: the recipe is wrong or does not fit the model, or nothing would be converted. A warning
             names the largest layers left out if less than half of the weights are converted.
     """
-    from ablate.recipes.recipe import Run
     from ablate.training.conversion import convert as converted
+    from ablate.training.conversion_options import ConversionOptions
     from ablate.training.own_code.process_environment import acknowledge
 
     if steps is not None and steps < 1:
         raise ValueError(f"steps is the number of optimizer steps of the run, from 1; here {steps}")
-    run = None if steps is None else Run(steps, tokens_per_step, decay_start)
-    resolved = _resolved(recipe, set)
-    conversion = converted(
-        model,
-        resolved,
-        seed=seed,
-        run=run,
-        blocks=blocks,
-        wanted=filter,
-        measure_every=measure_every,
+    options = ConversionOptions(
+        _resolved(recipe, set), seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every
     )
-    acknowledge(resolved)
+    conversion = converted(model, options)
+    acknowledge(options.recipe)
     return conversion
 
 

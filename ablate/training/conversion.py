@@ -52,6 +52,7 @@ from ablate.recipes.readings import reading
 from ablate.recipes.recipe import Recipe, Run, Weights
 from ablate.training.alarms import Alert, alerts
 from ablate.training.calls import Calls
+from ablate.training.conversion_options import ConversionOptions
 from ablate.training.metric_names import parse
 from ablate.training.metrics import ALARMS, Casts, SlotErrors, gradient_noise, keep_casts, oscillation
 
@@ -485,26 +486,16 @@ class Conversion:
             self._metrics_of_step |= oscillation(self._casts, self.engine.weight_casts())
 
 
-def convert(
-    model: nn.Module,
-    recipe: Recipe,
-    *,
-    seed: int = 0,
-    run: Run | None = None,
-    blocks: str | None = None,
-    wanted: Callable[[str, nn.Module], bool] | None = None,
-    measure_every: int = 50,
-    handle: str = "run",
-) -> Conversion:
-    """Convert a model in place and return its handle, `handle` in messages; `ablate.convert` has the rest.
+def convert(model: nn.Module, options: ConversionOptions, handle: str = "run") -> Conversion:
+    """Convert a model in place and return its handle, `handle` in messages.
 
     Raises:
         ValueError: no layer would be converted, the recipe does not fit the model, or its schedule needs
-            facts of the run that `run` does not have.
+            facts of the run that are not given.
     """
-    _refuse_unknown_length(recipe, run)
+    _refuse_unknown_length(options.recipe, options.run)
     _refuse_converted(model)
-    found = find_blocks(model, blocks)
+    found = find_blocks(model, options.blocks)
     if not found:
         raise ValueError(
             f"nothing of {type(model).__name__} would be converted: it has no blocks, which are members of"
@@ -514,12 +505,12 @@ def convert(
     left_out: list[str] = []
 
     def chosen(name: str, linear: nn.Module) -> bool:
-        if wanted is None or wanted(name, linear):
+        if options.filter is None or options.filter(name, linear):
             return True
         left_out.append(name)
         return False
 
-    engine = emulated.convert(model, recipe, Clock(seed), block_finder(found), chosen)
+    engine = emulated.convert(model, options.recipe, Clock(options.seed), block_finder(found), chosen)
     layers = layer_table(model, found, left_out)
     if (share := _share(layers)) < _LEAST:
         others = sorted((row for row in layers if not row.converted), key=lambda row: -row.weights)
@@ -529,7 +520,7 @@ def convert(
             f" The largest left out: {listed}",
             stacklevel=3,
         )
-    return Conversion(model, engine, run, measure_every, layers, handle)
+    return Conversion(model, engine, options.run, options.measure_every, layers, handle)
 
 
 def _refuse_unknown_length(recipe: Recipe, run: Run | None) -> None:

@@ -29,11 +29,11 @@ import torch
 from torch import nn
 
 from ablate.experiment import python_api
-from ablate.experiment.integrations.planned import PlannedConversion
 from ablate.experiment.integrations.position import Position, logged
 from ablate.files import Json
 from ablate.recipes.recipe import Recipe
 from ablate.training.conversion import Conversion
+from ablate.training.conversion_options import ConversionOptions
 from ablate.training.models import hidden_if_broken, quietly
 from ablate.training.own_code.trial import Trial
 
@@ -90,7 +90,7 @@ class HFCallback(TrainerCallback, ExportableState):
         trial: Trial | None = None,
     ) -> None:
         resolved = trial.recipe if trial else python_api.recipe(recipe, set)
-        self._planned = PlannedConversion(
+        self._planned = ConversionOptions(
             resolved, seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every
         )
         self.restore, self.per_layer = restore, per_layer
@@ -151,7 +151,7 @@ class HFCallback(TrainerCallback, ExportableState):
             return
         if self.run:
             self.run.restore()
-        self.run = self._planned.convert(model, state.max_steps)
+        self.run = python_api.convert(model, **vars(self._planned.lasting(state.max_steps)))
         if state.global_step:
             self._resume(self.run, state)
         self._position = Position(self.run)
@@ -227,14 +227,8 @@ class HFCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, dict[str, object]]:
         """Return what a checkpoint of the Trainer saves: the arguments, and the state of the recipe."""
-        arguments = {
+        arguments = {name: value for name, value in vars(self._planned).items() if name != "filter"} | {
             "recipe": self._planned.recipe.model_dump(mode="json"),
-            "seed": self._planned.seed,
-            "steps": self._planned.steps,
-            "tokens_per_step": self._planned.tokens_per_step,
-            "decay_start": self._planned.decay_start,
-            "blocks": self._planned.blocks,
-            "measure_every": self._planned.measure_every,
             "restore": self.restore,
             "per_layer": self.per_layer,
         }

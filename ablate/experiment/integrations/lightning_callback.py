@@ -19,11 +19,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
 from ablate.experiment import python_api
-from ablate.experiment.integrations.planned import PlannedConversion
 from ablate.experiment.integrations.position import Position, logged
 from ablate.files import Json
 from ablate.recipes.recipe import Recipe, Weights
 from ablate.training.conversion import Conversion, ConversionState
+from ablate.training.conversion_options import ConversionOptions
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class LightningCallback(Callback):
                 "the recipe has rules for weights, which act between backward pass and update; Lightning runs"
                 " both inside of optimizer.step(). Use a loop of your own with ablate.convert"
             )
-        self._planned = PlannedConversion(
+        self._planned = ConversionOptions(
             resolved, seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every
         )
         self.restore, self.per_layer = restore, per_layer
@@ -90,7 +90,8 @@ class LightningCallback(Callback):
             self._position.abandon()
         if self.run:
             self.run.restore()
-        self.run = self._planned.convert(pl_module, trainer.estimated_stepping_batches)
+        options = self._planned.lasting(trainer.estimated_stepping_batches)
+        self.run = python_api.convert(pl_module, **vars(options))
         if self._saved:
             self.run.load_state_dict(self._saved)
             self._saved = None

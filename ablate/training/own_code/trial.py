@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from ablate.recipes.recipe import Run
 from ablate.training.checkpoints import RunState
 from ablate.training.conversion import Conversion, ConversionState, convert
+from ablate.training.conversion_options import ConversionOptions
 from ablate.training.fork_design import parts_of
 from ablate.training.loop import Record, move_by_ulp
 from ablate.training.metric_names import FIRST_NONFINITE, part_metric
@@ -183,12 +184,7 @@ class Trial:
         self._conversions.append(
             convert(
                 model,
-                self.recipe,
-                seed=self.seed,
-                run=self._run,
-                blocks=blocks,
-                wanted=filter,
-                measure_every=self._telemetry.every,
+                ConversionOptions(self.recipe, self.seed, *self._run, blocks, filter, self._telemetry.every),
                 handle="trial",
             )
         )

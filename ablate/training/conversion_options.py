@@ -1,0 +1,36 @@
+"""Options of `ablate.convert` as one object, for the functions and callbacks that pass them on."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from ablate.recipes.recipe import Recipe, Run
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class ConversionOptions:
+    """Options of `ablate.convert`, which explains them, with the recipe as one."""
+
+    recipe: Recipe
+    seed: int = 0
+    steps: int | None = None
+    tokens_per_step: int = 1
+    decay_start: int | None = None
+    blocks: str | None = None
+    filter: "Callable[[str, nn.Module], bool] | None" = None
+    measure_every: int = 50
+
+    @property
+    def run(self) -> Run | None:
+        """Facts that a schedule needs; None without a number of steps."""
+        return None if self.steps is None else Run(self.steps, self.tokens_per_step, self.decay_start)
+
+    def lasting(self, steps: float) -> "ConversionOptions":
+        """Return the options for a Trainer that is going to make so many steps, if none were given; not
+        positive or infinite: unknown."""
+        steps = self.steps or steps
+        return replace(self, steps=int(steps) if 0 < steps < math.inf else None)
