@@ -18,6 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ablate.execution.foreign.answer import judge
     from ablate.experiment import integrations
     from ablate.experiment.python_api import convert, diff, export_model, log, presets, quantize, recipe
     from ablate.recipes.recipe import Recipe
@@ -29,6 +30,7 @@ __all__ = [
     "diff",
     "export_model",
     "integrations",
+    "judge",
     "log",
     "presets",
     "quantize",
@@ -37,7 +39,10 @@ __all__ = [
 ]
 
 _INTERFACE = "ablate.experiment.python_api"
-_HOMES = {"Recipe": "ablate.recipes.recipe"} | dict.fromkeys(__all__[1:], _INTERFACE)
+_HOMES = dict.fromkeys(__all__, _INTERFACE) | {
+    "Recipe": "ablate.recipes.recipe",
+    "judge": "ablate.execution.foreign.answer",
+}
 """Module of each public name, imported at its first use."""
 _MODULES = {"integrations": "ablate.experiment.integrations", "reports": "ablate.reports"}
 """Public names that are modules."""

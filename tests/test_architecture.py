@@ -422,6 +422,7 @@ PATTERNS = {
     "training.data.documents": ["where documents of foreign files may be cut: lines", "... words"],
     "training.data.tokenisers": ["the hub's rule for a name"],
     "store.databases": ["octal escapes of the kernel's mounts table"],
+    "cli.judge": ["words in braces of a path", "characters that a name in the state folder does not keep"],
     "cli.doctor": ["characters that a file name does not keep"],
     "reports.notebooks": ["headings of the HTML that Markdown becomes", "headings of a page"],
     "recipes.layers": [
@@ -490,7 +491,7 @@ PATTERNS = {
     ],
     "execution.foreign.names": ["a user's pattern of a name, escaped", "... as the name is matched"],
     "execution.tracking.login": ["why a connection failed, in urllib3's message"],
-    "cli.report_server": ["the Host header of a request"],
+    "cli.servers.reports": ["the Host header of a request"],
     "training.workloads.command": ["absolute paths in a command line, as a user writes it"],
     "training.workloads.tensors": ["a distribution's parameters, as a user writes them"],
 }

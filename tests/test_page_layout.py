@@ -12,7 +12,7 @@ from support.browser import MISSING, chrome, misplaced
 from support.experiments import sweep, tiny
 
 from ablate.cli.report import make
-from ablate.cli.report_server import index
+from ablate.cli.servers.reports import index
 from ablate.files import Holder, lock
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store

@@ -42,6 +42,7 @@ VERBS = {
     "ablate doctor": "test_doctor.py",
     "ablate export-model": "test_export_model.py",
     "ablate init": "workloads/test_python.py",
+    "ablate judge": "test_judge.py",
     "ablate plan": "test_commands.py",
     "ablate rebuild": "test_rebuild.py",
     "ablate recipe audit": "test_recipe_targets.py",

@@ -10,7 +10,7 @@ import pytest
 from support.cases import every
 from support.experiments import environment
 
-from ablate.cli.report_server import calls_us, own_names
+from ablate.cli.servers.reports import calls_us, own_names
 from ablate.cli.settings import find_settings, writable
 from ablate.errors import InputError
 from ablate.files import keep_file, make_folder, short_for_sockets, temporary_folder

@@ -18,6 +18,7 @@ from ablate.cli.answer_view import DISPENSABLE
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import Growth, Metric, Published
 from ablate.reports.comparison_tables import published_table, summary_table
+from ablate.reports.foremost import foremost
 from ablate.reports.markdown_summary import summary_markdown
 from ablate.reports.table_notes import emulated, reading
 from ablate.results.attribution import grid, main_effects
@@ -29,7 +30,7 @@ from ablate.results.next_runs import fresh_seeds, undecided, winner
 from ablate.results.number_text import interval, number, percents
 from ablate.results.paired_stats import Difference, decided, paired_difference
 from ablate.results.published import Agreement, agreement_notes, agreement_text, replications
-from ablate.results.summary import foremost, summaries
+from ablate.results.summary import summaries
 from ablate.store.checked_ledger import open_ledger
 from ablate.store.ledger import Ledger
 from ablate.store.records import frame

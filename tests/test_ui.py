@@ -20,7 +20,7 @@ from support.commands import here
 from support.experiments import end, gone, start, sweep, tiny, until
 from support.processes import addresses
 
-from ablate.cli.report_server import ReportHandler, index
+from ablate.cli.servers.reports import ReportHandler, index
 from ablate.files import lock
 from ablate.reports.report_about import write_about
 from ablate.store.ledger import Ledger

@@ -29,6 +29,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "recipe": ("recipe_targets", "Show, diff, export, import or audit recipes."),
     },
     "Results": {
+        "judge": ("judge", "Judge runs that were not started here."),
         "show": ("show", "Show all arms, one sweep's claim, or what differs in two."),
         "export-model": ("export_model", "Write a trial's weights, packed for serving."),
     },
@@ -36,7 +37,6 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "calibrate": ("calibrate", "Find the design that tells most per hour."),
         "stop": ("stop", "Stop a sweep, an arm or a trial; results are kept."),
         "workers": ("stop", "Change the number of workers of a running sweep."),
-        "collect": ("jobs", "Adopt the finished trials of a job array."),
         "sync": ("sync", "Send MLflow the records that it does not have yet."),
         "rebuild": ("rebuild", "Rebuild a damaged ledger from its trials."),
     },
@@ -46,7 +46,10 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "data": ("data", "Prepare text for training, or describe a source."),
         "schema": ("init", "Print the JSON Schema of an experiment, for editors."),
     },
-    "": {"run-task": ("jobs", "Run the next trials of a job array.")},
+    "": {
+        "run-task": ("jobs", "Run the next trials of a job array."),
+        "collect": ("jobs", "Adopt the finished trials of a job array."),
+    },
 }
 """File in `ablate.cli` and line of help of each verb, by heading; those under "" are not listed. The function
 has the verb's name; a group of verbs is the file's `app`."""

@@ -13,6 +13,7 @@ import typer
 from ablate.cli.common import DONE, FAILED, console, print_starting
 from ablate.cli.options import MlflowFlags, complete_sweeps
 from ablate.errors import InputError, nearest
+from ablate.execution.foreign.judged_ledger import changed_since
 from ablate.execution.sweep_control import check
 from ablate.reports.notebooks import NotebookError
 from ablate.reports.report_files import (
@@ -25,6 +26,7 @@ from ablate.reports.report_files import (
 )
 from ablate.store.checked_ledger import absent
 from ablate.store.databases import path_of
+from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 from ablate.store.verify import verify
@@ -160,6 +162,8 @@ def _verified(ledger: Ledger, state: Path, name: str) -> str:
     """Compare a ledger with the records of its trials, and return the result in words; InputError if they
     differ.
     """
+    if judged := Judged.alone(ledger):
+        return changed_since(judged)
     verified = verify(ledger, Store(state))
     if verified.mismatches:
         why = f"{name}: no report was written, since its ledger differs from what the trials recorded"

@@ -25,9 +25,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ablate.cli.common import DONE, console
-from ablate.cli.mlflow_server import HOST, MlflowServer, Served, bind_first_free
 from ablate.cli.options import MlflowFlags, complete_sweeps
-from ablate.cli.report_server import ReportHandler, guarded_application, own_names
+from ablate.cli.servers.mlflow import HOST, MlflowServer, Served, bind_first_free
+from ablate.cli.servers.reports import ReportHandler, guarded_application, own_names
 from ablate.errors import InputError
 from ablate.execution.sweep_control import changed, folders
 from ablate.store.ledger import Ledger

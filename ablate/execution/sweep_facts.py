@@ -8,6 +8,7 @@ from ablate import provenance
 from ablate.cache import key_of
 from ablate.errors import InputError, nearest
 from ablate.experiment.load import Experiment
+from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.store.registration import register
 from ablate.store.trial_store import Store
@@ -15,7 +16,12 @@ from ablate.training.metric_names import is_added
 
 
 def describe(ledger: Ledger, experiment: Experiment) -> None:
-    """Store the experiment's facts, its text, and the code and machine that run it from now on."""
+    """Store the experiment's facts, its text, and the code and machine that run it from now on.
+
+    InputError for a ledger of runs from elsewhere, which has the same name.
+    """
+    if judged := Judged.alone(ledger):
+        raise InputError([f"{ledger.name}: holds runs {judged.text}; give the experiment another name"])
     commit, diff = provenance.commit(Path.cwd())
     environment = {"commit": commit, **provenance.environment()}
     quantised = [arm.config for arm in experiment.arms if not arm.recipe.plain]

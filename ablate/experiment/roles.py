@@ -2,14 +2,16 @@
 
 from typing import Literal
 
-Role = Literal["baseline", "listed", "searched", "refused", "confirmed", "null", "bad"]
+Role = Literal["baseline", "listed", "searched", "refused", "confirmed", "null", "bad", "foreign"]
 """Added as a baseline, listed in the file, proposed by a sampler, proposed but impossible, rerun of a
-search's winner, the baseline's twin, or an arm that is known to be bad."""
+search's winner, the baseline's twin, an arm that is known to be bad, or runs that were not started here."""
 
 NULL = "null: "
 """Name prefix of the baseline's twin. It is for readers; code reads the role."""
 BAD = "known bad: "
 """Name prefix of a known-bad arm that was added."""
+ELSEWHERE = "elsewhere: "
+"""Name prefix of an arm whose runs were not started here, beside those of a sweep."""
 CONFIRM = "confirm: "
 """Name prefix of the arm that reruns a search's winner on fresh seeds. It is for readers; code reads the
 role."""

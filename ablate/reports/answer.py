@@ -23,6 +23,8 @@ from ablate.reports.answer_verdict import VerdictSentences
 from ablate.reports.change_table import change_table, values_table
 from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
+from ablate.reports.elsewhere import method_text
+from ablate.reports.foremost import foremost
 from ablate.reports.image_rows import FILE, image_rows
 from ablate.reports.knob_columns import by_knobs
 from ablate.reports.page import Code, Gallery, Part, Section, Text, section
@@ -35,8 +37,10 @@ from ablate.results.forked import estimand
 from ablate.results.number_text import counted
 from ablate.results.paired_stats import FEWEST_DISTINCT
 from ablate.results.subject import described
-from ablate.results.summary import foremost, summaries
+from ablate.results.summary import summaries
+from ablate.results.unpaired import pairing
 from ablate.store.checked_ledger import open_ledger
+from ablate.store.judged import Judged
 from ablate.store.trial_store import Store
 
 _MOST_GALLERIES = 12
@@ -218,6 +222,13 @@ class Answer(VerdictSentences):
 
     def method(self) -> Text:
         """Return paragraphs on how the numbers were made, for readers who want to quote them."""
+        rules = (
+            " Verdicts are corrected by Holm over the"
+            " comparisons of their table. Better or worse: the hypothesis of no effect is rejected; the"
+            " probability that any such verdict in a table is wrong is at most 5 %. Equivalent: an effect of"
+            " min_effect or more is rejected; at most 2.5 %. Undecided: neither. Fewer than"
+            f" {FEWEST_DISTINCT} distinct differences give no verdict."
+        )
         specs = [member.resolved for member in self.ledger.members()]
         seeds = sorted({arm.seeds for arm in self.arms if arm.role != "refused"})
         number_of_seeds = (
@@ -233,6 +244,10 @@ class Answer(VerdictSentences):
             else ""
         )
         interval = self.arms[0].interval if self.arms else ""
+        if Judged.alone(self.ledger):
+            count = f"{counted(len(self.arms), 'arm')} in {counted(len(specs), 'run')}"
+            how = pairing(arm.gap for arm in self.arms)
+            return Text(method_text(how, count, str(interval)) + rules + matters)
         shared = "initial weights and data order"
         if design := self.ledger.facts.design:
             if design.trunk == START:
@@ -242,12 +257,8 @@ class Answer(VerdictSentences):
             f"{counted(len(self.arms), 'arm')} of workload {described(specs[0]) if specs else '?'},"
             f" {number_of_seeds} per arm."
             f" An arm and its baseline share {shared} at each seed, so gaps are taken"
-            f" seed by seed; a gap is their mean with a {interval}. Verdicts are corrected by Holm over the"
-            " comparisons of their table. Better or worse: the hypothesis of no effect is rejected; the"
-            " probability that any such verdict in a table is wrong is at most 5 %. Equivalent: an effect of"
-            " min_effect or more is rejected; at most 2.5 %. Undecided: neither. Fewer than"
-            f" {FEWEST_DISTINCT} distinct differences give no verdict.{matters} A diverged seed counts as no"
-            " value, and its arm's line says so.\n"
+            f" seed by seed; a gap is their mean with a {interval}.{rules}{matters} A diverged seed counts"
+            " as no value, and its arm's line says so.\n"
             "\n"
             "tokens to match: how many more tokens an arm needs, by its own curve, to reach the loss at"
             " which its baseline ends. It is an upper bound if the learning rate decays at the end."

@@ -7,11 +7,12 @@ import pandas as pd
 
 from ablate.experiment.schema import Metric
 from ablate.files import Holder, holder_of
+from ablate.reports.foremost import foremost
 from ablate.results.attribution import Grid, interactions, main_effects
 from ablate.results.comparisons import Comparisons
 from ablate.results.intervals import ALPHA
 from ablate.results.paired_stats import holm, p_value
-from ablate.results.summary import ArmSummary, foremost
+from ablate.results.summary import ArmSummary
 from ablate.store.ledger import Ledger
 from ablate.store.records import frame
 

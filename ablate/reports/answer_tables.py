@@ -9,6 +9,7 @@ import numpy as np
 
 from ablate.experiment.schema import Metric
 from ablate.reports.comparison_tables import arm_columns, judged, needed_cell, published_table
+from ablate.reports.elsewhere import sources_table
 from ablate.reports.table import Cell, Column, Table
 from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects, shares
@@ -25,7 +26,9 @@ from ablate.results.paired_stats import (
 )
 from ablate.results.published import replications
 from ablate.results.summary import ArmSummary
+from ablate.results.unpaired import pairing
 from ablate.results.verdict_text import verdict_notes, verdict_text
+from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Intervention
 from ablate.store.records import frame
@@ -66,8 +69,8 @@ def arms_table(
     meaning = (
         f"Damage is arm minus baseline at the end of the longest windows, paired by seed; ± is half a {kind}."
         if forked
-        else f"Gaps are arm minus baseline, paired by seed; ± is half a {kind}. in percent: the gap"
-        " as a share of the baseline's value at the same seed."
+        else f"Gaps are arm minus baseline, {pairing(arm.gap for arm in arms)}; ± is half a {kind}."
+        " in percent: the gap as a share of the baseline's value at the same seed."
     )
     caption = f"{meaning}{more} {emulated(ledger)}".rstrip()
     title = f"effects-{metric.name.replace('/', '-')}"
@@ -227,7 +230,7 @@ def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:
     values = {arm.name: arm.values for arm in arms}
     rows: list[dict[str, Cell]] = []
     for arm in arms:
-        if arm.gap is None or not arm.gap.informative or arm.baseline not in values:
+        if arm.gap is None or arm.gap.sides or not arm.gap.informative or arm.baseline not in values:
             continue
         found = correlation(arm.values, values[arm.baseline])
         bounds = "" if math.isnan(found.low) else f" ({found.low:+.2f} to {found.high:+.2f})"
@@ -241,7 +244,7 @@ def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:
                 "correlation with baseline": ("-", math.nan)
                 if math.isnan(found.value)
                 else (f"{found.value:+.2f}{bounds}", found.value),
-                "spread of the paired gap": (f"{arm.gap.deviation:.2g}", arm.gap.deviation),
+                "spread of the gap": (f"{arm.gap.deviation:.2g}", arm.gap.deviation),
                 "spread without pairing": (f"{apart:.2g}", apart),
             }
         )
@@ -263,8 +266,8 @@ def power_table(arms: Sequence[ArmSummary]) -> Table | None:
         rows.append(
             {
                 "arm": arm.name,
-                "seeds": (str(arm.gap.pairs), arm.gap.pairs),
-                "spread of the paired gap": (f"{arm.gap.deviation:.2g}", arm.gap.deviation),
+                "seeds": (arm.gap.runs, arm.gap.pairs),
+                "spread of the gap": (f"{arm.gap.deviation:.2g}", arm.gap.deviation),
                 "80 % range of the spread": f"{low:.2g} to {high:.2g}",
                 "seeds needed": needed_cell(arm.verdict),
             }
@@ -352,7 +355,9 @@ def published_part(ledger: Ledger) -> Table | None:
 
 
 def provenance_table(ledger: Ledger) -> Table:
-    """Return the table of commit, versions, hardware, data and cost."""
+    """Return the table of commit, versions, hardware, data and cost; of the files of runs from elsewhere."""
+    if elsewhere := Judged.alone(ledger):
+        return sources_table(elsewhere)
     facts = ledger.facts.provenance
     trials = {member.id: member for member in ledger.members()}
     data = sorted({member.resolved.data for member in trials.values()})

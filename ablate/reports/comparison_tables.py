@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar
 
 from ablate.experiment.schema import Metric
+from ablate.reports.foremost import foremost
 from ablate.reports.table import VERDICT, Cell, Column, Table
 from ablate.results.contrasts import Contrast
 from ablate.results.forked import DIFFERENCES, difference_word
 from ablate.results.number_text import interval, number
 from ablate.results.paired_stats import MOST_SEEDS, Verdict
 from ablate.results.published import Replication, agreement_notes, agreement_text
-from ablate.results.summary import ArmSummary, foremost
+from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import needed_text, verdict_notes, verdict_text
 
 MOST_ARMS = 24

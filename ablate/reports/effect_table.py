@@ -21,6 +21,7 @@ from ablate.results.comparisons import Comparisons
 from ablate.results.forked import difference_word
 from ablate.results.number_text import bounds, minus
 from ablate.results.paired_stats import MOST_SEEDS, Difference, Verdict
+from ablate.results.unpaired import pairing
 from ablate.results.verdict_text import needed_text, verdict_notes
 from ablate.training.metric_names import DAMAGE
 
@@ -121,7 +122,7 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
             Column("effect", lambda line: _plain(line.difference.mean)),
             Column("low", lambda line: _plain(line.difference.low)),
             Column("high", lambda line: _plain(line.difference.high)),
-            Column("pairs", lambda line: str(line.difference.pairs)),
+            Column("pairs", lambda line: line.difference.runs),
         ),
         WORD,
         Column("for a verdict", lambda line: _seeds(line.verdict), only=("html", "markdown")),
@@ -137,8 +138,8 @@ def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured:
         those,
         columns,
         Html(
-            "Intervals are of the paired differences, each by itself; verdicts are corrected by Holm for the"
-            " number of comparisons of their kind."
+            f"Intervals are of differences {pairing(line.difference for line in those)}, each by itself;"
+            " verdicts are corrected by Holm for the number of comparisons of their kind."
             f"{' For a verdict: seeds in all for an 80 % chance.' if seeded else ''} All numbers:"
             f' <a href="figures/{name}.csv">CSV</a>.'
         ),

@@ -11,7 +11,9 @@ from ablate.results.comparisons import Comparisons
 from ablate.results.forked import estimand
 from ablate.results.headline import headline_of
 from ablate.results.subject import described
+from ablate.results.unpaired import pairing
 from ablate.store.checked_ledger import unverified
+from ablate.store.judged import Judged
 from ablate.store.registration import registered_text
 
 
@@ -24,18 +26,23 @@ def facts(sweep: Comparisons) -> dict[str, str]:
     answer, ledger, design = headline_of(sweep), sweep.ledger, sweep.ledger.facts.design
     provenance = ledger.facts.provenance
     changed = ledger.facts.uncommitted
+    judged, elsewhere = Judged.of(ledger), Judged.alone(ledger)
     commit = provenance.get("commit") or "none"
     return {
         "Question": answer.question,
         "Claim": answer.sentence,
         "Design": _design(sweep) + (f" {estimand(design, sweep.arms)}" if design else ""),
-        "Interval": f"{sweep.arms[0].interval if sweep.arms else 'interval'} of differences paired by seed;"
-        " verdicts corrected by Holm over the comparisons of their kind",
+        "Interval": f"{sweep.arms[0].interval if sweep.arms else 'interval'} of differences"
+        f" {pairing(arm.gap for arm in sweep.arms)}; verdicts corrected by Holm over the comparisons of their"
+        " kind",
         "Checks": "; ".join(check.text for check in answer.checks),
         "Records": unverified(ledger),
         "Registered": registered_text(ledger),
-        "Command": f"ablate sweep {ledger.facts.file or f'{ledger.name}.yaml'}",
-        "Made with": f"ablate {__version__}, commit {commit}"
+        "Origin": judged.text if judged else "",
+        "Command": "" if elsewhere else f"ablate sweep {ledger.facts.file or f'{ledger.name}.yaml'}",
+        "Made with": f"ablate {__version__}"
+        if elsewhere
+        else f"ablate {__version__}, commit {commit}"
         + (f" with {changed} uncommitted lines of diff" if changed else "")
         + f", torch {provenance.get('torch', '?')}, {provenance.get('gpu') or provenance.get('cpu') or '?'}",
     }
@@ -47,9 +54,8 @@ def _design(sweep: Comparisons) -> str:
     seeds = sorted({arm.seeds for arm in sweep.arms if arm.role != "refused"}) or [0]
     count = f"{seeds[0]} seeds" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
     engines = ", ".join(sorted({spec.engine or "?" for spec in specs}))
-    return (
-        f"{described(specs[0]) if specs else '?'}, {len(sweep.arms)} arms, {count} an arm, engine {engines}."
-    )
+    engine = f", engine {engines}" if any(spec.engine for spec in specs) else ""
+    return f"{described(specs[0]) if specs else '?'}, {len(sweep.arms)} arms, {count} an arm{engine}."
 
 
 def table(sweep: Comparisons) -> Table[Line]:

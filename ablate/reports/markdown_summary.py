@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 from ablate.reports.comparison_tables import arm_columns, judged
+from ablate.reports.foremost import foremost
 from ablate.reports.plain_text import markdown_cell
 from ablate.results.comparisons import Comparisons
 from ablate.results.headline import headline_of
-from ablate.results.summary import foremost, interval_of, summaries
+from ablate.results.summary import interval_of, summaries
 from ablate.store.ledger import Ledger
 
 _MOST_LINES = 40

@@ -20,6 +20,7 @@ from ablate.reports.notebooks import Cell, markdown, page, run
 from ablate.reports.report_about import current, stamp, write_about
 from ablate.results.number_text import counted
 from ablate.results.subject import subject
+from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -100,10 +101,12 @@ def _about(ledger: Ledger, name: str, verified: str) -> str:
     unfinished = sum(member.status not in ("done", "diverged") for member in members)
     partial = f", {unfinished} of them not finished" if unfinished else ""
     commit = ledger.facts.provenance.get("commit")
+    elsewhere = Judged.alone(ledger)
+    seeds = counted(len({member.seed for member in members}), "seed")
     facts = [
-        f"ablate, experiment {name}",
+        f"ablate, {'runs judged as' if elsewhere else 'experiment'} {name}",
         subject(members[0].resolved, ledger.facts.covered) if members else "",
-        f"{len(members)} runs on {counted(len({member.seed for member in members}), 'seed')}{partial}",
+        f"{len(members)} runs" + ("" if elsewhere else f" on {seeds}") + partial,
         f"commit {commit[:8]}" if commit else "",
     ]
     shown = " · ".join(filter(None, facts))

@@ -12,6 +12,7 @@ from ablate.recipes.recipe import Recipe
 from ablate.reports.table import Cell, Link, Table
 from ablate.results.number_text import number
 from ablate.results.summary import ArmSummary
+from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 
@@ -59,6 +60,8 @@ def runs_table(ledger: Ledger, metric: Metric, report: Path | None) -> Table:
     """
     store = Store(ledger.path.absolute().parents[2])
     lasts = ledger.finals(lambda name: str(name) == metric.name)
+    judged = Judged.of(ledger)
+    seeded = judged is None or judged.seeded
     rows: list[dict[str, Cell]] = []
     for member in ledger.members():
         folder = store.folder(member.id)
@@ -70,10 +73,12 @@ def runs_table(ledger: Ledger, metric: Metric, report: Path | None) -> Table:
             return Link(name, os.path.relpath(file, report.absolute().parent))
 
         value = lasts.get(member.trial, {}).get(metric.name, math.nan)
+        elsewhere = member.resolved.content.get("run")
         rows.append(
             {
                 "arm": member.name,
-                "seed": (str(member.seed), member.seed),
+                **({"run": str(elsewhere)} if elsewhere else {}),
+                "seed": (str(member.seed), member.seed) if seeded or not elsewhere else "",
                 "status": member.status,
                 metric.name: "" if math.isnan(value) else (number(value), value),
                 "seconds": (f"{member.seconds:.1f}", member.seconds) if member.seconds else "",

@@ -9,6 +9,7 @@ from ablate.results.forked import FEWEST_PARTS, FIFTH, difference_word
 from ablate.results.intervals import Interval
 from ablate.results.number_text import counted
 from ablate.results.summary import ArmSummary
+from ablate.results.unpaired import pairing
 from ablate.store.ledger import Ledger
 
 NO_MIN_EFFECT = (
@@ -51,15 +52,17 @@ def reading(arms: Sequence[ArmSummary]) -> str:
     """Return sentences that explain a table of these arms: pairing, intervals, seeds needed, a search's
     gaps."""
     counts = {arm.gap.pairs for arm in arms if arm.gap and arm.gap.pairs}
-    over = (
-        f"over {counted(counts.pop(), 'seed')}"
-        if len(counts) == 1
-        else "by seed, each arm over its own seeds, so compare gaps and not means"
-    )
+    how = pairing(arm.gap for arm in arms)
+    if how == "paired by seed":
+        how = (
+            f"paired over {counted(counts.pop(), 'seed')}"
+            if len(counts) == 1
+            else f"{how}, each arm over its own seeds, so compare gaps and not means"
+        )
     interval = arms[0].interval if arms else Interval()
     noun = difference_word(arms).capitalize().replace("Gap", "Gaps")
     notes = [
-        f"{noun} and effects are paired {over}; ± is half a {interval} of one comparison by itself; verdicts"
+        f"{noun} and effects are {how}; ± is half a {interval} of one comparison by itself; verdicts"
         " are corrected by Holm for the number of comparisons in their table."
     ]
     if any(arm.view and math.isnan(arm.view.error) for arm in arms):
@@ -80,7 +83,7 @@ def reading(arms: Sequence[ArmSummary]) -> str:
     if any(arm.verdict.needed for arm in undecided):
         notes.append(
             "Seeds needed: the total number for an 80 % chance of a verdict; in brackets, that number if the"
-            " spread of the paired gap is at either end of its 80 % range."
+            " spread of the gap is at either end of its 80 % range."
         )
     elif any(arm.margin is None for arm in undecided):
         notes.append(NO_MIN_EFFECT)

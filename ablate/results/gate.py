@@ -13,11 +13,15 @@ from typing import Literal
 
 from ablate.results.number_text import counted, minus, signed
 from ablate.results.paired_stats import common
+from ablate.results.single_runs import curves
 from ablate.results.summary import ArmSummary, nothing_learned
+from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.store.registration import late_changes
 from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, parse
 
+_MOST_DIFFERING = 4
+"""Largest number of arms, and of fields, that notes name."""
 _LEAST_COVERED = 0.5
 """Share of a model's weights in layers that a recipe quantises, below which every answer says so."""
 
@@ -40,6 +44,7 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
     found = [_finished(arms), _finite(ledger, arms), _learned(ledger, arms), _twin(arms), _bad(ledger, arms)]
     found += [_ended_early(arms), _covered(ledger), _one_product(ledger), _one_processor(ledger)]
     found += [*_spread(arms), *_late(ledger), *_margin(arms), *_positions(arms)]
+    found += [*_elsewhere(ledger, arms), *_single(ledger, arms)]
     return [check for check in found if check]
 
 
@@ -75,6 +80,41 @@ def _positions(arms: Sequence[ArmSummary]) -> Iterator[Check]:
         plural = "" if len(steps) == 1 else "s"
         listed = ", ".join(map(str, steps))
         yield Check("note", f"from the checkpoint{plural} of step{plural} {listed} alone")
+
+
+def _elsewhere(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield where runs that were not started here are from, and what that leaves open."""
+    judged = Judged.of(ledger)
+    if judged is None:
+        return
+    if not Judged.alone(ledger):
+        names = ", ".join(arm.name for arm in arms if arm.role == "foreign")
+        yield Check("note", f"{names}: {judged.text}; unpaired, since they share no start with these runs")
+        return
+    yield Check("note", f"{judged.text}; question and min_effect were named when the results existed")
+    if len(judged.times) > 1:
+        first, last = judged.times[0], judged.times[-1]
+        yield Check("warning", f"judged {len(judged.times)} times; first by {first.text}, now by {last.text}")
+    if any(arm.gap and arm.gap.sides for arm in arms):
+        why = "its runs share no seeds with the baseline's" if judged.seeded else "the source names no seeds"
+        gain = "with common seeds, what the runs share would cancel, and fewer would do"
+        yield Check("note", f"unpaired, since {why}: {gain}")
+    for arm, fields in [*judged.differing.items()][:_MOST_DIFFERING]:
+        named = ", ".join(f"{name} {was} → {now}" for name, (was, now) in [*fields.items()][:_MOST_DIFFERING])
+        if named:
+            yield Check("note", f"{arm} also differs from its baseline in {named}")
+
+
+def _single(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield what the curve of a single run says beside that of its baseline."""
+    name, compared = ledger.facts.metric.name, [arm for arm in arms if arm.gap and arm.gap.pairs == 1]
+    if not compared or any(arm.seeds > 1 for arm in arms):
+        return
+    trials = {member.name: member.trial for member in ledger.members()}
+    for arm in compared[:_MOST_DIFFERING]:
+        found = curves(ledger.series(trials[arm.name], name), ledger.series(trials[str(arm.baseline)], name))
+        if found:
+            yield Check("note", f"{arm.name} beside {arm.baseline}: {found.text}")
 
 
 def _ended_early(arms: Sequence[ArmSummary]) -> Check | None:
@@ -231,7 +271,13 @@ def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:
     yield Check("note", f"{first.name} varies by {spread:.2g} (standard deviation) between seeds{cancelled}")
     worth = []
     for arm in arms:
-        if arm.gap is None or not arm.gap.informative or arm.role == "null" or arm.baseline not in by_name:
+        if (
+            arm.gap is None
+            or arm.gap.sides
+            or not arm.gap.informative
+            or arm.role == "null"
+            or arm.baseline not in by_name
+        ):
             continue
         if arm.view:  # forks share their trunk: unpaired they would be no forks
             continue

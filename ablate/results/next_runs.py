@@ -118,10 +118,8 @@ class Settling:
             if self.undecided == 1
             else "each undecided comparison has"
         )
-        return (
-            f"With {self.seeds} seeds in all, {which} an 80 % chance of a verdict{first}: about {self.time}"
-            f" more of one worker{others}."
-        )
+        cost = f": about {self.time} more of one worker" if self.hours else ""
+        return f"With {self.seeds} seeds in all, {which} an 80 % chance of a verdict{first}{cost}{others}."
 
 
 def seeds_to_settle(ledger: Ledger, verdicts: Sequence[Verdict]) -> Settling | None:

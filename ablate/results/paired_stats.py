@@ -82,6 +82,10 @@ class Difference:
     chance."""
     values: tuple[float, ...] = field(default=(), compare=False, repr=False)
     """The differences by seed, ascending."""
+    freedom: float | None = None
+    """Degrees of freedom of an unpaired difference (unpaired.py); None: paired, one less than the pairs."""
+    sides: tuple[int, int] | None = None
+    """Runs of the arm and of its baseline in an unpaired difference; None: paired."""
 
     @property
     def has_interval(self) -> bool:
@@ -96,6 +100,11 @@ class Difference:
             min(self.pairs, self.pairs if self.distinct is None else self.distinct) >= FEWEST_DISTINCT
             and self.deviation > 0
         )
+
+    @property
+    def runs(self) -> str:
+        """Number of pairs as text, or the runs on both sides: `5`, `5 + 4`."""
+        return " + ".join(map(str, self.sides or (self.pairs,)))
 
     @property
     def same(self) -> bool:
@@ -194,7 +203,8 @@ def p_value(difference: Difference, at: float = 0.0) -> float:
     t = (difference.mean - at) / difference.error
     if difference.interval.kind == "sequence":
         return min(1.0, 1 / sequence_factor(t, difference.pairs))
-    return min(1.0, difference.interval.looks * 2 * float(special.stdtr(difference.pairs - 1, -abs(t))))
+    freedom = difference.pairs - 1 if difference.freedom is None else difference.freedom
+    return min(1.0, difference.interval.looks * 2 * float(special.stdtr(freedom, -abs(t))))
 
 
 def equivalence(difference: Difference, margin: float | None) -> float:

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ablate.store.judged import FOREIGN
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 from ablate.training.workloads import WORKLOADS
@@ -39,12 +40,13 @@ def lengths(ledger: Ledger, members: Iterable[Member]) -> Lengths:
         return Lengths({}, frozenset())
     for member in members:
         spec = member.resolved
-        if spec.workload not in _OWN:
+        foreign = spec.workload == FOREIGN
+        if spec.workload not in _OWN and not foreign:
             break  # a sweep has one workload
         if member.status != "done":
             continue
-        steps, last = spec.config["steps"], ledger.last_step(member.trial)
-        beside[member.seed, steps][member.trial] = last
+        steps, last = spec.config["steps"], spec.config["last"] if foreign else ledger.last_step(member.trial)
+        beside[0 if foreign else member.seed, steps][member.trial] = last
         if last < steps:
             early[member.trial] = last, steps
     groups = [(group, max(group.values())) for group in beside.values()]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ablate.experiment.recorded_spec import RecordedSpec
+from ablate.store.judged import FOREIGN
 
 _OF_MODEL = ("layers", "width")
 _OF_RUN = ("context", "batch", "steps", "lr")
@@ -58,6 +59,8 @@ def described(spec: RecordedSpec) -> str:
         spec: the trial's spec.
     """
     config = spec.config
+    if spec.workload == FOREIGN:
+        return subject(spec, None)
     name, sizes = _model(config)
     parts = [f"model {name}"] if name else []
     parts += [f"{key} {size}" for key, size in sizes.items()]
@@ -74,6 +77,8 @@ def subject(spec: RecordedSpec, covered: float | None) -> str:
         covered: share of the weights in matrices, except embeddings, that a recipe can quantise; None if it
             is not known, as for the workloads' own models, all of whose blocks a recipe can quantise.
     """
+    if spec.workload == FOREIGN:
+        return f"runs from elsewhere, to step {spec.config['steps']:,}"
     if spec.workload == "tensors":
         sizes = " x ".join(str(spec.config[key]) for key in _OF_TENSORS if key in spec.config)
         return f"tensors{f' {sizes}' if sizes else ''}, no model"

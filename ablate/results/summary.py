@@ -16,6 +16,8 @@ from ablate.results.intervals import ALPHA, Interval
 from ablate.results.learning_floor import Floors
 from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
 from ablate.results.run_lengths import Lengths, lengths, steps_to
+from ablate.results.unpaired import difference_of, unpaired_difference
+from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import OVER, ArmRow, Member
 from ablate.training.metric_names import (
@@ -202,7 +204,17 @@ def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
             values_of[metric.name] = steps_to(ledger.series(trial, LOSS), target)
     ends = lengths(ledger, itertools.chain.from_iterable(members.values()))
     values = {number: _values(group, lasts, metric, ends) for number, group in members.items()}
-    readings = _Readings(arms, lasts, speeds, peaks, values, metric, interval_of(ledger), ends)
+    readings = _Readings(
+        arms,
+        lasts,
+        speeds,
+        peaks,
+        values,
+        metric,
+        interval_of(ledger),
+        ends,
+        Judged.alone(ledger) is not None,
+    )
     without_references = [_summary(readings, number, members[number]) for number in arms]
     return _with_references(_in_windows(without_references, ledger, metric), ledger, members, metric)
 
@@ -256,8 +268,19 @@ class _Readings:
     """Last values of the metric by number of the arm, and by seed."""
     metric: Metric
     interval: Interval
-    """True if the sweep is a search."""
     ends: Lengths
+    loose: bool = False
+    """True for runs from elsewhere, whose arms may lack each other's seeds."""
+
+    def gap(self, number: int) -> Difference | None:
+        """Return an arm minus its baseline; None for a baseline. Runs from elsewhere are no pairs of ours."""
+        arm, values = self.arms[number], self.values[number]
+        base = self.values.get(-1 if arm.baseline is None else arm.baseline)
+        if base is None:
+            return None
+        if arm.role == "foreign":
+            return unpaired_difference(values, base)
+        return (difference_of if self.loose else paired_difference)(values, base, self.interval)
 
 
 def nothing_learned(arms: Collection[ArmSummary]) -> bool:
@@ -508,7 +531,7 @@ def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSumm
     arm, values, lasts = readings.arms[number], readings.values[number], readings.lasts
     reference = arm.baseline
     compared = values if reference is None else readings.values[reference]
-    gap = None if reference is None else paired_difference(values, compared, readings.interval)
+    gap = readings.gap(number)
     done = [member.trial for member in members if member.status == "done"]
     diverged, pruned = _seeds(members, "diverged"), _seeds(members, "pruned")
     unjudged: Reason = "refused" if arm.role == "refused" else "pruned" if pruned else "baseline"
@@ -564,21 +587,3 @@ def _rate(rates: list[float]) -> float:
 def mean_of(values: list[float]) -> float:
     """Return the mean of some values, NaN for none."""
     return math.fsum(values) / len(values) if values else math.nan
-
-
-def foremost(arms: list[ArmSummary], metric: Metric, most: int) -> list[ArmSummary]:
-    """Return at most about `most` arms, in their order, for a table that a person reads.
-
-    Kept are a search's confirmed winner, the best arms by the metric, and the baselines of these.
-
-    Args:
-        arms: Arms of the sweep.
-        metric: Metric that they are compared by.
-        most: Largest number of arms, without the baselines.
-    """
-    if len(arms) <= most:
-        return arms
-    sign = 1 if metric.direction == "minimize" else -1
-    best = sorted(arms, key=lambda arm: (arm.role != "confirmed", not arm.values, sign * arm.mean))[:most]
-    shown = {name for arm in best for name in (arm.name, arm.baseline)}
-    return [arm for arm in arms if arm.name in shown]

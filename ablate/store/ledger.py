@@ -31,15 +31,26 @@ from ablate.store.ledger_rows import member_key
 from ablate.store.ledger_shipping import ShippingState
 from ablate.store.ledger_trials import TrialStates
 
+_LAST = 1_000_000_000
+"""Place behind all arms of a sweep."""
+
 
 class Ledger(RecordQueries, TrialStates, ShippingState):
     """Ledger of one sweep. `readonly` opens it for a projection or a report, in a thread or process of its
     own."""
 
     def unwant(self) -> None:
-        """Mark all arms and members as not wanted, until they are added again. Their runs are kept."""
-        self.db.execute("UPDATE arms SET place = NULL")
-        self.db.execute("UPDATE members SET wanted = 0")
+        """Mark all arms and members as not wanted, until they are added again. Their runs are kept.
+
+        Arms whose runs were not started here stay, behind all others.
+        """
+        self.db.execute(f"UPDATE arms SET place = CASE role WHEN 'foreign' THEN {_LAST} + arm END")
+        own = "arm IN (SELECT arm FROM arms WHERE role != 'foreign')"
+        self.db.execute(f"UPDATE members SET wanted = 0 WHERE {own}")
+
+    def withdraw(self, arm: int) -> None:
+        """Mark the members of one arm as not wanted."""
+        self.db.execute("UPDATE members SET wanted = 0 WHERE arm = ?", (arm,))
 
     def add_arm(
         self,

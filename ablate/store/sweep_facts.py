@@ -125,6 +125,9 @@ class SweepFacts:
     registered: Fact[Sequence[dict[str, Any]]] = _json("registered", "[]")
     """Fields of the registrations, the first one first."""
 
+    judged = _or_none("judged")
+    """Origin of runs that were not started here (judged.py)."""
+
     id = _or_none("id")
     edition = _or_none("edition")
     """Hexadecimal digits that are drawn again when recorded values change."""

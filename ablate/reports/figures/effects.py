@@ -34,10 +34,11 @@ from ablate.reports.figures.style import (
     stem,
 )
 from ablate.reports.figures.tables import FEWEST_POINTS
+from ablate.reports.foremost import foremost
 from ablate.results.attribution import Grid, front, interactions
 from ablate.results.number_text import interval, number
 from ablate.results.paired_stats import Difference, Verdict
-from ablate.results.summary import ArmSummary, foremost
+from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import verdict_text
 
 _MOST_PANELS = 9

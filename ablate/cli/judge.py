@@ -1,0 +1,152 @@
+"""`ablate judge X --against A`: verdicts on runs that were not started here."""
+
+import json
+import re
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ablate.cli.answer_view import MOST_LINES, print_lines
+from ablate.cli.common import DONE, console, print_starting
+from ablate.cli.options import Flags, JsonOption
+from ablate.cli.report import make
+from ablate.cli.settings import Settings
+from ablate.errors import InputError, one_line
+from ablate.store.checked_ledger import open_ledger
+
+if TYPE_CHECKING:
+    from ablate.execution.foreign.judged_ledger import Question
+    from ablate.execution.foreign.sources import Found
+
+_NOTES = 8
+"""Largest number of notes below the answer."""
+
+
+@dataclass(frozen=True)
+class ReadingFlags:
+    """Options on how the runs are read."""
+
+    column: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ROLE=NAME", help="Column of the arm, seed, step or run: arm=recipe."),
+    ] = None
+    name: Annotated[
+        str | None, typer.Option(help="Pattern of a run's name with arm and seed: {arm}-s{seed}.")
+    ] = None
+    logs: Annotated[str | None, typer.Option(help="Format of logs: torchtitan, megatron, hf, lightning.")] = (
+        None
+    )
+
+    def read(self, places: list[str], metric: str | None) -> "Found":
+        """Return the runs of all places; InputError for a column without a role."""
+        from ablate.execution.foreign.answer import read_runs
+
+        roles = {"name": self.name} if self.name else {}
+        for text in self.column or ():
+            role, equals, named = text.partition("=")
+            if not equals:
+                raise InputError([f"--column {one_line(text)}: give a role and a column, such as arm={text}"])
+            roles[role] = named
+        return read_runs(places, roles, metric, self.logs)
+
+
+@dataclass(frozen=True)
+class QuestionFlags:
+    """Options on what is compared."""
+
+    against: Annotated[str | None, typer.Option(help="Arm that the others are compared with.")] = None
+    metric: Annotated[
+        str | None,
+        typer.Option(help="Metric, or METRIC=COLUMN; its last value counts. Default: val/loss, if there."),
+    ] = None
+    min_effect: Annotated[
+        str | None, typer.Option(help="Smallest difference that matters: 0.005, or 0.1% of the baseline.")
+    ] = None
+    maximize: Annotated[bool, typer.Option("--maximize", help="More of the metric is better.")] = False
+    ignore: Annotated[
+        list[str] | None, typer.Option(metavar="FIELD", help="Field that may differ between runs of an arm.")
+    ] = None
+
+    @property
+    def question(self) -> "Question":
+        """The comparison."""
+        from ablate.execution.foreign.answer import metric_of_text
+        from ablate.execution.foreign.judged_ledger import Question
+
+        return Question(
+            self.against or "",
+            metric_of_text(self.metric),
+            self.min_effect,
+            "maximize" if self.maximize else "minimize",
+            tuple(self.ignore or ()),
+        )
+
+
+def judge(
+    places: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="X...",
+            help="Files, folders or addresses with runs: CSV, parquet, JSON lines, W&B, MLflow, TensorBoard, "
+            "logs. A path may be a pattern: logs/{arm}/seed{seed}.log.",
+        ),
+    ],
+    flags: Flags,
+    reading: ReadingFlags,
+    asked: QuestionFlags,
+    kept: Annotated[
+        str | None, typer.Option("--as", help="Name in the state folder; default: that of the first file.")
+    ] = None,
+    into: Annotated[
+        str | None,
+        typer.Option(metavar="SWEEP", help="Add the runs to this sweep's report, as arms not started here."),
+    ] = None,
+    report: Annotated[bool, typer.Option(help="Write the report.")] = True,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge runs that were not started here: the answer, table and report of a sweep.
+
+    Verdicts need three runs an arm; they are paired if arms share seeds.
+    """
+    from ablate.execution.foreign.answer import judgement_of
+    from ablate.execution.foreign.judged_ledger import add_to_sweep, write_ledger
+
+    if asked.against is None and not into:
+        raise InputError(["--against is needed: the arm that the others are compared with, such as bf16"])
+    settings, title = flags.settings(), into or kept or _title(places[0])
+    print_starting(f"reading {', '.join(places[:3])}", as_json)
+    found = reading.read(places, asked.metric)
+    write = add_to_sweep if into else write_ledger
+    said = [*found.said, *write(settings.state, title, found.runs, asked.question, found.said, places)]
+    if as_json:
+        with closing(open_ledger(settings.state, title)) as ledger:
+            print(json.dumps(judgement_of(ledger, said).document(), indent=1))
+        raise typer.Exit(DONE)
+    _print(settings, title, said)
+    if report:
+        console().print(f"Report: {make(settings.state, title).index}", soft_wrap=True)
+
+
+def _title(place: str) -> str:
+    """Return a name for runs of a place: letters, digits and `_ . -` of its last part."""
+    last = re.sub(r"\{\w+\}", "", Path(place.rstrip("/*")).stem) or Path(place).parent.name
+    return re.sub(r"[^\w.-]+", "_", last).strip("_.-") or "judged"
+
+
+def _print(settings: Settings, title: str, said: list[str]) -> None:
+    """Print what was decided while reading, the answer, and its notes."""
+    from ablate.results.comparisons import Comparisons
+    from ablate.results.headline import headline_of
+
+    screen = console()
+    for line in said:
+        screen.print(one_line(line), style="dim", soft_wrap=True)
+    with closing(open_ledger(settings.state, title)) as ledger:
+        sweep = Comparisons(ledger)
+        print_lines(sweep, screen, MOST_LINES, settings.state_option)
+        notes = [check.text for check in headline_of(sweep).checks if check.kind == "note"]
+    for note in notes[:_NOTES]:
+        screen.print(f"Note: {one_line(note)}.", style="dim")

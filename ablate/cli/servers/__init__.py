@@ -1,0 +1,1 @@
+"""Servers that `ablate ui` starts: MLflow and the reports."""

@@ -1,0 +1,226 @@
+"""Verdicts on runs that were not started here, for Python and as JSON: `ablate.judge`."""
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, suppress
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Union
+
+from ablate.errors import InputError, nearest, one_line
+from ablate.execution.foreign.columns import Columns, metric_name
+from ablate.execution.foreign.judged_ledger import Question, write_ledger
+from ablate.execution.foreign.run import ForeignRun
+from ablate.execution.foreign.sources import Found, read
+from ablate.execution.foreign.tables import Table, runs_of
+from ablate.files import Json
+from ablate.results.comparisons import Comparisons
+from ablate.results.headline import headline_of
+from ablate.results.summary import ArmSummary
+from ablate.results.verdict_text import verdict_document
+from ablate.store.ledger import Ledger
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Direction = Literal["minimize", "maximize"]
+Runs = Union[  # pandas takes half a second to import
+    str, Path, Sequence[str | Path], "pd.DataFrame", Mapping[str, Mapping[int, float] | Sequence[float]]
+]
+
+
+@dataclass(frozen=True)
+class ArmVerdict:
+    """One arm beside the baseline."""
+
+    arm: str
+    mean: float
+    """Mean of the last values of its runs; NaN without one."""
+    runs: int
+    """Runs with a finite last value."""
+    difference: float
+    """Its mean minus that of the baseline; over common seeds if it is paired. NaN if there is none."""
+    low: float
+    high: float
+    """Bounds of its 95 % interval; NaN if there is none."""
+    paired: bool
+    verdict: Mapping[str, Json]
+    """Kind, reason, p-values and text, as in `--json` of `ablate status`."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """Answer on runs that were not started here."""
+
+    answer: str
+    """The answer in a sentence."""
+    answered: bool
+    """True if every comparison is decided and no check failed."""
+    arms: Sequence[ArmVerdict]
+    """Every arm but the baseline."""
+    checks: Sequence[tuple[str, str]]
+    """Kind (`passed`, `warning`, `failed`, `note`) and text of each check."""
+    said: Sequence[str]
+    """Sentences on what was guessed or left out."""
+
+    def document(self) -> dict[str, Json]:
+        """Return it as JSON data; a number that is not finite is null."""
+        return {
+            "answer": self.answer,
+            "answered": self.answered,
+            "arms": [{name: _finite(value) for name, value in vars(arm).items()} for arm in self.arms],
+            "checks": [{"kind": kind, "text": text} for kind, text in self.checks],
+            "said": list(self.said),
+        }
+
+
+def _finite(value: Json) -> Json:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def judgement_of(ledger: Ledger, said: Sequence[str]) -> Judgement:
+    """Return the answer that a ledger of judged runs supports.
+
+    Args:
+        ledger: The ledger, opened for reading.
+        said: Sentences on what was guessed or left out.
+    """
+    sweep = Comparisons(ledger)
+    headline = headline_of(sweep)
+    return Judgement(
+        headline.sentence,
+        headline.answered,
+        [_verdict(arm) for arm in sweep.arms if arm.gap is not None],
+        [(check.kind, check.text) for check in headline.checks],
+        list(said),
+    )
+
+
+def _verdict(arm: ArmSummary) -> ArmVerdict:
+    gap = arm.gap
+    assert gap is not None
+    return ArmVerdict(
+        arm.name,
+        arm.mean,
+        len(arm.values),
+        gap.mean,
+        gap.low,
+        gap.high,
+        gap.sides is None,
+        verdict_document(arm.verdict),
+    )
+
+
+def judge(
+    runs: Runs,
+    against: str,
+    metric: str | None = None,
+    min_effect: float | str | None = None,
+    direction: Direction = "minimize",
+    columns: Mapping[str, str] | None = None,
+    ignore: Sequence[str] = (),
+) -> Judgement:
+    """Return verdicts on runs that were not started here, by the statistics of a sweep.
+
+    Args:
+        runs: Files or folders as for `ablate judge`; a table of them with a row a step or a run; or final
+            values by arm, by seed or as a list of runs without seeds.
+        against: Arm that the others are compared with.
+        metric: Metric to compare by its last value; default: the usual one, such as val/loss.
+        min_effect: Smallest difference that matters, in the metric's unit or as a share, `0.1%`.
+        direction: `minimize` if less is better.
+        columns: Column of `arm`, `seed`, `step` or `run`, where names are not the usual ones.
+        ignore: Fields that may differ between the runs of an arm.
+
+    Returns:
+        The answer, with a verdict on each arm. Nothing is kept.
+
+    Raises:
+        InputError: The runs cannot be read, or not be compared.
+
+    Example:
+        >>> ablate.judge({"bf16": [3.10, 3.12, 3.09], "nvfp4": [3.11, 3.14, 3.12]}, "bf16").answer
+    """
+    found, places = _given(runs, metric, columns or {})
+    named = metric if isinstance(runs, Mapping) else metric_of_text(metric)
+    question = Question(against, named, min_effect, direction, tuple(ignore))
+    with tempfile.TemporaryDirectory(prefix="ablate-judge-") as folder:
+        more = write_ledger(Path(folder), "runs", found.runs, question, found.said, places)
+        with closing(Ledger(Path(folder) / "sweeps" / "runs" / "ledger.db", readonly=True)) as ledger:
+            return judgement_of(ledger, [*found.said, *more])
+
+
+def _given(runs: Runs, metric: str | None, columns: Mapping[str, str]) -> tuple[Found, Sequence[str]]:
+    """Return the runs, and the places that they were read from."""
+    if isinstance(runs, Mapping):
+        name = metric or "value"
+        made = [run for arm, values in runs.items() for run in _final_values(arm, values, name)]
+        return Found(made, []), ["values given in Python"]
+    if isinstance(runs, str | Path):
+        runs = [runs]
+    if isinstance(runs, Sequence):
+        places = [str(place) for place in runs]
+        return read_runs(places, columns, metric), places
+    said: list[str] = []
+    rows = [(number, row) for number, row in enumerate(runs.to_dict("records"), 1)]
+    table = Table("the table", [str(name) for name in runs.columns], rows)
+    return Found(runs_of(table, named_columns(columns, metric), said), said), ["a table given in Python"]
+
+
+def read_runs(
+    places: Sequence[str], columns: Mapping[str, str], metric: str | None, logs: str | None = None
+) -> Found:
+    """Read runs, so that a metric's column is found under its own name, too.
+
+    Args:
+        places: Files, folders, patterns of paths or addresses.
+        columns: Column by role.
+        metric: Metric, or METRIC=COLUMN; None: all.
+        logs: Name of the format of log files.
+
+    Raises:
+        InputError: The runs cannot be read without doubt.
+    """
+    found = read(places, named_columns(columns, metric), logs=logs)
+    name = metric_of_text(metric)
+    if name is None or any(name in run.records for run in found.runs):
+        return found
+    with suppress(InputError):  # then the metric's name is refused, with those that are there
+        return read(places, named_columns(columns, f"{name}={metric}"), logs=logs)
+    return found
+
+
+def named_columns(columns: Mapping[str, str], metric: str | None) -> Columns:
+    """Return the columns that a user named.
+
+    Args:
+        columns: Column by role: arm, seed, step, run; or a pattern of a run's name, by `name`.
+        metric: METRIC=COLUMN names the column of a metric; another text names none.
+
+    Raises:
+        InputError: There is no such role.
+    """
+    roles = [each.name for each in fields(Columns) if each.name != "metrics"]
+    for role in columns:
+        if role not in roles:
+            raise InputError([f"column {one_line(role)!r}: no such role; {nearest(role, roles)}"])
+    name, equals, column = (metric or "").partition("=")
+    return Columns(**columns, metrics={name: column} if equals else None)
+
+
+def metric_of_text(text: str | None) -> str | None:
+    """Return the name that a metric has here, of METRIC or METRIC=COLUMN: `val/loss` for `eval_loss`."""
+    if text is None:
+        return None
+    name, equals, _ = text.partition("=")
+    return name if equals else metric_name(text)
+
+
+def _final_values(
+    arm: str, values: Mapping[int, float] | Sequence[float], metric: str
+) -> Iterator[ForeignRun]:
+    """Yield runs of which only the final values are known."""
+    seeded = isinstance(values, Mapping)
+    for number, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        yield ForeignRun(f"{arm} {number}", arm, int(number) if seeded else None, {metric: {0: float(value)}})

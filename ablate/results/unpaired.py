@@ -1,0 +1,89 @@
+"""Differences between arms whose runs share no seeds, as runs from elsewhere often do: Welch's t interval.
+
+Without common seeds there are no pairs, and the noise of both arms stays in the difference. An interval of
+the difference of two means then takes each arm's own deviation, with Welch's (1947) degrees of freedom;
+nothing is pooled over arms. Every verdict on such a difference is that on a paired one of as many pairs as
+the smaller arm has runs, so an arm of two runs gets none.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+from scipy import special
+
+from ablate.results.intervals import ALPHA, Interval
+from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, common, paired_difference
+
+
+def difference_of(arm: Mapping[int, float], baseline: Mapping[int, float], interval: Interval) -> Difference:
+    """Return the difference of two arms of which either may lack seeds of the other.
+
+    The seeds decide, never the values: paired if one arm's seeds are all seeds of the other, else unpaired
+    over all runs.
+
+    Args:
+        arm: Value of the metric by seed.
+        baseline: The same of the arm that is subtracted.
+        interval: Kind of a paired interval.
+    """
+    shared = len(common(arm, baseline))
+    if shared and shared in (len(arm), len(baseline)):
+        return paired_difference(arm, baseline, interval)
+    return unpaired_difference(arm, baseline)
+
+
+def unpaired_difference(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Difference:
+    """Return the mean of an arm minus that of its baseline, with Welch's 95 % interval.
+
+    Args:
+        arm: Finite values of the metric, by seed or by any other key.
+        baseline: The same of the arm that is subtracted.
+
+    Returns:
+        The difference in the metric's unit. `pairs` is the number of runs of the smaller arm, and `deviation`
+            the standard error times its root. Without a bound if an arm has fewer than 3 distinct values.
+    """
+    sides = [np.array([*values.values()], dtype=float) for values in (arm, baseline)]
+    counts = len(sides[0]), len(sides[1])
+    pairs = min(counts)
+    if not pairs:
+        return Difference(math.nan, math.nan, math.nan, 0, math.nan, sides=counts)
+    mean = float(sides[0].mean() - sides[1].mean())
+    distinct = min(len(np.unique(side)) for side in sides)
+    if pairs < FEWEST_DISTINCT or distinct < FEWEST_DISTINCT:
+        deviation = math.nan if pairs == 1 else 0.0
+        return Difference(
+            mean, math.nan, math.nan, pairs, deviation, distinct=distinct, runs_equal=False, sides=counts
+        )
+    shares = [float(side.var(ddof=1)) / len(side) for side in sides]
+    error = math.sqrt(sum(shares))
+    freedom = sum(shares) ** 2 / sum(
+        share**2 / (count - 1) for share, count in zip(shares, counts, strict=True)
+    )
+    half = error * float(special.stdtrit(freedom, 1 - ALPHA / 2))
+    return Difference(
+        mean,
+        mean - half,
+        mean + half,
+        pairs,
+        error * math.sqrt(pairs),
+        distinct=distinct,
+        runs_equal=False,
+        freedom=freedom,
+        sides=counts,
+    )
+
+
+def pairing(gaps: Iterable[Difference | None]) -> str:
+    """Return how differences were taken, in words: `paired by seed`, `unpaired (Welch)`, or both.
+
+    Args:
+        gaps: The differences; None for a baseline.
+    """
+    kinds = {gap.sides is None for gap in gaps if gap is not None and gap.pairs}
+    if kinds == {False}:
+        return "unpaired (Welch)"
+    return (
+        "paired by seed where arms share seeds, else unpaired (Welch)" if len(kinds) > 1 else "paired by seed"
+    )

@@ -1,0 +1,328 @@
+"""Verdicts on runs that were not started here: the numbers of a sweep, and what is refused."""
+
+import csv
+import json
+import math
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+from support import made_up
+from support.commands import INLINE, here
+from support.experiments import tiny
+
+import ablate
+from ablate.errors import InputError
+from ablate.execution.foreign.answer import judge
+from ablate.execution.foreign.judged_ledger import Question, write_ledger
+from ablate.execution.foreign.run import ForeignRun
+from ablate.results.comparisons import Comparisons
+from ablate.results.headline import headline_of
+from ablate.results.intervals import SINGLE_LOOK
+from ablate.results.paired_stats import p_value
+from ablate.results.single_runs import curves
+from ablate.results.summary import summaries
+from ablate.results.unpaired import difference_of, unpaired_difference
+from ablate.store.judged import Judged
+from ablate.store.ledger import Ledger
+from ablate.store.records import frame
+
+
+def rows_of(path: Path, rows: list[dict]) -> Path:
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, names)
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def table(effects: dict[str, float], seeds: int = 5, steps: tuple[int, ...] = (10, 20), **more) -> list[dict]:
+    """Rows of runs whose seeds shift all arms alike: one row a step."""
+    draw = np.random.default_rng(5)
+    shifts = draw.normal(0, 0.1, seeds)
+    return [
+        {
+            "recipe": arm,
+            "seed": seed,
+            "step": step,
+            "val/loss": 3 + shift + effect + draw.normal(0, 0.002) + 1 / step,
+        }
+        | more
+        for arm, effect in effects.items()
+        for seed, shift in enumerate(shifts)
+        for step in steps
+    ]
+
+
+# --- statistics ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_an_unpaired_difference_is_welchs(number):
+    draw = np.random.default_rng(number)
+    sides = [draw.normal(3, draw.uniform(0.01, 1), draw.integers(3, 9)) for _ in range(2)]
+    mine = unpaired_difference(*(dict(enumerate(side)) for side in sides))
+    theirs = stats.ttest_ind(*sides, equal_var=False)
+    interval = theirs.confidence_interval(0.95)
+    assert (mine.low, mine.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
+    assert p_value(mine) == pytest.approx(theirs.pvalue, rel=1e-9)
+    assert mine.freedom == pytest.approx(theirs.df, rel=1e-9)
+
+
+def test_seeds_alone_decide_whether_a_difference_is_paired():
+    base = {0: 3.0, 1: 3.2, 2: 3.1, 3: 3.3}
+    assert difference_of({0: 3.1, 1: 3.4, 2: 3.2}, base, SINGLE_LOOK).sides is None
+    assert difference_of({2: 3.1, 3: 3.4, 4: 3.2}, base, SINGLE_LOOK).sides == (3, 4)
+    assert difference_of({7: 3.1, 8: 3.4, 9: 3.2}, base, SINGLE_LOOK).sides == (3, 4)
+
+
+@pytest.mark.parametrize("sides", [([3.0, 3.1], [3.0, 3.2, 3.1]), ([3.0, 3.0, 3.0], [3.1, 3.2, 3.3])])
+def test_too_few_values_have_no_interval(sides):
+    found = unpaired_difference(*(dict(enumerate(side)) for side in sides))
+    assert not found.has_interval
+    assert math.isnan(p_value(found))
+
+
+def test_false_alarms_of_unpaired_arms_stay_below_five_percent():
+    """8 arms of 5 runs without an effect, 1,500 tables: 5 % and 3 standard errors (0.6 %) of chance."""
+    draw, alarms = np.random.default_rng(11), 0
+    for _ in range(1500):
+        arms = [dict(enumerate(draw.normal(0, 1, 5))) for _ in range(9)]
+        p = min(p_value(unpaired_difference(arm, arms[0])) for arm in arms[1:])
+        alarms += min(1.0, 8 * p) < 0.05
+    assert alarms / 1500 < 0.05 + 3 * 0.0056
+
+
+# --- the same numbers as a sweep's -----------------------------------------------------------------
+
+
+def test_records_of_a_sweep_in_a_table_have_the_sweeps_own_numbers(tmp_path):
+    with closing(made_up.grid(tmp_path, seeds=5)) as ledger:
+        own = {arm.name: arm for arm in summaries(ledger)}
+        records = frame(ledger)
+        records = records[records["metric"] == "val/loss"]
+        rows = [
+            {"arm": row.arm, "seed": row.seed, "step": row.step, "val/loss": repr(float(row.value))}
+            for row in records.itertuples()
+        ]
+    place = rows_of(tmp_path / "runs.csv", rows)
+    asked = here(
+        "judge", place, "--against", "bf16", "--min-effect", "0.01", "--no-report", "--state", tmp_path
+    )
+    assert asked.returncode == 0, asked.stderr
+    with closing(Ledger(tmp_path / "sweeps" / "runs" / "ledger.db", readonly=True)) as ledger:
+        judged = {arm.name: arm for arm in summaries(ledger)}
+    assert judged.keys() == own.keys()
+    for name, arm in own.items():
+        again = judged[name]
+        assert (again.values, again.gap, again.diverged, again.margin) == (
+            arm.values, arm.gap, arm.diverged, arm.margin,
+        )  # fmt: skip
+        assert (again.verdict.kind, again.verdict.reason) == (arm.verdict.kind, arm.verdict.reason)
+        assert again.verdict.p == pytest.approx(arm.verdict.p, nan_ok=True)
+
+
+def test_python_and_the_command_agree(tmp_path):
+    rows = table({"bf16": 0, "nvfp4": 0.02, "mxfp4": 0.1})
+    place = rows_of(tmp_path / "runs.csv", rows)
+    printed = here("judge", place, "--against", "bf16", "--min-effect", "0.05", "--json", "--state", tmp_path)
+    mine = ablate.judge(str(place), "bf16", min_effect=0.05)
+    assert json.loads(printed.stdout) == mine.document()
+    values = {
+        arm: {row["seed"]: row["val/loss"] for row in rows if row["recipe"] == arm}
+        for arm in ("bf16", "nvfp4", "mxfp4")
+    }
+    final = judge(values, "bf16", metric="val/loss", min_effect=0.05)
+    assert [arm.verdict["kind"] for arm in final.arms] == ["equivalent", "worse"]
+    assert [(arm.difference, arm.low) for arm in final.arms] == [
+        (arm.difference, arm.low) for arm in mine.arms
+    ]
+
+
+def test_runs_without_seeds_are_compared_unpaired():
+    found = judge({"bf16": [3.0, 3.1, 3.2, 3.3], "nvfp4": [3.2, 3.3, 3.1, 3.4]}, "bf16", min_effect=0.05)
+    (arm,) = found.arms
+    assert not arm.paired
+    assert arm.verdict["kind"] == "undecided"
+    assert any("the source names no seeds" in text for _, text in found.checks)
+
+
+# --- what cannot be said ---------------------------------------------------------------------------
+
+
+def test_one_seed_has_no_verdict_and_its_curve_is_one_result():
+    rows = table({"bf16": 0, "nvfp4": 0.05}, seeds=1, steps=tuple(range(10, 400, 10)))
+    runs = [
+        ForeignRun(
+            arm, arm, 0, {"val/loss": {row["step"]: row["val/loss"] for row in rows if row["recipe"] == arm}}
+        )
+        for arm in ("bf16", "nvfp4")
+    ]
+    found = curves(*(run.records["val/loss"] for run in reversed(runs)))
+    assert (found.steps, found.above) == (39, 39)
+    judged = judge({run.arm: {0: run.records["val/loss"][390]} for run in runs}, "bf16", metric="val/loss")
+    assert judged.answer.startswith("One seed per arm: no difference has an interval")
+    assert not judged.answered
+
+
+def test_the_worth_of_a_curve_is_that_of_an_autoregression():
+    """4,000 steps of an AR(1) process with coefficient 0.9 weigh as (1 - 0.9) / (1 + 0.9) of their number, to 20 %."""
+    draw, value, series = np.random.default_rng(3), 0.0, {}
+    for step in range(4000):
+        value = 0.9 * value + draw.normal()
+        series[step] = value
+    found = curves(series, dict.fromkeys(series, 0.0))
+    assert found.worth == pytest.approx(4000 * 0.1 / 1.9, rel=0.2)
+    assert "they weigh as" in found.text
+
+
+PLANTED = {
+    "no such arm": (
+        {},
+        ["--against", "bf17"],
+        "--against bf17: no such arm; 'bf16' is the nearest of bf16, nvfp4",
+    ),
+    "no such metric": ({}, ["--against", "bf16", "--metric", "val/lss"], "no run has a metric 'val/lss'"),
+    "no arm named": ({}, [], "--against is needed"),
+    "an effect of zero": (
+        {},
+        ["--against", "bf16", "--min-effect", "0"],
+        "min_effect 0: is no positive number",
+    ),
+    "a column without a role": ({}, ["--against", "bf16", "--column", "recipe"], "give a role and a column"),
+    "no such role": ({}, ["--against", "bf16", "--column", "arms=recipe"], "column 'arms': no such role"),
+    "two configurations in an arm": (
+        {"lr": lambda row: 1e-3 if row["seed"] < 2 else 2e-3},
+        ["--against", "bf16"],
+        "nvfp4: its runs have different configurations (lr 0.001 and 0.002)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_what_cannot_be_compared_is_one_sentence(case, tmp_path):
+    fields, words, sentence = PLANTED[case]
+    rows = [
+        row | {name: make(row) for name, make in fields.items()} for row in table({"bf16": 0, "nvfp4": 1})
+    ]
+    asked = here("judge", rows_of(tmp_path / "runs.csv", rows), *words, "--state", tmp_path, "--no-report")
+    assert asked.returncode == 2
+    assert sentence in asked.stderr.splitlines()[-1]
+    assert "Traceback" not in asked.stderr
+
+
+def judged_ledger(tmp_path: Path, runs: list[ForeignRun], **question) -> Ledger:
+    write_ledger(tmp_path, "runs", runs, Question("bf16", "val/loss", **question), [], ["here"])
+    return Ledger(tmp_path / "sweeps" / "runs" / "ledger.db", readonly=True)
+
+
+def runs_of(lengths: dict[str, int], seeds: int = 4, last: float | None = None) -> list[ForeignRun]:
+    draw = np.random.default_rng(0)
+    return [
+        ForeignRun(
+            f"{arm} {seed}", arm, seed,
+            {"val/loss": {step: float(3 + draw.normal(0, 0.1)) if last is None or step < length else last for step in range(10, length + 1, 10)}},
+            {"rate": 1, "id": f"{arm}{seed}"},
+        )
+        for arm, length in lengths.items()
+        for seed in range(seeds)
+    ]  # fmt: skip
+
+
+def test_runs_of_unequal_length_have_no_verdict(tmp_path):
+    with closing(judged_ledger(tmp_path, runs_of({"bf16": 100, "nvfp4": 80}))) as ledger:
+        assert {arm.verdict.reason for arm in summaries(ledger)} == {"length", "baseline"}
+        assert "ended at an earlier step" in headline_of(Comparisons(ledger)).text
+
+
+def test_a_run_that_ends_with_nan_has_diverged(tmp_path):
+    with closing(judged_ledger(tmp_path, runs_of({"bf16": 100, "nvfp4": 100}, last=math.nan))) as ledger:
+        assert all(len(arm.diverged) == 4 for arm in summaries(ledger))
+        assert headline_of(Comparisons(ledger)).sentence.startswith("No answer")
+
+
+def test_what_differs_between_arms_is_said(tmp_path):
+    runs = runs_of({"bf16": 100, "nvfp4": 100})
+    runs = [
+        ForeignRun(**vars(run) | {"config": {"rate": 1 + (run.arm == "nvfp4"), "id": run.name}})
+        for run in runs
+    ]
+    with closing(judged_ledger(tmp_path, runs)) as ledger:
+        notes = [check.text for check in headline_of(Comparisons(ledger)).checks]
+    assert "nvfp4 also differs from its baseline in rate 1 → 2" in notes
+
+
+def test_a_smallest_effect_that_was_changed_is_said(tmp_path):
+    for effect in (0.01, 0.01, 0.5):
+        with closing(
+            judged_ledger(tmp_path, runs_of({"bf16": 100, "nvfp4": 100}), min_effect=effect)
+        ) as ledger:
+            warned = [
+                check.text for check in headline_of(Comparisons(ledger)).checks if "judged" in check.text
+            ]
+            assert bool(warned) == (effect == 0.5)
+
+
+# --- the state folder ------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> Path:
+    """A small sweep, with runs from elsewhere in its report."""
+    folder = tmp_path_factory.mktemp("swept")
+    tiny(folder, seeds=3)
+    assert here("sweep", folder / "tiny.yaml", *INLINE, "--no-report", "--state", folder).returncode == 0
+    return folder
+
+
+def test_runs_from_elsewhere_stay_in_a_sweep_that_goes_on(swept):
+    with closing(Ledger(swept / "sweeps" / "tiny" / "ledger.db", readonly=True)) as ledger:
+        own = {arm.name: (arm.values, arm.gap) for arm in summaries(ledger)}
+    place = rows_of(swept / "other.csv", table({"theirs": 0.5}, seeds=4))
+    asked = here(
+        "judge", place, "--into", "tiny", "--against", next(iter(own)), "--no-report", "--state", swept
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert here("sweep", swept / "tiny.yaml", *INLINE, "--no-report", "--state", swept).returncode == 0
+    with closing(Ledger(swept / "sweeps" / "tiny" / "ledger.db", readonly=True)) as ledger:
+        after = {arm.name: arm for arm in summaries(ledger)}
+        origin = Judged.of(ledger)
+    added = after.pop("elsewhere: theirs")
+    assert {name: (arm.values, arm.gap) for name, arm in after.items()} == own
+    assert added.gap.sides == (4, 3)
+    assert str(place) in origin.sources
+    both = rows_of(swept / "both.csv", table({"theirs": 0.5, "ours": 0.0}, seeds=4))
+    again = here("judge", both, "--against", "theirs", "--as", "tiny", "--state", swept)
+    assert again.returncode == 2
+    assert "a sweep of this name is in" in again.stderr
+
+
+def test_a_sweep_does_not_take_the_name_of_judged_runs(tmp_path):
+    tiny(tmp_path, seeds=2)
+    place = rows_of(tmp_path / "tiny.csv", table({"bf16": 0, "nvfp4": 0.1}))
+    assert here("judge", place, "--against", "bf16", "--no-report", "--state", tmp_path).returncode == 0
+    refused = here("sweep", tmp_path / "tiny.yaml", *INLINE, "--no-report", "--state", tmp_path)
+    assert refused.returncode == 2
+    assert "tiny: holds runs not started here" in refused.stderr
+
+
+def test_the_report_says_where_the_runs_are_from(tmp_path):
+    place = rows_of(tmp_path / "runs.csv", table({"bf16": 0, "nvfp4": 0.1}))
+    asked = here("judge", place, "--against", "bf16", "--state", tmp_path)
+    assert asked.returncode == 0, asked.stderr
+    text = (tmp_path / "reports" / "runs" / "index.md").read_text()
+    assert "trained elsewhere" in text
+    assert "unchanged since" in text
+    assert "sha256" in text
+    assert "commit" not in text
+    place.write_text(place.read_text() + "bf16,9,10,3.0\n")
+    assert here("report", "runs", "--no-pdf", "--state", tmp_path).returncode == 0
+    assert "changed or went since it was read" in (tmp_path / "reports" / "runs" / "index.md").read_text()
+
+
+def test_no_bad_value_of_python_is_judged():
+    with pytest.raises(InputError, match="no such arm"):
+        judge({"bf16": [1.0, 2.0, 3.0], "nvfp4": [1.0, 2.0, 3.0]}, "fp32")
