@@ -484,6 +484,11 @@ PATTERNS = {
         "characters that the name of a job does not keep",
     ],
     "training.metric_names": ["names that MLflow allows"],
+    "training.log_readers.lines": ["a terminal's colours", "torchrun's prefix of a rank's lines", "a number"],
+    "training.log_readers.torchtitan": ["the begin of torchtitan's lines", "their fields"],
+    "training.log_readers.megatron": ["Megatron's lines of training", "of evaluation"],
+    "training.log_readers.hf": ["dicts that transformers' Trainer prints", "their items"],
+    "training.log_readers.pattern": ["lines of a log, as a user writes it"],
     "training.own_code.user_errors": [
         "torch's prefix of a rank's lines",
         "a frame of a traceback that Python printed",

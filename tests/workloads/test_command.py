@@ -597,3 +597,89 @@ def test_a_sweep_of_two_knobs_and_two_seeds_runs_all_trials_and_reuses_them(conn
     assert {result["status"] for result in results} == {"done"}
     assert {result["steps"] for result in results} == {5}
     assert {result["attempt"] for result in results} == {1}
+
+
+# --- logs of training stacks ----------------------------------------------------------------------
+
+TITAN = "step: {:2}  loss: {:8.5f}  grad_norm:  1.0000  memory:  2.11GiB(2.67%)  tps: 9,871  tflops: 0.01  mfu: N/A"
+STACKS = {
+    "torchtitan": ("torchtitan", TITAN),
+    "megatron": (
+        "megatron",
+        " iteration {:8d}/     10 | lm loss: {:.6E} | number of skipped iterations:   0 | number of nan iterations:"
+        "   0 |",
+    ),
+    "regex": ({"regex": r"iter (?P<step>\d+): (?P<loss>\S+)"}, "iter {}: {}"),
+}
+
+
+def printing(form: str, values: list[tuple[int, float]]) -> str:
+    """Return a script that prints each step and loss in a form."""
+    return f"nan = float('nan')\nfor pair in {values!r}:\n    print({form!r}.format(*pair))\n"
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_stacks_own_lines_are_metrics_and_stay_in_the_log(stack, tmp_path, capsys):
+    metrics, form = STACKS[stack]
+    code = printing(form, [(5, 2.5), (10, 2.25)]) + 'print(\'{"step": 7, "loss": 1}\')'
+    found = records(command(tmp_path, code, metrics=metrics))
+    assert values(found, "train/loss") == {5: 2.5, 10: 2.25}
+    assert [record.step for record in found] == [5, 10]
+    printed = capsys.readouterr().out.splitlines()
+    assert form.format(5, 2.5) in printed
+    assert '{"step": 7, "loss": 1}' in printed
+
+
+def test_steps_that_a_restarted_stack_repeats_keep_their_first_version(tmp_path, capsys):
+    code = printing(TITAN, [(2, 2.5), (4, 2.25), (2, 2.0), (4, 2.25), (6, 2.125)])
+    found = records(command(tmp_path, code, metrics="torchtitan"))
+    assert values(found, "train/loss") == {2: 2.5, 4: 2.25, 6: 2.125}
+    assert "its first version counts" in capsys.readouterr().out
+
+
+def test_ranks_that_print_different_losses_of_a_step_are_refused(tmp_path):
+    code = printing(TITAN, [(2, 2.5), (2, 2.25)])
+    with pytest.raises(RuntimeError, match=r"train/loss twice at step 2, 2\.5 and 2\.25"):
+        records(command(tmp_path, code, metrics="torchtitan"))
+
+
+def test_a_line_that_is_cut_is_left_out_and_said(tmp_path, capsys):
+    code = printing(TITAN, [(2, 2.5)]) + printing(TITAN[:30], [(4, 2.25)])
+    assert values(records(command(tmp_path, code, metrics="torchtitan")), "train/loss") == {2: 2.5}
+    assert "left out: torchtitan's line of step 4 is cut" in capsys.readouterr().out
+
+
+def test_a_stacks_loss_that_is_not_finite_ends_the_command_as_diverged(tmp_path):
+    code = printing(TITAN, [(2, 2.5), (4, float("nan")), (6, 2.0)])
+    found = records(command(tmp_path, code, metrics="torchtitan"))
+    assert [record.step for record in found] == [2, 4]
+    assert found[-1].metrics["nan/first_step"] == 4
+
+
+@pytest.mark.parametrize(
+    ("metrics", "sentence"),
+    [
+        ("hf", "logging_steps"),
+        ("lightning", "CSVLogger"),
+        ({"regex": "("}, "unterminated"),
+        ({"regex": "x"}, "step"),
+    ],
+)
+def test_a_log_that_cannot_be_read_is_refused_before_it_runs(metrics, sentence, tmp_path):
+    assert [(field, sentence in why) for field, why in command(tmp_path, "", metrics=metrics).problems()] == [
+        ("metrics", True)
+    ]
+
+
+def test_the_format_of_a_log_is_part_of_the_identity_and_that_of_json_is_not(tmp_path):
+    forms = [
+        "stdout",
+        "file",
+        "torchtitan",
+        {"hf": 10},
+        {"hf": 20},
+        {"regex": r"(?P<step>\d+) (?P<loss>\S+)"},
+    ]
+    ids = [spec(command(tmp_path, "", metrics=form)).id for form in forms]
+    assert ids[0] == ids[1]
+    assert len({*ids}) == 5

@@ -3,22 +3,11 @@
 import math
 
 from ablate.files import Json
+from ablate.training.log_readers import lines
 
 _MOST_STEP = 2**53
 """Largest step: below it each whole number is a float of its own."""
 _SHOWN = 60
-_DIGITS = frozenset("0123456789+-.eE")
-_NAMED = {
-    "nan": math.nan,
-    "+nan": math.nan,
-    "-nan": math.nan,
-    "inf": math.inf,
-    "+inf": math.inf,
-    "-inf": -math.inf,
-    "infinity": math.inf,
-    "+infinity": math.inf,
-    "-infinity": -math.inf,
-}
 
 
 def is_empty(cell: Json) -> bool:
@@ -35,19 +24,10 @@ def number(cell: Json) -> float:
     if isinstance(cell, bool) or not isinstance(cell, int | float | str):
         raise ValueError(f"{shown(cell)} is not a number")
     if isinstance(cell, str):
-        text = cell.strip()
-        if text.lower() in _NAMED:
-            return _NAMED[text.lower()]
-        if not text or not set(text) <= _DIGITS:
-            comma = "; write a decimal point" if "," in text else ""
-            raise ValueError(f"{shown(cell)} is not a number{comma}")
         try:
-            value = float(text)
-        except ValueError:
-            raise ValueError(f"{shown(cell)} is not a number") from None
-        if math.isinf(value):
-            raise ValueError(f"{shown(cell)} does not fit a float")
-        return value
+            return lines.number(cell)
+        except ValueError as error:
+            raise ValueError(f"{error}{'; write a decimal point' * (',' in cell)}") from None
     try:
         return float(cell)
     except OverflowError:

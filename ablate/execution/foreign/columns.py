@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ablate.errors import InputError, nearest, one_line
+from ablate.training.log_readers.lines import METRICS, metric_name
 
 USUAL: dict[str, tuple[str, ...]] = {
     "arm": ("arm", "recipe", "variant", "treatment", "condition", "method", "precision"),
@@ -24,25 +25,6 @@ _ALIKE = 0.74
 _NOT_MEANT = ("speed", "stop")
 """Words that are alike and mean something else."""
 
-METRICS = {
-    "train/loss": ("loss", "train_loss", "training_loss", "train/loss", "loss/train", "lm_loss"),
-    "val/loss": (
-        "val_loss",
-        "eval_loss",
-        "validation_loss",
-        "valid_loss",
-        "val/loss",
-        "eval/loss",
-        "valid/loss",
-        "validation/loss",
-        "loss/val",
-        "loss/validation",
-    ),
-    "grad/norm": ("grad_norm", "train/grad_norm", "grad/norm", "gradient_norm"),
-    "train/lr": ("lr", "learning_rate", "train/learning_rate", "train/lr"),
-}
-"""Usual names of metrics, by the name that they have here."""
-_OURS = {name: ours for ours, names in METRICS.items() for name in names}
 _OF_METRIC = ("loss", "acc", "accuracy", "ppl", "perplexity", "bleu", "rouge", "f1", "auc", "score", "error")
 """Words in the name of a final value, as against a setting: a table of one row a run has both."""
 
@@ -138,11 +120,6 @@ def metric_columns(
         if ours != name:
             said.append(f"{where}: metric {ours}: column {one_line(name)!r}")
     return columns
-
-
-def metric_name(text: str) -> str:
-    """Return the name that a metric has here: `val/loss` for `eval_loss`; any other name as it is."""
-    return _OURS.get(text.strip().lower(), text.strip())
 
 
 def like_metric(text: str) -> bool:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Iterator
 from operator import itemgetter
 
+from ablate.training.log_readers import LineReader, Unreadable
 from ablate.training.loop import Record
 from ablate.training.metric_names import ARITHMETIC, FIRST_NONFINITE
 from ablate.training.own_code.command_process import Line
@@ -17,6 +18,51 @@ REMEDY = (
 )
 
 
+class _LogLines:
+    """Metrics in the lines that a training stack prints, each line printed again, which is the log.
+
+    A stack that restarts within the command repeats steps, and several ranks print a step each: the first
+    version of a step counts, as everywhere here. Two values of one metric at the latest step are refused,
+    since no rank is right.
+    """
+
+    def __init__(self, reader: LineReader) -> None:
+        self._reader = reader
+        self._step = 0
+        self._values: dict[str, float] = {}
+        self._repeated = False
+
+    def content(self, text: str) -> dict[str, object] | None:
+        """Return step and metrics of a line; None for any other line.
+
+        Raises:
+            RuntimeError: the latest step has another value.
+        """
+        try:
+            record = self._reader(text)
+        except Unreadable as error:
+            print(f"left out: {error}", flush=True)
+            return None
+        if record is None or record.step < 1:
+            return None
+        if record.step < self._step:
+            if not self._repeated:
+                print(f"step {record.step} after step {self._step}: its first version counts", flush=True)
+                self._repeated = True
+            return None
+        if record.step > self._step:
+            self._step, self._values = record.step, {}
+        for name, value in record.metrics.items():
+            before = self._values.setdefault(name, value)
+            if before != value and not (math.isnan(before) and math.isnan(value)):
+                raise RuntimeError(
+                    f"the command logged {name} twice at step {record.step}, {before!r} and {value!r}; print"
+                    " from one rank only"
+                )
+        print(text, flush=True)
+        return {"step": record.step, **record.metrics}
+
+
 class CommandRecords:
     """Parser of a command's lines. Metrics of one step are one record, which ends when the next step begins.
 
@@ -27,6 +73,7 @@ class CommandRecords:
         steps: optimizer steps of the run.
         tokens_per_step: tokens of a step.
         processor: number of the kind of processor on which the command runs.
+        reader: reader of metrics in other lines of standard output; None if only JSON counts.
     """
 
     def __init__(
@@ -37,9 +84,11 @@ class CommandRecords:
         steps: int,
         tokens_per_step: int,
         processor: float,
+        reader: LineReader | None = None,
     ) -> None:
         self._expected, self._printed, self._processor = expected, printed, processor
         self._steps, self._tokens = steps, tokens_per_step
+        self._log = _LogLines(reader) if reader else None
         self._step = 0
         self._latest: dict[bool, int] = {}
         """Latest step of each source: file or standard output."""
@@ -68,7 +117,7 @@ class CommandRecords:
         if logged and not self.confirmed:
             raise RuntimeError(f"the command logged metrics without confirming the recipe; {REMEDY}")
         for step, metrics in sorted(logged, key=itemgetter(0)):  # of the file and of standard output
-            yield from self._log(step, metrics)
+            yield from self._note(step, metrics)
             if self.diverged:
                 return
 
@@ -81,6 +130,8 @@ class CommandRecords:
         if not self.confirmed:
             raise RuntimeError(f"the command ended without confirming the recipe; {REMEDY}")
         if not self._step:
+            if self._log:
+                raise RuntimeError("the command ended without a line of metrics of the format in `metrics`")
             where = "print it, or call ablate.log" if self._printed else "append it to ABLATE_METRICS"
             raise RuntimeError(
                 'the command ended without metrics: a line is JSON such as {"step": 10, "val/loss": 2.5};'
@@ -91,6 +142,8 @@ class CommandRecords:
     def _parsed(self, line: Line) -> dict[str, object] | None:
         """Return the content of a line of metrics or of a confirmation; None for any other line."""
         text = line.text.strip()
+        if self._log and not line.of_file and ACKNOWLEDGEMENT not in text:
+            return self._log.content(line.text)
         if not text.startswith("{"):
             return None
         try:
@@ -125,7 +178,7 @@ class CommandRecords:
         self._latest[line.of_file] = step
         return step, content
 
-    def _log(self, step: int, content: dict[str, object]) -> Iterator[Record]:
+    def _note(self, step: int, content: dict[str, object]) -> Iterator[Record]:
         if step < self._step:
             raise RuntimeError(
                 f"the command logged step {step} after step {self._step}, one of them in the file and one on"

@@ -27,12 +27,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ablate import provenance
 from ablate.errors import nearest
 from ablate.files import Json
+from ablate.numerics.spec import Spec
 from ablate.recipes.targets.commands import STACKS
+from ablate.training.log_readers import LineReader, open_reader
+from ablate.training.log_readers.lightning import PROGRESS_BAR
 from ablate.training.own_code import user_code
 from ablate.training.own_code.command_process import search_path, started
 from ablate.training.own_code.exports import (
@@ -56,8 +59,25 @@ if TYPE_CHECKING:
 
 PLACEHOLDERS = ("seed", "steps", "device", "folder", "recipe", "config", "checkpoint")
 """Placeholders of every command, beside the keys of its config."""
+_JSON_LINES = ("stdout", "file")
+"""Words for metrics that are lines of JSON."""
 _FOLDERS = re.compile(r"(^|=)/\S*/")
 """Leading folders of an absolute path, alone or after `--option=`."""
+
+
+class LogLines(Spec):
+    """Lines of a log whose reader needs a value; one of the two."""
+
+    hf: int | None = Field(None, ge=1)
+    """`logging_steps` of Hugging Face's Trainer, whose lines have no step."""
+    regex: str | None = None
+    """Regular expression with a group `step` and groups named as metrics: `loss`, `val__loss`."""
+
+    @model_validator(mode="after")
+    def _one(self) -> LogLines:
+        if (self.hf is None) == (self.regex is None):
+            raise ValueError("give one of hf and regex")
+        return self
 
 
 class Command(OwnCode):
@@ -82,8 +102,9 @@ class Command(OwnCode):
 
     Without any, the files that `run` names.
     """
-    metrics: Literal["stdout", "file"] = "stdout"
-    """`stdout`: lines of JSON on standard output are metrics too; `file`: only those in ABLATE_METRICS."""
+    metrics: Literal["stdout", "file", "torchtitan", "megatron", "hf", "lightning"] | LogLines = "stdout"
+    """Lines of standard output that are metrics, beside those in ABLATE_METRICS: JSON (`stdout`), none
+    (`file`), or those of a training stack: `torchtitan`, `megatron`, `{hf: 10}`, `{regex: ...}`."""
 
     @property
     def _folder(self) -> Path:
@@ -100,6 +121,10 @@ class Command(OwnCode):
         if why:
             yield "run", why
         yield from self._export_problems(why)
+        try:
+            self._reader()
+        except ValueError as error:
+            yield "metrics", str(error)
         for pattern in self.sources:
             if not _files(pattern):
                 yield "sources", f"{pattern}: no such file"
@@ -124,6 +149,16 @@ class Command(OwnCode):
             _ = self.linear_layers
         except (OSError, ValueError) as error:
             yield "export.model", f"{self.export.model}: {error}"
+
+    def _reader(self) -> LineReader | None:
+        """Return the reader of the command's log; None if its metrics are lines of JSON. ValueError if there
+        is none that could read what the stack prints.
+        """
+        if self.metrics == "lightning":
+            raise ValueError(PROGRESS_BAR)
+        if isinstance(self.metrics, LogLines):
+            return open_reader(self.metrics.model_dump(exclude_none=True))
+        return None if self.metrics in _JSON_LINES else open_reader(self.metrics)
 
     def _misfit(self) -> str | None:
         """Return why `run` cannot be run; None if it can."""
@@ -167,9 +202,9 @@ class Command(OwnCode):
     def identity(self) -> dict[str, Json]:
         """Return the fields that determine the numbers, without paths: `fingerprint` has their content."""
         run = shlex.join(_FOLDERS.sub(r"\1", token) for token in shlex.split(self.run))
-        fields = self.canonical({"folder", "sources", "data", "metrics", "log_every", "export"}) | {
-            "run": run
-        }
+        left_out = {"folder", "sources", "data", "metrics", "log_every", "export"}
+        read = {} if self.metrics in _JSON_LINES else {"metrics": self.canonical()["metrics"]}
+        fields = self.canonical(left_out) | {"run": run} | read
         if not self._stacks:
             return fields
         layers: list[Json] = [f"{layer.block} {layer.name}" for layer in self.linear_layers]
@@ -276,6 +311,7 @@ class Command(OwnCode):
                 self.steps,
                 self.tokens_per_step,
                 provenance.processor(run.device),
+                self._reader(),
             )
             for batch in process.batches():
                 yield from parsed.add(batch)

@@ -1,0 +1,69 @@
+"""Readers of the logs that training stacks print: from lines of text to steps and metrics.
+
+One file a stack, which imports nothing of it; `READERS` is the registry. A reader takes one line at a time,
+so that a running command and a finished file are read alike.
+
+    reader = open_reader("torchtitan")
+    reader("step: 10  loss:  7.84212  grad_norm: ...")    # LogRecord(10, {"train/loss": 7.84212, ...})
+"""
+
+from collections.abc import Callable, Mapping
+
+from ablate.training.log_readers import hf, lightning, megatron, pattern, torchtitan
+from ablate.training.log_readers.lines import LineReader, LogRecord, OneRank, Unreadable, metric_name
+
+LogFormat = str | Mapping[str, str | int]
+"""Format of a log: its name; or one of `OPTIONS` with its value, such as `{"regex": "..."}`."""
+
+READERS: dict[str, Callable[[], LineReader]] = {
+    "torchtitan": lambda: torchtitan.read,
+    "megatron": lambda: megatron.read,
+    "lightning": lightning.MetricsRows,
+}
+"""Readers by the name of the stack, each for one log from its first line."""
+
+
+def _printed_dicts(value: str | int) -> LineReader:
+    if not str(value).isdigit() or int(value) < 1:
+        raise ValueError(f"hf: {value!r} is not a number of steps from 1; {hf.NO_STEP}")
+    return hf.PrintedDicts(int(value))
+
+
+OPTIONS: dict[str, Callable[[str | int], LineReader]] = {
+    "hf": _printed_dicts,
+    "regex": lambda value: pattern.Pattern(str(value)),
+}
+"""Readers that need a value: steps between two dicts of Hugging Face's Trainer, or an expression."""
+
+
+def open_reader(form: LogFormat) -> LineReader:
+    """Return a reader for one log, from its first line.
+
+    Args:
+        form: name of a stack; `{"hf": logging_steps}`, or `{"regex": expression}`.
+
+    Raises:
+        ValueError: there is no such format, or its value is wrong; in one sentence.
+    """
+    if isinstance(form, str):
+        if form in READERS:
+            return OneRank(READERS[form]())
+        if form == "hf":
+            raise ValueError(hf.NO_STEP)
+        raise ValueError(f"no format of logs is {form!r}; there are {', '.join([*READERS, *OPTIONS])}")
+    ((name, value),) = form.items()
+    if name not in OPTIONS:
+        raise ValueError(f"no format of logs is {name!r}; there are {', '.join([*READERS, *OPTIONS])}")
+    return OneRank(OPTIONS[name](value))
+
+
+__all__ = [
+    "OPTIONS",
+    "READERS",
+    "LineReader",
+    "LogFormat",
+    "LogRecord",
+    "Unreadable",
+    "metric_name",
+    "open_reader",
+]
