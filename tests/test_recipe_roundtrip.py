@@ -479,6 +479,7 @@ YAMLS = {
     "a matcher that is not enabled": ({"enabled": None}, []),
     "one that is": ({}, ["layers.1"]),
     "another block": ({"pattern": '"*layers.3.*"'}, ["layers.3"]),
+    "weights that stay quantised": ({"fields": "{fp8_param: true, fp4_param: true}"}, ["layers.1"]),
     "a name": ({"pattern": '"*.linear_fc2"'}, [f"layers.{block}.mlp.linear_fc2" for block in (1, 2, 3)]),
 }
 
@@ -487,11 +488,12 @@ YAMLS = {
 def test_a_file_on_single_layers_is_imported(case, tmp_path):
     change, off = YAMLS[case]
     matcher = {"type": "glob", "pattern": '"*layers.1.*"', "config": "high", "enabled": "true", **change}
+    fields = matcher.pop("fields", "{}")
     lines = [f"    {key}: {value}" for key, value in matcher.items() if value is not None]
     file = tmp_path / "layers.yaml"
     file.write_text(
         "configs:\n  high:\n    transformer_engine_config_type: TEQuantizationParams\n"
-        "    training_recipe: {}\nmatchers:\n  first:\n" + "\n".join(lines) + "\n"
+        f"    training_recipe: {fields}\nmatchers:\n  first:\n" + "\n".join(lines) + "\n"
     )
     words = f"--fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-end-in-bf16 0 --te-precision-config-file {file}"
     recipe = read([words], {})

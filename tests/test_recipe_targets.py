@@ -441,6 +441,7 @@ def test_wgrad_in_high_precision_is_read_where_megatron_hands_it_to_te():
         assert (read(words, {}) == own) is not read_by_megatron
         assert (list(without_effect(words)) == []) is read_by_megatron
         assert read(words, {}).wgrad == (own.wgrad.high_precision() if read_by_megatron else own.wgrad)
+        assert read([job, "--disable-fp8-wgrad"], {}) == read(words, {})
 
 
 MISTYPED = {
@@ -827,6 +828,7 @@ def test_the_environment_decides_what_a_class_without_arguments_is(tmp_path):
         (("import", "--megatron-args", "--fp8-format e5m2 --fp8-recipe mxfp8"), "e4m3 or hybrid"),
         (("import", "--megatron-args", "--fp4-format e2m1 --te-precision-config-file x.yaml"), "No such file"),
         (("import", "--megatron-args", "--fp4-format e2m1 --kitchen-config-file x.yaml"), "not read here"),
+        (("import", "--megatron-args", "--fp8-format e4m3 --fp8-output-proj"), "not read here"),
         (("import", "--megatron-args", "--fp4-fromat e2m1 --fp4-recipe nvfp4"), "--fp4-format"),
         (("audit", "nvfp4", "--megatron-args", "--fp4-fromat e2m1 --fp4-recipe nvfp4"), "--fp4-format"),
         (("import", "--megatron-args", "--bf16 --fp4-param-gather"), "without --fp4-format"),

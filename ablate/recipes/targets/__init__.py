@@ -39,8 +39,8 @@ class Target:
 
 TARGETS: Mapping[str, Target] = {
     "te": Target("Python for Transformer Engine 2.20", ".py", transformer_engine.write),
-    "megatron": Target("environment and arguments for Megatron-LM 0.16", ".sh", megatron.write),
-    "bridge": Target("Python for Megatron-Bridge 0.3", ".py", megatron.write_bridge),
+    "megatron": Target("environment and arguments for Megatron-LM 0.16 to 0.19", ".sh", megatron.write),
+    "bridge": Target("Python for Megatron-Bridge 0.3 to 0.6", ".py", megatron.write_bridge),
     "torchao": Target("Python for torchao 0.18", ".py", torchao.write),
     "torchtitan": Target("Python for torchtitan 0.3", ".py", torchao.write_torchtitan),
     "te-debug": Target("YAML for Transformer Engine's debug tools", ".yaml", te_debug.write),

@@ -51,7 +51,9 @@ _FLAGS = {
     "--pipeline-model-parallel-size": "1",
     "--num-layers": None,
 }
-"""Arguments with a value that decide about the recipe, and Megatron's defaults (megatron-core 0.16.1)."""
+"""Arguments with a value that decide about the recipe, and Megatron's defaults (megatron-core 0.16.1 to
+0.19.1).
+"""
 FILE = "PRECISION_YAML"
 """Variable of the script that names the file on single layers."""
 _GATHERED = ("--fp8-param-gather", "--fp4-param-gather")
@@ -59,6 +61,8 @@ _GATHERED = ("--fp8-param-gather", "--fp4-param-gather")
 bf16 first, as without them (Transformer Engine 2.20.2, `quantize_master_weights`).
 """
 _SWITCHES = ("--bf16", "--first-last-layers-bf16", "--no-fp8-wgrad", *_GATHERED)
+_ALIASES = {"--disable-fp8-wgrad": "--no-fp8-wgrad"}
+"""Other names of the same options."""
 _REFUSED = (
     "--fp16",
     "--fp4-quantizer-factory",
@@ -66,6 +70,7 @@ _REFUSED = (
     "--kitchen-config-file",
     "--fp8-dot-product-attention",
     "--fp8-multi-head-attention",
+    "--fp8-output-proj",
 )
 """Arguments that change what is computed in a way that is not read here."""
 _ELSEWHERE = ("--pipeline-model-parallel-size", "--num-layers")
@@ -82,7 +87,7 @@ def write(recipe: Recipe, model: Model) -> str:
     if layers:
         flags.append(f'--te-precision-config-file "${FILE}"')
     lines = [
-        f"# Precision of {model.label} for Megatron-LM: megatron-core 0.16, Transformer Engine 2.20.2.",
+        f"# Precision of {model.label} for megatron-core 0.16 to 0.19, Transformer Engine 2.20.2.",
         '# Source it, then: torchrun ... pretrain_gpt.py "${PRECISION_ARGS[@]}" ...',
         "# Megatron gives TE's recipe few arguments: these variables are the others.",
         *_environment(options),
@@ -113,7 +118,7 @@ def write_bridge(recipe: Recipe, model: Model) -> str:
     variables = [line.removeprefix("export ") for line in _environment(options) if line.startswith("export ")]
     unset = [line.removeprefix("unset ") for line in _environment(options) if line.startswith("unset ")]
     lines = [
-        f'"""Precision of {model.label} for Megatron-Bridge 0.3 and Transformer Engine 2.20.2.',
+        f'"""Precision of {model.label} for Megatron-Bridge 0.3 to 0.6 and Transformer Engine 2.20.2.',
         "",
         "Import this file before Transformer Engine: its recipe classes read these variables when imported.",
         '"""',
@@ -180,8 +185,8 @@ def read(
 def without_effect(arguments: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each option that Megatron accepts and ignores beside the others.
 
-    megatron-core 0.16.1 looks at `fp4_recipe`, `fp8_recipe` and the like only if `fp4` or `fp8` is set, and
-    hands `fp8_wgrad` to DelayedScaling alone (`get_fp8_recipe`).
+    megatron-core 0.16.1 to 0.19.1 looks at `fp4_recipe`, `fp8_recipe` and the like only if `fp4` or `fp8` is
+    set, and hands `fp8_wgrad` to DelayedScaling alone (`get_fp8_recipe`).
 
     Args:
         arguments: words of its command line, as for `read`.
@@ -499,6 +504,7 @@ def _said(arguments: Sequence[str]) -> dict[str, str | None]:
     known = (*_FLAGS, *_SWITCHES, *_REFUSED)
     for number, word in enumerate(words):
         name, equals, value = word.partition("=")
+        name = _ALIASES.get(name, name)
         if name not in known:
             _refuse_mistyped(name)
             continue

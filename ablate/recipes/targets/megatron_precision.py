@@ -8,8 +8,8 @@ first that matches.
     matchers: {rule_0: {type: glob, pattern: "*layers.3.*", config: high, enabled: true}}
 
 A matcher without `enabled: true` counts for nothing. A config changes a layer inside the counted blocks only
-with `override_nonquantized_autocast`. The facts are those of megatron-core 0.16.1. Its module paths number
-the blocks of one pipeline stage.
+with `override_nonquantized_autocast`. The facts are those of megatron-core 0.16.1 to 0.19.1. Its module paths
+number the blocks of one pipeline stage.
 """
 
 import re
@@ -32,8 +32,12 @@ _FIELDS: Mapping[str, object] = {
     "override_quantized_autocast": True,
     "override_nonquantized_autocast": False,
     "tp_only_amax_red": False,
+    "fp8_param": False,
+    "fp4_param": False,
 }
-"""Fields of a recipe in the file, with their defaults."""
+"""Fields of a recipe in the file, with their defaults. The last two, new in 0.19, keep quantised weights
+between steps, which changes no number.
+"""
 
 ToFields = Callable[[Products], dict[str, object]]
 """Returns the fields that name a recipe of Transformer Engine; raises Lost."""
