@@ -4,7 +4,7 @@ import json
 
 import pytest
 from support.cases import every
-from support.commands import here
+from support.commands import INLINE, here
 from support.experiments import ablate
 
 from ablate.cli.recipe import layers_of, resolve
@@ -31,12 +31,13 @@ def test_show_prints_three_products_with_six_operands_and_the_source():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_is_shown_and_its_json_is_itself(name, capsys):
+    from ablate.cli.options import Flags
     from ablate.cli.recipe import show
 
-    show(name, None, False)
+    show(name, Flags(), None, False)
     shown = capsys.readouterr().out
     assert all(slot in shown for slot in SLOTS)
-    show(name, None, True)
+    show(name, Flags(), None, True)
     assert Recipe.model_validate_json(capsys.readouterr().out) == PRESETS[name]()
 
 
@@ -55,6 +56,29 @@ def test_knobs_are_turned_in_a_recipe_file(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_text(here("recipe", "show", "four_over_six", "--yaml").stdout)
     assert resolve(str(file), ["rht=false"]) == resolve("four_over_six", ["rht=false"])
+
+
+def test_an_arm_of_a_sweep_is_a_recipe_wherever_one_is_named(tmp_path):
+    path, state = tmp_path / "mine.yaml", tmp_path / "state"
+    path.write_text(
+        "schema: 1\nquestion: q\nworkload: {idle: {steps: 2}}\nablate: {rht: [true, false]}\nseeds: 2\n"
+    )
+    made = here("sweep", path, "--state", state, *INLINE)
+    assert made.returncode == 0, made.stderr
+    wanted = here("recipe", "export", "nvfp4", "--set", "rht=false", "--to", "json").stdout
+    for source, more in (("mine:rht=false", ("--state", state)), (f"{path}:rht=false", ())):
+        done = here("recipe", "export", source, "--to", "json", *more, ABLATE_STATE=str(state))
+        assert (done.stdout, done.returncode) == (wanted, 0), done.stderr
+    here_too = {"ABLATE_STATE": str(state)}
+    assert "the same recipe" in here("recipe", "diff", "mine:rht=true", "nvfp4", **here_too).stdout
+    assert "mine:rht=false" in here("recipe", "export", "mine:rht=false", "--to", "te", **here_too).stdout
+    for source, named in (
+        ("mine:rht=flase", "'rht=false' is the nearest"),
+        ("mien:rht=false", "'mine' is the nearest"),
+        ("mine:", "name an arm as mine:ARM"),
+    ):
+        done = here("recipe", "export", source, "--to", "te", **here_too)
+        assert (done.returncode, named in done.stderr) == (2, True), done.stderr
 
 
 def test_knobs_are_turned_before_it_is_shown():

@@ -18,6 +18,7 @@ from support.changed_recipes import valid, with_unknown_fields
 from support.commands import here
 from torch import nn
 
+from ablate.cli.options import Flags
 from ablate.cli.recipe import resolve
 from ablate.cli.recipe_targets import audit
 from ablate.errors import InputError
@@ -650,7 +651,7 @@ def test_100_changed_jobs_of_the_other_formats_are_all_found_by_the_audit(tmp_pa
         words, what = mutations(generator, folder)
         seen.add(what)
         try:
-            audit(*words[:1], **dict(zip(words[1::2], words[2::2], strict=True)))
+            audit(words[0], Flags(), **dict(zip(words[1::2], words[2::2], strict=True)))
         except typer.Exit as end:
             found = end.exit_code == 1 and capsys.readouterr().out
         except InputError as error:

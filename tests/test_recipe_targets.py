@@ -225,6 +225,39 @@ def test_a_file_with_rules_gives_no_layer_a_recipe_without_its_name(te):
     assert plain["autocast"](0, 7)[0]
 
 
+class TELinear(nn.Linear):
+    """A stand-in for te.Linear, with its arguments."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, params_dtype, device) -> None:
+        super().__init__(in_features, out_features, bias, device, params_dtype)
+
+
+def test_the_file_for_te_makes_te_linear_of_the_layers_inside_of_blocks(te):
+    """`te.autocast` changes nothing in an nn.Linear: without the swap a job trains in bf16, and nobody sees it."""
+    sys.modules["transformer_engine.pytorch"].Linear = TELinear
+    made, model = run(TARGETS["te"].write(PRESETS["nvfp4"](), Model("it", BLOCKS))), Tiny(2)
+    model.layers[0].up = nn.Linear(128, 64, bias=False, dtype=torch.float32)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    made["swap"](model)
+    kinds = {name: type(each) for name, each in model.named_modules() if isinstance(each, nn.Linear)}
+    assert kinds.pop("head") is nn.Linear
+    assert set(kinds.values()) == {TELinear}
+    assert len(kinds) == 4
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert {name: value.dtype for name, value in after.items()} == {
+        name: value.dtype for name, value in before.items()
+    }
+    with pytest.raises(ValueError, match="inside of numbered blocks"):
+        made["swap"](model)
+    tied = Tiny(1)
+    tied.layers[0].up.weight = tied.head.weight
+    with pytest.raises(ValueError, match=r"layers\.0\.up: its weight is shared"):
+        made["swap"](tied)
+    assert type(tied.layers[0].down) is nn.Linear
+
+
 HOSTILE = {
     "NVTE_NVFP4_DISABLE_RHT": "1",
     "NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING": "1",

@@ -5,6 +5,7 @@ What `show --yaml` and `--json` print are recipe files, which `show`, `diff` and
 
 import inspect
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -14,9 +15,10 @@ from rich.text import Text
 
 from ablate.cli.common import console
 from ablate.cli.option_groups import App
+from ablate.cli.options import Flags
 from ablate.errors import InputError
 from ablate.experiment import recipe_source
-from ablate.experiment.arms import KnobError, StartingPoint
+from ablate.experiment.arms import RECIPE_FILES, KnobError, StartingPoint
 from ablate.experiment.yaml_document import as_text, scalar
 from ablate.numerics.spec import Quant
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
@@ -32,6 +34,7 @@ from ablate.recipes.recipe_text import (
     rest,
     rounding,
 )
+from ablate.store.named_arms import members_of
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 app = App(
@@ -56,7 +59,9 @@ def complete_presets(incomplete: str) -> list[str]:
 Source = Annotated[
     str,
     typer.Argument(
-        metavar="RECIPE", help="Name of a preset, or a recipe file (YAML).", autocompletion=complete_presets
+        metavar="RECIPE",
+        help="Name of a preset, a recipe file (YAML), or an arm of a sweep, SWEEP:ARM.",
+        autocompletion=complete_presets,
     ),
 ]
 
@@ -64,6 +69,7 @@ Source = Annotated[
 @app.command()
 def show(
     source: Source,
+    flags: Flags,
     turn: Set = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the canonical JSON instead.")] = False,
     as_yaml: Annotated[
@@ -77,7 +83,7 @@ def show(
     ] = None,
 ) -> None:
     """Print a recipe: its three products with six operands, then its layer policy and schedule."""
-    recipe = resolve(source, turn or [])
+    recipe = resolve(source, turn or [], flags)
     placed = () if model is None else tuple(placements(recipe, layers_of(model, recipe)))
     if as_json:
         print(recipe.model_dump_json(indent=2))
@@ -108,12 +114,9 @@ def show(
 
 
 @app.command()
-def diff(
-    first: Source,
-    second: Source,
-) -> None:
+def diff(first: Source, second: Source, flags: Flags) -> None:
     """Print the differences between two recipes, by path."""
-    one, other = (resolve(name, []).model_dump(mode="json") for name in (first, second))
+    one, other = (resolve(name, [], flags).model_dump(mode="json") for name in (first, second))
     changes = list(differences(one, other))
     screen = console()
     if not changes:
@@ -132,10 +135,16 @@ def print_differences(
     screen.print(table)
 
 
-def resolve(source: str, turned: list[str]) -> Recipe:
-    """Return a preset or a recipe file with changed knobs (`knob=value`); InputError with all reasons."""
+def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recipe:
+    """Return a recipe with changed knobs (`knob=value`); InputError with all reasons.
+
+    Args:
+        source: a preset, a recipe file, or SWEEP:ARM.
+        turned: knobs and their values.
+        flags: options that say where the state folder is.
+    """
     try:
-        recipe = recipe_source.load(source)
+        recipe = _of_arm(source, flags or Flags()) if _names_arm(source) else recipe_source.load(source)
     except ValueError as error:
         raise InputError([str(error)]) from None
     pairs = [text.partition("=") for text in turned]
@@ -156,6 +165,17 @@ def resolve(source: str, turned: list[str]) -> Recipe:
         )
     except KnobError as error:
         raise InputError([f"--set {knob}: {why}" for knob, why in error.reasons]) from None
+
+
+def _names_arm(source: str) -> bool:
+    return ":" in source and Path(source).suffix not in RECIPE_FILES
+
+
+def _of_arm(source: str, flags: Flags) -> Recipe:
+    """Return the recipe of an arm as its trials have it; InputError if there is no such arm."""
+    member = members_of(source, flags.settings().state)[0]
+    recorded = member.resolved.recipe
+    return recipe_source.parse(recorded or {}, source)
 
 
 def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:

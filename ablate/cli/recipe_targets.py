@@ -7,6 +7,7 @@ import typer
 from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, console
+from ablate.cli.options import Flags
 from ablate.cli.recipe import Set, Source, app, layers_of, print_differences, resolve
 from ablate.engines.hardware import stray_switch
 from ablate.errors import InputError
@@ -70,6 +71,7 @@ Environment = Annotated[
 @app.command()
 def export(
     source: Source,
+    flags: Flags,
     target: Annotated[
         Literal[
             "te", "megatron", "bridge", "torchao", "torchtitan", "fouroversix", "te-debug", "json", "yaml"
@@ -90,7 +92,7 @@ def export(
     Only what the stack computes exactly is written; otherwise every field that would be lost is listed, with
     exit status 2.
     """
-    recipe = resolve(source, turn or [])
+    recipe = resolve(source, turn or [], flags)
     if target in _PLAIN:
         text = (
             recipe.model_dump_json(indent=2) + "\n"
@@ -142,6 +144,7 @@ def import_recipe(
 @app.command()
 def audit(
     source: Source,
+    flags: Flags,
     turn: Set = None,
     arguments: Arguments = None,
     script: Script = None,
@@ -158,7 +161,7 @@ def audit(
     Environment variables count: Transformer Engine takes its defaults from them. With --model, layers are
     compared one by one. Exit status: 0 they are the same, 1 they differ, 2 bad input.
     """
-    intended = resolve(source, turn or [])
+    intended = resolve(source, turn or [], flags)
     job = Job(arguments, script, te, made, fouroversix, debug, environment)
     found, variables, facts = _read(job, model, blocks)
     screen = console()

@@ -4,17 +4,16 @@ import hashlib
 import math
 import re
 import tempfile
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ablate.errors import InputError, nearest
+from ablate.errors import InputError
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Damaged
 from ablate.numerics.choices import STATISTICS
 from ablate.numerics.spec import tag
-from ablate.store.ledger import Ledger
+from ablate.store.named_arms import members_of
 from ablate.store.trial_store import Result, Store
 
 if TYPE_CHECKING:
@@ -182,18 +181,7 @@ class FinishedTrial:
 
 def _member(run: str, seed: int | None, store: Store) -> str:
     """Return the id of the trial of an arm at a seed."""
-    name, colon, arm = run.partition(":")
-    name = Path(name).stem if name.endswith((".yaml", ".yml")) else name
-    known = sorted(path.parent.name for path in store.root.glob("sweeps/*/ledger.db"))
-    if name not in known:
-        hint = nearest(name, known) if known else f"no sweep has been run in {store.root} yet"
-        raise InputError([f"{run}: no such sweep or trial; {hint}"])
-    with closing(Ledger(store.root / "sweeps" / name / "ledger.db", readonly=True)) as ledger:
-        members = [*ledger.members()]
-    arms = list(dict.fromkeys(member.name for member in members))
-    if not colon or arm not in arms:
-        raise InputError([f"{run}: name an arm as {name}:ARM; {nearest(arm, arms)}"])
-    of_arm = {member.seed: member.id for member in members if member.name == arm}
+    of_arm = {member.seed: member.id for member in members_of(run, store.root)}
     if seed is None and len(of_arm) > 1:
         raise InputError(
             [f"{run}: it has the seeds {', '.join(map(str, sorted(of_arm)))}; give one by --seed"]

@@ -11,7 +11,7 @@ from ablate.recipes.targets import TARGETS, Model
 
 
 class Exported(torch.nn.Module):
-    """A te.Linear in the context that the file makes."""
+    """A te.Linear that the file makes of an nn.Linear, in the context that it makes."""
 
     def __init__(self, names: dict, weight: torch.Tensor) -> None:
         super().__init__()
@@ -19,9 +19,11 @@ class Exported(torch.nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight = torch.nn.Parameter(weight.clone())
         shape = {"in_features": self.in_features, "out_features": self.out_features}
-        self.layers = [
-            TE.Linear(**shape, bias=False, params_dtype=torch.bfloat16, device="meta")
-        ]  # no submodule
+        linear = torch.nn.Linear(**shape, bias=False, dtype=torch.bfloat16, device="meta")
+        model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"up": linear})])})
+        names["swap"](model)
+        self.layers = [model.get_submodule("layers.0.up")]  # no submodule
+        assert type(self.layers[0]) is TE.Linear
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with self.names["autocast"](0, 1):

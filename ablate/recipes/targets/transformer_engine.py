@@ -41,6 +41,36 @@ _USUAL = {
     ),
 }
 """Arguments of TE's classes that no recipe changes."""
+_SWAP = """
+
+def swap(model):
+    \"""Make a te.Linear with the same weights of each nn.Linear inside of numbered blocks, in place.
+
+    Call it before the optimizer is made. ValueError if there is none, or if two layers share a weight.
+    \"""
+    within = re.compile(r"(?:^|\\.)(?:blocks|layers|layer|h)\\.\\d+\\.")
+    linears = [(name, each) for name, each in model.named_modules() if type(each) is torch.nn.Linear]
+    inside = [(name, each) for name, each in linears if within.search(name)]
+    if not inside:
+        raise ValueError("the model has no nn.Linear inside of numbered blocks, such as layers.0.up")
+    for name, linear in inside:
+        if sum(getattr(each, "weight", None) is linear.weight for each in model.modules()) > 1:
+            raise ValueError(f"{name}: its weight is shared, and a copy would train on its own")
+    for name, linear in inside:
+        made = te.Linear(
+            linear.in_features,
+            linear.out_features,
+            bias=linear.bias is not None,
+            params_dtype=linear.weight.dtype,
+            device=str(linear.weight.device),  # TE defers "meta", and compares it as text
+        )
+        with torch.no_grad():
+            for part, values in linear.named_parameters():
+                getattr(made, part).copy_(values)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, made)
+"""
+"""Function of the file that makes te.Linear of nn.Linear."""
 _QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
@@ -70,13 +100,14 @@ def write(recipe: Recipe, model: Model) -> str:
             f'"""Transformer Engine 2.20.2: recipe objects of {model.label}.',
             "",
             "Every argument is written: environment variables (NVTE_*) change TE's defaults.",
+            "te.autocast changes nothing in an nn.Linear: swap(model) first makes them te.Linear.",
             "",
             *_usage(model if rules else Model(), _Needed.of(recipe.schedule)),
             '"""',
             "",
             *objects.text(),
             *_functions(recipe, model, own, rules),
-            "",
+            _SWAP,
         ]
     )
 
@@ -153,6 +184,9 @@ class _Objects:
         names = sorted(classes | {"Format"})
         if "Float8CurrentScaling" in classes:
             names = sorted({*names, "MMParams", "QParams"})
+        yield "import re"
+        yield ""
+        yield "import torch"
         yield "import transformer_engine.pytorch as te"
         yield f"from transformer_engine.common.recipe import {', '.join(names)}"
         yield ""

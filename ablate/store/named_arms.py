@@ -1,0 +1,32 @@
+"""Arms of sweeps in a state folder, as users name them: SWEEP:ARM."""
+
+from contextlib import closing
+from pathlib import Path
+
+from ablate.errors import InputError, nearest
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Member
+
+
+def members_of(words: str, state: Path) -> list[Member]:
+    """Return the members of an arm.
+
+    Args:
+        words: SWEEP:ARM; the sweep by its name or its file.
+        state: state folder.
+
+    Raises:
+        InputError: there is no such sweep or arm.
+    """
+    name, colon, arm = words.partition(":")
+    name = Path(name).stem if name.endswith((".yaml", ".yml")) else name
+    known = sorted(path.parent.name for path in state.glob("sweeps/*/ledger.db"))
+    if name not in known:
+        hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
+        raise InputError([f"{words}: no such sweep or trial; {hint}"])
+    with closing(Ledger(state / "sweeps" / name / "ledger.db", readonly=True)) as ledger:
+        members = [*ledger.members()]
+    arms = list(dict.fromkeys(member.name for member in members))
+    if not colon or arm not in arms:
+        raise InputError([f"{words}: name an arm as {name}:ARM; {nearest(arm, arms)}"])
+    return [member for member in members if member.name == arm]
