@@ -642,14 +642,8 @@ def misfit(command: Sequence[str]) -> str | None:
         from torch.distributed.run import get_args_parser
 
         return rejected(get_args_parser().parse_args, words)
-    if command[1] != "-m" or module not in ("ablate", "pytest"):
+    if command[1] != "-m" or module != "ablate":
         return "no parser is known for this command"
-    if module == "pytest":
-        quick = ("--collect-only", "-q", "tests/test_api_ranks.py", "tests/numerics/test_cuda_kernels.py")
-        done = subprocess.run(
-            [*command, *quick], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
-        )
-        return None if done.returncode == 0 else last_line(done.stderr) or last_line(done.stdout)
     sys.path.insert(0, str(ROOT))
     import typer
 
@@ -669,16 +663,51 @@ def misfit(command: Sequence[str]) -> str | None:
     return f"no such preset: {', '.join(unknown)}" if unknown else None
 
 
+COLLECT = """
+import contextlib, io, json, sys
+import pytest
+problems = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(output):
+        status = pytest.main(words)
+    problems.append(output.getvalue().strip() if status else None)
+print(json.dumps(problems))
+"""
+"""Program that prints why pytest refuses each of several lists of words, or null: torch is imported once."""
+QUICK = ("--collect-only", "-q", "tests/test_api_ranks.py", "tests/numerics/test_cuda_kernels.py")
+
+
+def uncollected(commands: Sequence[Sequence[str]]) -> list[str | None]:
+    """Return for each command of pytest why it does not collect its tests; None if it does."""
+    if not commands:
+        return []
+    words = json.dumps([[*command[3:], *QUICK] for command in commands])
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT, words],
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        return [last_line(done.stderr)] * len(commands)
+    return [problem and last_line(problem) for problem in json.loads(last_line(done.stdout))]
+
+
 def dry_run(chosen: Sequence[Step], machine: Machine) -> int:
     """Print the steps and check their commands. Return the exit status: 1 if a command would be refused."""
     wrong = ready = 0
     seconds = 0.0
+    sized = [step.sized(machine).command for step in chosen]
+    tests = [command for command in sized if command[1:3] == ("-m", "pytest")]
+    problems = dict(zip(tests, uncollected(tests), strict=True))
     print(f"{'step':<54}{'GiB':>5}{'about s':>9}{'limit s':>9}  here")
     for given in chosen:
         reason, step = given.obstacle(machine), given.sized(machine)
         state = f"skipped: {reason}" if reason else "runs" if step is given else f"runs as: {step.about}"
         print(f"{step.name:<54}{step.memory:>5.1f}{step.expects:>9.0f}{step.seconds:>9.0f}  {state}")
-        if problem := misfit(step.command):
+        if problem := problems[step.command] if step.command in problems else misfit(step.command):
             wrong += 1
             print(f"    REFUSED: {shlex.join(step.command)}: {problem}")
         if not reason:

