@@ -11,11 +11,11 @@ Read-only but for those files.
 import json
 import sys
 from contextlib import ExitStack, closing
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
 from ablate.cli.common import console
@@ -187,6 +187,7 @@ def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
     """Print what differs in two arms, or in all arms that two sweeps have by the same name: recipe, workload,
     data and versions; and the second minus the first, paired by seed.
     """
+    from ablate.reports.table import Column, Table
     from ablate.results.compare_runs import Side, arms_of, side
     from ablate.results.compare_runs import compare as compared
 
@@ -225,15 +226,11 @@ def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
     screen = console()
     for number, (a, b, result) in enumerate(found):
         screen.print(*([""] if number else []), Text(f"{b.name}, minus {a.name}", "bold"))
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-        for column in ("", one_line(a.name), one_line(b.name)):
-            table.add_column(column, overflow="fold")
-        for path, values in (result.parts | result.origin).items():
-            table.add_row(path, *(one_line(json.dumps(value)) for value in values))
-        if result.parts or result.origin:
-            screen.print(table)
-        else:
-            screen.print("The same recipe, workload, data and versions.")
+        lines = [(path, *map(json.dumps, values)) for path, values in (result.parts | result.origin).items()]
+        names = ("", one_line(a.name), one_line(b.name))
+        columns = [Column[tuple[str, ...]](name, itemgetter(place)) for place, name in enumerate(names)]
+        same = "The same recipe, workload, data and versions."
+        screen.print(Table("differences", lines, columns).terminal() if lines else same)
         screen.print(Text(_sentence(a.metric, len(a.values), result.same, result.difference, result.why)))
     for line in dict.fromkeys(unsealed):
         screen.print(Text(line))
