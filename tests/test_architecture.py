@@ -292,13 +292,34 @@ def asked_classes(parsed: ast.Module) -> set[str]:
     }
 
 
-def test_no_other_file_asks_for_the_class_of_a_workload():
+def asked_names(parsed: ast.Module) -> set[str]:
+    """Return the names of workloads that a file compares with the one of a trial."""
+    return {
+        text.value
+        for node in ast.walk(parsed)
+        if isinstance(node, ast.Compare)
+        and any(dotted(side).rpartition(".")[2] == "workload" for side in (node.left, *node.comparators))
+        for side in (node.left, *node.comparators)
+        for text in ast.walk(side)
+        if isinstance(text, ast.Constant) and text.value in WORKLOADS
+    }
+
+
+def test_no_other_file_asks_for_the_class_or_the_name_of_a_workload():
     """Callers ask for an ability (`workloads/base.py`), so that a workload that has it needs no other class."""
-    asked = {name: found for name in MODULES if (found := asked_classes(tree(name)))}
+    asked = {
+        name: found for name in MODULES if (found := asked_classes(tree(name)) | asked_names(tree(name)))
+    }
     assert {name for name in asked if not name.startswith("training.workloads")} == set()
 
 
-def test_a_question_for_the_class_of_a_workload_would_be_seen():
+def test_a_question_for_the_class_or_the_name_of_a_workload_would_be_seen():
+    assert asked_names(ast.parse("if spec.workload in ('gpt', 'mae') or 'idle' == workload: pass")) == {
+        "gpt",
+        "mae",
+        "idle",
+    }
+    assert asked_names(ast.parse("if spec.engine == 'gpt' or spec.workload == other: pass")) == set()
     assert asked_classes(ast.parse("if isinstance(arm.config, Gpt | Training): pass")) == {"Gpt", "Training"}
     assert asked_classes(ast.parse("isinstance(quant, Spec)")) == set()
 

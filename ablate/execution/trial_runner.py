@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 _LESS = "; a smaller batch with more accumulate, or recompute: true, needs less"
 
 
-_WITHOUT_CUDA = ("command", "idle")
-"""Workloads that use no GPU in the trial's own process."""
-
-
 class OutOfMemory(Exception):
     """The trial needs more memory than there is, which a retry on the same machine would not change."""
 
@@ -275,7 +271,7 @@ def _run(
     ):  # by an attempt that was killed while it wrote
         torn.unlink()
     write(folder / "spec.json", spec.content)
-    if spec.device == "cuda" and spec.workload not in _WITHOUT_CUDA:
+    if spec.device == "cuda" and spec.config.in_process:
         start_cuda()
     started, facts = time.time(), spec.config.summary()  # before hours are spent: it reads the data
     event: Event = {}

@@ -22,6 +22,7 @@ from ablate.results.number_text import counted
 from ablate.results.subject import subject
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
+from ablate.training.workloads import abilities
 
 if TYPE_CHECKING:
     from ablate.results.headline import Headline
@@ -90,7 +91,7 @@ def is_current(state: Path, name: str) -> bool:
 
 def default_notebooks(ledger: Ledger) -> list[str]:
     """Return the notebooks that fit the question of a sweep."""
-    if any(member.resolved.workload == "tensors" for member in ledger.members()[:1]):
+    if any(not abilities(member.resolved.workload).trains for member in ledger.members()[:1]):
         return ["tensors"]
     return ["search" if ledger.facts.search else "ablation", "training_health"]
 

@@ -11,6 +11,7 @@ from ablate.results.number_text import counted
 from ablate.results.summary import ArmSummary
 from ablate.results.unpaired import pairing
 from ablate.store.ledger import Ledger
+from ablate.training.workloads import abilities
 
 NO_MIN_EFFECT = (
     "Without metric.min_effect no number of seeds is named: the effect to be excluded could be arbitrarily"
@@ -31,7 +32,7 @@ def emulated(ledger: Ledger) -> str:
         notes.append(
             "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
         )
-    if any(spec.workload == "python" for spec in specs):
+    if any(abilities(spec.workload).steps_timed for spec in specs):
         notes.append("tokens/s counts the time inside trial.step() alone, without the loading of data.")
     return " ".join(notes)
 

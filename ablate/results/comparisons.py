@@ -16,7 +16,7 @@ from ablate.results.log_ratios import Change, changes
 from ablate.results.paired_stats import Difference, Verdict, paired_difference
 from ablate.results.summary import ArmSummary, judge_learned, summaries
 from ablate.store.ledger import Ledger
-from ablate.training.workloads import unit
+from ablate.training.workloads import abilities, unit
 
 _MOST_CONTRASTS = 60
 """Largest number of contrasts that a table shows."""
@@ -87,9 +87,9 @@ class Comparisons:
 
     @cached_property
     def relative(self) -> bool:
-        """True for tensors without a model, whose comparisons are judged as relative changes."""
+        """True without a model, as for tensors, whose comparisons are judged as relative changes."""
         members = self.ledger.members()
-        return bool(members) and members[0].resolved.workload == "tensors"
+        return bool(members) and not abilities(members[0].resolved.workload).trains
 
     @cached_property
     def contrasts(self) -> list[Contrast]:

@@ -19,6 +19,7 @@ from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.store.registration import late_changes
 from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, parse
+from ablate.training.workloads import abilities
 
 _MOST_DIFFERING = 4
 """Largest number of arms, and of fields, that notes name."""
@@ -213,7 +214,7 @@ def _learned(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
 def _began_trained(ledger: Ledger) -> bool:
     """Return True if the runs begin from weights that were trained elsewhere."""
     first = next((member.resolved for member in ledger.members()), None)
-    return first is not None and (first.workload == "finetune" or bool(first.config.get("start")))
+    return first is not None and (abilities(first.workload).pretrained or bool(first.config.get("start")))
 
 
 def _margin(arms: Sequence[ArmSummary]) -> Iterator[Check]:

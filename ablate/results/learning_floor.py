@@ -6,7 +6,7 @@ from typing import Self
 
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
-from ablate.training.workloads import reports_context_free
+from ablate.training.workloads import abilities
 
 
 @dataclass(frozen=True)
@@ -31,4 +31,4 @@ class Floors:
         if first.trial in self.recorded:
             return self.recorded[first.trial], False
         loss = self.by_arm.get(first.name)
-        return loss, loss is None and reports_context_free(first.resolved.workload)
+        return loss, loss is None and abilities(first.resolved.workload).context_free

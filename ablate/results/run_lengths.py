@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from ablate.store.judged import FOREIGN
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
-from ablate.training.workloads import WORKLOADS
-
-_OWN = frozenset(name for name, workload in WORKLOADS.items() if workload.own_code)
+from ablate.training.workloads import abilities
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ def lengths(ledger: Ledger, members: Iterable[Member]) -> Lengths:
     for member in members:
         spec = member.resolved
         foreign = spec.workload == FOREIGN
-        if spec.workload not in _OWN and not foreign:
+        if not abilities(spec.workload).own_code and not foreign:
             break  # a sweep has one workload
         if member.status != "done":
             continue

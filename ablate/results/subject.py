@@ -6,6 +6,7 @@ from typing import Any
 
 from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.store.judged import FOREIGN
+from ablate.training.workloads import abilities
 
 _OF_MODEL = ("layers", "width")
 _OF_RUN = ("context", "batch", "steps", "lr")
@@ -79,9 +80,9 @@ def subject(spec: RecordedSpec, covered: float | None) -> str:
     """
     if spec.workload == FOREIGN:
         return f"runs from elsewhere, to step {spec.config['steps']:,}"
-    if spec.workload == "tensors":
+    if not abilities(spec.workload).trains:
         sizes = " x ".join(str(spec.config[key]) for key in _OF_TENSORS if key in spec.config)
-        return f"tensors{f' {sizes}' if sizes else ''}, no model"
+        return f"{spec.workload}{f' {sizes}' if sizes else ''}, no model"
     data = f", data {_source(spec.config['data'])}" if spec.config.get("data") else ""
     share = f", {covered:.0%} of matrix weights quantised" if covered is not None else ""
     return f"{title(spec)}{data}{share.replace('%', ' %')}"

@@ -22,7 +22,7 @@ from ablate.training.fork_design import Forks
 from ablate.training.hyperparameters import FINAL
 from ablate.training.loop import Record, Telemetry
 from ablate.training.trial_run import TrialRun
-from ablate.training.workloads import WORKLOADS
+from ablate.training.workloads import WORKLOADS, context_free
 
 TRAINED = ["gpt", "mae", "finetune"]
 FORKS = Forks(trunk=None, positions=(0,), windows=(2,), anneal=False)
@@ -172,6 +172,7 @@ def test_quantised_it_costs_no_less(workload):
 
 def test_its_facts_are_finite_numbers(workload):
     assert all(isinstance(value, float) and math.isfinite(value) for value in workload.summary().values())
+    assert (context_free({"facts": workload.summary()}) is not None) == workload.context_free
 
 
 # --- what it declares that it can do --------------------------------------------------------------

@@ -23,6 +23,11 @@ WORKLOADS: dict[str, type[Workload]] = {
 """Classes of workloads by the key that an experiment file names them by."""
 
 
+def abilities(workload: str) -> type[Workload]:
+    """Return the class of a recorded workload; one without abilities if this version has none of the name."""
+    return WORKLOADS.get(workload, Workload)
+
+
 def unit(workload: str, metric: str) -> str:
     """Return the unit of a metric; "" if it has none.
 
@@ -30,21 +35,11 @@ def unit(workload: str, metric: str) -> str:
         workload: name of the trial's workload.
         metric: name of the metric.
     """
-    units = WORKLOADS[workload].UNITS if workload in WORKLOADS else {}
-    return units.get(metric.partition("@")[0], "")
+    return abilities(workload).UNITS.get(metric.partition("@")[0], "")
 
 
 CONTEXT_FREE = ("data/unigram_entropy", "data/blank_loss")
 """Facts of a workload's data (`summary()`): the val/loss of a model that ignores its input."""
-
-
-def reports_context_free(workload: str) -> bool:
-    """Return True if the results of a trial have the val/loss of a model that ignores its input.
-
-    Args:
-        workload: name of the trial's workload.
-    """
-    return workload in ("gpt", "finetune", "mae")
 
 
 def context_free(result: Mapping[str, object] | None) -> float | None:

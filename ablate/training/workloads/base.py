@@ -51,6 +51,16 @@ class Workload(Spec):
     """Telemetry sets the steps at which operands and gradients of its layers are measured."""
     resumes: ClassVar[bool] = False
     """It writes the checkpoints that it is given, and continues from them."""
+    trains: ClassVar[bool] = True
+    """False: it measures tensors, and has no model."""
+    pretrained: ClassVar[bool] = False
+    """Each run begins from trained weights."""
+    context_free: ClassVar[bool] = False
+    """Its facts (`summary`) have the val/loss of a model that ignores its input."""
+    in_process: ClassVar[bool] = True
+    """It computes in the trial's own process, which then starts the GPU."""
+    steps_timed: ClassVar[bool] = False
+    """Its tokens/s are those of steps alone, without the loading of data."""
 
     if TYPE_CHECKING:  # fields of some workloads, which must not replace a property
 

@@ -84,6 +84,7 @@ class Command(OwnCode):
     """A command line, what it reads, and the length of a run."""
 
     VERSION: ClassVar[int] = 1
+    in_process: ClassVar[bool] = False
     PATHS: ClassVar[tuple[str, ...]] = ("folder", "sources", "data")
     LATER: ClassVar[frozenset[str]] = frozenset({"export"})
 

@@ -86,6 +86,7 @@ class Finetune(TextWorkload):
     VERSION: ClassVar[int] = 1
     METRICS: ClassVar[frozenset[str]] = TextWorkload.METRICS | {"val/perplexity"}
     NAMES: ClassVar[tuple[str, ...]] = ("model",)
+    pretrained: ClassVar[bool] = True
 
     model: Architecture = Field(default_factory=lambda: Fields(_TINY))
     """Folder saved by `transformers`, name on the hub, or fields of a configuration.

@@ -33,6 +33,7 @@ class Idle(Workload):
     """
 
     VERSION: ClassVar[int] = 1
+    in_process: ClassVar[bool] = False
     METRICS: ClassVar[frozenset[str]] = frozenset({"val/loss"})
 
     steps: int = Field(20, ge=1, le=MOST_STEPS)

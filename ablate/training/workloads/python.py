@@ -42,6 +42,7 @@ class Python(OwnCode):
     twins: ClassVar[bool] = True
     measures: ClassVar[bool] = True
     resumes: ClassVar[bool] = True
+    steps_timed: ClassVar[bool] = True
 
     file: str = Field(".", min_length=1)
     """Python file with the function, relative to the experiment's file; or the folder of its module."""

@@ -88,6 +88,7 @@ class Tensors(Workload):
     """Tensors x [tokens, inputs], w [outputs, inputs], g [tokens, outputs] in bf16, drawn from the seed."""
 
     VERSION: ClassVar[int] = 1
+    trains: ClassVar[bool] = False
     METRICS: ClassVar[frozenset[str]] = frozenset(
         (
             *(str(Name("quant", slot, None, error)) for slot in SLOTS for error in OPERAND_METRICS),

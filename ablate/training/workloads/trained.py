@@ -60,6 +60,7 @@ class Trained(Training, Workload):
     twins: ClassVar[bool] = True
     measures: ClassVar[bool] = True
     resumes: ClassVar[bool] = True
+    context_free: ClassVar[bool] = True
 
     @property
     def training(self) -> Training:
