@@ -26,12 +26,17 @@ class Damaged(ValueError):
 
 
 def write(path: Path, content: object) -> None:
-    """Write JSON atomically: to a temporary file, then fsync, then rename. Readers see the old file or the
+    """Write JSON atomically, as `write_text` does."""
+    write_text(path, json.dumps(content, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically: to a temporary file, then fsync, then rename. Readers see the old file or the
     new one.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     with temporary.open("w") as file:
-        json.dump(content, file, indent=1)
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)

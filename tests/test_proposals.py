@@ -157,7 +157,7 @@ def test_a_first_call_without_runs_asks_for_the_first_look():
     assert (got.word, got.runs_candidate, got.runs_baseline, got.evidence) == ("run again", 2, 2, None)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e200])
 def test_a_diverged_candidate_is_discarded_and_spends_nothing(bad):
     source = random.Random(4)
     got = decide(floor(source), runs(source, 2), [bad, *runs(source, 3, 50)])
@@ -193,6 +193,7 @@ def test_a_floor_that_the_baselines_contradict_is_not_used():
         ([3.0] * 3 + [3.1] * 12, "16 or more"),
         ([3.0] * 15 + [math.nan], "nan"),
         ([3.0] * 15 + [math.inf], "inf"),
+        ([3.0] * 15 + [1e200], "1e\\+200"),
         ([3.0] * 20, "all reruns"),
     ],
 )

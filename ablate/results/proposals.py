@@ -50,8 +50,15 @@ FEWEST_RERUNS = 16
 """Least number of reruns that measure a noise floor."""
 _STALE = 0.01
 """Level of the F test of the baseline's own spread against the floor."""
+_LARGEST = 1e100
+"""Magnitude from which a value counts as diverged: its square would soon have no float."""
 _TYPICAL = 0.5
 """Chance of a candidate as noisy as its baseline to be judged by its own variance."""
+
+
+def _usable(value: float) -> bool:
+    """Return True if a value is a number that statistics can use."""
+    return abs(value) < _LARGEST
 
 
 @dataclass(frozen=True)
@@ -131,7 +138,7 @@ class Floor:
             raise InputError(
                 [f"the noise floor has {counted(len(values), 'rerun')}: {FEWEST_RERUNS} or more are needed"]
             )
-        if wrong := [value for value in values if not math.isfinite(value)]:
+        if wrong := [value for value in values if not _usable(value)]:
             raise InputError([f"the noise floor contains {wrong[0]}: give reruns that finished"])
         if not (spread := variance(values)):
             raise InputError(
@@ -373,11 +380,11 @@ def decide(
         )
     if history.looks >= len(plan.looks):
         raise InputError(["all looks at this proposal are over: it is decided"])
-    if wrong := [value for value in baseline if not math.isfinite(value)]:
+    if wrong := [value for value in baseline if not _usable(value)]:
         raise InputError(
             [f"a run of the baseline is {wrong[0]}: the baseline must finish; run it again under another id"]
         )
-    if diverged := sum(not math.isfinite(value) for value in candidate):
+    if diverged := sum(not _usable(value) for value in candidate):
         return Decision("discard", "diverged", looks=history.looks, diverged=diverged)
     have = min(len(baseline), len(candidate))
     possible = [n for n, look in enumerate(plan.looks) if n >= history.looks and look.runs <= have]
