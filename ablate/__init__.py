@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ablate.experiment import integrations
     from ablate.experiment.python_api import convert, diff, export_model, log, presets, quantize, recipe
     from ablate.recipes.recipe import Recipe
+    from ablate.results.proposal_gate import gate
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "convert",
     "diff",
     "export_model",
+    "gate",
     "integrations",
     "judge",
     "log",
@@ -41,6 +43,7 @@ __all__ = [
 _INTERFACE = "ablate.experiment.python_api"
 _HOMES = dict.fromkeys(__all__, _INTERFACE) | {
     "Recipe": "ablate.recipes.recipe",
+    "gate": "ablate.results.proposal_gate",
     "judge": "ablate.execution.foreign.answer",
 }
 """Module of each public name, imported at its first use."""

@@ -326,3 +326,112 @@ def test_the_report_says_where_the_runs_are_from(tmp_path):
 def test_no_bad_value_of_python_is_judged():
     with pytest.raises(InputError, match="no such arm"):
         judge({"bf16": [1.0, 2.0, 3.0], "nvfp4": [1.0, 2.0, 3.0]}, "fp32")
+
+
+# --- several columns, a public file, a gate --------------------------------------------------------
+
+
+def test_several_columns_make_an_arm(tmp_path):
+    rows = [
+        {
+            "lr": lr,
+            "rounding": how,
+            "batch": 8,
+            "seed": seed,
+            "step": 10,
+            "val/loss": lr + seed + len(how) / 100,
+        }
+        for lr in (0.1, 0.2)
+        for how in ("sr", "rtn")
+        for seed in range(3)
+    ]
+    place = rows_of(tmp_path / "runs.csv", rows)
+    found = judge(place, "lr=0.1 rounding=sr", columns={"arm": "lr,rounding,batch"})
+    assert [arm.arm for arm in found.arms] == [
+        "lr=0.1 rounding=rtn",
+        "lr=0.2 rounding=sr",
+        "lr=0.2 rounding=rtn",
+    ]
+    with pytest.raises(InputError, match="no column 'round'"):
+        judge(place, "x", columns={"arm": "lr,round"})
+
+
+PUBLIC = """\
+# Final losses, one seed each.
+group,bquant,final_loss
+baseline,,3.094649
+nvidia,nvfp4,3.1078
+quartet,mxfp4,3.1532
+"""
+
+
+def test_final_losses_of_one_seed_have_no_verdict(tmp_path):
+    place = tmp_path / "public.csv"
+    place.write_text(PUBLIC)
+    asked = here(
+        "judge", place, "--column", "arm=group", "--against", "baseline", "--no-report", "--state", tmp_path
+    )
+    assert asked.returncode == 0, asked.stderr
+    assert "One seed per arm: no difference has an interval" in asked.stdout
+    assert not any(
+        word in asked.stdout.replace("the better", "") for word in ("better", "worse", "equivalent")
+    )
+
+
+def loop(tmp_path: Path, name: str, gains: dict[str, float], *words, runs: int = 8, first: int = 0, **more):
+    draw = np.random.default_rng([first, runs])
+    rows = [
+        {"arm": arm, "seed": first + seed, "step": 10, "loss": 3 - gain + draw.normal(0, 0.01)}
+        for arm, gain in gains.items()
+        for seed in range(20 if arm == "reruns" else runs)
+    ]
+    place = rows_of(tmp_path / f"{name}.csv", rows)
+    return here(
+        "judge", place, "--gate", "--history", tmp_path / "loop.jsonl", "--against", "base", "--metric", "loss=loss",
+        *words, **more,
+    )  # fmt: skip
+
+
+def test_a_gate_keeps_discards_and_asks_for_runs_by_its_exit_status(tmp_path):
+    floor = ("--floor", "reruns")
+    kept = loop(tmp_path, "one", {"base": 0, "warm-up": 0.2, "reruns": 0}, *floor)
+    assert (kept.returncode, kept.stdout.splitlines()[-2].split()[0]) == (0, "Keep:"), kept.stderr
+    discarded = loop(tmp_path, "two", {"base": 0, "decay": -0.1}, runs=4, first=100)
+    assert discarded.returncode == 3, discarded.stdout + discarded.stderr
+    again = loop(tmp_path, "three", {"base": 0, "clip": 0.2}, "--json", runs=2, first=200)
+    assert again.returncode == 4
+    assert json.loads(again.stdout)["decision"]["runs_candidate"] == 2
+    history = tmp_path / "loop.jsonl"
+    history.write_text("\n".join(history.read_text().splitlines()[:-1]) + "\n")
+    shortened = loop(tmp_path, "four", {"base": 0, "mix": 0.2}, first=300)
+    assert shortened.returncode == 2
+    assert "loop.jsonl" in shortened.stderr
+
+
+def test_other_runs_under_a_decided_proposals_name_are_refused(tmp_path):
+    loop(tmp_path, "one", {"base": 0, "cand": 0.2, "reruns": 0}, "--floor", "reruns")
+    same = loop(tmp_path, "one", {"base": 0, "cand": 0.2, "reruns": 0}, "--floor", "reruns")
+    assert same.returncode == 0
+    other = loop(tmp_path, "two", {"base": 0, "cand": 0.0}, first=50)
+    assert other.returncode == 2
+    assert "give the new proposal another name with --as" in other.stderr
+    assert loop(tmp_path, "two", {"base": 0, "cand": 0.0}, "--as", "second", first=50).returncode in (3, 4)
+
+
+@pytest.mark.parametrize(
+    ("gains", "words", "sentence"),
+    [
+        ({"base": 0, "cand": 0}, (), "needs a noise floor"),
+        (
+            {"base": 0, "cand": 0, "other": 0, "reruns": 0},
+            ("--floor", "reruns"),
+            "a gate judges one proposal",
+        ),
+        ({"base": 0, "cand": 0, "reruns": 0}, ("--floor", "rerun"), "--floor rerun: no such arm"),
+        ({"base": 0, "cand": 0}, ("--min-effect", "0.1"), "a gate counts in noise floors"),
+    ],
+)
+def test_a_gate_refuses_in_a_sentence(gains, words, sentence, tmp_path):
+    refused = loop(tmp_path, "one", gains, *words)
+    assert refused.returncode == 2
+    assert sentence in refused.stderr.splitlines()[-1]

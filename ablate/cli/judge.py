@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from ablate.cli.answer_view import MOST_LINES, print_lines
 from ablate.cli.common import DONE, console, print_starting
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from ablate.execution.foreign.judged_ledger import Question
     from ablate.execution.foreign.sources import Found
 
+_STATUSES = {"keep": DONE, "discard": 3, "run again": 4}
+"""Exit status of a gate by its decision."""
 _NOTES = 8
 """Largest number of notes below the answer."""
 
@@ -85,6 +88,40 @@ class QuestionFlags:
         )
 
 
+@dataclass(frozen=True)
+class GateFlags:
+    """Options of a gate for a loop of proposals."""
+
+    gate: Annotated[
+        bool,
+        typer.Option(
+            "--gate",
+            help="Keep, discard (exit status 3) or run again (4) the one arm beside --against and --floor.",
+        ),
+    ] = False
+    history: Annotated[
+        Path | None, typer.Option(help="File with all proposals that the gate has judged; begun if missing.")
+    ] = None
+    floor: Annotated[
+        str | None,
+        typer.Option(help="Arm with 16 or more reruns of one configuration: the noise floor, to begin with."),
+    ] = None
+    proposals: Annotated[
+        int | None, typer.Option(help="Number of proposals to come, declared at the start; default: 50.")
+    ] = None
+    token: Annotated[
+        str, typer.Option(help="Token that an earlier decision printed; finds a replaced history.")
+    ] = ""
+
+    def refuse_alone(self) -> None:
+        """Raise InputError for an option of a gate without `--gate`, or a gate without a history."""
+        given = [name for name in ("history", "floor", "proposals", "token") if getattr(self, name)]
+        if given and not self.gate:
+            raise InputError([f"--{given[0]} belongs to a gate: add --gate"])
+        if self.gate and not self.history:
+            raise InputError(["--gate needs --history FILE, the file with all proposals of the loop"])
+
+
 def judge(
     places: Annotated[
         list[str],
@@ -97,8 +134,13 @@ def judge(
     flags: Flags,
     reading: ReadingFlags,
     asked: QuestionFlags,
+    gated: GateFlags,
     kept: Annotated[
-        str | None, typer.Option("--as", help="Name in the state folder; default: that of the first file.")
+        str | None,
+        typer.Option(
+            "--as",
+            help="Name in the state folder, or of the proposal; default: of the first file, of its arm.",
+        ),
     ] = None,
     into: Annotated[
         str | None,
@@ -114,11 +156,14 @@ def judge(
     from ablate.execution.foreign.answer import judgement_of
     from ablate.execution.foreign.judged_ledger import add_to_sweep, write_ledger
 
+    gated.refuse_alone()
     if asked.against is None and not into:
         raise InputError(["--against is needed: the arm that the others are compared with, such as bf16"])
     settings, title = flags.settings(), into or kept or _title(places[0])
     print_starting(f"reading {', '.join(places[:3])}", as_json)
     found = reading.read(places, asked.metric)
+    if gated.gate:
+        raise typer.Exit(_gate(found, asked, gated, kept or "", as_json))
     write = add_to_sweep if into else write_ledger
     said = [*found.said, *write(settings.state, title, found.runs, asked.question, found.said, places)]
     if as_json:
@@ -128,6 +173,28 @@ def judge(
     _print(settings, title, said)
     if report:
         console().print(f"Report: {make(settings.state, title).index}", soft_wrap=True)
+
+
+def _gate(found: "Found", asked: QuestionFlags, gated: GateFlags, proposal: str, as_json: bool) -> int:
+    """Print the decision on the candidate, and return the exit status that stands for it."""
+    from ablate.execution.foreign.proposal import gate_runs
+
+    assert gated.history
+    judged, said = gate_runs(
+        found.runs, asked.question, gated.history, gated.floor, gated.proposals, gated.token, proposal
+    )
+    if as_json:
+        print(json.dumps(judged.document() | {"said": [*found.said, *said]}, indent=1))
+    else:
+        screen = console()
+        for line in (*found.said, *said):
+            screen.print(one_line(line), style="dim", soft_wrap=True)
+        colour = {"keep": "green", "discard": "red"}.get(judged.word, "yellow")
+        word, _, rest = one_line(judged.sentence).partition(" ")
+        screen.print(Text.assemble((word, f"bold {colour}"), " ", rest))
+        place = f"Proposal {judged.number} of {judged.proposals}, {judged.proposal}"
+        screen.print(f"{place}; history {gated.history}, token {judged.token}", style="dim", soft_wrap=True)
+    return _STATUSES[judged.word]
 
 
 def _title(place: str) -> str:

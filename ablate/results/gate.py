@@ -96,7 +96,7 @@ def _elsewhere(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     if len(judged.times) > 1:
         first, last = judged.times[0], judged.times[-1]
         yield Check("warning", f"judged {len(judged.times)} times; first by {first.text}, now by {last.text}")
-    if any(arm.gap and arm.gap.sides for arm in arms):
+    if any(arm.gap and arm.gap.sides and arm.gap.pairs > 1 for arm in arms):
         why = "its runs share no seeds with the baseline's" if judged.seeded else "the source names no seeds"
         gain = "with common seeds, what the runs share would cancel, and fewer would do"
         yield Check("note", f"unpaired, since {why}: {gain}")

@@ -20,7 +20,7 @@ from ablate.results.gate import Check, checks
 from ablate.results.log_ratios import ratio
 from ablate.results.next_runs import Settling, seeds_to_settle
 from ablate.results.number_text import counted, number
-from ablate.results.paired_stats import Verdict
+from ablate.results.paired_stats import FEWEST_DISTINCT, Verdict
 from ablate.results.subject import subject
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.store.ledger import Ledger
@@ -317,6 +317,9 @@ def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str, list
             f"all {counted(failed, 'run')} failed." if failed == len(members) else f"{which}.",
             [],
         )
+    if any(arm.gap is not None and arm.gap.sides for arm in sweep.arms):
+        few = f"no arm has {FEWEST_DISTINCT} runs beside {FEWEST_DISTINCT} of its baseline"
+        return "No verdict:", f"{few}, so no difference can be told from chance.", []
     if any(arm.gap is not None and arm.gap.pairs > 1 for arm in sweep.arms):
         return "No answer yet:", "the comparisons of the question share fewer than two finished seeds.", []
     return "No answer yet:", "no arm shares two finished seeds with its baseline.", []

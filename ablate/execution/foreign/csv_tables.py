@@ -10,6 +10,8 @@ from ablate.execution.foreign.tables import Row, Table
 from ablate.execution.foreign.text_files import text
 
 _BETWEEN = ",;\t"
+_REMARK = "#"
+"""First character of remarks above the header."""
 _MOST_CELL = 1 << 20
 
 
@@ -25,14 +27,14 @@ def read_table(path: Path, fields: Mapping[str, str]) -> Table:
     """
     content = text(path)
     csv.field_size_limit(_MOST_CELL)
-    header = content.lstrip("\n\r").partition("\n")[0]
+    header = next((line for line in content.splitlines() if line.strip() and line[0] != _REMARK), "")
     between = max(_BETWEEN, key=header.count)
     reader = csv.reader(io.StringIO(content, newline=""), delimiter=between, strict=True)
     names: list[str] | None = None
     rows: list[Row] = []
     try:
         for row in reader:
-            if not any(cell.strip() for cell in row):
+            if not any(cell.strip() for cell in row) or (names is None and row[0].startswith(_REMARK)):
                 continue
             if names is None:
                 names = _names(row, path)
@@ -47,7 +49,8 @@ def read_table(path: Path, fields: Mapping[str, str]) -> Table:
                 rows.append((reader.line_num, dict(zip(names, row, strict=True))))
     except csv.Error as error:
         raise InputError([f"{path}: line {reader.line_num}: {error}"]) from None
-    assert names is not None
+    if names is None:
+        raise InputError([f"{path}: there is no header"])
     if names[0] == "":  # the index that pandas writes
         rows = [(line, {name: cell for name, cell in row.items() if name}) for line, row in rows]
         names = names[1:]

@@ -11,7 +11,7 @@ step, several rows of a run without a step, and a table in which no column can b
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from ablate.errors import InputError, nearest, one_line
@@ -63,6 +63,8 @@ def runs_of(table: Table, columns: Columns, said: list[str]) -> list[ForeignRun]
     """
     if not table.rows:
         raise InputError([f"{table.where}: there is a header and no row"])
+    if columns.arm and "," in columns.arm and columns.arm not in table.names:
+        table = _joined(table, [name.strip() for name in columns.arm.split(",")], columns.arm)
     roles = _roles(table, columns, said)
     groups = _groups(table, columns, roles)
     names = [name for name in table.names if name not in roles.values()]
@@ -74,6 +76,29 @@ def runs_of(table: Table, columns: Columns, said: list[str]) -> list[ForeignRun]
         raise InputError([f"{table.where}: column {roles['step']!r} is both the step and a metric"])
     in_time = not {"arm", "seed", "run"} & roles.keys()
     return [_run(table, group, roles.get("step"), metrics, settings, in_time, said) for group in groups]
+
+
+def _joined(table: Table, parts: Sequence[str], joined: str) -> Table:
+    """Return the table with one column in place of several: cells are like `lr=0.001 rounding=nearest`.
+
+    Columns that are the same in all rows are left out.
+    """
+    for part in parts:
+        if part not in table.names:
+            raise InputError([f"{table.where}: no column {one_line(part)!r}; {nearest(part, table.names)}"])
+    varied = [part for part in parts if len({str(row[part]) for _, row in table.rows}) > 1]
+    rows: list[Row] = [
+        (
+            line,
+            {name: cell for name, cell in row.items() if name not in parts}
+            | {
+                joined: " ".join(f"{part}={row[part]}" for part in varied if not cells.is_empty(row[part]))
+                or "none"
+            },
+        )
+        for line, row in table.rows
+    ]
+    return replace(table, names=[*(name for name in table.names if name not in parts), joined], rows=rows)
 
 
 def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
@@ -118,6 +143,8 @@ def _groups(table: Table, columns: Columns, roles: Mapping[str, str]) -> list[_G
                     raise InputError([f"{table.where}: line {line}: the {role} ({roles[role]}) is empty"])
                 texts[role] = str(row[roles[role]]).strip()
         seed = seed_of(texts.get("seed"), f"{table.where}: line {line}")
+        if seed is None and "step" not in roles:
+            name = name or f"line {line}"  # final values of a run of its own
         key = texts["arm"], seed, name
         groups.setdefault(key, _Group(*key)).rows.append((line, row))
     return [*groups.values()]

@@ -1,0 +1,98 @@
+"""Runs of a proposal, of its baseline and of a noise floor, handed to the gate of a loop."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ablate.cache import key_of
+from ablate.errors import InputError
+from ablate.execution.foreign.judged_ledger import Question, prepared
+from ablate.execution.foreign.run import ForeignRun
+from ablate.results.number_text import counted
+from ablate.results.proposal_gate import Judged, gate
+from ablate.results.proposals import Plan
+from ablate.store.proposal_history import read
+
+
+def gate_runs(
+    runs: Sequence[ForeignRun],
+    question: Question,
+    history: Path,
+    floor: str | None,
+    proposals: int | None,
+    token: str = "",
+    proposal: str = "",
+) -> tuple[Judged, list[str]]:
+    """Judge the one arm that is neither the baseline nor the noise floor.
+
+    Args:
+        runs: Runs of these arms; each counts by the last value of the metric.
+        question: Names the baseline and the metric.
+        history: File of the loop's history.
+        floor: Arm with reruns of one configuration; None: the history has its values.
+        proposals: Number of proposals that is declared; None: as declared, 50 at the start.
+        token: Token of an earlier decision.
+        proposal: Name of the proposal; empty: that of its arm.
+
+    Returns:
+        The decision, and sentences on runs that were left out.
+
+    Raises:
+        InputError: There is no candidate, or more than one, the runs end at different steps, or the gate
+            refuses them.
+    """
+    if question.min_effect is not None:
+        raise InputError(["--min-effect: a gate counts in noise floors; leave it out"])
+    chosen, said = prepared(runs, question)
+    name = chosen.metric.name
+    ends = sorted({max(run.records[name]) for run in chosen.runs})
+    if len(ends) > 1:
+        raise InputError([f"the runs end at steps {ends[0]} and {ends[-1]}: compare runs of one length"])
+    values: dict[str, dict[str, float]] = {}
+    for run in chosen.runs:
+        values.setdefault(run.arm, {})[_identity(run)] = run.records[name][ends[0]]
+    if floor is not None and floor not in values:
+        raise InputError([f"--floor {floor}: no such arm among {', '.join(values)}"])
+    reruns = [*values.pop(floor).values()] if floor is not None else None
+    baseline = values.pop(question.against, None)
+    if baseline is None:
+        raise InputError([f"--against {question.against}: the noise floor cannot be the baseline, too"])
+    if len(values) != 1:
+        found = ", ".join(values) or "none"
+        raise InputError([f"a gate judges one proposal; beside baseline and floor there are {found}"])
+    ((arm, candidate),) = values.items()
+    plan = None if proposals is None else Plan(proposals=proposals)
+    judged = gate(
+        history,
+        proposal or arm,
+        baseline,
+        candidate,
+        reruns,
+        question.direction == "minimize",
+        plan,
+        token=token,
+    )
+    _refuse_another(judged, history, candidate)
+    said.append(f"{counted(len(candidate), 'run')} of {arm}, {len(baseline)} of {question.against}")
+    return judged, said
+
+
+def _refuse_another(judged: Judged, history: Path, candidate: Mapping[str, float]) -> None:
+    """Raise InputError for new runs of a decided proposal: they change nothing, or are of another."""
+    past = read(history)
+    if not judged.repeated or judged.word == "run again" or past is None:
+        return
+    own = [each.candidate for each in past.judgements if each.proposal == judged.proposal]
+    known = {run for runs in own for run in runs}
+    if new := next((run for run in candidate if run not in known), None):
+        raise InputError(
+            [
+                f"{judged.proposal} was decided as proposal {judged.number} ({judged.word}), and {new} is"
+                " new: more runs change nothing; give the new proposal another name with --as"
+            ]
+        )
+
+
+def _identity(run: ForeignRun) -> str:
+    """Return a name of a run that another file gives it, too, if its records are the same."""
+    records = key_of([[name, sorted(steps.items())] for name, steps in sorted(run.records.items())])
+    return f"{run.name if run.seed is None else f'{run.arm}, seed {run.seed}'}, records {records[:12]}"
