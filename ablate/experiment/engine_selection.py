@@ -130,12 +130,8 @@ def _scaled_families(engine: str, arms: list[Arm]) -> set[str]:
     """Return the families that tensor cores multiply for these arms, also after a guard fell back."""
     backend = backend_of(engine)
     recipes = [arm.recipe for arm in arms]
-    recipes += [_recipe(products) for arm in arms for products in _fallen_back(arm)]
+    recipes += [Recipe.of(products) for arm in arms for products in _fallen_back(arm)]
     return {family for recipe in recipes for family in scaled_mapping.families(recipe, backend)}
-
-
-def _recipe(products: Products) -> Recipe:
-    return Recipe(fprop=products.fprop, dgrad=products.dgrad, wgrad=products.wgrad)
 
 
 def _scaled_refusals(

@@ -8,6 +8,7 @@ and an unrotated product has no Hadamard.
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -138,18 +139,6 @@ def _tagged(value: str, words: Mapping[str, Tagged]) -> str:
     )
 
 
-def _outer_statistic(value: str) -> str:
-    return _tagged(value, STATISTICS)
-
-
-def _block_statistic(value: str) -> str:
-    return _tagged(value, BLOCK_STATISTICS)
-
-
-def _granularity(value: str) -> str:
-    return _tagged(value, GRANULARITIES)
-
-
 def _listed(words: Collection[str], between: str = "or") -> str:
     """Return words as a list in a sentence: `e4m3, ue5m3 or e8m0`."""
     *others, last = words
@@ -209,7 +198,7 @@ class BlockScale(Spec):
 class Range(Spec):
     """Mapping of a block's largest magnitude to the element grid."""
 
-    statistic: Annotated[str, AfterValidator(_block_statistic)] = "amax"
+    statistic: Annotated[str, AfterValidator(partial(_tagged, words=BLOCK_STATISTICS))] = "amax"
     """Statistic that is mapped: `amax`, or `rms:c` or `std:c` (QuEST), which clip larger magnitudes."""
     map_to: float | None = Field(None, gt=0)
     """Element value to which it is mapped; null: the element's maximum. 4 with E2M1 and floor is OCP's
@@ -226,10 +215,10 @@ class Range(Spec):
 class Outer(Spec):
     """Second level of the scaling, in fp32."""
 
-    granularity: Annotated[str, AfterValidator(_granularity)] = "tensor"
+    granularity: Annotated[str, AfterValidator(partial(_tagged, words=GRANULARITIES))] = "tensor"
     """`tensor`; `row`: one a token or output channel; `rows:n`: one for n consecutive rows, counted from the
     first; `block:128`: one for 128 elements along the contraction."""
-    statistic: Annotated[str, AfterValidator(_outer_statistic)] = "amax"
+    statistic: Annotated[str, AfterValidator(partial(_tagged, words=STATISTICS))] = "amax"
     """`amax`; `percentile:p`: the order statistic ceil(p n) of the magnitudes of the copy that is quantised;
     `delayed:n`: the largest amax of the n steps before; `hold:n`: the amax of the first of every n steps;
     `static:v`: v."""

@@ -39,10 +39,6 @@ def _same(x: Quant, w: Quant, g: Quant) -> Products:
     return Products(fprop=Fprop(x=x, w=w), dgrad=Dgrad(g=g, w=w), wgrad=Wgrad(g=g, x=x))
 
 
-def _recipe(products: Products, **more: Any) -> Recipe:
-    return Recipe(fprop=products.fprop, dgrad=products.dgrad, wgrad=products.wgrad, **more)
-
-
 def _fp8(element: str, statistic: str = "amax") -> Quant:
     return Quant(element=element, block=None, scale=None, outer=Outer(statistic=statistic, bound=1.0))
 
@@ -75,7 +71,7 @@ def fp8_current() -> Recipe:
     Not modelled: TE's fp32 reciprocal of the scale: the product is multiplied by amax / maximum instead, an
     ulp apart.
     """
-    return _recipe(_same(_fp8("e4m3"), _fp8("e4m3"), _fp8("e5m2")))
+    return Recipe.of(_same(_fp8("e4m3"), _fp8("e4m3"), _fp8("e5m2")))
 
 
 def fp8_delayed() -> Recipe:
@@ -84,7 +80,7 @@ def fp8_delayed() -> Recipe:
     Not modelled: TE's first scale of 1: the first step uses its own amax.
     """
     delayed = "delayed:1024"
-    return _recipe(_same(_fp8("e4m3", delayed), _fp8("e4m3", delayed), _fp8("e5m2", delayed)))
+    return Recipe.of(_same(_fp8("e4m3", delayed), _fp8("e4m3", delayed), _fp8("e5m2", delayed)))
 
 
 def mxfp8() -> Recipe:
@@ -93,12 +89,12 @@ def mxfp8() -> Recipe:
     Sources: OCP MX v1.0; Transformer Engine, MXFP8BlockScaling.
     """
     quant = _mx("e4m3", "ceil")
-    return _recipe(_same(quant, quant, quant))
+    return Recipe.of(_same(quant, quant, quant))
 
 
 def _mxfp6(element: str, largest_power: float) -> Recipe:
     quant = _mx(element, "floor", range=Range(map_to=largest_power))
-    return _recipe(_same(quant, quant, quant))
+    return Recipe.of(_same(quant, quant, quant))
 
 
 def mxfp6_e2m3() -> Recipe:
@@ -114,7 +110,7 @@ def mxfp6_e3m2() -> Recipe:
 def mxfp4() -> Recipe:
     """MXFP4: E2M1 in blocks of 32 with power-of-two scales (OCP MX v1.0, floor rule), all to nearest."""
     quant = _mx("e2m1", "floor", range=Range(map_to=4.0))
-    return _recipe(_same(quant, quant, quant))
+    return Recipe.of(_same(quant, quant, quant))
 
 
 def _nvfp4() -> Products:
@@ -129,7 +125,7 @@ def nvfp4() -> Recipe:
     As in Transformer Engine, with all blocks quantised: 16x16 weight blocks, stochastic rounding of both
     copies of dy, a 16-point Hadamard rotation of wgrad with fixed signs.
     """
-    return _recipe(_nvfp4())
+    return Recipe.of(_nvfp4())
 
 
 def nvfp4_paper() -> Recipe:
@@ -137,7 +133,7 @@ def nvfp4_paper() -> Recipe:
 
     Not modelled: its few other bf16 linears.
     """
-    return _recipe(_nvfp4(), layers=Layers(last_fraction=0.15))
+    return Recipe.of(_nvfp4(), layers=Layers(last_fraction=0.15))
 
 
 def fp4_all_the_way() -> Recipe:
@@ -242,7 +238,7 @@ def four_over_six() -> Recipe:
     gradient = Quant(rounding="stochastic", range=Range(headroom=UNBIASED), outer=Outer(bound=256.0))
     products = _same(chosen, chosen, gradient)
     wgrad = products.wgrad.model_copy(update={"hadamard": Hadamard()})
-    return _recipe(products.model_copy(update={"wgrad": wgrad}), layers=Layers(last_fraction=1 / 6))
+    return Recipe.of(products.model_copy(update={"wgrad": wgrad}), layers=Layers(last_fraction=1 / 6))
 
 
 def microsoft_fp4() -> Recipe:
@@ -287,7 +283,7 @@ def ue5m3() -> Recipe:
     scale, outer = BlockScale(format="ue5m3", zero="one"), Outer(statistic="hold:50")
     quant = Quant(scale=scale, outer=outer)
     gradient = quant.model_copy(update={"rounding": "stochastic"})
-    return _recipe(_same(quant, quant.model_copy(update={"block": "16x16"}), gradient))
+    return Recipe.of(_same(quant, quant.model_copy(update={"block": "16x16"}), gradient))
 
 
 def row_scaled() -> Recipe:
@@ -307,7 +303,7 @@ def healing() -> Recipe:
     The switch after nine tenths of the run is a choice of this project.
     """
     fp8 = fp8_current().products
-    return _recipe(_nvfp4(), schedule=(Phase(start="fraction:0.9", use=fp8),))
+    return Recipe.of(_nvfp4(), schedule=(Phase(start="fraction:0.9", use=fp8),))
 
 
 # --- Transformer Engine's mixed recipes (custom_recipes/quantizer_factory_zoo.py, 2.20.2) --------------
@@ -369,7 +365,7 @@ def high_precision_fwd_mxfp8_bwd() -> Recipe:
 
     Not modelled: grouped layers of experts, to which Transformer Engine applies it as well.
     """
-    return _recipe(mxfp8().products.high_precision("forward"))
+    return Recipe.of(mxfp8().products.high_precision("forward"))
 
 
 def nvfp4_row_scaled_fwd_mxfp8_bwd() -> Recipe:
@@ -404,12 +400,12 @@ def mxfp4_amd() -> Recipe:
     """
     products = mxfp4().products
     wgrad = products.wgrad.model_copy(update={"hadamard": Hadamard(size=32)})
-    return _recipe(products.model_copy(update={"wgrad": wgrad}))
+    return Recipe.of(products.model_copy(update={"wgrad": wgrad}))
 
 
 def _per_token(w: Quant) -> Recipe:
     by_rows = Quant(outer=Outer(granularity="row"))
-    return _recipe(_same(by_rows, w, by_rows))
+    return Recipe.of(_same(by_rows, w, by_rows))
 
 
 def nvfp4_per_token() -> Recipe:
@@ -458,7 +454,7 @@ def metis() -> Recipe:
     (here: subspace iteration), its spectral learning rates and its regulariser.
     """
     quant = Quant(transform=Transform(low_rank=8))
-    return _recipe(_same(quant, quant, quant))
+    return Recipe.of(_same(quant, quant, quant))
 
 
 def if4() -> Recipe:
@@ -472,7 +468,7 @@ def if4() -> Recipe:
     gradient = Quant(rounding="stochastic", range=Range(headroom=UNBIASED))
     products = _same(chosen, chosen, gradient)
     wgrad = products.wgrad.model_copy(update={"hadamard": Hadamard()})
-    return _recipe(products.model_copy(update={"wgrad": wgrad}))
+    return Recipe.of(products.model_copy(update={"wgrad": wgrad}))
 
 
 def luq() -> Recipe:
@@ -486,7 +482,7 @@ def luq() -> Recipe:
     outer = Outer(bound=1.0)
     int4 = Quant(element="int4", block=None, scale=None, outer=outer)
     gradient = Quant(element="e3m0", block=None, scale=None, outer=outer, rounding="stochastic", bits=24)
-    return _recipe(_same(int4, int4, gradient))
+    return Recipe.of(_same(int4, int4, gradient))
 
 
 def hif4() -> Recipe:
@@ -500,7 +496,7 @@ def hif4() -> Recipe:
     """
     scale = BlockScale(format="e6m2", micro_exponents=(8, 4))
     quant = Quant(element="e1m2", block="1x64", scale=scale, outer=None, rounding="away")
-    return _recipe(_same(quant, quant, quant))
+    return Recipe.of(_same(quant, quant, quant))
 
 
 def nemotron3_super() -> Recipe:
@@ -510,7 +506,7 @@ def nemotron3_super() -> Recipe:
     dense transformer lacks: its latent projections in bf16, its Mamba out-projections in MXFP8, and experts.
     """
     attention = Rule(match=Match(within="*Attention*"))
-    return _recipe(_nvfp4(), layers=Layers(last_fraction=0.15, rules=(attention,)))
+    return Recipe.of(_nvfp4(), layers=Layers(last_fraction=0.15, rules=(attention,)))
 
 
 def mxfp4_v4() -> Recipe:

@@ -24,7 +24,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -499,12 +499,7 @@ class Recipe(Products):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Recipe":
-        everything = [
-            self,
-            *(rule.use for rule in self.layers.rules),
-            *(phase.use for phase in self.schedule),
-        ]
-        if self.dtype == "fp32" and not all(part is None or part.plain for part in everything):
+        if self.dtype == "fp32" and not self.plain:
             raise ValueError("dtype fp32 quantises nothing: the input chain of a quantised operand is bf16")
         for name in ("osci_reset", "q_ema", "q_ramping"):
             if getattr(self.weights, name) and self.fprop.w is None:
@@ -516,6 +511,11 @@ class Recipe(Products):
                 "without select"
             )
         return self
+
+    @classmethod
+    def of(cls, products: Products, **more: Any) -> "Recipe":
+        """Return a recipe of these products, without their layers or schedule; `more`: its other fields."""
+        return cls(fprop=products.fprop, dgrad=products.dgrad, wgrad=products.wgrad, **more)
 
     @property
     def plain(self) -> bool:

@@ -142,11 +142,7 @@ def read(text: str) -> Recipe:
         if not isinstance(override, dict):
             raise ValueError(f"module_config_overrides.{name}: an object with the fields of a module")
         rules.append(Rule(match=_exactly(name), use=_products(override, f"module_config_overrides.{name}.")))
-    return _recipe(products, Layers(rules=tuple(rules)))
-
-
-def _recipe(products: Products, layers: Layers) -> Recipe:
-    return Recipe(fprop=products.fprop, dgrad=products.dgrad, wgrad=products.wgrad, layers=layers)
+    return Recipe.of(products, layers=Layers(rules=tuple(rules)))
 
 
 def _by_layer(recipe: Recipe, model: Model) -> dict[str, Products]:
@@ -298,7 +294,7 @@ def _by_block(entries: Json) -> Recipe:
         if products != own and (products is not None or (start > 0 and end < len(blocks))):
             rules.append(Rule(match=Match(blocks=f"{start}-{end - 1}"), use=products))
         start = end
-    return _recipe(own, Layers(skip_first=first, skip_last=last, rules=tuple(rules)))
+    return Recipe.of(own, layers=Layers(skip_first=first, skip_last=last, rules=tuple(rules)))
 
 
 def _blocks(entries: Sequence[Json]) -> Iterator[Products | None]:

@@ -71,7 +71,7 @@ def write(recipe: Recipe, model: Model) -> str:
     if not sections:
         raise Lost(["fprop, dgrad, wgrad: TE's recipe alone computes this; give --log-every to log"])
     text = "\n".join(_lines(recipe, model, base, sections)) + "\n"
-    made = read(text, _alone(base), model)
+    made = read(text, Recipe.of(base), model)
     checked = recipe if model.layers or model.depth is None else placed(recipe, assigned, layers)
     confirmed(checked, made, Model(model.label, layers=layers), f"{_TARGET}'s file")
     return text
@@ -110,10 +110,6 @@ def read(text: str, job: Recipe, model: Model) -> Recipe:
         own = _without(job.products, sections[0][2])
         return job.model_copy(update={name: getattr(own, name) for name in DIRECTIONS["all"]})
     return placed(job, assigned, layers)
-
-
-def _alone(products: Products) -> Recipe:
-    return Recipe(fprop=products.fprop, dgrad=products.dgrad, wgrad=products.wgrad)
 
 
 # --- out ------------------------------------------------------------------------------------------

@@ -173,7 +173,7 @@ class _Objects:
             return "None"
         if isinstance(description, Builtin):
             made = recipe_of(standing_in(description.name, dict(description.options)))
-            confirmed(_alone(canonical(products)), made, Model(), "Transformer Engine's file")
+            confirmed(Recipe.of(canonical(products)), made, Model(), "Transformer Engine's file")
         if description not in self._names:
             self._names[description] = f"RECIPE_{len(self._names) + 1}" if self._names else "RECIPE"
         return self._names[description]
@@ -195,10 +195,6 @@ class _Objects:
                 _made(description, name) if isinstance(description, Builtin) else _custom(description, name)
             )
             yield ""
-
-
-def _alone(products: Products) -> Recipe:
-    return Recipe(fprop=products.fprop, dgrad=products.dgrad, wgrad=products.wgrad)
 
 
 def _made(description: Builtin, name: str) -> Iterator[str]:
