@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
 
-from ablate.files import Json
 from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer, located
 from ablate.recipes.recipe import Recipe
-from ablate.training.data import Augment, ImageSet, ImageSource, open_images, without_places
+from ablate.training.data import Augment, ImageSet, ImageSource, open_images
 from ablate.training.hyperparameters import METRICS, MOST_LAYERS, MOST_WIDTH
 from ablate.training.workloads.trained import Subject, Trained
 
@@ -134,11 +133,6 @@ class Mae(Trained):
         return self.patches - round(self.mask_ratio * self.patches)
 
     @property
-    def data_source(self) -> object:
-        """Return the source of the data."""
-        return self.data
-
-    @property
     def tokens_per_step(self) -> int:
         """Return the number of patches of all images of an optimizer step, masked or not."""
         return self.batch * self.accumulate * self.patches
@@ -217,14 +211,6 @@ class Mae(Trained):
             yield "norm_pix", "a patch of one number has no deviation; take a larger patch"
         if reason := self.augment.problem((channels, height, width)):
             yield "augment", reason
-
-    def identity(self) -> dict[str, Json]:
-        """Return the fields that determine the numbers, without the paths of the images.
-
-        The fingerprint stands for their content.
-        """
-        fields = super().identity()
-        return fields | {"data": without_places(fields["data"], self.data)}
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the images."""

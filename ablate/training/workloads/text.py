@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from pydantic import AfterValidator, Field
 
-from ablate.files import Json
-from ablate.training.data import Corpus, open_corpus, without_places
+from ablate.training.data import Corpus, open_corpus
 from ablate.training.data.corpus import TextSource
 from ablate.training.hyperparameters import METRICS
 from ablate.training.metric_names import QUANTITIES
@@ -49,11 +48,6 @@ class TextWorkload(Trained):
     """Tokens in a sequence."""
 
     @property
-    def data_source(self) -> object:
-        """Return the source of the data."""
-        return self.data
-
-    @property
     def tokens_per_step(self) -> int:
         """Return the number of tokens that one optimizer step processes."""
         return self.batch * self.context * self.accumulate
@@ -74,14 +68,6 @@ class TextWorkload(Trained):
     def corpus(self) -> Corpus:
         """Return the text as tokens."""
         return open_corpus(self.data)
-
-    def identity(self) -> dict[str, Json]:
-        """Return the fields that determine the numbers, without the data's paths.
-
-        The fingerprint stands for their content.
-        """
-        fields = super().identity()
-        return fields | {"data": without_places(fields["data"], self.data)}
 
     def fingerprint(self) -> str:
         """Return the fingerprint of the data."""

@@ -6,12 +6,13 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ablate.files import Json
 from ablate.recipes.layers import Match, select
 from ablate.recipes.readings import problems, reading
 from ablate.recipes.recipe import Recipe
+from ablate.training.data import without_places
 from ablate.training.hyperparameters import Training
 from ablate.training.metric_names import ENDINGS, LOSS, by_recipe, plain_metric
 from ablate.training.workloads.base import Workload
@@ -43,7 +44,8 @@ class Subject(NamedTuple):
 class Trained(Training, Workload):
     """Workload that trains a model.
 
-    A subclass defines `subject`. It may also define metrics derived from a record, and files left at the end.
+    A subclass defines `data` and `subject`. It may also define metrics derived from a record, and files left
+    at the end.
     """
 
     UNITS: ClassVar[dict[str, str]] = {
@@ -53,6 +55,9 @@ class Trained(Training, Workload):
         "val/loss_bf16": "nats",
         "val/kl": "nats",
     }
+
+    if TYPE_CHECKING:
+        data: Any
 
     QUANTITIES: ClassVar[tuple[str, ...]] = (LOSS,)
     """Readings of an evaluation by another recipe."""
@@ -66,6 +71,11 @@ class Trained(Training, Workload):
     def training(self) -> Training:
         """Return the workload itself, which has the settings of the training loop."""
         return self
+
+    @property
+    def data_source(self) -> object:
+        """Return the source of the data."""
+        return self.data
 
     @property
     def of_readings(self) -> frozenset[str]:
@@ -197,5 +207,9 @@ class Trained(Training, Workload):
             yield record
 
     def identity(self) -> dict[str, Json]:
-        """Return the fields that determine the numbers."""
-        return {**self.canonical(self.SAME_BITS)}
+        """Return the fields that determine the numbers, without the data's paths.
+
+        The fingerprint stands for their content.
+        """
+        fields = self.canonical(self.SAME_BITS)
+        return {**fields, "data": without_places(fields["data"], self.data)}
