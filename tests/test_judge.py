@@ -266,6 +266,22 @@ def test_a_smallest_effect_that_was_changed_is_said(tmp_path):
             assert bool(warned) == (effect == 0.5)
 
 
+@pytest.mark.parametrize("seeds", [1, 4])
+def test_reruns_of_one_configuration_are_described_and_not_compared(seeds, tmp_path):
+    rows = table({"bf16": 0, "nvfp4": 0.05}, seeds=seeds) + [
+        row | {"recipe": "again"} for row in table({"bf16": 0}, seeds=6)
+    ]
+    place = rows_of(tmp_path / "runs.csv", rows)
+    asked = here("judge", place, "--against", "bf16", "--floor", "again", "--no-report", "--state", tmp_path)
+    assert asked.returncode == 0, asked.stderr
+    spread = np.std(
+        [row["val/loss"] for row in rows if row["recipe"] == "again" and row["step"] == 20], ddof=1
+    )
+    assert f"Note: 6 reruns of one configuration vary by {spread:.2g} (standard deviation)" in asked.stdout
+    assert ("nvfp4 by" in asked.stdout) == (seeds == 1)
+    assert "again " not in asked.stdout
+
+
 # --- the state folder ------------------------------------------------------------------------------
 
 

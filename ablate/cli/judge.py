@@ -3,7 +3,7 @@
 import json
 import re
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -104,7 +104,9 @@ class GateFlags:
     ] = None
     floor: Annotated[
         str | None,
-        typer.Option(help="Arm with 16 or more reruns of one configuration: the noise floor, to begin with."),
+        typer.Option(
+            help="Arm with reruns of one configuration, whose spread is stated; a gate needs 16 at first."
+        ),
     ] = None
     proposals: Annotated[
         int | None, typer.Option(help="Number of proposals to come, declared at the start; default: 50.")
@@ -115,7 +117,7 @@ class GateFlags:
 
     def refuse_alone(self) -> None:
         """Raise InputError for an option of a gate without `--gate`, or a gate without a history."""
-        given = [name for name in ("history", "floor", "proposals", "token") if getattr(self, name)]
+        given = [name for name in ("history", "proposals", "token") if getattr(self, name)]
         if given and not self.gate:
             raise InputError([f"--{given[0]} belongs to a gate: add --gate"])
         if self.gate and not self.history:
@@ -165,7 +167,8 @@ def judge(
     if gated.gate:
         raise typer.Exit(_gate(found, asked, gated, kept or "", as_json))
     write = add_to_sweep if into else write_ledger
-    said = [*found.said, *write(settings.state, title, found.runs, asked.question, found.said, places)]
+    question = replace(asked.question, floor=gated.floor)
+    said = [*found.said, *write(settings.state, title, found.runs, question, found.said, places)]
     if as_json:
         with closing(open_ledger(settings.state, title)) as ledger:
             print(json.dumps(judgement_of(ledger, said).document(), indent=1))

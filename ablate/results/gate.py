@@ -100,10 +100,26 @@ def _elsewhere(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
         why = "its runs share no seeds with the baseline's" if judged.seeded else "the source names no seeds"
         gain = "with common seeds, what the runs share would cancel, and fewer would do"
         yield Check("note", f"unpaired, since {why}: {gain}")
+    yield from _reruns(judged.reruns, arms)
     for arm, fields in [*judged.differing.items()][:_MOST_DIFFERING]:
         named = ", ".join(f"{name} {was} → {now}" for name, (was, now) in [*fields.items()][:_MOST_DIFFERING])
         if named:
             yield Check("note", f"{arm} also differs from its baseline in {named}")
+
+
+def _reruns(values: Sequence[float], arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield the spread of reruns of one configuration, and differences of single runs as multiples of it."""
+    finite = [value for value in values if math.isfinite(value)]
+    if len(finite) < 2:
+        return
+    spread = stdev(finite)
+    text = f"{counted(len(finite), 'rerun')} of one configuration vary by {spread:.2g} (standard deviation)"
+    single = [arm for arm in arms if arm.gap is not None and arm.gap.pairs == 1]
+    if single and spread:
+        two = math.sqrt(2) * spread
+        named = [f"{arm.name} by {abs(arm.gap.mean) / two:.1f}" for arm in single if arm.gap is not None]
+        text += f"; two such runs differ by {two:.2g}, of which {', '.join(named[:_MOST_DIFFERING])}"
+    yield Check("note", text)
 
 
 def _single(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:

@@ -45,6 +45,8 @@ class Judged:
     differing: Mapping[str, Mapping[str, Sequence[Json]]] = field(default_factory=dict)
     """Values of the baseline and of an arm, by arm and by field of their configurations."""
     times: Sequence[Occasion] = ()
+    reruns: Sequence[float] = ()
+    """Last values of reruns of one configuration, which are not compared."""
 
     @classmethod
     def of(cls, ledger: Ledger) -> Self | None:

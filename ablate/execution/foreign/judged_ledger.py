@@ -24,6 +24,8 @@ from ablate.training.metric_names import recordable
 
 _USUAL = ("val/loss", "eval/loss", "eval_loss", "validation_loss", "val_loss", "valid_loss", "val_bpb")
 """Metrics that are compared unless one is named: the first that all runs have."""
+_FEWEST_RERUNS = 3
+"""Smallest number of reruns whose spread is described."""
 _MOST_FIELDS = 4
 """Largest number of fields that a sentence names."""
 
@@ -41,6 +43,8 @@ class Question:
     direction: Literal["minimize", "maximize"] = "minimize"
     ignored: Sequence[str] = ()
     """Fields of configurations that may differ within an arm."""
+    floor: str | None = None
+    """Arm with reruns of one configuration, described by their spread and not compared; None: none."""
 
 
 def write_ledger(
@@ -83,6 +87,7 @@ def write_ledger(
                     all(run.seed is not None for run in runs),
                     differing(chosen.runs, question),
                     before.times if before else (),
+                    chosen.reruns,
                 )
                 origin.judged(_now(chosen.metric, question)).write(ledger)
             for suffix in ("-wal", "-shm"):
@@ -202,6 +207,8 @@ class Chosen:
     metric: Metric
     steps: int
     """Last step of the metric in the longest run."""
+    reruns: Sequence[float] = ()
+    """Last values of the reruns of one configuration."""
 
 
 def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, list[str]]:
@@ -244,7 +251,14 @@ def _prepared(runs: Sequence[ForeignRun], question: Question, metric: Metric) ->
         raise InputError([f"no run is left: {'; '.join(said[:3])}"])
     _require_one_configuration(kept, question)
     steps = max(max(run.records[metric.name]) for run in kept)
-    return Chosen(kept, metric, steps), said
+    again = [run.records[metric.name] for run in kept if run.arm == question.floor]
+    reruns = [series[max(series)] for series in again]
+    if question.floor is not None and len(reruns) < _FEWEST_RERUNS:
+        raise InputError(
+            [f"--floor {question.floor}: has {len(reruns)} runs; a spread needs {_FEWEST_RERUNS} or more"]
+        )
+    kept = [run for run in kept if run.arm != question.floor]
+    return Chosen(kept, metric, steps, reruns), said
 
 
 def _effect(given: float | str | None) -> float | str | None:
