@@ -88,6 +88,12 @@ def inductor(monkeypatch) -> None:
 
 
 @pytest.fixture
+def triton_cache(monkeypatch) -> None:
+    """Kernels that Triton compiled, which it names by a hash of their source, options and its own version."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(root() / "triton"))
+
+
+@pytest.fixture
 def cache(tmp_path_factory, monkeypatch) -> Path:
     """An empty folder for what is made of data once and kept."""
     folder = tmp_path_factory.mktemp("cache")

@@ -357,7 +357,7 @@ def best(folder: Path, sampler: str, seed: int, trials: int) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("sampler", LEARNS)
 def test_a_sampler_comes_closer_to_a_planted_optimum_than_chance(sampler, tmp_path):
-    for seed in (0, 1):
+    for seed in (0,) if sampler == "gp" else (0, 1):  # its fits take most of the time of this file
         chance = best(tmp_path, "random", seed, LEARNS[sampler])
         assert best(tmp_path, sampler, seed, LEARNS[sampler]) < chance / 1.4
 

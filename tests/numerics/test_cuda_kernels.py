@@ -60,14 +60,14 @@ def instructions(ptx: str) -> Counter:
         *itertools.product([MOST], ["sm_80", "sm_100a", "sm_120a"]),  # 100: the first with f32x2 instructions
     ],
 )
-def test_a_kernel_compiles_to_exact_arithmetic(name, target, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("triton_cache")
+def test_a_kernel_compiles_to_exact_arithmetic(name, target):
     """PTX contracts only a multiplication and an addition that name no rounding; ptxas then keeps each as it is
     written.
 
     In machine code a division is a sequence with one FCHK, an approximate reciprocal and five fused additions
     that correct it, and a subroutine for its rare operands, which all divisions share: 9 more of them.
     """
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kernel = compiled(BUILDS[name], CAPABILITIES[target])
     assert f".target {target}\n" in kernel.asm["ptx"]
     found = instructions(kernel.asm["ptx"])
@@ -98,8 +98,8 @@ def test_a_kernel_compiles_to_exact_arithmetic(name, target, tmp_path, monkeypat
 
 
 @needs_triton
-def test_contraction_would_be_seen(tmp_path, monkeypatch):
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.mark.usefixtures("triton_cache")
+def test_contraction_would_be_seen():
     kernel = compiled(BUILDS["rows, nearest"], 90, {"enable_fp_fusion": True})
     found = instructions(kernel.asm["ptx"])
     assert found["fma.rn.f32"]

@@ -26,7 +26,8 @@ def test_every_byte_is_the_references_on_a_gpu():
 
 @pytest.mark.parametrize("capability", [90, 100, 120])
 @pytest.mark.parametrize("e8m0", [False, True])
-def test_the_kernel_compiles_to_exact_divisions(capability, e8m0, tmp_path, monkeypatch):
+@pytest.mark.usefixtures("triton_cache")
+def test_the_kernel_compiles_to_exact_divisions(capability, e8m0):
     """No approximate division, and none that flushes subnormals."""
     from triton import compile
     from triton.backends.compiler import GPUTarget
@@ -34,7 +35,6 @@ def test_the_kernel_compiles_to_exact_divisions(capability, e8m0, tmp_path, monk
 
     from ablate.numerics.kernels import packing
 
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     constants = {"HAS_SCALES": True, "TALL": 16, "RATIO": 1, "LENGTH": 32 if e8m0 else 16, "E8M0": e8m0}
     constants |= {"HEIGHT": packing.ROWS, "WIDTH": packing.BLOCKS}
     pointers = {"values": "*bf16", "scales": "*fp32", "codes": "*u8", "scale_bytes": "*u8"}
