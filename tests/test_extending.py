@@ -14,8 +14,11 @@ SIBLINGS = {
     "export target": (
         r"\btorchtitan\b",  # and the reader of its logs
         "ablate/recipes/targets/torchao.py tests/support/own_command/stack.py docs/use/command_workload.md"
+        " docs/learn/first_hour.md docs/use/judge.md"
         " ablate/training/log_readers/torchtitan.py ablate/training/log_readers/__init__.py"
-        " ablate/training/workloads/command.py ablate/cli/judge.py tests/test_log_readers.py tests/workloads/test_command.py",
+        " ablate/training/workloads/command.py ablate/cli/judge.py"
+        " ablate/execution/foreign/log_files.py tests/support/foreign_files.py"
+        " tests/test_foreign_sources.py tests/test_log_readers.py tests/workloads/test_command.py",
     ),
     "preset": (r"\bmicrosoft_fp4\b", ""),
     "workload": (
@@ -30,7 +33,11 @@ SIBLINGS = {
         " tests/workloads/test_mae.py",
     ),
     "widths of a model": (r"\bqwen3-14b\b", ""),
-    "tracker": (r"\btensorboard\b", "ablate/execution/tracking/tensorboard.py"),
+    "tracker": (
+        r"\btensorboard\b",  # and the reader of others' event files
+        "ablate/execution/tracking/tensorboard.py ablate/execution/tracking/event_files.py"
+        " ablate/execution/foreign/sources.py tests/support/foreign_files.py",
+    ),
     "setting": (
         r"\bnotify\b",
         "ablate/execution/notify.py ablate/cli/sweep_run.py tests/test_notify.py",

@@ -16,7 +16,7 @@ USUAL: dict[str, tuple[str, ...]] = {
     "arm": ("arm", "recipe", "variant", "treatment", "condition", "method", "precision"),
     "seed": ("seed", "random_seed", "rng_seed"),
     "step": ("step", "global_step", "iteration", "iter", "train_step", "training_step", "steps"),
-    "run": ("run", "run_id", "run_name", "run_uuid"),
+    "run": ("run", "run_name", "run_id", "run_uuid", "name", "id"),
 }
 """Usual names of each role; the first is ours, and is taken even if others are there, too."""
 _ABOVE = ("config", "params", "param", "hparams", "hyperparameters", "args", "trainer", "train", "summary")
@@ -70,6 +70,8 @@ def pick(role: str, given: str | None, names: Sequence[str], where: str, said: l
         raise InputError([f"{where}: no column {one_line(given)!r} for the {role}; {nearest(given, names)}"])
     fitting = [name for name in names if plain(name) in USUAL[role]]
     best = [name for name in fitting if plain(name) == role] or fitting
+    if role == "run":  # any of them tells runs apart
+        best = sorted(best, key=lambda name: USUAL["run"].index(plain(name)))[:1]
     if len(best) > 1:
         raise InputError(
             [f"{where}: several columns may be the {role}: {_listed(best)}; name one, {role}=COLUMN"]

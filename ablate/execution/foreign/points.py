@@ -1,9 +1,10 @@
 """Values of one run while its source is read: each metric and step has one value, or the source is refused.
 
 Two rows of a table that give one value twice are copies. Two that give different values are refused, since
-nothing says which is right. In a log, whose lines are in the order of time, a step that comes again with
+nothing says which is right. In a log, whose lines are in the order of time, a metric whose step goes back to
 another value is a restart: the later values belong to the run that reached the end, so they count, and values
-of the abandoned attempt from that step on are dropped. Both are counted and said.
+of the abandoned attempt from that step on are dropped. Both are counted and said. A tracker's metrics may
+count different steps, so there each metric is by itself.
 """
 
 from ablate.errors import InputError, one_line
@@ -16,12 +17,13 @@ class Points:
     Args:
         where: source and run, for sentences.
         in_time: True if values arrive in the order of time, so that a step that goes back is a restart.
+        one_axis: True if all metrics count the same steps, so that one that restarts shows that all did.
     """
 
-    def __init__(self, where: str, in_time: bool = False) -> None:
-        self._where, self._in_time = where, in_time
+    def __init__(self, where: str, in_time: bool = False, one_axis: bool = True) -> None:
+        self._where, self._in_time, self._one_axis = where, in_time, one_axis
         self._values: dict[str, dict[int, tuple[float, int]]] = {}
-        self._last = -1
+        self._last: dict[str, int] = {}
         self._copies = 0
         self._restarts: list[tuple[int, int, int]] = []
 
@@ -41,8 +43,11 @@ class Points:
         if step in series and same(series[step][0], value):
             self._copies += 1
             return
-        if step < self._last and self._in_time:
-            self._restart(line, step)
+        last = self._last.get(name, -1)
+        if step < last and self._in_time:
+            self._restarts.append((line, last, step))
+            for other in self._values if self._one_axis else (name,):
+                self._drop(other, step)
         elif step in series:
             before, at = series[step]
             raise InputError(
@@ -52,15 +57,14 @@ class Points:
                 ]
             )
         series[step] = value, line
-        self._last = max(self._last, step)
+        self._last[name] = max(self._last.get(name, -1), step)
 
-    def _restart(self, line: int, step: int) -> None:
-        if any(step <= at for series in self._values.values() for at in series):
-            self._restarts.append((line, self._last, step))
-            for series in self._values.values():
-                for old in [at for at in series if at >= step]:
-                    del series[old]
-        self._last = step
+    def _drop(self, name: str, step: int) -> None:
+        """Drop the values of a metric from a step on."""
+        kept = {at: entry for at, entry in self._values[name].items() if at < step}
+        self._values[name].clear()
+        self._values[name].update(kept)
+        self._last[name] = max(kept, default=-1)
 
     def records(self) -> dict[str, dict[int, float]]:
         """Return value by step, by metric; steps ascend."""

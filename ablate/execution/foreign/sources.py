@@ -14,12 +14,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ablate.errors import InputError
-from ablate.execution.foreign import csv_tables, tables
+from ablate.errors import InputError, one_line, redact
+from ablate.execution.foreign import (
+    csv_tables,
+    json_tables,
+    log_files,
+    parquet_tables,
+    tables,
+    wandb_charts,
+    wandb_folders,
+)
 from ablate.execution.foreign.cells import same
 from ablate.execution.foreign.columns import GUESS, Columns
+from ablate.execution.foreign.named_runs import NamedRun, identified
 from ablate.execution.foreign.names import places_of
+from ablate.execution.foreign.points import Points
 from ablate.execution.foreign.run import ForeignRun
+from ablate.execution.tracking import event_files
+from ablate.store.databases import url
 
 
 @dataclass(frozen=True)
@@ -72,15 +84,44 @@ def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = 
     Raises:
         InputError: in one sentence, for the first thing that cannot be read without doubt.
     """
-    said: list[str] = []
+    sentences: list[tuple[str, list[str]]] = []
+    """Place, and what was said of it."""
     runs: list[ForeignRun] = []
     for place in places:
+        if "://" in place or ("#" in place and not Path(place).exists()):
+            sentences.append((redact(place), []))
+            runs += _mlflow(Place(place, {}, columns), sentences[-1][1])
+            continue
         for path, fields in places_of(place):
-            source = next((source for source in SOURCES.values() if source.claims(path)), None)
-            if source is None:
-                raise InputError([f"{path}: not of a known kind: {', '.join(SOURCES)}"])
-            runs += source.read(Place(str(path), fields, columns), said)
-    return Found(_each_once(runs, said), [*dict.fromkeys(said)])
+            sentences.append((str(path), []))
+            runs += _read(Place(str(path), fields, columns), logs, sentences[-1][1])
+    copies: list[str] = []
+    return Found(_each_once(runs, copies), [*_once(sentences), *copies])
+
+
+def _once(sentences: Sequence[tuple[str, list[str]]]) -> list[str]:
+    """Return what was said of all places; what is the same of several stands there once."""
+    places: dict[str, list[str]] = {}
+    for place, said in sentences:
+        for sentence in dict.fromkeys(said):
+            places.setdefault(sentence.removeprefix(f"{place}: "), []).append(place)
+    return [
+        f"{same[0]}{f' and {len(same) - 1} more' if len(same) > 1 else ''}: {sentence}"
+        for sentence, same in places.items()
+    ]
+
+
+def _read(place: Place, logs: str | None, said: list[str]) -> list[ForeignRun]:
+    """Return the runs of a file or folder."""
+    if logs is not None and not (logs.startswith("hf") and place.path.suffix == ".json"):
+        return _one(log_files.read_log(place.path, place.fields, logs, said), place, said)
+    source = next((source for source in SOURCES.values() if source.claims(place.path)), None)
+    if source is None:
+        titles = ", ".join(source.title for source in SOURCES.values())
+        raise InputError(
+            [f"{place.address}: not of a known kind ({titles}); for a log, name its format: --logs"]
+        )
+    return source.read(place, said)
 
 
 def _each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
@@ -113,10 +154,101 @@ def _equal(run: ForeignRun, other: ForeignRun) -> bool:
 
 
 def _csv(place: Place, said: list[str]) -> list[ForeignRun]:
-    return tables.runs_of(csv_tables.read_table(place.path, place.fields), place.columns, said)
+    table = csv_tables.read_table(place.path, place.fields)
+    if not wandb_charts.is_chart(table.names):
+        return tables.runs_of(table, place.columns, said)
+    said.append(f"{place.address}: an exported chart of W&B, one run a column")
+    return identified(wandb_charts.chart_runs(table), place.address, place.columns, said)
 
+
+def _parquet(place: Place, said: list[str]) -> list[ForeignRun]:
+    return tables.runs_of(parquet_tables.read_table(place.path, place.fields), place.columns, said)
+
+
+def _json_lines(place: Place, said: list[str]) -> list[ForeignRun]:
+    return tables.runs_of(json_tables.read_lines(place.path, place.fields, said), place.columns, said)
+
+
+def _json(place: Place, said: list[str]) -> list[ForeignRun]:
+    if json_tables.is_state(place.path):
+        return _one(log_files.read_state(place.path, place.fields), place, said)
+    return tables.runs_of(json_tables.read_list(place.path, place.fields), place.columns, said)
+
+
+def _wandb(place: Place, said: list[str]) -> list[ForeignRun]:
+    files = [place.path] if place.path.is_file() else wandb_folders.files_of(place.path)
+    runs = [wandb_folders.read_run(path, place.fields, said) for path in files]
+    return identified(runs, place.address, place.columns, said)
+
+
+def _tensorboard(place: Place, said: list[str]) -> list[ForeignRun]:
+    runs = []
+    for folder in event_files.folders_of(place.path):
+        events = event_files.read_events(folder)
+        said += [f"{path}: the end of the file is cut; what is whole counts" for path in events.cut]
+        points = Points(str(folder), in_time=True, one_axis=False)
+        for number, (step, name, value) in enumerate(events.scalars, 1):
+            points.add(number, step, name, value)
+        name = folder.name if folder == place.path else str(folder.relative_to(place.path))
+        if points.records():
+            runs.append(NamedRun(str(folder), name, points, events.config, place.fields))
+        else:
+            said.append(f"{folder}: its event files have no scalars; left out")
+    if not runs:
+        raise InputError([f"{place.address}: no event file has scalars"])
+    return identified(runs, place.address, place.columns, said)
+
+
+def _mlflow(place: Place, said: list[str]) -> list[ForeignRun]:
+    from ablate.execution.tracking.stored_runs import stored_runs
+
+    address, _, experiment = place.address.partition("#")
+    if "://" not in address and Path(address).suffix in _DATABASES:
+        address = url(Path(address).resolve())
+    title, stored = stored_runs(address, experiment or None)
+    runs = []
+    if empty := sum(not run.scalars for run in stored):
+        said.append(f"{redact(place.address)}: {empty} runs without metrics are left out")
+    for run in (run for run in stored if run.scalars):
+        where = f"{redact(place.address)}: {one_line(run.name)}"
+        points = Points(where, in_time=True, one_axis=False)
+        for number, (step, name, value) in enumerate(run.scalars, 1):
+            points.add(number, step, name, value)
+        runs.append(NamedRun(where, run.name, points, run.config, place.fields, run.status))
+    said.append(f"{redact(place.address)}: experiment {one_line(title)!r}")
+    return identified(runs, redact(place.address), place.columns, said)
+
+
+def _one(run: NamedRun, place: Place, said: list[str]) -> list[ForeignRun]:
+    return identified([run], place.address, place.columns, said)
+
+
+def _suffix(*endings: str) -> Callable[[Path], bool]:
+    return lambda path: path.suffix.lower() in endings and path.is_file()
+
+
+def _is_mlflow(path: Path) -> bool:
+    store = path.is_dir() and (any(path.glob("*/meta.yaml")) or any(path.glob("*/*/meta.yaml")))
+    return store or _suffix(*_DATABASES)(path)
+
+
+_DATABASES = (".db", ".sqlite", ".sqlite3")
 
 SOURCES: dict[str, Source] = {
-    "csv": Source("CSV table", lambda path: path.suffix.lower() in (".csv", ".tsv") and path.is_file(), _csv),
+    "csv": Source("CSV table", _suffix(".csv", ".tsv"), _csv),
+    "parquet": Source("Parquet table", _suffix(".parquet", ".pq"), _parquet),
+    "json lines": Source("JSON lines", _suffix(".jsonl", ".ndjson"), _json_lines),
+    "json": Source("list of JSON objects, or trainer_state.json", _suffix(".json"), _json),
+    "wandb": Source(
+        "offline runs of Weights & Biases",
+        lambda path: path.suffix == ".wandb" or (path.is_dir() and any(path.rglob("run-*.wandb"))),
+        _wandb,
+    ),
+    "mlflow": Source("MLflow database or folder", _is_mlflow, _mlflow),
+    "tensorboard": Source(
+        "TensorBoard event files",
+        lambda path: path.is_dir() and any(path.rglob(event_files.PATTERN)),
+        _tensorboard,
+    ),
 }
 """Every kind of source, by its name, in the order in which they are asked."""

@@ -10,18 +10,21 @@ only the name decides. Refused are cells of a metric that are not numbers, two v
 step, several rows of a run without a step, and a table in which no column can be the arm.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from ablate.errors import InputError, nearest, one_line
 from ablate.execution.foreign import cells
-from ablate.execution.foreign.columns import Columns, like_metric, metric_columns, pick
+from ablate.execution.foreign.columns import Columns, like_metric, metric_columns, pick, plain
 from ablate.execution.foreign.names import fields_of, read_name, seed_of
 from ablate.execution.foreign.points import Points
 from ablate.execution.foreign.run import ForeignRun
 from ablate.files import Json
 
+_STATUS = {"running": "running", "crashed": "failed", "failed": "failed", "killed": "failed"}
+"""Status of a run by the words of W&B and others; any other word means that it is done."""
 Row = tuple[int, Mapping[str, Json]]
 """Line of the file, from 1, and cell by column."""
 
@@ -67,7 +70,7 @@ def runs_of(table: Table, columns: Columns, said: list[str]) -> list[ForeignRun]
         table = _joined(table, [name.strip() for name in columns.arm.split(",")], columns.arm)
     roles = _roles(table, columns, said)
     groups = _groups(table, columns, roles)
-    names = [name for name in table.names if name not in roles.values()]
+    names = [name for name in table.names if name not in roles.values() and not name.startswith("_")]
     long = "step" in roles
     metrics, settings = _sorted_columns(table.where, names, groups, long, columns.metrics, said)
     if not long:
@@ -75,7 +78,16 @@ def runs_of(table: Table, columns: Columns, said: list[str]) -> list[ForeignRun]
     elif roles["step"] in metrics.values():
         raise InputError([f"{table.where}: column {roles['step']!r} is both the step and a metric"])
     in_time = not {"arm", "seed", "run"} & roles.keys()
-    return [_run(table, group, roles.get("step"), metrics, settings, in_time, said) for group in groups]
+    empty: Counter[str] = Counter()
+    runs = [
+        _run(table, group, roles.get("step"), metrics, settings, in_time, said, empty) for group in groups
+    ]
+    said += [
+        f"{table.where}: {one_line(metric)}: {count} of {len(table.rows)} cells are empty, taken as not"
+        " recorded (some programs write NaN as an empty cell)"
+        for metric, count in empty.items()
+    ]
+    return runs
 
 
 def _joined(table: Table, parts: Sequence[str], joined: str) -> Table:
@@ -188,6 +200,12 @@ def _sorted_columns(
     return metric_columns(None, likely, where, said), settings
 
 
+def _status(row: Mapping[str, Json]) -> str:
+    """Return the status of a run, of a column as W&B's table of runs has it."""
+    column = next((name for name in row if plain(name) in ("state", "status")), None)
+    return _STATUS.get(str(row[column]).strip().lower(), "done") if column else "done"
+
+
 def _constant(name: str, groups: Sequence[_Group]) -> bool:
     """Return True if a column is the same in all rows of each run."""
     return all(all(row.get(name) == group.rows[0][1].get(name) for _, row in group.rows) for group in groups)
@@ -217,12 +235,12 @@ def _run(
     settings: Sequence[str],
     in_time: bool,
     said: list[str],
+    empty: Counter[str],
 ) -> ForeignRun:
     """Return the run of a group of rows."""
     seed = "" if group.seed is None else f"seed {group.seed} of "
     name = f"{table.where}: {seed}{group.arm}" + (f" ({group.run})" if group.run else "")
     points = Points(name, in_time)
-    empty: dict[str, int] = {}
     first: tuple[int, Mapping[str, Json]] | None = None
     for line, row in group.rows:
         if step_column is None:
@@ -241,7 +259,7 @@ def _run(
         for metric, column in metrics.items():
             cell = row.get(column)
             if cells.is_empty(cell):
-                empty[metric] = empty.get(metric, 0) + 1
+                empty[metric] += 1
                 continue
             try:
                 value = cells.number(cell)
@@ -254,12 +272,8 @@ def _run(
     if not records:
         raise InputError([f"{name}: all cells of its metrics are empty"])
     said += points.sentences()
-    said += [
-        f"{name}: {one_line(metric)}: {count} of {len(group.rows)} cells are empty, taken as not recorded"
-        for metric, count in empty.items()
-    ]
     config: dict[str, Json] = {**table.fields}
     row = group.rows[0][1]
     config |= {key: cells.setting(row[key]) for key in settings if not cells.is_empty(row.get(key))}
     config = {key: value for key, value in config.items() if key not in ("arm", "seed")}
-    return ForeignRun(name, group.arm, group.seed, records, config)
+    return ForeignRun(name, group.arm, group.seed, records, config, _status(row))

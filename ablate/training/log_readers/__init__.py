@@ -36,6 +36,12 @@ OPTIONS: dict[str, Callable[[str | int], LineReader]] = {
 """Readers that need a value: steps between two dicts of Hugging Face's Trainer, or an expression."""
 
 
+def format_of(text: str) -> LogFormat:
+    """Return the format that a word names, as in a command: `torchtitan`, `hf:10`, `regex:EXPRESSION`."""
+    name, colon, value = text.partition(":")
+    return {name: value} if colon and name in OPTIONS else text
+
+
 def open_reader(form: LogFormat) -> LineReader:
     """Return a reader for one log, from its first line.
 
@@ -64,6 +70,7 @@ __all__ = [
     "LogFormat",
     "LogRecord",
     "Unreadable",
+    "format_of",
     "metric_name",
     "open_reader",
 ]

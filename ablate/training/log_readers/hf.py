@@ -39,6 +39,7 @@ class PrintedDicts:
     def __init__(self, logging_steps: int) -> None:
         self._every = logging_steps
         self._step = 0
+        self._broken = False
         self._epoch = _Epoch(0.0, 0.0)
 
     def __call__(self, line: str) -> LogRecord | None:
@@ -48,10 +49,13 @@ class PrintedDicts:
             Unreadable: it is cut, or its epoch is not that of the step that its place gives.
         """
         text = line.strip()
-        if not text.startswith("{'"):
+        if not text.startswith("{'") and "'epoch'" not in text:
             return None
-        if not _DICT.fullmatch(text):
-            raise Unreadable("the dict of Hugging Face's Trainer is cut")
+        if self._broken or not _DICT.fullmatch(text):
+            self._broken = True
+            raise Unreadable(
+                "a dict of Hugging Face's Trainer is cut or damaged; those behind cannot be counted"
+            )
         pairs = {name: quoted or bare for name, quoted, bare in _PAIR.findall(text[1:-1])}
         try:
             metrics = _metrics(pairs)
@@ -60,13 +64,19 @@ class PrintedDicts:
             epoch = _Epoch.of(pairs["epoch"], f"'epoch': '{pairs['epoch']}'" in text)
             return LogRecord(self._train(epoch) if "loss" in pairs else self._evaluation(epoch), metrics)
         except ValueError as error:
+            self._broken = True
             raise Unreadable(f"the dict of Hugging Face's Trainer: {error}") from None
 
     def _train(self, epoch: "_Epoch") -> int:
         step = self._step + self._every
+        if self._step and epoch.value == self._epoch.value:
+            return self._step
         if self._step:
             expected = epoch.value * self._step / self._epoch.value
-            if abs(expected - step) >= self._every / 2 + step * (epoch.doubt + self._epoch.doubt):
+            doubt = step * (epoch.doubt + self._epoch.doubt)
+            if doubt >= self._every / 2:
+                raise Unreadable(f"at step {step}, the printed epochs no longer tell steps apart; {NO_STEP}")
+            if abs(expected - step) >= self._every / 4 + doubt:
                 raise Unreadable(
                     f"epoch {epoch.value:g} is about step {expected:.0f}, and not {step} as one dict each"
                     f" {self._every} steps gives; {NO_STEP}"

@@ -1,0 +1,90 @@
+"""JSON lines, and JSON files that are a list of objects: each object is a row, nested ones with slashes.
+
+{"arm": "bf16", "seed": 0, "step": 100, "val": {"loss": 3.21}}     # column val/loss
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ablate.errors import InputError, one_line
+from ablate.execution.foreign.named_runs import flat
+from ablate.execution.foreign.tables import Row, Table
+from ablate.execution.foreign.text_files import text
+from ablate.files import Json
+
+
+def read_lines(path: Path, fields: Mapping[str, str], said: list[str]) -> Table:
+    """Return the table of a file of JSON lines.
+
+    Args:
+        path: the file.
+        fields: what its path says.
+        said: list to which a sentence on a last line that is cut is added.
+
+    Raises:
+        InputError: it cannot be read, or a line is not an object.
+    """
+    rows: list[Row] = []
+    lines = text(path).split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows.append((number, _row(_parsed(line))))
+        except ValueError as error:
+            if number == len(lines) and rows:
+                said.append(f"{path}: the last line is cut and left out")
+                continue
+            raise InputError([f"{path}: line {number} is not a JSON object: {error}"]) from None
+    return _table(path, rows, fields)
+
+
+def read_list(path: Path, fields: Mapping[str, str]) -> Table:
+    """Return the table of a JSON file. InputError if it is not a list of objects."""
+    try:
+        content = _parsed(text(path))
+        if not isinstance(content, list):
+            raise ValueError("it is not a list of objects, one a row")
+        rows = [(number, _row(entry)) for number, entry in enumerate(content, 1)]
+    except ValueError as error:
+        raise InputError([f"{path}: {error}"]) from None
+    return _table(path, rows, fields)
+
+
+def is_state(path: Path) -> bool:
+    """Return True for a `trainer_state.json`, by its content."""
+    try:
+        content = _parsed(text(path))
+    except (InputError, ValueError):
+        return False
+    return isinstance(content, dict) and "log_history" in content
+
+
+def _table(path: Path, rows: Sequence[Row], fields: Mapping[str, str]) -> Table:
+    names = [*dict.fromkeys(name for _, row in rows for name in row)]
+    complete = [(number, {name: row.get(name) for name in names}) for number, row in rows]
+    return Table(str(path), names, complete, fields)
+
+
+def _row(entry: Json) -> dict[str, Json]:
+    if not isinstance(entry, dict):
+        raise ValueError("it is not an object")
+    return {name.strip(): value for name, value in flat(entry).items() if not isinstance(value, list)}
+
+
+def _parsed(text: str) -> Json:
+    """Return the value of JSON. ValueError if it is none, or an object has a key twice."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    content: dict[str, Json] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"the key {one_line(key)[:60]!r} is there twice")
+        content[key] = value
+    return content

@@ -1,0 +1,86 @@
+"""Logs of training stacks, one run a file, by the readers of `training/log_readers`.
+
+A line that is cut or damaged is left out and said. So is a last line without an end: of a number at its end,
+nothing shows that digits are missing. `trainer_state.json` of Hugging Face's Trainer is read as a log, too.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ablate.errors import InputError, one_line
+from ablate.execution.foreign.named_runs import NamedRun
+from ablate.execution.foreign.points import Points
+from ablate.execution.foreign.text_files import content, text
+from ablate.training.log_readers import LogRecord, Unreadable, format_of, open_reader
+from ablate.training.log_readers.hf import state_records
+
+
+def read_log(path: Path, fields: Mapping[str, str], logs: str, said: list[str]) -> NamedRun:
+    """Return the run of a log.
+
+    Args:
+        path: the file.
+        fields: what its path says.
+        logs: format of the log: `torchtitan`, `hf:10`, `regex:EXPRESSION`.
+        said: list to which sentences on lines that were left out are added.
+
+    Raises:
+        InputError: the format does not exist, the file cannot be read, or no line has metrics.
+    """
+    try:
+        reader = open_reader(format_of(logs))
+    except ValueError as error:
+        raise InputError([f"--logs {one_line(logs)}: {error}"]) from None
+    points = Points(str(path), in_time=True)
+    damaged: list[tuple[int, str]] = []
+    lines = content(path).decode(errors="replace").split("\n")
+    last = lines.pop()
+    records = 0
+    for number, line in enumerate(lines, 1):
+        try:
+            record = reader(line)
+        except Unreadable as error:
+            damaged.append((number, str(error)))
+            continue
+        if record is not None:
+            records += 1
+            _add(points, number, record)
+    if last.strip() and _of_metrics(reader, last):
+        said.append(f"{path}: the last line has no end, so it may be cut; it is left out")
+    if not records:
+        why = f"; line {damaged[0][0]}: {damaged[0][1]}" if damaged else ""
+        raise InputError([f"{path}: no line has metrics as {one_line(logs)} prints them{why}"])
+    if damaged and logs.startswith("hf"):
+        raise InputError([f"{path}: line {damaged[0][0]}: {damaged[0][1]}"])
+    if damaged:
+        count = f"{len(damaged)} lines are" if len(damaged) > 1 else "a line is"
+        said.append(f"{path}: {count} left out; line {damaged[0][0]}: {damaged[0][1]}")
+    return NamedRun(str(path), path.stem, points, {}, fields)
+
+
+def read_state(path: Path, fields: Mapping[str, str]) -> NamedRun:
+    """Return the run of a `trainer_state.json`. InputError if it cannot be read."""
+    points = Points(str(path), in_time=True)
+    try:
+        for number, record in enumerate(state_records(text(path)), 1):
+            _add(points, number, record)
+    except Unreadable as error:
+        raise InputError([f"{path}: {error}"]) from None
+    if not points.records():
+        raise InputError([f"{path}: its log_history is empty"])
+    name = path.parent.parent.name if path.parent.name.startswith("checkpoint-") else path.parent.name
+    return NamedRun(str(path), name, points, {}, fields)
+
+
+def _add(points: Points, number: int, record: LogRecord) -> None:
+    for name, value in record.metrics.items():
+        points.add(number, record.step, name, value)
+
+
+def _of_metrics(reader: object, line: str) -> bool:
+    """Return True for a line with metrics, whole or cut."""
+    assert callable(reader)
+    try:
+        return reader(line) is not None
+    except Unreadable:
+        return True

@@ -1,0 +1,122 @@
+"""Runs of sources that have one run in one place: a log, an event folder, a run of a tracker.
+
+Each has a name, points and perhaps a configuration. Arm and seed come from the pattern of its path, from the
+pattern of its name, or from fields of its configuration, in this order.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ablate.errors import InputError, nearest, one_line
+from ablate.execution.foreign import cells
+from ablate.execution.foreign.columns import Columns, metric_name, pick
+from ablate.execution.foreign.names import fields_of, read_name, seed_of
+from ablate.execution.foreign.points import Points
+from ablate.execution.foreign.run import ForeignRun
+from ablate.files import Json
+
+_IDENTITY = ("arm", "seed")
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """One run as its source has it."""
+
+    where: str
+    """Source and name, for sentences."""
+    name: str
+    """Name of the run in the source."""
+    points: Points
+    """Its values."""
+    config: Mapping[str, Json] = field(default_factory=dict)
+    """Its configuration, flat."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Arm, seed and settings that the path says."""
+    status: str = "done"
+    """As in `ForeignRun`."""
+
+
+def flat(content: Mapping[str, Json], above: str = "") -> dict[str, Json]:
+    """Return nested mappings as one, with slashes between the keys."""
+    plain: dict[str, Json] = {}
+    for key, value in content.items():
+        if isinstance(value, dict):
+            plain |= flat(value, f"{above}{key}/")
+        else:
+            plain[f"{above}{key}"] = value
+    return plain
+
+
+def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: list[str]) -> list[ForeignRun]:
+    """Return the runs with arm and seed.
+
+    Args:
+        runs: runs of one place.
+        where: the place, for sentences.
+        columns: names that the user gave.
+        said: list to which sentences on what was guessed are added.
+
+    Raises:
+        InputError: an arm or a metric cannot be told without doubt.
+    """
+    names = [*dict.fromkeys(name for run in runs for name in run.config)]
+    words = fields_of(columns.name) if columns.name else frozenset()
+    roles: dict[str, str] = {}
+    for role, given in zip(_IDENTITY, (columns.arm, columns.seed), strict=True):
+        if given is None and (role in words or all(role in run.fields for run in runs)):
+            continue
+        column = pick(role, given, names, where, said)
+        if column is not None:
+            roles[role] = column
+        elif role == "arm":
+            raise InputError(
+                [
+                    f"{where}: nothing says the arm of {runs[0].name!r}: give a pattern of the path, such as"
+                    " logs/{arm}/seed{seed}.log, or of the name, such as {arm}-s{seed}"
+                    + (f", or a field of the configuration; {nearest('arm', names)}" if names else "")
+                ]
+            )
+        else:
+            said.append(f"{where}: seed: nothing says it; runs have no seed")
+    renamed: dict[str, str] = {}
+    for ours, theirs in (columns.metrics or {}).items():
+        seen = sorted({name for run in runs for name in run.points.records()})
+        if theirs not in seen:
+            raise InputError([f"{where}: no metric {one_line(theirs)!r} for {ours}; {nearest(theirs, seen)}"])
+    identified_runs = [_run(run, columns, roles, renamed) for run in runs]
+    said += [f"{where}: metric {ours}: {one_line(theirs)!r}" for theirs, ours in renamed.items()]
+    said += [sentence for run in runs for sentence in run.points.sentences()]
+    return identified_runs
+
+
+def _run(run: NamedRun, columns: Columns, roles: Mapping[str, str], renamed: dict[str, str]) -> ForeignRun:
+    fields = dict(run.fields)
+    if columns.name:
+        fields |= read_name(columns.name, run.name, run.where)
+    for role, column in roles.items():
+        value = run.config.get(column)
+        if cells.is_empty(value):
+            raise InputError([f"{run.where}: the {role} ({one_line(column)}) is not in its configuration"])
+        fields[role] = str(value).strip()
+    records = run.points.records()
+    if columns.metrics is not None:
+        records = {ours: records[theirs] for ours, theirs in columns.metrics.items() if theirs in records}
+    else:
+        ours: dict[str, dict[int, float]] = {}
+        for name, series in records.items():
+            known = metric_name(name)
+            if known in ours:
+                raise InputError(
+                    [
+                        f"{run.where}: two metrics may be {known}, one of them {one_line(name)!r}; name one,"
+                        f" {known}=NAME"
+                    ]
+                )
+            ours[known] = series
+            if known != name:
+                renamed[name] = known
+        records = ours
+    config = {**run.config, **{key: value for key, value in fields.items() if key not in _IDENTITY}}
+    config = {key: value for key, value in config.items() if key not in roles.values()}
+    seed = seed_of(fields.get("seed"), run.where)
+    return ForeignRun(run.where, fields["arm"], seed, records, config, run.status)

@@ -1,0 +1,72 @@
+"""CSV exports of a chart of Weights & Biases: a column of steps, and three columns for each run.
+
+    "Step","bf16-s0 - val/loss","bf16-s0 - val/loss__MIN","bf16-s0 - val/loss__MAX"
+
+The first of the three is a mean, over runs in a grouped chart and over steps in a long one. So a chart counts
+only if minimum and maximum equal it; others are refused, since no run has their values.
+"""
+
+from collections.abc import Sequence
+
+from ablate.errors import InputError, one_line
+from ablate.execution.foreign import cells
+from ablate.execution.foreign.columns import USUAL, plain
+from ablate.execution.foreign.named_runs import NamedRun
+from ablate.execution.foreign.points import Points
+from ablate.execution.foreign.tables import Table
+
+_BETWEEN = " - "
+_BOUNDS = ("__MIN", "__MAX")
+_HISTORY = "export the history of each run: `run.history().to_csv()` of W&B's API"
+
+
+def is_chart(names: Sequence[str]) -> bool:
+    """Return True for the columns of a chart's export."""
+    others = {*names[1:]}
+    return any(name.endswith(_BOUNDS) and name[:-5] in others and _BETWEEN in name for name in others)
+
+
+def chart_runs(table: Table) -> list[NamedRun]:
+    """Return the runs of a chart.
+
+    Raises:
+        InputError: its axis is not the step, or its values are means.
+    """
+    axis, *series = table.names
+    if plain(axis) not in USUAL["step"]:
+        raise InputError(
+            [f"{table.where}: the chart's axis is {one_line(axis)!r}; choose Step, and export again"]
+        )
+    runs: dict[str, NamedRun] = {}
+    for column in series:
+        if column.endswith(_BOUNDS) and column[:-5] in series:
+            continue
+        name, between, metric = column.rpartition(_BETWEEN)
+        if not between:
+            raise InputError(
+                [f"{table.where}: column {one_line(column)!r} is not 'RUN - METRIC', as W&B names it"]
+            )
+        if metric == "_step":
+            continue
+        where = f"{table.where}: {one_line(name)}"
+        run = runs.setdefault(name, NamedRun(where, name, Points(where), {}, table.fields))
+        _fill(run.points, table, axis, column, metric)
+    return [run for run in runs.values() if run.points.records()]
+
+
+def _fill(points: Points, table: Table, axis: str, column: str, metric: str) -> None:
+    for line, row in table.rows:
+        shown = column
+        try:
+            if cells.is_empty(row[column]):
+                if any(not cells.is_empty(row.get(column + bound)) for bound in _BOUNDS):
+                    raise ValueError("is empty, and its minimum or maximum is not")
+                continue
+            value = cells.number(row[column])
+            for shown in (column + bound for bound in _BOUNDS):
+                if shown in row and not cells.same(cells.number(row[shown]), value):
+                    raise ValueError(f"differs from the mean {value!r}: the chart shows means; {_HISTORY}")
+            shown = axis
+            points.add(line, cells.step_of(row[axis]), metric, value)
+        except ValueError as error:
+            raise InputError([f"{table.where}: line {line}: column {one_line(shown)!r}: {error}"]) from None

@@ -1,0 +1,91 @@
+"""Runs of an MLflow store that others wrote: their params, tags, metrics with all steps, and status."""
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ablate.errors import InputError, nearest, one_line, redact
+from ablate.execution.tracking.reader import errors_explained, look
+from ablate.files import Json
+
+_RUNS_A_PAGE = 200
+_STATUS = {"FINISHED": "done", "RUNNING": "running", "SCHEDULED": "running"}
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """One run of MLflow."""
+
+    name: str
+    config: dict[str, Json]
+    """Its params, and its tags except MLflow's own."""
+    scalars: list[tuple[int, str, float]]
+    """Step, metric and value, in the order of time."""
+    status: str
+    """`done`, `running` or `failed`."""
+
+
+def stored_runs(uri: str, experiment: str | None) -> tuple[str, list[StoredRun]]:
+    """Return the name of an experiment and its runs.
+
+    Args:
+        uri: address of a server or database, or a folder `mlruns`.
+        experiment: name of the experiment; None for the only one that has runs.
+
+    Raises:
+        InputError: MLflow cannot be read there, or there is no such experiment, or several have runs.
+    """
+    if "://" not in uri:
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 reads folders only if asked
+    with errors_explained(uri):
+        look(uri)
+        from mlflow import MlflowClient
+
+        client = MlflowClient(uri if "://" in uri else Path(uri).resolve().as_uri())
+        runs = {one.name: [*_runs(client, one.experiment_id)] for one in client.search_experiments()}
+    if experiment is not None:
+        if experiment not in runs:
+            raise InputError(
+                [f"{redact(uri)}: no experiment {one_line(experiment)!r}; {nearest(experiment, runs)}"]
+            )
+        return experiment, runs[experiment]
+    full = [name for name, stored in runs.items() if any(run.scalars for run in stored)]
+    if len(full) != 1:
+        listed = ", ".join(map(one_line, full)) if full else "none has runs with metrics"
+        raise InputError([f"{redact(uri)}: name an experiment, {redact(uri)}#NAME: {listed}"])
+    return full[0], runs[full[0]]
+
+
+def _runs(client: object, experiment: str) -> Iterator[StoredRun]:
+    """Yield the runs of an experiment, the first first."""
+    from mlflow import MlflowClient
+
+    assert isinstance(client, MlflowClient)
+    token: str | None = None
+    while True:
+        page = client.search_runs(
+            [experiment], max_results=_RUNS_A_PAGE, order_by=["attributes.start_time ASC"], page_token=token
+        )
+        for run in page:
+            points = [
+                (point.timestamp, point.step, name, _value(point.value))
+                for name in run.data.metrics
+                for point in client.get_metric_history(run.info.run_id, name)
+            ]
+            tags = {key: value for key, value in run.data.tags.items() if not key.startswith("mlflow.")}
+            yield StoredRun(
+                run.info.run_name or run.info.run_id,
+                {**tags, **run.data.params},
+                [(step, name, value) for _, step, name, value in sorted(points, key=lambda one: one[:2])],
+                _STATUS.get(run.info.status, "failed"),
+            )
+        token = page.token
+        if not token:
+            return
+
+
+def _value(value: float) -> float:
+    """Return a value with infinities, for which MLflow's databases hold the largest number."""
+    return value if abs(value) < sys.float_info.max else value * 2
