@@ -135,6 +135,23 @@ def test_a_call_without_new_runs_is_no_look(loop):
     assert (one.decision.runs_candidate, one.decision.runs_baseline) == (2, 1)
 
 
+def test_the_order_in_which_runs_are_given_chooses_none_of_them(tmp_path):
+    """Six runs of each for a look that takes four; sorted, the best of one side would meet the worst of the other."""
+    differ = 0
+    for seed in range(20):
+        loop = Loop(tmp_path, seed)
+        base, ours = loop.runs(6), loop.runs(6)
+        worst = dict(sorted(base.items(), key=lambda run: -run[1]))
+        best = dict(sorted(ours.items(), key=lambda run: run[1]))
+        loop.path = tmp_path / f"{seed}"
+        got = loop.judge("a", base, ours).decision
+        loop.path = tmp_path / f"{seed} sorted"
+        assert loop.judge("a", worst, best).decision == got
+        assert got.evidence.runs == 4
+        differ += got != decide(Floor.of(loop.floor), [*worst.values()], [*best.values()])
+    assert differ == 20
+
+
 def test_runs_of_the_baseline_count_for_one_proposal(loop):
     base = loop.runs(4)
     loop.judge("a", base, loop.runs(4))

@@ -14,13 +14,15 @@ caller gives names, ids and values alone:
 - Runs of the baseline count for the proposal with which they were first given. Others are left out, which
   includes all runs from before a keep, and those of the kept candidate, which luck helped to choose.
 - A proposal that was to be run again when another was kept is not continued, since its baseline is gone.
+- If more runs are given than a look takes, the hashes of their ids choose: a table that is sorted by its
+  values would offer the best ones first.
 
-Not checked: that the runs are those of the configurations that they are said to be, all of them, and in the
-order in which they were made.
+Not checked: that the runs are those of the configurations that they are said to be, and all of them.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -225,14 +227,19 @@ def _same(judgements: Sequence[Judgement], name: str, content: str) -> list[Judg
 
 
 def _merged(side: str, own: Sequence[Judgement], given: Mapping[str, float]) -> dict[str, float]:
-    """Return a proposal's runs in the order in which they were first given; InputError if a value changed."""
-    merged = {run: value for each in own for run, value in getattr(each, side).items()}
+    """Return a proposal's runs by call and hash of the id; InputError if a value changed."""
+    merged = {run: value for each in own for run, value in _shuffled(getattr(each, side)).items()}
     for run, value in given.items():
         if run in merged and repr(merged[run]) != repr(float(value)):
             raise InputError(
                 [f"run {run!r} of the {side} has two values: {merged[run]!r} before, {float(value)!r} now"]
             )
-    return merged | {run: float(value) for run, value in given.items()}
+    return merged | {run: float(value) for run, value in _shuffled(given).items()}
+
+
+def _shuffled(runs: Mapping[str, float]) -> dict[str, float]:
+    """Return runs in an order that depends on their ids alone."""
+    return {run: runs[run] for run in sorted(runs, key=lambda run: sha256(run.encode()).digest())}
 
 
 def _refuse_shared(

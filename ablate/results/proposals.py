@@ -163,11 +163,9 @@ class History:
 
     def spread(self) -> tuple[float, int]:
         """Return the sum of squares within the baselines, and its degrees of freedom."""
-        groups = [values for values in self.baselines if len(values) > 1]
-        freedom = [len(values) - 1 for values in groups]
-        return sum(variance(values) * each for values, each in zip(groups, freedom, strict=True)), sum(
-            freedom
-        )
+        groups = [(values, fmean(values)) for values in self.baselines if len(values) > 1]
+        squares = math.fsum((value - mean) ** 2 for values, mean in groups for value in values)
+        return squares, sum(len(values) - 1 for values, _ in groups)
 
 
 @dataclass(frozen=True)
