@@ -12,13 +12,8 @@ NAMED = set(re.findall(r"(?<![\w/.-])[\w./-]+\.(?:py|md|toml|txt)\b", PAGE))
 """Files that the page names, from the folder of their row or from the root."""
 SIBLINGS = {
     "export target": (
-        r"\btorchtitan\b",  # and the reader of its logs
-        "ablate/recipes/targets/torchao.py tests/support/own_command/stack.py docs/use/command_workload.md"
-        " docs/learn/first_hour.md docs/use/judge.md"
-        " ablate/training/log_readers/torchtitan.py ablate/training/log_readers/__init__.py"
-        " ablate/training/workloads/command.py ablate/cli/judge.py"
-        " ablate/execution/foreign/log_files.py tests/support/foreign_files.py"
-        " tests/test_foreign_sources.py tests/test_log_readers.py tests/workloads/test_command.py",
+        r"\bbridge\b",
+        "ablate/recipes/targets/megatron.py",
     ),
     "preset": (r"\bmicrosoft_fp4\b", ""),
     "workload": (

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ablate.cli.common import console
+from ablate.cli.init_stacks import STACKS
 from ablate.errors import InputError
 from ablate.experiment.load import sweep_name
 
@@ -98,13 +99,31 @@ def init(
     training: Annotated[
         bool, typer.Option("--training", help="Also write a training file of your own, NAME_train.py.")
     ] = False,
+    torchtitan: Annotated[
+        bool, typer.Option("--torchtitan", help="Sweep a job of torchtitan, which NAME_job.sh starts.")
+    ] = False,
+    megatron: Annotated[
+        bool, typer.Option("--megatron", help="Sweep a job of Megatron-LM, which NAME_job.sh starts.")
+    ] = False,
+    hf: Annotated[
+        bool, typer.Option("--hf", help="Sweep a script with transformers' Trainer, NAME_train.py.")
+    ] = False,
     folder: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
 ) -> None:
     """Write NAME.yaml, a commented experiment to start from. Existing files are never overwritten."""
     sweep_name(Path(f"{name}.yaml"))
+    chosen = [stack for stack, on in (("torchtitan", torchtitan), ("megatron", megatron), ("hf", hf)) if on]
+    if len(chosen) + training > 1:
+        named = [*chosen, *(["training"] if training else [])]
+        raise InputError([f"--{' and --'.join(named)} write different files; give one of them"])
     files = {f"{name}.yaml": experiment_text(name, training)} | (
         {f"{name}_train.py": _TRAINING} if training else {}
     )
+    if chosen:
+        if not name.translate(str.maketrans("-_.", "aaa")).isalnum() or not name.isascii():
+            why = "is part of the job's command; use letters, digits, '-', '_' and '.'"
+            raise InputError([f"{name!r}: the name {why}"])
+        files = STACKS[chosen[0]].files(name)
     if existing := [
         f"{folder / file}: exists already; give another name" for file in files if (folder / file).exists()
     ]:

@@ -1,8 +1,7 @@
-"""A toy training stack that knows nothing of ablate: it reads the override that torchtitan would import."""
+"""A toy training stack that knows nothing of ablate: it reads torchtitan's override, and prints its lines."""
 
 import argparse
 import importlib.util
-import json
 import re
 import time
 from pathlib import Path
@@ -26,6 +25,8 @@ start = int(state.read_text()) if state.exists() else 0
 print(f"converted {len(blocks)} blocks, from step {start}", flush=True)
 for step in range(start + 1, asked.steps + 1):
     loss = 4 - asked.lr * step + 0.01 * len(blocks) + 0.001 * ((7 * asked.seed + 3 * step) % 5)
-    print(json.dumps({"step": step, "train/loss": loss, "val/loss": loss}), flush=True)
+    rest = "memory:  2.11GiB(2.67%)  tps: 9,871"
+    print(f"step: {step:2}  loss: {loss:8.5f}  grad_norm:  1.8123  {rest}  tflops: 1.02  mfu: N/A")
+    print(f"validate step: {step:2}  loss: {loss:8.5f}  {rest}", flush=True)
     state.write_text(str(step))
     time.sleep(asked.seconds)
