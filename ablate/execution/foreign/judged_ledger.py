@@ -387,14 +387,10 @@ def _fill(ledger: Ledger, name: str, chosen: Chosen, question: Question) -> None
     metric = chosen.metric
     others = [arm for arm in dict.fromkeys(run.arm for run in chosen.runs) if arm != question.against]
     what = others[0] if len(others) == 1 else f"any of {len(others)} arms"
-    ledger.describe(
-        name=name,
-        question=f"Does {what} differ from {question.against} by {metric.name}?",
-        interval="t",
-        ended="done",
-        metric=metric.model_dump_json(),
-        metrics=f'["{metric.name}"]',
-    )
+    facts = ledger.facts
+    facts.name, facts.interval, facts.ended = name, "t", "done"
+    facts.question = f"Does {what} differ from {question.against} by {metric.name}?"
+    facts.metric, facts.metrics = metric, [metric.name]
     numbers = {question.against: ledger.add_arm(question.against, {}, None, None, "baseline")}
     for arm in others:
         numbers[arm] = ledger.add_arm(arm, {}, numbers[question.against], None)
