@@ -249,6 +249,7 @@ def test_a_trial_that_is_ended_anywhere_goes_on_as_if_undisturbed(tmp_path):
         assert own(run(spec, store, store.begin(spec.id), OFTEN, points)) == alone
 
 
+@pytest.mark.slow
 def test_a_trial_whose_trunks_states_were_removed_or_damaged_trains_the_trunk_again(tmp_path):
     spec, generator = trial(tmp_path), random.Random(0)
     points = Family([spec]).points(spec)
@@ -506,6 +507,7 @@ def test_arms_that_train_other_windows_are_refused_together(tmp_path):
         assert any("train other windows" in text for text in found), (knob, found)
 
 
+@pytest.mark.slow
 def test_a_position_between_two_that_are_there_raises_no_alarm_and_gives_what_a_fresh_start_gives(
     tmp_path, capfd
 ):

@@ -18,7 +18,7 @@ OWN_COMMAND = Path(__file__).parent / "own_command"
 
 SMALL = {
     "gpt": lambda folder: Gpt(
-        **(SHAPE | {"data": shards(folder), "steps": 8, "eval_every": 4, "accumulate": 2})
+        **(SHAPE | {"data": shards(folder), "steps": 6, "eval_every": 3, "accumulate": 2})
     ),
     "mae": lambda folder: Mae(
         data="digits",

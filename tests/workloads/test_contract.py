@@ -46,7 +46,7 @@ MORE = (
 )
 """Families that a record may have beside METRICS."""
 OSCILLATION = {
-    "osci_reset": Weights(osci_reset=OsciReset(start=0.0, period=4, window=3, threshold=1.0)),
+    "osci_reset": Weights(osci_reset=OsciReset(start=0.0, period=3, window=2, threshold=1.0)),
     "q_ema": Weights(q_ema=QEma(start=2)),
     "q_ramping": Weights(q_ramping=QRamping(period=4, window=3)),
 }
@@ -341,7 +341,7 @@ def test_a_resumed_trial_is_the_uninterrupted_one_bit_for_bit(
 ):
     whole = uninterrupted(trained, recipe)
     workload, recipe = SMALL[trained](folder), recipe_of(recipe)
-    at = {"gpt": 5}.get(trained, 2)
+    at = {"gpt": 4}.get(trained, 2)
     first = run(workload, recipe, checkpoints=Checkpoints(tmp_path / "c.pt", "trial", 0))
     taken = [next(first) for _ in range(at + 1)][
         :at
