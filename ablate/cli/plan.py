@@ -122,7 +122,9 @@ def _computation(experiment: Experiment, device: str) -> Iterator[str]:
     """Yield lines on how trials are computed: forks, engine, ranks, products, layers and memory."""
     if experiment.keys.design and (first := experiment.forks(experiment.arms[0])):
         yield f"\nForks: {one_line(_windows(first))}."
-    if experiment.engine_why:
+    if stacks := experiment.base.config.stacks:
+        yield f"\nRecipes: each arm's is exported to {' and '.join(stacks)}, and read back."
+    elif experiment.engine_why:
         yield f"\nEngine: {experiment.engine} (auto), since {experiment.engine_why}."
     elif experiment.engine != "emulated":
         yield f"\nEngine: {experiment.engine}{library(experiment.engine)}."

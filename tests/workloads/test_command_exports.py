@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.cases import every
-from support.commands import INLINE
+from support.commands import INLINE, here
 from support.experiments import end, start, sweep, values
 from support.workloads import OWN_COMMAND
 
@@ -252,6 +252,16 @@ def test_a_plan_names_the_arms_that_a_stack_cannot_express_at_their_place(
         load(experiment(tmp_path, workload, **lines), device="cpu")
     for sentence in sentences:
         assert any(re.search(sentence, str(each)) for each in error.value.problems), str(error.value)
+
+
+@pytest.mark.parametrize(("words", "told"), [("{export:torchtitan}", True), ("", False)])
+def test_a_plan_says_which_stack_computes_the_recipes(words, told, tmp_path):
+    """Not an engine of this package."""
+    more = "export: {blocks: 8}" if told else "steps: 3"
+    done = here("plan", experiment(tmp_path, run_of(words, more)), "--state", tmp_path / "state")
+    assert done.returncode == 0, done.stderr
+    assert ("exported to torchtitan, and read back" in done.stdout) is told
+    assert ("Engine: " in done.stdout) is not told
 
 
 @every(stack=INIT_STACKS)

@@ -116,6 +116,11 @@ class Workload(Spec):
         return frozenset()
 
     @property
+    def stacks(self) -> tuple[str, ...]:
+        """Return the training stacks that recipes are exported to; empty if an engine computes them."""
+        return ()
+
+    @property
     def own_checkpoint(self) -> str | None:
         """Return the file or folder of weights that own code starts from; None if there are none."""
         return None

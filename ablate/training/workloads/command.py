@@ -144,7 +144,7 @@ class Command(OwnCode):
 
     def _export_problems(self, unfit: str | None) -> Iterator[tuple[str, str]]:
         """Yield why the options of exports cannot be used. `unfit`: why `run` cannot be run, if it cannot."""
-        if not unfit and not self._stacks and self.export != ExportOptions():
+        if not unfit and not self.stacks and self.export != ExportOptions():
             yield "export", "has no effect, since run has no {export:NAME} with the name of a training stack"
         try:
             _ = self.linear_layers
@@ -206,10 +206,10 @@ class Command(OwnCode):
         left_out = {"folder", "sources", "data", "metrics", "log_every", "export"}
         read = {} if self.metrics in _JSON_LINES else {"metrics": self.canonical()["metrics"]}
         fields = self.canonical(left_out) | {"run": run} | read
-        if not self._stacks:
+        if not self.stacks:
             return fields
         layers: list[Json] = [f"{layer.block} {layer.name}" for layer in self.linear_layers]
-        exports: dict[str, Json] = {stack: STACKS[stack].version for stack in self._stacks}
+        exports: dict[str, Json] = {stack: STACKS[stack].version for stack in self.stacks}
         return fields | {"export": {"blocks": self.export.blocks, "layers": layers, "versions": exports}}
 
     def fingerprint(self) -> str:
@@ -237,7 +237,7 @@ class Command(OwnCode):
             yield from lost.reasons
 
     @property
-    def _stacks(self) -> tuple[str, ...]:
+    def stacks(self) -> tuple[str, ...]:
         """Return the names of the training stacks in `run`, each once."""
         named = (stack for token in shlex.split(self.run) for stack in stacks_in(token)[0])
         return tuple(dict.fromkeys(named))
@@ -265,7 +265,7 @@ class Command(OwnCode):
                 words += options.get(stacks[0], ()) if alone else [token.format_map(texts)]
             return words
 
-        return with_exports(self._stacks, recipe, self.export, self.linear_layers, folder, fill)
+        return with_exports(self.stacks, recipe, self.export, self.linear_layers, folder, fill)
 
     def compute(self, run: TrialRun) -> Iterator[Record]:
         """Run the command, and yield a Record for each step of which it logged something."""
@@ -296,7 +296,7 @@ class Command(OwnCode):
                 "checkpoint": str(places["checkpoint"]),
             }
             exports = self.exported(run.recipe, values, artifacts / PLACEHOLDER)
-            write(exports, self._stacks)
+            write(exports, self.stacks)
             metrics = own / "metrics.jsonl"
             variables: dict[str, str | None] = {
                 f"ABLATE_{name.upper()}": value for name, value in values.items()
@@ -307,7 +307,7 @@ class Command(OwnCode):
             )
             parsed = CommandRecords(
                 None if run.recipe.plain else recipe_hash(content),
-                bool(self._stacks),
+                bool(self.stacks),
                 self.metrics == "stdout",
                 self.steps,
                 self.tokens_per_step,
