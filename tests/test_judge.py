@@ -18,6 +18,8 @@ from ablate.errors import InputError
 from ablate.execution.foreign.answer import judge
 from ablate.execution.foreign.judged_ledger import Question, write_ledger
 from ablate.execution.foreign.run import ForeignRun
+from ablate.experiment.schema import Metric
+from ablate.reports.figures.curves import gap_curve
 from ablate.results.comparisons import Comparisons
 from ablate.results.headline import headline_of
 from ablate.results.intervals import SINGLE_LOOK
@@ -236,6 +238,17 @@ def test_runs_of_unequal_length_have_no_verdict(tmp_path):
     with closing(judged_ledger(tmp_path, runs_of({"bf16": 100, "nvfp4": 80}))) as ledger:
         assert {arm.verdict.reason for arm in summaries(ledger)} == {"length", "baseline"}
         assert "ended at an earlier step" in headline_of(Comparisons(ledger)).text
+
+
+@pytest.mark.parametrize(("shift", "drawn"), [(0, True), (2, False)])
+def test_a_curve_of_gaps_has_the_pairs_of_the_verdicts_alone(shift, drawn, tmp_path):
+    runs = [
+        ForeignRun(**vars(run) | {"seed": run.seed + shift * (run.arm == "nvfp4")})
+        for run in runs_of({"bf16": 100, "nvfp4": 100})
+    ]
+    with closing(judged_ledger(tmp_path, runs)) as ledger:
+        assert [arm.gap.sides is None for arm in summaries(ledger) if arm.gap] == [drawn]
+        assert (gap_curve(frame(ledger), Metric()) is not None) == drawn
 
 
 def test_a_run_that_ends_with_nan_has_diverged(tmp_path):

@@ -170,7 +170,11 @@ def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[s
 
 
 def _lost(identity: str | None, experiment: Experiment, points: Points) -> list[str]:
-    lost = ["failed trials and their reasons (they run again)", "members that the file names no more"]
+    lost = [
+        "failed trials and their reasons (they run again)",
+        "members that the file names no more",
+        "runs that `ablate judge --into` added",
+    ]
     if experiment.keys.search and not points:
         lost.append(
             "the points of the search (its journal has none; it restarts, and reuses finished trials)"

@@ -10,6 +10,7 @@ from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 
+from ablate.experiment.roles import ELSEWHERE
 from ablate.experiment.schema import Metric, Published
 from ablate.reports.figures import tables
 from ablate.reports.figures.style import (
@@ -117,7 +118,21 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
 
 
 def _gaps(selected: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of arms with their value minus the baseline's at the same seed and step."""
+    """Return rows of arms with their value minus the baseline's at the same seed and step.
+
+    Arms that are compared unpaired are left out: their seeds are not the baseline's.
+    """
+    seeds = selected.groupby(["sweep", "arm"], observed=True)["seed"].agg(set).to_dict()
+    compared = selected[["sweep", "arm", "baseline"]].drop_duplicates().dropna()
+    unpaired = {
+        (sweep, arm)
+        for sweep, arm, base in compared.itertuples(index=False)
+        for own, other in [(seeds[sweep, arm], seeds.get((sweep, base), set()))]
+        if arm.startswith(ELSEWHERE) or not (own <= other or other <= own)
+    }
+    if unpaired:
+        kept = [key not in unpaired for key in zip(selected["sweep"], selected["arm"], strict=True)]
+        selected = selected[kept]
     key = ["sweep", "baseline", "seed", "step"]
     level = selected[["sweep", "arm", "seed", "step", "value"]].rename(
         columns={"arm": "baseline", "value": "level"}
