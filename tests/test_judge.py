@@ -4,20 +4,23 @@ import csv
 import json
 import math
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
-from support import made_up
+from support import foreign_files, made_up
 from support.commands import INLINE, here
 from support.experiments import tiny
 
 import ablate
 from ablate.errors import InputError
 from ablate.execution.foreign.answer import judge
+from ablate.execution.foreign.columns import Columns
 from ablate.execution.foreign.judged_ledger import Question, write_ledger
 from ablate.execution.foreign.run import ForeignRun
+from ablate.execution.foreign.sources import read
 from ablate.experiment.schema import Metric
 from ablate.reports.figures.curves import gap_curve
 from ablate.results.comparisons import Comparisons
@@ -125,6 +128,49 @@ def test_records_of_a_sweep_in_a_table_have_the_sweeps_own_numbers(tmp_path):
         )  # fmt: skip
         assert (again.verdict.kind, again.verdict.reason) == (arm.verdict.kind, arm.verdict.reason)
         assert again.verdict.p == pytest.approx(arm.verdict.p, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", foreign_files.SOURCES)
+def test_every_format_of_the_same_runs_has_the_same_numbers(name, tmp_path, monkeypatch):
+    """Three arms of four seeds, by the metric that all formats have, beside a ledger that holds the values themselves."""
+    draw = np.random.default_rng(9)
+    arms, seeds = {"bf16": 0.0, "nvfp4": 0.02, "mxfp4": 0.2}, range(4)
+    shifts = draw.normal(0, 0.1, 4)
+    truth = {
+        (arm, seed, metric, step): round(
+            float(3 + effect + shifts[seed] + draw.normal(0, 0.005) + 1 / step), 4
+        )
+        for metric in ("train/loss", "val/loss")
+        for arm, effect in arms.items()
+        for seed in seeds
+        for step in foreign_files.STEPS
+        if metric == "train/loss" or step % 20 == 0
+    }
+    monkeypatch.setattr(foreign_files, "ARMS", tuple(arms))
+    monkeypatch.setattr(foreign_files, "SEEDS", tuple(seeds))
+    monkeypatch.setattr(foreign_files, "TRUTH", truth)
+    files = foreign_files.SOURCES[name]()
+    foreign_files.write(files, tmp_path)
+    metric, last = ("val/loss", 40) if name == "csv, wide" else ("train/loss", 50)
+    kept = (
+        (lambda value: float(np.float32(value))) if name == "TensorBoard" else float
+    )  # its scalars are fp32
+    ledger = Ledger(tmp_path / "truth" / "ledger.db")
+    ledger.describe(metric=Metric(name=metric, min_effect=0.05).model_dump_json())
+    base = None
+    for arm in arms:
+        number = ledger.add_arm(arm, {}, base, None, "listed" if base else "baseline")
+        base = base or number
+        for seed in seeds:
+            made_up.member(ledger, number, seed, [(last, {metric: kept(truth[arm, seed, metric, last])})])
+    expected = {arm.name: (arm.values, arm.gap, arm.verdict.kind) for arm in summaries(ledger)}
+    ledger.close()
+    found = read([str(tmp_path / place) for place in files.places], Columns(**files.columns), logs=files.logs)
+    ended = [replace(run, status="done") for run in found.runs]  # those files of W&B have no end
+    write_ledger(tmp_path, "runs", ended, Question("bf16", metric, 0.05), found.said, files.places)
+    with closing(Ledger(tmp_path / "sweeps" / "runs" / "ledger.db", readonly=True)) as judged:
+        assert {arm.name: (arm.values, arm.gap, arm.verdict.kind) for arm in summaries(judged)} == expected
+    assert [kind for _, _, kind in expected.values()] == ["unjudged", "equivalent", "worse"]
 
 
 def test_python_and_the_command_agree(tmp_path):
