@@ -10,7 +10,6 @@ metric of the file, with a log axis of its own. Colours and shapes are the verdi
 Holm within a metric. The statistics are those of `results.log_ratios`.
 """
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from ablate.reports.drawn import Axis
 from ablate.reports.effect_table import by_seed
 from ablate.reports.plain_text import html_text, inline
 from ablate.reports.table import Cell, Column, Html, Table, only
+from ablate.results.attribution import shown_value
 from ablate.results.comparisons import Comparisons
 from ablate.results.log_ratios import Change, ratio
 from ablate.results.number_text import counted, minus, number, percent_texts
@@ -82,9 +82,10 @@ def _rows(sweep: Comparisons, shown: Sequence[ArmSummary]) -> list[_Row]:
         if not found:
             continue
         inside = {knob: knobs.get(knob) for knob in levels if knob not in kinds} if kinds else {}
-        group = ", ".join(f"{knob.removeprefix('workload.')}: {_said(knobs.get(knob))}" for knob in kinds)
+        names = ((knob.removeprefix("workload."), shown_value(knobs.get(knob))) for knob in kinds)
+        group = ", ".join(map(": ".join, names))
         group += f" against {arms[name].baseline}" if kinds else ""
-        label = ", ".join(f"{knob} {_said(value)}" for knob, value in inside.items()) or name
+        label = ", ".join(f"{knob} {shown_value(value)}" for knob, value in inside.items()) or name
         rows.append(_Row(group, label, found, arms[name], name == asked))
     order = {group: number for number, group in enumerate(dict.fromkeys(row.group for row in rows))}
     # NaN, a refused change, has no order: such rows stand last.
@@ -99,10 +100,6 @@ def _group(group: str) -> Html:
 
 def _last_without(value: float) -> tuple[bool, float]:
     return math.isnan(value), 0.0 if math.isnan(value) else value
-
-
-def _said(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _columns(n: int, metric: Metric, axis: Axis, coloured: bool) -> list[Column[_Row]]:

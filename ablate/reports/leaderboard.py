@@ -105,7 +105,7 @@ def collect(sweeps: list[Path]) -> tuple[list[Entry], list[str]]:
         except (KeyError, ValueError) as error:  # a database with tables of the same names, but other content
             unreadable.append(
                 f"{folder / 'ledger.db'}: left out: no ledger of a sweep "
-                f"({type(error).__name__}: {_line(error)})"
+                f"({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
             )
     titles = _titles({entry.task: (entry.workload, tasks[entry.task]) for entry in entries})
     entries = [replace(entry, workload=titles[entry.task]) for entry in entries]
@@ -117,10 +117,6 @@ def document(entry: Entry) -> dict[str, object]:
     return {key: value for key, value in vars(entry).items() if key != "verdict"} | {
         "verdict": verdict_document(entry.verdict)
     }
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:

@@ -81,17 +81,16 @@ def _damage(
     arm: ArmSummary, own: Mapping[str, Mapping[int, float]], high: Mapping[str, Mapping[int, float]]
 ) -> Damage:
     assert arm.baseline is not None
-    cast = {name: _minus(own[name], high[name]) for name in (arm.name, arm.baseline)}
+    cast = {
+        name: {seed: value - high[name][seed] for seed, value in own[name].items()}
+        for name in (arm.name, arm.baseline)
+    }
     return Damage(
         arm.name,
         sharpened(paired_difference(own[arm.name], own[arm.baseline], arm.interval), arm.view),
         paired_difference(cast[arm.name], cast[arm.baseline], arm.interval),
         paired_difference(high[arm.name], high[arm.baseline], arm.interval),
     )
-
-
-def _minus(one: Mapping[int, float], other: Mapping[int, float]) -> dict[int, float]:
-    return {seed: value - other[seed] for seed, value in one.items()}
 
 
 def correlation(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Correlation:

@@ -94,16 +94,11 @@ def late_changes(ledger: Ledger) -> Iterator[tuple[str, Registration]]:
             if (
                 entry.finished == entry.trials and not search
                 if before is None
-                else _changed(before, entry, part)
+                else getattr(before, part) not in ("", getattr(entry, part))
             )
         ]
         if late:
             yield part, late[-1]
-
-
-def _changed(before: Registration, entry: Registration, part: str) -> bool:
-    """Return True if a part differs from that of the registration before, which has recorded it too."""
-    return getattr(before, part) not in ("", getattr(entry, part))
 
 
 def registered_text(ledger: Ledger) -> str:

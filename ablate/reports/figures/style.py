@@ -108,7 +108,7 @@ class Picture:
         """
         folder.mkdir(parents=True, exist_ok=True)
         safe = self.data.rename(columns=csv_cell).apply(
-            lambda column: column.map(csv_cell) if _textual(column) else column
+            lambda column: column if pd.api.types.is_numeric_dtype(column) else column.map(csv_cell)
         )
         csv = safe.to_csv(index=False, float_format="%.9g", lineterminator="\n")
         (folder / f"{self.name}.csv").write_text(csv, encoding="utf-8")
@@ -268,11 +268,6 @@ def plain(text: str) -> str:
     """Return text that is drawn literally: `$` starts no formula, and no character breaks the XML of an
     SVG. Negative numbers have a minus sign."""
     return with_minus(printable(text)).replace("$", r"\$")
-
-
-def _textual(column: pd.Series) -> bool:
-    """Return True if the cells of a column may be text."""
-    return not pd.api.types.is_numeric_dtype(column)
 
 
 def label(text: str, width: int = 34, lines: int = 2) -> str:
