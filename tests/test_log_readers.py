@@ -10,6 +10,7 @@ import re
 import pytest
 
 from ablate.training.log_readers import OPTIONS, READERS, Unreadable, open_reader
+from ablate.training.log_readers.hf import state_records
 
 TITAN = "[titan] 2026-11-27 19:01:05,729 - root - INFO - "
 TORCHTITAN = {
@@ -224,3 +225,36 @@ def test_a_format_that_cannot_be_read_is_refused(form, sentence):
 
 def test_every_reader_is_among_these_tests():
     assert {*READERS, *OPTIONS} == {*WHOLE, "lightning", "regex"}
+
+
+# --- damage that mutants found --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stack", "old", "new"),
+    [
+        ("torchtitan", "11.93051", "3,5"),
+        ("torchtitan", "11.93051", "11.9"),
+        ("megatron", "lm loss: 8.500000E+00", "lm loss: :.500000E+00"),
+        ("megatron", "lm loss:", "lm lgss:"),
+        ("hf", "'2.5'", "'2,5'"),
+    ],
+)
+def test_a_damaged_loss_is_not_read_as_another_number(stack, old, new):
+    line = WHOLE[stack].replace(old, new)
+    assert line != WHOLE[stack]
+    with pytest.raises(Unreadable):
+        open_reader(FORMS[stack])(line)
+
+
+def test_rows_before_the_header_of_lightning_end_the_reading():
+    reader = open_reader("lightning")
+    for line in ("0,9,2.5,", "epoch,step,train_loss,val_loss", "0,19,2.25,"):
+        with pytest.raises(Unreadable):
+            reader(line)
+
+
+@pytest.mark.parametrize("step", ["1e999", "10.5", "-10", "null", '"10"'])
+def test_a_state_whose_step_is_not_a_whole_number_is_refused(step):
+    with pytest.raises(Unreadable, match="trainer_state"):
+        [*state_records(f'{{"log_history": [{{"loss": 2.5, "step": {step}}}]}}')]

@@ -81,6 +81,7 @@ OTHERS = {
     "python benchmarks/validity.py": "test_fork_benchmarks.py",
     "python benchmarks/fork_designs.py": "test_fork_benchmarks.py",
     "python benchmarks/fuzz_yaml.py": "test_fuzz.py",
+    "python benchmarks/fuzz_runs.py": "test_foreign_sources.py",
     "python benchmarks/gpu_estimates.py": "test_gpu_estimates.py",
     "python benchmarks/simulated_truth.py": "test_simulated_truth.py",
     "python benchmarks/gate_loops.py": "test_proposals.py",
@@ -262,7 +263,7 @@ def test_what_a_make_target_calls_is_there(target):
     assert calls or target in ("test", "test-fast", "lint", "clean")
 
 
-@pytest.mark.parametrize("script", ["peers.py", "platform_costs.py", "fuzz_yaml.py"])
+@pytest.mark.parametrize("script", ["peers.py", "platform_costs.py", "fuzz_yaml.py", "fuzz_runs.py"])
 def test_a_benchmark_starts(script):
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--help"]
     done = subprocess.run(

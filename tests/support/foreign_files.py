@@ -325,11 +325,13 @@ def result(files: Files, folder: Path) -> tuple[dict[Key, float], list[str]]:
         for run in found.runs
         for metric, series in run.records.items()
         for step, value in series.items()
-        if not metric.startswith(_BESIDE) and metric not in ("grad/norm", "train/lr", "lr", "width")
+        if not metric.startswith(_BESIDE) and metric not in NOT_COMPARED
     }
     return values, found.said
 
 
+NOT_COMPARED = ("grad/norm", "train/lr", "lr", "width", "grad_norm", "epoch", "_runtime")
+"""Columns and metrics beside the two that all sources have."""
 _BESIDE = ("throughput/", "val/throughput/", "train/samples", "train/skipped", "train/nan", "val/perplexity")
 
 

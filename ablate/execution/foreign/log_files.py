@@ -33,7 +33,8 @@ def read_log(path: Path, fields: Mapping[str, str], logs: str, said: list[str]) 
         raise InputError([f"--logs {one_line(logs)}: {error}"]) from None
     points = Points(str(path), in_time=True)
     damaged: list[tuple[int, str]] = []
-    lines = content(path).decode(errors="replace").split("\n")
+    decoded = text(path) if logs == "lightning" else content(path).decode(errors="replace")
+    lines = decoded.split("\n")
     last = lines.pop()
     records = 0
     for number, line in enumerate(lines, 1):
@@ -42,7 +43,9 @@ def read_log(path: Path, fields: Mapping[str, str], logs: str, said: list[str]) 
         except Unreadable as error:
             damaged.append((number, str(error)))
             continue
-        if record is not None:
+        if record is not None and "\ufffd" in line:
+            damaged.append((number, "it is not UTF-8"))
+        elif record is not None:
             records += 1
             _add(points, number, record)
     if last.strip() and _of_metrics(reader, last):

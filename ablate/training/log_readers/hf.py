@@ -129,7 +129,9 @@ def state_records(text: str) -> Iterator[LogRecord]:
         for entry in history:
             fields = {name: value for name, value in entry.items() if not isinstance(value, bool)}
             if metrics := _metrics({name: repr(value) for name, value in fields.items()}):
-                yield LogRecord(int(fields["step"]), metrics)
+                if type(fields["step"]) is not int or fields["step"] < 0:
+                    raise ValueError(f"the step {fields['step']!r} is not a whole number")
+                yield LogRecord(fields["step"], metrics)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Unreadable(f"this is not a trainer_state.json: {type(error).__name__}: {error}") from None
 

@@ -25,6 +25,7 @@ class MetricsRows:
 
     def __init__(self) -> None:
         self._names: list[str] | None = None
+        self._broken = False
 
     def __call__(self, line: str) -> LogRecord | None:
         """Return the record of a row; None for the header, and for an empty line.
@@ -32,6 +33,8 @@ class MetricsRows:
         Raises:
             Unreadable: it is not such a row, or is cut.
         """
+        if self._broken:
+            raise Unreadable("a row without a header")
         if not line.strip():
             return None
         try:
@@ -40,6 +43,7 @@ class MetricsRows:
             raise Unreadable(f"not a row of Lightning's metrics.csv: {error}") from None
         if self._names is None:
             if "step" not in cells or len({*cells}) < len(cells):
+                self._broken = True
                 raise Unreadable(f"not the header of Lightning's metrics.csv; {PROGRESS_BAR}")
             self._names = cells
             return None

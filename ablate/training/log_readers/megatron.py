@@ -11,6 +11,7 @@ and left out. The last evaluation, `on validation set`, draws other batches than
 and is `final_val/loss`; `on test set` is `test/loss`. Refused is a line that does not end in `|`.
 """
 
+import difflib
 import math
 import re
 
@@ -55,7 +56,7 @@ def read(line: str) -> LogRecord | None:
         raise Unreadable(f"Megatron's line of iteration {step} is cut")
     metrics: dict[str, float] = {}
     for field in body.removesuffix("|").split("|"):
-        name, colon, text = (part.strip() for part in field.rpartition(":"))
+        name, colon, text = (part.strip() for part in field.partition(":"))
         if not colon or name in _LEFT_OUT:
             continue
         try:
@@ -70,6 +71,8 @@ def _training(fields: dict[str, float]) -> dict[str, float]:
         _OURS.get(name) or (metric_name(name) if name == "lm loss" else f"train/{_word(name)}"): value
         for name, value in fields.items()
     }
+    if "lm loss" not in fields and difflib.get_close_matches("lm loss", fields, n=1, cutoff=0.8):
+        raise Unreadable("the name of the loss in Megatron's line is damaged")
     skipped = metrics.get("train/skipped_iterations", 0.0)
     if skipped and metrics.get("train/loss") == 0.0:
         del metrics["train/loss"]

@@ -8,6 +8,7 @@ in the number, nothing shows that it was cut. Pipeline stages before the last pr
 do not have: such lines are left out. Refused is a line that begins as these do and ends elsewhere.
 """
 
+import math
 import re
 
 from ablate.training.log_readers.lines import LogRecord, Unreadable, number
@@ -22,6 +23,10 @@ _NAMES = {
     "mfu": "throughput/mfu_percent",
 }
 _WORDS = ("step: ", "loss: ", "grad_norm: ", "memory: ", "tps: ", "tflops: ", "mfu: ")
+_GROUPED = ("tps", "tflops")
+"""Fields with commas between thousands."""
+_DECIMALS = 4
+"""Fewest decimals of a loss, in any version of torchtitan."""
 _NOT_HERE = -1.0
 """Loss on a pipeline stage that does not compute it."""
 
@@ -45,7 +50,9 @@ def read(line: str) -> LogRecord | None:
         if name == "mfu" and not text.endswith("%"):
             raise Unreadable(f"torchtitan's line of step {begin[2]} is cut: its mfu has no percent sign")
         try:
-            value = number(text.removesuffix("%").replace(",", ""))
+            value = number(text.removesuffix("%").replace(",", "" if name in _GROUPED else ","))
+            if name == "loss" and math.isfinite(value) and len(text.partition(".")[2]) < _DECIMALS:
+                raise ValueError(f"{text[:60]!r} has fewer than {_DECIMALS} decimals")
         except ValueError as error:
             raise Unreadable(f"torchtitan's line of step {begin[2]}: {name}: {error}") from None
         if name == "loss" and value == _NOT_HERE:
