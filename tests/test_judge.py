@@ -303,6 +303,16 @@ def test_a_run_that_ends_with_nan_has_diverged(tmp_path):
         assert headline_of(Comparisons(ledger)).sentence.startswith("No answer")
 
 
+def test_a_nan_of_another_metric_is_said(tmp_path):
+    runs = runs_of({"bf16": 100, "nvfp4": 100})
+    bad = {"train/loss": {10: 3.0, 20: math.nan, 30: 3.1}}
+    runs[5] = replace(runs[5], records={**runs[5].records, **bad})
+    with closing(judged_ledger(tmp_path, runs)) as ledger:
+        found = {check.text: check.kind for check in headline_of(Comparisons(ledger)).checks}
+    assert found["non-finite values in 1 run"] == "warning"
+    assert "no NaN, no divergence" not in found
+
+
 def test_what_differs_between_arms_is_said(tmp_path):
     runs = runs_of({"bf16": 100, "nvfp4": 100})
     runs = [
@@ -337,7 +347,7 @@ def test_reruns_of_one_configuration_are_described_and_not_compared(seeds, tmp_p
         [row["val/loss"] for row in rows if row["recipe"] == "again" and row["step"] == 20], ddof=1
     )
     assert f"Note: 6 reruns of one configuration vary by {spread:.2g} (standard deviation)" in asked.stdout
-    assert ("nvfp4 by" in asked.stdout) == (seeds == 1)
+    assert ("nvfp4's difference is" in asked.stdout) == (seeds == 1)
     assert "again " not in asked.stdout
 
 
@@ -481,6 +491,53 @@ def test_a_gate_keeps_discards_and_asks_for_runs_by_its_exit_status(tmp_path):
     shortened = loop(tmp_path, "four", {"base": 0, "mix": 0.2}, first=300)
     assert shortened.returncode == 2
     assert "loop.jsonl" in shortened.stderr
+
+
+def test_a_run_counts_once_whatever_its_file_is_called(tmp_path):
+    """Two runs a side, then the same and two more in another file: four a side, as the sentence says."""
+    draw = np.random.default_rng(4)
+
+    def rows(arm: str, mean: float, seeds: range) -> list[dict]:
+        return [
+            {"arm": arm, "seed": seed, "step": step, "loss": mean + draw.normal(0, 0.01)}
+            for seed in seeds
+            for step in (10, 20, 30)
+        ]
+
+    first = rows("base", 3, range(2)) + rows("cand", 2.98, range(2))
+    grown = first + rows("base", 3, range(2, 4)) + rows("cand", 2.98, range(2, 4))
+    words = ("--gate", "--history", tmp_path / "loop.jsonl", "--against", "base", "--metric", "loss=loss")
+    begun = rows_of(tmp_path / "a.csv", first + rows("again", 3, range(20)))
+    assert here("judge", begun, *words, "--floor", "again").returncode == 4
+    said = here("judge", rows_of(tmp_path / "b.csv", grown), *words, "--floor", "again").stdout
+    last = {
+        arm: [row["loss"] for row in grown if row["arm"] == arm and row["step"] == 30]
+        for arm in ("base", "cand")
+    }
+    assert f"gain {np.mean(last['base']) - np.mean(last['cand']):.4g} over 4 runs each" in said
+    earlier = [row | {"arm": "third" if row["arm"] == "cand" else row["arm"]} for row in grown]
+    other = here("judge", rows_of(tmp_path / "c.csv", earlier), *words)
+    assert other.returncode == 2
+    assert "was given with another proposal" in other.stderr
+
+
+def test_a_crashed_run_is_left_out_and_its_rerun_counts(tmp_path):
+    rows = [
+        row | {"State": "finished", "Name": f"{row['recipe']}-{row['seed']}"}
+        for row in table({"bf16": 0, "nvfp4": 1}, steps=(10,))
+    ]
+    rows = [{name: value for name, value in row.items() if name != "step"} for row in rows]
+    rows += [rows[0] | {"State": "crashed", "Name": "early", "val/loss": ""}]
+    rows += [rows[7] | {"State": "crashed", "Name": "late", "val/loss": 9.0}]
+    rows += [rows[8] | {"State": "crashed", "Name": "alone", "seed": 7, "val/loss": 9.0}]
+    place = rows_of(tmp_path / "runs.csv", rows)
+    asked = here("judge", place, "--against", "bf16", "--no-report", "--state", tmp_path)
+    assert asked.returncode == 0, asked.stderr
+    assert "10 of 10 runs finished" in asked.stdout
+    assert "alone" in next(line for line in asked.stdout.splitlines() if line.startswith("Mind:"))
+    assert "Worse. nvfp4 instead of bf16 raises" in asked.stdout
+    listed = here("show", "--state", tmp_path)
+    assert "runs from elsewhere: val/loss" in listed.stdout, listed.stderr
 
 
 def test_other_runs_under_a_decided_proposals_name_are_refused(tmp_path):

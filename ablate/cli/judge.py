@@ -39,9 +39,12 @@ class ReadingFlags:
     name: Annotated[
         str | None, typer.Option(help="Pattern of a run's name with arm and seed: {arm}-s{seed}.")
     ] = None
-    logs: Annotated[str | None, typer.Option(help="Format of logs: torchtitan, megatron, hf, lightning.")] = (
-        None
-    )
+    logs: Annotated[
+        str | None,
+        typer.Option(
+            help="Format of logs: torchtitan, megatron, hf:10 (logging_steps), lightning, regex:EXPRESSION."
+        ),
+    ] = None
 
     def read(self, places: list[str], metric: str | None) -> "Found":
         """Return the runs of all places; InputError for a column without a role."""

@@ -26,6 +26,7 @@ from ablate.results.paired_stats import Verdict
 from ablate.results.summary import summaries
 from ablate.results.verdict_text import verdict_document
 from ablate.store.checked_ledger import open_checked, refusal, unverified
+from ablate.store.judged import FOREIGN
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 from ablate.training.workloads import WORKLOADS
@@ -133,7 +134,11 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
         if not members.get(arm.name) or not members.get(arm.baseline):
             continue
         spec = dict(members[arm.baseline][0].resolved.content)
-        recipe, facts = _recipe(json.dumps(spec["recipe"])), _facts(spec, arm.baseline)
+        if FOREIGN in spec["workload"]:  # comparable within one judgement alone
+            recipe: Fields = {"arm": arm.baseline}
+            facts: Fields = {"judged as": name, "against": arm.baseline}
+        else:
+            recipe, facts = _recipe(json.dumps(spec["recipe"])), _facts(spec, arm.baseline)
         content = {key: value for key, value in facts.items() if key != "data"} | {
             "against": recipe
         }  # wherever the data lie
@@ -186,6 +191,8 @@ def _config(spec: Fields) -> tuple[str, Fields]:
 def _workload(spec: Fields) -> str:
     """Return name and, if it has one, size of a workload: `gpt 4x128, 300 steps`."""
     name, config = _config(spec)
+    if name == FOREIGN:
+        return "runs from elsewhere"
     model = config.get("model")
     if model and "steps" in config:
         model_name = model.get("model_type", "model") if isinstance(model, dict) else model

@@ -104,7 +104,7 @@ def scope_of(steps: Sequence[int], windows: Sequence[int], positions: int, trunk
         past = "the starting weights" if trunk == START else f"a {trunk} checkpoint"
         past = past if positions < 2 or trunk == START else f"{trunk} checkpoints"
         return f"over {counted(max(windows), 'step')} from {past}"
-    return f"after {counted(steps[0], 'step')}" if len(set(steps)) == 1 else ""
+    return f"after {counted(steps[0], 'step')}" if len(set(steps)) == 1 and steps[0] else ""
 
 
 def lead_of(verdicts: Sequence[Verdict], setting: Setting) -> str:

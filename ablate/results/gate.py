@@ -93,6 +93,9 @@ def _elsewhere(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
         yield Check("note", f"{names}: {judged.text}; unpaired, since they share no start with these runs")
         return
     yield Check("note", f"{judged.text}; question and min_effect were named when the results existed")
+    if judged.left_out:
+        more = f" and {len(judged.left_out) - 1} more" if len(judged.left_out) > 1 else ""
+        yield Check("warning", f"{judged.left_out[0]}{more}")
     if len(judged.times) > 1:
         first, last = judged.times[0], judged.times[-1]
         yield Check("warning", f"judged {len(judged.times)} times; first by {first.text}, now by {last.text}")
@@ -117,8 +120,10 @@ def _reruns(values: Sequence[float], arms: Sequence[ArmSummary]) -> Iterator[Che
     single = [arm for arm in arms if arm.gap is not None and arm.gap.pairs == 1]
     if single and spread:
         two = math.sqrt(2) * spread
-        named = [f"{arm.name} by {abs(arm.gap.mean) / two:.1f}" for arm in single if arm.gap is not None]
-        text += f"; two such runs differ by {two:.2g}, of which {', '.join(named[:_MOST_DIFFERING])}"
+        named = [
+            f"{arm.name}'s difference is {abs(arm.gap.mean) / two:.1f} of that" for arm in single if arm.gap
+        ]
+        text += f"; two such runs differ by {two:.2g}: {', '.join(named[:_MOST_DIFFERING])}"
     yield Check("note", text)
 
 
@@ -162,9 +167,11 @@ def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
         return None
     counts = [text for text in ledger.names().values() if parse(text).is_count]
     nans = {trial for text in counts for trial, value in ledger.largest(text).items() if value > 0}
+    judged = Judged.alone(ledger)
+    affected = judged.nonfinite if judged else len(nans)
     acted = len({(event.arm, event.seed) for event in ledger.events()})
-    if nans or acted:
-        words = [f"non-finite values in {counted(len(nans), 'run')}"] if nans else []
+    if affected or acted:
+        words = [f"non-finite values in {counted(affected, 'run')}"] if affected else []
         words += [f"a guard acted in {counted(acted, 'run')}"] if acted else []
         return Check("warning", "; ".join(words))
     return Check("passed", "no NaN, no divergence")

@@ -23,6 +23,7 @@ from ablate.results.number_text import counted, number
 from ablate.results.paired_stats import FEWEST_DISTINCT, Verdict
 from ablate.results.subject import subject
 from ablate.results.summary import ArmSummary, nothing_learned
+from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 
 # The object
@@ -298,6 +299,8 @@ def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str, list
         return NO_ANSWER, "every run diverged, and no arm has a finite value to compare.", []
     if sweep.one_seed:
         text = "no difference has an interval, so none can be told from chance. Nothing is claimed."
+        if Judged.alone(sweep.ledger):
+            text = text.replace("Nothing is claimed", f"Run {FEWEST_DISTINCT} or more of each arm")
         return "One seed per arm:", text, []
     if uneven := [arm.name for arm in sweep.arms if arm.uneven]:
         named = ", ".join(uneven[:3]) + (f" and {len(uneven) - 3} more" if len(uneven) > 3 else "")

@@ -306,7 +306,7 @@ class Decision:
     def _sentences(self) -> Iterator[str]:
         more = (
             f"Add {counted(self.runs_candidate, 'run')} of the candidate and {self.runs_baseline} of the"
-            " baseline, made in turns."
+            f" baseline{', made in turns' * bool(self.runs_candidate and self.runs_baseline)}."
         )
         if self.reason == "diverged":
             yield f"{counted(self.diverged, 'run')} of the candidate diverged."

@@ -79,7 +79,8 @@ def subject(spec: RecordedSpec, covered: float | None) -> str:
             is not known, as for the workloads' own models, all of whose blocks a recipe can quantise.
     """
     if spec.workload == FOREIGN:
-        return f"runs from elsewhere, to step {spec.config['steps']:,}"
+        steps = spec.config["steps"]
+        return f"runs from elsewhere, to step {steps:,}" if steps else "final values of runs from elsewhere"
     if not abilities(spec.workload).trains:
         sizes = " x ".join(str(spec.config[key]) for key in _OF_TENSORS if key in spec.config)
         return f"{spec.workload}{f' {sizes}' if sizes else ''}, no model"

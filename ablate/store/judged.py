@@ -45,6 +45,10 @@ class Judged:
     differing: Mapping[str, Mapping[str, Sequence[Json]]] = field(default_factory=dict)
     """Values of the baseline and of an arm, by arm and by field of their configurations."""
     times: Sequence[Occasion] = ()
+    left_out: Sequence[str] = ()
+    """Sentences on runs that are not compared, such as crashed ones."""
+    nonfinite: int = 0
+    """Compared runs with a NaN or an infinity in any record."""
     reruns: Sequence[float] = ()
     """Last values of reruns of one configuration, which are not compared."""
 

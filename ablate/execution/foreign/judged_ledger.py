@@ -24,6 +24,7 @@ from ablate.training.metric_names import recordable
 
 _USUAL = ("val/loss", "eval/loss", "eval_loss", "validation_loss", "val_loss", "valid_loss", "val_bpb")
 """Metrics that are compared unless one is named: the first that all runs have."""
+_LAST_STEP = "train/loss"
 _FEWEST_RERUNS = 3
 """Smallest number of reruns whose spread is described."""
 _MOST_FIELDS = 4
@@ -87,6 +88,8 @@ def write_ledger(
                     all(run.seed is not None for run in runs),
                     differing(chosen.runs, question),
                     before.times if before else (),
+                    chosen.left_out,
+                    sum(map(_nonfinite, chosen.runs)),
                     chosen.reruns,
                 )
                 origin.judged(_now(chosen.metric, question)).write(ledger)
@@ -209,6 +212,8 @@ class Chosen:
     """Last step of the metric in the longest run."""
     reruns: Sequence[float] = ()
     """Last values of the reruns of one configuration."""
+    left_out: Sequence[str] = ()
+    """Sentences on runs that are not among them."""
 
 
 def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, list[str]]:
@@ -258,7 +263,17 @@ def _prepared(runs: Sequence[ForeignRun], question: Question, metric: Metric) ->
             [f"--floor {question.floor}: has {len(reruns)} runs; a spread needs {_FEWEST_RERUNS} or more"]
         )
     kept = [run for run in kept if run.arm != question.floor]
-    return Chosen(kept, metric, steps, reruns), said
+    left_out = tuple(said)
+    if metric.name == _LAST_STEP:
+        said.append(
+            f"{metric.name} is the loss of one batch: its last value is noisier than a mean of several"
+        )
+    return Chosen(kept, metric, steps, reruns, left_out), said
+
+
+def _nonfinite(run: ForeignRun) -> bool:
+    """Return True if any value of a run is NaN or infinite."""
+    return not all(math.isfinite(value) for steps in run.records.values() for value in steps.values())
 
 
 def _effect(given: float | str | None) -> float | str | None:
@@ -301,10 +316,11 @@ def _require_one_configuration(runs: Sequence[ForeignRun], question: Question) -
         }
         if found:
             shown = "; ".join(f"{name} {_listed(values)}" for name, values in [*found.items()][:_MOST_FIELDS])
+            first = next(iter(found))
             fields = " ".join(f"--ignore {name}" for name in [*found][:_MOST_FIELDS])
             problems.append(
                 f"{arm}: its runs have different configurations ({shown}), so their spread is not that of"
-                f" seeds; name the arms by these fields too, or pass {fields}"
+                f" seeds; name the arms by these fields too (--column arm=ARM,{first}), or pass {fields}"
             )
     if problems:
         raise InputError(problems)

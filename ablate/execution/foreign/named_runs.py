@@ -72,7 +72,7 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
             raise InputError(
                 [
                     f"{where}: nothing says the arm of {runs[0].name!r}: give a pattern of the path, such as"
-                    " logs/{arm}/seed{seed}.log, or of the name, such as {arm}-s{seed}"
+                    ' logs/{arm}/seed{seed}.log, or of the name, such as --name "{arm}-s{seed}"'
                     + (f", or a field of the configuration; {nearest('arm', names)}" if names else "")
                 ]
             )

@@ -34,7 +34,9 @@ def read_name(pattern: str, name: str, where: str) -> dict[str, str]:
     """
     lazy, greedy = _match(pattern, name, "?"), _match(pattern, name, "")
     if lazy is None:
-        raise InputError([f"{where}: {one_line(name)!r} is not of the pattern {pattern!r}"])
+        raise InputError(
+            [f"{where}: {one_line(name)!r} is not of the pattern {pattern!r}, where {{seed}} is digits"]
+        )
     if lazy != greedy:
         raise InputError(
             [

@@ -1,5 +1,6 @@
 """Runs of a proposal, of its baseline and of a noise floor, handed to the gate of a loop."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from ablate.results.number_text import counted
 from ablate.results.proposal_gate import Judged, gate
 from ablate.results.proposals import Plan
 from ablate.store.proposal_history import read
+
+_TELLING = 3
+"""Number of values from which two runs are not equal by chance."""
 
 
 def gate_runs(
@@ -48,17 +52,26 @@ def gate_runs(
     if len(ends) > 1:
         raise InputError([f"the runs end at steps {ends[0]} and {ends[-1]}: compare runs of one length"])
     values: dict[str, dict[str, float]] = {}
+    names: Counter[str] = Counter()
     for run in chosen.runs:
-        values.setdefault(run.arm, {})[_identity(run)] = run.records[name][ends[0]]
-    if floor is not None and floor not in values:
+        identity = _identity(run)
+        names[identity] += 1
+        again = f" ({names[identity]})" if names[identity] > 1 else ""
+        values.setdefault(run.arm, {})[identity + again] = run.records[name][ends[0]]
+    if floor is not None and floor not in values and not history.exists():
         raise InputError([f"--floor {floor}: no such arm among {', '.join(values)}"])
-    reruns = [*values.pop(floor).values()] if floor is not None else None
+    reruns = [*values.pop(floor).values()] if floor in values else None
     baseline = values.pop(question.against, None)
     if baseline is None:
         raise InputError([f"--against {question.against}: the noise floor cannot be the baseline, too"])
     if len(values) != 1:
         found = ", ".join(values) or "none"
-        raise InputError([f"a gate judges one proposal; beside baseline and floor there are {found}"])
+        raise InputError(
+            [
+                f"a gate judges one proposal; beside baseline and floor there are {found}: give only the"
+                " rows of one"
+            ]
+        )
     ((arm, candidate),) = values.items()
     plan = None if proposals is None else Plan(proposals=proposals)
     judged = gate(
@@ -93,6 +106,13 @@ def _refuse_another(judged: Judged, history: Path, candidate: Mapping[str, float
 
 
 def _identity(run: ForeignRun) -> str:
-    """Return a name of a run that another file gives it, too, if its records are the same."""
-    records = key_of([[name, sorted(steps.items())] for name, steps in sorted(run.records.items())])
-    return f"{run.name if run.seed is None else f'{run.arm}, seed {run.seed}'}, records {records[:12]}"
+    """Return a name of a run that it has in any other file, and under any other arm, too.
+
+    A run of few values may equal another by chance, so its arm counts as well.
+    """
+    records = [[name, sorted(steps.items())] for name, steps in sorted(run.records.items())]
+    few = sum(len(steps) for steps in run.records.values()) < _TELLING
+    parts = (
+        [run.arm] * few + [f"seed {run.seed}"] * (run.seed is not None) + [f"records {key_of(records)[:12]}"]
+    )
+    return ", ".join(parts)

@@ -127,7 +127,11 @@ def _read(place: Place, logs: str | None, said: list[str]) -> list[ForeignRun]:
 def _each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
     """Return the runs without identical copies. InputError for two that differ in more than their name."""
     kept: list[ForeignRun] = []
+    finished = {(run.arm, run.seed) for run in runs if run.status == "done" and run.seed is not None}
     for run in runs:
+        if run.status != "done" and (run.arm, run.seed) in finished:
+            said.append(f"{run.name} is left out: it is {run.status}, and another run of its seed is done")
+            continue
         twins = [other for other in kept if (other.arm, other.seed) == (run.arm, run.seed)]
         copy = next((other for other in twins if _equal(run, other)), None)
         if copy is not None:

@@ -269,11 +269,12 @@ def _run(
                 ) from None
             points.add(line, step, metric, value)
     records = points.records()
-    if not records:
+    status = _status(group.rows[0][1])
+    if not records and status == "done":
         raise InputError([f"{name}: all cells of its metrics are empty"])
     said += points.sentences()
     config: dict[str, Json] = {**table.fields}
     row = group.rows[0][1]
     config |= {key: cells.setting(row[key]) for key in settings if not cells.is_empty(row.get(key))}
     config = {key: value for key, value in config.items() if key not in ("arm", "seed")}
-    return ForeignRun(name, group.arm, group.seed, records, config, _status(row))
+    return ForeignRun(name, group.arm, group.seed, records, config, status)

@@ -10,6 +10,8 @@ _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (code
 
 def content(path: Path) -> bytes:
     """Return the bytes of a file. InputError if it cannot be read, or is empty."""
+    if path.is_dir():
+        raise InputError([f"{path}: is a folder; name its files, such as '{path}/*.log'"])
     try:
         data = path.read_bytes()
     except OSError as error:

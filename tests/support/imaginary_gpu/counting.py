@@ -62,7 +62,6 @@ class Counts(TorchDispatchMode):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._rounds: dict[torch.Size, tuple[Counter, Counter]] = {}
-        self._results: dict[object, tuple] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -136,7 +135,7 @@ class Counts(TorchDispatchMode):
         if name == "copy_" and not isinstance(args[0], FakeTensor):
             return args[0]
         if here and len(here) == len(tensors):
-            out = self._repeated(func, args, kwargs)
+            out = func(*args, **kwargs)  # the mode of the tensors runs it
         else:
             with self.fake:
                 args, kwargs = pytree.tree_map_only(Tensor, self._faked, (args, kwargs))
@@ -145,25 +144,6 @@ class Counts(TorchDispatchMode):
             self.kernels[place] += 1
             self.bytes[place] += sum(x.numel() * x.element_size() for x in (*here, *_tensors((out,))))
         return out
-
-    def _repeated(self, func, args: tuple, kwargs: dict) -> object:
-        """Return an operation's result, shaped as that of the first such call if it is one new tensor.
-
-        The mode of fake tensors has a cache too, whose keys and results take four times as long.
-        """
-        schema = func._schema
-        if schema.is_mutable or len(schema.returns) != 1 or schema.returns[0].alias_info:
-            return func(*args, **kwargs)
-        key = func, _described(args), _described(tuple(sorted(kwargs.items())))
-        made = self._results.get(key)
-        if made is None:
-            out = func(*args, **kwargs)
-            if type(out) is FakeTensor:
-                self._results[key] = out.shape, out.stride(), out.dtype, out.fake_device
-            return out
-        shape, stride, dtype, device = made
-        empty = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        return FakeTensor(self.fake, empty, device)
 
     def _faked(self, x: Tensor) -> Tensor:
         return x if isinstance(x, FakeTensor) else self.fake.from_tensor(x)
@@ -185,15 +165,6 @@ def _tensors(values: Iterable) -> Iterator[Tensor]:
             yield value
         elif isinstance(value, list | tuple):
             yield from _tensors(value)
-
-
-def _described(value: object) -> object:
-    """Return what an operation's result depends on: of a tensor its layout, of anything else its type too."""
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.fake_device
-    if isinstance(value, list | tuple):
-        return tuple(map(_described, value))
-    return type(value), value
 
 
 def _place() -> str:
