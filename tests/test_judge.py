@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -66,15 +67,18 @@ def table(effects: dict[str, float], seeds: int = 5, steps: tuple[int, ...] = (1
 
 
 @pytest.mark.parametrize("number", range(60))
-def test_an_unpaired_difference_is_welchs(number):
+def test_an_unpaired_difference_is_welchs_or_hsus(number):
+    """Welch's t with as many runs in both arms; else with one degree of freedom less than the smaller arm has runs."""
     draw = np.random.default_rng(number)
-    sides = [draw.normal(3, draw.uniform(0.01, 1), draw.integers(3, 9)) for _ in range(2)]
+    counts = draw.integers(3, 9, 2) if number % 2 else draw.integers(3, 9).repeat(2)
+    sides = [draw.normal(3, draw.uniform(0.01, 1), count) for count in counts]
     mine = unpaired_difference(*(dict(enumerate(side)) for side in sides))
     theirs = stats.ttest_ind(*sides, equal_var=False)
-    interval = theirs.confidence_interval(0.95)
-    assert (mine.low, mine.high) == pytest.approx((interval.low, interval.high), rel=1e-9)
-    assert p_value(mine) == pytest.approx(theirs.pvalue, rel=1e-9)
-    assert mine.freedom == pytest.approx(theirs.df, rel=1e-9)
+    freedom = theirs.df if counts[0] == counts[1] else min(counts) - 1
+    half = stats.t.isf(0.025, freedom) * abs((sides[0].mean() - sides[1].mean()) / theirs.statistic)
+    assert (mine.low, mine.high) == pytest.approx((mine.mean - half, mine.mean + half), rel=1e-9)
+    assert p_value(mine) == pytest.approx(2 * stats.t.sf(abs(theirs.statistic), freedom), rel=1e-9)
+    assert mine.freedom == pytest.approx(freedom, rel=1e-9)
 
 
 def test_seeds_alone_decide_whether_a_difference_is_paired():
@@ -82,6 +86,8 @@ def test_seeds_alone_decide_whether_a_difference_is_paired():
     assert difference_of({0: 3.1, 1: 3.4, 2: 3.2}, base, SINGLE_LOOK).sides is None
     assert difference_of({2: 3.1, 3: 3.4, 4: 3.2}, base, SINGLE_LOOK).sides == (3, 4)
     assert difference_of({7: 3.1, 8: 3.4, 9: 3.2}, base, SINGLE_LOOK).sides == (3, 4)
+    diverged = {1: 3.4, 2: 3.2, 3: 3.1}, {0: 3.0, 1: 3.2, 2: 3.1}, SINGLE_LOOK
+    assert difference_of(*diverged, ({*range(4)}, {*range(4)})).pairs == 2
 
 
 @pytest.mark.parametrize("sides", [([3.0, 3.1], [3.0, 3.2, 3.1]), ([3.0, 3.0, 3.0], [3.1, 3.2, 3.3])])
@@ -91,13 +97,15 @@ def test_too_few_values_have_no_interval(sides):
     assert math.isnan(p_value(found))
 
 
-def test_false_alarms_of_unpaired_arms_stay_below_five_percent():
-    """8 arms of 5 runs without an effect, 1,500 tables: 5 % and 3 standard errors (0.6 %) of chance."""
+@pytest.mark.parametrize(("runs", "of_baseline"), [(5, 5), (3, 20), (8, 4)])
+def test_false_alarms_of_unpaired_arms_stay_below_five_percent(runs, of_baseline):
+    """4 arms without an effect, 1,500 tables: 5 % and 3 standard errors (0.6 %) of chance."""
     draw, alarms = np.random.default_rng(11), 0
     for _ in range(1500):
-        arms = [dict(enumerate(draw.normal(0, 1, 5))) for _ in range(9)]
-        p = min(p_value(unpaired_difference(arm, arms[0])) for arm in arms[1:])
-        alarms += min(1.0, 8 * p) < 0.05
+        base = dict(enumerate(draw.normal(0, 1, of_baseline)))
+        arms = [dict(enumerate(draw.normal(0, 1, runs))) for _ in range(4)]
+        p = min(p_value(unpaired_difference(arm, base)) for arm in arms)
+        alarms += min(1.0, 4 * p) < 0.05
     assert alarms / 1500 < 0.05 + 3 * 0.0056
 
 
@@ -366,10 +374,12 @@ def swept(tmp_path_factory) -> Path:
 def test_runs_from_elsewhere_stay_in_a_sweep_that_goes_on(swept):
     with closing(Ledger(swept / "sweeps" / "tiny" / "ledger.db", readonly=True)) as ledger:
         own = {arm.name: (arm.values, arm.gap) for arm in summaries(ledger)}
-    place = rows_of(swept / "other.csv", table({"theirs": 0.5}, seeds=4))
-    asked = here(
-        "judge", place, "--into", "tiny", "--against", next(iter(own)), "--no-report", "--state", swept
-    )
+    into = ("--into", "tiny", "--against", next(iter(own)), "--no-report", "--state", swept)
+    longer = here("judge", rows_of(swept / "longer.csv", table({"theirs": 0.5}, seeds=4)), *into)
+    assert longer.returncode == 2
+    assert "the last val/loss is of step 20, and of step 4 in tiny" in longer.stderr
+    place = rows_of(swept / "other.csv", table({"theirs": 0.5}, seeds=4, steps=(2, 4)))
+    asked = here("judge", place, *into)
     assert asked.returncode == 0, asked.stderr
     assert here("sweep", swept / "tiny.yaml", *INLINE, "--no-report", "--state", swept).returncode == 0
     with closing(Ledger(swept / "sweeps" / "tiny" / "ledger.db", readonly=True)) as ledger:
@@ -431,12 +441,12 @@ def test_several_columns_make_an_arm(tmp_path):
         for seed in range(3)
     ]
     place = rows_of(tmp_path / "runs.csv", rows)
-    found = judge(place, "lr=0.1 rounding=sr", columns={"arm": "lr,rounding,batch"})
-    assert [arm.arm for arm in found.arms] == [
-        "lr=0.1 rounding=rtn",
-        "lr=0.2 rounding=sr",
-        "lr=0.2 rounding=rtn",
-    ]
+    found = judge(place, "lr=0.1 rounding=sr", columns={"arm": "lr,rounding"})
+    assert {arm.arm for arm in found.arms} == {
+        "lr=0.1 rounding=rtn", "lr=0.2 rounding=sr", "lr=0.2 rounding=rtn",
+    }  # fmt: skip
+    halves = [rows_of(tmp_path / f"{lr}.csv", [row for row in rows if row["lr"] == lr]) for lr in (0.1, 0.2)]
+    assert judge(halves, "lr=0.1 rounding=sr", columns={"arm": "lr,rounding"}).arms == found.arms
     with pytest.raises(InputError, match="no column 'round'"):
         judge(place, "x", columns={"arm": "lr,round"})
 
@@ -567,3 +577,106 @@ def test_a_gate_refuses_in_a_sentence(gains, words, sentence, tmp_path):
     refused = loop(tmp_path, "one", gains, *words)
     assert refused.returncode == 2
     assert sentence in refused.stderr.splitlines()[-1]
+
+
+# --- found by an attack ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["descending", "shuffled"])
+def test_the_order_of_rows_changes_no_number(order, tmp_path):
+    steps = tuple(range(0, 101, 20))
+    rows = table({"bf16": 0, "nvfp4": 0.05}, steps=tuple(step + 1 for step in steps))
+    for name, these in (
+        ("sorted", rows),
+        (order, rows[::-1] if order == "descending" else [*np.random.default_rng(0).permutation(rows)]),
+    ):
+        for arm in ("bf16", "nvfp4"):
+            for seed in range(5):
+                folder = tmp_path / name / arm
+                folder.mkdir(parents=True, exist_ok=True)
+                own = [
+                    {"step": row["step"], "val/loss": row["val/loss"]}
+                    for row in these
+                    if (row["recipe"], row["seed"]) == (arm, seed)
+                ]
+                rows_of(folder / f"seed{seed}.csv", own)
+    one, other = (
+        judge(str(tmp_path / name / "{arm}" / "seed{seed}.csv"), "bf16") for name in ("sorted", order)
+    )
+    assert one.arms == other.arms
+
+
+def test_equal_final_values_without_seeds_are_runs_of_their_own(tmp_path):
+    values = {"a": [0.5, 0.5, 0.7, 0.8], "b": [0.5, 0.6, 0.75, 0.75]}
+    rows = [{"arm": arm, "acc": value} for arm in values for value in values[arm]]
+    found = judge(rows_of(tmp_path / "runs.csv", rows), "a", metric="acc", direction="maximize")
+    assert (found.arms[0].runs, found.arms[0].difference) == (4, pytest.approx(0.025))
+    assert judge(values, "a", direction="maximize").arms[0].low == pytest.approx(found.arms[0].low)
+
+
+def test_frames_are_read_as_their_files_are(tmp_path):
+    pd = pytest.importorskip("pandas")
+    rows = table({"bf16": 0, "nvfp4": 0.1}, steps=(10, 20, 30))
+    data = pd.DataFrame(
+        [row | {"val/loss": row["val/loss"] if row["step"] % 20 else math.nan} for row in rows]
+    )
+    data.to_csv(tmp_path / "runs.csv", index=False)
+    assert judge(data, "bf16").arms == judge(tmp_path / "runs.csv", "bf16").arms
+    twice = pd.concat([data.assign(run="x"), data.assign(run="y", **{"val/loss": data["val/loss"] + 1})])
+    with pytest.raises(InputError, match="are both seed 0 of bf16"):
+        judge(twice, "bf16")
+
+
+def test_an_arm_whose_baseline_left_the_file_is_shown_without_a_gap(tmp_path):
+    tiny(tmp_path, seeds=3)
+    run = ("sweep", tmp_path / "tiny.yaml", *INLINE, "--no-report", "--state", tmp_path)
+    assert here(*run).returncode == 0
+    with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db", readonly=True)) as ledger:
+        against = [arm.name for arm in ledger.arms() if arm.baseline is not None][-1]
+    place = rows_of(tmp_path / "other.csv", table({"theirs": 0.5}, seeds=4, steps=(2, 4)))
+    assert (
+        here(
+            "judge", place, "--into", "tiny", "--against", against, "--no-report", "--state", tmp_path
+        ).returncode
+        == 0
+    )
+    with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as ledger:
+        number = ledger.arm(against)
+        ledger.db.execute("UPDATE arms SET place = NULL WHERE arm = ?", (number,))
+        found = {arm.name: arm for arm in summaries(ledger)}
+    assert found["elsewhere: theirs"].gap is None
+
+
+@pytest.mark.parametrize("effect", ["1e-1%", "+5%", "5.%", "0.1 %"])
+def test_every_way_to_write_a_share_is_read(effect):
+    assert judge({"a": [1.0, 1.1, 1.2], "b": [1.0, 1.1, 1.3]}, "a", min_effect=effect).arms
+
+
+BAD = {
+    "a direction": (({"a": [1.0], "b": [2.0]},), {"direction": "max"}, "is minimize or maximize"),
+    "a seed that is no whole number": (({"a": {0.2: 1.0}, "b": {0: 2.0}},), {}, "a seed is a whole number"),
+    "text": (({"a": "124", "b": [1.0]},), {}, "give values by seed"),
+    "no values": (({"a": [], "b": [1.0]},), {}, "give values by seed"),
+    "None": (({"a": [None], "b": [1.0]},), {}, "a value a number"),
+    "a name that is no metric's": (({"a": [1.0], "b": [1.0]},), {"metric": "acc%"}, "rename it"),
+    "a huge seed": (({"a": {1 << 63: 1.0}, "b": {0: 1.0}},), {}, "too large"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_values_in_python_are_refused_in_a_sentence(case):
+    given, more, sentence = BAD[case]
+    with pytest.raises(InputError, match=re.escape(sentence)):
+        judge(*given, "a", **more)
+
+
+def test_another_files_runs_do_not_replace_a_judgement(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        rows_of(tmp_path / folder / "runs.csv", table({"bf16": 0, "nvfp4": 0.1}))
+    asked = [
+        here("judge", tmp_path / folder / "runs.csv", "--against", "bf16", "--no-report", "--state", tmp_path)
+        for folder in "ab"
+    ]
+    assert [one.returncode for one in asked] == [0, 2]
+    assert "give another name with --as" in asked[1].stderr

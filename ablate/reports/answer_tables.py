@@ -300,7 +300,7 @@ def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Tab
         arm.name: (arm.values, baselines[arm.baseline])
         for arm in arms
         if arm.role != "searched" and arm.verdict.kind != "unjudged" and arm.interval.kind == "t"
-        if arm.gap is not None and arm.gap.informative and arm.baseline is not None
+        if arm.gap is not None and arm.gap.informative and not arm.gap.sides and arm.baseline is not None
     }
     by_name = dict(zip(family, holm([_wilcoxon(*pair) for pair in family.values()]), strict=True))
     rows = [
@@ -386,7 +386,7 @@ def _wilcoxon(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
 
 def _percent(arm: ArmSummary, baseline: Mapping[int, float] | None) -> Cell:
     """Return the cell of the gap as a share of the baseline, seed by seed."""
-    if arm.gap is None or not baseline or any(value == 0 for value in baseline.values()):
+    if arm.gap is None or arm.gap.sides or not baseline or 0 in baseline.values():
         return ""
     relative = {
         seed: (value - baseline[seed]) / abs(baseline[seed])

@@ -29,5 +29,5 @@ def method_text(pairing: str, arms: str, interval: str) -> str:
     return (
         f"{arms}, trained elsewhere: that runs of one seed share initial weights and data order is their"
         f" owner's claim. A run counts by its last value. Gaps are arm minus baseline, {pairing}, each with a"
-        f" {interval}; an unpaired one has each arm's own deviation and Welch's degrees of freedom."
+        f" {interval}; an unpaired one has each arm's own deviation (docs/reference/statistics.md)."
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from ablate.recipes.compare import parts_that_differ
 from ablate.results.paired_stats import Difference, paired_difference
+from ablate.store.judged import FOREIGN
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
 
@@ -98,6 +99,8 @@ def compare(first: Side, second: Side) -> Compared:
         if first.metric != second.metric
         else f"they differ in {' and '.join(apart)}, so that a seed means another thing in each"
         if apart
+        else "runs from elsewhere have no pairs with those of another sweep; judge their files together"
+        if first.sweep != second.sweep and FOREIGN in {*first.spec["workload"], *second.spec["workload"]}
         else "they have no finished seed in common"
         if not shared
         else ""

@@ -92,7 +92,9 @@ def _elsewhere(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
         names = ", ".join(arm.name for arm in arms if arm.role == "foreign")
         yield Check("note", f"{names}: {judged.text}; unpaired, since they share no start with these runs")
         return
-    yield Check("note", f"{judged.text}; question and min_effect were named when the results existed")
+    effect = judged.times[-1].min_effect if judged.times else ""
+    named = f"question and min_effect ({effect or 'none'}) were named when the results existed"
+    yield Check("note", f"{judged.text}; {named}")
     if judged.left_out:
         more = f" and {len(judged.left_out) - 1} more" if len(judged.left_out) > 1 else ""
         yield Check("warning", f"{judged.left_out[0]}{more}")
@@ -100,7 +102,7 @@ def _elsewhere(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
         first, last = judged.times[0], judged.times[-1]
         yield Check("warning", f"judged {len(judged.times)} times; first by {first.text}, now by {last.text}")
     if any(arm.gap and arm.gap.sides and arm.gap.pairs > 1 for arm in arms):
-        why = "its runs share no seeds with the baseline's" if judged.seeded else "the source names no seeds"
+        why = "arms lack seeds of the baseline" if judged.seeded else "the source names no seeds"
         gain = "with common seeds, what the runs share would cancel, and fewer would do"
         yield Check("note", f"unpaired, since {why}: {gain}")
     yield from _reruns(judged.reruns, arms)
@@ -118,12 +120,10 @@ def _reruns(values: Sequence[float], arms: Sequence[ArmSummary]) -> Iterator[Che
     spread = stdev(finite)
     text = f"{counted(len(finite), 'rerun')} of one configuration vary by {spread:.2g} (standard deviation)"
     single = [arm for arm in arms if arm.gap is not None and arm.gap.pairs == 1]
-    if single and spread:
-        two = math.sqrt(2) * spread
-        named = [
-            f"{arm.name}'s difference is {abs(arm.gap.mean) / two:.1f} of that" for arm in single if arm.gap
-        ]
-        text += f"; two such runs differ by {two:.2g}: {', '.join(named[:_MOST_DIFFERING])}"
+    for arm in (single if spread else [])[:_MOST_DIFFERING]:
+        assert arm.gap is not None
+        error = spread * math.sqrt(sum(1 / runs for runs in arm.gap.sides or (1, 1)))
+        text += f"; {arm.name}'s difference is {abs(arm.gap.mean) / error:.1f} standard errors of such runs"
     yield Check("note", text)
 
 
@@ -311,5 +311,8 @@ def _spread(arms: Sequence[ArmSummary]) -> Iterator[Check]:
         worth.append(sum(variance(side) for side in sides))
     if worth:
         times = median(worth)
-        gain = f"without pairing by seed it would take {times:,.{1 if times < 10 else 0}f}× the seeds"
+        several = f" (median of {len(worth)} arms)" if len(worth) > 1 else ""
+        gain = (
+            f"without pairing by seed it would take {times:,.{1 if times < 10 else 0}f}× the seeds{several}"
+        )
         yield Check("note", gain if times >= 1.1 else "pairing by seed gains nothing here")

@@ -44,7 +44,7 @@ def lengths(ledger: Ledger, members: Iterable[Member]) -> Lengths:
         if member.status != "done":
             continue
         steps, last = spec.config["steps"], spec.config["last"] if foreign else ledger.last_step(member.trial)
-        beside[0 if foreign else member.seed, steps][member.trial] = last
+        beside[-1 if foreign else member.seed, steps][member.trial] = last
         if last < steps:
             early[member.trial] = last, steps
     groups = [(group, max(group.values())) for group in beside.values()]

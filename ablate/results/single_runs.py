@@ -29,6 +29,8 @@ class Curves:
     """Common steps with finite values."""
     above: int
     """Steps at which the first run's value is the larger one."""
+    below: int
+    """Steps at which it is the smaller one."""
     last_quarter: float
     """Mean difference over the last quarter of the steps, in the metric's unit."""
     autocorrelation: float
@@ -42,10 +44,13 @@ class Curves:
     @property
     def text(self) -> str:
         """The curves in words."""
-        side = "above" if 2 * self.above >= self.steps else "below"
-        count = self.above if side == "above" else self.steps - self.above
-        size = abs(self.last_quarter)
-        text = f"{side} it at {count} of {self.steps} steps, by {size:.3g} in the last quarter"
+        if not self.above + self.below:
+            return f"equal at all {self.steps} steps"
+        side = "above" if self.above >= self.below else "below"
+        count = max(self.above, self.below)
+        end = "above" if self.last_quarter > 0 else "below"
+        text = f"{side} it at {count} of {self.steps} steps, {'and ' * (end != side)}{end}"
+        text += f" by {abs(self.last_quarter):.3g} in the last quarter"
         weight = (
             f" (neighbours correlate {self.autocorrelation:.2f}: they weigh as {max(1.0, self.worth):.0f})"
             if self.worth <= self.steps / 2
@@ -73,4 +78,5 @@ def curves(run: Mapping[int, float], baseline: Mapping[int, float]) -> Curves | 
     known = len(shared) >= FEWEST_STEPS and spread > 0
     neighbours = float(centred[1:] @ centred[:-1]) / spread if known else math.nan
     quarter = max(1, len(shared) // 4)
-    return Curves(len(shared), int(np.sum(found > 0)), float(found[-quarter:].mean()), neighbours)
+    signs = int(np.sum(found > 0)), int(np.sum(found < 0))
+    return Curves(len(shared), *signs, float(found[-quarter:].mean()), neighbours)

@@ -204,17 +204,10 @@ def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
             values_of[metric.name] = steps_to(ledger.series(trial, LOSS), target)
     ends = lengths(ledger, itertools.chain.from_iterable(members.values()))
     values = {number: _values(group, lasts, metric, ends) for number, group in members.items()}
-    readings = _Readings(
-        arms,
-        lasts,
-        speeds,
-        peaks,
-        values,
-        metric,
-        interval_of(ledger),
-        ends,
-        Judged.alone(ledger) is not None,
-    )
+    kind, seeds = interval_of(ledger), None
+    if Judged.alone(ledger):
+        seeds = {number: frozenset(member.seed for member in group) for number, group in members.items()}
+    readings = _Readings(arms, lasts, speeds, peaks, values, metric, kind, ends, seeds)
     without_references = [_summary(readings, number, members[number]) for number in arms]
     return _with_references(_in_windows(without_references, ledger, metric), ledger, members, metric)
 
@@ -269,18 +262,20 @@ class _Readings:
     metric: Metric
     interval: Interval
     ends: Lengths
-    loose: bool = False
-    """True for runs from elsewhere, whose arms may lack each other's seeds."""
+    seeds: Mapping[int, frozenset[int]] | None = None
+    """Seeds of all runs by arm, of runs from elsewhere, whose arms may lack each other's; None for others."""
 
     def gap(self, number: int) -> Difference | None:
         """Return an arm minus its baseline; None for a baseline. Runs from elsewhere are no pairs of ours."""
         arm, values = self.arms[number], self.values[number]
         base = self.values.get(-1 if arm.baseline is None else arm.baseline)
-        if base is None:
+        if base is None or arm.baseline is None:  # a baseline, or its own is gone
             return None
         if arm.role == "foreign":
             return unpaired_difference(values, base)
-        return (difference_of if self.loose else paired_difference)(values, base, self.interval)
+        if self.seeds is None:
+            return paired_difference(values, base, self.interval)
+        return difference_of(values, base, self.interval, (self.seeds[number], self.seeds[arm.baseline]))
 
 
 def nothing_learned(arms: Collection[ArmSummary]) -> bool:
@@ -529,7 +524,7 @@ def _uneven(members: list[Member], metric: Metric, ends: Lengths) -> tuple[int, 
 def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSummary:
     """Return the summary of one arm, without the verdict on its gap."""
     arm, values, lasts = readings.arms[number], readings.values[number], readings.lasts
-    reference = arm.baseline
+    reference = arm.baseline if arm.baseline in readings.arms else None
     compared = values if reference is None else readings.values[reference]
     gap = readings.gap(number)
     done = [member.trial for member in members if member.status == "done"]

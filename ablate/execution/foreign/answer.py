@@ -6,13 +6,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Union
+from typing import TYPE_CHECKING, Literal, Union, get_args
 
 from ablate.errors import InputError, nearest, one_line
 from ablate.execution.foreign.columns import Columns, metric_name
 from ablate.execution.foreign.judged_ledger import Question, write_ledger
 from ablate.execution.foreign.run import ForeignRun
-from ablate.execution.foreign.sources import Found, read
+from ablate.execution.foreign.sources import Found, each_once, read
 from ablate.execution.foreign.tables import Table, runs_of
 from ablate.files import Json
 from ablate.results.comparisons import Comparisons
@@ -142,6 +142,8 @@ def judge(
     Example:
         >>> ablate.judge({"bf16": [3.10, 3.12, 3.09], "nvfp4": [3.11, 3.14, 3.12]}, "bf16").answer
     """
+    if direction not in get_args(Direction):
+        raise InputError([f"direction {direction!r}: is minimize or maximize"])
     found, places = _given(runs, metric, columns or {})
     named = metric if isinstance(runs, Mapping) else metric_of_text(metric)
     question = Question(against, named, min_effect, direction, tuple(ignore))
@@ -163,9 +165,11 @@ def _given(runs: Runs, metric: str | None, columns: Mapping[str, str]) -> tuple[
         places = [str(place) for place in runs]
         return read_runs(places, columns, metric), places
     said: list[str] = []
-    rows = [(number, row) for number, row in enumerate(runs.to_dict("records"), 1)]
-    table = Table("the table", [str(name) for name in runs.columns], rows)
-    return Found(runs_of(table, named_columns(columns, metric), said), said), ["a table given in Python"]
+    named = runs.astype(object).where(runs.notna(), None).rename(columns=str)  # as pandas writes it to a file
+    rows = [(number, row) for number, row in enumerate(named.to_dict("records"), 1)]
+    table = Table("the table", [*named.columns], rows)
+    found = each_once(runs_of(table, named_columns(columns, metric), said), said)
+    return Found(found, said), ["a table given in Python"]
 
 
 def read_runs(
@@ -222,5 +226,9 @@ def _final_values(
 ) -> Iterator[ForeignRun]:
     """Yield runs of which only the final values are known."""
     seeded = isinstance(values, Mapping)
+    if isinstance(values, str) or not values:
+        raise InputError([f"{arm}: give values by seed, or a list of values of runs"])
     for number, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        if number != int(number) or not isinstance(value, int | float):
+            raise InputError([f"{arm}: {number}: {value!r}: a seed is a whole number, and a value a number"])
         yield ForeignRun(f"{arm} {number}", arm, int(number) if seeded else None, {metric: {0: float(value)}})

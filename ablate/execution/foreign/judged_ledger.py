@@ -12,15 +12,17 @@ from typing import Literal
 
 from ablate.cache import key_of
 from ablate.errors import InputError, nearest
+from ablate.execution.foreign.names import places_of
 from ablate.execution.foreign.run import ForeignRun
 from ablate.experiment.roles import ELSEWHERE
 from ablate.experiment.schema import Metric
 from ablate.files import Busy, Json, lock
+from ablate.results.comparisons import Comparisons
 from ablate.store.judged import FOREIGN, Judged, Occasion
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_integrity import tally
 from ablate.store.ledger_rows import ArmRow
-from ablate.training.metric_names import recordable
+from ablate.training.metric_names import NAMING, recordable
 
 _USUAL = ("val/loss", "eval/loss", "eval_loss", "validation_loss", "val_loss", "valid_loss", "val_bpb")
 """Metrics that are compared unless one is named: the first that all runs have."""
@@ -46,6 +48,20 @@ class Question:
     """Fields of configurations that may differ within an arm."""
     floor: str | None = None
     """Arm with reruns of one configuration, described by their spread and not compared; None: none."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Runs that can be compared, and the metric that they are compared by."""
+
+    runs: Sequence[ForeignRun]
+    metric: Metric
+    steps: int
+    """Last step of the metric in the longest run."""
+    reruns: Sequence[float] = ()
+    """Last values of the reruns of one configuration."""
+    left_out: Sequence[str] = ()
+    """Sentences on runs that are not among them."""
 
 
 def write_ledger(
@@ -77,13 +93,14 @@ def write_ledger(
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with lock(path.parent / "lock", wait=False):
-            before = _earlier(path, name)
+            sources = digests(places)
+            before = _earlier(path, name, sources)
             unfinished = path.with_name(f"{path.name}.unfinished")
             unfinished.unlink(missing_ok=True)
             with closing(Ledger(unfinished)) as ledger, ledger.transaction():
                 _fill(ledger, name, chosen, question)
                 origin = Judged(
-                    {place: digest_of(place) for place in places},
+                    sources,
                     [*said, *more],
                     all(run.seed is not None for run in runs),
                     differing(chosen.runs, question),
@@ -140,11 +157,13 @@ def add_to_sweep(
             if Judged.alone(ledger):
                 raise InputError([f"--into {name}: it holds judged runs alone; judge all files together"])
             metric = _metric_of_sweep(ledger, question)
+            _refuse_unlike(ledger)
             base = _baseline(ledger, question.against)
             chosen, more = _prepared(runs, replace(question, metric=metric.name), metric)
+            _require_same_end(ledger, chosen)
             before = Judged.of(ledger)
             origin = Judged(
-                {**(before.sources if before else {}), **{place: digest_of(place) for place in places}},
+                {**(before.sources if before else {}), **digests(places)},
                 [*(before.said if before else ()), *said, *more],
                 all(run.seed is not None for run in runs),
                 times=before.times if before else (),
@@ -166,9 +185,37 @@ def _metric_of_sweep(ledger: Ledger, question: Question) -> Metric:
     metric = ledger.facts.metric
     if question.metric not in (None, metric.name):
         raise InputError([f"--metric {question.metric}: {ledger.name} is compared by {metric.name}"])
+    if question.direction == "maximize" != metric.direction:
+        raise InputError([f"--maximize: {ledger.name} minimizes {metric.name}"])
+    if question.floor is not None:
+        raise InputError(["--floor: reruns are described in a judgement of their own, without --into"])
     if question.min_effect is not None:
         raise InputError([f"--min-effect: that of {ledger.name} stands in its file; leave it out"])
     return metric
+
+
+def _refuse_unlike(ledger: Ledger) -> None:
+    """Raise InputError for a sweep whose comparisons are no differences of last values."""
+    if ledger.facts.design is not None:
+        raise InputError(
+            [f"--into {ledger.name}: it compares windows of forks, which other runs do not have"]
+        )
+    if Comparisons(ledger).relative:
+        raise InputError([f"--into {ledger.name}: it compares tensors, by ratios at equal seeds"])
+
+
+def _require_same_end(ledger: Ledger, chosen: Chosen) -> None:
+    """Raise InputError if runs end at another step than those of the sweep."""
+    name = chosen.metric.name
+    own = {
+        max(ledger.series(member.trial, name), default=-1)
+        for member in ledger.members()
+        if member.status == "done" and member.role != "foreign"
+    }
+    theirs = {max(run.records[name]) for run in chosen.runs}
+    if own and theirs - own:
+        steps, here = (", ".join(map(str, sorted(each))) for each in (theirs, own))
+        raise InputError([f"the last {name} is of step {steps}, and of step {here} in {ledger.name}"])
 
 
 def _baseline(ledger: Ledger, against: str) -> ArmRow:
@@ -186,7 +233,7 @@ def _now(metric: Metric, question: Question) -> Occasion:
     return Occasion(time.time(), question.against, metric.name, metric.direction, effect)
 
 
-def _earlier(path: Path, name: str) -> Judged | None:
+def _earlier(path: Path, name: str, sources: Mapping[str, str]) -> Judged | None:
     """Return the origin of an earlier judgement of this name; InputError if a sweep has the name."""
     if not path.exists():
         return None
@@ -199,21 +246,9 @@ def _earlier(path: Path, name: str) -> Judged | None:
                 f" the runs to its report with --into {name}"
             ]
         )
+    if not before.sources.keys() & sources.keys():
+        raise InputError([f"{name}: holds runs of {before.places}; give another name with --as"])
     return before
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Runs that can be compared, and the metric that they are compared by."""
-
-    runs: Sequence[ForeignRun]
-    metric: Metric
-    steps: int
-    """Last step of the metric in the longest run."""
-    reruns: Sequence[float] = ()
-    """Last values of the reruns of one configuration."""
-    left_out: Sequence[str] = ()
-    """Sentences on runs that are not among them."""
 
 
 def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, list[str]]:
@@ -244,6 +279,8 @@ def _prepared(runs: Sequence[ForeignRun], question: Question, metric: Metric) ->
     known = nearest(metric.name, names) if names else "the runs have no metrics"
     if not any(metric.name in run.records for run in runs):
         raise InputError([f"no run has a metric {metric.name!r}; {known}"])
+    if not recordable(metric.name):
+        raise InputError([f"metric {metric.name!r}: {NAMING}; rename it: --metric NAME={metric.name}"])
     kept = []
     for run in runs:
         if run.status != "done":
@@ -258,6 +295,8 @@ def _prepared(runs: Sequence[ForeignRun], question: Question, metric: Metric) ->
     steps = max(max(run.records[metric.name]) for run in kept)
     again = [run.records[metric.name] for run in kept if run.arm == question.floor]
     reruns = [series[max(series)] for series in again]
+    if len({max(series) for series in again}) > 1:
+        raise InputError([f"--floor {question.floor}: its runs end at different steps"])
     if question.floor is not None and len(reruns) < _FEWEST_RERUNS:
         raise InputError(
             [f"--floor {question.floor}: has {len(reruns)} runs; a spread needs {_FEWEST_RERUNS} or more"]
@@ -287,7 +326,7 @@ def _effect(given: float | str | None) -> float | str | None:
         number = math.nan
     if not 0 < number < math.inf:
         raise InputError([f"min_effect {text}: is no positive number, or share such as 0.1%"])
-    return text if text.endswith("%") else number
+    return f"{number:.15f}".rstrip("0").rstrip(".") + "%" if text.endswith("%") else number
 
 
 def _usual_metric(runs: Sequence[ForeignRun]) -> str:
@@ -334,7 +373,9 @@ def _listed(values: Iterable[str]) -> str:
 def own_fields(runs: Sequence[ForeignRun]) -> set[str]:
     """Return the fields of configurations that have another value in every run: ids, names, times."""
     values = _values_by_field(runs)
-    return {name for name, found in values.items() if len(found) == len(runs) > 1}
+    if len({run.arm for run in runs}) == len(runs):  # one run an arm: each field has as many values
+        return set()
+    return {name for name, found in values.items() if len(found) == len(runs)}
 
 
 def _values_by_field(runs: Sequence[ForeignRun]) -> dict[str, set[str]]:
@@ -366,8 +407,22 @@ def differing(runs: Sequence[ForeignRun], question: Question) -> dict[str, dict[
 def numbered(runs: Sequence[ForeignRun]) -> list[tuple[ForeignRun, int]]:
     """Return the runs with a seed each. Runs without one get numbers that no other arm has: no pairs."""
     taken = {run.seed for run in runs if run.seed is not None}
+    if big := next((run for run in runs if run.seed is not None and abs(run.seed) >= 1 << 63), None):
+        raise InputError([f"{big.name}: seed {big.seed} is too large; it has at most 63 bits"])
     free = iter(number for number in range(len(taken) + len(runs)) if number not in taken)
     return [(run, next(free) if run.seed is None else run.seed) for run in runs]
+
+
+def digests(places: Sequence[str]) -> dict[str, str]:
+    """Return the digests of all files and folders of some places, by their paths."""
+    found: dict[str, str] = {}
+    for place in places:
+        try:
+            paths = [str(path) for path, _ in places_of(place)]
+        except InputError:  # an address, or values
+            paths = [place]
+        found.update((path, digest_of(path)) for path in paths)
+    return found
 
 
 def digest_of(place: str) -> str:

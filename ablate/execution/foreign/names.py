@@ -72,6 +72,8 @@ def places_of(place: str) -> list[tuple[Path, dict[str, str]]]:
     if path.exists():
         return [(path, {})]
     parts = list(_parts(place)) if "{" in place else [(place, None)]
+    if "*{seed}" in place:
+        raise InputError([f"{place}: where the seed begins is not clear; write what stands before it"])
     wild = "".join(literal + "*" * bool(name) for literal, name in parts)
     paths = sorted(Path(name) for name in glob.glob(str(Path(wild).expanduser()), recursive=True))
     if not paths:

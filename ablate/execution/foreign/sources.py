@@ -96,7 +96,7 @@ def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = 
             sentences.append((str(path), []))
             runs += _read(Place(str(path), fields, columns), logs, sentences[-1][1])
     copies: list[str] = []
-    return Found(_each_once(runs, copies), [*_once(sentences), *copies])
+    return Found(each_once(runs, copies), [*_once(sentences), *copies])
 
 
 def _once(sentences: Sequence[tuple[str, list[str]]]) -> list[str]:
@@ -124,7 +124,11 @@ def _read(place: Place, logs: str | None, said: list[str]) -> list[ForeignRun]:
     return source.read(place, said)
 
 
-def _each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
+_TELLING = 3
+"""Number of values from which two runs without seeds are not equal by chance."""
+
+
+def each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
     """Return the runs without identical copies. InputError for two that differ in more than their name."""
     kept: list[ForeignRun] = []
     finished = {(run.arm, run.seed) for run in runs if run.status == "done" and run.seed is not None}
@@ -133,7 +137,8 @@ def _each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
             said.append(f"{run.name} is left out: it is {run.status}, and another run of its seed is done")
             continue
         twins = [other for other in kept if (other.arm, other.seed) == (run.arm, run.seed)]
-        copy = next((other for other in twins if _equal(run, other)), None)
+        telling = run.seed is not None or sum(map(len, run.records.values())) >= _TELLING
+        copy = next((other for other in twins if _equal(run, other)), None) if telling else None
         if copy is not None:
             said.append(f"{run.name} is a copy of {copy.name}; one of them counts")
         elif twins and run.seed is not None:

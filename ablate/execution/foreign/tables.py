@@ -91,20 +91,16 @@ def runs_of(table: Table, columns: Columns, said: list[str]) -> list[ForeignRun]
 
 
 def _joined(table: Table, parts: Sequence[str], joined: str) -> Table:
-    """Return the table with one column in place of several: cells are like `lr=0.001 rounding=nearest`.
-
-    Columns that are the same in all rows are left out.
-    """
+    """Return the table with one column in place of several: cells are like `lr=0.001 rounding=nearest`."""
     for part in parts:
         if part not in table.names:
             raise InputError([f"{table.where}: no column {one_line(part)!r}; {nearest(part, table.names)}"])
-    varied = [part for part in parts if len({str(row[part]) for _, row in table.rows}) > 1]
     rows: list[Row] = [
         (
             line,
             {name: cell for name, cell in row.items() if name not in parts}
             | {
-                joined: " ".join(f"{part}={row[part]}" for part in varied if not cells.is_empty(row[part]))
+                joined: " ".join(f"{part}={row[part]}" for part in parts if not cells.is_empty(row[part]))
                 or "none"
             },
         )
@@ -118,6 +114,10 @@ def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
     given = {"arm": columns.arm, "seed": columns.seed, "step": columns.step, "run": columns.run}
     from_name = fields_of(columns.name) if columns.name else frozenset()
     roles: dict[str, str] = {}
+    for role, said_by_path in table.fields.items():
+        twin = next((name for name in table.names if plain(name) == role), None)
+        if role in given and twin and any(str(row[twin]).strip() != said_by_path for _, row in table.rows):
+            raise InputError([f"{table.where}: column {one_line(twin)!r} and the path differ in the {role}"])
     for role, column in given.items():
         if column is None and (role in table.fields or role in from_name):
             continue
@@ -240,7 +240,8 @@ def _run(
     """Return the run of a group of rows."""
     seed = "" if group.seed is None else f"seed {group.seed} of "
     name = f"{table.where}: {seed}{group.arm}" + (f" ({group.run})" if group.run else "")
-    points = Points(name, in_time)
+    steps = [str(row[step_column]) for _, row in group.rows] if step_column else []
+    points = Points(name, in_time and len({*steps}) < len(steps))  # else rows in any order, and no restart
     first: tuple[int, Mapping[str, Json]] | None = None
     for line, row in group.rows:
         if step_column is None:
@@ -269,7 +270,8 @@ def _run(
                 ) from None
             points.add(line, step, metric, value)
     records = points.records()
-    status = _status(group.rows[0][1])
+    states = {_status(row) for _, row in group.rows}
+    status = next((state for state in ("failed", "done") if state in states), "running")
     if not records and status == "done":
         raise InputError([f"{name}: all cells of its metrics are empty"])
     said += points.sentences()
