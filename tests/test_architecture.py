@@ -441,6 +441,7 @@ def test_an_explicit_draw_is_none(line):
 PATTERNS = {
     "experiment.arms": ["a value that YAML writes without quotes", "the words that pydantic would accept"],
     "training.data.documents": ["where documents of foreign files may be cut: lines", "... words"],
+    "training.own_code.exports": ["options and variables of a user's command that set a precision"],
     "training.data.tokenisers": ["the hub's rule for a name"],
     "store.databases": ["octal escapes of the kernel's mounts table"],
     "cli.judge": ["words in braces of a path", "characters that a name in the state folder does not keep"],

@@ -18,6 +18,7 @@ _LEAST_COVERED = 0.5
 def remarks(experiment: Experiment) -> Iterator[str]:
     """Yield one sentence for each weakness of an experiment that can run all the same."""
     yield from experiment.notes
+    yield from experiment.base.config.remarks()
     yield from _idle_knobs(experiment)
     yield from _uncovered(experiment)
 

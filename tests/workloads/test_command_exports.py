@@ -210,7 +210,8 @@ def experiment(folder: Path, workload: str, **lines: str) -> Path:
 
 
 def run_of(words: str, more: str = "export: {blocks: 8}") -> str:
-    return f"{{run: 'python stack.py {words}', {more}}}"
+    seed = " {seed}" if "{export:" in words and "{seed}" not in words else ""  # else all seeds are one run
+    return f"{{run: 'python stack.py {words}{seed}', {more}}}"
 
 
 @pytest.mark.parametrize(
@@ -219,7 +220,7 @@ def run_of(words: str, more: str = "export: {blocks: 8}") -> str:
         (run_of("{export:torchtitn}"), {}, ["3:22: .*no such training stack; 'torchtitan' is the nearest"]),
         (run_of("{export}"), {}, ["3:22: .*names no training stack; write {export:NAME}"]),
         (run_of("{lr}", "config: {lr: 1}, export: {blocks: 8}"), {}, ["3:68: .*has no effect"]),
-        (run_of("{export:te}", "export: {block: 8}"), {}, ["3:6.: .*'blocks' is the nearest"]),
+        (run_of("{export:te}", "export: {block: 8}"), {}, ["3:7.: .*'blocks' is the nearest"]),
         (run_of("{export:te}", "config: {export: 1}"), {}, ["config.export: .*is a placeholder"]),
         (
             run_of("{export:torchtitan}", "steps: 3"),
@@ -319,3 +320,44 @@ def test_an_unchanged_stack_is_killed_resumed_and_reported(tmp_path, capfd):
     assert (logged.count("converted 8 blocks"), logged.count("converted 4 blocks")) == (2, 2)
     assert len([*state.glob("trials/*/artifacts/export/recipe_torchtitan.py")]) == 8
     assert "half" in "\n".join(news)
+
+
+def job(folder: Path, run: str, script: str, **fields) -> list[str]:
+    """Return why a job of a shell script cannot run."""
+    (folder / "job.sh").write_text(script)
+    workload = Command(run=run, folder=str(folder), steps=3, export=ExportOptions(blocks=BLOCKS), **fields)
+    return [f"{field}: {why}" for field, why in workload.problems()]
+
+
+@pytest.mark.parametrize(
+    ("run", "script", "told"),
+    [
+        ("bash job.sh --seed {seed} {export:megatron}", "exec train --bf16 \"$@\"\n", ""),
+        ("bash job.sh {export:megatron}", "exec train --seed \"$ABLATE_SEED\" \"$@\"\n", ""),
+        ("bash job.sh --seed {seed} {export:megatron}", "# not --fp4-format\nexec train \"$@\"\n", ""),
+        ("bash job.sh --seed {seed} {export:megatron}", "exec train --fp4-format e2m1 \"$@\"\n", "job.sh has --fp4-format"),
+        ("bash job.sh --seed {seed} {export:megatron}", "export NVTE_NVFP4_DISABLE_RHT=1\ntrain \"$@\"\n", "job.sh has NVTE_NVFP4_DISABLE_RHT"),
+        ("bash job.sh --seed {seed} --fp8-format hybrid {export:megatron}", "train \"$@\"\n", "run has --fp8-format"),
+        ("bash job.sh {export:torchtitan}", "train \"$@\"\n", "has no {seed}, so that all seeds would be one run"),
+        ("bash job.sh --lr 1", "train --fp4-format e2m1 \"$@\"\n", ""),
+    ],
+)  # fmt: skip
+def test_a_job_whose_arms_or_seeds_would_train_alike_is_refused(run, script, told, tmp_path):
+    found = job(tmp_path, run, script) if "export" in run else []
+    assert [told in line for line in found] == [True] * bool(told), found
+
+
+@pytest.mark.parametrize(("blocks", "refused"), [(8, False), (3, True)])
+def test_a_stack_with_no_block_left_to_quantise_is_refused(blocks, refused):
+    recipe = PRESETS["nvfp4"]()
+    kept = recipe.model_copy(update={"layers": recipe.layers.model_copy(update={"skip_last": 3})})
+    for stack in ("megatron", "torchtitan"):
+        assert bool(lost(stack, kept, blocks)) == refused
+
+
+def test_a_plan_says_that_a_stacks_lines_are_not_read(tmp_path):
+    (tmp_path / "job.sh").write_text('train "$@"\n')
+    given = {"run": "bash job.sh --seed {seed} {export:torchtitan}", "folder": str(tmp_path), "steps": 3}
+    assert [*Command(**given, metrics="torchtitan").remarks()] == []
+    (said,) = Command(**given).remarks()
+    assert "`metrics: torchtitan`" in said

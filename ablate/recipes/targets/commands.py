@@ -23,7 +23,7 @@ from pathlib import Path
 
 from ablate.recipes.recipe import Recipe
 from ablate.recipes.targets import TARGETS, megatron, torchao
-from ablate.recipes.targets.model import Lost, Model
+from ablate.recipes.targets.model import Lost, Model, skipped
 
 _STEM = "recipe_"
 _IMPORTS = "--override.imports"
@@ -159,9 +159,22 @@ def _counted(model: Model, words: Sequence[str]) -> Model:
     return model if model.depth else replace(model, blocks=blocks)
 
 
+def _require_quantised(recipe: Recipe, model: Model) -> None:
+    """Raise Lost for a recipe whose counts of blocks leave nothing to quantise."""
+    if recipe.products.plain or model.depth is None:
+        return
+    try:
+        first, last = skipped(recipe, model, "megatron")
+    except Lost:  # layers are rules, which name no counts
+        return
+    if first + last >= model.depth:
+        raise Lost([f"layers: no block is quantised: {first} and {last} of {model.depth} stay in bf16"])
+
+
 def _megatron(recipe: Recipe, model: Model, path: Path, words: Sequence[str]) -> Export:
     try:
         model = _counted(model, words)
+        _require_quantised(recipe, model)
         variables, options, layers = megatron.job(recipe, model)
     except Lost:
         raise

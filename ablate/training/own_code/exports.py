@@ -6,6 +6,7 @@ files. Reading them back is the confirmation of the recipe, which the command th
 """
 
 import os
+import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,10 @@ from ablate.recipes.targets.model import Lost, Model
 from ablate.training.own_code.process_environment import in_force
 
 PLACEHOLDER = "export"
+_PRECISION = re.compile(
+    r"--(?:fp[48]-[\w-]+|te-precision-config-file|override\.imports)\b|\bNVTE_(?:NVFP4|BACKWARD)\w*(?==)"
+)
+"""Options of Megatron-LM and torchtitan, and variables of Transformer Engine, that decide the precision."""
 _BY = ("workload.export.blocks or workload.export.model", "workload.export.model")
 """Keys that give the number of blocks, and the layers."""
 
@@ -53,6 +58,18 @@ def stacks_in(word: str) -> tuple[list[str], bool]:
     parts = list(string.Formatter().parse(word))
     found = [form for _, name, form, _ in parts if name == PLACEHOLDER and form]
     return found, bool(found) and len(parts) == 1 and not parts[0][0]
+
+
+def of_precision(text: str) -> str:
+    """Return the first word of a command, or of a script, that sets a precision by itself; empty for none.
+
+    Args:
+        text: the command or script.
+    """
+    found = _PRECISION.search(
+        "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    )
+    return found[0] if found else ""
 
 
 class Paths:
@@ -136,7 +153,10 @@ def with_exports(
             try:
                 confirm(stack, recipe, model, export, words, environment)
             except Lost as lost:
-                reasons += [_placed(stack, reason) for reason in lost.reasons]
+                reasons += [
+                    ("run", f"{{{PLACEHOLDER}:{stack}}}: with the other words of run: {reason}")
+                    for reason in lost.reasons
+                ]
     if reasons:
         raise NotExpressed(reasons)
     texts = {path: text for export in made.values() for path, text in export.texts.items()}

@@ -134,6 +134,10 @@ class Workload(Spec):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (field, reason) for each field that cannot run: contradictions and unreadable files."""
 
+    def remarks(self) -> Iterator[str]:
+        """Yield one sentence for each weakness of a configuration that can run all the same."""
+        return iter(())
+
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
         """Yield (field, reason) for each field that cannot run with a recipe; `recipe.<path>` is one of it.
 

@@ -45,6 +45,7 @@ from ablate.training.own_code.exports import (
     NotExpressed,
     Paths,
     misfit,
+    of_precision,
     stacks_in,
     with_exports,
     write,
@@ -61,6 +62,7 @@ PLACEHOLDERS = ("seed", "steps", "device", "folder", "recipe", "config", "checkp
 """Placeholders of every command, beside the keys of its config."""
 _JSON_LINES = ("stdout", "file")
 """Words for metrics that are lines of JSON."""
+_SHELL = (".sh", ".bash")
 _FOLDERS = re.compile(r"(^|=)/\S*/")
 """Leading folders of an absolute path, alone or after `--option=`."""
 
@@ -146,10 +148,36 @@ class Command(OwnCode):
         """Yield why the options of exports cannot be used. `unfit`: why `run` cannot be run, if it cannot."""
         if not unfit and not self.stacks and self.export != ExportOptions():
             yield "export", "has no effect, since run has no {export:NAME} with the name of a training stack"
+        if not unfit and self.stacks:
+            yield from self._unlike_an_export()
         try:
             _ = self.linear_layers
         except (OSError, ValueError) as error:
             yield "export.model", f"{self.export.model}: {error}"
+
+    def _unlike_an_export(self) -> Iterator[tuple[str, str]]:
+        """Yield what would make arms or seeds of a command with exports train alike, or by another recipe."""
+        texts = {"run": self.run}
+        texts |= {
+            path.name: path.read_text(errors="replace") for path in self._sources() if path.suffix in _SHELL
+        }
+        named = f"{{{PLACEHOLDER}:{self.stacks[0]}}}"
+        for place, text in texts.items():
+            if word := of_precision(text):
+                yield "run", f"{place} has {word}: remove it, since {named} writes each arm's precision"
+        seeded = any(
+            word in text for text in texts.values() for word in ("{seed}", "{config}", "ABLATE_SEED")
+        )
+        if not seeded:
+            why = "has no {seed}, so that all seeds would be one run"
+            yield "run", f"{why}; add the job's option, such as --seed {{seed}}"
+
+    def remarks(self) -> Iterator[str]:
+        """Yield that the metrics of a stack would not be read."""
+        for stack in ("torchtitan", "megatron"):
+            if stack in self.stacks and self.metrics != stack:
+                read = self.metrics if isinstance(self.metrics, str) else "lines of your own"
+                yield f"Metrics are read from {read}; what {stack} prints is read with `metrics: {stack}`."
 
     def _reader(self) -> LineReader | None:
         """Return the reader of the command's log; None if its metrics are lines of JSON. ValueError if there
