@@ -68,7 +68,6 @@ OPENED_APART = {
     "cli/stop.py": "names and ids",
     "cli/sweep_run.py": "its own process has compared and written it",
     "cli/ui.py": "facts about the projection",
-    "execution/finished_trial.py": "ids of members",
     "execution/forecast.py": "names and statuses of members",
     "execution/shared_prefixes.py": "facts",
     "execution/sweep_control.py": "compares rows, for commands that repair records",
@@ -78,6 +77,7 @@ OPENED_APART = {
     "execution/tracking/follower.py": "a thread of the process that writes it",
     "reports/report_files.py": "the state that a report shows, not its records",
     "store/checked_ledger.py": "the one place",
+    "store/named_arms.py": "ids of members",
     "verification/audit.py": "recomputes every invariant by itself",
     "verification/services.py": "counts records while a test of the services runs",
 }

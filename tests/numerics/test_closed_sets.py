@@ -247,6 +247,7 @@ LISTED = {
     ("reports/figures/effects.py", "kind"): "colours and marks of the house style",
     ("reports/table.py", "kind"): "classes of the style sheet",
     ("results/answer_sentences.py", "reason"): "reasons that more seeds remove",
+    ("results/proposals.py", "kind"): "reasons of a gate, of which two words are also kinds",
     ("results/next_runs.py", "reason"): "reasons that more seeds do not remove",
 }
 

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ablate.training.log_readers.lines import LogRecord, Unreadable, metric_name, number
+from ablate.training.metric_names import Name
 
 NO_STEP = (
     "the dicts that Hugging Face's Trainer prints have no step: give logging_steps, as the Trainer has it, or"
@@ -152,6 +153,7 @@ def _metrics(fields: Mapping[str, str]) -> dict[str, float]:
             continue
         ours = metric_name(name)
         if ours == name and "/" not in name:
-            ours = f"val/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}"
+            family = "val" if name.startswith("eval_") else "train"
+            ours = str(Name(family, None, None, name.removeprefix("eval_")))
         metrics[ours] = value
     return metrics

@@ -16,6 +16,7 @@ import math
 import re
 
 from ablate.training.log_readers.lines import LogRecord, Unreadable, metric_name, number
+from ablate.training.metric_names import Name
 
 _TRAIN = re.compile(r"(?:^|\] ?| )iteration +(\d{1,15})/ *\d+ \|")
 _EVALUATION = re.compile(r"validation(-\S+)? loss at iteration (\d{1,15})(?: on (validation|test) set)? \|")
@@ -66,11 +67,15 @@ def read(line: str) -> LogRecord | None:
     return LogRecord(step, _training(metrics) if train else _evaluation(metrics, form[1], form[3]))
 
 
+def _ours(name: str) -> str:
+    """Return the name of a metric for Megatron's: our own, or its words in the family of training."""
+    if name == "lm loss":
+        return metric_name(name)
+    return _OURS.get(name) or str(Name("train", None, None, _word(name)))
+
+
 def _training(fields: dict[str, float]) -> dict[str, float]:
-    metrics = {
-        _OURS.get(name) or (metric_name(name) if name == "lm loss" else f"train/{_word(name)}"): value
-        for name, value in fields.items()
-    }
+    metrics = {_ours(name): value for name, value in fields.items()}
     if "lm loss" not in fields and difflib.get_close_matches("lm loss", fields, n=1, cutoff=0.8):
         raise Unreadable("the name of the loss in Megatron's line is damaged")
     skipped = metrics.get("train/skipped_iterations", 0.0)

@@ -12,6 +12,7 @@ import math
 import re
 
 from ablate.training.log_readers.lines import LogRecord, Unreadable, number
+from ablate.training.metric_names import Name, parse
 
 _BEGIN = re.compile(r"(?:^| )(validate )?step: {1,8}(\d{1,15})  ")
 _FIELD = re.compile(r"(\w+): {0,8}(\S+)")
@@ -58,6 +59,11 @@ def read(line: str) -> LogRecord | None:
         if name == "loss" and value == _NOT_HERE:
             return None
         if begin[1]:
-            ours = "val/loss" if name == "loss" else ours.replace("throughput/", "val/throughput/")
+            ours = "val/loss" if name == "loss" else _validated(ours)
         metrics["train/loss" if ours == "loss" else ours] = value
     return LogRecord(int(begin[2]), metrics)
+
+
+def _validated(name: str) -> str:
+    """Return the name of a metric of training that was measured in validation; that of no speed stays."""
+    return str(Name("val", None, None, name)) if parse(name).family == "throughput" else name
