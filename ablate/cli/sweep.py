@@ -44,6 +44,12 @@ class SweepOptions:
             "--accept-version", help="Restart a sweep that was started with other versions of the code."
         ),
     ] = False
+    same_code: Annotated[
+        bool,
+        typer.Option(
+            "--same-code", help="Keep finished trials after an edit of your code that changes no number."
+        ),
+    ] = False
     detach: Annotated[
         bool,
         typer.Option(
@@ -111,7 +117,7 @@ def sweep(
     notes = _require_runnable(file, experiment, settings)
     paces = MachinePaces.of(experiment, settings.device, settings.ray is not None)
     trackers = open_trackers(settings.tracker, settings.state, experiment.name)
-    given = options.fork, options.fresh, options.accept_version
+    given = options.fork, options.fresh, options.accept_version, options.same_code
     kept = RunOptions(*given, settings.price, paces, summary_of, trackers)
     shown = options.quiet, options.report, options.everything
     run = SweepRun(experiment, settings, kept, hidden.check_command, *shown)
@@ -224,4 +230,5 @@ def detached_command(file: Path, settings: Settings, options: SweepOptions) -> l
     command += ["--quiet"] if options.quiet else []
     command += ["--all"] if options.everything else []
     command += ["--fresh"] if options.fresh else []
+    command += ["--same-code"] if options.same_code else []
     return command + (["--accept-version"] if options.accept_version else [])

@@ -218,7 +218,7 @@ class Controller:
         describe(self.ledger, self.experiment)
         register_design(self.ledger, self.experiment, self.store, self.scheduler.device)
         sweep_control.take(self.folder)  # discard orders to an earlier controller
-        for line in self.scheduler.everything(self.options.accept_version, points):
+        for line in self.scheduler.everything(self.options.accept_version, points, self.options.same_code):
             self._say(line)
         if done := next((member for member in self.ledger.members() if member.status == "done"), None):
             require_metrics(self.experiment, self.ledger, done.trial, f"{done.name} seed={done.seed}")

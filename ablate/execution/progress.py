@@ -105,6 +105,8 @@ class RunOptions:
     """Run finished trials again."""
     accept_version: bool = False
     """Run a sweep that was begun with other versions of the code again as a whole."""
+    same_code: bool = False
+    """Take finished trials over whose code alone was edited."""
     price: float | None = None
     """Cost of one slot-hour, in the unit of the experiment's `budget: {cost: ...}`."""
     paces: MachinePaces | None = None

@@ -25,6 +25,7 @@ from pathlib import Path
 from ablate.errors import InputError
 from ablate.execution.estimate import Load
 from ablate.execution.messages import Result
+from ablate.execution.same_code import take_over
 from ablate.execution.study_points import GivenUp, infeasible, inside
 from ablate.execution.trial_queue import TrialQueue, Work
 from ablate.experiment.arms import Arm, KnobError, label
@@ -88,7 +89,9 @@ class Scheduler:
 
     # Members
 
-    def everything(self, accept: bool = False, points: Sequence[Mapping[str, Json]] = ()) -> list[str]:
+    def everything(
+        self, accept: bool = False, points: Sequence[Mapping[str, Json]] = (), same_code: bool = False
+    ) -> list[str]:
         """Request all members that the experiment names now.
 
         Members that the file named once and names no more stay in the ledger, outside of the answer.
@@ -96,6 +99,7 @@ class Scheduler:
         Args:
             accept: allow finished trials of other versions of the code, which are then run again.
             points: knobs that a search had proposed, used if the ledger has none of its points.
+            same_code: take finished trials over whose code alone was edited.
 
         Returns:
             Lines about members added, removed and changed since the last run.
@@ -104,6 +108,9 @@ class Scheduler:
             InputError: if finished trials were computed by other versions of the code and `accept` is False.
         """
         before = {(member.name, member.seed): member for member in self.ledger.members()}
+        taken: list[str] = []
+        if same_code:
+            taken = take_over(self.ledger, self.experiment, self.store, self.device, before)
         proposed = [json.loads(point.knobs) for point in self.ledger.points()] or points
         with self.ledger.transaction():
             self.ledger.unwant()
@@ -127,7 +134,7 @@ class Scheduler:
         gone |= {name for (name, _), row in before.items() if row.role == "confirmed"}
         keys = self.experiment.keys
         seeds = not keys.growth and not keys.search  # those add seeds to the file's
-        return edits(before, new, gone, seeds)
+        return taken + edits(before, new, gone, seeds)
 
     def want(
         self,

@@ -45,7 +45,7 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
     found = [_finished(arms), _finite(ledger, arms), _learned(ledger, arms), _twin(arms), _bad(ledger, arms)]
     found += [_ended_early(arms), _covered(ledger), _one_product(ledger), _one_processor(ledger)]
     found += [*_spread(arms), *_late(ledger), *_margin(arms), *_positions(arms)]
-    found += [*_elsewhere(ledger, arms), *_single(ledger, arms)]
+    found += [*_same_code(ledger), *_elsewhere(ledger, arms), *_single(ledger, arms)]
     return [check for check in found if check]
 
 
@@ -81,6 +81,14 @@ def _positions(arms: Sequence[ArmSummary]) -> Iterator[Check]:
         plural = "" if len(steps) == 1 else "s"
         listed = ", ".join(map(str, steps))
         yield Check("note", f"from the checkpoint{plural} of step{plural} {listed} alone")
+
+
+def _same_code(ledger: Ledger) -> Iterator[Check]:
+    """Yield that trials of earlier code count, since their owner declared an edit to change no number."""
+    if taken := sum(count for _, count in ledger.facts.same_code):
+        yield Check(
+            "warning", f"{counted(taken, 'trial')} ran before an edit that was declared to change nothing"
+        )
 
 
 def _elsewhere(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:

@@ -125,6 +125,8 @@ class SweepFacts:
     registered: Fact[Sequence[dict[str, Any]]] = _json("registered", "[]")
     """Fields of the registrations, the first one first."""
 
+    same_code: Fact[Sequence[tuple[float, int]]] = _json("same_code", "[]")
+    """Unix time and number of trials of each time that edited code was declared to compute the same."""
     judged = _or_none("judged")
     """Origin of runs that were not started here (judged.py)."""
 

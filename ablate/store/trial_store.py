@@ -235,6 +235,25 @@ class Store:
             synced(path)
         write(self.folder(trial) / "result.json", result | {"sha256": _digest(result)})
 
+    def store_again(self, trial: str, other: str, spec: Mapping[str, Json]) -> None:
+        """Store a finished trial under another id, too. Its result names the trial that it was run as.
+
+        Args:
+            trial: Id of the finished trial.
+            other: The other id.
+            spec: Resolved spec with that id.
+
+        Raises:
+            Damaged: The trial is not what was written.
+        """
+        result = self.result(trial)
+        assert result is not None
+        events, attempt = self.proven(trial, result), self.begin(other)
+        write(self.folder(other) / "spec.json", spec)
+        content = b"".join(line(event, other) for event in events)
+        (self.folder(other) / f"events-{attempt}.jsonl").write_bytes(content)
+        self.commit(other, result | {"id": other, "run_as": trial})
+
     def begin(self, trial: str) -> int:
         """Return a new attempt's number, larger than all before it in any sweep, and create its log file.
 

@@ -1,0 +1,101 @@
+"""Finished trials of edited code that its owner declares to compute the same: `ablate sweep --same-code`."""
+
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from support.commands import INLINE, here
+
+from ablate.results.comparisons import Comparisons
+from ablate.results.headline import headline_of
+from ablate.results.summary import summaries
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
+from ablate.store.verify import verify
+
+CODE = """\
+import json, sys
+lr, seed = map(float, sys.argv[1:])  # remark
+open("ran", "a").write("x")
+print(json.dumps({"step": 1, "train/loss": 3 - lr + seed / 100, "val/loss": 3 - lr + seed / 100}))
+"""
+FILE = """\
+schema: 1
+question: Does the rate matter?
+workload: {command: {run: "python train.py {lr} {seed}", steps: 1, config: {lr: 0.1}MORE}}
+recipe: bf16
+ablate: {workload.config.lr: [0.1, 0.2]}
+against: {workload.config.lr: 0.1}
+seeds: 3
+metric: {name: val/loss, min_effect: 0.01}
+"""
+
+
+def written(folder: Path, more: str = "") -> Path:
+    (folder / "train.py").write_text(CODE)
+    (folder / "own.yaml").write_text(FILE.replace("MORE", more))
+    return folder / "own.yaml"
+
+
+def swept(folder: Path, *words: str):
+    return here("sweep", folder / "own.yaml", *INLINE, "--no-report", "--state", folder / "state", *words)
+
+
+def test_an_edit_that_is_declared_the_same_runs_nothing_again_and_is_said(tmp_path):
+    path = written(tmp_path)
+    assert swept(tmp_path).returncode == 0
+    ran = len((tmp_path / "ran").read_text())
+    with closing(Ledger(tmp_path / "state" / "sweeps" / "own" / "ledger.db", readonly=True)) as ledger:
+        before = {arm.name: arm.values for arm in summaries(ledger)}
+        ids = {member.id for member in ledger.members()}
+    (tmp_path / "train.py").write_text(CODE.replace("# remark", "# another"))
+    done = swept(tmp_path, "--same-code")
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "ran").read_text()) == ran
+    with closing(Ledger(tmp_path / "state" / "sweeps" / "own" / "ledger.db", readonly=True)) as ledger:
+        assert {arm.name: arm.values for arm in summaries(ledger)} == before
+        assert not ids & {member.id for member in ledger.members()}
+        verified = verify(ledger, Store(tmp_path / "state"))
+        assert (verified.verified, verified.mismatches) == (ran, ())
+        said = {check.text: check.kind for check in headline_of(Comparisons(ledger)).checks}
+    assert said[f"{ran} trials ran before an edit that was declared to change nothing"] == "warning"
+    assert swept(tmp_path).returncode == 0  # without the option, too: the trials have the new ids
+    assert here("rebuild", path, "--force", "--state", tmp_path / "state").returncode == 0
+    assert len((tmp_path / "ran").read_text()) == ran
+
+
+def test_without_the_declaration_an_edit_runs_all_again(tmp_path):
+    written(tmp_path)
+    assert swept(tmp_path).returncode == 0
+    ran = len((tmp_path / "ran").read_text())
+    (tmp_path / "train.py").write_text(CODE.replace("# remark", "# another"))
+    assert swept(tmp_path).returncode == 0
+    assert len((tmp_path / "ran").read_text()) == 2 * ran
+
+
+def test_another_setting_is_not_taken_over(tmp_path):
+    path = written(tmp_path)
+    assert swept(tmp_path).returncode == 0
+    ran = len((tmp_path / "ran").read_text())
+    path.write_text(path.read_text().replace("[0.1, 0.2]", "[0.1, 0.3]"))
+    (tmp_path / "train.py").write_text(CODE.replace("# remark", "# another"))
+    assert swept(tmp_path, "--same-code").returncode == 0
+    assert len((tmp_path / "ran").read_text()) == ran + 3
+
+
+@pytest.mark.parametrize(
+    ("more", "workload", "sentence"),
+    [
+        (", data: [train.py]", None, "data or weights are in the digest"),
+        ("", "{idle: {steps: 4}}", "is no code of your own"),
+    ],
+)
+def test_what_cannot_be_declared_is_refused(more, workload, sentence, tmp_path):
+    path = written(tmp_path, more)
+    if workload:
+        path.write_text(
+            f"schema: 1\nquestion: Does it?\nworkload: {workload}\nablate: {{recipe: [nvfp4]}}\nagainst: bf16\nseeds: 2\n"
+        )
+    refused = swept(tmp_path, "--same-code")
+    assert refused.returncode == 2, refused.stdout
+    assert sentence in refused.stderr
