@@ -1,5 +1,6 @@
 """Finished trials of edited code that its owner declares to compute the same: `ablate sweep --same-code`."""
 
+import shutil
 from contextlib import closing
 from pathlib import Path
 
@@ -71,6 +72,23 @@ def test_without_the_declaration_an_edit_runs_all_again(tmp_path):
     (tmp_path / "train.py").write_text(CODE.replace("# remark", "# another"))
     assert swept(tmp_path).returncode == 0
     assert len((tmp_path / "ran").read_text()) == 2 * ran
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+def test_a_trial_whose_folder_is_not_sound_runs_again(damage, tmp_path):
+    written(tmp_path)
+    assert swept(tmp_path).returncode == 0
+    ran = len((tmp_path / "ran").read_text())
+    result = sorted((tmp_path / "state" / "trials").glob("*/result.json"))[0]
+    if damage == "gone":
+        shutil.rmtree(result.parent)
+    else:
+        events = next(result.parent.glob("events-*.jsonl"))
+        events.write_text(events.read_text().replace("2.", "1.", 1))
+    (tmp_path / "train.py").write_text(CODE.replace("# remark", "# another"))
+    done = swept(tmp_path, "--same-code")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "ran").read_text()) == ran + 1
 
 
 def test_another_setting_is_not_taken_over(tmp_path):

@@ -13,9 +13,11 @@ Refused: code with data or starting weights, whose content is in the same finger
 import json
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 
 from ablate.errors import InputError
 from ablate.experiment.load import Experiment
+from ablate.files import Damaged
 from ablate.results.number_text import counted
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import FINISHED, Member
@@ -56,9 +58,10 @@ def take_over(
             if old is None or old.status not in FINISHED or old.id == spec.id or store.finished(spec.id):
                 continue
             was, now = ({**json.loads(text), "data": "", "id": ""} for text in (old.spec, spec.wire))
-            if was == now:
-                store.store_again(old.id, spec.id, spec.content)
-                taken += 1
+            if was == now and store.finished(old.id):
+                with suppress(Damaged):  # then it runs again
+                    store.store_again(old.id, spec.id, spec.content)
+                    taken += 1
     if not taken:
         return []
     ledger.facts.same_code = [*ledger.facts.same_code, (time.time(), taken)]
