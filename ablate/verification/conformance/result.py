@@ -1,0 +1,49 @@
+"""Findings on a subject: a row a property, with the first block that differs."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Outcome(StrEnum):
+    """Result of the examination of one property."""
+
+    PASS = "pass"
+    VARIANT = "variant"
+    """Differs from the recipe as the subject declares, in a way that is legitimate."""
+    FAIL = "fail"
+    REPORT = "report"
+    """Measured; neither right nor wrong by the recipe."""
+    NOT_APPLICABLE = "n/a"
+    """The subject has no such function, or does not take what the property needs."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block in which a subject differs, with both computations."""
+
+    place: str
+    """`row 3, columns 16 to 31`; of a dump: layer and product as well."""
+    source: tuple[float, ...]
+    """Input elements."""
+    expected: tuple[float, ...]
+    got: tuple[float, ...]
+    computed: str = ""
+    """Computation that the recipe makes, in numbers: `amax 6.0, S 448, scale 1.0 (e4m3 0x38)`."""
+    computed_by_subject: str = ""
+    """The same of the subject, as far as its result shows it."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Finding on one property: outcome, number of cases, and where the first difference is."""
+
+    property: str
+    outcome: Outcome
+    cases: int = 0
+    """Compared numbers: elements, blocks or draws, as the property counts."""
+    differing: int = 0
+    block: Block | None = None
+    fault: str = ""
+    """Likely fault by name (a key of `FAULTS`), if the difference has the mark of a known one."""
+    detail: str = ""
+    """One sentence: measured number with its bound, variant, or reason of n/a."""
