@@ -1,5 +1,6 @@
 """Clusters: nodes without the state folder, of other versions, with tokens; gangs among small trials. Real heads and nodes throughout."""
 
+import ast
 import contextlib
 import os
 import re
@@ -415,6 +416,40 @@ def test_a_trial_whose_node_is_lost_goes_on_elsewhere_from_its_last_checkpoint(p
 # From outside the cluster
 
 
+FLAKY = """
+import ray
+from ablate.execution.workers import ClusterError
+from ablate.execution.workers.cluster import connect
+def tried(failures, text):
+    calls, said = [], []
+    def init(**words):
+        calls.append(words["address"])
+        if len(calls) <= failures:
+            raise ConnectionAbortedError(text)
+    ray.init = init
+    try:
+        connect("ray://127.0.0.1:1", None, said.append, 0.001)
+    except ClusterError as error:
+        said.append(str(error))
+    return len(calls), said
+DIED = "Initialization failure from server: RuntimeError: Starting Ray client server failed. See x.err."
+print([tried(0, DIED), tried(2, DIED), tried(4, DIED), tried(9, DIED), tried(1, "other")])
+"""
+
+
+def test_a_dead_server_of_rays_client_is_asked_for_again_within_a_limit():
+    """With a line before each attempt. Another error is final at once."""
+    command = [sys.executable, "-c", FLAKY]
+    printed = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
+    calls, said = zip(*ast.literal_eval(printed), strict=True)
+    assert calls == (1, 3, 5, 5, 1)
+    waits = [f"attempt {number} of 5 in {0.001 * 2 ** (number - 2):g} s" for number in range(2, 6)]
+    assert [[line.split(": ")[-1] for line in lines] for lines in said[:3]] == [[], waits[:2], waits]
+    assert [line.split(": ")[-1] for line in said[3][:-1]] == waits
+    assert "5 times in a row" in said[3][-1]
+    assert said[4] == ["Ray cannot be reached at ray://127.0.0.1:1: other"]
+
+
 @apart
 def test_a_sweep_from_outside_runs_by_one_rank_and_by_a_gang(tmp_path):
     """By Ray's client, whose cluster sees nothing of this machine's folders. Not among what tests install: its server dies now and then."""
@@ -432,6 +467,8 @@ def test_a_sweep_from_outside_runs_by_one_rank_and_by_a_gang(tmp_path):
         for ranks in (1,), (2,):
             state = hidden / f"state{ranks[0]}"
             status, said = swept(f"ray://127.0.0.1:{number}", (path, state), ranks=ranks)
+            if "5 times in a row" in said:
+                pytest.skip(said.splitlines()[-1])
             assert status == 0, said
             assert "do not see" in said
             assert set(statuses(state).values()) == {"done"}

@@ -13,7 +13,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -26,6 +26,8 @@ LOOK_SECONDS = 2.0
 PATIENCE_SECONDS = 15.0
 """Silence of a cluster's head after which it counts as lost: whoever operates it may restart it. A local head
 is not restarted."""
+CLIENT_TRIES = 5
+"""Attempts to connect by Ray's client, whose server on the head now and then dies while it starts."""
 _OBJECT_STORE_BYTES = 128 << 20
 """Messages are small; Ray's default is 30 % of the memory."""
 
@@ -38,9 +40,13 @@ _CLIENT = (
     "ray:// needs Ray's client: pip install 'ray[client]'; on a machine of the cluster, host:port needs"
     " nothing"
 )
+_DIED = ("Starting Ray client server failed", "Proxy failed to Connect to backend")
+"""Parts of Ray's messages if its server for this client died while it started."""
 _SENTENCES = {
-    "Starting Ray client server failed": (
-        "Ray's own server for this client died while it started, which happens on a busy head; try again"
+    **dict.fromkeys(
+        _DIED,
+        f"Ray's own server for this client died while it started, {CLIENT_TRIES} times in a row, as happens"
+        " on a busy head: try again later, or read ray_client_server_*.err there",
     ),
     "Failed to connect": (
         "the server there refused the connection; with token authentication, which Ray's heads have by"
@@ -143,12 +149,16 @@ def sigterm_kept() -> Iterator[None]:
         set_handler(signal.SIGTERM, handler)
 
 
-def connect(address: str | None, workers: int | None) -> ModuleType:
+def connect(
+    address: str | None, workers: int | None, say: Callable[[str], object] = print, pause: float = 1.0
+) -> ModuleType:
     """Return the `ray` module, connected to the cluster at an address, or to a local Ray started here.
 
     Args:
         address: host:port, auto, or ray://host:port; None starts a local Ray.
         workers: CPUs of a local Ray; None for all of this machine.
+        say: called with one line before another attempt by Ray's client.
+        pause: seconds before the second attempt; doubled before each further one.
 
     Raises:
         ClusterError: Ray cannot be reached or started.
@@ -166,7 +176,7 @@ def connect(address: str | None, workers: int | None) -> ModuleType:
     try:
         if address:
             with sigterm_kept():
-                ray.init(address=address, **quiet)
+                _join(ray, address, quiet, say, pause)
         else:
             local: dict[str, object] = {
                 "include_dashboard": False,
@@ -186,6 +196,26 @@ def connect(address: str | None, workers: int | None) -> ModuleType:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray sets one that ends this process at once
     return ray
+
+
+def _join(
+    ray: ModuleType, address: str, settings: dict[str, object], say: Callable[[str], object], pause: float
+) -> None:
+    """Connect to a cluster, again where the head's server for Ray's client died while it started."""
+    for attempt in range(1, CLIENT_TRIES + 1):
+        try:
+            ray.init(address=address, **settings)
+        except ConnectionError as error:
+            if not any(part in str(error) for part in _DIED) or attempt == CLIENT_TRIES:
+                raise
+            wait = pause * 2 ** (attempt - 1)
+            say(
+                "Ray's own server for this client died while it started, as happens on a busy head:"
+                f" attempt {attempt + 1} of {CLIENT_TRIES} in {wait:g} s"
+            )
+            time.sleep(wait)
+        else:
+            return
 
 
 def _private_token() -> None:

@@ -27,7 +27,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -118,6 +118,7 @@ class Pool:
         gpus: float,
         priority: int = 0,
         ranks: int | None = None,
+        say: Callable[[str], object] = print,
     ) -> None:
         """Connect to a cluster, or start a local Ray.
 
@@ -127,11 +128,12 @@ class Pool:
             gpus: GPUs of one trial: 0, a fraction of one, or several, with one rank each.
             priority: among the sweeps of one cluster; higher runs first, equal priorities share.
             ranks: processes of a trial without GPUs, one CPU each; None for one.
+            say: called with one line before another attempt to connect.
 
         Raises:
             ClusterError: the cluster cannot be used, or a trial needs more than it has.
         """
-        ray = self._ray = connect(address, workers)
+        ray = self._ray = connect(address, workers, say)
         self._address, self._need = address, Need.of(gpus, ranks)
         self._most, self.wanted = workers or sys.maxsize, sys.maxsize
         """Most trials at once; and number of trials to run in all, as far as the controller knows."""
