@@ -46,7 +46,7 @@ Product = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """Takes x [tokens, in], w [out, in], dy [tokens, out]; returns y = x w^T, dx = dy w, dw = dy^T x."""
 GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """Takes x [tokens, in] sorted by expert, w [experts, out, in], dy [tokens, out] and offsets, int32 [experts]:
-the number of tokens of the experts up to each, this one included. Returns y, dx, and dw [experts, out, in]."""
+the number of tokens of the experts up to each, this one included. Returns y, dx, and dw like w."""
 
 
 @dataclass(frozen=True)
