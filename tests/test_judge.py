@@ -22,6 +22,7 @@ from ablate.execution.foreign.columns import Columns
 from ablate.execution.foreign.judged_ledger import Question, write_ledger
 from ablate.execution.foreign.run import ForeignRun
 from ablate.execution.foreign.sources import read
+from ablate.execution.tracking.runs import gaps
 from ablate.experiment.schema import Metric
 from ablate.reports.figures.curves import gap_curve
 from ablate.results.comparisons import Comparisons
@@ -374,7 +375,8 @@ def swept(tmp_path_factory) -> Path:
 def test_runs_from_elsewhere_stay_in_a_sweep_that_goes_on(swept):
     with closing(Ledger(swept / "sweeps" / "tiny" / "ledger.db", readonly=True)) as ledger:
         own = {arm.name: (arm.values, arm.gap) for arm in summaries(ledger)}
-    into = ("--into", "tiny", "--against", next(iter(own)), "--no-report", "--state", swept)
+    base = next(iter(own))
+    into = ("--into", "tiny", "--against", base, "--no-report", "--state", swept)
     longer = here("judge", rows_of(swept / "longer.csv", table({"theirs": 0.5}, seeds=4)), *into)
     assert longer.returncode == 2
     assert "the last val/loss is of step 20, and of step 4 in tiny" in longer.stderr
@@ -385,6 +387,10 @@ def test_runs_from_elsewhere_stay_in_a_sweep_that_goes_on(swept):
     with closing(Ledger(swept / "sweeps" / "tiny" / "ledger.db", readonly=True)) as ledger:
         after = {arm.name: arm for arm in summaries(ledger)}
         origin = Judged.of(ledger)
+        paired = {
+            compared.name for member in ledger.members() for compared, *_ in gaps(ledger, member, "val/loss")
+        }
+    assert paired == own.keys() - {base}  # an equal seed of a run from elsewhere makes no pair, in MLflow too
     added = after.pop("elsewhere: theirs")
     assert {name: (arm.values, arm.gap) for name, arm in after.items()} == own
     assert added.gap.sides == (4, 3)

@@ -96,7 +96,7 @@ def _extra_tokens(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) ->
         for key, part in table.groupby(["arm", "seed"], observed=True)
     }
     cells = {}
-    for arm in (arm for arm in arms if arm.baseline is not None):
+    for arm in (arm for arm in arms if arm.gap and not arm.gap.sides):
         pairs = {
             seed: (curves.get((arm.name, seed), {}), curves.get((arm.baseline, seed), {}))
             for seed in arm.values
