@@ -5,6 +5,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -33,6 +34,10 @@ def doctor(
     fast: Annotated[
         bool, typer.Option("--fast", help="Run only the quick checks, as before every sweep.")
     ] = False,
+    exhaustive: Annotated[
+        bool,
+        typer.Option("--exhaustive", help="Enumerate every case of the NVFP4 cast instead (10 minutes)."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     engine: Annotated[
         str | None,
@@ -52,8 +57,9 @@ def doctor(
 
     The numerics are compared with published figures, known answers, and every public implementation that is
     installed. With --engine transformer_engine or scaled_mm, compare its kernels with the emulator; --fast
-    skips the training runs. Exit status: 0 all checks agree, 1 one does not, 2 bad input, or the comparison
-    is impossible here.
+    skips the training runs. With --exhaustive, compare kernels, reference and integer arithmetic in every
+    case of the NVFP4 cast; a killed run continues. Exit status: 0 all checks agree, 1 one does not, 2 bad
+    input, or the comparison is impossible here.
     """
     if lifeline:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
@@ -61,6 +67,8 @@ def doctor(
         raise InputError(
             ["--record needs --engine transformer_engine or scaled_mm: it names the file of that comparison"]
         )
+    if exhaustive and (fast or engine is not None):
+        raise InputError(["--exhaustive runs by itself; omit --fast and --engine"])
     if engine is not None:
         _compare(engine, record, fast, as_json)
     print_starting("importing torch, then checking the numerics", quiet=as_json)
@@ -68,9 +76,7 @@ def doctor(
     rows: list[tuple[str, Row]] = []
     screen = Console(quiet=True) if as_json else console()
     with nullcontext() if as_json or not screen.is_terminal else screen.status("[dim]torch ...[/]") as status:
-        from ablate.verification.checks import by_group  # torch
-
-        for group, group_rows in by_group(fast, status.update if status else None):
+        for group, group_rows in _groups(exhaustive, fast, status.update if status else None):
             screen.print(Text(group, "bold"), _table(group_rows, screen.width, header=not rows), "")
             rows += ((group, row) for row in group_rows)
     seconds = time.monotonic() - started
@@ -161,6 +167,15 @@ def _written(comparison: "ParityRun", document: "ParityDocument", record: Path |
 # --- this machine's numerics ----------------------------------------------------------------------
 
 
+def _groups(
+    exhaustive: bool, fast: bool, show: Callable[[str], object] | None
+) -> Iterator[tuple[str, list["Row"]]]:
+    from ablate.verification import checks  # torch
+    from ablate.verification import exhaustive as enumerated
+
+    return enumerated.by_group(show) if exhaustive else checks.by_group(fast, show)
+
+
 def _table(rows: list["Row"], width: int, header: bool) -> Table:
     """Return a table of rows. Column widths are the same in all tables, so that columns align."""
     table = Table(
@@ -172,7 +187,7 @@ def _table(rows: list["Row"], width: int, header: bool) -> Table:
         header_style="dim",
     )
     for name, ratio in (("", 11), ("measured", 8), ("expected", 8)):
-        table.add_column(name, ratio=ratio)
+        table.add_column(name, ratio=ratio, overflow="fold")
     table.add_column("", width=3)
     for row in rows:
         word, style = _STYLES[row.ok]
