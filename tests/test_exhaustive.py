@@ -2,24 +2,43 @@
 
 import ctypes
 import json
+import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 from support.commands import here
 
 from ablate.errors import InputError
+from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.kernels import builds
-from ablate.verification import cast_oracle
+from ablate.numerics.quantize import quantize
+from ablate.numerics.rounding import ROUNDINGS
+from ablate.numerics.spec import Quant
+from ablate.verification import cast_oracle, exhaustive_forms
 from ablate.verification.cast_oracle import LARGEST, SCALES
 from ablate.verification.enumeration import Part, Record, Tally, rows_of
-from ablate.verification.exhaustive import BLOCKS, layout, parts, record
+from ablate.verification.exhaustive import record
+from ablate.verification.exhaustive_nvfp4 import BLOCKS, layout, parts
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import exhaustive_cast
 
 SCALE_PAIRS, FP32, NEAREST, STOCHASTIC = parts(stochastic=(2688.0,), nearest=(1.0,))
 SLICES = {
     "block scales": (SCALE_PAIRS.chunks["0x4501"], 128 * (LARGEST + 1)),  # outer statistics from 2064
     "fp32, -0 and subnormals": (FP32.chunks["0x80000000"], 2**24),
     "nearest": (NEAREST.chunks["1.0"], 127 * 2 * (LARGEST + 1)),
+    "another form": (
+        partial(exhaustive_forms.at_scale, "e3m2", "ue5m3", "away", 2.0**-17),
+        2 * (LARGEST + 1),
+    ),
+    "stochastic, another form": (
+        partial(exhaustive_forms.at_scale, "int4", "e8m0", "stochastic", 1.0),
+        256 * 2 * (LARGEST + 1),
+    ),
     "stochastic": (STOCHASTIC.chunks["1.0"], 256 * 2 * (LARGEST + 1)),
 }
 compiled = pytest.mark.skipif(builds.build() is None, reason="installed without compiled quantisers")
@@ -35,8 +54,9 @@ class Wrong:
         function = getattr(builds.installed_build(), name)
         return self._called if name == self._name else function
 
-    def _called(self, memory, rows, columns, spec, values, scales):
-        done = getattr(builds.installed_build(), self._name)(memory, rows, columns, spec, values, scales)
+    def _called(self, memory, rows, columns, *arguments):
+        done = getattr(builds.installed_build(), self._name)(memory, rows, columns, *arguments)
+        values, scales = arguments[-3:-1] if self._name == "quantize" else arguments[-2:]
         self._spoil(
             (ctypes.c_uint16 * (rows * columns)).from_address(values),
             (ctypes.c_float * 64).from_address(scales),
@@ -101,6 +121,14 @@ def test_a_wrong_code_to_nearest_is_named(part, chunk, kernel, place, words):
 
 
 @compiled
+def test_a_wrong_result_of_another_form_is_named():
+    with builds.using(Wrong("quantize", flip(16 + 6))):  # type: ignore[arg-type]
+        tally = exhaustive_forms.at_scale("e3m2", "ue5m3", "nearest", 2.0)
+    assert tally.differences == 1
+    assert tally.first.startswith("general, e3m2 with ue5m3 scales, nearest, block scale 2, bf16 0x0014 (")
+
+
+@compiled
 def test_a_wrong_block_scale_is_named():
     spoil = Wrong("columns", lambda values, scales: scales.__setitem__(40, 3.0))
     with builds.using(spoil):  # type: ignore[arg-type]
@@ -121,6 +149,28 @@ def test_integer_arithmetic_has_known_answers():
     assert named[int(np.uint16(cast.near[negative]))] == "-3"
     assert [int(cast.position[bits]) for bits in (tie, above, negative)] == [128, 152, 152]
     assert cast_oracle.multiplier(2688.0) * 6 > 1  # fp32(1/6) is above 1/6
+
+
+# The libraries
+
+
+def test_the_benchmark_finds_no_difference_in_our_own_quantiser():
+    def quantiser(x):
+        operand = quantize(x, Quant())
+        return operand.values, operand.block_scale.view(-1)
+
+    scales = [exhaustive_cast.every_scale(quantiser, zero, 0x3FC0) for zero in (False, True)]
+    assert scales[0] + scales[1] == Tally(0x3FC1)
+    tally = exhaustive_cast.every_element(quantiser, 0x3FC0)
+    assert tally.differences == 0
+    assert tally.cases > 126 * 2 * 0x3000
+
+
+def test_the_benchmark_names_the_first_tie_that_another_cast_rounds_away():
+    away = partial(ROUNDINGS["away"], grid=ELEMENTS["e2m1"])
+    tally = exhaustive_cast.every_code(away, 0x3E000000)
+    assert tally.differences == 1
+    assert tally.first == "fp32 0x3e800000 (0.25): 0.5 instead of 0"
 
 
 # Records
@@ -164,12 +214,12 @@ def test_the_command_prints_kept_results_and_fails_for_a_difference(tmp_path, mo
     assert here("doctor", "--exhaustive", "--fast").returncode == 2
     kept = record()
     with kept.held():
-        for part in parts():
+        for part in (*parts(), *exhaustive_forms.parts()):
             for name in part.chunks:
                 wrong = part.what.endswith("1") and name == "2.0"
                 kept.of(part.what, name, lambda wrong=wrong: Tally(1000, wrong, "x 0x3f80" if wrong else ""))
     done = here("doctor", "--exhaustive", "--json", ABLATE_CACHE=str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     rows = json.loads(done.stdout)["rows"]
-    assert [row["ok"] for row in rows] == [None, None, True, True, True, True, False, True]
+    assert [row["ok"] for row in rows] == [None, None, True, True, True, True, False, True, True, True]
     assert "0x3f80" in rows[6]["measured"]

@@ -23,14 +23,23 @@ Doubles = NDArray[np.float64]
 FLT_MAX = Fraction((2**24 - 1) * 2**104)
 LARGEST = 0x7F7F
 """Bits of the largest finite bf16."""
-_E2M1 = (1, 0, 6.0)
-_E4M3 = (3, -6, 448.0)
-"""Mantissa bits, exponent of the smallest normal, largest magnitude."""
+ELEMENTS = {
+    "e2m1": (1, 0, 6.0),
+    "e1m2": (2, 0, 1.75),
+    "int4": (2, 2, 7.0),
+    "e2m3": (3, 0, 7.5),
+    "e3m2": (2, -2, 28.0),
+    "e4m3": (3, -6, 448.0),
+    "e5m2": (2, -14, 57344.0),
+}
+"""Mantissa bits, exponent of the smallest normal, largest magnitude of formats with a mantissa."""
 SCALES = tuple(
     m / 512 if e == -7 else (1 + m / 8) * 2.0**e for e in range(-7, 9) for m in range(8) if (e, m) != (8, 7)
 )
 """Zero and the 126 positive finite values of E4M3, by code."""
 _MOST_SHIFT = 62
+_BOUNDS = {0.25: False, 0.75: True, 1.25: False, 1.75: True, 2.5: False, 3.5: True, 5.0: False}
+"""Halfway points of E2M1; True if the even code is the upper one."""
 
 
 # --- numbers that a tensor shares -----------------------------------------------------------------
@@ -140,7 +149,7 @@ def neighbours(numbers: Numbers, mantissa: int, least: int, largest: float) -> N
 
 def block_scales(largest: Numbers, amax: float, headroom: float = 1.0) -> Doubles:
     """Return the block scales of blocks with these amaxes in a tensor with this outer statistic."""
-    found = neighbours(product(largest, multiplier(amax, headroom)), *_E4M3)
+    found = neighbours(product(largest, multiplier(amax, headroom)), *ELEMENTS["e4m3"])
     return np.where(found.up, found.high, found.low)
 
 
@@ -156,17 +165,23 @@ class Cast:
     """Stochastic rounding gives `high` if the random byte is below `position`, else `low`."""
     position: NDArray[np.uint8]
     near: NDArray[np.int16]
-    """Rounded to nearest."""
+    """Rounded to nearest, ties to the even code."""
+    away: NDArray[np.int16]
+    """Rounded to nearest, ties away from zero."""
 
     @classmethod
-    def of(cls, scale: float, amax: float) -> "Cast":
-        """Return the results at a block scale, and an outer statistic, an fp32 number."""
-        found = neighbours(product(bf16_magnitudes(), element_factor(scale, amax)), *_E2M1)
+    def of(cls, scale: float, amax: float, element: str = "e2m1") -> "Cast":
+        """Return the results at a block scale, and an outer statistic, an fp32 number.
+
+        An element other than E2M1 is scaled alike: S is 2688 over the outer statistic.
+        """
+        found = neighbours(product(bf16_magnitudes(), element_factor(scale, amax)), *ELEMENTS[element])
         low, high = (_bf16(z * scale) for z in (found.low, found.high))
         position = np.zeros((2, 2**15), dtype=np.uint8)
         position[:, : LARGEST + 1] = found.position
         near = np.where(found.up, high, low)
-        return cls(_signed(low), _signed(high), position.reshape(-1), _signed(near))
+        away = np.where(found.position >= 128, high, low)
+        return cls(_signed(low), _signed(high), position.reshape(-1), _signed(near), _signed(away))
 
 
 def _bf16(values: Doubles) -> Integers:
@@ -197,3 +212,12 @@ def forced_headroom(scale: float, amax: float, largest: float) -> float | None:
     block = Numbers((significand * 2**24).astype(np.int64), exponent.astype(np.int64) - 24)
     fits = 0 < headroom <= 4 and block_scales(block, amax, float(headroom))[0] == scale
     return float(headroom) if fits else None
+
+
+def nearest_e2m1(patterns: range) -> NDArray[np.int16]:
+    """Return the nearest E2M1 numbers, as bits of bf16, of consecutive fp32 bits of one sign."""
+    first, sign = patterns.start & 0x7FFFFFFF, patterns.start >> 31
+    bounds = [int(np.float32(bound).view(np.uint32)) + (not up) for bound, up in _BOUNDS.items()]
+    places = np.clip(np.array([0, *bounds, 2**31]) - first, 0, len(patterns))
+    codes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32).view(np.uint32) >> 16
+    return np.repeat((codes | sign << 15).astype(np.uint16), np.diff(places)).view(np.int16)

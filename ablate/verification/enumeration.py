@@ -22,6 +22,7 @@ class Tally:
     differences: int = 0
     first: str = ""
     seconds: float = 0.0
+    """CPU time."""
 
     def __add__(self, other: "Tally") -> "Tally":
         return Tally(
@@ -33,7 +34,7 @@ class Tally:
 
     def row(self, what: str) -> Row:
         """Return a row that passes if nothing differs and there is at least one case."""
-        measured = f"{self.differences:,} of {self.cases:,} differ, {duration(self.seconds)}"
+        measured = f"{self.differences:,} of {self.cases:,} differ, {duration(self.seconds)} of CPU time"
         if self.first:
             measured += f"; the first: {self.first}"
         return Row(what, measured, "0 differ", self.cases > 0 and self.differences == 0)
@@ -82,8 +83,8 @@ class Record:
         """Return the tally of a chunk, counted now if the file does not have it."""
         name = f"{part}: {chunk}"
         if name not in self._tallies:
-            started = time.perf_counter()
-            tally = replace(count(), seconds=round(time.perf_counter() - started, 3))
+            started = time.process_time()
+            tally = replace(count(), seconds=round(time.process_time() - started, 3))
             self._tallies[name] = tally
             chunks = {name: [*vars(tally).values()] for name, tally in self._tallies.items()}
             write(self.path, {"chunks": chunks, "seal": key_of(chunks)})
