@@ -4,6 +4,7 @@ The kit imports nothing of the subject's framework: it calls functions on torch 
 return. A function of a user's module is enough, and what it is follows from the names of its parameters:
 
     def quantise(x): ...                        # a cast to nearest: values, or codes and scales
+    def quantise(x, amax): ...                  # a cast with a given second level
     def quantise(x, seed): ...                  # a stochastic cast
     def product(x, w, dy): ...                  # y, dx, dw of one linear layer
     def grouped(x, w, dy, offsets): ...         # the same for the experts of a layer
@@ -57,6 +58,9 @@ class Subject:
     version: str = ""
     cast: Cast | None = None
     """Rounds to nearest, with blocks of 1 x 16 (NVFP4) or 1 x 32 (MX) along the columns."""
+    cast_given: Callable[[Tensor, Tensor], "Quantised | Tensor"] | None = None
+    """`cast` with the largest magnitude given, as static or delayed scaling does: takes x and amax, an fp32
+    scalar, which may be smaller than that of x."""
     cast_stochastic: StochasticCast | None = None
     cast_square: Cast | None = None
     """Rounds to nearest, with square blocks, 16 x 16: the cast of weights."""

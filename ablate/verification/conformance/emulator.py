@@ -1,0 +1,109 @@
+"""This project's emulator as a subject: what training computes, by compiled kernels where they exist."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ablate import __version__
+from ablate.numerics.hadamard import rotate
+from ablate.numerics.philox import Clock
+from ablate.numerics.product import product
+from ablate.numerics.quantize import Operand, quantize
+from ablate.numerics.spec import Outer, Quant
+from ablate.numerics.stored import pack
+from ablate.recipes import Recipe
+from ablate.recipes.recipe import Products
+from ablate.verification.conformance.examination import Examination, NotApplicableError
+from ablate.verification.conformance.numbers import over_elements
+from ablate.verification.conformance.reference_product import operands
+from ablate.verification.conformance.subject import Quantised, Subject
+
+_SEED = 17
+"""Seed of the product's draws, which no property fixes."""
+
+
+def emulator(recipe: Recipe) -> Subject:
+    """Return the emulator of a recipe as a subject, with every function that the recipe has."""
+    bench = Examination(Subject("ablate"), recipe)
+
+    def quant(name: str) -> Quant | None:
+        try:
+            found: Quant = getattr(bench, name)
+        except NotApplicableError:
+            return None
+        return found
+
+    nearest, square, stochastic = (quant(name) for name in ("nearest", "square", "stochastic"))
+    rotation = next(
+        (one.hadamard for one in (recipe.wgrad, recipe.dgrad, recipe.fprop) if one.hadamard is not None), None
+    )
+    given = nearest if nearest is not None and nearest.outer is not None else None
+    return Subject(
+        "ablate",
+        __version__,
+        cast=None if nearest is None else lambda x: returned(quantize(x, nearest), x),
+        cast_given=None if given is None else lambda x, amax: returned(quantize(x, static(given, amax)), x),
+        cast_stochastic=None
+        if stochastic is None
+        else lambda x, seed: returned(quantize(x, stochastic, clock=Clock(seed)), x),
+        cast_square=None if square is None else lambda x: returned(quantize(x, square), x),
+        rotate=None if rotation is None else lambda x: rotate(x, rotation, Clock(0)),
+        product=lambda x, w, dy: multiplied(recipe, x, w, dy),
+        grouped=lambda x, w, dy, offsets: grouped(
+            lambda *given: multiplied(recipe, *given), x, w, dy, offsets
+        ),
+    )
+
+
+def static(quant: Quant, amax: Tensor) -> Quant:
+    """Return a quantiser whose second level is that of a given magnitude."""
+    assert quant.outer is not None
+    outer = Outer(granularity="tensor", statistic=f"static:{float(amax)}", bound=quant.outer.bound)
+    return quant.model_copy(update={"outer": outer})
+
+
+def returned(operand: Operand, x: Tensor) -> Quantised:
+    """Return an operand of x in the form of the kit: with bytes, if its elements are E2M1."""
+    quant, (rows, columns) = operand.quant, x.shape
+    assert quant is not None
+    values = operand.dequantize()[:, :columns]
+    scalar = operand.amax is not None and operand.amax.ndim == 0
+    amax = operand.amax if scalar else None
+    if operand.block_scale is None or quant.wide or quant.element != "e2m1" or columns % 2:
+        return Quantised(values, amax=amax)
+    scales = operand.block_scale[:, 0, :, 0].repeat_interleave(quant.tile[0], 0)
+    scales = scales[:rows, : -(-columns // quant.tile[1])]
+    spread = over_elements(scales, quant.tile[1], columns)
+    kept = operand.values[:, :columns].float()
+    codes = torch.where(spread == 0, kept, kept / spread)
+    factor = (1.0 if operand.amax is None else operand.amax) * (1.0 / torch.tensor(operand.divisor))
+    return Quantised(values, pack(codes), scales, torch.as_tensor(factor), amax)
+
+
+def multiplied(recipe: Products, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, dx and dw of one layer, in bf16."""
+    made = operands(recipe, x.bfloat16(), w.bfloat16(), dy.bfloat16(), _SEED)
+    return (
+        product(made.x, made.w, torch.bfloat16),
+        product(made.g, made.wt, torch.bfloat16),
+        product(made.gt, made.xt, torch.bfloat16),
+    )
+
+
+def grouped(
+    one: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    x: Tensor,
+    w: Tensor,
+    dy: Tensor,
+    offsets: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return y, dx and dw of a layer of experts, by a function of one of them."""
+    y, dx, dw = x.new_zeros(len(x), w.shape[1]), torch.zeros_like(x), torch.zeros_like(w)
+    start = 0
+    for expert, stop in enumerate(offsets.tolist()):
+        if stop > start:
+            tokens = slice(start, stop)
+            y[tokens], dx[tokens], dw[expert] = one(x[tokens], w[expert], dy[tokens])
+        start = stop
+    return y, dx, dw

@@ -1,0 +1,300 @@
+"""One examination: a subject, the recipe it should compute, and the calls that properties make.
+
+A property never sees the subject's exceptions: a call that raises, or returns something unreadable, becomes a
+`RefusedError` with one sentence, and that a row that failed. Expected numbers come from the reference path of
+`ablate.numerics`; if the subject declares variants, also from the computation with these variants.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ablate.numerics.formats import SCALES
+from ablate.numerics.quantize import quantize
+from ablate.numerics.spec import Hadamard, Quant
+from ablate.recipes import Recipe
+from ablate.verification.conformance.numbers import (
+    Differences,
+    Numbers,
+    UnreadableError,
+    differences,
+    over_elements,
+    read,
+)
+from ablate.verification.conformance.result import Block, Outcome, Row
+from ablate.verification.conformance.subject import Subject
+
+_SHOWN = 120
+"""Characters of a subject's own error message that are shown."""
+
+
+class RefusedError(Exception):
+    """A subject's function raised, or returned something unreadable; the message is a sentence."""
+
+
+class NotApplicableError(Exception):
+    """A property needs what this subject or recipe does not have; the message is a sentence."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One cast: its input, what the subject returned, and what the recipe gives."""
+
+    x: Tensor
+    got: Numbers
+    expected: Numbers
+    quant: Quant
+    difference: Differences
+    where: str = ""
+
+
+@dataclass
+class Examination:
+    """A subject and a recipe, with the quantisers that the recipe has for each of the subject's functions."""
+
+    subject: Subject
+    recipe: Recipe
+    seed: int = 0
+    failed: dict[str, list[Pair]] = field(default_factory=dict)
+    """Casts in which the subject differs, by property: what the diagnosis looks at."""
+    cache: dict[str, Any] = field(default_factory=dict)
+    """Results that several properties use."""
+
+    # --- quantisers -------------------------------------------------------------------------------
+
+    @property
+    def nearest(self) -> Quant:
+        """Quantiser of `Subject.cast`: that of the activations, or the first one that rounds to nearest."""
+        return self._quant(lambda quant: quant.rounding in ("nearest", "away") and quant.tile[0] == 1)
+
+    @property
+    def square(self) -> Quant:
+        """Quantiser of `Subject.cast_square`."""
+        return self._quant(lambda quant: quant.tile[0] > 1 and not quant.draws)
+
+    @property
+    def stochastic(self) -> Quant:
+        """Quantiser of `Subject.cast_stochastic`."""
+        return self._quant(lambda quant: quant.rounding == "stochastic")
+
+    @property
+    def rotation(self) -> Hadamard:
+        """Rotation of the recipe. NotApplicableError if it has none."""
+        for product in (self.recipe.wgrad, self.recipe.dgrad, self.recipe.fprop):
+            if product.hadamard is not None:
+                return product.hadamard
+        raise NotApplicableError("the recipe rotates nothing")
+
+    def _quant(self, fits: Callable[[Quant], bool]) -> Quant:
+        recipe = self.recipe
+        slots = (
+            *(recipe.fprop.x, recipe.wgrad.x, recipe.fprop.w, recipe.dgrad.w, recipe.dgrad.g, recipe.wgrad.g),
+        )
+        for quant in slots:
+            if quant is not None and fits(quant):
+                return quant.model_copy(update={"transform": None, "estimator": None, "source": "original"})
+        raise NotApplicableError("the recipe has no such cast")
+
+    # --- inputs -----------------------------------------------------------------------------------
+
+    def rows(self, wanted: int) -> int:
+        """Return the number of rows at or above the wanted one that the subject takes."""
+        return -(-wanted // self.subject.rows) * self.subject.rows
+
+    def columns(self, wanted: int, quant: Quant | None = None) -> int:
+        """Return the number of columns at or above the wanted one: whole blocks that the subject takes."""
+        step = math.lcm(self.subject.columns, quant.tile[1] if quant else 16)
+        return -(-wanted // step) * step
+
+    def takes(self, dtype: str) -> bool:
+        """Return True if the subject takes tensors of a dtype, by torch's name."""
+        return dtype in self.subject.dtypes
+
+    def typed(self, x: Tensor, dtype: str = "bfloat16") -> Tensor:
+        """Return x rounded to a dtype, in one that the subject takes. NotApplicableError if none holds it."""
+        x = x.to(getattr(torch, dtype))
+        if self.takes(dtype):
+            return x
+        if dtype == "bfloat16" and self.takes("float32"):
+            return x.float()
+        raise NotApplicableError(f"the subject takes {', '.join(self.subject.dtypes)}, not {dtype}")
+
+    # --- calls ------------------------------------------------------------------------------------
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """Return one of the subject's functions. NotApplicableError if it has none."""
+        function = getattr(self.subject, name)
+        if function is None:
+            raise NotApplicableError(f"the subject has no {name}")
+        return function  # type: ignore[no-any-return]
+
+    def call(self, name: str, *tensors: Tensor, what: str = "", **more: Any) -> Any:
+        """Call one of the subject's functions with tensors on its device.
+
+        Raises:
+            RefusedError: the function raised.
+        """
+        function = self.function(name)
+        handed = [tensor.to(self.subject.device) for tensor in tensors]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return function(*handed, *more.values())
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            shapes = ", ".join(f"{list(z.shape)} {str(z.dtype).removeprefix('torch.')}" for z in tensors)
+            said = f"{type(error).__name__}: {lines[0][:_SHOWN]}" if lines[0] else type(error).__name__
+            raise RefusedError(f"{name} raises for {what or shapes}: {said}") from error
+
+    def cast(self, x: Tensor, quant: Quant, name: str = "cast", **more: Any) -> Numbers:
+        """Call a cast and return its numbers.
+
+        Raises:
+            RefusedError: the function raised, or returned something unreadable.
+        """
+        result = self.call(name, x, **more)
+        try:
+            return read(result, x.shape[0], x.shape[1], quant, self.subject.swizzled)
+        except UnreadableError as error:
+            raise RefusedError(f"{name} {error}") from None
+
+    # --- comparison -------------------------------------------------------------------------------
+
+    def pair(self, x: Tensor, quant: Quant, name: str = "cast", where: str = "", **more: Any) -> Pair:
+        """Cast one tensor by the subject and by the recipe, and compare."""
+        got = self.cast(x.clone(), quant, name, **more)
+        expected = reference(x, quant)
+        return Pair(x, got, expected, quant, differences(got, expected, quant.tile[1]), where)
+
+    def compare(
+        self,
+        name: str,
+        tensors: Iterable[Tensor],
+        quant: Quant,
+        function: str = "cast",
+        masks: Sequence[Tensor] | None = None,
+    ) -> Row:
+        """Compare casts of several tensors with the recipe, element by element.
+
+        Args:
+            name: Property.
+            tensors: Inputs, of a dtype that the subject takes.
+            quant: Quantiser of the recipe.
+            function: Which of the subject's casts.
+            masks: Elements that are judged, bool like each tensor; None: all.
+        """
+        pairs = [self.pair(x, quant, function) for x in tensors]
+        if masks is not None:
+            pairs = [masked(pair, mask) for pair, mask in zip(pairs, masks, strict=True)]
+        return self.judged(name, pairs)
+
+    def judged(self, name: str, pairs: Sequence[Pair], detail: str = "") -> Row:
+        """Return the row of some casts: failed if any differs."""
+        cases = sum(pair.difference.cases for pair in pairs)
+        wrong = [pair for pair in pairs if pair.difference.count]
+        if not wrong:
+            return Row(name, Outcome.PASS, cases, 0, detail=detail)
+        self.failed.setdefault(name, []).extend(wrong)
+        differing = sum(pair.difference.count for pair in wrong)
+        return Row(name, Outcome.FAIL, cases, differing, first_block(wrong[0]), detail=detail)
+
+
+def masked(pair: Pair, mask: Tensor) -> Pair:
+    """Return a cast of which only some elements, and the scales of blocks with all of them, are judged."""
+    length, difference = pair.quant.tile[1], pair.difference
+    columns = mask.shape[1]
+    padded = torch.nn.functional.pad(mask, (0, -columns % length), value=True)
+    blocks = padded.view(len(mask), -1, length).all(dim=2)
+    return replace(
+        pair,
+        difference=Differences(
+            difference.elements & mask, difference.blocks & blocks, int(mask.sum()) + int(blocks.sum())
+        ),
+    )
+
+
+def reference(x: Tensor, quant: Quant) -> Numbers:
+    """Return the numbers of the recipe's cast: those of the reference path, which keeps every step."""
+    operand = quantize(x, quant, keep=True)
+    rows, columns = x.shape
+    assert operand.codes is not None
+    scales = None
+    if operand.block_scale is not None:
+        scales = operand.block_scale[:, 0, :, 0].repeat_interleave(quant.tile[0], 0)
+        scales = scales[:rows, : -(-columns // quant.tile[1])]
+    outer = None
+    if operand.amax is not None or operand.divisor != 1:
+        outer = (1.0 if operand.amax is None else operand.amax) * (1.0 / torch.tensor(operand.divisor))
+    return Numbers(operand.dequantize()[:, :columns], operand.codes[:, :columns], scales, outer, operand.amax)
+
+
+# --- the first block that differs -----------------------------------------------------------------
+
+
+def first_block(pair: Pair) -> Block | None:
+    """Return the first block of a cast that differs, with both computations; None if nothing differs."""
+    length = pair.quant.tile[1]
+    place = pair.difference.first(length)
+    if place is None:
+        return None
+    row, block = place
+    columns = slice(block * length, min((block + 1) * length, pair.x.shape[1]))
+
+    def part(values: Tensor | None) -> tuple[float, ...]:
+        return () if values is None else tuple(values[row, columns].tolist())
+
+    got = pair.got.dequantised(length)
+    text = f"row {row}, columns {columns.start} to {columns.stop - 1}"
+    return Block(
+        f"{pair.where}: {text}" if pair.where else text,
+        part(pair.x.float()),
+        part(pair.expected.values),
+        part(got if got is not None else pair.got.codes),
+        _computed(pair, row, block, columns),
+        _computed_by_subject(pair, row, block, columns),
+    )
+
+
+def _computed(pair: Pair, row: int, block: int, columns: slice) -> str:
+    expected, parts = pair.expected, [f"block amax {float(pair.x[row, columns].abs().max()):.6g}"]
+    if expected.amax is not None and pair.quant.outer is not None:
+        amax = float(expected.amax.reshape(-1)[row if expected.amax.numel() > 1 else 0])
+        parts.append(f"tensor amax {amax:.6g}")
+    if expected.scales is not None:
+        parts.append(f"scale {_scale_text(expected.scales[row, block], pair.quant)}")
+    return ", ".join(parts) + _codes_text(expected, row, columns)
+
+
+def _computed_by_subject(pair: Pair, row: int, block: int, columns: slice) -> str:
+    got = pair.got
+    if got.scales is not None:
+        return f"scale {_scale_text(got.scales[row, block], pair.quant)}" + _codes_text(got, row, columns)
+    return ""
+
+
+def _codes_text(numbers: Numbers, row: int, columns: slice) -> str:
+    if numbers.codes is None:
+        return ""
+    return "; codes " + " ".join(f"{code:g}" for code in numbers.codes[row, columns].tolist())
+
+
+def _scale_text(scale: Tensor, quant: Quant) -> str:
+    name = SCALES[quant.scale.format].dtype if quant.scale else None
+    if name is None or not name.startswith("float8"):
+        return f"{float(scale):.6g}"
+    byte = int(scale.to(getattr(torch, name)).view(torch.uint8))
+    return f"{float(scale):.6g} ({byte:#04x})"
+
+
+def expanded(numbers: Numbers, quant: Quant) -> Tensor:
+    """Return the factor of each element's code, block scale x outer, fp32 [rows, columns]."""
+    assert numbers.codes is not None
+    factor = torch.ones_like(numbers.codes)
+    if numbers.scales is not None:
+        factor = over_elements(numbers.scales, quant.tile[1], numbers.codes.shape[1])
+    return factor if numbers.outer is None else factor * numbers.outer

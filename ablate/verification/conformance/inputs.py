@@ -1,0 +1,282 @@
+"""Tensors that the properties hand to a subject: random ones, and those enumerated to hit a boundary."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.numerics.quantize import quantize
+from ablate.numerics.rounding import nearest
+from ablate.numerics.scaling import block_amax, encode_scale
+from ablate.numerics.select import block_error
+from ablate.numerics.select import scales as candidates
+from ablate.numerics.spec import Hadamard, Quant
+
+MANTISSAS = 128
+"""Significands of bf16 in one binade: (128 + i) / 128."""
+
+
+def normal(rows: int, columns: int, seed: int) -> Tensor:
+    """Return standard normal numbers, fp32 [rows, columns], the same in every run."""
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def spread(rows: int, columns: int, length: int, seed: int, binades: int = 14) -> Tensor:
+    """Return normal numbers whose blocks have magnitudes over `binades` powers of two, fp32."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    exponents = torch.randint(-binades, 1, (rows, -(-columns // length)), generator=generator)
+    return normal(rows, columns, seed) * 2.0 ** exponents.repeat_interleave(length, 1)[:, :columns]
+
+
+def outliers(rows: int, columns: int, seed: int) -> Tensor:
+    """Return normal numbers of which 1 % are ten thousand times as large, fp32."""
+    hit = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed + 2)) < 0.01
+    return torch.where(hit, 1e4, 1.0) * normal(rows, columns, seed)
+
+
+def element_ties(rows: int, columns: int, quant: Quant, seed: int) -> Tensor:
+    """Return grid values and their midpoints, in blocks whose scales are powers of two; exact in bf16.
+
+    Every block contains the largest element, and the tensor's amax is such that dividing by it is exact.
+    """
+    element, (_, length) = ELEMENTS[quant.element], quant.tile
+    generator = torch.Generator().manual_seed(seed + 3)
+    points = grid(quant.element)
+    middles = (points[1:] + points[:-1]) / 2
+    choices = torch.cat((points, middles, middles))
+    picks = torch.randint(len(choices), (rows, columns), generator=generator)
+    signs = 1.0 - 2.0 * torch.randint(2, (rows, columns), generator=generator)
+    x = choices[picks] * signs
+    x[:, ::length] = element.max
+    exponents = torch.randint(-4, 1, (rows, -(-columns // length)), generator=generator)
+    exponents[0, 0] = 0
+    return x * 2.0 ** exponents.repeat_interleave(length, 1)[:, :columns]
+
+
+@cache
+def grid(element: str) -> Tensor:
+    """Return the non-negative values of an element format, ascending, fp32."""
+    kind = ELEMENTS[element]
+    small = torch.arange(2**kind.mantissa) * 2.0 ** (kind.emin - kind.mantissa)
+    binades = torch.arange(kind.emin, 32)
+    normals = (1 + torch.arange(2**kind.mantissa) / 2.0**kind.mantissa) * 2.0 ** binades[:, None]
+    points = torch.cat((small, normals.flatten()))
+    return points[points <= kind.max].float()
+
+
+# --- order of operations --------------------------------------------------------------------------
+
+
+def _mantissas() -> Tensor:
+    return (MANTISSAS + torch.arange(MANTISSAS)).float() / MANTISSAS
+
+
+def _orders(a: Tensor, amax: Tensor, quant: Quant, top: float) -> tuple[Tensor, Tensor]:
+    """Return the block scale of amaxes by the two orders, a (S / 6) and (a / 6) S."""
+    assert quant.scale is not None
+    scale, outer = SCALES[quant.scale.format], quant.outer
+    whole = torch.full_like(amax, ELEMENTS[quant.element].max * (outer.bound if outer else 1.0)) / amax
+    return (
+        nearest(a * (whole * torch.full_like(whole, 1 / top)), scale),
+        nearest(a / torch.full_like(a, top) * whole, scale),
+    )
+
+
+def scale_order(quant: Quant, rows: int, columns: int) -> list[Tensor]:
+    """Return bf16 tensors with blocks whose scale depends on the order of its two multiplications.
+
+    Enumerates all pairs of a tensor's amax and a block's amax, as bf16 significands, and takes the amaxes
+    with the most such blocks.
+    """
+    if quant.outer is None or quant.scale is None:
+        return []
+    amax = _mantissas()[:, None, None]
+    exponents = 2.0 ** -torch.arange(1, 9)
+    a = _mantissas()[None, :, None] * exponents
+    one, other = _orders(a.expand(MANTISSAS, -1, -1), amax.expand(-1, MANTISSAS, 8), quant, 6.0)
+    hits = one != other
+    found = []
+    for number in hits.flatten(1).sum(1).topk(4).indices.tolist():
+        if hits[number].any():
+            block_amaxes = a.expand(1, -1, -1)[0][hits[number]]
+            found.append(from_amaxes(block_amaxes, float(amax[number]), quant, rows, columns))
+    return found
+
+
+def factor_order(quant: Quant, rows: int, columns: int) -> list[Tensor]:
+    """Return bf16 tensors with elements whose code depends on how the factor 1/(s (1/S)) is computed.
+
+    The other ways are S/s, and division by s times amax/2688.
+    """
+    if quant.outer is None or quant.scale is None:
+        return []
+    grid_scale, element, length = SCALES[quant.scale.format], ELEMENTS[quant.element], quant.tile[1]
+    amaxes = _mantissas()
+    whole = torch.full_like(amaxes, element.max * quant.outer.bound) / amaxes
+    a = torch.cat([_mantissas()[::4] * 2.0**-k for k in (1, 2, 3)])
+    s = nearest(a[None] * (whole * torch.full_like(whole, 1 / 6))[:, None], grid_scale)
+    x = torch.cat([_mantissas() * 2.0**-k for k in (1, 2, 3, 4, 5)])
+    found: list[tuple[int, Tensor]] = []
+    for number in range(0, MANTISSAS, 2):
+        factors = s[number][:, None]
+        f = 1 / (factors * (1 / whole[number]))
+        g = whole[number] / factors
+        h = factors * (amaxes[number] / (element.max * quant.outer.bound))
+        below = x[None] < a[:, None]
+        codes = nearest(x[None] * f, element)
+        hits = below & ((codes != nearest(x[None] * g, element)) | (codes != nearest(x[None] / h, element)))
+        if hits.any():
+            found.append(
+                (int(hits.sum()), _blocks_of(hits, a, x, float(amaxes[number]), length, rows, columns))
+            )
+    found.sort(key=lambda pair: -pair[0])
+    return [tensor for _, tensor in found[:4]]
+
+
+def _blocks_of(
+    hits: Tensor, a: Tensor, x: Tensor, amax: float, length: int, rows: int, columns: int
+) -> Tensor:
+    blocks = torch.zeros(rows * columns // length, length)
+    blocks[0, 0] = amax
+    place = 1
+    for number in range(len(a)):
+        wanted = x[hits[number]]
+        for start in range(0, len(wanted), length - 1):
+            if place == len(blocks):
+                return blocks.view(rows, columns)
+            part = wanted[start : start + length - 1]
+            blocks[place, 0], blocks[place, 1 : 1 + len(part)] = a[number], part
+            place += 1
+    return blocks.view(rows, columns)
+
+
+def from_amaxes(amaxes: Tensor, amax: float, quant: Quant, rows: int, columns: int) -> Tensor:
+    """Return a tensor whose first block has `amax`, and the others `amaxes` in turn, fp32 [rows, columns]."""
+    length = quant.tile[1]
+    number = rows * columns // length
+    chosen = amaxes.flatten().repeat(-(-number // max(1, amaxes.numel())))[:number].clone()
+    chosen[0] = amax
+    ramp = torch.linspace(1.0, 1 / length, length)
+    ramp[1::2] *= -1
+    return (chosen[:, None] * ramp).bfloat16().float().view(rows, columns)
+
+
+def scale_midpoints(quant: Quant, rows: int, columns: int) -> Tensor:
+    """Return a tensor with block scales exactly halfway between two scales, and next to it; exact in bf16.
+
+    The tensor's amax is a power of two times 6 x bound, so that S is a power of two and nothing else rounds.
+    """
+    assert quant.scale is not None
+    top = quant.range.map_to or ELEMENTS[quant.element].max
+    kind = SCALES[quant.scale.format]
+    steps = 2.0**kind.mantissa
+    middles = 1 + (torch.arange(steps) + 0.5) / steps
+    near = torch.cat((middles, middles * (1 + 2.0**-7), middles * (1 - 2.0**-7)))
+    bound = quant.outer.bound if quant.outer else 2.0**8
+    low = max(kind.emin, -6)
+    binades = 2.0 ** torch.arange(low, 8)
+    wanted = (near[:, None] * binades).flatten() * top
+    limit = bound * top
+    return from_amaxes(wanted[wanted < limit], limit, quant, rows, columns)
+
+
+def every_scale(quant: Quant, rows: int, columns: int) -> Tensor:
+    """Return a tensor with a block for every value of the scale's format, of an element format's maximum.
+
+    S is a power of two, so a block's amax is exactly 6 s / S. Rounded to bf16, it is s itself.
+    """
+    assert quant.scale is not None
+    top = quant.range.map_to or ELEMENTS[quant.element].max
+    bound = quant.outer.bound if quant.outer else 2.0**8
+    kind = SCALES[quant.scale.format]
+    lowest = kind.emin - kind.mantissa if kind.zero else max(kind.emin, -20)
+    steps = torch.arange(2**kind.mantissa) / 2.0**kind.mantissa
+    normals = ((1 + steps) * 2.0 ** torch.arange(max(kind.emin, -20), 9)[:, None]).flatten()
+    small = torch.arange(1, 2**kind.mantissa) * 2.0**lowest if kind.zero else torch.zeros(0)
+    every = torch.cat((small, normals))
+    return from_amaxes(every[every <= bound] * top, bound * top, quant, rows, columns)
+
+
+def subnormal_scales(quant: Quant, rows: int, columns: int) -> Tensor:
+    """Return a tensor whose blocks have subnormal scales or none, but for the first; exact in bf16."""
+    assert quant.scale is not None
+    kind = SCALES[quant.scale.format]
+    top = quant.range.map_to or ELEMENTS[quant.element].max
+    bound = quant.outer.bound if quant.outer else kind.max
+    steps = torch.arange(1, 4 * 2**kind.mantissa) / 4 * 2.0 ** (kind.emin - kind.mantissa)
+    return from_amaxes(steps * top, bound * top, quant, rows, columns)
+
+
+def near_ties(rows: int, columns: int, quant: Quant, seed: int) -> dict[str, Tensor]:
+    """Return tensors whose blocks have two candidates of nearly equal error, by dtype.
+
+    Draws blocks until enough have errors that differ by less than the roundings of their sums, or are equal.
+    """
+    assert quant.select is not None
+    length, number, made = quant.tile[1], rows * columns // quant.tile[1], {}
+    for dtype in ("bfloat16", "float32"):
+        drawn = normal(40 * number, length, seed + 7)
+        if dtype == "bfloat16":  # few significant bits make exactly equal errors frequent
+            drawn = (drawn * 8).round() / 8
+        drawn[0, 0] = 6.0
+        drawn = drawn.clamp(-6, 6).to(getattr(torch, dtype)).float()
+        gap = _gap(drawn, quant)
+        order = gap.argsort()[: number - 1]
+        x = torch.cat((drawn[:1], drawn[order])).view(rows, columns)
+        made[dtype] = x.bfloat16() if dtype == "bfloat16" else x
+    return made
+
+
+def _gap(blocks: Tensor, quant: Quant) -> Tensor:
+    """Return the relative difference of the two candidates' errors of blocks, [number]."""
+    assert quant.outer is not None
+    amax = blocks.abs().amax()
+    whole = encode_scale(amax, quant)
+    tiles = blocks.view(len(blocks), 1, 1, -1)
+    errors = [
+        block_error(candidate, tiles, amax, quant).flatten()
+        for candidate in candidates(tiles, block_amax(tiles), whole, quant)
+    ]
+    return (errors[0] - errors[1]).abs() / errors[0].clamp(min=1e-30)
+
+
+# --- tensors that a cast keeps --------------------------------------------------------------------
+
+
+def permuted_tiles(rows: int, columns: int, seed: int, amax: float, binades: int = 3) -> Tensor:
+    """Return a matrix with one non-zero element in each row and column of every 16 x 16 tile, fp32.
+
+    The elements of two by two tiles have one magnitude, amax over a power of two. So a block of 16 along
+    either side has one element, a block of 32 two equal ones; rotated by a Hadamard matrix, the 16 magnitudes
+    of a group are equal. A quantiser represents both exactly.
+    """
+    generator = torch.Generator().manual_seed(seed + 5)
+    high, wide = -(-rows // 16), -(-columns // 16)
+    x = torch.zeros(high * 16, wide * 16)
+    pairs = (-(-high // 2), -(-wide // 2))
+    drops = torch.arange(pairs[0] * pairs[1]).view(pairs) * 5 % binades
+    for i in range(high):
+        for j in range(wide):
+            order = torch.randperm(16, generator=generator)
+            signs = 1.0 - 2.0 * torch.randint(2, (16,), generator=generator)
+            x[i * 16 + torch.arange(16), j * 16 + order] = signs * amax * 2.0 ** -int(drops[i // 2, j // 2])
+    return x[:rows, :columns]
+
+
+def exact_amax(quants: Sequence[tuple[Quant, Hadamard | None]]) -> float | None:
+    """Return an amax in bf16 for which the quantisers keep `permuted_tiles` exactly; None: there is none."""
+    for significand in [6.0, 1.5, 21.0, 4.0, *(_mantissas()[::4] * 4).tolist()]:
+        x = permuted_tiles(64, 128, 0, significand, 7)
+        if all(keeps(x, quant, rotation) for quant, rotation in quants):
+            return significand
+    return None
+
+
+def keeps(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
+    """Return True if the scaled elements of a tensor are grid values, so that no rounding changes them."""
+    certain = quant.model_copy(update={"rounding": "nearest", "bits": 8})
+    operand = quantize(x.bfloat16(), certain, rotation=rotation, keep=True)
+    assert operand.scaled is not None
+    return operand.codes is not None and bool((operand.scaled == operand.codes).all())

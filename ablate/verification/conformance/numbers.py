@@ -1,0 +1,229 @@
+"""Numbers of one cast in fp32, as a subject returned them or a computation gives them, and their comparison.
+
+A subject may return dequantised values, or codes and scales, in any of the layouts that `Quantised` names.
+`read` brings them to one form. `differences` compares two such forms element by element: codes and block
+scales exactly, values up to the fp32 or bf16 roundings of dequantisation, which the recipe does not fix.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.numerics.spec import Quant
+from ablate.numerics.stored import unpack, unswizzle
+from ablate.verification.conformance.subject import Quantised
+
+FP32_ROUNDINGS = 2.0**-21
+"""Relative tolerance of fp32 values: code x scale x outer is at most four roundings on either side, each of
+at most 2^-24. Neighbouring codes and scales are 1/16 apart or more."""
+TOLERANCES = {
+    torch.float32: FP32_ROUNDINGS,
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-10,
+    torch.float64: FP32_ROUNDINGS,
+}
+"""Relative tolerance of values by dtype: that of fp32, and one rounding to the dtype on either side."""
+SMALLEST = {torch.float16: 2.0**-24}
+"""Absolute tolerance by dtype: the smallest subnormal of fp16; else the smallest normal fp32 number, since a
+GPU may flush subnormals."""
+
+
+class UnreadableError(Exception):
+    """A result that has not the form which `Quantised` names; the message is a sentence."""
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Numbers of a cast of x [rows, columns], all fp32; None for what a subject does not return."""
+
+    values: Tensor | None = None
+    """Dequantised, [rows, columns]."""
+    codes: Tensor | None = None
+    """Element values on the grid of the format, [rows, columns]."""
+    scales: Tensor | None = None
+    """Block scales [rows, blocks of a row]; those of a square block are repeated for its rows."""
+    outer: Tensor | None = None
+    amax: Tensor | None = None
+    dtype: torch.dtype = torch.float32
+    """Dtype in which the values were returned."""
+
+    def dequantised(self, length: int) -> Tensor | None:
+        """Return the values; those of codes and scales if none were returned. fp32 [rows, columns]."""
+        if self.values is not None or self.codes is None or self.scales is None:
+            return self.values
+        scales = over_elements(self.scales, length, self.codes.shape[1])
+        decoded = self.codes * scales
+        return decoded if self.outer is None else decoded * self.outer
+
+
+def over_elements(scales: Tensor, length: int, columns: int) -> Tensor:
+    """Return block scales [rows, blocks] repeated for the elements of their blocks, [rows, columns]."""
+    return scales.repeat_interleave(length, dim=1)[:, :columns]
+
+
+# --- what a subject returned ----------------------------------------------------------------------
+
+
+def read(result: object, rows: int, columns: int, quant: Quant, swizzled: bool = False) -> Numbers:
+    """Return what a subject returned as fp32 numbers on the CPU.
+
+    Args:
+        result: Quantised; a tensor of values; or a tuple (codes, scales) or (codes, scales, outer).
+        rows: Rows of the tensor that was cast.
+        columns: Its columns.
+        quant: Recipe of the cast, which names the formats of codes and scales that come as bytes.
+        swizzled: Scales are in the 128 x 4 layout.
+
+    Raises:
+        UnreadableError: the result has another form or shape.
+    """
+    if isinstance(result, Tensor):
+        result = Quantised(values=result)
+    elif isinstance(result, tuple) and len(result) in (2, 3) and all(isinstance(z, Tensor) for z in result):
+        result = Quantised(None, *result)
+    if not isinstance(result, Quantised):
+        kind = type(result).__name__
+        raise UnreadableError(
+            f"returned a {kind}; a cast returns values, (codes, scales), or conformance.Quantised"
+        )
+    if result.values is None and (result.codes is None or result.scales is None) and quant.block is not None:
+        raise UnreadableError("returned neither values nor both codes and scales")
+    values = None if result.values is None else result.values.detach().cpu()
+    if values is not None and values.shape != (rows, columns):
+        raise UnreadableError(f"returned values {list(values.shape)} for x {[rows, columns]}")
+    dtype = torch.float32 if values is None else values.dtype
+    return Numbers(
+        None if values is None else values.float(),
+        None if result.codes is None else _codes(result.codes.detach().cpu(), rows, columns, quant),
+        None
+        if result.scales is None
+        else _scales(result.scales.detach().cpu(), rows, columns, quant, swizzled),
+        None if result.outer is None else _factor(result.outer, rows),
+        None if result.amax is None else result.amax.detach().cpu().float().reshape(()),
+        dtype,
+    )
+
+
+def _factor(outer: Tensor, rows: int) -> Tensor:
+    outer = outer.detach().cpu().float()
+    if outer.numel() not in (1, rows):
+        raise UnreadableError(f"returned outer {list(outer.shape)}; it is a scalar or [rows, 1]")
+    return outer.reshape(()) if outer.numel() == 1 else outer.reshape(rows, 1)
+
+
+def _codes(codes: Tensor, rows: int, columns: int, quant: Quant) -> Tensor:
+    four = quant.element == "e2m1"
+    if codes.dtype not in (torch.uint8, torch.int8, torch.float4_e2m1fn_x2):
+        if codes.shape != (rows, columns):
+            raise UnreadableError(f"returned codes {list(codes.shape)} for x {[rows, columns]}")
+        return codes.float()
+    raw = codes.contiguous().view(torch.uint8)
+    if four and raw.shape == (rows, columns // 2) and columns % 2 == 0:
+        return unpack(raw)
+    if raw.shape != (rows, columns):
+        raise UnreadableError(
+            f"returned codes {list(codes.shape)} for x {[rows, columns]}; a byte has two FP4 codes, or one"
+        )
+    if four:
+        return unpack(raw & 15)[:, 0::2]
+    name = ELEMENTS[quant.element].dtype
+    if name is None:
+        raise UnreadableError(f"returned bytes for {quant.element}, of which the kit reads values only")
+    return raw.view(getattr(torch, name)).float()
+
+
+def _scales(scales: Tensor, rows: int, columns: int, quant: Quant, swizzled: bool) -> Tensor:
+    high, length = quant.tile
+    blocks, name = -(-columns // length), SCALES[quant.scale.format].dtype if quant.scale else None
+    if scales.dtype in (torch.uint8, torch.int8):
+        if name is None or name in ("bfloat16", "float32"):
+            raise UnreadableError("returned scales as bytes, and the recipe's scales have no one-byte dtype")
+        scales = scales.view(getattr(torch, name))
+    if swizzled:
+        if scales.element_size() != 1:
+            raise UnreadableError(f"returned swizzled scales of {scales.dtype}; the layout holds bytes")
+        try:
+            return unswizzle(scales.reshape(-1), rows, blocks).float()
+        except ValueError as error:
+            raise UnreadableError(f"returned scales of another size: {error}") from None
+    shapes = {(rows, blocks): 1, (-(-rows // high), blocks): high}
+    if scales.ndim == 1 and scales.numel() == rows * blocks:
+        scales = scales.reshape(rows, blocks)
+    if scales.ndim == 2:
+        for (high_rows, wide), repeat in shapes.items():
+            if scales.shape == (high_rows, wide):
+                return scales.float().repeat_interleave(repeat, dim=0)[:rows]
+        if scales.shape[0] >= rows and scales.shape[1] >= blocks:  # rows of padding, which nobody reads
+            return scales[:rows, :blocks].float()
+    raise UnreadableError(
+        f"returned scales {list(scales.shape)} for x {[rows, columns]}, not {[rows, blocks]}"
+    )
+
+
+# --- comparison -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Masks of the elements and of the block scales in which two casts of one tensor differ."""
+
+    elements: Tensor
+    """bool [rows, columns]."""
+    blocks: Tensor
+    """bool [rows, blocks]."""
+    cases: int
+
+    @property
+    def count(self) -> int:
+        """Number of elements and block scales that differ."""
+        return int(self.elements.sum()) + int(self.blocks.sum())
+
+    def first(self, length: int) -> tuple[int, int] | None:
+        """Return row and block of the first difference in row-major order; None if there is none."""
+        rows, columns = self.elements.shape
+        padded = torch.nn.functional.pad(self.elements, (0, -columns % length))
+        hit = padded.view(rows, -1, length).any(dim=2) | self.blocks
+        where = hit.nonzero()
+        return (int(where[0, 0]), int(where[0, 1])) if len(where) else None
+
+
+def differences(got: Numbers, expected: Numbers, length: int) -> Differences:
+    """Compare what a subject returned with the complete numbers of a computation.
+
+    Codes count where the block scale is not zero: under a zero scale every code has the value zero. +0 equals
+    -0, and NaN equals NaN.
+    """
+    assert expected.codes is not None
+    assert expected.values is not None
+    rows, columns = expected.codes.shape
+    elements = torch.zeros(rows, columns, dtype=torch.bool)
+    blocks = torch.zeros(rows, -(-columns // length), dtype=torch.bool)
+    cases = 0
+    if got.codes is not None:
+        differ = _unequal(got.codes, expected.codes)
+        if expected.scales is not None:
+            differ &= over_elements(expected.scales, length, columns) != 0
+            elements |= differ & ~over_elements(expected.scales, length, columns).isnan()
+        else:
+            elements |= differ
+        cases += elements.numel()
+    if got.scales is not None and expected.scales is not None:
+        blocks = _unequal(got.scales, expected.scales)
+        cases += blocks.numel()
+    if got.values is not None:
+        elements |= far(got.values, expected.values, got.dtype)
+        cases += elements.numel() if got.codes is None else 0
+    return Differences(elements, blocks, cases)
+
+
+def far(got: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return where values differ by more than their dequantisation may round; NaN equals NaN."""
+    tolerance = TOLERANCES.get(dtype, FP32_ROUNDINGS) * expected.abs() + SMALLEST.get(dtype, 2.0**-126)
+    finite = got.isfinite() & expected.isfinite()
+    return torch.where(finite, (got - expected).abs() > tolerance, _unequal(got, expected))
+
+
+def _unequal(one: Tensor, other: Tensor) -> Tensor:
+    return (one != other) & ~(one.isnan() & other.isnan())

@@ -1,0 +1,340 @@
+"""Stochastic rounding: each draw, its distribution, and how draws of elements, calls and seeds relate.
+
+Draws are counted, so the intervals are those of the binomial distribution: five standard deviations, which a
+right implementation leaves once in 1.7 million cases. The recipe's 8 random bits move a probability by up to
+1/256 toward zero; that much is allowed to the mean, and reported with its sign by `bias`.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ablate.numerics.formats import ELEMENTS
+from ablate.numerics.spec import Quant
+from ablate.verification.conformance import inputs
+from ablate.verification.conformance.examination import Examination, NotApplicableError, reference
+from ablate.verification.conformance.numbers import Numbers, far, over_elements
+from ablate.verification.conformance.properties.property import Property
+from ablate.verification.conformance.result import Block, Outcome, Row
+
+SIGMAS = 5.0
+POSITIONS = (0.125, 0.25, 0.5, 0.75, 0.875)
+"""Positions between two neighbours at which draws are counted: exact in bf16."""
+CALLS = 8
+_ROWS, _COLUMNS = 128, 256
+
+
+@dataclass(frozen=True)
+class _Draws:
+    """Draws of one tensor of known positions, in units of the step between the two neighbours."""
+
+    position: Tensor
+    """Position of each element between its neighbours, [rows, columns]; 0 for the blocks' largest element."""
+    drawn: tuple[Tensor, ...]
+    """For each call, (value - lower neighbour) / step; 0 or 1 if the draw is adjacent."""
+    x: Tensor
+    values: tuple[Tensor, ...]
+
+
+def _nearest_of(quant: Quant) -> Quant:
+    return quant.model_copy(update={"rounding": "nearest", "bits": 8})
+
+
+def _values(bench: Examination, x: Tensor, seed: int) -> Tensor:
+    quant = bench.stochastic
+    got: Numbers = bench.cast(x, quant, "cast_stochastic", seed=seed)
+    values = got.dequantised(quant.tile[1])
+    if values is None:
+        raise NotApplicableError("the subject returns codes without a second level")
+    return values
+
+
+def _grid(bench: Examination, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the lower neighbour of each element, the step above it, and its position, as values of x."""
+    quant = bench.stochastic
+    if quant.outer is not None and quant.outer.granularity == "block:128":
+        raise NotApplicableError("the recipe has a second level for every 128 elements")
+    exact = reference(x, _nearest_of(quant))
+    if exact.scales is None:
+        raise NotApplicableError("the recipe has no block scales")
+    factor = over_elements(exact.scales, quant.tile[1], x.shape[1]).double()
+    factor = factor if exact.outer is None else factor * exact.outer.double()
+    element = ELEMENTS[quant.element]
+    scaled = (x.double() / factor).abs().nan_to_num(0.0).clamp(max=element.max)
+    near = (scaled * 2**18).round() / 2**18  # the fp32 roundings of the scale, far below the grid's step
+    step = element.step(near.float()).double()
+    lower = torch.where(near >= element.max, element.max, (near / step).floor() * step)
+    position = torch.where(near >= element.max, 0.0, (near - lower) / step)
+    return lower * factor * x.sign(), step * factor * torch.where(x < 0, -1.0, 1.0), position
+
+
+def _draws(bench: Examination) -> _Draws:
+    """Return CALLS draws of a tensor whose elements lie at POSITIONS, made once for all properties."""
+    if "draws" not in bench.cache:
+        quant = bench.stochastic
+        if quant.scale is None or quant.block is None:
+            raise NotApplicableError("the recipe has no block scales")
+        bench.function("cast_stochastic")
+        rows, columns = bench.rows(_ROWS), bench.columns(_COLUMNS, quant)
+        top = ELEMENTS[quant.element].max
+        amax = inputs.exact_amax([(quant, None)]) or top
+        lower = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
+        steps = torch.tensor([0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 2.0])
+        generator = torch.Generator().manual_seed(bench.seed + 11)
+        cell = torch.randint(len(lower), (rows, columns), generator=generator)
+        where = torch.tensor(POSITIONS)[torch.randint(len(POSITIONS), (rows, columns), generator=generator)]
+        signs = 1.0 - 2.0 * torch.randint(2, (rows, columns), generator=generator)
+        x = (lower[cell] + where * steps[cell]) * signs
+        x[:, :: quant.tile[1]] = top
+        x = bench.typed(x * (amax / top))
+        below, step, position = _grid(bench, x)
+        values = tuple(_values(bench, x, seed) for seed in range(CALLS))
+        drawn = tuple((value.double() - below) / step for value in values)
+        bench.cache["draws"] = _Draws(position, drawn, x, values)
+    made: _Draws = bench.cache["draws"]
+    return made
+
+
+def adjacent_draws(bench: Examination) -> Row:
+    """Compare every draw with the two neighbours of its element."""
+    x = bench.typed(inputs.normal(bench.rows(64), bench.columns(128, bench.stochastic), bench.seed))
+    below, step, position = _grid(bench, x)
+    differ = cases = 0
+    block = None
+    for seed in range(4):
+        values = _values(bench, x, seed)
+        wrong = far(values, below.float()) & far(values, (below + step).float())
+        # At a grid value, the fp32 roundings of the scale decide on which side the scaled element lies.
+        wrong &= (position > 0) | far(values, (below - step).float())
+        differ, cases = differ + int(wrong.sum()), cases + wrong.numel()
+        if wrong.any() and block is None:
+            row, column = (int(i) for i in wrong.nonzero()[0])
+            lower, upper = float(below[row, column]), float((below + step)[row, column])
+            drawn = (float(values[row, column]),)
+            text = f"neighbours {lower:.6g} and {upper:.6g}"
+            place = f"row {row}, column {column}"
+            block = Block(place, (float(x[row, column]),), (lower, upper), drawn, text)
+    return Row("adjacent_draws", Outcome.FAIL if differ else Outcome.PASS, cases, differ, block)
+
+
+def exact_values_kept(bench: Examination) -> Row:
+    """Cast values that are on the grid: every draw keeps them."""
+    quant = bench.stochastic
+    amax = inputs.exact_amax([(quant, None)])
+    if amax is None:
+        raise NotApplicableError("the recipe's headroom leaves no tensor of bf16 numbers on the grid")
+    x = inputs.permuted_tiles(bench.rows(64), bench.columns(128, quant), bench.seed, amax)
+    x = bench.typed(x)
+    differ = sum(int(far(_values(bench, x, seed), x.float()).sum()) for seed in range(CALLS))
+    return Row("exact_values_kept", Outcome.FAIL if differ else Outcome.PASS, CALLS * x.numel(), differ)
+
+
+def mean_of_draws(bench: Examination) -> Row:
+    """Compare the share of draws that round up with the element's position between its neighbours."""
+    made = _draws(bench)
+    worst, text, cases = 0.0, "", 0
+    for position in POSITIONS:
+        hit = (made.position - position).abs() < 1e-6
+        ups = torch.cat([drawn[hit] for drawn in made.drawn])
+        if not len(ups):
+            continue
+        cases += len(ups)
+        allowed = 2.0**-bench.stochastic.bits + SIGMAS * math.sqrt(position * (1 - position) / len(ups))
+        off = abs(float(ups.mean()) - position) / allowed
+        if off > worst or math.isnan(off):
+            worst = math.inf if math.isnan(off) else off
+            text = f"at {position:g} of a step, {float(ups.mean()):.4f} of a step on average"
+            text += f"; allowed {position:g} +- {allowed:.4f}"
+    outcome = Outcome.FAIL if worst > 1 else Outcome.PASS
+    return Row("mean_of_draws", outcome, cases, int(worst > 1), detail=text if worst > 1 else "")
+
+
+def variance_of_draws(bench: Examination) -> Row:
+    """Compare the variance of draws with f (1 - f) step^2."""
+    made = _draws(bench)
+    worst, text, cases = 0.0, "", 0
+    for position in POSITIONS:
+        hit = (made.position - position).abs() < 1e-6
+        ups = torch.cat([drawn[hit] for drawn in made.drawn])
+        if not len(ups):
+            continue
+        cases += len(ups)
+        square = float((ups - position).square().mean())
+        expected = position * (1 - position)
+        spread = abs(1 - 2 * position) * math.sqrt(expected / len(ups))
+        # At 1/2 every draw has the same square, so only the values' own rounding is left.
+        allowed = SIGMAS * spread + abs(1 - 2 * position) * 2.0**-bench.stochastic.bits + 1e-2 * expected
+        if not abs(square - expected) <= worst * allowed:
+            worst = abs(square - expected) / allowed
+            text = f"at {position:g} of a step, variance {square:.4f} step^2, not {expected:.4f}"
+    outcome = Outcome.PASS if worst <= 1 else Outcome.FAIL
+    return Row("variance_of_draws", outcome, cases, int(worst > 1), detail=text if worst > 1 else "")
+
+
+def bias_of_draws(bench: Examination) -> Row:
+    """Measure the mean error in steps, and the gain of normal numbers, with their intervals: reported."""
+    made = _draws(bench)
+    inner = made.position > 0
+    error = torch.cat([(drawn - made.position)[inner] for drawn in made.drawn])
+    half = SIGMAS / 2.5 * float(error.std()) / math.sqrt(len(error))
+    x = bench.typed(inputs.normal(bench.rows(128), bench.columns(256, bench.stochastic), bench.seed + 3))
+    gains = []
+    for seed in range(CALLS):
+        values = _values(bench, x, seed).double()
+        gains.append(float((values * x.double()).sum() / x.double().square().sum()))
+    mean = sum(gains) / CALLS
+    spread = 2 * math.sqrt(sum((gain - mean) ** 2 for gain in gains) / (CALLS - 1) / CALLS)
+    detail = f"mean error {float(error.mean()):+.4f} +- {half:.4f} step; gain of normal data"
+    return Row("bias_of_draws", Outcome.REPORT, len(error), 0, detail=f"{detail} {mean:.4f} +- {spread:.4f}")
+
+
+def seeds(bench: Examination) -> Row:
+    """Draw twice with each seed: equal seeds give equal draws, other seeds others, seed 0 included."""
+    bench.function("cast_stochastic")
+    quant = bench.stochastic
+    x = bench.typed(inputs.normal(bench.rows(32), bench.columns(128, quant), bench.seed))
+    drawn = {seed: _values(bench, x, seed) for seed in (0, 1, 2, 12345)}
+    same = [(a, b) for a in drawn for b in drawn if a < b and torch.equal(drawn[a], drawn[b])]
+    changed = [seed for seed in drawn if not torch.equal(_values(bench, x, seed), drawn[seed])]
+    if same:
+        detail = f"seeds {same[0][0]} and {same[0][1]} give the same draws"
+    elif changed and bench.subject.seeded:
+        detail = f"seed {changed[0]} gives other draws the second time"
+    else:
+        return Row("seeds", Outcome.PASS, len(drawn))
+    return Row("seeds", Outcome.FAIL, len(drawn), len(same) + len(changed), detail=detail)
+
+
+def independent_draws(bench: Examination) -> Row:
+    """Correlate the draws of neighbouring elements, rows, blocks, halves and seeds."""
+    made = _draws(bench)
+    inner = made.position > 0
+    residual = [torch.where(inner, drawn - made.position, 0.0) for drawn in made.drawn]
+    rows, columns = made.position.shape
+    length = bench.stochastic.tile[1]
+    shifts = {
+        "neighbouring columns": (0, 1),
+        "every second column": (0, 2),
+        "columns 8 apart": (0, 8),
+        "neighbouring blocks": (0, length),
+        "the two halves of a row": (0, columns // 2),
+        "neighbouring rows": (1, 0),
+        "rows 16 apart": (16, 0),
+        "the two halves of the tensor": (rows // 2, 0),
+    }
+    worst, text, cases = 1.0, "", 0
+    for what, (down, across) in shifts.items():
+        if down >= rows or across >= columns:
+            continue
+        pairs = [(one[: rows - down, : columns - across], one[down:, across:]) for one in residual]
+        worst, text, cases = _correlated(pairs, what, worst, text, cases)
+    between = [(residual[a], residual[b]) for a in range(CALLS) for b in range(a)]
+    for pair in between:
+        worst, text, cases = _correlated([pair], "two seeds", worst, text, cases)
+    outcome = Outcome.FAIL if text else Outcome.PASS
+    return Row("independent_draws", outcome, cases, int(bool(text)), detail=text)
+
+
+def _correlated(
+    pairs: list[tuple[Tensor, Tensor]], what: str, worst: float, text: str, cases: int
+) -> tuple[float, str, int]:
+    """Return the worst correlation in units of its limit, and the sentence about it."""
+    one = torch.cat([a.flatten() for a, _ in pairs])
+    other = torch.cat([b.flatten() for _, b in pairs])
+    both = (one != 0) & (other != 0)
+    one, other, number = one[both], other[both], int(both.sum())
+    if number < 64:
+        return worst, text, cases
+    power = math.sqrt(float(one.square().sum()) * float(other.square().sum()))
+    ratio = float((one * other).sum()) / power if power else 0.0
+    # The 28 pairs of seeds and 8 shifts are 36 looks at five standard deviations. The bits' floor shifts
+    # each residual by up to 2^-bits, which correlates by its square.
+    size = abs(ratio) / (SIGMAS / math.sqrt(number) + 2.0**-8)
+    if size > worst:
+        return size, f"draws of {what} correlate: {ratio:.3f}", cases + number
+    return worst, text, cases + number
+
+
+def calls_differ(bench: Examination) -> Row:
+    """Draw for two tensors of equal content in one call, one above the other: shards differ."""
+    bench.function("cast_stochastic")
+    quant = bench.stochastic
+    half = bench.typed(inputs.normal(bench.rows(64), bench.columns(256, quant), bench.seed))
+    values = _values(bench, torch.cat((half, half)), 5)
+    _, _, position = _grid(bench, half)
+    inner = position > 0
+    share = float((values[: len(half)] == values[len(half) :])[inner].double().mean())
+    # Two independent draws of a cell agree with probability f^2 + (1 - f)^2, at least 1/2.
+    expected = float((position**2 + (1 - position) ** 2)[inner].mean())
+    limit = expected + SIGMAS * math.sqrt(expected * (1 - expected) / int(inner.sum()))
+    differ = share > limit
+    detail = f"{100 * share:.1f} % of draws agree, not {100 * expected:.1f} %" if differ else ""
+    return Row(
+        "calls_differ", Outcome.FAIL if differ else Outcome.PASS, int(inner.sum()), int(differ), detail=detail
+    )
+
+
+_COUNTS = "five standard deviations of the counts, and 2^-8 for the random bits"
+PROPERTIES = (
+    Property(
+        "adjacent_draws",
+        "Each draw is one of the two neighbours of its element.",
+        "roundings of dequantisation",
+        "cast_stochastic",
+        (2, 3),
+        adjacent_draws,
+    ),
+    Property(
+        "exact_values_kept",
+        "Values on the grid are kept by every draw.",
+        "roundings of dequantisation",
+        "cast_stochastic",
+        (2, 3),
+        exact_values_kept,
+    ),
+    Property(
+        "mean_of_draws",
+        "The share of draws that round up is the position in the step.",
+        _COUNTS,
+        "cast_stochastic",
+        (3, 6),
+        mean_of_draws,
+    ),
+    Property(
+        "variance_of_draws",
+        "The variance of draws is f (1 - f) step^2.",
+        _COUNTS,
+        "cast_stochastic",
+        (2,),
+        variance_of_draws,
+    ),
+    Property(
+        "bias_of_draws",
+        "The mean error in steps, and the gain of normal data.",
+        "reported with its 95 % interval",
+        "cast_stochastic",
+        (5, 6),
+        bias_of_draws,
+    ),
+    Property(
+        "seeds", "Equal seeds give equal draws, other seeds others.", "exact", "cast_stochastic", (4,), seeds
+    ),
+    Property(
+        "independent_draws",
+        "Draws of elements, rows, blocks and seeds do not correlate.",
+        "five standard deviations",
+        "cast_stochastic",
+        (4,),
+        independent_draws,
+    ),
+    Property(
+        "calls_differ",
+        "Two equal halves of a tensor get other draws.",
+        "five standard deviations",
+        "cast_stochastic",
+        (4,),
+        calls_differ,
+    ),
+)

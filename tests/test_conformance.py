@@ -1,0 +1,48 @@
+"""Conformance kit: the emulator and other right implementations hold every property; its registry is complete."""
+
+from dataclasses import fields
+
+import pytest
+
+from ablate.recipes.presets import PRESETS
+from ablate.verification.conformance.emulator import emulator
+from ablate.verification.conformance.examination import Examination
+from ablate.verification.conformance.faults import PUBLISHED
+from ablate.verification.conformance.properties import PROPERTIES
+from ablate.verification.conformance.result import Outcome
+from ablate.verification.conformance.run import examined
+from ablate.verification.conformance.subject import Subject
+
+THOROUGH = ("nvfp4", "four_over_six", "mxfp4", "mxfp8")
+"""Recipes that the kit is made for: every property of theirs is examined."""
+QUICK = ("random_bf16", "zero_block", "small_tensor", "adjacent_draws", "weight_gradient", "grouped_ragged")
+
+
+def failures(recipe: str, names: tuple[str, ...] = tuple(PROPERTIES)) -> dict[str, str]:
+    """Return the properties that the emulator of a preset fails, with their details."""
+    made = PRESETS[recipe]()
+    bench = Examination(emulator(made), made)
+    rows = [examined(bench, PROPERTIES[name]) for name in names]
+    return {row.property: row.detail for row in rows if row.outcome == Outcome.FAIL}
+
+
+@pytest.mark.parametrize("recipe", THOROUGH)
+def test_the_emulator_holds_every_property_of_the_recipes_that_the_kit_is_made_for(recipe):
+    assert failures(recipe) == {}
+
+
+@pytest.mark.parametrize("recipe", sorted({*PRESETS} - {*THOROUGH}))
+def test_the_emulator_fails_no_property_under_any_preset(recipe):
+    assert failures(recipe, QUICK) == {}
+
+
+def test_every_property_names_its_promise_and_a_function_of_a_subject():
+    functions = {field.name for field in fields(Subject)}
+    for name, one in PROPERTIES.items():
+        assert (one.name, one.needs in functions) == (name, True)
+        assert one.promise.endswith(".")
+        assert one.tolerance
+
+
+def test_every_published_fault_has_a_property():
+    assert {number for one in PROPERTIES.values() for number in one.faults} == {*PUBLISHED}
