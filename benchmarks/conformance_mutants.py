@@ -1,0 +1,451 @@
+"""Faulty and correct subjects for the conformance kit, and what the kit says of each.
+
+    python benchmarks/conformance_mutants.py --direct      # compare each with the reference on chosen data
+    python benchmarks/conformance_mutants.py > benchmarks/conformance_mutants.csv
+
+A mutant is a published numerical fault of an FP4 or MX library, rebuilt on the reference so that nothing else
+differs. Each has its source, what went wrong, the name of the fault, and data that show it; some faults need
+a particular shape, magnitude, stride or earlier call. The names were written down before the kit's properties
+were read. A control is correct but written otherwise, and equals the reference bit for bit.
+
+A mutant is seen if a row of the kit failed; whether it was also named is for a person to judge, from the
+columns `fault`, `named_by_kit` and `said`. What fails on a control is a false alarm.
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import conformance_subjects as subjects
+import torch
+from conformance_subjects import (
+    E4M3,
+    GRADIENT,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    OVER_SIX,
+    ROTATION,
+    SQUARE,
+    Layer,
+    reference,
+)
+from torch import Tensor
+
+import ablate
+from ablate.numerics.hadamard import rotate
+from ablate.numerics.stored import unswizzle
+from ablate.recipes.presets import PRESETS
+from ablate.verification.conformance.examination import Examination
+from ablate.verification.conformance.properties import PROPERTIES
+from ablate.verification.conformance.result import Outcome, Row
+from ablate.verification.conformance.run import examined
+from ablate.verification.conformance.subject import Quantised, Subject
+
+# --- data that show a fault -----------------------------------------------------------------------
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Return normal numbers."""
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return (drawn * scale).to(dtype)
+
+
+def spread(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return 64 rows of 64 normal numbers, row r times 2^-r."""
+    return (normal(64, 64, dtype=torch.float32) * torch.exp2(-torch.arange(64.0))[:, None]).to(dtype)
+
+
+def with_zeros() -> Tensor:
+    """Return normal numbers with a block of zeros."""
+    x = normal(16, 64)
+    x[3, 16:32] = 0
+    return x
+
+
+def skewed() -> Tensor:
+    """Return normal numbers whose largest magnitude, 20, is negative."""
+    x = normal(32, 64)
+    x[5, 7] = -20
+    return x
+
+
+def layer_data(tokens: int, width: int, out: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, w and dy."""
+    return (
+        normal(tokens, width),
+        normal(out, width, seed=1, scale=0.1),
+        normal(tokens, out, seed=2, scale=0.01),
+    )
+
+
+def expert_data(ends: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x, w, dy and offsets of four experts."""
+    x, _, dy = layer_data(ends[-1], 64)
+    return x, normal(4, 64, 64, seed=3, scale=0.1), dy, torch.tensor(ends, dtype=torch.int32)
+
+
+ALL, ONE_IDLE = expert_data((16, 48, 64, 96)), expert_data((16, 48, 48, 96))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Faulty subject: where the fault was reported, what went wrong, and data that show it."""
+
+    source: str
+    sentence: str
+    fault: str
+    """Name of the fault, by which a person judges whether the kit named it."""
+    recipe: str
+    subject: Callable[[], Subject]
+    shows: tuple
+    """Arguments of the subject's function with which it differs from the reference."""
+    where: str
+    """These data, in words."""
+    hides: tuple | None = None
+    """Arguments with which it is equal to the reference, if it is on ordinary data."""
+    before: tuple | None = None
+    """Arguments of an earlier call."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """Correct subject, the recipe it follows, and arguments with which it is compared with the reference."""
+
+    recipe: str
+    subject: Callable[[], Subject]
+    data: tuple[Tensor, ...]
+
+
+MUTANTS = {
+    "through_bf16": Mutant(
+        "vllm-project/compressed-tensors#824",
+        "FP4 rounding cast its fp32 input to bf16 first, so 2.500004 became the tie 2.5 and then 2, not 3.",
+        "elements rounded twice, through bf16",
+        "nvfp4",
+        subjects.through_bf16,
+        (normal(256, 256, dtype=torch.float32),),
+        "normal fp32; of bf16, too, a few codes",
+    ),
+    "linear_view": Mutant(
+        "vllm-project/vllm#49092",
+        "The quantiser read a column-sliced view as if it were contiguous: only the first row was right.",
+        "strides of a non-contiguous input ignored",
+        "nvfp4",
+        subjects.linear_view,
+        (normal(64, 128)[:, 32:96],),
+        "a slice of columns",
+        (normal(64, 64),),
+    ),
+    "zero_block_nan": Mutant(
+        "NVIDIA/Model-Optimizer#1397",
+        "The scale of an all-zero block was set to 1 before the outer factor, and the E4M3 cast overflowed to"
+        " NaN.",
+        "NaN scale for a block of zeros (E4M3 cast without saturation)",
+        "nvfp4",
+        subjects.zero_block_nan,
+        (with_zeros(),),
+        "a block of zeros in a tensor with an amax below 5.79",
+        (normal(16, 64),),
+    ),
+    "unrounded_scale": Mutant(
+        "NVIDIA/Model-Optimizer#2243",
+        "Elements were divided by the fp32 block scale, while the stored block scale was rounded to E4M3.",
+        "codes made with the unrounded block scale",
+        "nvfp4",
+        subjects.unrounded_scale,
+        (normal(64, 64),),
+        "any data",
+    ),
+    "clamped_outer": Mutant(
+        "pytorch/ao#2604",
+        "The tensor's fp32 scale was clamped to [2^-6, 448], the range of a normal E4M3 number.",
+        "outer scale clamped: tensors with small (or huge) amax lose their range",
+        "nvfp4",
+        subjects.clamped_outer,
+        (normal(64, 64, scale=1e-4),),
+        "amax below 42 (scales of coarser blocks), loss of values below about 0.1",
+        (normal(64, 64, scale=100.0),),
+    ),
+    "signed_amax": Mutant(
+        "vllm-project/vllm#20578",
+        "The global scale of weights came from the largest value, not from the largest magnitude.",
+        "amax without absolute values: the largest negative weights saturate",
+        "nvfp4",
+        subjects.signed_amax,
+        (skewed(),),
+        "weights whose largest magnitude is negative",
+        (-skewed(),),
+    ),
+    "ties_away": Mutant(
+        "ROCm/aiter#3992",
+        "The E2M1 conversion compared with >= at every midpoint, so ties went away from zero, not to even.",
+        "ties of elements away from zero",
+        "mxfp4",
+        subjects.ties_away,
+        (normal(64, 64),),
+        "bf16, where ties are frequent, as scales are powers of two",
+    ),
+    "lost_smallest_scale": Mutant(
+        "NVIDIA/TransformerEngine#3262",
+        "E8M0 code 0, 2^-127, was shifted into the exponent field of fp32, which gives 0.",
+        "smallest E8M0 scale (2^-127) decoded as 0",
+        "mxfp8",
+        subjects.lost_smallest_scale,
+        (normal(32, 64, dtype=torch.float32, scale=2.0**-122),),
+        "blocks with an amax of at most 448 * 2^-127",
+        (normal(32, 64),),
+    ),
+    "error_by_decode_scale": Mutant(
+        "radixark/miles#1261, flashinfer-ai/flashinfer#3448",
+        "Candidates of Four Over Six were scored through the global decode scale, not through amax/(6*256):"
+        " blocks near a tie chose the other.",
+        "Four Over Six picks the worse candidate in nearly tied blocks (order of operations in the error)",
+        "four_over_six",
+        subjects.error_by_decode_scale,
+        (normal(512, 512, seed=1, scale=0.02),),
+        "bf16: up to one block in five thousand, depending on amax",
+        (normal(16, 32),),
+    ),
+    "dropped_seed": Mutant(
+        "AMD-AGI/Primus-Turbo#365",
+        "Launches could get the seed 0, so every call rounded stochastically with the same bits.",
+        "stochastic rounding ignores the seed; errors do not average out over calls",
+        "nvfp4",
+        subjects.dropped_seed,
+        (normal(64, 64), 1),
+        "any seed other than 0",
+        (normal(64, 64), 0),
+    ),
+    "low_bits": Mutant(
+        "uxlfoundation/oneDNN#2903",
+        "The random bits were added four to five places too low, so stochastic rounding nearly always rounded"
+        " down (reported of f32 to f8; here E2M1).",
+        "stochastic rounding biased toward zero",
+        "nvfp4",
+        subjects.low_bits,
+        (normal(64, 64), 1),
+        "any data",
+    ),
+    "tiles_by_columns": Mutant(
+        "NVIDIA/TransformerEngine#3485",
+        "Swizzled scales were read with another order and extent of 128x4 tiles than they were written with:"
+        " every tile past the first got other scales.",
+        "order of the tiles of swizzled scales",
+        "nvfp4",
+        subjects.tiles_by_columns,
+        (normal(256, 128),),
+        "more than 128 rows and more than 64 columns",
+        (normal(128, 256),),
+    ),
+    "stale_tail": Mutant(
+        "vllm-project/vllm#57014",
+        "The last rows % 8 rows of the Hadamard transform were read from stale shared memory, if there were"
+        " more than 8192 rows and the remainder was 1 to 4.",
+        "rotation wrong in the last rows of a large tensor",
+        "nvfp4",
+        subjects.stale_tail,
+        (normal(8195, 16),),
+        "8193 rows or more, with a remainder of 1 to 4 modulo 8",
+        (normal(8192, 16),),
+    ),
+    "split_sums": Mutant(
+        "modular/modular#7165",
+        "A split-K matrix product wrote partial sums in bf16 and added them in bf16.",
+        "partial sums of a long contraction rounded to bf16 (accumulation not in fp32)",
+        "nvfp4",
+        subjects.split_sums,
+        layer_data(64, 512),
+        "contractions of 256 or more, with a result of fewer than eight 128x128 tiles",
+        layer_data(64, 128),
+    ),
+    "stale_gradient": Mutant(
+        "meta-pytorch/MSLK#158, pytorch/pytorch#172439",
+        "The weight gradients of experts without tokens were left as the allocator's memory was.",
+        "dw of an expert without tokens is not zero (uninitialised memory)",
+        "nvfp4",
+        subjects.stale_gradient,
+        ONE_IDLE,
+        "an expert without tokens, after a call of the same shapes in which it had some",
+        ALL,
+        ALL,
+    ),
+}
+"""Faulty subjects. `clamped_outer` and `low_bits` carry over what was reported of a neighbouring format."""
+CONTROLS = {
+    "in_numpy": Control(
+        "nvfp4", subjects.in_numpy, (normal(64, 64), normal(64, 64, dtype=torch.float32), spread())
+    ),
+    "in_pieces": Control("nvfp4", subjects.in_pieces, (normal(128, 64), spread(torch.float32), with_zeros())),
+    "in_fp64": Control(
+        "mxfp4", subjects.in_fp64, (normal(64, 64), spread(torch.float32), normal(64, 64, scale=2.0**-126))
+    ),
+    "in_bytes": Control("nvfp4", subjects.in_bytes, (normal(160, 144), spread(), with_zeros())),
+    "in_other_order": Control("nvfp4", subjects.in_other_order, (normal(64, 64), spread(torch.float32))),
+}
+"""Correct subjects, written otherwise."""
+QUANTS = {"nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp8": MXFP8, "four_over_six": OVER_SIX}
+
+
+# --- direct comparison ----------------------------------------------------------------------------
+
+
+def parts(made: "Quantised | Tensor", subject: Subject, x: Tensor) -> dict[str, Tensor]:
+    """Return what a cast returned in one form: codes a byte each, scales as a matrix."""
+    if isinstance(made, Tensor):
+        return {"values": made}
+    found = {name: getattr(made, name) for name in ("values", "codes", "scales", "outer")}
+    found = {name: part for name, part in found.items() if part is not None}
+    if "codes" in found and found["codes"].shape != x.shape:
+        found["codes"] = torch.stack((found["codes"] & 15, found["codes"] >> 4), 2).flatten(1)
+    if "scales" in found:
+        stored = found["scales"]
+        stored = unswizzle(stored, len(x), x.shape[1] // 16) if subject.swizzled else stored
+        found["scales"] = (stored.view(E4M3) if stored.dtype == torch.uint8 else stored).float()
+    return found
+
+
+def different(one: Tensor, other: Tensor) -> int:
+    """Return how many numbers differ in their bits; all NaN are alike."""
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+    words = [z.contiguous().view(bits[z.element_size()]) for z in (one, other)]
+    return int(((words[0] != words[1]) & ~(one.isnan() & other.isnan())).sum())
+
+
+def against_reference(subject: Subject, recipe: str, name: str, data: tuple, before: tuple | None) -> str:
+    """Return in words how the results of one of a subject's functions differ; empty if they do not."""
+    quant, function, own = QUANTS[recipe], getattr(subject, name), Layer()
+    right = {
+        "cast": lambda x: reference(x, quant),
+        "cast_square": lambda x: reference(x, SQUARE),
+        "cast_stochastic": lambda x, seed: reference(x, GRADIENT, seed),
+        "rotate": lambda x: rotate(x, ROTATION),
+        "product": own.product,
+        "grouped": own.grouped,
+    }[name]
+    if before is not None:
+        function(*before), right(*before)
+    made, wanted = function(*data), right(*data)
+    if name in ("product", "grouped"):
+        pairs = dict(zip(("y", "dx", "dw"), zip(made, wanted, strict=True), strict=True))
+    else:
+        whole = parts(wanted, Subject(""), data[0])
+        pairs = {key: (part, whole[key]) for key, part in parts(made, subject, data[0]).items()}
+    counts = {key: (different(*pair), pair[0].numel()) for key, pair in pairs.items()}
+    return ", ".join(f"{count} of {size} {key}" for key, (count, size) in counts.items() if count)
+
+
+def functions(subject: Subject) -> list[str]:
+    """Return the names of the functions that a subject has."""
+    names = ("cast", "cast_square", "cast_stochastic", "rotate", "product", "grouped")
+    return [name for name in names if getattr(subject, name)]
+
+
+def compared(mutant: Mutant) -> tuple[str, str]:
+    """Return how a mutant differs from the reference on the data that show it, and on those that hide it."""
+    [function] = functions(mutant.subject())
+    shown = against_reference(mutant.subject(), mutant.recipe, function, mutant.shows, mutant.before)
+    if mutant.hides is None:
+        return shown, ""
+    return shown, against_reference(mutant.subject(), mutant.recipe, function, mutant.hides, None)
+
+
+def deviations(control: Control) -> dict[str, str]:
+    """Return how each function of a control differs from the reference; empty texts if it does not."""
+    subject = control.subject()
+    data: dict[str, list[tuple]] = {
+        "cast_stochastic": [(x, 5) for x in control.data],
+        "product": [layer_data(96, 80)],
+        "grouped": [ALL, ONE_IDLE],
+    }
+    return {
+        name: "; ".join(
+            filter(
+                None,
+                (
+                    against_reference(control.subject(), control.recipe, name, arguments, None)
+                    for arguments in data.get(name, [(x,) for x in control.data])
+                ),
+            )
+        )
+        for name in functions(subject)
+    }
+
+
+def compare() -> bool:
+    """Print how each subject differs from the reference; return True if all is as the registry says."""
+    right = True
+    for name, mutant in MUTANTS.items():
+        shown, hidden = compared(mutant)
+        right &= bool(shown) and not hidden
+        print(f"{name}: {shown or 'NO DIFFERENCE'}{hidden and f'; ordinary data: {hidden}'}")
+    for name, control in CONTROLS.items():
+        for function, wrong in deviations(control).items():
+            right &= not wrong
+            print(f"{name}: {function}: {wrong or 'equal'}")
+    return right
+
+
+# --- what the kit says ----------------------------------------------------------------------------
+
+COLUMNS = ("subject", "kind", "recipe", "source", "fault", "seen", "properties", "named_by_kit", "said")
+
+
+def findings(subject: Subject, recipe: str) -> list[Row]:
+    """Return the kit's rows on a subject: those of `ablate.conform`, which also names faults, or of each
+    property where this version has none.
+    """
+    if hasattr(ablate, "conform"):
+        return list(ablate.conform(subject, recipe).rows)
+    bench = Examination(subject, PRESETS[recipe]())
+    return [examined(bench, one) for one in PROPERTIES.values()]
+
+
+def said(row: Row) -> str:
+    """Return a row that failed as one line: property, numbers, sentence, and the first block."""
+    texts = [f"{row.property} {row.differing}/{row.cases}", row.detail, row.block.place if row.block else ""]
+    return ": ".join(filter(None, texts))
+
+
+def table() -> Iterator[dict[str, str]]:
+    """Run the kit on each subject and yield a row of the table."""
+    for name, one in (MUTANTS | CONTROLS).items():
+        failed = [row for row in findings(one.subject(), one.recipe) if row.outcome == Outcome.FAIL]
+        mutant = isinstance(one, Mutant)
+        yield {
+            "subject": name,
+            "kind": "mutant" if mutant else "control",
+            "recipe": one.recipe,
+            "source": one.source if mutant else "",
+            "fault": one.fault if mutant else "",
+            "seen": "yes" if failed else "no",
+            "properties": " ".join(row.property for row in failed),
+            "named_by_kit": ", ".join(sorted({row.fault for row in failed if row.fault})),
+            "said": " | ".join(said(row) for row in failed[:4]),
+        }
+
+
+def main() -> None:
+    """Compare with the reference, or run the kit and write a row for each subject."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--direct", action="store_true", help="compare with the reference, without the kit")
+    asked = parser.parse_args()
+    if asked.direct:
+        sys.exit(not compare())
+    out = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
+    out.writeheader()
+    seen = {"mutant": 0, "control": 0}
+    for row in table():
+        out.writerow(row)
+        sys.stdout.flush()
+        seen[row["kind"]] += row["seen"] == "yes"
+    print(
+        f"seen {seen['mutant']} of {len(MUTANTS)}; false alarms {seen['control']} of {len(CONTROLS)}",
+        file=sys.stderr,
+    )
+
+
+if __name__ == "__main__":
+    main()
