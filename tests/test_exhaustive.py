@@ -9,9 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from support.commands import here
 
+from ablate.cache import key_of
 from ablate.errors import InputError
+from ablate.files import write
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.kernels import builds
 from ablate.numerics.quantize import quantize
@@ -21,7 +24,9 @@ from ablate.verification import cast_oracle, exhaustive_forms
 from ablate.verification.cast_oracle import LARGEST, SCALES
 from ablate.verification.enumeration import Part, Record, Tally, rows_of
 from ablate.verification.exhaustive import record
-from ablate.verification.exhaustive_nvfp4 import BLOCKS, layout, parts
+from ablate.verification.exhaustive_nvfp4 import BLOCKS, form, largest_of, layout, parts
+from ablate.verification.exhaustive_nvfp4 import NEAREST as NEAREST_OUTERS
+from ablate.verification.exhaustive_nvfp4 import STOCHASTIC as STOCHASTIC_OUTERS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import exhaustive_cast
@@ -82,6 +87,14 @@ def test_the_layout_has_every_pair_of_number_and_byte_beside_the_largest():
     assert {int(source.rows.view(-1, 16).abs().amax(1).min()) for source in placed.sources} == {
         int(np.uint32(LARGEST << 16).view(np.float32))
     }
+
+
+@pytest.mark.parametrize("amax", sorted({*NEAREST_OUTERS[-7:], *STOCHASTIC_OUTERS}))
+def test_every_outer_statistic_gives_a_block_every_scale(amax):
+    for scale in SCALES:
+        largest, headroom = largest_of(scale, amax)
+        x = torch.full((1, 16), largest, dtype=torch.int16).view(torch.bfloat16)
+        assert quantize(x, form(amax, headroom, False)).block_scale.item() == scale
 
 
 @compiled
@@ -198,6 +211,16 @@ def test_a_killed_run_repeats_only_the_chunk_that_it_had_begun(tmp_path):
     assert row.measured.endswith("the first: case b")
 
 
+def test_an_exception_fails_the_row_and_is_not_kept(tmp_path):
+    def count():
+        raise ValueError("why")
+
+    path = tmp_path / "kept.json"
+    [(_, [row])] = rows_of([Part("group", "part", {"a": count})], Record(path))
+    assert (row.ok, row.measured) == (False, "chunk a: ValueError: why")
+    assert not path.exists()
+
+
 @pytest.mark.parametrize("text", ['{"chunks": {}', "[]", "{}"])
 def test_a_record_that_was_changed_is_refused(text, tmp_path):
     path = tmp_path / "kept.json"
@@ -212,12 +235,14 @@ def test_a_record_that_was_changed_is_refused(text, tmp_path):
 def test_the_command_prints_kept_results_and_fails_for_a_difference(tmp_path, monkeypatch):
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path))
     assert here("doctor", "--exhaustive", "--fast").returncode == 2
-    kept = record()
-    with kept.held():
-        for part in (*parts(), *exhaustive_forms.parts()):
-            for name in part.chunks:
-                wrong = part.what.endswith("1") and name == "2.0"
-                kept.of(part.what, name, lambda wrong=wrong: Tally(1000, wrong, "x 0x3f80" if wrong else ""))
+    chunks = {
+        f"{part.what}: {name}": [1000, wrong := part.what.endswith("1") and name == "2.0", "x 0x3f80" * wrong]
+        for part in (*parts(), *exhaustive_forms.parts())
+        for name in part.chunks
+    }
+    path = record().path
+    path.parent.mkdir()
+    write(path, {"chunks": chunks, "seal": key_of(chunks)})
     done = here("doctor", "--exhaustive", "--json", ABLATE_CACHE=str(tmp_path))
     assert done.returncode == 1, done.stdout + done.stderr
     rows = json.loads(done.stdout)["rows"]

@@ -103,15 +103,20 @@ def rows_of(
     """
     with record.held():
         for group in dict.fromkeys(part.group for part in parts):
-            rows = []
-            for part in parts:
-                if part.group != group:
-                    continue
-                tally = Tally(0)
-                for number, (name, count) in enumerate(part.chunks.items(), 1):
-                    if show:
-                        progress = f"chunk {number} of {len(part.chunks)}, {tally.cases:,} cases"
-                        show(f"[dim]{group}: {part.what}[/] {progress} ...")
-                    tally += record.of(part.what, name, count)
-                rows.append(tally.row(part.what))
-            yield group, rows
+            yield group, [_row(part, record, show) for part in parts if part.group == group]
+
+
+def _row(part: Part, record: Record, show: Callable[[str], object] | None) -> Row:
+    """Count what the record lacks. An exception becomes a row that failed, unless the record caused it."""
+    tally = Tally(0)
+    for number, (name, count) in enumerate(part.chunks.items(), 1):
+        if show:
+            progress = f"chunk {number} of {len(part.chunks)}, {tally.cases:,} cases"
+            show(f"[dim]{part.group}: {part.what}[/] {progress} ...")
+        try:
+            tally += record.of(part.what, name, count)
+        except (InputError, OSError):
+            raise
+        except Exception as error:
+            return Row(part.what, f"chunk {name}: {type(error).__name__}: {error}", "no exception", False)
+    return tally.row(part.what)

@@ -4,7 +4,8 @@
 wanted scale, so that a block may have any other number. The outer statistic is `static:v`. A random byte is
 not forced: elements are put where the reference draws it, and the pairs that occur are counted. At outer
 statistics below 1/4 no headroom maps the largest bf16 to the smaller scales; then a smaller one takes its
-place, and larger elements, which saturate, are left out.
+place, and larger elements, which saturate, are left out. An outer statistic beyond `static:v`, which ends at
+1e-30 and 1e30, is the tensor's largest element.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,7 @@ STOCHASTIC = (2688.0, 1.0, 3.3895313892515355e38)
 """Outer statistics: S is 1; 2688; and 7.9e-36, its smallest value for bf16 tensors."""
 NEAREST = (
     *(1 + mantissa / 128 for mantissa in range(128)),
-    *(2688.0, 3.3895313892515355e38, 2.0**-20, 2.0**-116, 2.0**-117, 2.0**-133),
+    *(2688.0, 3.3895313892515355e38, 2.0**-20, 2.0**-116, 2.0**-117, 2.0**-118),
 )
 """From 2^-117 down, S is FLT_MAX."""
 BLOCKS = 2**14
@@ -81,13 +82,18 @@ def made(
         yield name, found.values, present(found.block_scale)
 
 
-def form(scale: float, amax: float, headroom: float, drawn: bool) -> Quant:
+def form(amax: float, headroom: float, drawn: bool) -> Quant:
     """Return NVFP4 with a headroom, at an outer statistic."""
     return Quant(
         rounding="stochastic" if drawn else "nearest",
         range=Range(headroom=headroom),
-        outer=Outer(statistic=f"static:{amax!r}"),
+        outer=Outer(statistic=f"static:{amax!r}") if given(amax) else Outer(),
     )
+
+
+def given(amax: float) -> bool:
+    """Return True if `static:v` takes this; if not, it must be the tensor's largest element."""
+    return 1e-30 <= amax <= 1e30
 
 
 def compared(
@@ -206,7 +212,8 @@ def layout(largest: int, drawn: bool, blocks: int = BLOCKS) -> Layout:
 
 def largest_of(scale: float, amax: float) -> tuple[int, float]:
     """Return the bits of the largest magnitude that a block with this scale may have, and the headroom."""
-    for bits in (LARGEST, *range(0x7F00, 0, -0x80)):
+    own = int(np.float32(amax).view(np.uint32)) >> 16
+    for bits in (LARGEST, *range(0x7F00, 0, -0x80)) if given(amax) else (own,):
         value = np.array([bits << 16], dtype=np.uint32).view(np.float32)[0]
         headroom = cast_oracle.forced_headroom(scale, amax, float(value))
         if headroom is not None:
@@ -220,7 +227,7 @@ def largest_of(scale: float, amax: float) -> tuple[int, float]:
 def _at_scale(scale: float, amax: float, drawn: bool, blocks: int = BLOCKS) -> Tally:
     """Enumerate every bf16, and every byte, at a block scale and an outer statistic."""
     largest, headroom = largest_of(scale, amax)
-    quant, cast = form(scale, amax, headroom, drawn), Cast.of(scale, amax)
+    quant, cast = form(amax, headroom, drawn), Cast.of(scale, amax)
     placed = layout(largest, drawn, blocks)
     tally = Tally(placed.cases)
     for number, (source, bits) in enumerate(zip(placed.sources, placed.bits, strict=True)):
@@ -287,7 +294,7 @@ def _every_fp32(start: int, count: int = _FP32_A_CHUNK) -> Tally:
     """Enumerate the codes of finite fp32 numbers from these bits on."""
     amax, scale = _ONE
     top = float(cast_oracle.FLT_MAX)
-    quant = form(scale, amax, present(cast_oracle.forced_headroom(scale, amax, top)), False)
+    quant = form(amax, present(cast_oracle.forced_headroom(scale, amax, top)), False)
     stop = min(start + count, (start & 0x80000000) + 0x7F800000)
     tally = Tally(stop - start)
     for number, first in enumerate(range(start, stop, 15 * BLOCKS)):
