@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import re
+import shutil
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,10 @@ from support.experiments import tiny
 import ablate
 from ablate.errors import InputError
 from ablate.execution.foreign.answer import judge
+from ablate.execution.foreign.chosen_runs import Question
 from ablate.execution.foreign.columns import Columns
-from ablate.execution.foreign.judged_ledger import Question, write_ledger
-from ablate.execution.foreign.run import ForeignRun
+from ablate.execution.foreign.judged_ledger import add_to_sweep, write_ledger
+from ablate.execution.foreign.run import ForeignRun, Found
 from ablate.execution.foreign.sources import read
 from ablate.execution.tracking.runs import gaps
 from ablate.experiment.schema import Metric
@@ -176,7 +178,8 @@ def test_every_format_of_the_same_runs_has_the_same_numbers(name, tmp_path, monk
     ledger.close()
     found = read([str(tmp_path / place) for place in files.places], Columns(**files.columns), logs=files.logs)
     ended = [replace(run, status="done") for run in found.runs]  # those files of W&B have no end
-    write_ledger(tmp_path, "runs", ended, Question("bf16", metric, 0.05), found.said, files.places)
+    given = Found(ended, found.said, files.places)
+    write_ledger(tmp_path, "runs", given, Question("bf16", metric, 0.05))
     with closing(Ledger(tmp_path / "sweeps" / "runs" / "ledger.db", readonly=True)) as judged:
         assert {arm.name: (arm.values, arm.gap, arm.verdict.kind) for arm in summaries(judged)} == expected
     assert [kind for _, _, kind in expected.values()] == ["unjudged", "equivalent", "worse"]
@@ -272,7 +275,7 @@ def test_what_cannot_be_compared_is_one_sentence(case, tmp_path):
 
 
 def judged_ledger(tmp_path: Path, runs: list[ForeignRun], **question) -> Ledger:
-    write_ledger(tmp_path, "runs", runs, Question("bf16", "val/loss", **question), [], ["here"])
+    write_ledger(tmp_path, "runs", Found(runs, [], ["here"]), Question("bf16", "val/loss", **question))
     return Ledger(tmp_path / "sweeps" / "runs" / "ledger.db", readonly=True)
 
 
@@ -399,6 +402,43 @@ def test_runs_from_elsewhere_stay_in_a_sweep_that_goes_on(swept):
     again = here("judge", both, "--against", "theirs", "--as", "tiny", "--state", swept)
     assert again.returncode == 2
     assert "a sweep of this name is in" in again.stderr
+
+
+def added_runs(arm: str, *changes: dict) -> list[ForeignRun]:
+    """Runs that end where those of the small sweep do, each with fields of its own."""
+    records = {"val/loss": {2: 3.5, 4: 3.4}}
+    return [
+        replace(ForeignRun(f"{arm} {seed}", arm, seed, records), **change)
+        for seed, change in enumerate(changes)
+    ]
+
+
+def test_left_out_and_non_finite_runs_from_elsewhere_stand_in_the_report_until_they_are_replaced(
+    swept, tmp_path
+):
+    """So do the files that they are from."""
+    state, bad = tmp_path / "state", {"val/loss": {2: 3.5, 4: 3.4}, "train/loss": {2: math.nan}}
+    shutil.copytree(swept, state)
+    first = [
+        *added_runs("a", {}, {"records": bad}, {"status": "failed"}),
+        *added_runs("b", {}, {"status": "failed"}),
+    ]
+    steps = [
+        ("first", first, ["first"], ["a 2 is left out: it is failed", "b 1 is left out: it is failed"], 1),
+        ("second", added_runs("a", {}, {}), ["first", "second"], ["b 1 is left out: it is failed"], 0),
+        ("third", added_runs("b", {}, {"records": bad}), ["second", "third"], [], 1),
+    ]
+    for place, runs, sources, left_out, nonfinite in steps:
+        add_to_sweep(state, "tiny", Found(runs, [f"read {place}"], [place]), Question("bf16"))
+        with closing(Ledger(state / "sweeps" / "tiny" / "ledger.db", readonly=True)) as ledger:
+            judged, sweep = Judged.of(ledger), Comparisons(ledger)
+            warned = [check.text for check in headline_of(sweep).checks if check.kind == "warning"]
+            printed = [text for text in judged.said if "left out" in text]
+        named = [place for place in judged.sources if place in ("first", "second", "third")]
+        assert (named, judged.left_out, judged.nonfinite) == (sources, left_out, nonfinite)
+        assert printed == left_out
+        assert any("left out" in text for text in warned) == bool(left_out)
+        assert any(text.startswith("non-finite values in 1 run") for text in warned) == bool(nonfinite)
 
 
 def test_a_sweep_does_not_take_the_name_of_judged_runs(tmp_path):

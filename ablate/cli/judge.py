@@ -19,8 +19,8 @@ from ablate.errors import InputError, one_line
 from ablate.store.checked_ledger import open_ledger
 
 if TYPE_CHECKING:
-    from ablate.execution.foreign.judged_ledger import Question
-    from ablate.execution.foreign.sources import Found
+    from ablate.execution.foreign.chosen_runs import Question
+    from ablate.execution.foreign.run import Found
 
 _STATUSES = {"keep": DONE, "discard": 3, "run again": 4}
 """Exit status of a gate by its decision."""
@@ -80,7 +80,7 @@ class QuestionFlags:
     def question(self) -> "Question":
         """The comparison."""
         from ablate.execution.foreign.answer import metric_of_text
-        from ablate.execution.foreign.judged_ledger import Question
+        from ablate.execution.foreign.chosen_runs import Question
 
         return Question(
             self.against or "",
@@ -171,7 +171,7 @@ def judge(
         raise typer.Exit(_gate(found, asked, gated, kept or "", as_json))
     write = add_to_sweep if into else write_ledger
     question = replace(asked.question, floor=gated.floor)
-    said = [*found.said, *write(settings.state, title, found.runs, question, found.said, places)]
+    said = [*found.said, *write(settings.state, title, found, question)]
     if as_json:
         with closing(open_ledger(settings.state, title)) as ledger:
             print(json.dumps(judgement_of(ledger, said).document(), indent=1))

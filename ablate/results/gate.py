@@ -96,6 +96,9 @@ def _elsewhere(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     judged = Judged.of(ledger)
     if judged is None:
         return
+    if judged.left_out:
+        more = f" and {len(judged.left_out) - 1} more" if len(judged.left_out) > 1 else ""
+        yield Check("warning", f"{judged.left_out[0]}{more}")
     if not Judged.alone(ledger):
         names = ", ".join(arm.name for arm in arms if arm.role == "foreign")
         yield Check("note", f"{names}: {judged.text}; unpaired, since they share no start with these runs")
@@ -103,9 +106,6 @@ def _elsewhere(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     effect = judged.times[-1].min_effect if judged.times else ""
     named = f"question and min_effect ({effect or 'none'}) were named when the results existed"
     yield Check("note", f"{judged.text}; {named}")
-    if judged.left_out:
-        more = f" and {len(judged.left_out) - 1} more" if len(judged.left_out) > 1 else ""
-        yield Check("warning", f"{judged.left_out[0]}{more}")
     if len(judged.times) > 1:
         first, last = judged.times[0], judged.times[-1]
         yield Check("warning", f"judged {len(judged.times)} times; first by {first.text}, now by {last.text}")
@@ -175,8 +175,10 @@ def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
         return None
     counts = [text for text in ledger.names().values() if parse(text).is_count]
     nans = {trial for text in counts for trial, value in ledger.largest(text).items() if value > 0}
-    judged = Judged.alone(ledger)
-    affected = judged.nonfinite if judged else len(nans)
+    judged = Judged.of(ledger)
+    foreign = {member.trial for member in ledger.members() if member.role == "foreign"}
+    own = 0 if Judged.alone(ledger) else len(nans - foreign)
+    affected = own + (judged.nonfinite if judged else 0)
     acted = len({(event.arm, event.seed) for event in ledger.events()})
     if affected or acted:
         words = [f"non-finite values in {counted(affected, 'run')}"] if affected else []

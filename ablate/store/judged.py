@@ -1,11 +1,12 @@
 """Origin of runs in a ledger that no sweep started: the fact `judged`."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Self
 
+from ablate.errors import InputError
 from ablate.files import Json
 from ablate.store.ledger import Ledger
 
@@ -33,22 +34,45 @@ class Occasion:
 
 
 @dataclass(frozen=True)
-class Judged:
-    """Runs from elsewhere: where they were read, and every time they were judged."""
+class Reading:
+    """Runs from elsewhere that one command read, and what it decided."""
 
+    arms: Sequence[str]
+    """Arms that it gave; of those that a later command gives again, nothing is left here."""
     sources: Mapping[str, str]
     """SHA-256 of each file or folder that was read, by its place; empty for a server."""
     said: Sequence[str]
     """Sentences on what was guessed, left out or put together while reading."""
     seeded: bool
     """False if the source names no seeds."""
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Sentences on runs that are not compared, such as crashed ones, by arm."""
+    nonfinite: Mapping[str, int] = field(default_factory=dict)
+    """Compared runs with a NaN or an infinity in any record, by arm."""
+
+    def without(self, arms: Collection[str]) -> Self | None:
+        """Return what is left of it once other runs replace those of these arms; None if nothing is."""
+        kept = [arm for arm in self.arms if arm not in arms]
+        gone = {sentence for arm in arms for sentence in self.left_out.get(arm, ())}
+        part = replace(
+            self,
+            arms=kept,
+            said=[sentence for sentence in self.said if sentence not in gone],
+            left_out={arm: said for arm, said in self.left_out.items() if arm not in arms},
+            nonfinite={arm: self.nonfinite.get(arm, 0) for arm in kept},
+        )
+        return part if kept else None
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Runs from elsewhere: where they were read, and every time they were judged."""
+
+    readings: Sequence[Reading]
+    """One for runs that are judged alone; one a command for those in a sweep's ledger."""
     differing: Mapping[str, Mapping[str, Sequence[Json]]] = field(default_factory=dict)
     """Values of the baseline and of an arm, by arm and by field of their configurations."""
     times: Sequence[Occasion] = ()
-    left_out: Sequence[str] = ()
-    """Sentences on runs that are not compared, such as crashed ones."""
-    nonfinite: int = 0
-    """Compared runs with a NaN or an infinity in any record."""
     reruns: Sequence[float] = ()
     """Last values of reruns of one configuration, which are not compared."""
 
@@ -59,7 +83,16 @@ class Judged:
         if not text:
             return None
         content = json.loads(text)
-        return cls(**content | {"times": [Occasion(**each) for each in content["times"]]})
+        if "readings" not in content:
+            raise InputError([f"{ledger.name}: its runs were judged by an earlier version; judge them again"])
+        times, readings = content["times"], content["readings"]
+        return cls(
+            **content
+            | {
+                "times": [Occasion(**each) for each in times],
+                "readings": [Reading(**each) for each in readings],
+            }
+        )
 
     @classmethod
     def alone(cls, ledger: Ledger) -> Self | None:
@@ -74,6 +107,31 @@ class Judged:
         """Return it with one more judgement, unless that is the last one again."""
         again = self.times and replace(self.times[-1], time=now.time) == now
         return self if again else replace(self, times=[*self.times, now])
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """SHA-256 of everything that was read, by its place."""
+        return {place: digest for each in self.readings for place, digest in each.sources.items()}
+
+    @property
+    def said(self) -> list[str]:
+        """Sentences on what was guessed, left out or put together."""
+        return [sentence for each in self.readings for sentence in each.said]
+
+    @property
+    def seeded(self) -> bool:
+        """False if a source names no seeds."""
+        return all(each.seeded for each in self.readings)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Sentences on runs that are not compared."""
+        return [text for each in self.readings for said in each.left_out.values() for text in said]
+
+    @property
+    def nonfinite(self) -> int:
+        """Number of compared runs with a NaN or an infinity in any record."""
+        return sum(count for each in self.readings for count in each.nonfinite.values())
 
     @property
     def places(self) -> str:

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Union, get_args
 
 from ablate.errors import InputError, nearest, one_line
+from ablate.execution.foreign.chosen_runs import Question
 from ablate.execution.foreign.columns import Columns, metric_name
-from ablate.execution.foreign.judged_ledger import Question, write_ledger
-from ablate.execution.foreign.run import ForeignRun
-from ablate.execution.foreign.sources import Found, each_once, read
+from ablate.execution.foreign.judged_ledger import write_ledger
+from ablate.execution.foreign.run import ForeignRun, Found
+from ablate.execution.foreign.sources import each_once, read
 from ablate.execution.foreign.tables import Table, runs_of
 from ablate.files import Json
 from ablate.results.comparisons import Comparisons
@@ -144,32 +145,31 @@ def judge(
     """
     if direction not in get_args(Direction):
         raise InputError([f"direction {direction!r}: is minimize or maximize"])
-    found, places = _given(runs, metric, columns or {})
+    found = _given(runs, metric, columns or {})
     named = metric if isinstance(runs, Mapping) else metric_of_text(metric)
     question = Question(against, named, min_effect, direction, tuple(ignore))
     with tempfile.TemporaryDirectory(prefix="ablate-judge-") as folder:
-        more = write_ledger(Path(folder), "runs", found.runs, question, found.said, places)
+        more = write_ledger(Path(folder), "runs", found, question)
         with closing(Ledger(Path(folder) / "sweeps" / "runs" / "ledger.db", readonly=True)) as ledger:
             return judgement_of(ledger, [*found.said, *more])
 
 
-def _given(runs: Runs, metric: str | None, columns: Mapping[str, str]) -> tuple[Found, Sequence[str]]:
-    """Return the runs, and the places that they were read from."""
+def _given(runs: Runs, metric: str | None, columns: Mapping[str, str]) -> Found:
+    """Return the runs that Python gave, or that its places have."""
     if isinstance(runs, Mapping):
         name = metric or "value"
         made = [run for arm, values in runs.items() for run in _final_values(arm, values, name)]
-        return Found(made, []), ["values given in Python"]
+        return Found(made, [], ["values given in Python"])
     if isinstance(runs, str | Path):
         runs = [runs]
     if isinstance(runs, Sequence):
-        places = [str(place) for place in runs]
-        return read_runs(places, columns, metric), places
+        return read_runs([str(place) for place in runs], columns, metric)
     said: list[str] = []
     named = runs.astype(object).where(runs.notna(), None).rename(columns=str)  # as pandas writes it to a file
     rows = [(number, row) for number, row in enumerate(named.to_dict("records"), 1)]
     table = Table("the table", [*named.columns], rows)
     found = each_once(runs_of(table, named_columns(columns, metric), said), said)
-    return Found(found, said), ["a table given in Python"]
+    return Found(found, said, ["a table given in Python"])
 
 
 def read_runs(

@@ -4,83 +4,42 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 from ablate.cache import key_of
 from ablate.errors import InputError, nearest
+from ablate.execution.foreign.chosen_runs import (
+    Chosen,
+    Question,
+    comparable,
+    differing,
+    numbered,
+    prepared,
+)
 from ablate.execution.foreign.names import places_of
-from ablate.execution.foreign.run import ForeignRun
+from ablate.execution.foreign.run import Found
 from ablate.experiment.roles import ELSEWHERE
 from ablate.experiment.schema import Metric
 from ablate.files import Busy, Json, lock
 from ablate.results.comparisons import Comparisons
-from ablate.store.judged import FOREIGN, Judged, Occasion
+from ablate.store.judged import FOREIGN, Judged, Occasion, Reading
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_integrity import tally
 from ablate.store.ledger_rows import ArmRow
-from ablate.training.metric_names import NAMING, recordable
-
-_USUAL = ("val/loss", "eval/loss", "eval_loss", "validation_loss", "val_loss", "valid_loss", "val_bpb")
-"""Metrics that are compared unless one is named: the first that all runs have."""
-_LAST_STEP = "train/loss"
-_FEWEST_RERUNS = 3
-"""Smallest number of reruns whose spread is described."""
-_MOST_FIELDS = 4
-"""Largest number of fields that a sentence names."""
+from ablate.training.metric_names import recordable
 
 
-@dataclass(frozen=True)
-class Question:
-    """Comparison that runs from elsewhere are to answer."""
-
-    against: str
-    """Name of the arm that all others are compared with."""
-    metric: str | None = None
-    """Metric whose last values are compared; None: the usual one of the runs."""
-    min_effect: float | str | None = None
-    """Smallest difference that matters, in the metric's unit or as a share, `0.1%`; None: not given."""
-    direction: Literal["minimize", "maximize"] = "minimize"
-    ignored: Sequence[str] = ()
-    """Fields of configurations that may differ within an arm."""
-    floor: str | None = None
-    """Arm with reruns of one configuration, described by their spread and not compared; None: none."""
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """Runs that can be compared, and the metric that they are compared by."""
-
-    runs: Sequence[ForeignRun]
-    metric: Metric
-    steps: int
-    """Last step of the metric in the longest run."""
-    reruns: Sequence[float] = ()
-    """Last values of the reruns of one configuration."""
-    left_out: Sequence[str] = ()
-    """Sentences on runs that are not among them."""
-
-
-def write_ledger(
-    state: Path,
-    name: str,
-    runs: Sequence[ForeignRun],
-    question: Question,
-    said: Sequence[str],
-    places: Sequence[str],
-) -> list[str]:
+def write_ledger(state: Path, name: str, found: Found, question: Question) -> list[str]:
     """Write the ledger of these runs to `sweeps/NAME` of a state folder, in place of an earlier one.
 
     Args:
         state: State folder.
         name: Name of the judgement.
-        runs: The runs.
+        found: The runs.
         question: The comparison.
-        said: Sentences of the reader on what it guessed.
-        places: Files, folders or addresses that were read.
 
     Returns:
         Further sentences, on what is decided here: the metric, runs that are left out.
@@ -88,25 +47,21 @@ def write_ledger(
     Raises:
         InputError: The runs cannot be compared, or a sweep has this name.
     """
-    chosen, more = prepared(runs, question)
+    chosen, more = prepared(found.runs, question)
     path = state / "sweeps" / name / "ledger.db"
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         with lock(path.parent / "lock", wait=False):
-            sources = digests(places)
-            before = _earlier(path, name, sources)
+            reading = _reading(found, chosen, more)
+            before = _earlier(path, name, reading.sources)
             unfinished = path.with_name(f"{path.name}.unfinished")
             unfinished.unlink(missing_ok=True)
             with closing(Ledger(unfinished)) as ledger, ledger.transaction():
                 _fill(ledger, name, chosen, question)
                 origin = Judged(
-                    sources,
-                    [*said, *more],
-                    all(run.seed is not None for run in runs),
+                    [reading],
                     differing(chosen.runs, question),
                     before.times if before else (),
-                    chosen.left_out,
-                    sum(map(_nonfinite, chosen.runs)),
                     chosen.reruns,
                 )
                 origin.judged(_now(chosen.metric, question)).write(ledger)
@@ -120,14 +75,7 @@ def write_ledger(
     return more
 
 
-def add_to_sweep(
-    state: Path,
-    name: str,
-    runs: Sequence[ForeignRun],
-    question: Question,
-    said: Sequence[str],
-    places: Sequence[str],
-) -> list[str]:
+def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> list[str]:
     """Add runs to the ledger of a sweep, as arms beside its own that were not started here.
 
     They are compared with an arm of the sweep, unpaired, by its metric; runs of an arm that was added before
@@ -136,10 +84,8 @@ def add_to_sweep(
     Args:
         state: State folder.
         name: Name of the sweep.
-        runs: The runs.
+        found: The runs.
         question: The comparison; `against` may be empty if the sweep has one baseline.
-        said: Sentences of the reader on what it guessed.
-        places: Files, folders or addresses that were read.
 
     Returns:
         Sentences on what is decided here.
@@ -159,18 +105,15 @@ def add_to_sweep(
             metric = _metric_of_sweep(ledger, question)
             _refuse_unlike(ledger)
             base = _baseline(ledger, question.against)
-            chosen, more = _prepared(runs, replace(question, metric=metric.name), metric)
+            chosen, more = comparable(found.runs, replace(question, metric=metric.name), metric)
             _require_same_end(ledger, chosen)
-            before = Judged.of(ledger)
-            origin = Judged(
-                {**(before.sources if before else {}), **digests(places)},
-                [*(before.said if before else ()), *said, *more],
-                all(run.seed is not None for run in runs),
-                times=before.times if before else (),
-            )
+            reading = _reading(found, chosen, more)
+            before = Judged.of(ledger) or Judged([])
+            kept = [part for each in before.readings if (part := each.without(reading.arms))]
+            origin = Judged([*kept, reading], times=before.times)
             with ledger.transaction():
                 numbers = {}
-                for arm in dict.fromkeys(run.arm for run in chosen.runs):
+                for arm in reading.arms:
                     numbers[arm] = ledger.add_arm(f"{ELSEWHERE}{arm}", {}, base.arm, None, "foreign")
                     ledger.withdraw(numbers[arm])
                 add_runs(ledger, numbers, chosen)
@@ -178,6 +121,25 @@ def add_to_sweep(
     except Busy as busy:
         raise InputError([f"--into {name}: another process ({busy}) runs this sweep; wait for it"]) from None
     return more
+
+
+def _reading(found: Found, chosen: Chosen, more: Sequence[str]) -> Reading:
+    """Return what a ledger keeps on the runs of one command.
+
+    Args:
+        found: All runs that were read.
+        chosen: Those of them that are compared.
+        more: Sentences on what was decided after the reading.
+    """
+    arms = list(dict.fromkeys(run.arm for run in chosen.runs))
+    return Reading(
+        arms,
+        digests(found.places),
+        [*found.said, *more],
+        all(run.seed is not None for run in found.runs),
+        chosen.left_out,
+        {arm: sum(run.arm == arm and not run.finite for run in chosen.runs) for arm in arms},
+    )
 
 
 def _metric_of_sweep(ledger: Ledger, question: Question) -> Metric:
@@ -249,168 +211,6 @@ def _earlier(path: Path, name: str, sources: Mapping[str, str]) -> Judged | None
     if not before.sources.keys() & sources.keys():
         raise InputError([f"{name}: holds runs of {before.places}; give another name with --as"])
     return before
-
-
-def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, list[str]]:
-    """Return the runs that can be compared with their metric, and sentences on what was decided.
-
-    Raises:
-        InputError: No runs, no such metric or arm, or an arm that is two configurations.
-    """
-    name = question.metric or _usual_metric(runs)
-    metric = Metric(name=name, direction=question.direction, min_effect=_effect(question.min_effect))
-    said: list[str] = []
-    if question.metric is None:
-        better = "lower" if question.direction == "minimize" else "higher"
-        said = [f"metric: {name}, the {better} the better"]
-    chosen, more = _prepared(runs, question, metric)
-    arms = list(dict.fromkeys(run.arm for run in chosen.runs))
-    if question.against not in arms:
-        raise InputError([f"--against {question.against}: no such arm; {nearest(question.against, arms)}"])
-    if len(arms) < 2:
-        raise InputError([f"only {arms[0]} has runs with {metric.name}: there is nothing to compare it with"])
-    return chosen, said + more
-
-
-def _prepared(runs: Sequence[ForeignRun], question: Question, metric: Metric) -> tuple[Chosen, list[str]]:
-    """Return the finished runs with this metric, and sentences on those that are left out."""
-    said: list[str] = []
-    names = sorted({name for run in runs for name in run.records})
-    known = nearest(metric.name, names) if names else "the runs have no metrics"
-    if not any(metric.name in run.records for run in runs):
-        raise InputError([f"no run has a metric {metric.name!r}; {known}"])
-    if not recordable(metric.name):
-        raise InputError([f"metric {metric.name!r}: {NAMING}; rename it: --metric NAME={metric.name}"])
-    kept = []
-    for run in runs:
-        if run.status != "done":
-            said.append(f"{run.name} is left out: it is {run.status}")
-        elif metric.name not in run.records or not run.records[metric.name]:
-            said.append(f"{run.name} is left out: it has no {metric.name}")
-        else:
-            kept.append(run)
-    if not kept:
-        raise InputError([f"no run is left: {'; '.join(said[:3])}"])
-    _require_one_configuration(kept, question)
-    steps = max(max(run.records[metric.name]) for run in kept)
-    again = [run.records[metric.name] for run in kept if run.arm == question.floor]
-    reruns = [series[max(series)] for series in again]
-    if len({max(series) for series in again}) > 1:
-        raise InputError([f"--floor {question.floor}: its runs end at different steps"])
-    if question.floor is not None and len(reruns) < _FEWEST_RERUNS:
-        raise InputError(
-            [f"--floor {question.floor}: has {len(reruns)} runs; a spread needs {_FEWEST_RERUNS} or more"]
-        )
-    kept = [run for run in kept if run.arm != question.floor]
-    left_out = tuple(said)
-    if metric.name == _LAST_STEP:
-        said.append(
-            f"{metric.name} is the loss of one batch: its last value is noisier than a mean of several"
-        )
-    return Chosen(kept, metric, steps, reruns, left_out), said
-
-
-def _nonfinite(run: ForeignRun) -> bool:
-    """Return True if any value of a run is NaN or infinite."""
-    return not all(math.isfinite(value) for steps in run.records.values() for value in steps.values())
-
-
-def _effect(given: float | str | None) -> float | str | None:
-    """Return a smallest effect that matters as an experiment file has it; InputError for another text."""
-    if given is None:
-        return None
-    text = str(given).strip()
-    try:
-        number = float(text.removesuffix("%"))
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise InputError([f"min_effect {text}: is no positive number, or share such as 0.1%"])
-    return f"{number:.15f}".rstrip("0").rstrip(".") + "%" if text.endswith("%") else number
-
-
-def _usual_metric(runs: Sequence[ForeignRun]) -> str:
-    """Return the metric that is usually compared, if all runs have it; else the only one. InputError for
-    several others."""
-    shared = set.intersection(*(set(run.records) for run in runs)) if runs else set()
-    found = next((name for name in _USUAL if name in shared), None)
-    if found or len(shared) == 1:
-        return found or shared.pop()
-    listed = ", ".join(sorted(shared)[:12]) or "none"
-    raise InputError([f"--metric is needed: metrics that all runs have are {listed}"])
-
-
-def _require_one_configuration(runs: Sequence[ForeignRun], question: Question) -> None:
-    """Raise InputError if the runs of an arm have different configurations, with the fields.
-
-    A field with another value in every run of the source, such as an id or a time, does not count.
-    """
-    own = own_fields(runs)
-    problems = []
-    for arm in dict.fromkeys(run.arm for run in runs):
-        found = {
-            name: values
-            for name, values in _values_by_field([run for run in runs if run.arm == arm]).items()
-            if len(values) > 1 and name not in own and name not in question.ignored
-        }
-        if found:
-            shown = "; ".join(f"{name} {_listed(values)}" for name, values in [*found.items()][:_MOST_FIELDS])
-            first = next(iter(found))
-            fields = " ".join(f"--ignore {name}" for name in [*found][:_MOST_FIELDS])
-            problems.append(
-                f"{arm}: its runs have different configurations ({shown}), so their spread is not that of"
-                f" seeds; name the arms by these fields too (--column arm=ARM,{first}), or pass {fields}"
-            )
-    if problems:
-        raise InputError(problems)
-
-
-def _listed(values: Iterable[str]) -> str:
-    first = sorted(values)
-    return " and ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
-
-
-def own_fields(runs: Sequence[ForeignRun]) -> set[str]:
-    """Return the fields of configurations that have another value in every run: ids, names, times."""
-    values = _values_by_field(runs)
-    if len({run.arm for run in runs}) == len(runs):  # one run an arm: each field has as many values
-        return set()
-    return {name for name, found in values.items() if len(found) == len(runs)}
-
-
-def _values_by_field(runs: Sequence[ForeignRun]) -> dict[str, set[str]]:
-    """Return the values of every field as text; `not set` for a run without it."""
-    names = {name for run in runs for name in run.config}
-    return {
-        name: {str(run.config[name]) if name in run.config else "not set" for run in runs} for name in names
-    }
-
-
-def differing(runs: Sequence[ForeignRun], question: Question) -> dict[str, dict[str, list[Json]]]:
-    """Return, by arm, the fields whose value differs from the baseline's, with both values."""
-    skipped = own_fields(runs) | {*question.ignored}
-    first: dict[str, Mapping[str, Json]] = {}
-    for run in runs:
-        first.setdefault(run.arm, run.config)
-    base = first[question.against]
-    return {
-        arm: {
-            name: [base.get(name), config.get(name)]
-            for name in sorted({*base, *config} - skipped)
-            if base.get(name) != config.get(name)
-        }
-        for arm, config in first.items()
-        if arm != question.against
-    }
-
-
-def numbered(runs: Sequence[ForeignRun]) -> list[tuple[ForeignRun, int]]:
-    """Return the runs with a seed each. Runs without one get numbers that no other arm has: no pairs."""
-    taken = {run.seed for run in runs if run.seed is not None}
-    if big := next((run for run in runs if run.seed is not None and abs(run.seed) >= 1 << 63), None):
-        raise InputError([f"{big.name}: seed {big.seed} is too large; it has at most 63 bits"])
-    free = iter(number for number in range(len(taken) + len(runs)) if number not in taken)
-    return [(run, next(free) if run.seed is None else run.seed) for run in runs]
 
 
 def digests(places: Sequence[str]) -> dict[str, str]:

@@ -5,7 +5,8 @@ may be compared: `ForeignRun` keeps what the source says, also a NaN, an arm wit
 configuration.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ablate.files import Json
@@ -32,3 +33,20 @@ class ForeignRun:
     def last_step(self) -> int:
         """Largest step of any record; -1 without records."""
         return max((max(steps) for steps in self.records.values() if steps), default=-1)
+
+    @property
+    def finite(self) -> bool:
+        """False if any of its values is NaN or infinite."""
+        return all(math.isfinite(value) for steps in self.records.values() for value in steps.values())
+
+
+@dataclass(frozen=True)
+class Found:
+    """Runs of all places that were read."""
+
+    runs: Sequence[ForeignRun]
+    """Runs in the order of the places; no two have the same arm and seed, unless they have no seed."""
+    said: Sequence[str]
+    """Sentences on what was guessed, merged or left out, for the user."""
+    places: Sequence[str]
+    """Files, folders, patterns of paths or addresses that were read."""

@@ -29,19 +29,9 @@ from ablate.execution.foreign.columns import GUESS, Columns
 from ablate.execution.foreign.named_runs import NamedRun, identified
 from ablate.execution.foreign.names import places_of
 from ablate.execution.foreign.points import Points
-from ablate.execution.foreign.run import ForeignRun
+from ablate.execution.foreign.run import ForeignRun, Found
 from ablate.execution.tracking import event_files
 from ablate.store.databases import url
-
-
-@dataclass(frozen=True)
-class Found:
-    """Runs of all places."""
-
-    runs: list[ForeignRun]
-    """Runs in the order of the places; no two have the same arm and seed, unless they have no seed."""
-    said: list[str]
-    """Sentences on what was guessed, merged or left out, for the user."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +86,7 @@ def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = 
             sentences.append((str(path), []))
             runs += _read(Place(str(path), fields, columns), logs, sentences[-1][1])
     copies: list[str] = []
-    return Found(each_once(runs, copies), [*_once(sentences), *copies])
+    return Found(each_once(runs, copies), [*_once(sentences), *copies], places)
 
 
 def _once(sentences: Sequence[tuple[str, list[str]]]) -> list[str]:

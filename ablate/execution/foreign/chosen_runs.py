@@ -1,0 +1,208 @@
+"""Runs from elsewhere that can be compared: their metric, their arms, and what is left out or refused."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ablate.errors import InputError, nearest
+from ablate.execution.foreign.run import ForeignRun
+from ablate.experiment.schema import Metric
+from ablate.files import Json
+from ablate.training.metric_names import NAMING, recordable
+
+_USUAL = ("val/loss", "eval/loss", "eval_loss", "validation_loss", "val_loss", "valid_loss", "val_bpb")
+"""Metrics that are compared unless one is named: the first that all runs have."""
+_LAST_STEP = "train/loss"
+_FEWEST_RERUNS = 3
+"""Smallest number of reruns whose spread is described."""
+_MOST_FIELDS = 4
+"""Largest number of fields that a sentence names."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Comparison that runs from elsewhere are to answer."""
+
+    against: str
+    """Name of the arm that all others are compared with."""
+    metric: str | None = None
+    """Metric whose last values are compared; None: the usual one of the runs."""
+    min_effect: float | str | None = None
+    """Smallest difference that matters, in the metric's unit or as a share, `0.1%`; None: not given."""
+    direction: Literal["minimize", "maximize"] = "minimize"
+    ignored: Sequence[str] = ()
+    """Fields of configurations that may differ within an arm."""
+    floor: str | None = None
+    """Arm with reruns of one configuration, described by their spread and not compared; None: none."""
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """Runs that can be compared, and the metric that they are compared by."""
+
+    runs: Sequence[ForeignRun]
+    metric: Metric
+    steps: int
+    """Last step of the metric in the longest run."""
+    reruns: Sequence[float] = ()
+    """Last values of the reruns of one configuration."""
+    left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Sentences on runs that are not among them, by arm."""
+
+
+def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, list[str]]:
+    """Return the runs that can be compared with their metric, and sentences on what was decided.
+
+    Raises:
+        InputError: No runs, no such metric or arm, or an arm that is two configurations.
+    """
+    name = question.metric or _usual_metric(runs)
+    metric = Metric(name=name, direction=question.direction, min_effect=_effect(question.min_effect))
+    said: list[str] = []
+    if question.metric is None:
+        better = "lower" if question.direction == "minimize" else "higher"
+        said = [f"metric: {name}, the {better} the better"]
+    chosen, more = comparable(runs, question, metric)
+    arms = list(dict.fromkeys(run.arm for run in chosen.runs))
+    if question.against not in arms:
+        raise InputError([f"--against {question.against}: no such arm; {nearest(question.against, arms)}"])
+    if len(arms) < 2:
+        raise InputError([f"only {arms[0]} has runs with {metric.name}: there is nothing to compare it with"])
+    return chosen, said + more
+
+
+def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -> tuple[Chosen, list[str]]:
+    """Return the finished runs with this metric, and sentences on those that are left out."""
+    left_out: dict[str, list[str]] = {}
+    names = sorted({name for run in runs for name in run.records})
+    known = nearest(metric.name, names) if names else "the runs have no metrics"
+    if not any(metric.name in run.records for run in runs):
+        raise InputError([f"no run has a metric {metric.name!r}; {known}"])
+    if not recordable(metric.name):
+        raise InputError([f"metric {metric.name!r}: {NAMING}; rename it: --metric NAME={metric.name}"])
+    kept = []
+    for run in runs:
+        if run.status != "done":
+            left_out.setdefault(run.arm, []).append(f"{run.name} is left out: it is {run.status}")
+        elif metric.name not in run.records or not run.records[metric.name]:
+            left_out.setdefault(run.arm, []).append(f"{run.name} is left out: it has no {metric.name}")
+        else:
+            kept.append(run)
+    said = [sentence for sentences in left_out.values() for sentence in sentences]
+    if not kept:
+        raise InputError([f"no run is left: {'; '.join(said[:3])}"])
+    _require_one_configuration(kept, question)
+    steps = max(max(run.records[metric.name]) for run in kept)
+    again = [run.records[metric.name] for run in kept if run.arm == question.floor]
+    reruns = [series[max(series)] for series in again]
+    if len({max(series) for series in again}) > 1:
+        raise InputError([f"--floor {question.floor}: its runs end at different steps"])
+    if question.floor is not None and len(reruns) < _FEWEST_RERUNS:
+        raise InputError(
+            [f"--floor {question.floor}: has {len(reruns)} runs; a spread needs {_FEWEST_RERUNS} or more"]
+        )
+    kept = [run for run in kept if run.arm != question.floor]
+    if metric.name == _LAST_STEP:
+        said.append(
+            f"{metric.name} is the loss of one batch: its last value is noisier than a mean of several"
+        )
+    return Chosen(kept, metric, steps, reruns, left_out), said
+
+
+def _effect(given: float | str | None) -> float | str | None:
+    """Return a smallest effect that matters as an experiment file has it; InputError for another text."""
+    if given is None:
+        return None
+    text = str(given).strip()
+    try:
+        number = float(text.removesuffix("%"))
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise InputError([f"min_effect {text}: is no positive number, or share such as 0.1%"])
+    return f"{number:.15f}".rstrip("0").rstrip(".") + "%" if text.endswith("%") else number
+
+
+def _usual_metric(runs: Sequence[ForeignRun]) -> str:
+    """Return the metric that is usually compared, if all runs have it; else the only one. InputError for
+    several others."""
+    shared = set.intersection(*(set(run.records) for run in runs)) if runs else set()
+    found = next((name for name in _USUAL if name in shared), None)
+    if found or len(shared) == 1:
+        return found or shared.pop()
+    listed = ", ".join(sorted(shared)[:12]) or "none"
+    raise InputError([f"--metric is needed: metrics that all runs have are {listed}"])
+
+
+def _require_one_configuration(runs: Sequence[ForeignRun], question: Question) -> None:
+    """Raise InputError if the runs of an arm have different configurations, with the fields.
+
+    A field with another value in every run of the source, such as an id or a time, does not count.
+    """
+    own = own_fields(runs)
+    problems = []
+    for arm in dict.fromkeys(run.arm for run in runs):
+        found = {
+            name: values
+            for name, values in _values_by_field([run for run in runs if run.arm == arm]).items()
+            if len(values) > 1 and name not in own and name not in question.ignored
+        }
+        if found:
+            shown = "; ".join(f"{name} {_listed(values)}" for name, values in [*found.items()][:_MOST_FIELDS])
+            first = next(iter(found))
+            fields = " ".join(f"--ignore {name}" for name in [*found][:_MOST_FIELDS])
+            problems.append(
+                f"{arm}: its runs have different configurations ({shown}), so their spread is not that of"
+                f" seeds; name the arms by these fields too (--column arm=ARM,{first}), or pass {fields}"
+            )
+    if problems:
+        raise InputError(problems)
+
+
+def _listed(values: Iterable[str]) -> str:
+    first = sorted(values)
+    return " and ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
+
+
+def own_fields(runs: Sequence[ForeignRun]) -> set[str]:
+    """Return the fields of configurations that have another value in every run: ids, names, times."""
+    values = _values_by_field(runs)
+    if len({run.arm for run in runs}) == len(runs):  # one run an arm: each field has as many values
+        return set()
+    return {name for name, found in values.items() if len(found) == len(runs)}
+
+
+def _values_by_field(runs: Sequence[ForeignRun]) -> dict[str, set[str]]:
+    """Return the values of every field as text; `not set` for a run without it."""
+    names = {name for run in runs for name in run.config}
+    return {
+        name: {str(run.config[name]) if name in run.config else "not set" for run in runs} for name in names
+    }
+
+
+def differing(runs: Sequence[ForeignRun], question: Question) -> dict[str, dict[str, list[Json]]]:
+    """Return, by arm, the fields whose value differs from the baseline's, with both values."""
+    skipped = own_fields(runs) | {*question.ignored}
+    first: dict[str, Mapping[str, Json]] = {}
+    for run in runs:
+        first.setdefault(run.arm, run.config)
+    base = first[question.against]
+    return {
+        arm: {
+            name: [base.get(name), config.get(name)]
+            for name in sorted({*base, *config} - skipped)
+            if base.get(name) != config.get(name)
+        }
+        for arm, config in first.items()
+        if arm != question.against
+    }
+
+
+def numbered(runs: Sequence[ForeignRun]) -> list[tuple[ForeignRun, int]]:
+    """Return the runs with a seed each. Runs without one get numbers that no other arm has: no pairs."""
+    taken = {run.seed for run in runs if run.seed is not None}
+    if big := next((run for run in runs if run.seed is not None and abs(run.seed) >= 1 << 63), None):
+        raise InputError([f"{big.name}: seed {big.seed} is too large; it has at most 63 bits"])
+    free = iter(number for number in range(len(taken) + len(runs)) if number not in taken)
+    return [(run, next(free) if run.seed is None else run.seed) for run in runs]
