@@ -219,19 +219,6 @@ def test_what_takes_a_moment_runs_as_printed(words, monkeypatch):
     assert done.stdout
 
 
-def test_a_rehearsal_runs_as_printed():
-    (words,) = (shlex.split(command) for command in COMMANDS if "rehearse()" in command)
-    done = subprocess.run(
-        [sys.executable, *words[1:]],
-        capture_output=True,
-        text=True,
-        env=environment(),
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-
-
 # The Makefile, and scripts
 
 
