@@ -298,6 +298,54 @@ def test_runs_of_unequal_length_have_no_verdict(tmp_path):
         assert "ended at an earlier step" in headline_of(Comparisons(ledger)).text
 
 
+def test_a_short_run_that_is_left_out_counts_as_a_run_without_a_result(tmp_path):
+    """Its arm has a verdict on the others, and every answer says that it may look too good."""
+    whole = table({"bf16": 0, "nvfp4": 0.1}, seeds=4)
+    rows = [row for row in whole if (row["recipe"], row["seed"], row["step"]) != ("nvfp4", 3, 20)]
+    place, short = rows_of(tmp_path / "runs.csv", rows), "seed 3 of nvfp4"
+    refused, found = judge(place, "bf16"), judge(place, "bf16", without=[short])
+    expected = judge(
+        rows_of(tmp_path / "three.csv", [row for row in rows if row["seed"] < 3 or row["recipe"] == "bf16"]),
+        "bf16",
+    )
+    assert [arm.verdict["reason"] for arm in refused.arms] == ["length"]
+    assert any(f"--without '{short}' leaves it out" in text for text in refused.said)
+    assert [replace(arm, verdict={}) for arm in found.arms] == [
+        replace(arm, verdict={}) for arm in expected.arms
+    ]
+    warned = [text for kind, text in found.checks if kind == "warning"]
+    assert any("7 of 8 runs finished" in text for text in warned)
+    assert any(
+        f"{short} is left out as asked: it ends at step 10 of 20; if it failed, nvfp4" in text
+        for text in warned
+    )
+    asked = here("judge", place, "--against", "bf16", "--without", short, "--state", tmp_path)
+    assert asked.returncode == 0, asked.stderr
+    report = (tmp_path / "reports" / "runs" / "index.md").read_text()
+    assert "1 of 8 runs are missing (1 failed)" in report
+    assert "continues them" not in report
+
+
+def test_only_a_short_run_can_be_left_out(tmp_path):
+    """Neither one that ended with the others, nor one that diverged, nor any run of a gate."""
+    rows = table({"bf16": 0, "nvfp4": 0.1}, seeds=4)
+    rows = [row for row in rows if (row["recipe"], row["seed"], row["step"]) != ("nvfp4", 3, 20)]
+    lost = [
+        row | ({"val/loss": math.nan} if (row["recipe"], row["seed"]) == ("nvfp4", 3) else {}) for row in rows
+    ]
+    place, diverged = rows_of(tmp_path / "runs.csv", rows), rows_of(tmp_path / "lost.csv", lost)
+    gate = ("--gate", "--history", tmp_path / "history", "--without", "seed 3 of nvfp4")
+    for given, words, sentence in (
+        (place, ("--without", "seed 3 of bf16"), "at step 20 of 20; only a run that ended early"),
+        (place, ("--without", "seed 9 of bf16"), "no such run"),
+        (diverged, ("--without", "seed 3 of nvfp4"), "nan at step 10 of 20; only a run that ended early"),
+        (place, gate, "a gate counts every run"),
+    ):
+        asked = here("judge", given, "--against", "bf16", "--state", tmp_path, "--no-report", *words)
+        assert asked.returncode == 2
+        assert sentence in asked.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(("shift", "drawn"), [(0, True), (2, False)])
 def test_a_curve_of_gaps_has_the_pairs_of_the_verdicts_alone(shift, drawn, tmp_path):
     runs = [

@@ -76,6 +76,13 @@ class QuestionFlags:
         list[str] | None, typer.Option(metavar="FIELD", help="Field that may differ between runs of an arm.")
     ] = None
 
+    without: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="RUN", help="Run that ended early, to be left out; the report says so. Repeatable."
+        ),
+    ] = None
+
     @property
     def question(self) -> "Question":
         """The comparison."""
@@ -88,6 +95,7 @@ class QuestionFlags:
             self.min_effect,
             "maximize" if self.maximize else "minimize",
             tuple(self.ignore or ()),
+            tuple(self.without or ()),
         )
 
 
@@ -166,6 +174,8 @@ def judge(
         raise InputError(["--against is needed: the arm that the others are compared with, such as bf16"])
     settings, title = flags.settings(), into or kept or _title(places[0])
     print_starting(f"reading {', '.join(places[:3])}", as_json)
+    if gated.gate and asked.without:
+        raise InputError(["--without: a gate counts every run; run the short one again"])
     found = reading.read(places, asked.metric)
     if gated.gate:
         raise typer.Exit(_gate(found, asked, gated, kept or "", as_json))

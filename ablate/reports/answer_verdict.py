@@ -14,6 +14,7 @@ from ablate.reports.table_notes import dropped, emulated, null_warning, smallest
 from ablate.results.forked import estimand
 from ablate.results.headline import Headline, headline_of
 from ablate.results.unmet_phases import never_began
+from ablate.store.judged import Judged
 from ablate.training.metric_names import parse
 
 _MOST_NAMED = 8
@@ -61,7 +62,10 @@ class VerdictSentences(Measurements):
             total = sum(arm.seeds for arm in self.arms)
             text = f"{missing} of {total} runs are missing ({self._open_statuses()})"
             remedy = "Once the cause is removed, the" if failures else "The"
-            parts.append(Text(f"**Incomplete:** {text}. {remedy} same command continues them.", "warning"))
+            remedy += " same command continues them."
+            own = any(arm.missing for arm in self.arms if arm.role != "foreign")
+            remedy = remedy if own and not Judged.alone(self.ledger) else ""
+            parts.append(Text(f"**Incomplete:** {text}. {remedy}".rstrip(), "warning"))
         parts += [failures] if failures else []
         parts += map(Text, (*dropped(self.arms), *never_began(self.ledger)))
         diverged = [

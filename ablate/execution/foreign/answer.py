@@ -121,6 +121,7 @@ def judge(
     direction: Direction = "minimize",
     columns: Mapping[str, str] | None = None,
     ignore: Sequence[str] = (),
+    without: Sequence[str] = (),
 ) -> Judgement:
     """Return verdicts on runs that were not started here, by the statistics of a sweep.
 
@@ -133,6 +134,7 @@ def judge(
         direction: `minimize` if less is better.
         columns: Column of `arm`, `seed`, `step` or `run`, where names are not the usual ones.
         ignore: Fields that may differ between the runs of an arm.
+        without: Names of runs that ended early, to be left out; a warning names them.
 
     Returns:
         The answer, with a verdict on each arm. Nothing is kept.
@@ -147,7 +149,7 @@ def judge(
         raise InputError([f"direction {direction!r}: is minimize or maximize"])
     found = _given(runs, metric, columns or {})
     named = metric if isinstance(runs, Mapping) else metric_of_text(metric)
-    question = Question(against, named, min_effect, direction, tuple(ignore))
+    question = Question(against, named, min_effect, direction, tuple(ignore), tuple(without))
     with tempfile.TemporaryDirectory(prefix="ablate-judge-") as folder:
         more = write_ledger(Path(folder), "runs", found, question)
         with closing(Ledger(Path(folder) / "sweeps" / "runs" / "ledger.db", readonly=True)) as ledger:

@@ -1,7 +1,8 @@
 """Runs from elsewhere that can be compared: their metric, their arms, and what is left out or refused."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,6 +34,8 @@ class Question:
     direction: Literal["minimize", "maximize"] = "minimize"
     ignored: Sequence[str] = ()
     """Fields of configurations that may differ within an arm."""
+    without: Sequence[str] = ()
+    """Names of runs that are left out although they ended: only runs that are shorter than the others."""
     floor: str | None = None
     """Arm with reruns of one configuration, described by their spread and not compared; None: none."""
 
@@ -49,6 +52,8 @@ class Chosen:
     """Last values of the reruns of one configuration."""
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Sentences on runs that are not among them, by arm."""
+    short: Sequence[ForeignRun] = ()
+    """Those of them that were left out because they ended early. They count as runs without a result."""
 
 
 def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, list[str]]:
@@ -94,6 +99,16 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
         raise InputError([f"no run is left: {'; '.join(said[:3])}"])
     _require_one_configuration(kept, question)
     steps = max(max(run.records[metric.name]) for run in kept)
+    short = _short(kept, question, metric.name, steps)
+    for run in short:
+        sentence = (
+            f"{run.name} is left out as asked: it ends at step {max(run.records[metric.name])} of {steps}; if"
+            f" it failed, {run.arm} looks better than it is"
+        )
+        left_out.setdefault(run.arm, []).append(sentence)
+        said.append(sentence)
+    kept = [run for run in kept if run not in short]
+    said += _remedies(kept, metric.name, steps)
     again = [run.records[metric.name] for run in kept if run.arm == question.floor]
     reruns = [series[max(series)] for series in again]
     if len({max(series) for series in again}) > 1:
@@ -107,7 +122,50 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
         said.append(
             f"{metric.name} is the loss of one batch: its last value is noisier than a mean of several"
         )
-    return Chosen(kept, metric, steps, reruns, left_out), said
+    return Chosen(kept, metric, steps, reruns, left_out, short), said
+
+
+def _short(runs: Sequence[ForeignRun], question: Question, metric: str, steps: int) -> list[ForeignRun]:
+    """Return the runs that the question leaves out; InputError for one that is not there, or not short."""
+    short = []
+    for name in question.without:
+        named = [run for run in runs if name in (run.name, _short_name(run))]
+        if len(named) != 1:
+            names = [_short_name(run) for run in runs]
+            why = f"{len(named)} runs have this name" if named else f"no such run; {nearest(name, names)}"
+            raise InputError([f"--without {name}: {why}"])
+        if not _ended_early(named[0], metric, steps):
+            last, value = max(named[0].records[metric].items())
+            raise InputError(
+                [
+                    f"--without {name}: its last {metric} is {value:g} at step {last} of {steps}; only a run"
+                    " that ended early, without having diverged, can be left out: choosing biases verdicts"
+                ]
+            )
+        short += named
+    return short
+
+
+def _short_name(run: ForeignRun) -> str:
+    """Return the name of a run without its place."""
+    return run.name.rpartition(": ")[2]
+
+
+def _ended_early(run: ForeignRun, metric: str, steps: int) -> bool:
+    """Return True if a run ends before the longest one, with a finite value: one without has diverged."""
+    series = run.records[metric]
+    return max(series) < steps and math.isfinite(series[max(series)])
+
+
+def _remedies(runs: Sequence[ForeignRun], metric: str, steps: int) -> Iterator[str]:
+    """Yield how an arm of which only some runs end early gets a verdict."""
+    whole = {run.arm for run in runs if max(run.records[metric]) == steps}
+    short = [run for run in runs if run.arm in whole and _ended_early(run, metric, steps)]
+    for run in short[:_MOST_FIELDS]:
+        yield (
+            f"{run.name} ends at step {max(run.records[metric])} of {steps}, so {run.arm} has no verdict;"
+            f" --without {shlex.quote(_short_name(run))} leaves it out, and the report says so"
+        )
 
 
 def _effect(given: float | str | None) -> float | str | None:

@@ -277,7 +277,8 @@ def add_runs(ledger: Ledger, numbers: Mapping[str, int], chosen: Chosen) -> None
         chosen: The runs.
     """
     now, metric = time.time(), chosen.metric.name
-    for run, seed in numbered(chosen.runs):
+    measured = {run.arm for run in chosen.runs}
+    for run, seed in numbered([*chosen.runs, *(run for run in chosen.short if run.arm in measured)]):
         series = run.records[metric]
         last = max(series)
         config: dict[str, Json] = {**run.config, "steps": chosen.steps, "last": last}
@@ -295,5 +296,8 @@ def add_runs(ledger: Ledger, numbers: Mapping[str, int], chosen: Chosen) -> None
             ),
         )
         why = None if math.isfinite(series[last]) else f"{metric} is {series[last]} at its last step, {last}"
-        ledger.settle(trial, "diverged" if why else "done", why)
+        if run in chosen.short:
+            ledger.settle(trial, "failed", f"left out as asked: it ends at step {last} of {chosen.steps}")
+        else:
+            ledger.settle(trial, "diverged" if why else "done", why)
         ledger.seal_records(trial, str(tally(ledger, trial).sealed()["sha256"]))
