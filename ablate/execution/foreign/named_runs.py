@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ablate.errors import InputError, nearest, one_line
 from ablate.execution.foreign import cells
-from ablate.execution.foreign.columns import Columns, metric_name, pick
+from ablate.execution.foreign.columns import Columns, metric_columns, pick
 from ablate.execution.foreign.names import fields_of, read_name, seed_of
 from ablate.execution.foreign.points import Points
 from ablate.execution.foreign.run import ForeignRun
@@ -102,20 +102,9 @@ def _run(run: NamedRun, columns: Columns, roles: Mapping[str, str], renamed: dic
     if columns.metrics is not None:
         records = {ours: records[theirs] for ours, theirs in columns.metrics.items() if theirs in records}
     else:
-        ours: dict[str, dict[int, float]] = {}
-        for name, series in records.items():
-            known = metric_name(name)
-            if known in ours:
-                raise InputError(
-                    [
-                        f"{run.where}: two metrics may be {known}, one of them {one_line(name)!r}; name one,"
-                        f" {known}=NAME"
-                    ]
-                )
-            ours[known] = series
-            if known != name:
-                renamed[name] = known
-        records = ours
+        own = metric_columns(None, [*records], run.where, [])
+        renamed |= {theirs: ours for ours, theirs in own.items() if ours != theirs}
+        records = {ours: records[theirs] for ours, theirs in own.items()}
     config = {**run.config, **{key: value for key, value in fields.items() if key not in _IDENTITY}}
     config = {key: value for key, value in config.items() if key not in roles.values()}
     seed = seed_of(fields.get("seed"), run.where)
