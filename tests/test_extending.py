@@ -33,6 +33,7 @@ SIBLINGS = {
         "ablate/execution/tracking/tensorboard.py ablate/execution/tracking/event_files.py"
         " ablate/execution/foreign/sources.py tests/support/foreign_files.py",
     ),
+    "source of runs from elsewhere": (r"\bwandb_folders\b", ""),
     "setting": (
         r"\bnotify\b",
         "ablate/execution/notify.py ablate/cli/sweep_run.py tests/test_notify.py",
