@@ -24,7 +24,7 @@ from ablate.experiment.arms import Arm
 from ablate.experiment.edits import redefinition
 from ablate.experiment.forked_design import CALIBRATION
 from ablate.experiment.load import Experiment, load
-from ablate.experiment.plan_notes import memory, policies, remarks
+from ablate.experiment.plan_notes import commands, memory, policies, remarks
 from ablate.experiment.search_space import Dimension
 from ablate.experiment.yaml_document import display
 from ablate.files import Json
@@ -33,6 +33,9 @@ from ablate.reports.plain_text import duration
 from ablate.reports.tensor_cores import as_data as multiplied_data
 from ablate.reports.tensor_cores import library, multiplied, on_reference_lines
 from ablate.training.fork_design import Forks
+
+_MOST_COMMANDS = 12
+"""Largest number of commands that a plan prints."""
 
 if TYPE_CHECKING:
     from ablate.results.calibration import Candidate
@@ -124,6 +127,10 @@ def _computation(experiment: Experiment, device: str) -> Iterator[str]:
         yield f"\nForks: {one_line(_windows(first))}."
     if stacks := experiment.base.config.stacks:
         yield f"\nRecipes: each arm's is exported to {' and '.join(stacks)}, and read back."
+        yield from _commands(experiment, device)
+    elif _computed_elsewhere(experiment):
+        if not all(arm.recipe.plain for arm in experiment.arms):
+            yield "\nRecipes: the command reads each arm's (ABLATE_RECIPE), and computes it itself."
     elif experiment.engine_why:
         yield f"\nEngine: {experiment.engine} (auto), since {experiment.engine_why}."
     elif experiment.engine != "emulated":
@@ -145,6 +152,23 @@ def _computation(experiment: Experiment, device: str) -> Iterator[str]:
             f"\nGPU memory of a trial: at most about {_size(needed.total)} beside CUDA's own, by arm"
             f" {one_line(arm)} ({parts})."
         )
+
+
+def _computed_elsewhere(experiment: Experiment) -> bool:
+    """Return True if trials are processes of the user's own, which no engine of this package computes."""
+    return experiment.base.config.own_code and not experiment.base.config.in_process
+
+
+def _commands(experiment: Experiment, device: str) -> Iterator[str]:
+    """Yield the command of each arm's first seed, with the variables that all share once."""
+    lines, shared = commands(experiment, device)
+    yield "Commands of the first seed, TRIAL the trial's folder:"
+    for arm, line in [*lines.items()][:_MOST_COMMANDS]:
+        yield f"  {one_line(arm)}: {one_line(line)}"
+    if len(lines) > _MOST_COMMANDS:
+        yield f"  and {len(lines) - _MOST_COMMANDS} more: --json has all"
+    if shared:
+        yield f"  variables of each: {one_line(shared)}"
 
 
 def _work(experiment: Experiment, settings: Settings, result: Forecast) -> Iterator[str]:
@@ -227,11 +251,12 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
     """Return the plan as JSON data: what `show` prints."""
     result = _forecast(experiment, settings)
     time = _time_needed(experiment, settings, result)
+    lines, shared = commands(experiment, settings.device)
     return {
         "sweep": experiment.name,
         "question": experiment.keys.question,
         "engine": experiment.engine,
-        "engine_why": experiment.engine_why,
+        "engine_why": "" if _computed_elsewhere(experiment) else experiment.engine_why,
         "products": multiplied_data(experiment),
         "device": settings.device,
         "ranks": experiment.keys.resources.layout(settings.device).ranks,
@@ -242,10 +267,12 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
                 "knobs": dict(arm.knobs),
                 "operands_on_reference": _on_reference(experiment, arm, settings.device),
                 "trials": [{"seed": spec.seed, "id": spec.id} for spec in specs],
+                "command": lines.get(arm.name),
                 "done": done,
             }
             for arm, specs, done in result.rows
         ],
+        "variables": shared,
         "search": {"trials": experiment.keys.search.trials, "proposed": result.proposed}
         if experiment.keys.search
         else None,

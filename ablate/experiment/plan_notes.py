@@ -1,5 +1,6 @@
 """Facts about an experiment's arms that a plan prints: layers, memory, and weaknesses that do not stop it."""
 
+import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -86,6 +87,28 @@ def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
             )
     for lines, names in arms.items():
         yield ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3), lines
+
+
+def commands(experiment: Experiment, device: str) -> tuple[dict[str, str], str]:
+    """Return the command of each arm's first seed, by the arm's name, as a shell takes it.
+
+    Empty unless commands get exports. Each begins with the variables that differ between arms; the text has
+    the others.
+    """
+    made = {
+        arm.name: found
+        for arm in experiment.arms
+        if arm.config.stacks and (found := arm.config.command(arm.recipe, experiment.seeds[0], device))
+    }
+    variables = {
+        name: {f"{key}={value}" for key, value in each.variables.items() if value is not None}
+        for name, each in made.items()
+    }
+    shared = set.intersection(*variables.values()) if variables else set()
+    lines = {
+        name: shlex.join([*sorted(variables[name] - shared), *each.words]) for name, each in made.items()
+    }
+    return lines, shlex.join(sorted(shared))
 
 
 def memory(experiment: Experiment, device: str) -> tuple[str, MemoryEstimate] | None:

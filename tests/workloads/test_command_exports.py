@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -262,7 +263,28 @@ def test_a_plan_says_which_stack_computes_the_recipes(words, told, tmp_path):
     done = here("plan", experiment(tmp_path, run_of(words, more)), "--state", tmp_path / "state")
     assert done.returncode == 0, done.stderr
     assert ("exported to torchtitan, and read back" in done.stdout) is told
-    assert ("Engine: " in done.stdout) is not told
+    assert ("Recipes: the command reads each arm's (ABLATE_RECIPE)" in done.stdout) is not told
+    assert "Engine: " not in done.stdout
+
+
+def test_a_plan_prints_the_command_that_each_arm_runs(tmp_path):
+    """As the script gets it: variables that differ before it, those that all share once."""
+    keys = {"ablate": "{rht: [true, false], workload.config.lr: [1, 2]}", "seeds": "[7]"}
+    words = "{lr} {folder} --num-layers 8 {export:megatron}"
+    path = experiment(tmp_path, run_of(words, "config: {lr: 1}"), **keys)
+    arms = json.loads(here("plan", path, "--json").stdout)
+    lines = {arm["arm"]: shlex.split(arm["command"]) for arm in arms["arms"]}
+    printed = here("plan", path).stdout
+    assert len(lines) == 6
+    for name, line in lines.items():
+        rht, at = "rht=true" in name or "bf16" in name, line.index("python")
+        assert line[:at] == [f"NVTE_NVFP4_DISABLE_RHT={int(not rht)}"]
+        assert line[at : at + 5] == ["python", "stack.py", name[-1], "TRIAL/folder", "--num-layers"]
+        assert ("--fp4-recipe" in line) == (not name.startswith("bf16"))
+        assert line[-1] == "7"
+        assert f"  {name}: {shlex.join(line)}\n" in printed
+    assert "NVTE_NVFP4_DISABLE_2D_QUANTIZATION=0" in arms["variables"]
+    assert f"  variables of each: {arms['variables']}\n" in printed
 
 
 @every(stack=INIT_STACKS)

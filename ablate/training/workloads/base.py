@@ -24,6 +24,7 @@ from ablate.training.hyperparameters import Training
 if TYPE_CHECKING:
     from ablate.training.loop import PreparedRun, Record
     from ablate.training.models.source import Outline
+    from ablate.training.own_code.exports import Exported
     from ablate.training.trial_run import TrialRun
 
 
@@ -119,6 +120,10 @@ class Workload(Spec):
     def stacks(self) -> tuple[str, ...]:
         """Return the training stacks that recipes are exported to; empty if an engine computes them."""
         return ()
+
+    def command(self, recipe: Recipe, seed: int, device: str) -> Exported | None:
+        """Return the command of a trial for readers, `TRIAL` for its folder; None if it is not a command."""
+        return None
 
     @property
     def own_checkpoint(self) -> str | None:

@@ -295,6 +295,12 @@ class Command(OwnCode):
 
         return with_exports(self.stacks, recipe, self.export, self.linear_layers, folder, fill)
 
+    def command(self, recipe: Recipe, seed: int, device: str) -> Exported:
+        """Return the command of a trial for readers, `TRIAL` for its folder."""
+        values = {name: f"TRIAL/{name}" for name in PLACEHOLDERS}
+        values |= {"seed": str(seed), "steps": str(self.steps), "device": device}
+        return self.exported(recipe, values, Path("TRIAL", PLACEHOLDER))
+
     def compute(self, run: TrialRun) -> Iterator[Record]:
         """Run the command, and yield a Record for each step of which it logged something."""
         from ablate.training.own_code.command_records import CommandRecords
