@@ -28,5 +28,6 @@ for step in range(start + 1, asked.steps + 1):
     rest = "memory:  2.11GiB(2.67%)  tps: 9,871"
     print(f"step: {step:2}  loss: {loss:8.5f}  grad_norm:  1.8123  {rest}  tflops: 1.02  mfu: N/A")
     print(f"validate step: {step:2}  loss: {loss:8.5f}  {rest}", flush=True)
-    state.write_text(str(step))
+    state.with_name("new").write_text(str(step))
+    state.with_name("new").rename(state)  # whole, whenever this process is killed
     time.sleep(asked.seconds)
