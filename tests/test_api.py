@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from support.ddp_program import Block
 from support.linears import ANYWHERE
 from torch import nn
 
@@ -29,15 +30,6 @@ SMALL = {
     "eval_every": 4,
     "eval_tokens": 64,
 }
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Net(nn.Module):

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from support.ddp_program import Block
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -14,15 +15,6 @@ BLOCKS = 3
 PASSES = ("one", "one", "twice", "no graph", "evaluated", "evaluated with a graph", "two at once", "compared")
 Forms = Sequence[bool | None]
 """For each block: checkpointed with `use_reentrant` True or False, or not (None)."""
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
 
 
 class Net(nn.Module):
