@@ -39,6 +39,7 @@ instruction draws.
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -105,6 +106,8 @@ class EmulatedLinear(Replacement):
 
     shared = frozenset({"clock", "_sites", "_turns"})
     dropped = frozenset({"whole_graph", "compiled"})
+    emulates: ClassVar[bool] = True
+    """False if something else multiplies or quantises, whose products are compared with the emulator's."""
 
     def __init__(self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype) -> None:
         super().__init__(linear)
@@ -128,6 +131,20 @@ class EmulatedLinear(Replacement):
         self._sites = {slot: site(name, slot) for slot in SLOTS}
         # One site for both operands of a product: their rotations must cancel in it.
         self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}
+
+    def redrawn(self) -> "Redrawn":
+        """Return an emulated layer that rounds by other random bits, for calls at the same moment.
+
+        It has the products in force, rotates by the same signs, and begins with the same amax histories. It
+        has no weight, no probe, and leaves this layer as it is.
+        """
+        bare = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
+        other = Redrawn(bare, self.name, self.clock, self.dtype)
+        other.products, other.target = self.products, self.target
+        for slot, history in self.histories.items():
+            other.histories[slot].amax = dict(history.amax)
+        other._sites = {slot: site(f"{self.name}/redrawn", slot) for slot in SLOTS}
+        return other
 
     def plain(self) -> nn.Linear:
         """Return an nn.Linear with this layer's parameters, hooks and attributes: what it replaced."""
@@ -381,3 +398,14 @@ class EmulatedLinear(Replacement):
             yield
         finally:
             self.clock, self.context, self.nonfinite = before
+
+
+class Redrawn(EmulatedLinear):
+    """A layer that keeps the operands that it multiplied last, each the first of its parts."""
+
+    multiplied: tuple[Operand, Operand]
+
+    def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
+        """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
+        self.multiplied = a[0], b[0]
+        return super().multiply(a, b, out)

@@ -51,6 +51,37 @@ class Probe(Protocol):
         """
         return
 
+    def output(self, layer: "Casting", products: Products, x: Tensor, w: Tensor, y: Tensor) -> None:
+        """Receive a forward pass, with its unquantised operands. Not called if ranks divide the layer.
+
+        Args:
+            layer: the layer, whose clock is at the call.
+            products: the products in force.
+            x: input [tokens, in].
+            w: weight [out, in].
+            y: output [tokens, out] without the bias.
+        """
+        return
+
+    def gradients(
+        self,
+        layer: "Casting",
+        products: Products,
+        kept: "Kept",
+        dy: Tensor,
+        results: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        """Receive a backward pass. Not called if ranks divide the layer.
+
+        Args:
+            layer: the layer, whose clock is at the call.
+            products: the products of the forward pass.
+            kept: what that kept (`forward`).
+            dy: gradient of the output [tokens, out].
+            results: dx [tokens, in] and dw [out, in]; None for one that was not needed.
+        """
+        return
+
 
 class Observed(Protocol):
     """Probe and division of the tokens among ranks, as products see them."""
@@ -91,6 +122,17 @@ class Casting(Protocol):
     def rotated(self, x: Tensor, slot: str, rotation: Hadamard | None, *, back: bool = False) -> Tensor: ...
 
     def whole(self, parts: list[Operand], slot: str, rotation: Hadamard | None, width: int) -> Tensor: ...
+
+    @property
+    def emulates(self) -> bool: ...
+
+    def redrawn(self) -> "Redrawing": ...
+
+
+class Redrawing(Casting, Protocol):
+    """A layer that keeps the operands that it multiplied last."""
+
+    multiplied: tuple[Operand, Operand]
 
 
 class Call(torch.autograd.Function):
@@ -170,6 +212,8 @@ def forward(layer: Casting, products: Products, x: Tensor, w: Tensor) -> tuple[T
         if parts[0].quant and parts[0].quant.estimator
     }
     y = _product(layer, "fprop", operands["fprop.x"], operands["fprop.w"], DTYPES[spec.gemm])
+    if probe := _watching(layer):
+        probe.output(layer, products, xb, w, y)
     return y.to(x.dtype), (*sources.values(), slopes.get("fprop.x"), slopes.get("fprop.w"))
 
 
@@ -215,7 +259,14 @@ def backward(
             products,
         )
         dw = layer.sharded.scatter(dw) if layer.sharded else dw
+    if probe := _watching(layer):
+        probe.gradients(layer, products, kept, dy, (dx, dw))
     return dx, dw
+
+
+def _watching(layer: Casting) -> Probe | None:
+    """Return the probe that receives whole passes: none if ranks divide tokens or weight."""
+    return None if layer.context.divided or layer.sharded else layer.context.probe
 
 
 def _product(layer: Casting, name: str, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:

@@ -197,6 +197,8 @@ class ScaledLinear(EmulatedLinear):
         native: the functions that multiply.
     """
 
+    emulates = False
+
     def __init__(
         self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype, native: Native
     ) -> None:

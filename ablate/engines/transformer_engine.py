@@ -108,16 +108,49 @@ class DelayedScale:
 
 
 class Once(torch.autograd.Function):
-    """Identity on both inputs of a product that raises for a second derivative, which TE does not compute."""
+    """Identity on both inputs of a product that raises for a second derivative, which TE does not compute.
+
+    Its backward pass gives the gradients to an observer, if there is one.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, w: Tensor, seen: "Seen | None" = None) -> tuple[Tensor, Tensor]:
+        ctx.seen = seen
         return x.view_as(x), w.view_as(w)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, dx: Tensor, dw: Tensor) -> tuple[Tensor, Tensor]:
-        return dx, dw
+    def backward(ctx: Any, dx: Tensor, dw: Tensor) -> tuple[Tensor, Tensor, None]:
+        if ctx.seen:
+            needed = ctx.needs_input_grad
+            ctx.seen.gradients(dx if needed[0] else None, dw if needed[1] else None)
+        return dx, dw, None
+
+
+class Seen:
+    """One call of a layer, for the probe: its operands, and the output's gradient when there is one."""
+
+    def __init__(self, layer: "NativeLinear", x: Tensor, w: Tensor) -> None:
+        self.layer, self.x, self.w, self.dy = layer, x.detach(), w.detach(), None
+        self.products, self.micro_batch = layer.products, layer.clock.micro_batch
+
+    def output(self, y: Tensor) -> Tensor:
+        """Give the output to the probe, and return it so that its gradient will be kept."""
+        if probe := self.layer.context.probe:
+            probe.output(self.layer, self.products, self.x, self.w, y.detach())
+        if y.requires_grad:
+            y.register_hook(self._keep)
+        return y
+
+    def _keep(self, dy: Tensor) -> None:
+        self.dy = dy.detach()
+
+    def gradients(self, dx: Tensor | None, dw: Tensor | None) -> None:
+        """Give the gradients to the probe, at the moment of the call."""
+        if self.dy is not None and (probe := self.layer.context.probe):
+            kept = (self.x, self.w, None, None)
+            with self.layer.clock.within(self.micro_batch):
+                probe.gradients(self.layer, self.products, kept, self.dy, (dx, dw))
 
 
 class NativeLinear(EmulatedLinear):
@@ -127,6 +160,8 @@ class NativeLinear(EmulatedLinear):
     schedule puts in force: a te.Linear called under a second recipe of the same class silently keeps the
     quantisers of the first (TransformerEngineBaseModule.set_meta_tensor compares classes alone).
     """
+
+    emulates = False
 
     def __init__(self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype, draws: Draws) -> None:
         super().__init__(linear, name, clock, dtype)
@@ -157,7 +192,10 @@ class NativeLinear(EmulatedLinear):
             )
         self.draws.at(rows.device)
         with torch.autocast(rows.device.type, enabled=False):
-            y = self._product(description, *Once.apply(rows, self.weight.to(torch.bfloat16)))
+            weight = self.weight.to(torch.bfloat16)
+            seen = Seen(self, rows, weight) if self.context.probe else None
+            y = self._product(description, *Once.apply(rows, weight, seen))
+            y = seen.output(y) if seen else y
         self.nonfinite.add(y.detach().abs().amax().float())
         y = y.to(x.dtype) if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
@@ -193,7 +231,8 @@ class NativeLinear(EmulatedLinear):
 
 
 class NativeEngine(Engine):
-    """An engine of `NativeLinear` layers. It calls no probe: TE does not show quantised operands."""
+    """An engine of `NativeLinear` layers. Its probe receives whole passes alone: TE does not show quantised
+    operands."""
 
     def at(self, step: int, run: Run, *, counted: bool = True) -> Recipe:
         """Put the recipe of one step in force in every layer; see `Engine.at`."""

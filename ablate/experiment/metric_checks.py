@@ -17,9 +17,9 @@ from ablate.experiment.search_space import twins
 from ablate.experiment.yaml_document import Document
 from ablate.files import Json
 from ablate.training.hyperparameters import OF_TELEMETRY
-from ablate.training.metric_names import NAMING, parse, recordable, target_of
+from ablate.training.metric_names import NAMING, PRODUCTS, parse, recordable, target_of
 
-_MEASURED = frozenset({"quant", "weights"})
+_MEASURED = frozenset({"quant", "weights", PRODUCTS})
 """Families that telemetry measures inside a few steps of a run."""
 _OF_GRADIENT = frozenset({"grad/cosine_to_bf16", "grad/noise_ratio"})
 

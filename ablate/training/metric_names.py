@@ -6,6 +6,7 @@ A name is the text that records, ledgers and MLflow store. Its parts are separat
     quant/fprop.x/sqnr_db                   family, operand slot, metric: the mean over layers
     quant/fprop.x/blocks.0.mlp.up/sqnr_db   family, operand slot, layer, metric
     gemm/wgrad/rel_mse                      family, product (in `slot`), metric
+    gemm/wgrad/blocks.0.mlp.up/gain         family, product, layer, metric
     tokens                                  metric
 
 Only this file splits and joins names and defines what families mean; all other files read the fields of
@@ -56,11 +57,16 @@ LOSS, KL, EXTREME = QUANTITIES = ("loss", "kl", "extreme")
 distributions of the next token from those of bf16 on the same weights, nats a token; and the share of the
 data's tokens whose probability differs from bf16's by more than a factor of 2."""
 
+PRODUCTS = "gemm"
+"""Family of the errors of products."""
+
 _OF_WINDOWS = frozenset({FORK, EVALUATED})
-_WITH_SLOTS = frozenset({"quant", "gemm", "mean"})
+_WITH_SLOTS = frozenset({"quant", PRODUCTS, "mean"})
 _OF_DATA = frozenset({"train", "val"})
 _OF_MACHINE = frozenset({"throughput", "memory"})
-_ADDED = frozenset({"throughput", "memory", "quant", "weights", "grad", "nan", "flops", "evaluated"})
+_ADDED = frozenset(
+    {"throughput", "memory", "quant", "weights", "grad", "nan", "flops", "evaluated", PRODUCTS}
+)
 _TRACKED_ERRORS = frozenset({"sqnr_db", "zero_frac"})
 _EVENTS = frozenset({"first_step", "steps_skipped"})
 _SO_FAR = frozenset({"nan/activation", "nan/steps_skipped"})
@@ -118,6 +124,8 @@ class Name:
         """
         if self.family == "quant":
             return self.slot is not None and self.layer is None and self.metric in _TRACKED_ERRORS
+        if self.family == PRODUCTS:
+            return self.layer is None
         return self.family != EVALUATED and str(self) not in (PRODUCT_BITS, ARITHMETIC)
 
     @property
@@ -180,9 +188,14 @@ def recordable(text: str) -> bool:
     return text.isprintable() and trackable(str(replace(parse(text), layer=None)).replace("@", "."))
 
 
-def each_layer(metric: str) -> str:
-    """Return the glob of an operand metric of single layers, for an alarm: `quant/*/*/<metric>`."""
-    return str(Name("quant", "*", "*", metric))
+def each_layer(metric: str, family: str = "quant") -> str:
+    """Return the glob of a metric of single layers, for an alarm: `quant/*/*/<metric>`.
+
+    Args:
+        metric: metric of an operand, or of a product.
+        family: `quant` or `PRODUCTS`.
+    """
+    return str(Name(family, "*", "*", metric))
 
 
 def is_added(text: str) -> bool:

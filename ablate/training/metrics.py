@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from ablate import provenance
-from ablate.engines.products import Probe
+from ablate.engines.product_errors import ProductError, of_gradients, of_output
+from ablate.engines.products import Casting, Kept, Probe
 from ablate.numerics.census import census
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.product import MODES, mode
 from ablate.numerics.quantize import Operand
+from ablate.recipes.recipe import Products
 from ablate.training.alarms import Alarm
-from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, Name
+from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, PRODUCTS, Name, each_layer
 from ablate.training.operand_metrics import OPERAND_METRICS
 
 
@@ -125,34 +127,111 @@ ALARMS = (
         "the gradient's norm is {:.2f} times its quantisation noise, "
         "below sqrt(3): FP4 may no longer help it",
     ),
+    Alarm(
+        each_layer("gain_beyond", PRODUCTS),
+        "above",
+        1,
+        "the product's gain is {:.3g} half-widths of its interval off the recipe's: a factor is lost, or"
+        " scales are in another layout",
+    ),
+    Alarm(
+        each_layer("rel_l2_beyond", PRODUCTS),
+        "above",
+        1,
+        "the product's error is {:.3g} half-widths of its interval off the recipe's: codes, scales or"
+        " rounding are others",
+    ),
     Alarm("nan/activation", "above", 0, "operands with a NaN or an infinity so far: {:.0f}"),
 )
 """Alarms of every trial: those of operands, and those of metrics that this file measures."""
 
+PRODUCT_MEANS = ("gain", "rel_l2")
+"""Metrics of a product that are also recorded as the mean over layers."""
+
+
+def product_metrics(error: ProductError) -> dict[str, float]:
+    """Return the metrics of one product of one layer.
+
+    Args:
+        error: the product's sums, and those that its recipe gives.
+
+    Returns:
+        `gain` and `rel_l2`, and of each what the recipe gives (`_expected`), half the width of the interval
+        around that (`_margin`), and the distance from it in half-widths (`_beyond`).
+    """
+    measured, own = error.measured, error.expected()
+    beyond = own.beyond(measured)
+    return {
+        "gain": measured.gain,
+        "gain_expected": own.gain,
+        "gain_margin": own.gain_margin,
+        "gain_beyond": beyond["gain"],
+        "rel_l2": measured.rel_l2,
+        "rel_l2_expected": own.rel_l2,
+        "rel_l2_margin": own.rel_l2_margin,
+        "rel_l2_beyond": beyond["rel_l2"],
+    }
+
 
 class SlotErrors(Probe):
-    """Collector of `quantisation` of every operand of a step: by layer, and averaged over layers per slot."""
+    """Collector of the errors of a step: of every operand, and of every product of its first micro-batch.
 
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, str], dict[str, float]] = {}
+    Args:
+        products: False to leave out the products, whose expected errors cost further passes.
+    """
+
+    def __init__(self, products: bool = True) -> None:
+        self._products = products
+        self._seen: dict[tuple[str, str, str], dict[str, float]] = {}
+        self._inputs: dict[str, tuple[Tensor, Tensor]] = {}
 
     def operand(self, layer: str, slot: str, operand: Operand) -> None:
         """Measure an operand."""
-        self._seen[slot, layer] = quantisation(operand)
+        self._seen["quant", slot, layer] = quantisation(operand)
+
+    def output(self, layer: Casting, products: Products, x: Tensor, w: Tensor, y: Tensor) -> None:
+        """Measure fprop, and keep x and w if the backward pass of the recipe gets copies of them."""
+        if not self._measures(layer):
+            return
+        if products.backward_needs:
+            self._inputs[layer.name] = x, w
+        self._add(layer, of_output(layer, products, x, w, y))
+
+    def gradients(
+        self,
+        layer: Casting,
+        products: Products,
+        kept: Kept,
+        dy: Tensor,
+        results: tuple[Tensor | None, Tensor | None],
+    ) -> None:
+        """Measure dgrad and wgrad."""
+        x, w = self._inputs.pop(layer.name, (None, None)) if products.backward_needs else kept[:2]
+        if self._measures(layer) and x is not None and w is not None:
+            self._add(layer, of_gradients(layer, products, x, w, kept, dy, results))
+
+    def _measures(self, layer: Casting) -> bool:
+        return self._products and layer.clock.micro_batch == 0
+
+    def _add(self, layer: Casting, errors: Iterable[ProductError]) -> None:
+        for error in errors:
+            self._seen[PRODUCTS, error.product, layer.name] = product_metrics(error)
 
     def metrics(self) -> dict[str, float]:
-        """Return `quant/<slot>/<layer>/<name>` of each layer, and their means `quant/<slot>/<name>`.
+        """Return `quant/<slot>/<layer>/<name>` and `gemm/<product>/<layer>/<name>` of each layer, and their
+        means over layers, without those of what products are expected to be.
 
         Undefined values are left out of both.
         """
         result: dict[str, float] = {}
-        by_slot: defaultdict[str, list[float]] = defaultdict(list)
-        for (slot, layer), values in self._seen.items():
+        means: defaultdict[str, list[float]] = defaultdict(list)
+        for (family, slot, layer), values in self._seen.items():
             for name, value in values.items():
-                if not math.isnan(value):
-                    result[str(Name("quant", slot, layer, name))] = value
-                    by_slot[str(Name("quant", slot, None, name))].append(value)
-        return result | {name: math.fsum(values) / len(values) for name, values in by_slot.items()}
+                if math.isfinite(value) or (family != PRODUCTS and not math.isnan(value)):
+                    result[str(Name(family, slot, layer, name))] = value
+                    if family != PRODUCTS or name in PRODUCT_MEANS:
+                        means[str(Name(family, slot, None, name))].append(value)
+        return result | {name: math.fsum(values) / len(values) for name, values in means.items()}
 
 
 def of_machine(device: torch.device) -> dict[str, float]:

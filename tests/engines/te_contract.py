@@ -19,6 +19,7 @@ TE = te_double.install()
 from ablate.engines import transformer_engine as native  # noqa: E402
 from ablate.engines.emulated_layer import EmulatedLinear  # noqa: E402
 from ablate.engines.hardware import Machine  # noqa: E402
+from ablate.engines.product_errors import of_gradients, of_output  # noqa: E402
 from ablate.engines.products import Probe  # noqa: E402
 from ablate.experiment import engine_selection  # noqa: E402
 from ablate.experiment.arms import Arm, StartingPoint  # noqa: E402
@@ -513,6 +514,38 @@ def refused() -> dict[str, str]:
     return said
 
 
+class Passes(Probe):
+    """A probe that keeps whole passes, and what the recipe gives for their products."""
+
+    def __init__(self) -> None:
+        self.passes, self.errors = [], []
+
+    def output(self, layer, products, x, w, y) -> None:
+        self.passes += [x, w, y]
+        self.errors += of_output(layer, products, x, w, y)
+
+    def gradients(self, layer, products, kept, dy, results) -> None:
+        self.passes += [*kept[:2], dy, *results]
+        self.errors += of_gradients(layer, products, *kept[:2], kept, dy, results)
+
+
+def observed() -> dict[str, object]:
+    """Return what a probe of the engine receives of both passes, and the same passes without it."""
+    _, layer = layers(WHOLE, (96, 128), 7)
+    silent = computed(layer, 64, 7)
+    layer.context.probe = probe = Passes()
+    y, dx, dw = computed(layer, 64, 7)
+    g = torch.Generator().manual_seed(1007)
+    x, dy = (torch.randn(64, features, generator=g).bfloat16() for features in (96, 128))
+    w = layer.weight.detach().bfloat16()
+    wanted = [x, w, y, x, w, dy, dx.bfloat16(), dw.bfloat16()]
+    return {
+        "equal": [torch.equal(a, b) for a, b in zip(probe.passes, wanted, strict=True)],
+        "same": [torch.equal(a, b) for a, b in zip(silent, (y, dx, dw), strict=True)],
+        "covered": {error.product: error.expected().covers(error.measured) for error in probe.errors},
+    }
+
+
 if __name__ == "__main__":
     many = [differ(WHOLE, shape, seed) for seed, shape in enumerate(shapes(int(sys.argv[1])))]
     each = {name: differ(products, (64, 96, 128), 4, bias=True) for name, products in RECIPES.items()}
@@ -533,6 +566,12 @@ if __name__ == "__main__":
         json.dumps(
             whole
             | remembered
-            | {"trap": trap(), "trained": trained(), "others": others(), "refused": refused()}
+            | {
+                "observed": observed(),
+                "trap": trap(),
+                "trained": trained(),
+                "others": others(),
+                "refused": refused(),
+            }
         )
     )

@@ -235,6 +235,13 @@ def test_its_own_histories_move_on_once_a_layer_where_each_layer_has_a_region(fo
     assert moved["one a layer in one"] == {"fwd": True, "bwd": False}
 
 
+def test_its_probe_receives_whole_passes_and_the_recipe_gives_their_products(found):
+    observed = found["observed"]
+    assert observed["equal"] == [True] * 8
+    assert observed["same"] == [True] * 3
+    assert observed["covered"] == {"fprop": True, "dgrad": True, "wgrad": True}
+
+
 def test_names_and_values_of_the_parameters_stay(found):
     assert found["trained"]["states"] is True
     assert found["trained"]["layers"] == ["NativeLinear"]

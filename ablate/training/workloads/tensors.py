@@ -95,7 +95,7 @@ class Tensors(Workload):
             *(
                 gemm_metric(product, error)
                 for product in DIRECTIONS["all"]
-                for error in ("rel_mse", "sqnr_db", "cosine")
+                for error in ("rel_mse", "sqnr_db", "cosine", "gain")
             ),
             *(_mean_metric(slot, figure) for slot in SLOTS for figure in ("rel_mse", "slope")),
             "weights/inconsistency",
@@ -187,7 +187,7 @@ class Tensors(Workload):
         x, w, g = self.tensors(run.seed, torch.device(run.device))
         clock = Clock(run.seed)
         layer = layer_of(run.recipe, w, clock)
-        layer.context.probe = errors = SlotErrors()
+        layer.context.probe = errors = SlotErrors(products=False)  # fp64 below
         products = products_of(layer, x, g)
         layer.context.probe = None
         metrics = _by_slot(errors.metrics()) | product_errors(products, x, w, g) | _inconsistency(layer, w)
@@ -342,22 +342,25 @@ def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor)
         g: the gradient of the output [tokens, outputs].
 
     Returns:
-        `gemm/<product>/rel_mse`, `sqnr_db` in dB and `cosine`; none for a product that is exact or zero.
+        `gemm/<product>/rel_mse`, `sqnr_db` in dB, `cosine` and `gain`; none for a product that is exact or
+        zero.
     """
+    from ablate.numerics.product_error import compare
+
     x64, w64, g64 = x.double(), w.double(), g.double()
     exact = {"fprop": x64 @ w64.t(), "dgrad": g64 @ w64, "wgrad": g64.t() @ x64}
     result: dict[str, float] = {}
     for name, y in products.items():
         true, y = exact[name], y.double()
-        power, error = true.square().sum().item(), (true - y).square().sum().item()
+        sums = compare(y, true)
+        power, error = sums.power, sums.error
         if power and error:
             result[gemm_metric(name, "rel_mse")] = error / power
             result[gemm_metric(name, "sqnr_db")] = (
                 10 * math.log10(power / error) if error < math.inf else -math.inf  # the product overflowed
             )
-            result[gemm_metric(name, "cosine")] = (
-                (true * y).sum() / math.sqrt(power * y.square().sum().item())
-            ).item()
+            result[gemm_metric(name, "cosine")] = sums.inner / math.sqrt(power * y.square().sum().item())
+            result[gemm_metric(name, "gain")] = sums.gain
     return result
 
 

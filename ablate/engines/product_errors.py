@@ -1,0 +1,136 @@
+"""Errors of a layer's measured products, and those that its recipe gives: `of_output` and `of_gradients`.
+
+The emulator computes the same call again, from the same unquantised x, w and dy, with other random bits if it
+rounds stochastically. Nothing of the engine that computed
+the measured products is used, so a wrong layout, scale or rounding there shows as a value outside the
+interval (numerics/product_error.py). Rotations are drawn by the layer's own clock, and are therefore the
+same.
+
+A layer that the emulator computes itself is right by construction. Its products that draw nothing are not
+computed again, and their expected values are the measured ones.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ablate.engines.products import Casting, Kept, Redrawing, backward, forward
+from ablate.numerics.product_error import ALPHA, SLACK, Expected, Sums, compared, spread
+from ablate.recipes.recipe import FORWARD_COPY, Products
+
+_FAST = 2.0**-14
+"""Relative loss of each of the additions, one in 32 elements, of a Hopper GPU's FP8 products."""
+
+
+class ProductError(NamedTuple):
+    """One product of one call: its sums, and those of the emulator's product of the same operands."""
+
+    product: str
+    measured: Sums
+    drawn: Sums
+    spread: float
+    slack: float
+
+    def expected(self, alpha: float = ALPHA) -> Expected:
+        """Return the intervals that the recipe gives; a right gain is outside with `alpha` at most."""
+        return Expected.of(self.drawn, self.spread, self.slack, alpha)
+
+
+def of_output(layer: Casting, products: Products, x: Tensor, w: Tensor, y: Tensor) -> Iterator[ProductError]:
+    """Yield the error of fprop, if an operand of it is quantised.
+
+    Args:
+        layer: the layer, whose clock is at the call.
+        products: the products in force.
+        x: unquantised input [tokens, in].
+        w: unquantised weight [out, in].
+        y: the measured output [tokens, out], without the bias.
+    """
+    x, w = x.to(torch.bfloat16), w.detach().to(torch.bfloat16)
+    if _quantised(products, "fprop"):
+
+        def again() -> tuple[Redrawing, Tensor]:
+            other = layer.redrawn()
+            return other, forward(other, products, x, w)[0]
+
+        yield _error(layer, products, "fprop", y, (x, w), again)
+
+
+def of_gradients(
+    layer: Casting,
+    products: Products,
+    x: Tensor,
+    w: Tensor,
+    kept: Kept | None,
+    dy: Tensor,
+    results: tuple[Tensor | None, Tensor | None],
+) -> Iterator[ProductError]:
+    """Yield the errors of dgrad and wgrad, of those that were needed and have a quantised operand.
+
+    Args:
+        layer: the layer, whose clock is at the call.
+        products: the products of the forward pass.
+        x: unquantised input [tokens, in].
+        w: unquantised weight [out, in].
+        kept: what the forward pass kept, if the backward pass starts from more than x and w; None: computed.
+        dy: gradient of the output [tokens, out].
+        results: the measured dx [tokens, in] and dw [out, in].
+    """
+    x, w, dy = (z.detach().to(torch.bfloat16) for z in (x, w, dy))
+    sources = {"dgrad": (dy, w.t()), "wgrad": (dy.t(), x.t())}
+
+    def again(which: int) -> tuple[Redrawing, Tensor]:
+        other = layer.redrawn()
+        start: Kept = (x, w, None, None)
+        if products.backward_needs:
+            start = forward(other, products, x, w)[1] if kept is None or draws(products, "fprop") else kept
+        made = backward(other, products, start, dy, (which == 0, which == 1))[which]
+        assert made is not None
+        return other, made
+
+    for which, (name, both) in enumerate(sources.items()):
+        measured = results[which]
+        if measured is not None and _quantised(products, name):
+            yield _error(layer, products, name, measured, both, partial(again, which))
+
+
+def _error(
+    layer: Casting,
+    products: Products,
+    name: str,
+    measured: Tensor,
+    sources: tuple[Tensor, Tensor],
+    again: Callable[[], tuple[Redrawing, Tensor]],
+) -> ProductError:
+    slots = [f"{name}.{operand}" for operand in getattr(products, name).operands]
+    quants = [quant for slot in slots if (quant := products.slot(slot))]
+    fast = any(quant.scale is None and not quant.four_bits for quant in quants)
+    slack = SLACK + fast * _FAST * (sources[0].shape[1] // 32)
+    random = draws(products, name)
+    with torch.no_grad():
+        if layer.emulates and not random:
+            (own,) = compared([measured], *sources)
+            return ProductError(name, own, own, 0.0, slack)
+        other, drawn = again()
+        own, its = compared([measured, drawn], *sources)
+        return ProductError(name, own, its, spread(drawn, *other.multiplied) if random else 0.0, slack)
+
+
+def _quantised(products: Products, name: str) -> bool:
+    """Return True if an operand of a product is quantised."""
+    return any(slot.startswith(name) for slot, _ in products.quantised())
+
+
+def draws(products: Products, name: str) -> bool:
+    """Return True if an operand of a product, or the forward copy that it starts from, is rounded at random.
+
+    Args:
+        products: the products of a layer.
+        name: `fprop`, `dgrad` or `wgrad`.
+    """
+    slots = {f"{name}.{operand}" for operand in getattr(products, name).operands}
+    slots |= {FORWARD_COPY[slot] for slot in slots & FORWARD_COPY.keys() if products.backward_needs}
+    return any((quant := products.slot(slot)) is not None and quant.draws for slot in slots)

@@ -1,0 +1,187 @@
+"""Gain and relative error of a quantised product, and the intervals in which a recipe's draws of them lie.
+
+The problem. A product that is wrong in a layout or a scale is often still close to the exact one: an SQNR of
+6 dB passes a loose bound. A bound that is not loose depends on the data, the recipe and its random bits.
+
+The idea. For y, the product of the unquantised operands, and y_q, that of the quantised ones,
+
+    gain    = <y_q, y> / <y, y>      1 is unbiased; a lost factor or scales in a wrong order move it
+    rel_l2  = |y_q - y| / |y|
+
+The emulator's product of the same operands, by other random bits, says what they should be. By how much they
+may differ follows from the grid: an element that is rounded at random moves by at most one step D of it, and
+the gain by D c / <y, y>, where c is the element of y b (b: the other operand). Elements are rounded
+independently, so Hoeffding's inequality bounds the difference of two draws: with S = sum (D c)^2, it exceeds
+
+    sqrt(S ln(2 / alpha)) / <y, y>
+
+with a probability of at most alpha, however few elements dominate. A variance that is estimated from some
+draws does not: an element that is rarely rounded up was often rounded down in all of them. The product of the
+errors of both operands is left out. The relative error of the same products differs by as much, and by a part
+`RELATIVE` of itself, which clean trainings stay below (benchmarks/product_gains.py).
+
+    measured, drawn = compared([theirs, ours], a, b)
+    Expected.of(drawn, spread).covers(measured)
+
+Not modelled: rotations whose signs the emulator does not know.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ablate.numerics.choices import ROUNDINGS
+from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.numerics.product import product
+from ablate.numerics.quantize import Operand
+
+ALPHA = 1e-8
+"""Probability that the gain of a correct product lies outside: at most 1e-3 over 100,000 comparisons, as in
+a run of 100 layers, 3 products and 333 measured steps."""
+SLACK = 2.0**-9
+"""Half-width that the order of additions and one rounding to bf16 are given: two sums next to a boundary
+differ by 2^-8 at most, and few of them are."""
+RELATIVE = 0.05
+"""Part by which the relative errors of two draws may differ."""
+_ROWS = 2048
+"""Rows of an exact product that are in memory at once."""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over a product y_q and the exact product y."""
+
+    power: float
+    """<y, y>."""
+    inner: float
+    """<y_q, y>."""
+    error: float
+    """|y_q - y|^2."""
+
+    @property
+    def gain(self) -> float:
+        """Return <y_q, y> / <y, y>; NaN if the exact product is zero."""
+        return self.inner / self.power if self.power else math.nan
+
+    @property
+    def rel_l2(self) -> float:
+        """Return |y_q - y| / |y|; NaN if the exact product is zero."""
+        return math.sqrt(self.error / self.power) if self.power else math.nan
+
+    def __add__(self, other: "Sums") -> "Sums":
+        """Return the sums over two parts of a product."""
+        return Sums(self.power + other.power, self.inner + other.inner, self.error + other.error)
+
+
+def compare(y: Tensor, exact: Tensor) -> Sums:
+    """Return the sums over a product and the exact one, of fp32 or fp64; they are added in fp64."""
+    values = (exact.square(), y * exact, (y - exact).square())
+    power, inner, error = (value.sum(dtype=torch.float64).item() for value in values)
+    return Sums(power, inner, error)
+
+
+def compared(products: Sequence[Tensor], a: Tensor, b: Tensor) -> list[Sums]:
+    """Return the sums over each of several products and the exact a b^T, which is accumulated in fp32.
+
+    Args:
+        products: products [rows, columns] in any dtype.
+        a: unquantised first operand [rows, contraction].
+        b: unquantised second operand [columns, contraction].
+    """
+    totals = [Sums(0.0, 0.0, 0.0)] * len(products)
+    for start in range(0, a.shape[0], _ROWS):
+        exact = product(Operand(a[start : start + _ROWS]), Operand(b), torch.float32)
+        parts = (compare(y[start : start + _ROWS].to(torch.float32), exact) for y in products)
+        totals = [total + part for total, part in zip(totals, parts, strict=True)]
+    return totals
+
+
+def spread(y: Tensor, a: Operand, b: Operand) -> float:
+    """Return S of the roundings of both operands: the sum of the squares by which each can move <y_q, y>.
+
+    Args:
+        y: a product of the two [rows, columns], quantised or not.
+        a: first operand [rows, contraction].
+        b: second operand [columns, contraction].
+    """
+    y, total = y.to(torch.float32), 0.0
+    for own, other, z in ((a, b, y), (b, a, y.t())):
+        if own.quant is not None and own.quant.draws:
+            values, width = _values(other), own.values.shape[1]
+            values = torch.nn.functional.pad(values, (0, max(0, width - values.shape[1])))[:, :width]
+            total += _moves(own, z @ values)
+    return total
+
+
+def _moves(operand: Operand, weights: Tensor) -> float:
+    """Return the sum over an operand's random roundings of the squared change of <operand, weights>."""
+    quant = operand.quant
+    assert quant is not None
+    rows, columns = quant.tile if operand.block_scale is not None else (1, 1)
+    weights = weights * _factor(operand)
+    scale = torch.ones((), device=weights.device) if operand.block_scale is None else operand.block_scale
+    pad = (0, -weights.shape[1] % columns, 0, -weights.shape[0] % rows)
+    own, change = (
+        torch.nn.functional.pad(z, pad).reshape(
+            -(-z.shape[0] // rows), rows, -(-z.shape[1] // columns), columns
+        )
+        for z in (operand.values.to(torch.float32), weights)
+    )
+    if quant.rounding == "ms_eden":  # moves the scale of a block by one step of its format
+        assert quant.scale is not None
+        moves = (own * change).sum((1, 3)) * 2.0 ** -SCALES[quant.scale.format].mantissa
+        return moves.square().sum(dtype=torch.float64).item()
+    codes = torch.where(scale == 0, 0, own / scale).abs().contiguous()
+    moves = ELEMENTS[quant.element].step(codes) * scale * change
+    if quant.scale is not None and ROUNDINGS[quant.scale.rounding].draws:  # all elements of a block at once
+        moves = 2 * moves.abs().sum((1, 3))
+    return moves.square().sum(dtype=torch.float64).item()
+
+
+def _factor(operand: Operand) -> Tensor | float:
+    """Return the factor of an operand's values."""
+    return (1.0 if operand.amax is None else operand.amax) / operand.divisor
+
+
+def _values(operand: Operand) -> Tensor:
+    """Return code times scales, fp32."""
+    return operand.values.to(torch.float32) * _factor(operand)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Expected gain and relative error of a product, each with half the width of its interval."""
+
+    gain: float
+    gain_margin: float
+    rel_l2: float
+    rel_l2_margin: float
+
+    @classmethod
+    def of(cls, drawn: Sums, spread: float = 0.0, slack: float = SLACK, alpha: float = ALPHA) -> "Expected":
+        """Return the intervals of another draw of a product.
+
+        Args:
+            drawn: the emulator's product.
+            spread: what `spread` returns; 0 if the recipe draws nothing.
+            slack: half-width that is always given.
+            alpha: probability that the gain of a correct product lies outside.
+        """
+        width = math.sqrt(spread * math.log(2 / alpha)) / drawn.power if drawn.power else 0.0
+        relative = RELATIVE * drawn.rel_l2 if spread else 0.0
+        return cls(drawn.gain, width + slack, drawn.rel_l2, relative + width + slack)
+
+    def beyond(self, measured: Sums) -> dict[str, float]:
+        """Return the distances of the measured values from the expected ones, in half-widths: 1 is the end
+        of the interval. Keys are `gain` and `rel_l2`."""
+        return {
+            "gain": abs(measured.gain - self.gain) / self.gain_margin,
+            "rel_l2": abs(measured.rel_l2 - self.rel_l2) / self.rel_l2_margin,
+        }
+
+    def covers(self, measured: Sums) -> bool:
+        """Return True if both values lie in their intervals; False if one of them is NaN."""
+        return all(distance <= 1 for distance in self.beyond(measured).values())
