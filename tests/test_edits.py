@@ -252,8 +252,8 @@ def test_a_sweep_whose_code_or_data_are_edited_ends_at_once_and_the_next_run_beg
 
 
 def test_files_that_are_saved_without_a_change_or_not_read_end_nothing(tmp_path):
-    config = long(tmp_path, "", "").base.config
-    code = PlannedCode([config])
+    arms = long(tmp_path, "", "").arms
+    code = PlannedCode(arms)
     (tmp_path / "train.py").write_text(LONG)
     (tmp_path / "notes.txt").write_text("2")
     assert code.edited(now=True) == ()
@@ -261,6 +261,6 @@ def test_files_that_are_saved_without_a_change_or_not_read_end_nothing(tmp_path)
     assert code.edited() == ()  # it has looked a moment ago
     assert code.edited(now=True) == (tmp_path / "data.txt",)
     (tmp_path / "data.txt").write_text("1")
-    code = PlannedCode([config])
+    code = PlannedCode(arms)
     (tmp_path / "train.py").unlink()
     assert code.edited(now=True) == (tmp_path / "train.py",)

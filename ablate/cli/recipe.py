@@ -20,6 +20,7 @@ from ablate.errors import InputError
 from ablate.experiment import recipe_source
 from ablate.experiment.arms import RECIPE_FILES, KnobError, StartingPoint
 from ablate.experiment.yaml_document import as_text, scalar
+from ablate.numerics.own import shown
 from ablate.numerics.spec import Quant
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
 from ablate.recipes.layers import Layer, select
@@ -198,7 +199,7 @@ def _cells(quant: Quant | None, dtype: str) -> tuple[str, ...]:
     if quant is None:
         return (dtype,)
     return (
-        quant.element,
+        shown(quant.element),
         quant.block or "-",
         block_scale(quant),
         outer_scale(quant),

@@ -86,7 +86,7 @@ class Controller:
         self._slot_seconds = 0.0
         self._slots = 1
         self._failures, self._discards = Failures(), False
-        self._code = PlannedCode(arm.config for arm in experiment.arms)
+        self._code = PlannedCode(experiment.arms)
         self._halt: tuple[Literal["stopped", "disk", "failed"], str] | None = None
         """Status and sentence that explain why no more trials start: the sweep was stopped, the disk is full,
         or all trials fail by the same exception.

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ablate.errors import InputError
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Damaged
-from ablate.numerics.choices import STATISTICS
-from ablate.numerics.spec import tag
+from ablate.numerics.spec import statistic_of
 from ablate.store.named_arms import members_of
 from ablate.store.trial_store import Result, Store
 
@@ -72,7 +71,7 @@ class FinishedTrial:
         )
         for products in rules:
             outer = products and products.fprop.w and products.fprop.w.outer
-            if outer and STATISTICS[tag(outer.statistic)].earlier:
+            if outer and statistic_of(outer.statistic).earlier:
                 reasons.append(
                     f"fprop.w.outer.statistic {outer.statistic}: amaxes of earlier steps are not kept"
                 )

@@ -6,15 +6,18 @@ under the id that was planned: each would run for hours and then be discarded.
 The idea. Sizes and times of the files are compared with those at the start, a few times a minute; only if one
 differs are contents read. A file that was saved without a change does not matter.
 
-    code = PlannedCode([arm.config for arm in experiment.arms])
+    code = PlannedCode(experiment.arms)
     code.edited()             # () while nothing has changed, else the paths of the files that have
 """
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from ablate.errors import InputError
+from ablate.experiment.arms import Arm
+from ablate.numerics.own import Own
+from ablate.numerics.spec import own_words
 from ablate.training.workloads.base import Workload
 
 _SECONDS = 2.0
@@ -28,11 +31,15 @@ _Signature = tuple[int, int, int]
 class PlannedCode:
     """Files of a sweep's own code, as they were when it began."""
 
-    def __init__(self, configs: Iterable[Workload]) -> None:
-        """Read the files. `configs`: workloads of all arms; those that are not the user's own code have no
-        files here.
+    def __init__(self, arms: Collection[Arm]) -> None:
+        """Read the files.
+
+        Args:
+            arms: all arms. Workloads that are not the user's own code have no files here; recipes have those
+                of the functions that their quantisers call.
         """
-        own = (config for config in configs if config.own_code)
+        own: list[Workload | Own] = [arm.config for arm in arms if arm.config.own_code]
+        own += [word for arm in arms for _, word in own_words(arm.recipe)]
         self._configs = {_fingerprint(config): config for config in own}
         self._signatures = self._look()
         self._due = 0.0
@@ -61,7 +68,7 @@ class PlannedCode:
         return {path: signature for config in self._configs.values() for path, signature in _signed(config)}
 
 
-def _signed(config: Workload) -> Iterator[tuple[Path, _Signature]]:
+def _signed(config: Workload | Own) -> Iterator[tuple[Path, _Signature]]:
     """Yield each file of a configuration, with what changes if it is written."""
     try:
         for path in config.files():
@@ -79,7 +86,7 @@ def _signature(path: Path) -> _Signature | None:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def _fingerprint(config: Workload) -> str | None:
+def _fingerprint(config: Workload | Own) -> str | None:
     try:
         return config.fingerprint()
     except (OSError, SyntaxError, ValueError):

@@ -20,7 +20,8 @@ from ablate.errors import nearest
 from ablate.experiment.phases import never_begins, shortest_cooldown
 from ablate.experiment.yaml_document import display
 from ablate.files import Json
-from ablate.numerics.spec import NEAR, Spec
+from ablate.numerics.own import FOLDER
+from ablate.numerics.spec import NEAR, Spec, own_words
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.recipes.layers import select
 from ablate.recipes.recipe import Layers
@@ -91,8 +92,8 @@ class StartingPoint:
     values: Mapping[str, Json]
     preset: str
     folder: Path | None = None
-    """Folder to which paths of data and models are relative: the experiment file's; None: the working
-    directory."""
+    """Folder to which paths of data, models and functions are relative: the experiment file's; None: the
+    working directory."""
     own: Recipe | None = None
     """Recipe that `preset` names if it is no preset's name: of a file, or written in the experiment."""
 
@@ -108,13 +109,17 @@ class StartingPoint:
         accepted.
         """
         start, recipe, paths = self._turned(knobs)
-        config = paths.apply("workload", deepcopy(dict(self.values)), WORKLOADS[self.workload])
+        config = paths.apply("workload", deepcopy(dict(self.values)), WORKLOADS[self.workload], None)
         if config is not None and self.folder is not None:
             config = located(config, self.folder)
         if config is not None and recipe is not None:
             paths.reasons += _contradictions(config, recipe, paths)
             if not at_end and not paths.reasons:
                 paths.reasons += _never_begun(config, recipe, start, paths)
+        for path, word in own_words(recipe) if recipe is not None else ():
+            if not word.unchanged:  # written with a digest
+                why = f"{word} was edited, or is gone, since its digest {word.digest} was taken"
+                paths.reasons.append((paths.knob_of(f"recipe.{path}") or f"recipe.{path}", why))
         if config is None or recipe is None or paths.reasons:
             raise KnobError(paths.reasons)
         name = name if name is not None else label(knobs) or self._preset(knobs)
@@ -151,7 +156,7 @@ class StartingPoint:
         paths = _Paths([], Turn(start, {knob: value for knob, value in knobs.items() if knob in KNOBS}))
         for knob, value in knobs.items():
             paths.add(knob, value)
-        return start, paths.apply("recipe", start.model_dump(mode="json"), Recipe), paths
+        return start, paths.apply("recipe", start.model_dump(mode="json"), Recipe, self.folder), paths
 
 
 class _Paths:
@@ -198,9 +203,11 @@ class _Paths:
             hint = nearest(knob, names) if near else elsewhere(knob.split(".")) or nearest(knob, names)
             self.reasons.append((knob, NoSuchKnob(f"no such knob; {hint}")))
 
-    def apply(self, root: str, content: dict[str, Json], model: type[Model]) -> Model | None:
+    def apply(
+        self, root: str, content: dict[str, Json], model: type[Model], folder: Path | None
+    ) -> Model | None:
         """Return `model` from `content` with all paths under `root` set; None, with the reasons noted, if
-        that fails."""
+        that fails. `folder`: that of functions' files."""
         before = len(self.reasons)
         for path, value in self.values.items():
             if path.startswith(f"{root}."):
@@ -210,7 +217,7 @@ class _Paths:
         if len(self.reasons) > before:
             return None
         try:
-            return model.model_validate_json(json.dumps(content))
+            return model.model_validate_json(json.dumps(content), context={FOLDER: folder})
         except ValidationError as error:
             for problem in error.errors():
                 where = ".".join((root, *map(str, problem["loc"])))

@@ -335,7 +335,7 @@ def _recipe(file: ExperimentFile, document: Document) -> Reading[tuple[str, Reci
         return source, None
     try:
         if isinstance(source, dict):
-            return recipe_name(source), parse(source)
+            return recipe_name(source), parse(source, folder=Path(document.file).parent)
         if Path(source).suffix in RECIPE_FILES:
             return Path(source).stem, recipe_of(Path(document.file).parent / Path(source).expanduser())
         why = f"no such preset; {nearest(source, PRESETS)}; a recipe file ends in .yaml"

@@ -27,6 +27,7 @@ from ablate.experiment.arms import (
 )
 from ablate.experiment.yaml_document import read
 from ablate.files import Json
+from ablate.numerics.own import FOLDER
 from ablate.numerics.spec import NEAR
 from ablate.recipes import KNOBS, PRESETS, Recipe
 from ablate.recipes.te_import import TERecipe, is_te_recipe, recipe_of
@@ -87,18 +88,19 @@ def load(source: RecipeSource) -> Recipe:
                 f"{path}: this is an experiment, not a recipe; give its `recipe:`{named},"
                 " with the knobs of an arm turned (by --set)"
             )
-        return parse(content, str(path))
+        return parse(content, str(path), path.parent)
     raise ValueError(
         f"{source}: no such preset; {nearest(str(source), PRESETS)}. A recipe file ends in .yaml"
     )
 
 
-def parse(content: Mapping[str, Json], where: str = "") -> Recipe:
+def parse(content: Mapping[str, Json], where: str = "", folder: Path | None = None) -> Recipe:
     """Return the recipe of a file's content.
 
     Args:
         content: fields of a recipe; with `from`, those that differ from the recipe that it names.
         where: file or source that the error's sentences name; empty if the caller names it.
+        folder: folder to which files of functions are relative; None: the working directory.
 
     Raises:
         ValueError: a field is wrong; with every reason.
@@ -109,7 +111,7 @@ def parse(content: Mapping[str, Json], where: str = "") -> Recipe:
         raise ValueError(f"{before}from: no such preset; {nearest(str(start), PRESETS)}")
     base = PRESETS[start]().model_dump(mode="json") if start else {}
     try:
-        return Recipe.model_validate(_merged(base, own), strict=False)
+        return Recipe.model_validate(_merged(base, own), strict=False, context={FOLDER: folder})
     except ValidationError as error:
         reasons = (
             f"{before}{'.'.join(map(str, problem['loc'])) or 'the recipe'}: {_reason(problem, start)}"

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 
 from ablate.files import Json
 from ablate.numerics import spec as numerics
-from ablate.numerics.spec import Spec
+from ablate.numerics.spec import Spec, own_words
 from ablate.recipes import Recipe
 from ablate.training.fork_design import Forks
 from ablate.training.trial_run import TrialRun
@@ -84,7 +84,8 @@ class TrialSpec(Spec):
         read."""
         fields = {name: getattr(self, name) for name in type(self).model_fields}
         try:
-            return type(self).model_construct(**fields).id == self.id
+            same = type(self).model_construct(**fields).id == self.id
+            return same and all(word.unchanged for _, word in own_words(self))
         except (OSError, SyntaxError, ValueError):
             return False
 
@@ -211,6 +212,9 @@ class TrialSpec(Spec):
                 "this process resolves the trial differently: "
                 "its code or its data differ from those of the process that planned it"
             )
+        for path, word in own_words(spec):
+            if not word.unchanged:
+                raise ValueError(f"{path} {word} was edited, or is gone, since this trial was planned")
         return spec
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ablate.numerics.formats import ELEMENTS
+from ablate.numerics.formats import element_format
 from ablate.numerics.kernels import cpu, forms
 from ablate.numerics.quantize import Operand, pad
 from ablate.numerics.scaling import element_scales, encode_scale
@@ -48,7 +48,7 @@ def last_step(quant: Quant) -> float:
 
     A value less than half of it above the largest is rounded rather than clipped.
     """
-    grid = ELEMENTS[quant.element]
+    grid = element_format(quant.element)
     return grid.step(torch.tensor([grid.max], dtype=torch.float32)).item()
 
 
@@ -103,7 +103,7 @@ def reference(operand: Operand) -> Census:
     assert quant is not None
     assert source is not None
     x, q, y = source.double(), operand.dequantize().double(), operand.rescaled().abs()
-    top = ELEMENTS[quant.element].max
+    top = element_format(quant.element).max
     blocks = _blocks(operand, x)
     return Census(
         elements=x.numel(),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ablate.numerics.formats import ELEMENTS
+from ablate.numerics.formats import element_format
 from ablate.numerics.quantize import Operand
 from ablate.numerics.spec import Dge, Quant
 
@@ -15,7 +15,7 @@ rounded."""
 def clip_mask(operand: Operand) -> Tensor:
     """Return 1 for scaled elements inside the grid, 0 for saturated ones, fp32 (arXiv 2505.14669)."""
     quant, scaled = _kept(operand)
-    return (scaled.abs() < ELEMENTS[quant.element].max).to(torch.float32)
+    return (scaled.abs() < element_format(quant.element).max).to(torch.float32)
 
 
 def dge(operand: Operand) -> Tensor:
@@ -25,7 +25,7 @@ def dge(operand: Operand) -> Tensor:
     neighbours. Beyond the grid, by more than the rounding of the scale explains, the slope is 0.
     """
     quant, scaled = _kept(operand)
-    estimator, element = quant.estimator, ELEMENTS[quant.element]
+    estimator, element = quant.estimator, element_format(quant.element)
     assert isinstance(estimator, Dge)
     magnitude = scaled.abs()
     inside = magnitude.clamp(max=element.max)

@@ -13,8 +13,11 @@ docs/reference/numerics.md (section 2) shows the same table. Torch is imported o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from math import floor, log2
 from typing import TYPE_CHECKING
+
+from ablate.numerics.own import Own
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,6 +61,68 @@ class Format:
         exponent = (y.view(torch.int32) & 0x7F800000).clamp_(min=(self.emin + 127) << 23)
         return exponent.sub_(self.mantissa << 23).view(torch.float32)
 
+    def neighbours(self, magnitude: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the grid values at or below and at or above each magnitude; the largest beyond the grid.
+
+        Args:
+            magnitude: non-negative fp32 tensor of any shape.
+
+        Returns:
+            Two fp32 tensors like `magnitude`; NaN stays NaN.
+        """
+        inside = magnitude.clamp(max=self.max)
+        step = self.step(inside)
+        steps = inside / step
+        return steps.floor() * step, steps.ceil() * step
+
+
+@dataclass(frozen=True)
+class Levels(Format):
+    """Grid of the user's, `own.Own`: any magnitudes, ascending from 0, and the same below 0."""
+
+    values: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, values: tuple[float, ...]) -> Levels:
+        """Return the grid of magnitudes that are fp32 numbers."""
+        numerators = [value.as_integer_ratio()[0] for value in values if value]
+        significant = max((above // (above & -above)).bit_length() for above in numerators)
+        bits = (2 * len(values) - 1).bit_length()
+        return cls(mantissa=significant - 1, emin=0, max=values[-1], bits=bits, values=values)
+
+    def step(self, y: Tensor) -> Tensor:
+        """Return the distance between the two neighbours, beyond the grid that of the last two."""
+        lower, upper = self._around(y.abs())
+        return upper - lower
+
+    def neighbours(self, magnitude: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the values at or below and at or above each magnitude; see `Format.neighbours`."""
+        inside = magnitude.clamp(max=self.max)
+        lower, upper = self._around(inside)
+        lower = lower.where(inside < upper, upper)
+        upper = upper.where(inside > lower, lower)
+        odd = inside.isnan()
+        return inside.where(odd, lower), inside.where(odd, upper)
+
+    def even(self, magnitude: Tensor) -> Tensor:
+        """Return True for each grid value whose code, its place in `values`, is even."""
+        import torch
+
+        return torch.searchsorted(self._levels(magnitude), magnitude) % 2 == 0
+
+    def _levels(self, like: Tensor) -> Tensor:
+        import torch
+
+        return torch.tensor(self.values, dtype=torch.float32, device=like.device)
+
+    def _around(self, magnitude: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ends of the interval, closed below, that each magnitude lies in."""
+        import torch
+
+        levels = self._levels(magnitude)
+        above = torch.searchsorted(levels, magnitude.contiguous(), right=True).clamp_(1, len(self.values) - 1)
+        return levels[above - 1], levels[above]
+
 
 ELEMENTS = {
     "e2m1": Format(mantissa=1, emin=0, max=6.0, bits=4, dtype="float4_e2m1fn_x2"),
@@ -85,3 +150,9 @@ SCALES = {
     "bf16": Format(mantissa=7, emin=-126, max=3.3895313892515355e38, bits=16, dtype="bfloat16"),
     "fp32": Format(mantissa=23, emin=-126, max=3.4028234663852886e38, bits=32, dtype="float32"),
 }
+
+
+@lru_cache
+def element_format(word: str) -> Format:
+    """Return the format of an element: one of ELEMENTS, or the user's own grid (`own.Own`)."""
+    return ELEMENTS[word] if word in ELEMENTS else Levels.of(Own(word).values)

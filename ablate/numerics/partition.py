@@ -53,6 +53,8 @@ class Partition:
             return f"it has {size} {lines}, no multiple of {step}, and would cut a block"
         if quant.transform is not None:
             return "its transform needs the whole matrix"
+        if quant.owned:
+            return f"{quant.owned[0][1]} needs the whole matrix"
         return None
 
 

@@ -31,11 +31,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ablate.numerics.choices import SIGNS, STATISTICS
-from ablate.numerics.formats import ELEMENTS
+from ablate.numerics import own_calls
+from ablate.numerics.choices import SIGNS
+from ablate.numerics.formats import element_format
 from ablate.numerics.hadamard import rotate, signs
 from ablate.numerics.history import History
 from ablate.numerics.kernels import cpu, cuda, general
+from ablate.numerics.own import Own
 from ablate.numerics.partition import Partition
 from ablate.numerics.philox import GROUP, Clock, random_bits
 from ablate.numerics.rounding import ROUNDINGS, toward
@@ -51,7 +53,7 @@ from ablate.numerics.scaling import (
     tree_sum,
 )
 from ablate.numerics.select import Candidate, select
-from ablate.numerics.spec import Hadamard, Outer, Quant, argument, tag
+from ablate.numerics.spec import Hadamard, Outer, Quant, argument, rounding_of, statistic_of, tag
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ class Operand:
             return 1.0
         if self.amax is None or self.quant.outer is None:
             return self.quant.range.prescale
-        return ELEMENTS[self.quant.element].max * self.quant.outer.bound * self.quant.range.prescale
+        return element_format(self.quant.element).max * self.quant.outer.bound * self.quant.range.prescale
 
     def transposed(self) -> "Operand":
         """Return the operand of the transpose.
@@ -201,6 +203,8 @@ def quantize(
         if compiled:
             return compiled
     x, target = (_rotated(z, rotation, clock, product) for z in (x, target))
+    if isinstance(quant.own, Own):
+        return _by_users_quantiser(x, quant, quant.own, clock, where, bool(keep))
     tiles, target_tiles = (_tiles(z, quant) for z in (x, target))
     amaxes = block_amax(tiles)
     amax = reduced
@@ -331,7 +335,7 @@ def _device_statistic(
     if reduced is not None:
         return lambda largest: reduced
     # A statistic that only a whole tensor can have is a function of its largest magnitude.
-    if outer is None or not STATISTICS[tag(outer.statistic)].per_tensor:
+    if outer is None or not statistic_of(outer.statistic).per_tensor:
         return None
     return lambda largest: outer_statistic(x, None, largest, outer, history, clock)
 
@@ -398,17 +402,20 @@ def _cast(
     block_scale = power = None
     factor = scale
     if quant.scale:
-        bits = draw(elements=False, width=24) if quant.scale.rounding == "stochastic" else None
+        bits = draw(elements=False, width=24) if rounding_of(quant.scale.rounding).draws else None
         if quant.scale.micro_exponents:
             block_scale, factor, power = micro_scales(tiles, amaxes, quant, bits)
         else:
             largest = block_statistic(tiles, amaxes, quant.range.statistic)
-            block_scale = block_scales(largest, scale, quant, bits)
+            block_scale = block_scales(largest, scale, quant, bits, tiles)
             factor = element_scales(block_scale, scale)
     scaled = _scaled(tiles, factor, quant)
-    element = ELEMENTS[quant.element]
+    element = element_format(quant.element)
     if target_tiles is not None:
         codes = toward(scaled, _scaled(target_tiles, factor, quant), element)
+    elif isinstance(quant.rounding, Own):
+        bits = draw(elements=True, width=quant.bits) if quant.rounding.draws else None
+        codes = own_calls.rounded(quant.rounding, scaled, element, bits, quant.bits)
     else:
         bits = draw(elements=True, width=quant.bits) if quant.rounding == "stochastic" else None
         codes = ROUNDINGS["nearest" if quant.rounding == "ms_eden" else quant.rounding](
@@ -417,6 +424,21 @@ def _cast(
     if quant.rounding == "ms_eden":
         block_scale = ms_eden(scaled, codes, block_scale, group, quant, draw(elements=False, width=24))
     return Candidate(block_scale, scaled, codes if power is None else codes * power)
+
+
+def _by_users_quantiser(
+    x: Tensor, quant: Quant, word: Own, clock: Clock | None, where: int, keep: bool
+) -> Operand:
+    """Return the operand that the user's function makes."""
+    rows, columns = x.shape
+    source, bits = x.to(torch.float32), None
+    if word.draws:
+        tiles = source.new_empty(rows, 1, columns + -columns % GROUP, 1)
+        bits = _bits(clock, where, tiles, None, elements=True, width=quant.bits)[:, 0, :columns, 0]
+    values = own_calls.quantised(word, source, bits, quant.bits)
+    largest = source.abs().amax() if source.numel() else source.new_zeros(())
+    operand = Operand(values, quant, largest=largest)
+    return replace(operand, source=source, scaled=source, codes=values) if keep else operand
 
 
 def _scaled(tiles: Tensor, factor: Tensor, quant: Quant) -> Tensor:
@@ -463,7 +485,7 @@ def lasts(quant: Quant, rotation: Hadamard | None) -> bool:
 
     That holds if nothing is drawn anew and no statistic depends on earlier steps.
     """
-    earlier = quant.outer is not None and STATISTICS[tag(quant.outer.statistic)].earlier
+    earlier = quant.outer is not None and statistic_of(quant.outer.statistic).earlier
     return not (quant.draws or earlier or (rotation is not None and not SIGNS[rotation.signs].lasting))
 
 
@@ -521,7 +543,7 @@ def _operand(
     values = chosen.codes if chosen.block_scale is None else chosen.codes * chosen.block_scale
     if amax is not None and amax.ndim and quant.outer is not None:
         if quant.outer.granularity == "block:128":
-            divisor = torch.full_like(amax, ELEMENTS[quant.element].max * quant.outer.bound)
+            divisor = torch.full_like(amax, element_format(quant.element).max * quant.outer.bound)
             values, amax = values * (amax * (1.0 / divisor)), None
         else:
             amax = amax.view(-1).repeat_interleave(quant.tile[0])[: x.shape[0], None]

@@ -16,10 +16,12 @@ when it happens (philox.py). The exact rules are section 4 of docs/reference/num
 the hardware instruction `cvt.rs` uses its random bits, which is not published.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from ablate.numerics.formats import Format
+from ablate.numerics.formats import Format, Levels
 
 
 def nearest(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
@@ -34,6 +36,8 @@ def nearest(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0)
     Returns:
         fp32 tensor like `y` on the grid. NaN stays NaN, and zero keeps its sign.
     """
+    if isinstance(grid, Levels):
+        return _of_levels(y, grid, lambda f, lower: (f > 0.5) | ((f == 0.5) & ~grid.even(lower)))
     y = y.clamp(-grid.max, grid.max)
     step = grid.step(y)
     y.div_(step)
@@ -58,6 +62,8 @@ def away(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) ->
     Returns:
         fp32 tensor like `y` on the grid.
     """
+    if isinstance(grid, Levels):
+        return _of_levels(y, grid, lambda f, lower: f >= 0.5)
     magnitude = y.abs().clamp_(max=grid.max)
     step = grid.step(magnitude)
     magnitude.div_(step)
@@ -82,6 +88,8 @@ def stochastic(y: Tensor, grid: Format, bits: Tensor, width: int) -> Tensor:
     Returns:
         fp32 tensor like `y` on the grid; zero keeps its sign.
     """
+    if isinstance(grid, Levels):
+        return _of_levels(y, grid, lambda f, lower: (f * 2.0**width).floor() > bits)
     magnitude = y.abs().clamp_(max=grid.max)
     step = grid.step(magnitude)
     magnitude.div_(step)
@@ -127,6 +135,17 @@ def ceil(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) ->
     return y.div_(step).ceil_().mul_(step)
 
 
+def _of_levels(y: Tensor, grid: Levels, up: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    """Round to a neighbour on any grid: to the upper one where `up(f, lower)`, with f as in `stochastic`.
+
+    f is computed in fp64, where the difference of two fp32 numbers of like size is exact.
+    """
+    lower, upper = grid.neighbours(y.abs())
+    below, above = lower.double(), upper.double()
+    f = ((y.abs().clamp(max=grid.max).double() - below) / (above - below)).nan_to_num(0.0)
+    return torch.where(up(f, lower), upper, lower).copysign(y)
+
+
 def toward(y: Tensor, target: Tensor, grid: Format) -> Tensor:
     """Round to the neighbour of `y` that is nearer to `target`, ties away from zero.
 
@@ -141,7 +160,7 @@ def toward(y: Tensor, target: Tensor, grid: Format) -> Tensor:
         fp32 tensor like `y` on the grid.
     """
     magnitude = y.abs()
-    lower, upper = floor(magnitude, grid), ceil(magnitude, grid)
+    lower, upper = grid.neighbours(magnitude)
     sign = torch.where(y < 0, -1.0, 1.0).to(y.dtype)
     return sign * torch.where(target * sign >= (lower + upper) / 2, upper, lower)
 

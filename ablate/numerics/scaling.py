@@ -25,9 +25,11 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from ablate.numerics.formats import ELEMENTS, SCALES, Format
+from ablate.numerics import own_calls
+from ablate.numerics.formats import SCALES, Format, element_format
 from ablate.numerics.history import History
 from ablate.numerics.kernels import cuda
+from ablate.numerics.own import Own
 from ablate.numerics.partition import Partition
 from ablate.numerics.philox import Clock
 from ablate.numerics.rounding import SCALE_ROUNDINGS
@@ -113,12 +115,14 @@ def block_statistic(tiles: Tensor, amaxes: Tensor, statistic: str) -> Tensor:
     Args:
         tiles: fp32 [row tiles, rows, column tiles, columns].
         amaxes: Largest magnitude of each block, fp32 [row tiles, 1, column tiles, 1].
-        statistic: `amax`, `rms:c` or `std:c` (`Range.statistic`).
+        statistic: `amax`, `rms:c`, `std:c` or a function of the user's (`Range.statistic`).
 
     Returns:
         fp32 like `amaxes`: the amaxes, or c times the root mean square or the standard deviation of each
             block.
     """
+    if isinstance(statistic, Own):
+        return own_calls.statistic("range.statistic", statistic, tiles, amaxes)
     factor = argument(statistic)
     return amaxes if factor is None else BLOCK_STATISTICS[tag(statistic)](tiles) * float(factor)
 
@@ -238,6 +242,8 @@ def outer_statistic(
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
     grouped = amaxes.flatten()
+    if isinstance(outer.statistic, Own):
+        return own_calls.statistic("outer.statistic", outer.statistic, x, grouped)
     if outer.granularity == "row":
         grouped = amaxes.amax(dim=2, keepdim=True)
     elif tag(outer.granularity) == "rows":
@@ -283,12 +289,14 @@ def encode_scale(amax: Tensor, quant: Quant) -> Tensor:
     assert quant.outer is not None
     # A tensor, not a Python number: torch computes `number / tensor` as number * reciprocal, which rounds
     # twice.
-    top = torch.full_like(amax, ELEMENTS[quant.element].max * quant.outer.bound)
+    top = torch.full_like(amax, element_format(quant.element).max * quant.outer.bound)
     scale = (top / amax).clamp(max=FLT_MAX)
     return scale.masked_fill_((amax == 0) | (scale == 0), 1.0)
 
 
-def block_scales(largest: Tensor, scale: Tensor, quant: Quant, bits: Tensor | None = None) -> Tensor:
+def block_scales(
+    largest: Tensor, scale: Tensor, quant: Quant, bits: Tensor | None = None, tiles: Tensor | None = None
+) -> Tensor:
     """Return each block's scale: largest * (S * fp32(1/6) * headroom), rounded once to the scale format.
 
     Transformer Engine up to 2.14, and the equation of arXiv 2509.25149, compute `largest / 6 * S` instead.
@@ -299,17 +307,21 @@ def block_scales(largest: Tensor, scale: Tensor, quant: Quant, bits: Tensor | No
         scale: S, fp32, broadcasting to `largest`.
         quant: Scale format, its rounding, and `range`.
         bits: 24 random bits for each block, as fp32 like `largest`, if scales are rounded stochastically.
+        tiles: fp32 [row tiles, rows, column tiles, columns], for a rounding of the user's.
 
     Returns:
         fp32 like `largest`, holding values of the scale format.
     """
     assert quant.scale is not None
-    top = quant.range.map_to or ELEMENTS[quant.element].max
+    top = quant.range.map_to or element_format(quant.element).max
     multiplier = scale * torch.full_like(scale, 1 / top)
     if quant.range.headroom != 1:
         multiplier = multiplier * quant.range.headroom
     # At most FLT_MAX, or a block of zeros would be multiplied by infinity.
     exact = (largest * multiplier.clamp(max=FLT_MAX)).clamp(max=FLT_MAX)
+    if isinstance(quant.scale.rounding, Own):
+        assert tiles is not None
+        return _by_users_rule(exact, quant, bits, tiles * scale * quant.range.prescale)
     rounded = round_scale(exact, quant.scale, bits)
     if quant.scale.halve_below is None:
         return rounded
@@ -337,9 +349,31 @@ def round_scale(scale: Tensor, to: BlockScale, bits: Tensor | None = None) -> Te
         rounded = scale.clamp(max=grid.max).to(getattr(torch, grid.dtype)).to(torch.float32)
     else:
         rounded = SCALE_ROUNDINGS[to.rounding](scale, grid, bits, 24)
+    return _without_zero(rounded, to)
+
+
+def _without_zero(rounded: Tensor, to: BlockScale) -> Tensor:
+    """Apply the format's rule for a scale that was rounded to zero."""
     if to.zero == "zero":
         return rounded
-    return torch.where(rounded == 0, 1.0 if to.zero == "one" else 2.0**grid.emin, rounded)
+    return torch.where(rounded == 0, 1.0 if to.zero == "one" else 2.0 ** SCALES[to.format].emin, rounded)
+
+
+def _by_users_rule(exact: Tensor, quant: Quant, bits: Tensor | None, tiles: Tensor) -> Tensor:
+    """Round scales by the user's function; in a format without zero, 0 stands for its smallest value."""
+    to = quant.scale
+    assert to is not None
+    assert isinstance(to.rounding, Own)
+    plain = BlockScale(format=to.format)
+    grid, element = SCALES[to.format], element_format(quant.element)
+    smallest = 0.0 if grid.zero else round_scale(exact.new_zeros(()), plain)
+
+    def nearest(scale: Tensor) -> Tensor:
+        """Round to the format, in which 0 stays."""
+        return torch.where(scale == 0, scale, round_scale(scale, plain))
+
+    made = own_calls.scales(to.rounding, exact, grid, bits, tiles, element, nearest)
+    return _without_zero(made.clamp(min=smallest), to)
 
 
 def _power_of_two(scale: Tensor, to: BlockScale, grid: Format, bits: Tensor | None) -> Tensor:

@@ -5,14 +5,20 @@ refused, with the reason, when an object is built. "Off" is always None: an unqu
 and an unrotated product has no Hadamard.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from difflib import get_close_matches
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 
 from ablate.numerics.choices import (
     BLOCK_STATISTICS,
@@ -24,9 +30,12 @@ from ablate.numerics.choices import (
     ROUNDINGS,
     SIGNS,
     STATISTICS,
+    Rounding,
+    Statistic,
     Tagged,
 )
-from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.numerics.formats import ELEMENTS, SCALES, element_format
+from ablate.numerics.own import Own, or_own
 
 VERSION = 1
 """Raise by hand when a change here or in a kernel changes any bit that a recipe computes: it is part of every
@@ -42,69 +51,8 @@ and corrected."""
 _MICRO_ELEMENT, _MICRO_SCALE = "e1m2", "e6m2"
 """Formats for which micro-exponents are defined."""
 _BF16_BITS = SCALES["bf16"].significant
-if TYPE_CHECKING:  # a type checker does not compute the words
-    Element = str
-    ScaleFormat = str
-    ElementRounding = str
-    ScaleRounding = str
-    Candidates = str
-    Criterion = str
-    ChannelFormat = str
-    Block = str
-    SignRule = str
-else:
-    Element = Literal[tuple(ELEMENTS)]
-    ScaleFormat = Literal[tuple(SCALES)]
-    ElementRounding = Literal[tuple(word for word, how in ROUNDINGS.items() if how.of_elements)]
-    ScaleRounding = Literal[tuple(word for word, how in ROUNDINGS.items() if how.of_scales)]
-    Candidates = Literal[tuple(CANDIDATES)]
-    Criterion = Literal[CRITERIA]
-    ChannelFormat = Literal[tuple(CHANNELS)]
-    Block = Literal[BLOCKS]
-    SignRule = Literal[tuple(SIGNS)]
 NEAR = 0.7
 """Similarity (difflib) from which an error suggests a word."""
-
-
-class Spec(BaseModel):
-    """Frozen description: strict about types, closed to unknown fields, equal and hashable by value."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants"
-    )
-
-    LATER: ClassVar[frozenset[str]] = frozenset()
-    """Fields added since 0.1.0. With its default such a field is not part of a trial's identity, so results
-    of earlier releases stay valid."""
-
-    def canonical(self, exclude: Collection[str] = ()) -> dict[str, Json]:
-        """Return the JSON data that identifies this description.
-
-        That is its fields without `exclude` and, at every depth, without LATER fields that have their
-        defaults.
-        """
-        data = self.model_dump(mode="json", exclude=set(exclude))
-        _drop_later(self, data)
-        return data
-
-
-def _drop_later(spec: Spec, data: dict[str, Json]) -> None:
-    """Remove LATER fields that have their defaults from JSON data, at every depth."""
-    for name in [*data]:
-        value = getattr(spec, name)
-        if name in spec.LATER and value == type(spec).model_fields[name].get_default(
-            call_default_factory=True
-        ):
-            del data[name]
-            continue
-        content = data[name]
-        pairs = [(value, content)]
-        if isinstance(value, tuple) and isinstance(content, list):
-            pairs = list(zip(value, content, strict=True))
-        for part, plain in pairs:
-            # A layer rule may be written as one word.
-            if isinstance(part, Spec) and isinstance(plain, dict):
-                _drop_later(part, plain)
 
 
 def tag(tagged: str) -> str:
@@ -139,10 +87,114 @@ def _tagged(value: str, words: Mapping[str, Tagged]) -> str:
     )
 
 
+def _no_function(value: str) -> str:
+    """Raise ValueError: a quantiser of one's own has no words of ours."""
+    raise ValueError(f"{value!r} names no function: write FILE.py:FUNCTION or package.module:FUNCTION")
+
+
+if TYPE_CHECKING:  # a type checker does not compute the words
+    Element = str
+    ScaleFormat = str
+    ElementRounding = str
+    ScaleRounding = str
+    BlockStatistic = str
+    OuterStatistic = str
+    Quantiser = str
+    Candidates = str
+    Criterion = str
+    ChannelFormat = str
+    Block = str
+    SignRule = str
+else:
+    Element = or_own("element", ELEMENTS, Literal[tuple(ELEMENTS)])
+    ScaleFormat = Literal[tuple(SCALES)]
+    ElementRounding, ScaleRounding = (
+        or_own(field, words, Literal[words])
+        for field, words in (
+            ("rounding", tuple(word for word, how in ROUNDINGS.items() if how.of_elements)),
+            ("scale.rounding", tuple(word for word, how in ROUNDINGS.items() if how.of_scales)),
+        )
+    )
+    BlockStatistic, OuterStatistic = (
+        or_own(field, words, Annotated[str, AfterValidator(partial(_tagged, words=words))])
+        for field, words in (("range.statistic", BLOCK_STATISTICS), ("outer.statistic", STATISTICS))
+    )
+    Quantiser = or_own("own", (), Annotated[str, AfterValidator(_no_function)])
+    Candidates = Literal[tuple(CANDIDATES)]
+    Criterion = Literal[CRITERIA]
+    ChannelFormat = Literal[tuple(CHANNELS)]
+    Block = Literal[BLOCKS]
+    SignRule = Literal[tuple(SIGNS)]
+
+
+class Spec(BaseModel):
+    """Frozen description: strict about types, closed to unknown fields, equal and hashable by value."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, ser_json_inf_nan="constants"
+    )
+
+    LATER: ClassVar[frozenset[str]] = frozenset()
+    """Fields added since 0.1.0. With its default such a field is not part of a trial's identity, so results
+    of earlier releases stay valid."""
+
+    def canonical(self, exclude: Collection[str] = ()) -> dict[str, Json]:
+        """Return the JSON data that identifies this description.
+
+        That is its fields without `exclude` and, at every depth, without LATER fields that have their
+        defaults, and without the folders of users' functions.
+        """
+        data = self.model_dump(mode="json", exclude=set(exclude))
+        _drop_later(self, data)
+        return data
+
+
+def _drop_later(spec: Spec, data: dict[str, Json]) -> None:
+    """Remove LATER fields that have their defaults, and folders, from JSON data, at every depth."""
+    for name in [*data]:
+        value = getattr(spec, name)
+        if name in spec.LATER and value == type(spec).model_fields[name].get_default(
+            call_default_factory=True
+        ):
+            del data[name]
+            continue
+        if isinstance(value, Own):
+            data[name] = value.identity
+        content = data[name]
+        pairs = [(value, content)]
+        if isinstance(value, tuple) and isinstance(content, list):
+            pairs = list(zip(value, content, strict=True))
+        for part, plain in pairs:
+            # A layer rule may be written as one word.
+            if isinstance(part, Spec) and isinstance(plain, dict):
+                _drop_later(part, plain)
+
+
 def _listed(words: Collection[str], between: str = "or") -> str:
     """Return words as a list in a sentence: `e4m3, ue5m3 or e8m0`."""
     *others, last = words
     return f"{', '.join(others)} {between} {last}" if others else last
+
+
+def own_words(spec: Spec, path: str = "") -> Iterator[tuple[str, Own]]:
+    """Yield the path and the word of every function of the user's in a description, at every depth."""
+    for name in type(spec).model_fields:
+        value = getattr(spec, name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, Own):
+                yield f"{path}{name}", part
+            elif isinstance(part, Spec):
+                yield from own_words(part, f"{path}{name}.")
+
+
+def rounding_of(word: str) -> Rounding:
+    """Return the properties of a rounding, ours or the user's."""
+    return Rounding(draws=word.draws) if isinstance(word, Own) else ROUNDINGS[word]
+
+
+def statistic_of(word: str) -> Statistic:
+    """Return the properties of an outer statistic; one of the user's is a number a tensor."""
+    return Statistic(word, per_tensor=True) if isinstance(word, Own) else STATISTICS[tag(word)]
 
 
 class BlockScale(Spec):
@@ -169,7 +221,7 @@ class BlockScale(Spec):
 
     @model_validator(mode="after")
     def _consistent(self) -> "BlockScale":
-        if self.format in _CAST and self.rounding != "nearest":
+        if self.format in _CAST and self.rounding != "nearest" and not isinstance(self.rounding, Own):
             others = _listed([name for name in SCALES if name not in _CAST], "and")
             raise ValueError(
                 f"scale.rounding {self.rounding} is for {others}; a {self.format} scale is rounded to nearest"
@@ -198,7 +250,7 @@ class BlockScale(Spec):
 class Range(Spec):
     """Mapping of a block's largest magnitude to the element grid."""
 
-    statistic: Annotated[str, AfterValidator(partial(_tagged, words=BLOCK_STATISTICS))] = "amax"
+    statistic: BlockStatistic = "amax"
     """Statistic that is mapped: `amax`, or `rms:c` or `std:c` (QuEST), which clip larger magnitudes."""
     map_to: float | None = Field(None, gt=0)
     """Element value to which it is mapped; null: the element's maximum. 4 with E2M1 and floor is OCP's
@@ -218,7 +270,7 @@ class Outer(Spec):
     granularity: Annotated[str, AfterValidator(partial(_tagged, words=GRANULARITIES))] = "tensor"
     """`tensor`; `row`: one a token or output channel; `rows:n`: one for n consecutive rows, counted from the
     first; `block:128`: one for 128 elements along the contraction."""
-    statistic: Annotated[str, AfterValidator(partial(_tagged, words=STATISTICS))] = "amax"
+    statistic: OuterStatistic = "amax"
     """`amax`; `percentile:p`: the order statistic ceil(p n) of the magnitudes of the copy that is quantised;
     `delayed:n`: the largest amax of the n steps before; `hold:n`: the amax of the first of every n steps;
     `static:v`: v."""
@@ -235,7 +287,7 @@ class Outer(Spec):
     @model_validator(mode="after")
     def _consistent(self) -> "Outer":
         word = tag(self.statistic)
-        if STATISTICS[word].per_tensor and self.granularity != "tensor":
+        if statistic_of(self.statistic).per_tensor and self.granularity != "tensor":
             raise ValueError(
                 f"outer.statistic {self.statistic} is one number a tensor; "
                 f"granularity {self.granularity} takes amax"
@@ -316,7 +368,13 @@ class Transform(Spec):
 
 
 class Quant(Spec):
-    """Quantisation of one operand of one product. Blocks run along the contraction (the last dimension)."""
+    """Quantisation of one operand of one product. Blocks run along the contraction (the last dimension).
+
+    `element`, `rounding`, `scale.rounding`, `range.statistic` and `outer.statistic` also take a function of
+    the user's, `mine_rounding.py:mine` (docs/use/own_numerics.md).
+    """
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"own"})
 
     element: Element = "e2m1"
     select: Select | None = None
@@ -339,6 +397,17 @@ class Quant(Spec):
     estimator: Literal["clip_mask"] | Dge | None = None
     """The gradient of the forward cast: null passes it straight through; `clip_mask` stops it where the cast
     saturated."""
+    own: Quantiser | None = None
+    """Function of the user's that makes the operand's values in place of all the above; `element` is then the
+    format that the operand counts as."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_scales(cls, data: object) -> object:
+        """An operand that a function of the user's makes has no scales of ours."""
+        if isinstance(data, dict) and data.get("own") is not None:
+            return {"block": None, "scale": None, "outer": None} | data
+        return data
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -351,14 +420,21 @@ class Quant(Spec):
     @property
     def top(self) -> float:
         """Largest multiple of its block scale that an element can be."""
-        return ELEMENTS[self.element].max * 2.0 ** (self.scale.levels if self.scale else 0)
+        return element_format(self.element).max * 2.0 ** (self.scale.levels if self.scale else 0)
 
     @property
     def draws(self) -> bool:
         """Return True if quantising takes random bits."""
-        return ROUNDINGS[self.rounding].draws or (
-            self.scale is not None and ROUNDINGS[self.scale.rounding].draws
+        if self.own is not None:
+            return rounding_of(self.own).draws
+        return rounding_of(self.rounding).draws or (
+            self.scale is not None and rounding_of(self.scale.rounding).draws
         )
+
+    @property
+    def owned(self) -> tuple[tuple[str, Own], ...]:
+        """Fields that name a function of the user's, with the word."""
+        return tuple(own_words(self))
 
     @property
     def from_forward(self) -> bool:
@@ -368,7 +444,7 @@ class Quant(Spec):
     @property
     def four_bits(self) -> bool:
         """Return True if an element has four bits; parts that a transform takes out are not counted."""
-        return ELEMENTS[self.element].bits == 4
+        return element_format(self.element).bits == 4
 
     @property
     def wide(self) -> bool:
@@ -376,7 +452,9 @@ class Quant(Spec):
 
         The product then takes fp32 operands.
         """
-        significant = ELEMENTS[self.element].significant + (
+        if self.own is not None:
+            return True
+        significant = element_format(self.element).significant + (
             SCALES[self.scale.format].significant if self.scale else 0
         )
         split = self.outer is not None and self.outer.granularity == "block:128"
@@ -384,11 +462,26 @@ class Quant(Spec):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Quant":
-        for check in (self._scales, self._outer, self._selection, self._roundings, self._micro):
+        checks = (self._scales, self._outer, self._selection, self._roundings, self._micro, self._grid)
+        for check in checks if self.own is None else (self._own_alone,):
             reason = check()
             if reason:
                 raise ValueError(reason)
         return self
+
+    def _own_alone(self) -> str | None:
+        usual = {"range": Range(), "rounding": "nearest"}
+        for name in ("block", "scale", "outer", "range", "select", "rounding", "estimator"):
+            if getattr(self, name) != usual.get(name):
+                return f"own {self.own} makes the whole operand, so {name} has no effect: write {{own: ...}}"
+        if self.bits != 8 and not self.draws:
+            return f"bits {self.bits} has no effect: {self.own} draws no bits"
+        return None
+
+    def _grid(self) -> str | None:
+        if isinstance(self.element, Own) and isinstance(self.estimator, Dge):
+            return f"estimator k, clip is defined for our own elements, not for {self.element}"
+        return None
 
     def _scales(self) -> str | None:
         if (self.block is None) != (self.scale is None):
@@ -423,17 +516,17 @@ class Quant(Spec):
             return f"select chooses by error, which would bias rounding {self.rounding}; use nearest"
         if self.element != "e2m1" or self.scale is None or self.scale.format not in _FRACTIONAL:
             return f"select is defined for element e2m1 with {_listed(_FRACTIONAL)} block scales"
-        if self.scale.rounding == "stochastic":
+        if self.scale.rounding == "stochastic" or isinstance(self.scale.rounding, Own):
             return (
                 "select compares candidates whose scales are certain: "
-                "scale.rounding cannot be stochastic; use nearest"
+                f"scale.rounding cannot be {self.scale.rounding}; use nearest"
             )
         if self.range != Range():
             return "select chooses the range itself; leave range out"
         return None
 
     def _roundings(self) -> str | None:
-        if self.bits != 8 and self.rounding != "stochastic":
+        if self.bits != 8 and (self.rounding == "ms_eden" or not rounding_of(self.rounding).draws):
             return f"bits {self.bits} has no effect with rounding {self.rounding}"
         if self.rounding != "ms_eden":
             return None
@@ -444,7 +537,7 @@ class Quant(Spec):
             or self.scale.format not in _FRACTIONAL
         ):
             return f"rounding ms_eden corrects {_listed(_FRACTIONAL)} scales of e2m1 blocks of one row"
-        if self.scale.rounding == "stochastic":
+        if self.scale.rounding == "stochastic" or isinstance(self.scale.rounding, Own):
             return (
                 "rounding ms_eden rounds the corrected scales stochastically itself; "
                 "scale.rounding is for the first guess: use nearest"
@@ -467,6 +560,8 @@ class Quant(Spec):
                 f"scale.micro_exponents divides blocks of one row into sub-blocks, and {self.block} has no"
                 f" sub-blocks of {longest}"
             )
+        if isinstance(self.scale.rounding, Own):
+            return f"scale.micro_exponents rounds scales itself, not by {self.scale.rounding}; use nearest"
         if self.outer is not None:
             return "scale.micro_exponents takes the block scale from the tensor itself: write outer null"
         if self.range != Range():

@@ -400,6 +400,7 @@ def refuse(quant: Quant) -> None:
         "outer": (quant.outer.granularity if quant.outer else None, "tensor"),
         "select among": ("grids" if quant.select and quant.select.among == "grids" else None, None),
         "transform": (quant.transform, None),
+        "own": (quant.own, None),
     }
     other = [f"{name} {value}" for name, (value, only) in required.items() if value != only]
     if other:

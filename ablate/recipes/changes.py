@@ -8,6 +8,7 @@ fields, not at those of the declared class.
 from collections.abc import Iterator, Mapping
 
 from ablate.files import Json
+from ablate.numerics.own import shown
 from ablate.numerics.spec import Spec
 
 
@@ -32,4 +33,4 @@ def as_word(value: Json) -> str:
     """Return a short text for a value: `null`, `true`, `stochastic`; of a quantiser, its element."""
     if isinstance(value, dict):
         return str(value.get("element", "set"))
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else shown(str(value))

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ablate.files import Json
 from ablate.numerics.choices import CANDIDATES, GEMM_OUTPUTS
+from ablate.numerics.own import Own, shown
 from ablate.numerics.spec import Quant
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Dgrad, Fprop, Products, Recipe, Wgrad
@@ -16,7 +17,7 @@ def block_scale(quant: Quant) -> str:
     """Return a description of the block scale: `e4m3`, `e8m0 floor`, ..."""
     if quant.scale is None:
         return "none"
-    how = "" if quant.scale.rounding == "nearest" else f" {quant.scale.rounding}"
+    how = "" if quant.scale.rounding == "nearest" else f" {shown(quant.scale.rounding)}"
     zero = "" if quant.scale.zero == "zero" else f", zero as {quant.scale.zero}"
     lengths = " and ".join(map(str, quant.scale.micro_exponents or ()))
     return f"{quant.scale.format}{how}{zero}{f', one bit for every {lengths}' if lengths else ''}"
@@ -27,12 +28,16 @@ def outer_scale(quant: Quant) -> str:
     outer = quant.outer
     if outer is None:
         return "none"
-    return f"{outer.granularity} {outer.statistic}{'' if quant.scale is None else f' to {outer.bound:g}'}"
+    return (
+        f"{outer.granularity} {shown(outer.statistic)}{'' if quant.scale is None else f' to {outer.bound:g}'}"
+    )
 
 
 def rounding(quant: Quant) -> str:
     """Return a description of the rounding: `nearest`, `stochastic, 8 bits`, ..."""
-    return f"stochastic, {quant.bits} bits" if quant.rounding == "stochastic" else quant.rounding
+    word = quant.own or quant.rounding
+    bits = f", {quant.bits} bits" if word == "stochastic" or (isinstance(word, Own) and word.draws) else ""
+    return f"{shown(word)}{bits}"
 
 
 def extras(quant: Quant) -> Iterator[str]:
@@ -41,7 +46,7 @@ def extras(quant: Quant) -> Iterator[str]:
         yield f"{CANDIDATES[quant.select.among]} by {quant.select.criterion}"
     clip_range = quant.range
     if clip_range.statistic != "amax":
-        yield f"range {clip_range.statistic}"
+        yield f"range {shown(clip_range.statistic)}"
     for name, value, usual in (
         ("to", clip_range.map_to, None),
         ("headroom", clip_range.headroom, 1),
@@ -132,6 +137,7 @@ def _word(value: Json) -> str:
     if value is None:
         return "off"
     if isinstance(value, dict):
-        shown = {key: value[key] for key in ("element", "block", "rounding")} if "element" in value else value
-        return ", ".join(f"{key} {_word(inner)}" for key, inner in shown.items() if inner is not None)
-    return value if isinstance(value, str) else json.dumps(value)
+        main = ("element", "block", "rounding", "own")
+        fields = {key: value[key] for key in main} if "element" in value else value
+        return ", ".join(f"{key} {_word(inner)}" for key, inner in fields.items() if inner is not None)
+    return shown(value) if isinstance(value, str) else json.dumps(value)

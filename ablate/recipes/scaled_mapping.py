@@ -98,6 +98,10 @@ def fit(quant: Quant) -> tuple[tuple[Family, ...], tuple[str, ...]]:
 
 def _misfits(quant: Quant) -> Iterator[str]:
     """Yield every field that keeps an operand's numbers from all layouts, and why."""
+    if quant.owned:
+        for path, word in quant.owned:
+            yield f"{path} {word}: a function of your own is computed by the emulator alone"
+        return
     scale, outer, select = quant.scale, quant.outer, quant.select
     along = outer is not None and tag(outer.granularity) not in _ALONG_ROWS
     grids = select is not None and select.among == "grids"

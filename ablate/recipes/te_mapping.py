@@ -23,9 +23,8 @@ A small example:
     te_recipe(Products())                       None: nothing is quantised, so TE is not used
     list(refusals(products))                    ["wgrad.g.bits 4: Transformer Engine draws ..."]
 
-Refused: elements other than E2M1, E4M3 and E5M2, block sizes and scale formats that the tensor cores do not
-take, rotations anywhere but in wgrad, several of the options at once (`_together`), and the weight rules,
-which need the quantised weights that TE does not show.
+Refused: functions of the user's, elements other than E2M1, E4M3 and E5M2, block sizes and scale formats that
+tensor cores do not take, rotations but in wgrad, several options at once (`_together`), and weight rules.
 
 The facts are those of Transformer Engine 2.20.2. This file imports neither torch nor TE;
 `transformer_engine.py` turns a description into TE's objects.
@@ -295,7 +294,8 @@ def refusals(products: Products) -> Iterator[str]:
 
 def _named_refusals(products: Products) -> Iterator[str]:
     for slot, quant in products.quantised():
-        yield from (Reason(slot, f".{why}") for why in _quant_refusals(slot, quant))
+        own = (f"{path} {word}: Transformer Engine calls no function of yours" for path, word in quant.owned)
+        yield from (Reason(slot, f".{why}") for why in [*own] or _quant_refusals(slot, quant))
     if products.plain:  # TE does not compute a layer that quantises nothing
         return
     for name in DIRECTIONS["all"]:

@@ -15,9 +15,9 @@ from typing import get_type_hints
 
 from pydantic import TypeAdapter
 
+from ablate import own_source
 from ablate.cache import kept, key_of
-from ablate.training.own_code import user_code
-from ablate.training.own_code.user_code import Code
+from ablate.own_source import Code
 
 _SECONDS = 120
 _VERSION = 1
@@ -28,7 +28,7 @@ def misfits(code: Code, config: Mapping[str, object]) -> Iterator[tuple[tuple[st
     """Yield (keys, reason) for each value of a config that the declared class does not accept."""
     from jsonschema import Draft202012Validator  # slow to import
 
-    schema = json.loads(_schema(code, user_code.digest(code)))
+    schema = json.loads(_schema(code, own_source.digest(code)))
     if "error" in schema:
         yield (), f"{code.path} cannot be imported: {schema['error']}"
         return
@@ -67,7 +67,7 @@ def _schema(code: Code, digest: str) -> str:
 
 def print_schema(path: str, function: str, root: str, module: str, package: str) -> None:
     """Print the JSON schema of a function's config, in one line; unknown keys are refused."""
-    loaded = user_code.load(Code(Path(path), function, Path(root), module, package))
+    loaded = own_source.load(Code(Path(path), function, Path(root), module, package))
     second = loaded.__code__.co_varnames[1]
     schema = TypeAdapter(get_type_hints(loaded)[second]).json_schema()
     schema.setdefault("additionalProperties", False)

@@ -45,9 +45,8 @@ from ablate.engines.blocks import LayerRow, block_finder, find_blocks, layer_tab
 from ablate.engines.compiled import operator
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.ranks import whole
-from ablate.numerics.choices import STATISTICS
 from ablate.numerics.philox import Clock
-from ablate.numerics.spec import tag
+from ablate.numerics.spec import statistic_of, tag
 from ablate.recipes.readings import reading
 from ablate.recipes.recipe import Recipe, Run, Weights
 from ablate.training.alarms import Alert, alerts
@@ -425,7 +424,7 @@ class Conversion:
         if _ranks() == 1:
             return
         for slot, quant in self.recipe.quantised():
-            if quant.outer and STATISTICS[tag(quant.outer.statistic)].earlier:
+            if quant.outer and statistic_of(quant.outer.statistic).earlier:
                 raise RuntimeError(
                     f"{slot}: outer.statistic {quant.outer.statistic} depends on earlier steps of all ranks,"
                     f" which are not shared among {_ranks()} ranks here; use one rank, or a sweep"

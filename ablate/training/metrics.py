@@ -17,7 +17,7 @@ from ablate import provenance
 from ablate.engines.product_errors import ProductError, of_gradients, of_output
 from ablate.engines.products import Casting, Kept, Probe
 from ablate.numerics.census import census
-from ablate.numerics.formats import ELEMENTS
+from ablate.numerics.formats import element_format
 from ablate.numerics.product import MODES, mode
 from ablate.numerics.quantize import Operand
 from ablate.recipes.recipe import Products
@@ -87,7 +87,8 @@ def keep_casts(casts: Iterable[tuple[str, tuple[Tensor, Operand]]]) -> Casts:
 
 def _compact(cast: Operand) -> Operand:
     """Return a cast without its source and with its codes in bf16, if that holds them exactly."""
-    exact = cast.quant is not None and ELEMENTS[cast.quant.element].mantissa < 8
+    quant = cast.quant
+    exact = quant is not None and quant.own is None and element_format(quant.element).mantissa < 8
     codes = _codes(cast)
     codes = codes.to(torch.bfloat16) if exact else codes
     return replace(cast, source=None, scaled=None, block_amax=None, codes=codes)

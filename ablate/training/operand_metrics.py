@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ablate.numerics.formats import SCALES
+from ablate.numerics.formats import SCALES, element_format
 from ablate.training.alarms import Alarm
 from ablate.training.metric_names import each_layer
 
@@ -82,7 +82,7 @@ def scale_saturated_frac(operand: Operand, seen: Census) -> float:
 
 def clipped_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of scaled elements beyond the grid by more than half its last step."""
-    return seen.clipped / seen.elements
+    return math.nan if _without_grid(operand) else seen.clipped / seen.elements
 
 
 def zero_frac(operand: Operand, seen: Census) -> float:
@@ -92,11 +92,13 @@ def zero_frac(operand: Operand, seen: Census) -> float:
 
 def saturated_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of scaled elements beyond the grid."""
-    return seen.saturated / seen.elements
+    return math.nan if _without_grid(operand) else seen.saturated / seen.elements
 
 
 def blocks_saturated_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of blocks with any scaled element beyond the grid."""
+    if _without_grid(operand):
+        return math.nan
     return _fraction(seen.block_scaled > _largest_element(operand))
 
 
@@ -129,6 +131,11 @@ def _quant(operand: Operand) -> Quant:
     return operand.quant
 
 
+def _without_grid(operand: Operand) -> bool:
+    """Return True for an operand that a quantiser of the user's made: its grid is not known."""
+    return _quant(operand).own is not None
+
+
 def _largest_scale(operand: Operand) -> float:
     """Return the largest value of the format of an operand's block scales."""
     scale = _quant(operand).scale
@@ -139,9 +146,7 @@ def _largest_scale(operand: Operand) -> float:
 
 def _largest_element(operand: Operand) -> float:
     """Return the largest value of the format of an operand's elements."""
-    from ablate.numerics.formats import ELEMENTS
-
-    return ELEMENTS[_quant(operand).element].max
+    return element_format(_quant(operand).element).max
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,11 @@ def ids_with_a_new_field(folder: Path, later: str) -> dict[str, dict[str, str]]:
         path = folder / "ablate" / name
         header = re.compile(r"^class \w+\((?!BaseModel|NamedTuple).*\):\n", re.MULTILINE)
         text, count = header.subn(rf"\g<0>    added: int = 1\n{later}", path.read_text())
+        if later:  # a class with fields of its own there names this one, too
+            text = text.replace(
+                " LATER: ClassVar[frozenset[str]] = frozenset({",
+                " LATER: ClassVar[frozenset[str]] = frozenset({'added', ",
+            )
         assert count > 5
         path.write_text(text.replace("\nfrom ", "\nimport typing\nfrom ", 1))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), str(Path(__file__).parents[1])))}

@@ -14,6 +14,7 @@ from rich.console import Console
 from support.commands import here
 from support.workloads import OWN_CODE
 
+from ablate import own_source
 from ablate.cli.check import ProgressLine
 from ablate.cli.init import init
 from ablate.errors import InputError
@@ -214,7 +215,7 @@ def test_a_function_may_be_an_entry_point_of_an_installed_package(code, tmp_path
         given = workload(code, file=str(code), function=function)
         assert list(given.problems()) == []
         assert losses(given) == expected
-    own = {path.name for path in user_code.closure(user_code.find(code, "my_loop"))}
+    own = {path.name for path in own_source.closure(user_code.find(code, "my_loop"))}
     assert own == {"__init__.py", "loop.py", "model.py"}  # no other installed module
     before = given.fingerprint()
     (package / "model.py").write_text((package / "model.py").read_text() + "# edited\n")
@@ -265,7 +266,7 @@ def test_an_edit_of_the_code_is_another_trial_and_an_unrelated_file_is_not(code)
     (code / "package" / "part.py").write_text("VALUE = 1\n")
     changed(code, ("import torch\nfrom model", "import torch\nfrom package import part\nfrom model"))
     before = spec_id(workload(code))
-    assert {path.name for path in user_code.closure(user_code.find(code / "train.py", "train"))} == {
+    assert {path.name for path in own_source.closure(user_code.find(code / "train.py", "train"))} == {
         "train.py",
         "model.py",
         "__init__.py",

@@ -27,9 +27,9 @@ from pkgutil import resolve_name
 from textwrap import shorten
 from typing import cast
 
+from ablate import own_source
 from ablate.errors import InputError, nearest
 from ablate.store.ledger import Ledger
-from ablate.training.own_code import user_code
 
 GROUP = "ablate.trackers"
 """Group of entry points by which installed packages offer trackers."""
@@ -89,7 +89,7 @@ def _find(name: str) -> Callable[[Path, str], Tracker]:
         raise InputError([f"tracker {name!r}: no such tracker; {hint}, or give `module:class`"])
     try:
         own = name in TRACKERS
-        made = resolve_name(path) if own else user_code.load(user_code.find(Path.cwd(), path))
+        made = resolve_name(path) if own else own_source.load(own_source.find(Path.cwd(), path))
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
         raise InputError([f"tracker {name!r}: {error}"]) from error
     return cast("Callable[[Path, str], Tracker]", made)

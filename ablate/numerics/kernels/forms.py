@@ -17,7 +17,8 @@ def nvidia(quant: Quant) -> bool:
     """
     drawn = quant.rounding == "stochastic"
     return (
-        quant.element == "e2m1"
+        not quant.owned
+        and quant.element == "e2m1"
         and quant.select is None
         and quant.scale == BlockScale()
         and quant.range == Range(headroom=quant.range.headroom)

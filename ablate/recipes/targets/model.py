@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ablate.numerics.spec import Spec
+from ablate.numerics.spec import Spec, own_words
 from ablate.recipes.changes import as_data, as_word, changes
 from ablate.recipes.layers import Layer, Match, blocks_in
 from ablate.recipes.recipe import DIRECTIONS, Layers, Phase, Products, Recipe, Rule, Weights
@@ -60,7 +60,12 @@ def unheld(recipe: Recipe, target: str, schedule: bool = False, rules: bool = Fa
         target: name of the stack, for the sentences.
         schedule: True if the target holds phases that start at a counted step.
         rules: True if the target holds rules for single layers, or does when it knows the model.
+
+    Raises:
+        Lost: an operand calls a function of the user's, which no target has.
     """
+    if own := [f"{path} {word}: {target} calls no function of yours" for path, word in own_words(recipe)]:
+        raise Lost(own)
     yield from _unwritten(recipe, target)
     usual = type(recipe.weights)()
     for name in type(recipe.weights).model_fields:

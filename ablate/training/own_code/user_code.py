@@ -1,48 +1,18 @@
-"""A user's training code: where its function is, the files that it imports, and their digest.
+"""A user's training function: where it is, and whether it can be a workload. Nothing of it is imported here.
 
-To plan, none of it is imported. The function is in a file (`file: train.py`), in a module
-(`function: package.train:main`) of the experiment's folder or installed, or registered by an installed
-package as an entry point of the group `ablate.workloads`.
-
-A trial's identity has the content of the user's own code, so that an edit of it runs its trials again and an
-edit of an unrelated file does not. "Own" is what the file imports, and what that imports, among the files
-beside it, or in its own installed package; other installed packages are recorded with a trial's environment
-and are not part of its identity. Imports are read from the syntax tree: a module that is imported by a
-computed name is not found, and is listed under `sources` instead.
+The function is in a file (`file: train.py`), in a module (`function: package.train:main`) of the experiment's
+folder or installed, or registered by an installed package as an entry point of the group `ablate.workloads`.
 """
 
-import ast
-import glob
-import importlib.util
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
 from importlib.metadata import entry_points
 from pathlib import Path
-from types import ModuleType
 
-from ablate import cache
+from ablate import own_source
 from ablate.errors import nearest
-from ablate.files import below
+from ablate.own_source import Code, functions
 
 GROUP = "ablate.workloads"
 """Group of entry points by which installed packages offer training functions."""
-
-
-@dataclass(frozen=True)
-class Code:
-    """A training function, by the file that has it."""
-
-    path: Path
-    function: str
-    root: Path
-    """Folder that names of modules are relative to."""
-    module: str = ""
-    """Name by which it is imported; empty: by its file."""
-    package: str = ""
-    """Installed package, the only one whose files are the function's own; empty: all files in `root` are."""
 
 
 def find(place: Path, function: str) -> Code:
@@ -66,42 +36,7 @@ def find(place: Path, function: str) -> Code:
                 f" `function: module:function`, or an entry point of the group {GROUP}{offered}"
             )
         function = known[function]
-    module, _, name = function.partition(":")
-    parts = module.split(".")
-    if not all(part.isidentifier() for part in [*parts, name]):
-        raise ValueError(f"{function!r} is not of the form module:function")
-    beside = [file for file in _files(place, parts) if _is_module(file, parts)]
-    return Code(beside[-1], name, place, module) if beside else _installed(parts, name)
-
-
-def _installed(parts: Sequence[str], function: str) -> Code:
-    """Return the code of a module of an installed package; ValueError if there is none."""
-    module = ".".join(parts)
-    spec = importlib.util.find_spec(parts[0])
-    origins = spec.submodule_search_locations if spec else None
-    if spec and origins is not None:
-        root = Path(next(iter(origins))).parent
-    elif spec and spec.origin and Path(spec.origin).suffix == ".py":
-        root = Path(spec.origin).parent
-    else:
-        raise ValueError(f"there is no module {module}, beside the experiment or installed")
-    found = [file for file in _files(root, parts) if _is_module(file, parts)]
-    if not found:
-        raise ValueError(f"there is no module {module} in {root / parts[0]}")
-    return Code(found[-1], function, root, module, parts[0])
-
-
-def _is_module(file: Path, parts: Sequence[str]) -> bool:
-    """Return True if a file is the module of this name itself, not a package on the way to it."""
-    return file.parts[-len(parts) :] == (*parts[:-1], f"{parts[-1]}.py") or file.parts[-len(parts) - 1 :] == (
-        *parts,
-        "__init__.py",
-    )
-
-
-def functions(path: Path) -> dict[str, ast.FunctionDef]:
-    """Return the functions at the top level of a file by name; SyntaxError, OSError if it cannot be read."""
-    return {node.name: node for node in _tree(path).body if isinstance(node, ast.FunctionDef)}
+    return own_source.find(place, function)
 
 
 def problem(code: Code) -> str | None:
@@ -131,183 +66,3 @@ def declares_config(code: Code) -> bool:
     taken = functions(code.path)[code.function].args
     parameters = [*taken.posonlyargs, *taken.args]
     return len(parameters) > 1 and parameters[1].annotation is not None
-
-
-def closure(code: Code) -> tuple[Path, ...]:
-    """Return the function's file and the files of its own that it imports, directly or not; sorted."""
-    found = {code.path, *_files(code.root, code.module.split(".") if code.module else ())}
-    waiting = [*found]
-    while waiting:
-        for other in _imported(waiting.pop(), code.root, code.package):
-            if other not in found:
-                found.add(other)
-                waiting.append(other)
-    return tuple(sorted(found))
-
-
-def digest(code: Code, globs: Sequence[str] = ()) -> str:
-    """Return 16 hex digits that identify the content of a function's closure and of files that globs name.
-
-    Args:
-        code: the function.
-        globs: absolute patterns of further files.
-
-    Raises:
-        OSError, SyntaxError: a file cannot be read.
-    """
-    return _identified(files_of(code, globs), code.root)
-
-
-def files_of(code: Code, globs: Sequence[str] = ()) -> list[Path]:
-    """Return the files of a function's closure and those that absolute patterns name; sorted."""
-    more = (Path(name) for pattern in globs for name in glob.glob(pattern, recursive=True))
-    return sorted({*closure(code), *(file for file in more if file.is_file())})
-
-
-def digest_of(files: Iterable[Path], folder: Path) -> str:
-    """Return 16 hex digits that identify files, with the closures of Python files; OSError, SyntaxError.
-
-    Args:
-        files: the files.
-        folder: folder to which their names are relative.
-    """
-    return _identified(closures(files), folder)
-
-
-def closures(files: Iterable[Path]) -> list[Path]:
-    """Return files and, of Python files, the files beside them that they import, directly or not; sorted."""
-    each = (closure(Code(file, "", file.parent)) if file.suffix == ".py" else (file,) for file in files)
-    return sorted({file for own in each for file in own})
-
-
-def drop_old_bytecode(files: Iterable[Path]) -> None:
-    """Delete bytecode from before the last change of its source, so that Python compiles the source again.
-
-    Python takes bytecode for that of a source of the same size and time of modification in whole seconds. An
-    edit of one digit within that second, or one by a program that restores the time, would run the old code
-    under the new code's id.
-
-    Args:
-        files: files of the user's code; those that are not Python have no bytecode.
-
-    Raises:
-        OSError: the bytecode cannot be deleted.
-    """
-    for file in files:
-        if file.suffix != ".py":
-            continue
-        folder = Path(importlib.util.cache_from_source(str(file))).parent
-        for compiled in folder.glob(f"{glob.escape(file.stem)}.*.pyc"):  # of every version of Python
-            if compiled.stat().st_mtime_ns <= file.stat().st_ctime_ns:
-                compiled.unlink(missing_ok=True)
-
-
-def content(path: Path) -> str:
-    """Return 16 hex digits of a file's content, or of all files of a folder with their names; OSError.
-
-    Links to folders are followed: code that reads the folder reads those files as well.
-    """
-    return _identified(listed(path), path)
-
-
-def listed(path: Path) -> list[Path]:
-    """Return a file, or all files of a folder; FileNotFoundError if there is none."""
-    found = [path] if path.is_file() else below(path)
-    if not found:
-        raise FileNotFoundError(2, "No such file, or an empty folder", str(path))
-    return found
-
-
-def _identified(files: Sequence[Path], folder: Path) -> str:
-    """Return 16 hex digits of the names of files, relative to a folder, and their contents."""
-    return cache.key_of([_relative(file, folder) for file in files], cache.digest(files))[:16]
-
-
-def load(code: Code) -> Callable[..., object]:
-    """Import a function's file anew and return the function; modules beside the file can be imported by it.
-
-    Modules that earlier calls imported are forgotten: they may have changed, or be those of another folder
-    with the same name. So is bytecode from before the last change of a file.
-    """
-    drop_old_bytecode(closure(code))
-    if code.package == OURS:
-        return getattr(importlib.import_module(code.module), code.function)
-    if code.package:
-        own = [name for name in sys.modules if name.partition(".")[0] == code.package]
-        for name in own:
-            del sys.modules[name]
-        return getattr(importlib.import_module(code.module), code.function)
-    _FOLDERS.add(code.root)
-    inside = tuple(f"{str(folder).rstrip(os.sep)}{os.sep}" for folder in _FOLDERS)
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != OURS and _lies_in(getattr(module, "__file__", None), inside):
-            del sys.modules[name]
-    users = {str(folder) for folder in _FOLDERS}
-    sys.path[:] = [str(code.root), *(entry for entry in sys.path if entry not in users)]
-    importlib.invalidate_caches()
-    module = importlib.import_module(code.module) if code.module else _module(code.path)
-    return getattr(module, code.function)
-
-
-OURS = __package__.partition(".")[0]
-"""This package, which is not imported anew: another `ablate` would have other classes of the same names."""
-_FOLDERS: set[Path] = set()
-"""Folders of the users' files that this process has imported."""
-
-
-def _lies_in(file: object, inside: tuple[str, ...]) -> bool:
-    """Return True for a file below one of these prefixes that belongs to no installed package.
-
-    Compares strings: there are thousands of modules, and a Path of each would take longer than a short run.
-    """
-    return isinstance(file, str) and file.startswith(inside) and "site-packages" not in Path(file).parts
-
-
-def _module(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # dataclasses and pickle look a class's module up there
-    spec.loader.exec_module(module)
-    return module
-
-
-def _imported(path: Path, root: Path, package: str) -> Iterator[Path]:
-    """Yield the files under `root` that a file's import statements name; of one package alone, if given."""
-    for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                parts = alias.name.split(".")
-                yield from _files(root, parts) if package in ("", parts[0]) else ()
-        elif isinstance(node, ast.ImportFrom):
-            base = path.parents[node.level - 1] if node.level else root
-            parts = node.module.split(".") if node.module else []
-            if not node.level and package and parts[0] != package:
-                continue
-            yield from _files(base, parts)
-            for alias in node.names:
-                yield from _files(base, [*parts, alias.name])
-
-
-def _files(base: Path, parts: Sequence[str]) -> Iterator[Path]:
-    """Yield the files of a dotted module name: of each package on the way, and of the module itself."""
-    for depth in range(1, len(parts) + 1):
-        stem = base.joinpath(*parts[:depth])
-        for file in (stem / "__init__.py", stem.with_suffix(".py")):
-            if file.is_file():
-                yield file
-
-
-def _relative(file: Path, folder: Path) -> str:
-    return file.relative_to(folder).as_posix() if file.is_relative_to(folder) else file.name
-
-
-def _tree(path: Path) -> ast.Module:
-    status = path.stat()
-    return _parsed(path, status.st_mtime_ns, status.st_size)
-
-
-@lru_cache(256)
-def _parsed(path: Path, changed: int, size: int) -> ast.Module:
-    return ast.parse(path.read_bytes(), str(path))

@@ -29,7 +29,9 @@ from ablate.errors import InputError, OutsideStepError
 
 _OURS = f"{Path(__file__).parents[2]}/"
 _CALLER = f"{_OURS}training/workloads/python.py"
-"""File that calls a user's function."""
+"""File that calls a user's training function."""
+_CALLERS = (_CALLER, f"{_OURS}numerics/own_calls.py")
+"""Files that call a user's function."""
 _MODULE_CALL = "/torch/nn/modules/module.py"
 """End of the path of the file by which torch calls a module."""
 _PACKAGES = ("/site-packages/", "/dist-packages/")
@@ -159,7 +161,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _users_frames(stack: TracebackType | None, at_call: bool) -> list[FrameSummary]:
-    """Return the frames of the user's code, the innermost last, below the call of the user's function.
+    """Return the frames of the user's code, the innermost last, below the last call of its function.
 
     Args:
         stack: traceback of the exception.
@@ -169,7 +171,7 @@ def _users_frames(stack: TracebackType | None, at_call: bool) -> list[FrameSumma
     if at_call:
         inner = (n for n, frame in enumerate(frames) if frame.filename.endswith(_MODULE_CALL))
         frames = frames[: next(inner, len(frames))]
-    calls = [number for number, frame in enumerate(frames) if frame.filename == _CALLER]
+    calls = [number for number, frame in enumerate(frames) if frame.filename in _CALLERS]
     inside = frames[calls[-1] + 1 :] if calls else []
     if not inside:
         return []

@@ -29,14 +29,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ablate import provenance
+from ablate import own_source, provenance
 from ablate.errors import nearest
 from ablate.files import Json
 from ablate.numerics.spec import Spec
 from ablate.recipes.targets.commands import STACKS
 from ablate.training.log_readers import LineReader, open_reader
 from ablate.training.log_readers.lightning import PROGRESS_BAR
-from ablate.training.own_code import user_code
 from ablate.training.own_code.command_process import search_path, started
 from ablate.training.own_code.exports import (
     PLACEHOLDER,
@@ -140,7 +139,7 @@ class Command(OwnCode):
             if not Path(value).expanduser().exists():
                 yield "data", f"{value}: no such file or folder"
         try:
-            user_code.digest_of(self._sources() if not why else (), self._folder)
+            own_source.digest_of(self._sources() if not why else (), self._folder)
         except SyntaxError as error:
             yield "sources", f"{error.filename}:{error.lineno}: {error.msg}"
 
@@ -242,12 +241,12 @@ class Command(OwnCode):
 
     def fingerprint(self) -> str:
         """Return a digest of the command's code and of its data."""
-        parts = [user_code.digest_of(self._sources(), self._folder)]
-        return "-".join(parts + [user_code.content(Path(name).expanduser()) for name in self.data])
+        parts = [own_source.digest_of(self._sources(), self._folder)]
+        return "-".join(parts + [own_source.content(Path(name).expanduser()) for name in self.data])
 
     def files(self) -> Iterator[Path]:
         """Yield the files of the command's code and of its data."""
-        yield from user_code.closures(self._sources())
+        yield from own_source.closures(self._sources())
         yield from super().files()
 
     @property
@@ -306,7 +305,7 @@ class Command(OwnCode):
         from ablate.training.own_code.command_records import CommandRecords
         from ablate.training.own_code.process_environment import METRICS, recipe_hash
 
-        user_code.drop_old_bytecode(user_code.closures(self._sources()))
+        own_source.drop_old_bytecode(own_source.closures(self._sources()))
         with ExitStack() as stack:
             if run.checkpoints:
                 own, artifacts = run.checkpoints.path.parent / "command", run.checkpoints.artifacts

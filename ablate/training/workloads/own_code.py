@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
+from ablate import own_source
 from ablate.training.hyperparameters import MOST_STEPS
-from ablate.training.own_code import user_code
 from ablate.training.workloads.base import Workload
 from ablate.training.workloads.text import Fields
 
@@ -40,7 +40,7 @@ class OwnCode(Workload):
     def files(self) -> Iterator[Path]:
         """Yield the files whose content the fingerprint has; OSError, SyntaxError as `fingerprint`."""
         for path in map(Path, self.data):
-            yield from user_code.listed(path.expanduser())
+            yield from own_source.listed(path.expanduser())
 
     def recorded(self, metric: str) -> range:
         """Return the steps before the last at which every trial has the metric."""

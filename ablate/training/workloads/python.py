@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from pydantic import Field
 
+from ablate import own_source
 from ablate.engines.gpu_access import CPU_TRIAL, asks_for_gpu
 from ablate.errors import InputError
+from ablate.own_source import Code
 from ablate.recipes.recipe import Run
 from ablate.training.metric_names import ENDINGS, is_added
 from ablate.training.own_code import user_code
-from ablate.training.own_code.user_code import Code
 from ablate.training.workloads.own_code import OwnCode
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Python(OwnCode):
                     yield name, f"{value}: no such file or folder"
         if code is not None:
             try:
-                user_code.digest(code, self.sources)
+                own_source.digest(code, self.sources)
             except SyntaxError as error:
                 yield "file", f"{error.filename}:{error.lineno}: {error.msg}"
             else:
@@ -112,18 +113,18 @@ class Python(OwnCode):
 
     def fingerprint(self) -> str:
         """Return a digest of the function's code, its data, and the weights that it starts from."""
-        parts = [user_code.digest(self._code, self.sources)]
-        parts += [user_code.content(Path(name).expanduser()) for name in self.data]
+        parts = [own_source.digest(self._code, self.sources)]
+        parts += [own_source.content(Path(name).expanduser()) for name in self.data]
         if self.start:
-            parts.append(f"start:{user_code.content(Path(self.start).expanduser())}")
+            parts.append(f"start:{own_source.content(Path(self.start).expanduser())}")
         return "-".join(parts)
 
     def files(self) -> Iterator[Path]:
         """Yield the files of the function's code, its data, and the weights that it starts from."""
-        yield from user_code.files_of(self._code, self.sources)
+        yield from own_source.files_of(self._code, self.sources)
         yield from super().files()
         if self.start:
-            yield from user_code.listed(Path(self.start).expanduser())
+            yield from own_source.listed(Path(self.start).expanduser())
 
     def compute(self, run: TrialRun) -> Iterator[Record]:
         """Call the function, and yield a Record for each step of which it logged something.
@@ -149,8 +150,8 @@ class Python(OwnCode):
         from ablate.training.own_code.trial import Trial, TrialState, TrialWindow, emitted, seeded
 
         code = self._code
-        user_code.drop_old_bytecode(user_code.files_of(code, self.sources))
-        function, declared = user_code.load(code), user_code.declares_config(code)
+        own_source.drop_old_bytecode(own_source.files_of(code, self.sources))
+        function, declared = own_source.load(code), user_code.declares_config(code)
         length, own = self.length, None
         if window and run.forks:
             length = Run(window.steps, self.tokens_per_step)

@@ -1,0 +1,288 @@
+"""Words of a quantiser that name a function of the user's: `rounding: roundings.py:mine`. Torch-free.
+
+The problem: a researcher's new rounding is not in our registries, and copying the package to add it would
+detach every comparison from it. The idea: a field that takes one of our words also takes the place of a
+function, `FILE.py:FUNCTION`, `package.module:FUNCTION`, or the name of an entry point of the group
+`ablate.numerics`. Which arguments a function gets depends on the field (`KINDS`); it takes those that it
+names, in any order:
+
+    def mine(y, grid, bits, width):
+        lower, upper = grid.neighbours(y.abs())
+        ...
+
+A word is read once, relative to the file that has it, and becomes an `Own`: a string with the folder, the
+digest of the source (own_source.py), and what planning has to know of it, so that nothing is imported to
+plan:
+
+    /home/me/roundings.py:mine#3fa2b1c0d9e8f7a6+bits
+
+A trial's id has all but the folder. The process that computes refuses a source of another digest.
+Not taken: functions of more than these arguments, and an element grid that is computed instead of written.
+"""
+
+import ast
+import os
+import re
+import struct
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import entry_points
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import PlainSerializer, ValidationInfo, ValidatorFunctionWrapHandler, WrapValidator
+
+from ablate import own_source
+from ablate.errors import nearest
+from ablate.own_source import Code
+
+GROUP = "ablate.numerics"
+"""Group of entry points by which installed packages offer functions for quantisers."""
+FOLDER = "folder"
+"""Key of a validation's context: folder to which the files of users' functions are relative."""
+_WORD = re.compile(
+    r"(?P<place>.*/)?(?P<what>[^/:#]+):(?P<function>[A-Za-z_]\w*)"
+    r"(?:#(?P<digest>[0-9a-f]{16})(?:\+(?P<facts>[^/#]+))?)?"
+)
+_SHOWN = 8
+"""Digits of a digest that tables show."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Arguments that a function of a field may take: `key`, which it must take, and `more`."""
+
+    key: str
+    more: tuple[str, ...] = ()
+
+
+ELEMENT = "element"
+KINDS = {
+    "rounding": Kind("y", ("grid", "bits", "width")),
+    "scale.rounding": Kind("scale", ("grid", "bits", "width", "tiles", "element")),
+    "range.statistic": Kind("tiles", ("amaxes",)),
+    "outer.statistic": Kind("tensor", ("amaxes",)),
+    "own": Kind("x", ("bits", "width")),
+}
+"""Arguments by field, as `own_calls` documents them. `element` is a tuple of numbers and takes none."""
+_MOST_VALUES, _HUGE = 128, 1e30
+"""Largest number of values of an element grid, which are seven bits and the sign, and a bound on them."""
+
+
+class Own(str):
+    """Place of a function of the user's, with the digest of its source. In a sentence it is its `label`."""
+
+    def __format__(self, form: str) -> str:
+        return format(self.label, form)
+
+    @property
+    def _parts(self) -> re.Match[str]:
+        found = _WORD.fullmatch(self)
+        assert found is not None
+        return found
+
+    @property
+    def label(self) -> str:
+        """File or module, and function: `roundings.py:mine`."""
+        return f"{self._parts['what']}:{self._parts['function']}"
+
+    @property
+    def identity(self) -> str:
+        """The word without the folder, for ids."""
+        return self.removeprefix(self._parts["place"] or "")
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of the content of the source: the file, and what it imports beside it."""
+        return self._parts["digest"]
+
+    @property
+    def draws(self) -> bool:
+        """True if the function takes random bits."""
+        return self._parts["facts"] == "bits"
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """Values of an element grid, fp32, ascending from 0; () for a function."""
+        facts = self._parts["facts"] or ""
+        return tuple(map(_fp32, facts.split(","))) if facts[:1].isdigit() else ()
+
+    @property
+    def code(self) -> Code:
+        """Source of the function; ValueError if there is no such module."""
+        place, what, function = (self._parts[part] for part in ("place", "what", "function"))
+        return _code(place or "", what, function)
+
+    def fingerprint(self) -> str:
+        """Return the digest of the source as it is now; OSError, SyntaxError, ValueError if there is none."""
+        return own_source.digest(self.code)
+
+    def files(self) -> Iterator[Path]:
+        """Yield the files of the source; errors as of `fingerprint`."""
+        yield from own_source.closure(self.code)
+
+    @property
+    def unchanged(self) -> bool:
+        """True if the source is still the one that the word was made of."""
+        try:
+            return self.fingerprint() == self.digest
+        except (OSError, SyntaxError, ValueError):
+            return False
+
+
+def resolved(field: str, value: object, known: Collection[str], folder: Path | None) -> Own | None:
+    """Return the function that a field's value names; None if the value is one of our words, or none at all.
+
+    Args:
+        field: key of `KINDS`, or `element`.
+        value: the value, as somebody wrote it or as an `Own`.
+        known: our words, before their colon.
+        folder: folder to which a path is relative; None: the working directory.
+
+    Raises:
+        ValueError: there is no such file, module or function, or it takes other arguments.
+    """
+    if not isinstance(value, str) or value.partition(":")[0] in known:
+        return None
+    if value.endswith(".py"):
+        raise ValueError(f"name the function as well: {Path(value).name}:FUNCTION")
+    text = value if ":" in value else _offered(value)
+    found = _WORD.fullmatch(text)
+    if found is None:
+        return None
+    place, what, function = found["place"] or "", found["what"], found["function"]
+    if found["digest"]:
+        return Own(text)
+    base = Path(os.path.abspath((folder or Path()) / Path(place).expanduser()))
+    code = _code(f"{base}/", what, function)
+    if not code.package:
+        place = f"{base}/"
+    try:
+        facts = _values(code) if field == ELEMENT else _bits(field, code)
+        digest = own_source.digest(code)
+    except SyntaxError as error:
+        raise ValueError(f"{error.filename or code.path}:{error.lineno}: {error.msg}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{code.path} is not a Python file") from None
+    except OSError as error:
+        raise ValueError(f"{error.filename or code.path}: {(error.strerror or str(error)).lower()}") from None
+    return Own(f"{place}{what}:{function}#{digest}{facts}")
+
+
+def or_own(field: str, words: Collection[str], ours: object) -> object:
+    """Return the type of a field that takes one of our words, or a function of the user's (`own.Own`).
+
+    Args:
+        field: key of `own.KINDS`, or `element`.
+        words: our words, without numbers behind a colon.
+        ours: type of our words.
+    """
+
+    def either(value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
+        return resolved(field, value, words, (info.context or {}).get(FOLDER)) or handler(value)
+
+    as_text = PlainSerializer(lambda value: value, return_type=str)
+    return Annotated[ours, WrapValidator(either), as_text]
+
+
+def shown(text: str) -> str:
+    """Return a short form of a word for tables, with the first digits of its digest; other text as it is."""
+    found = _WORD.fullmatch(text)
+    if found is None or not found["digest"]:
+        return text
+    return f"{found['what']}:{found['function']} ({found['digest'][:_SHOWN]})"
+
+
+@lru_cache
+def _offered(name: str) -> str:
+    """Return the function that an installed package offers under a name; empty if none does."""
+    return next((entry.value for entry in entry_points(group=GROUP) if entry.name == name), "")
+
+
+def _code(place: str, what: str, function: str) -> Code:
+    """Return the source of a file's or module's function. `place`: its folder; empty: installed."""
+    if what.endswith(".py"):
+        path = Path(place, what)
+        return Code(path, function, path.parent)
+    return own_source.find(Path(place) if place else None, f"{what}:{function}")
+
+
+def _bits(field: str, code: Code) -> str:
+    """Return `+bits` for a function that draws; ValueError for one that does not fit the field."""
+    functions = own_source.functions(code.path)
+    if code.function not in functions:
+        hint = nearest(code.function, functions)
+        raise ValueError(f"{code.path} has no function {code.function!r} at its top level; {hint}")
+    taken, kind = functions[code.function].args, KINDS[field]
+    where = f"{code.path}:{functions[code.function].lineno}: {code.function}"
+    by_place = [*taken.posonlyargs, *taken.args]
+    names = [argument.arg for argument in (*taken.args, *taken.kwonlyargs)]
+    optional = [argument.arg for argument in by_place[len(by_place) - len(taken.defaults) :]]
+    optional += [
+        argument.arg
+        for argument, usual in zip(taken.kwonlyargs, taken.kw_defaults, strict=True)
+        if usual is not None
+    ]
+    offered = (kind.key, *kind.more)
+    if taken.posonlyargs or taken.vararg or taken.kwarg:
+        raise ValueError(f"{where} must take its arguments by name: {', '.join(offered)}")
+    strange = [name for name in names if name not in offered and name not in optional]
+    if strange or kind.key not in names:
+        other = next((name for name, its in KINDS.items() if its.key in names), None)
+        why = f"takes {strange[0]}" if strange else f"does not take {kind.key}"
+        hint = f"; it is a function for {other}" if other and other != field else ""
+        raise ValueError(f"{where} {why}; a function for {field} takes {', '.join(offered)}{hint}")
+    return "+bits" if "bits" in names else ""
+
+
+def _values(code: Code) -> str:
+    """Return the values of an element grid. ValueError if they are not written out, or are no grid."""
+    known = own_source.constants(code.path)
+    if code.function not in known:
+        hint = nearest(code.function, known)
+        raise ValueError(f"{code.path} assigns no tuple to {code.function!r} at its top level; {hint}")
+    where = f"{code.path}:{known[code.function].lineno}: {code.function}"
+    try:
+        written = ast.literal_eval(known[code.function])
+    except ValueError:
+        written = None
+    numbers = written if isinstance(written, tuple | list) else ()
+    if not numbers or not all(type(value) in (int, float) for value in numbers):
+        raise ValueError(f"{where} must be a tuple of numbers that are written out, such as (0, 0.5, 1, 2)")
+    values = [_fp32(value) for value in numbers if abs(value) < _HUGE]
+    rising = all(low < high for low, high in pairwise(values))
+    if len(values) < len(numbers) or values[0] != 0 or not rising or not 2 <= len(values) <= _MOST_VALUES:
+        raise ValueError(
+            f"{where} must rise from 0 through the grid's magnitudes, 2 to {_MOST_VALUES} of them; the"
+            " negative values are the same"
+        )
+    return "+" + ",".join(f"{value:.9g}" for value in values)
+
+
+def _fp32(value: float | str) -> float:
+    """Return the fp32 number that is nearest; nine digits name each of them."""
+    number: float = struct.unpack("f", struct.pack("f", float(value)))[0]
+    return number
+
+
+def kind_of(path: Path, name: str) -> str:
+    """Return the field that a function or a tuple of a file is for, by the arguments that it takes.
+
+    Raises:
+        ValueError: it is for none, or there is none; SyntaxError, OSError if the file cannot be read.
+    """
+    functions, constants = own_source.functions(path), own_source.constants(path)
+    if name in constants and name not in functions:
+        return ELEMENT
+    if name not in functions:
+        hint = nearest(name, [*functions, *constants])
+        raise ValueError(f"{path} has no function {name!r} at its top level; {hint}")
+    taken = functions[name].args
+    names = {argument.arg for argument in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)}
+    field = next((field for field, kind in KINDS.items() if kind.key in names), None)
+    if field is None:
+        keys = ", ".join(f"{kind.key} ({field})" for field, kind in KINDS.items())
+        raise ValueError(f"{path}:{functions[name].lineno}: {name} takes none of {keys}")
+    return field

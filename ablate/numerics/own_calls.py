@@ -1,0 +1,223 @@
+"""Calls of users' functions in the reference quantiser, with the checks that keep their numbers right.
+
+A function gets those of the following arguments that it names, all fp32 tensors unless said otherwise, and
+must return fp32 on the same device. T stands for [row tiles, rows, column tiles, columns], the elements of
+each block, and B for [row tiles, 1, column tiles, 1], a number for each block.
+
+| field | gets | returns |
+|---|---|---|
+| `rounding` | `y` T, scaled; `grid`, the element's `Format`; `bits` like y, integers below 2^`width` | T |
+| `scale.rounding` | `scale` B, exact; `grid` of scales; `bits` B; `width`; `element`, its `Format`; | B |
+| | `tiles` T, which divided by the scale are rounded to elements | |
+| `range.statistic` | `tiles` T; `amaxes` B, the largest magnitudes | B |
+| `outer.statistic` | `tensor` [rows, columns], in its own type; `amaxes` [blocks] | scalar |
+| `own` | `x` [rows, columns], rotated; `bits` like x, integers below 2^`width` | like x |
+
+`bits` are the counter-based bits that our own roundings would get, so a run is repeated and continued bit for
+bit. A function that draws from torch's generators, changes an argument, returns another shape or type, a NaN
+of finite numbers, or a value that is not on the grid, is refused by an `InputError` of one sentence, as is
+one that raises. A value that is not finite in the input may become anything.
+"""
+
+import inspect
+import traceback
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ablate import own_source
+from ablate.errors import InputError
+from ablate.numerics.formats import Format
+from ablate.numerics.own import KINDS, Own
+
+_PASSED_ON = ("memory", "CUDA")
+"""Parts of the messages of RuntimeErrors that are not the function's own: `within_memory` handles them."""
+
+
+def rounded(word: Own, y: Tensor, grid: Format, bits: Tensor | None, width: int) -> Tensor:
+    """Round elements by the user's function.
+
+    Args:
+        word: the function.
+        y: scaled elements, fp32.
+        grid: format whose values are allowed.
+        bits: random bits like `y`, if it draws.
+        width: random bits of one draw.
+
+    Returns:
+        fp32 like `y`, on the grid.
+
+    Raises:
+        InputError: the function breaks its contract.
+    """
+    made = call("rounding", word, y, y.shape, grid=grid, bits=bits, width=width)
+    _refuse_off_grid("rounding", word, y, made, grid.neighbours(made.abs())[0] != made.abs(), "grid")
+    return made
+
+
+def scales(
+    word: Own,
+    exact: Tensor,
+    grid: Format,
+    bits: Tensor | None,
+    tiles: Tensor,
+    element: Format,
+    nearest: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Round block scales by the user's function.
+
+    Args:
+        word: the function.
+        exact: scales that map each block's statistic to the top of the element grid, fp32.
+        grid: format of the scales.
+        bits: 24 random bits for each scale, if it draws.
+        tiles: elements of the blocks, fp32, which a scale of 1 would leave as they are.
+        element: format of the elements.
+        nearest: rounds to the scale format, whose values it leaves as they are.
+
+    Returns:
+        fp32 like `exact`, values of the format.
+
+    Raises:
+        InputError: the function breaks its contract.
+    """
+    more = {"grid": grid, "bits": bits, "width": 24, "tiles": tiles, "element": element}
+    made = call("scale.rounding", word, exact, exact.shape, **more)
+    _refuse_off_grid(
+        "scale.rounding", word, exact, made, (nearest(made) != made) | (made < 0), "scale format"
+    )
+    return made
+
+
+def statistic(field: str, word: Own, of: Tensor, amaxes: Tensor) -> Tensor:
+    """Return the user's statistic of each block (`range.statistic`) or of a tensor (`outer.statistic`).
+
+    Args:
+        field: one of the two.
+        word: the function.
+        of: tiles, or the tensor.
+        amaxes: largest magnitudes, fp32.
+
+    Returns:
+        fp32 like `amaxes`, or a scalar.
+
+    Raises:
+        InputError: the function breaks its contract.
+    """
+    blocks = field == "range.statistic"
+    made = call(field, word, of, amaxes.shape if blocks else torch.Size(), amaxes=amaxes)
+    given = amaxes if blocks else amaxes.amax()
+    _refuse_off_grid(field, word, given, made, ~made.isfinite() | (made < 0), "range of magnitudes")
+    return made
+
+
+def quantised(word: Own, x: Tensor, bits: Tensor | None, width: int) -> Tensor:
+    """Return the values that the user's quantiser makes of a matrix.
+
+    Args:
+        word: the function.
+        x: [rows, columns], fp32, rotated.
+        bits: random bits like `x`, if it draws.
+        width: random bits of one draw.
+
+    Returns:
+        fp32 like `x`.
+
+    Raises:
+        InputError: the function breaks its contract.
+    """
+    made = call("own", word, x, x.shape, bits=bits, width=width)
+    bad = ~made.isfinite() & x.isfinite().all()  # a block with an infinity may lose its other elements
+    _refuse_off_grid("own", word, x, made, bad, "range of fp32")
+    return made
+
+
+def call(field: str, word: Own, main: Tensor, shape: torch.Size, **more: object) -> Tensor:
+    """Call a user's function with those of its arguments that it names; InputError if it breaks its contract.
+
+    Args:
+        field: field that names it, for the sentence.
+        word: the function.
+        main: its first argument (`Kind.key`).
+        shape: shape that it must return.
+        more: its other arguments.
+    """
+    function, names = _loaded(word)
+    offered = {KINDS[field].key: main, **more}
+    tensors = {name: value for name, value in offered.items() if isinstance(value, Tensor)}
+    before = {name: _version(tensor) for name, tensor in tensors.items()}
+    state = _generators(main.device)
+    try:
+        with torch.no_grad():
+            made = function(**{name: value for name, value in offered.items() if name in names})
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and any(part in str(error) for part in _PASSED_ON):
+            raise
+        raise InputError([f"{field} {word} raised {_described(error, word)}"]) from error
+    if not all(map(torch.equal, state, _generators(main.device))):
+        raise InputError(
+            [
+                f"{field} {word} draws from torch's global generator, so no run could be repeated: take the"
+                " argument bits"
+            ]
+        )
+    for name, tensor in tensors.items():
+        if _version(tensor) != before[name]:
+            raise InputError([f"{field} {word} changes its argument {name} in place: work on a copy"])
+    if not isinstance(made, Tensor):
+        raise InputError([f"{field} {word} returned {type(made).__name__}, not a tensor"])
+    for what, value, right in (
+        ("dtype", made.dtype, torch.float32),
+        ("shape", list(made.shape), list(shape)),
+        ("device", made.device, main.device),
+    ):
+        if value != right:
+            raise InputError([f"{field} {word} returned {what} {value}; it must return {right}"])
+    return made
+
+
+@cache
+def _loaded(word: Own) -> tuple[Callable[..., object], Collection[str]]:
+    """Import a function, once for each content of its source; return it with the names of its arguments."""
+    if not word.unchanged:
+        raise InputError([f"{word} was edited, or is gone, since this run was planned: plan it again"])
+    try:
+        function = own_source.load_apart(word.code)
+    except Exception as error:
+        raise InputError([f"{word} cannot be imported: {_described(error, word)}"]) from error
+    return function, inspect.signature(function).parameters.keys()
+
+
+def _described(error: Exception, word: Own) -> str:
+    """Return an exception as a phrase, with the last line of the user's source on its way."""
+    own = {str(path) for path in word.files()}
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in own]
+    at = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    first = next(iter(str(error).strip().splitlines()), "")
+    return f"{type(error).__name__}{f': {first}' if first else ''}{at}"
+
+
+def _refuse_off_grid(field: str, word: Own, given: Tensor, made: Tensor, bad: Tensor, where: str) -> None:
+    """Raise InputError if a number made of a finite one is bad."""
+    wrong = (bad | made.isnan()) & given.isfinite()
+    if wrong.any():
+        value, source = made[wrong][0].item(), given.expand_as(made)[wrong][0].item()
+        raise InputError(
+            [f"{field} {word} returned {value:.9g} for {source:.9g}, which is outside the {where}"]
+        )
+
+
+def _version(tensor: Tensor) -> int:
+    """Return the number of changes in place; 0 in inference mode, which does not count them."""
+    return 0 if tensor.is_inference() else cast("int", tensor._version)
+
+
+def _generators(device: torch.device) -> list[Tensor]:
+    """Return the states of torch's global generators that a function on this device may draw from."""
+    states = [torch.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states

@@ -1,0 +1,3 @@
+"""A module beside the functions, which they import."""
+
+HALF = 0.5

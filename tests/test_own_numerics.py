@@ -1,0 +1,227 @@
+"""Functions of the user's in experiments: swept, forked, killed and continued, edited, failing, and in a training loop of one's own."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from support.cases import every
+from support.commands import here
+from support.experiments import Children, content, problems, statuses, sweep, tiny, values
+from torch import nn
+
+import ablate
+from ablate.errors import InputError
+from ablate.experiment.load import load
+from ablate.experiment.trial_spec import TrialSpec
+from ablate.store.trial_store import Store
+
+SOURCES = Path(__file__).parent / "support" / "own_numerics"
+KNOB = "recipe.wgrad.g.rounding"
+DESIGN = {"trunk": "bf16", "positions": [0.5], "window": 0.25, "horizons": [1, 2], "bad": "mxfp4"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with an experiment's data, and the functions in a folder of it."""
+    shutil.copytree(SOURCES, tmp_path / "own", ignore=shutil.ignore_patterns("__pycache__"))
+    return tmp_path
+
+
+def experiment(folder: Path, *functions: str, **keys):
+    """Return an experiment with an arm `ours`, and one of each function, named after it."""
+    arms = {"ours": {KNOB: "stochastic"}} | {name: {KNOB: f"own/functions.py:{name}"} for name in functions}
+    return tiny(folder, ablate=None, arms=arms, against="bf16", **keys)
+
+
+def test_a_swept_function_that_does_what_a_word_does_trains_to_the_same_bits(folder):
+    """In a process of its own, whose working directory is not the experiment's."""
+    sweep(experiment(folder, "stochastic"), folder / "state", connect=Children)
+    found = values(folder / "state")
+    for seed in (0, 1):
+        assert found["stochastic", seed] == found["ours", seed] != found["bf16", seed]
+
+
+def test_forks_of_a_trunk_take_functions(folder):
+    made = experiment(folder, "stochastic", "away", shape={"steps": 8, "eval_every": 4}, design=DESIGN)
+    sweep(made, folder / "state")
+    found = values(folder / "state")
+    assert found["stochastic", 0] == found["ours", 0] != found["away", 0]
+
+
+KILLED = """
+import os, signal
+from pathlib import Path
+from functions import stochastic
+
+CALLS = []
+
+def once(y, grid, bits, width):
+    CALLS.append(1)
+    flag = Path(__file__).with_name("flag")
+    if len(CALLS) == 70 and not flag.exists():
+        flag.write_text("")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return stochastic(y, grid, bits, width)
+"""
+"""A function whose process is killed at its 70th call, the first time."""
+
+
+def test_a_trial_that_is_killed_continues_to_the_bits_of_one_that_is_not(folder):
+    (folder / "own" / "killed.py").write_text(KILLED)
+    shape = {"steps": 40, "eval_every": 10}
+    arms = {"own": {KNOB: "own/killed.py:once"}, "plain": {"recipe": "bf16"}}
+    telemetry = {"every": 2, "checkpoint": 0.001}
+
+    def records(state: str) -> tuple[list[str], list[int]]:
+        made = tiny(
+            folder, ablate=None, arms=arms, against="plain", seeds=1, shape=shape, telemetry=telemetry
+        )
+        sweep(made, folder / state, connect=Children)
+        trial = made.spec(next(arm for arm in made.arms if arm.name == "own"), 0, "cpu").id
+        assert statuses(folder / state)["own", 0] == "done"
+        events = [*Store(folder / state).events(trial)]
+        kept = [own(event) for event in events]
+        return kept, [event["resumed"] for event in events if "resumed" in event]
+
+    interrupted, resumed = records("killed")
+    assert (folder / "own" / "flag").exists()
+    assert resumed
+    assert resumed[0] > 0
+    undisturbed, never = records("undisturbed")
+    assert never == []
+    assert interrupted == undisturbed
+
+
+def own(event: dict) -> str:
+    """Return what an event records of the training itself: not its speed."""
+    names = sorted(name for name in event["metrics"] if not name.startswith(("throughput/", "memory/")))
+    return json.dumps([event["step"], {name: event["metrics"][name] for name in names}])
+
+
+def ids(folder: Path) -> dict[str, str]:
+    made = load(folder / "tiny.yaml")
+    return {arm.name: made.spec(arm, 0, "cpu").id for arm in made.arms}
+
+
+def test_an_edit_changes_the_ids_of_the_arms_that_use_the_function_and_a_planned_trial_is_refused(folder):
+    made = experiment(folder, "stochastic")
+    first = ids(folder)
+    arm = next(arm for arm in made.arms if arm.name == "stochastic")
+    spec = made.spec(arm, 0, "cpu")
+    assert str(folder) in spec.wire
+    assert TrialSpec.parse(spec.wire).unchanged
+    (folder / "own" / "notes.py").write_text("A = 1\n")
+    assert ids(folder) == first
+    assert spec.unchanged
+    (folder / "own" / "halves.py").write_text("HALF = 0.5  # edited\n")
+    changed = {name for name, id in ids(folder).items() if id != first[name]}
+    assert changed == {"stochastic"}
+    assert not spec.unchanged
+    with pytest.raises(ValueError, match=r"functions.py:stochastic was edited"):
+        TrialSpec.parse(spec.wire)
+
+
+def test_an_edit_while_the_sweep_runs_ends_it_by_name(folder):
+    edits = "\n\ndef edits(y, grid):\n    open(__file__, 'a').write('# edited')\n    return away(y, grid)\n"
+    with (folder / "own" / "functions.py").open("a") as file:
+        file.write(edits)
+    with pytest.raises(InputError, match=r"own/functions.py was edited while the sweep ran"):
+        sweep(experiment(folder, "edits", seeds=1), folder / "state", connect=Children)
+
+
+def test_a_function_that_raises_fails_its_trials_in_one_sentence(folder):
+    _, news = sweep(experiment(folder, "raises", seeds=1), folder / "state", connect=Children)
+    assert statuses(folder / "state")["raises", 0] == "failed"
+    line = (SOURCES / "functions.py").read_text().splitlines().index('    raise KeyError("nothing here")') + 1
+    sentence = (
+        f"rounding functions.py:raises raised KeyError: 'nothing here' ({folder}/own/functions.py:{line})"
+    )
+    assert any(sentence in text for text in news), news
+    logs = [path.read_text() for path in (folder / "state").glob("trials/*/log-*.txt")]
+    assert any(sentence in log for log in logs)
+    assert not any("ablate/numerics" in log for log in logs)
+
+
+def test_a_mistake_has_its_place_in_the_file(folder):
+    path = folder / "tiny.yaml"
+    path.write_text(json.dumps(content(folder, ablate={KNOB: ["nearest", "own/functions.py:awayy"]})))
+    (problem,) = problems(path)
+    assert "own/functions.py has no function 'awayy'" in problem.message
+    assert problem.line == 1
+
+
+def test_a_recipe_file_names_functions_relative_to_itself(folder):
+    (folder / "own" / "mine.yaml").write_text("{from: nvfp4, wgrad: {g: {rounding: 'functions.py:away'}}}")
+    made = tiny(folder, recipe="own/mine.yaml", ablate={"rht": [True]}, against="bf16")
+    assert made.arms[-1].recipe.wgrad.g.rounding.files
+
+
+def trained(word: str) -> tuple[torch.Tensor, dict[str, float]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.ModuleList([nn.Linear(32, 32)])[0], nn.Sequential(nn.Linear(32, 32)))
+    run = ablate.convert(model, "nvfp4", set={KNOB: word}, blocks="*", measure_every=1)
+    x = torch.randn(16, 32)
+    with run.step():
+        model(x).square().mean().backward()
+    return model[0].weight.grad, run.metrics()
+
+
+def test_convert_takes_a_function_relative_to_the_working_directory(folder, monkeypatch):
+    monkeypatch.chdir(folder / "own")
+    grads, metrics = trained("functions.py:stochastic")
+    same, same_metrics = trained("stochastic")
+    assert torch.equal(grads, same)
+    assert metrics == pytest.approx(same_metrics, nan_ok=True)  # sums in another order
+    assert not torch.equal(grads, trained("functions.py:away")[0])
+    with pytest.raises(InputError, match="raised KeyError"):
+        trained("functions.py:raises")
+
+
+KINDS = {
+    "scale.rounding": "ceil",
+    "range.statistic": "half_amax",
+    "outer.statistic": "fixed",
+    "element": "E2M1",
+}
+
+
+@every(field=KINDS)
+def test_every_other_kind_trains_and_is_measured(field, folder):
+    word = f"{SOURCES}/functions.py:{KINDS[field]}"
+    knob = f"recipe.fprop.x.{field}"
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    run = ablate.convert(model, "nvfp4", set={knob: word}, blocks="*", measure_every=1)
+    with run.step():
+        model(torch.randn(16, 32)).square().mean().backward()
+    assert run.metrics()["quant/fprop.x/sqnr_db"] > 5
+
+
+def test_a_whole_quantiser_replaces_an_operand(folder):
+    own = {"own": f"{SOURCES}/functions.py:as_bf16"}
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    run = ablate.convert(model, "bf16", set={"recipe.fprop.x": own}, blocks="*", measure_every=1)
+    with run.step():
+        model(torch.randn(16, 32)).square().mean().backward()
+    metrics = run.metrics()
+    assert metrics["quant/fprop.x/rel_mse"] == 0.0
+    assert "quant/fprop.x/clipped_frac" not in metrics
+
+
+def test_recipe_show_and_diff_print_functions_with_the_beginning_of_their_digest(folder):
+    (folder / "mine.yaml").write_text("{from: nvfp4, wgrad: {g: {rounding: 'own/functions.py:away'}}}")
+    shown = here("recipe", "show", folder / "mine.yaml", COLUMNS="200").stdout
+    digest = ablate.recipe(folder / "mine.yaml").wgrad.g.rounding.digest[:8]
+    assert f"functions.py:away ({digest})" in shown
+    assert str(folder / "own") not in shown
+    different = here("recipe", "diff", "nvfp4", folder / "mine.yaml", COLUMNS="200").stdout
+    assert "wgrad.g.rounding" in different
+    assert digest in different
+    again = here("recipe", "show", folder / "mine.yaml", "--yaml", checked=True).stdout
+    (folder / "again.yaml").write_text(again)
+    assert ablate.recipe(folder / "again.yaml") == ablate.recipe(folder / "mine.yaml")
+    assert os.path.isabs(ablate.recipe(folder / "again.yaml").wgrad.g.rounding)
