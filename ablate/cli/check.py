@@ -1,9 +1,9 @@
-"""`ablate check`: run the contract of workloads on one's own training code."""
+"""`ablate check`: run the contract of workloads, or of functions in quantisers, on one's own code."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -20,13 +20,20 @@ from ablate.files import Json
 from ablate.recipes import Recipe
 from ablate.training.workloads.base import Workload
 
+if TYPE_CHECKING:
+    from ablate.verification.workload_checks import Promise
+
 _SILENT_SECONDS = 10.0
 """Seconds after which a line says where the runs are, if the output is no terminal."""
 
 
 def check(
     file: Annotated[
-        Path, typer.Argument(help="Experiment (YAML), or a Python file with a training function.")
+        Path,
+        typer.Argument(
+            help="Experiment (YAML), a Python file with a training function, or FILE:FUNCTION, a rounding,"
+            " scale rule, statistic, grid or quantiser of your own."
+        ),
     ],
     function: Annotated[str, typer.Option(help="Name of the function, for a Python file.")] = "train",
     config: Annotated[
@@ -35,34 +42,52 @@ def check(
     ] = None,
     steps: Annotated[int, typer.Option(min=2, help="Optimizer steps of each short run.")] = 6,
 ) -> None:
-    """Check that a training function keeps the promises that comparisons rest on.
+    """Check that a function of your own keeps the promises that comparisons rest on.
 
-    It is run for a few steps, about ten times: it must repeat to the bit, honour its seed, be unchanged by
-    measurements, pass the recipe on to its layers, and resume bit for bit. The first promise that is broken
-    ends the check. Files that it reads and that are not in a trial's identity are listed. Exit status: 0 all
-    kept, 1 one is not, 2 bad input.
+    A training function is run for a few steps, about ten times: it must repeat to the bit, honour its seed,
+    be unchanged by measurements, pass the recipe on to its layers, and resume bit for bit. Files that it
+    reads and that are not in a trial's identity are listed. A function of a quantiser is tried on ties, zeros
+    and numbers that are not finite. The first promise that is broken ends the check. Exit status: 0 all kept,
+    1 one is not, 2 bad input.
     """
+    screen = console()
+    if ":" in file.name:
+        from ablate.verification import function_checks
+
+        field, word = function_checks.subject(str(file))
+        screen.print(f"Checking {word} as `{field}` ...")
+        kept = _printed(screen, function_checks.promises(field, word))
+        raise typer.Exit(_ended(screen, kept, f"A recipe may name it: `{field}: {file}`."))
     workload, recipe, metrics, anneals = _workload(file, function, config or [])
     workload = workload.model_copy(update={"steps": steps})
-    screen = console()
     screen.print(f"Running {file} for {steps} steps, several times ...")
     from ablate.verification.workload_checks import Runs, promises
 
-    broken = False
     with screen.status("") as status:
         show = ProgressLine(screen, status)
-        for promise in promises(Runs(workload, "cpu", recipe, metrics, anneals, show)):
-            broken |= not promise.kept
-            word = Text("PASS", "green") if promise.kept else Text("FAIL", "bold red")
-            if promise.kept and promise.remedy:
-                word = Text("NOTE", "yellow")
-            screen.print(Text.assemble(word, "  ", promise.name))
-            screen.print(Text(f"      {promise.detail}", "dim" if word.plain == "PASS" else ""))
-            if promise.remedy:
-                screen.print(Text(f"      To mend: {promise.remedy}"))
-    last = "A sweep may compare runs of this function."
-    screen.print("The checks after the failed one were not run: mend it and check again." if broken else last)
-    raise typer.Exit(FAILED if broken else DONE)
+        kept = _printed(screen, promises(Runs(workload, "cpu", recipe, metrics, anneals, show)))
+    raise typer.Exit(_ended(screen, kept, "A sweep may compare runs of this function."))
+
+
+def _printed(screen: Console, promises: "Iterable[Promise]") -> bool:
+    """Print a line for each promise as it is checked; return True if all are kept."""
+    kept = True
+    for promise in promises:
+        kept &= promise.kept
+        word = Text("PASS", "green") if promise.kept else Text("FAIL", "bold red")
+        if promise.kept and promise.remedy:
+            word = Text("NOTE", "yellow")
+        screen.print(Text.assemble(word, "  ", promise.name))
+        screen.print(Text(f"      {promise.detail}", "dim" if word.plain == "PASS" else ""))
+        if promise.remedy:
+            screen.print(Text(f"      To mend: {promise.remedy}"))
+    return kept
+
+
+def _ended(screen: Console, kept: bool, last: str) -> int:
+    """Print the last line; return the exit status."""
+    screen.print(last if kept else "The checks after the failed one were not run: mend it and check again.")
+    return DONE if kept else FAILED
 
 
 class ProgressLine:

@@ -28,6 +28,42 @@ seeds: {seeds}                       # runs of each arm; a verdict needs 3, smal
 # ablate plan {name}.yaml        arms, trials and time, in a second; runs nothing
 # ablate sweep {name}.yaml       runs it, or continues it; at the end it names the report
 """
+_COMPARISON = """\
+schema: 1
+question: Does my rounding of the gradient serve as well as rounding to nearest?
+{workload}
+recipe: nvfp4                  # a preset (docs/reference/recipes.md), or a file: my_recipe.yaml
+ablate:                        # the operand and its roundings; every one is an arm
+  recipe.wgrad.g.rounding: [nearest, "{name}_rounding.py:mine"]
+answer: {{knob: recipe.wgrad.g.rounding}}  # the comparison that answers; named before the first run
+against: bf16                  # the baseline, at the same seeds
+seeds: {seeds}                       # runs of each arm; a verdict needs 3, small effects need more
+{design}metric: {{name: val/loss, direction: minimize, min_effect: {effect}}}  # smaller do not matter
+
+# ablate check {name}_rounding.py:mine   its contract: one line for each property
+# ablate sweep {name}.yaml               runs the comparison, or continues it
+"""
+_ROUNDING = '''\
+"""A rounding of my own, for `rounding` of a recipe's operand (docs/use/own_numerics.md)."""
+
+import torch
+
+
+def mine(y, grid, bits, width):
+    """Round the scaled elements y [row tiles, rows, column tiles, columns]; a tile shares a block scale.
+
+    grid.neighbours(|y|) are the values around each magnitude, grid.max is the largest. bits are random
+    integers below 2 ** width, one for each element: leave out both if nothing is drawn. Return values of the
+    grid; never draw from torch's own generator.
+
+    This one draws only where an element is near the middle of two values, and rounds to nearest elsewhere.
+    """
+    lower, upper = grid.neighbours(y.abs())
+    part = ((y.abs().clamp(max=grid.max) - lower) / (upper - lower)).nan_to_num(0.0)
+    drawn = bits < part * 2**width
+    up = torch.where((part - 0.5).abs() < 0.25, drawn, part > 0.5)
+    return torch.where(up, upper, lower).copysign(y)
+'''
 _BUILT_IN = """\
 workload:                      # gpt, mae, finetune (docs/learn/experiments.md); python: your own
   gpt: {{layers: 2, width: 64, heads: 2, batch: 2, steps: 300, lr: 5.0e-4}}"""
@@ -108,17 +144,21 @@ def init(
     hf: Annotated[
         bool, typer.Option("--hf", help="Sweep a script with transformers' Trainer, NAME_train.py.")
     ] = False,
+    rounding: Annotated[
+        bool,
+        typer.Option("--rounding", help="Compare a rounding of your own, NAME_rounding.py, with nearest."),
+    ] = False,
     folder: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
 ) -> None:
     """Write NAME.yaml, a commented experiment to start from. Existing files are never overwritten."""
     sweep_name(Path(f"{name}.yaml"))
     chosen = [stack for stack, on in (("torchtitan", torchtitan), ("megatron", megatron), ("hf", hf)) if on]
-    if len(chosen) + training > 1:
-        named = [*chosen, *(["training"] if training else [])]
+    named = [*chosen, *(word for word, on in (("training", training), ("rounding", rounding)) if on)]
+    if len(named) > 1:
         raise InputError([f"--{' and --'.join(named)} write different files; give one of them"])
-    files = {f"{name}.yaml": experiment_text(name, training)} | (
-        {f"{name}_train.py": _TRAINING} if training else {}
-    )
+    files = {f"{name}.yaml": experiment_text(name, training, rounding)}
+    files |= {f"{name}_train.py": _TRAINING} if training else {}
+    files |= {f"{name}_rounding.py": _ROUNDING} if rounding else {}
     if chosen:
         if not name.translate(str.maketrans("-_.", "aaa")).isalnum() or not name.isascii():
             why = "is part of the job's command; use letters, digits, '-', '_' and '.'"
@@ -136,16 +176,17 @@ def init(
         raise InputError([f"{error.filename}: {error.strerror}"]) from None
     screen = console()
     screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
-    screen.print(f"Next: ablate {'check' if training else 'plan'} {folder / name}.yaml")
+    subject = f"{name}_rounding.py:mine" if rounding else f"{name}.yaml"
+    screen.print(f"Next: ablate {'check' if training or rounding else 'plan'} {folder / subject}")
 
 
-def experiment_text(name: str, training: bool) -> str:
+def experiment_text(name: str, training: bool, rounding: bool = False) -> str:
     """Return the content of a commented experiment."""
     workload = (_OWN if training else _BUILT_IN).format(name=name)
     knob = "workload.config.width: [64, 128]" if training else "lr: [1.0e-3, 2.0e-3]"
     seeds, effect, design = (5, "10%", "") if training else (8, 0.001, _FORKS.format())
     parts = {"workload": workload, "knob": knob, "seeds": seeds, "effect": effect, "design": design}
-    return _EXPERIMENT.format(name=name, **parts)
+    return (_COMPARISON if rounding else _EXPERIMENT).format(name=name, **parts)
 
 
 def schema() -> None:

@@ -1,0 +1,240 @@
+"""The contract of users' functions in quantisers, tried on one of them: `ablate check FILE:FUNCTION`.
+
+A function that breaks its contract in a trial ends the trial (numerics/own_calls.py). These checks try it
+beforehand, on scaled elements with exact ties, values beyond the grid, zeros of both signs, NaN and infinity,
+and on empty tensors. What a contract leaves open, such as symmetry and bias, is reported and fails nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ablate.errors import InputError
+from ablate.numerics import own_calls
+from ablate.numerics.formats import ELEMENTS, SCALES, Format, element_format
+from ablate.numerics.own import ELEMENT, Own, resolved
+from ablate.numerics.own import kind_of as kind_of_file
+from ablate.numerics.rounding import nearest
+from ablate.numerics.scaling import round_scale
+from ablate.numerics.spec import BlockScale
+from ablate.verification.workload_checks import Promise
+
+_GRIDS = {
+    "rounding": {name: ELEMENTS[name] for name in ("e2m1", "int4", "e4m3")},
+    "scale.rounding": {name: SCALES[name] for name in ("e4m3", "ue5m3", "e8m0")},
+}
+"""Formats with which a function is tried."""
+_WIDTH = 8
+"""Random bits of a draw; the bias is the mean over all their values."""
+_MEANT = "nothing, if this is meant"
+_SHAPE = (8, 1, 4, 16)
+"""Tiles: 8 rows of 4 blocks."""
+
+
+def subject(source: str) -> tuple[str, Own]:
+    """Return the field that a function is for, and its word; InputError if there is no such function.
+
+    Args:
+        source: `FILE:FUNCTION`.
+    """
+    path, _, name = source.rpartition(":")
+    try:
+        field = kind_of_file(Path(path), name)
+        word = resolved(field, source, (), None)
+    except (ValueError, SyntaxError) as error:
+        raise InputError([str(error)]) from None
+    except OSError as error:
+        raise InputError([f"{path}: {(error.strerror or str(error)).lower()}"]) from None
+    if word is None:
+        raise InputError([f"{source}: write FILE.py:FUNCTION"])
+    return field, word
+
+
+def promises(field: str, word: Own) -> Iterator[Promise]:
+    """Yield the outcome of each check; the first that fails for want of a result is the last.
+
+    Args:
+        field: the field that it is for, as `subject` returns it.
+        word: the function.
+    """
+    if field == ELEMENT:
+        yield from _of_grid(word)
+        return
+    for name, check in CHECKS.items():
+        for grid_name, grid in _GRIDS.get(field, {"": None}).items():
+            trial = _Trial(field, word, grid)
+            try:
+                found = check(trial)
+            except InputError as error:
+                found = Promise("", False, f"{error}{grid_name and f', with {grid_name}'}")
+            if found is not None and (not found.kept or found.remedy):
+                break
+        if found is not None:
+            yield Promise(name, found.kept, found.detail, found.remedy)
+            if not found.kept:
+                return
+
+
+class _Trial:
+    """One function with one grid, and the inputs that it is tried on."""
+
+    def __init__(self, field: str, word: Own, grid: Format | None) -> None:
+        self.field, self.word, self.grid = field, word, grid
+        top = grid.max if grid and field == "rounding" else 4.0
+        tiles = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0)) * top / 2
+        tiles[0, 0, 0] = torch.arange(16) * top / 16
+        tiles[0, 0, 1] = 0
+        tiles[0, 0, 2, 0] = -0.0
+        self.tiles = tiles
+
+    @property
+    def main(self) -> Tensor:
+        """First argument of the function."""
+        if self.field == "scale.rounding":
+            return self.tiles.abs().amax(dim=(1, 3), keepdim=True).clamp(min=2.0**-6) * 7
+        return self.tiles if self.field in ("rounding", "range.statistic") else self.tiles.view(8, 64)
+
+    def made(self, main: Tensor, draw: int | None = None) -> Tensor:
+        """Return what the function makes of an argument, with all bits `draw`, or drawn; InputError."""
+        generator = torch.Generator().manual_seed(1)
+        width = 24 if self.field == "scale.rounding" else _WIDTH
+        bits = torch.randint(2**width, main.shape, generator=generator).float()
+        bits = bits if draw is None else torch.full_like(bits, draw * 2 ** (width - _WIDTH))
+        if self.field == "rounding":
+            return own_calls.rounded(self.word, main, _present(self.grid), bits, width)
+        if self.field == "scale.rounding":
+            grid = _present(self.grid)
+            name = next(name for name, other in SCALES.items() if other == grid)
+            to = BlockScale(format=name)
+            tiles = main * self.tiles[: main.shape[0], :, : main.shape[2]] * 1.5
+            return own_calls.scales(
+                self.word, main, grid, bits, tiles, ELEMENTS["e2m1"], lambda scale: round_scale(scale, to)
+            )
+        if self.field == "own":
+            return own_calls.quantised(self.word, main, bits, width)
+        amaxes = main.abs()
+        amaxes = amaxes.amax(dim=(1, 3), keepdim=True) if main.ndim == 4 else amaxes.flatten()
+        return own_calls.statistic(self.field, self.word, main, amaxes)
+
+    @property
+    def maps(self) -> bool:
+        """True if a result corresponds to an argument: it is a rounding or a quantiser, not a statistic."""
+        return not self.field.endswith("statistic")
+
+
+def _present(grid: Format | None) -> Format:
+    assert grid is not None
+    return grid
+
+
+def _of_grid(word: Own) -> Iterator[Promise]:
+    """Yield the properties of an element grid: what it holds, and that rounding leaves its values alone."""
+    grid, values = element_format(word), torch.tensor(word.values)
+    held = f"{len(values)} magnitudes from 0 to {grid.max:g}: {grid.bits} bits with the sign"
+    yield Promise("is a grid", True, held)
+    kept = torch.equal(nearest(values, grid), values) and torch.equal(nearest(-values, grid), -values)
+    yield Promise("its values are rounded to themselves", kept, "to nearest, with both signs")
+
+
+def _runs(trial: _Trial) -> Promise:
+    trial.made(trial.main)
+    of = "scalar" if trial.field == "outer.statistic" else "fp32 of the right shape"
+    return Promise("", True, f"{of}, no NaN" + (", on the grid" if trial.grid else ""))
+
+
+def _leaves_alone(trial: _Trial) -> Promise:
+    state = torch.get_rng_state()
+    trial.made(trial.main)
+    return Promise("", torch.equal(torch.get_rng_state(), state), "arguments and torch's generator as before")
+
+
+def _repeats(trial: _Trial) -> Promise:
+    same = torch.equal(trial.made(trial.main), trial.made(trial.main))
+    return Promise("", same, "two calls with the same bits" + ("" if same else " gave different numbers"))
+
+
+def _empty(trial: _Trial) -> Promise | None:
+    if trial.field == "outer.statistic":  # never asked of an empty tensor
+        return None
+    made = trial.made(trial.main[:0])
+    return Promise("", made.numel() == 0, "no rows in, no rows out")
+
+
+def _not_finite(trial: _Trial) -> Promise:
+    main = trial.main.clone()
+    main.view(-1)[-1], main.view(-1)[-2] = torch.nan, torch.inf
+    trial.made(main)
+    return Promise("", True, "NaN and infinity raise nothing, and other numbers stay finite")
+
+
+def _neighbours(trial: _Trial) -> Promise | None:
+    if trial.grid is None:
+        return None
+    main = trial.main
+    lower, upper = trial.grid.neighbours(main.abs())
+    made = trial.made(main).abs()
+    far = (made != lower) & (made != upper)
+    if not far.any():
+        return Promise("", True, "each result is one of the two values around its argument")
+    detail = f"{made[far][0]:g} for {main[far][0]:g}, between {lower[far][0]:g} and {upper[far][0]:g}"
+    return Promise("", True, detail, _MEANT)
+
+
+def _idempotent(trial: _Trial) -> Promise | None:
+    if not trial.maps:
+        return None
+    once = trial.made(trial.main)
+    twice = trial.made(once)
+    if torch.equal(once, twice):
+        return Promise("", True, "results are left as they are")
+    other = once != twice
+    detail = f"{once[other][0]:g} becomes {twice[other][0]:g}"
+    return Promise("", True, detail, _MEANT)
+
+
+def _symmetric(trial: _Trial) -> Promise | None:
+    if not trial.maps or trial.field == "scale.rounding":
+        return None
+    there, back = trial.made(trial.main), trial.made(-trial.main)
+    if torch.equal(there, -back):
+        return Promise("", True, "f(-x) = -f(x)")
+    other = there != -back
+    detail = f"{there[other][0]:g} and {back[other][0]:g} for {trial.main[other][0]:g} and its negative"
+    return Promise("", True, detail, _MEANT)
+
+
+def _unbiased(trial: _Trial) -> Promise | None:
+    if not trial.word.draws:
+        return None
+    main = trial.main if trial.grid is None else trial.main.clamp(-trial.grid.max, trial.grid.max)
+    mean = sum(trial.made(main, draw).double() for draw in range(2**_WIDTH)) / 2**_WIDTH
+    error = (mean - main.double()).abs()
+    if trial.grid is not None:
+        lower, upper = trial.grid.neighbours(main.abs())
+        error = (error / (upper - lower).double()).where(upper > lower, 0)
+        unit = "of a step of the grid"
+    else:
+        far = (trial.made(main).double() - main.double()).abs().max()
+        error, unit = error / far.clamp(min=1e-30), "of the largest error of one"
+    worst = error.max().item()
+    detail = f"largest |mean error| over all {2**_WIDTH} draws: {worst:.2g} {unit}"
+    biased = worst > 2.0**-_WIDTH
+    return Promise(
+        "", True, detail, f"nothing, if this is meant; {_WIDTH} bits reach {2.0**-_WIDTH:.2g}" * biased
+    )
+
+
+CHECKS: dict[str, Callable[[_Trial], Promise | None]] = {
+    "returns what its field needs": _runs,
+    "changes no argument and no global generator": _leaves_alone,
+    "repeats to the bit": _repeats,
+    "takes empty tensors": _empty,
+    "takes numbers that are not finite": _not_finite,
+    "rounds to a neighbour": _neighbours,
+    "leaves its own results alone": _idempotent,
+    "is symmetric": _symmetric,
+    "is unbiased": _unbiased,
+}
+"""Checks by what they try; None from a check that does not apply."""

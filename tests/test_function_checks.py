@@ -1,0 +1,112 @@
+"""`ablate check FILE:FUNCTION`: a function that keeps its contract passes every row, each way to break it fails one, and the path from `init` to a verdict is three commands."""
+
+from pathlib import Path
+
+import pytest
+from support.cases import every
+from support.commands import here
+
+from ablate.errors import InputError
+from ablate.experiment.load import load
+from ablate.numerics.own import KINDS
+from ablate.verification.function_checks import CHECKS, promises, subject
+
+SOURCES = Path(__file__).parent / "support" / "own_numerics"
+
+
+def outcomes(name: str) -> dict[str, str]:
+    """Return PASS, NOTE or FAIL by check."""
+    return {
+        promise.name: "FAIL" if not promise.kept else "NOTE" if promise.remedy else "PASS"
+        for promise in promises(*subject(f"{SOURCES}/functions.py:{name}"))
+    }
+
+
+GOOD = {
+    "rounding": ("away", {"is unbiased"}),
+    "scale.rounding": ("ceil", {"is unbiased", "is symmetric"}),
+    "range.statistic": (
+        "half_amax",
+        {"is unbiased", "is symmetric", "leaves its own results alone", "rounds to a neighbour"},
+    ),
+    "outer.statistic": (
+        "fixed",
+        {
+            *("is unbiased", "is symmetric", "leaves its own results alone", "rounds to a neighbour"),
+            "takes empty tensors",
+        },
+    ),
+    "own": ("as_bf16", {"is unbiased", "rounds to a neighbour"}),
+}
+"""A function of each field, and the checks that do not apply to it."""
+
+
+@every(field=GOOD)
+def test_a_function_that_keeps_its_contract_passes_every_check_that_applies(field):
+    assert GOOD.keys() == KINDS.keys()
+    name, others = GOOD[field]
+    assert subject(f"{SOURCES}/functions.py:{name}")[0] == field
+    assert outcomes(name) == dict.fromkeys(check for check in CHECKS if check not in others) | dict.fromkeys(
+        (check for check in CHECKS if check not in others), "PASS"
+    )
+
+
+def test_a_draw_is_found_unbiased_or_said_to_be_biased():
+    assert outcomes("stochastic")["is unbiased"] == "PASS"
+    assert outcomes("drawn_too_high")["is unbiased"] == "NOTE"
+
+
+def test_what_a_contract_leaves_open_is_reported():
+    assert outcomes("powers_of_two")["rounds to a neighbour"] == "NOTE"
+    assert outcomes("always_up")["is symmetric"] == "NOTE"
+
+
+def test_a_grid_is_described():
+    assert outcomes("E2M1") == {"is a grid": "PASS", "its values are rounded to themselves": "PASS"}
+
+
+BROKEN = (
+    "raises",
+    "too_short",
+    "doubles",
+    "none",
+    "not_a_number",
+    "off_grid",
+    "in_place",
+    "global_draws",
+    "negative",
+)
+
+
+@every(name=BROKEN)
+def test_each_way_to_break_the_contract_fails_the_first_check(name):
+    assert outcomes(name) == {"returns what its field needs": "FAIL"}
+
+
+def test_numbers_that_come_from_elsewhere_do_not_repeat():
+    found = outcomes("counts")
+    assert list(found.items())[-1] == ("repeats to the bit", "FAIL")
+
+
+def test_the_exit_status_is_the_verdict_and_a_wrong_name_is_a_sentence():
+    assert here("check", f"{SOURCES}/functions.py:away").returncode == 0
+    failed = here("check", f"{SOURCES}/functions.py:raises")
+    assert failed.returncode == 1
+    assert "rounding functions.py:raises raised KeyError: 'nothing here'" in " ".join(failed.stdout.split())
+    wrong = here("check", f"{SOURCES}/functions.py:awayy")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert "'away' is the nearest" in wrong.stderr
+    with pytest.raises(InputError, match="no such file"):
+        subject("/nowhere/mine.py:f")
+
+
+def test_init_writes_a_function_and_an_experiment_that_compares_it(tmp_path):
+    here("init", "mine", "--rounding", "--folder", tmp_path, checked=True)
+    assert here("check", tmp_path / "mine_rounding.py:mine").returncode == 0
+    made = load(tmp_path / "mine.yaml", device="cpu")
+    recipes = {arm.recipe.wgrad.g and str(arm.recipe.wgrad.g.rounding).partition("#")[0] for arm in made.arms}
+    assert {"nearest", f"{tmp_path}/mine_rounding.py:mine"} <= recipes
+    assert made.keys.design
+    both = here("init", "other", "--rounding", "--training", "--folder", tmp_path)
+    assert both.returncode == 2
+    assert "--training and --rounding" in both.stderr
