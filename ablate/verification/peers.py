@@ -201,7 +201,7 @@ def torchao() -> Iterator[PeerComparison]:
     )
     why = (
         "torchao rounds amax / 2688 and divides by that, so exact ties move by an ulp; it keeps block scales"
-        " at 2^-9 or more"
+        " at 2^-6 or more"
     )
     yield on_tensors(
         "NVFP4 1x16",
