@@ -286,8 +286,9 @@ KNOBS: dict[str, Knob[Any]] = {
         _weights_2d,
     ),
     "block": _choice(_Rows, "1x32", "Elements that share a scale; 16x16 weight tiles stay.", _block),
-    "element": _choice(
-        _type(Quant, "element"),
+    "element": Knob(
+        _type(Quant, "element") | Annotated[str, Field(pattern=r":[A-Za-z_]\w*$")],
+        f"{', '.join(get_args(_type(Quant, 'element')))}, or FILE:NAME of your own",
         "int4",
         "Number format of every quantised operand.",
         _everywhere("element"),

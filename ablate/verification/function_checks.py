@@ -22,8 +22,8 @@ from ablate.numerics.spec import BlockScale
 from ablate.verification.workload_checks import Promise
 
 _GRIDS = {
-    "rounding": {name: ELEMENTS[name] for name in ("e2m1", "int4", "e4m3")},
-    "scale.rounding": {name: SCALES[name] for name in ("e4m3", "ue5m3", "e8m0")},
+    "rounding": ELEMENTS,
+    "scale.rounding": {name: form for name, form in SCALES.items() if form.bits <= 8},
 }
 """Formats with which a function is tried."""
 _WIDTH = 8

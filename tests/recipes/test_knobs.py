@@ -21,6 +21,7 @@ VALUES = {
 } | {
     "rht": [True, False],
     "sr": [True, False],
+    "element": [*ELEMENTS],
     "sr_headroom": [1.0, 1.0625, 2.0],
     "weights_2d": [True, False],
     "four_over_six": ["mse", "mae", "absmax", None],
