@@ -212,25 +212,34 @@ def subnormal_scales(quant: Quant, rows: int, columns: int) -> Tensor:
 def near_ties(rows: int, columns: int, quant: Quant, seed: int) -> dict[str, Tensor]:
     """Return tensors whose blocks have two candidates of nearly equal error, by dtype.
 
-    Draws blocks until enough have errors that differ by less than the roundings of their sums, or are equal.
+    In bf16, blocks of few significant bits, many of which have exactly equal errors. In fp32, one element of
+    a block is moved by bisection to where the smaller error changes sides, so that the two errors differ by
+    less than the roundings of their sums.
     """
     assert quant.select is not None
-    length, number, made = quant.tile[1], rows * columns // quant.tile[1], {}
-    for dtype in ("bfloat16", "float32"):
-        drawn = normal(40 * number, length, seed + 7)
-        if dtype == "bfloat16":  # few significant bits make exactly equal errors frequent
-            drawn = (drawn * 8).round() / 8
-        drawn[0, 0] = 6.0
-        drawn = drawn.clamp(-6, 6).to(getattr(torch, dtype)).float()
-        gap = _gap(drawn, quant)
-        order = gap.argsort()[: number - 1]
-        x = torch.cat((drawn[:1], drawn[order])).view(rows, columns)
-        made[dtype] = x.bfloat16() if dtype == "bfloat16" else x
-    return made
+    length, number = quant.tile[1], rows * columns // quant.tile[1]
+    coarse = ((normal(40 * number, length, seed + 7) * 8).round() / 8).clamp(-6, 6)
+    coarse[0, 0] = 6.0
+    order = _gap(coarse, quant).abs().argsort()[: number - 1]
+    fine = normal(2 * number, length, seed + 8).clamp(-6, 6)
+    fine[0, 0] = 6.0
+    low, high = fine.clone(), fine.clone()
+    low[1:, 1], high[1:, 1] = 0.1, 0.9
+    crossing = (_gap(low, quant) < 0) != (_gap(high, quant) < 0)
+    for _ in range(40):
+        middle = (low + high) / 2
+        left = ((_gap(middle, quant) < 0) == (_gap(low, quant) < 0))[:, None]
+        low, high = torch.where(left, middle, low), torch.where(left, high, middle)
+    sides = torch.stack((low, high), dim=1)[crossing].flatten(0, 1)[: number - 1]
+    filled = sides.repeat(-(-(number - 1) // len(sides)), 1)[: number - 1]
+    return {
+        "bfloat16": torch.cat((coarse[:1], coarse[order])).view(rows, columns).bfloat16(),
+        "float32": torch.cat((fine[:1], filled)).view(rows, columns),
+    }
 
 
 def _gap(blocks: Tensor, quant: Quant) -> Tensor:
-    """Return the relative difference of the two candidates' errors of blocks, [number]."""
+    """Return the relative difference of the two candidates' errors of blocks, [number]; signed."""
     assert quant.outer is not None
     amax = blocks.abs().amax()
     whole = encode_scale(amax, quant)
@@ -239,7 +248,7 @@ def _gap(blocks: Tensor, quant: Quant) -> Tensor:
         block_error(candidate, tiles, amax, quant).flatten()
         for candidate in candidates(tiles, block_amax(tiles), whole, quant)
     ]
-    return (errors[0] - errors[1]).abs() / errors[0].clamp(min=1e-30)
+    return (errors[0] - errors[1]) / errors[0].clamp(min=1e-30)
 
 
 # --- tensors that a cast keeps --------------------------------------------------------------------
