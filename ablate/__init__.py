@@ -23,10 +23,12 @@ if TYPE_CHECKING:
     from ablate.experiment.python_api import convert, diff, export_model, log, presets, quantize, recipe
     from ablate.recipes.recipe import Recipe
     from ablate.results.proposal_gate import gate
+    from ablate.verification.conformance.run import conform
 
 __version__ = "0.1.0"
 __all__ = [
     "Recipe",
+    "conform",
     "convert",
     "diff",
     "export_model",
@@ -43,6 +45,7 @@ __all__ = [
 _INTERFACE = "ablate.experiment.python_api"
 _HOMES = dict.fromkeys(__all__, _INTERFACE) | {
     "Recipe": "ablate.recipes.recipe",
+    "conform": "ablate.verification.conformance.run",
     "gate": "ablate.results.proposal_gate",
     "judge": "ablate.execution.foreign.answer",
 }

@@ -57,6 +57,7 @@ OTHERS = {
     "recipe": "reads no ledger",
     "data": "reads no ledger",
     "bench": "reads ledgers of its own alone",
+    "conform": "reads no ledger",
 }
 """All other commands, with the reason why a changed record changes nothing that they show."""
 OPENED_APART = {

@@ -103,7 +103,7 @@ def test_what_is_pasted_and_opened_elsewhere_has_no_markup_of_a_name(state, tmp_
 
 def test_a_failure_is_told_as_it_is(tmp_path):
     """The live view, a line of news, and the reason that an exception gave."""
-    from ablate.cli.live_view import View
+    from ablate.cli.executor import View
     from ablate.execution.progress import Progress, Running
 
     for terminal in (False, True):

@@ -14,7 +14,7 @@ from support.experiments import WILD, write
 
 from ablate.cli.answer_view import MOST_LINES, print_lines
 from ablate.cli.common import Screen
-from ablate.cli.live_view import View
+from ablate.cli.executor import View
 from ablate.execution.progress import Progress, Routine, Running
 from ablate.experiment.schema import Asked
 from ablate.results.comparisons import Comparisons

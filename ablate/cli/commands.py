@@ -42,6 +42,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Machine and files": {
         "doctor": ("doctor", "Show what this machine can run; check its numerics."),
+        "conform": ("conform", "Find out if a quantiser computes a recipe; name its fault."),
         "bench": ("bench", "Time quantisers, layers and training steps."),
         "data": ("data", "Prepare text for training, or describe a source."),
         "schema": ("init", "Print the JSON Schema of an experiment, for editors."),
@@ -66,7 +67,7 @@ def options(
         bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
     ] = False,
 ) -> None:
-    """Does this part of my low-precision training recipe matter, for my model, and by how much?"""
+    """Does this part of my low-precision recipe matter for my model? By how much?"""
 
 
 class _Verbs(TyperGroup):

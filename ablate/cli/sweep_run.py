@@ -82,8 +82,7 @@ class SweepRun:
 
     def _steps(self) -> str:
         """Run the trials with a live view, print the answer, and return the status of the outcome."""
-        from ablate.cli.executor import StartingExecutor
-        from ablate.cli.live_view import View
+        from ablate.cli.executor import StartingExecutor, View
         from ablate.execution.workers import ClusterError, ClusterLost
         from ablate.verification.checkup import COMMAND, Checkup, Unfit
 

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ablate import __version__
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import product
@@ -41,7 +40,6 @@ def emulator(recipe: Recipe) -> Subject:
     given = nearest if nearest is not None and nearest.outer is not None else None
     return Subject(
         "ablate",
-        __version__,
         cast=None if nearest is None else lambda x: returned(quantize(x, nearest), x),
         cast_given=None if given is None else lambda x, amax: returned(quantize(x, static(given, amax)), x),
         cast_stochastic=None

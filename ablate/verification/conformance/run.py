@@ -1,19 +1,119 @@
 """Run of the kit: all properties of a subject, and the findings."""
 
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ablate.errors import InputError, nearest
+from ablate.experiment.recipe_source import RecipeSource, load
+from ablate.verification.conformance.diagnosis import commonest_fault, diagnosed
 from ablate.verification.conformance.examination import (
     Examination,
     NotApplicableError,
     RefusedError,
 )
+from ablate.verification.conformance.properties import PROPERTIES
 from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.result import Outcome, Row
+from ablate.verification.conformance.source import as_subject
+from ablate.verification.conformance.subject import Subject
+
+
+@dataclass(frozen=True)
+class Findings:
+    """Rows of one examination."""
+
+    subject: str
+    recipe: str
+    rows: tuple[Row, ...]
+    likely: str = ""
+    """Fault that explains most of the rows that failed, if one is known."""
+
+    @property
+    def passed(self) -> bool:
+        """True if no property fails, and at least one was examined."""
+        judged = [row for row in self.rows if row.outcome != Outcome.NOT_APPLICABLE]
+        return bool(judged) and all(row.outcome != Outcome.FAIL for row in judged)
+
+    @property
+    def faults(self) -> list[str]:
+        """Likely faults by name: the one that explains most first, then the most frequent."""
+        counts = Counter(row.fault for row in self.rows if row.outcome == Outcome.FAIL and row.fault)
+        names = [fault for fault, _ in counts.most_common()]
+        return [self.likely, *(name for name in names if name != self.likely)] if self.likely else names
+
+    @property
+    def table(self) -> str:
+        """Rows that failed, a line each: property, differences, likely fault or detail."""
+        return "\n".join(
+            f"FAIL {row.property}: {row.differing:,} of {row.cases:,} differ; {row.fault or row.detail}"
+            for row in self.rows
+            if row.outcome == Outcome.FAIL
+        )
+
+    @property
+    def text(self) -> str:
+        """One plain sentence: how many properties hold, and the likely fault."""
+        judged = [row for row in self.rows if row.outcome in (Outcome.PASS, Outcome.VARIANT, Outcome.FAIL)]
+        held = sum(row.outcome != Outcome.FAIL for row in judged)
+        sentence = f"{held} of {len(judged)} properties hold"
+        if not judged:
+            return "No property could be examined: the subject has no function that the recipe needs."
+        if held == len(judged):
+            return f"{sentence}: {self.subject} computes {self.recipe}."
+        if not self.faults:
+            return f"{sentence}; no known fault explains the others."
+        return f"{sentence}; likely fault: {self.faults[0]}."
 
 
 def examined(bench: Examination, one: Property) -> Row:
     """Return the row of one property. A subject that raises has a row that failed, with its error."""
     try:
-        return one.examine(bench)
+        row = one.examine(bench)
     except NotApplicableError as reason:
         return Row(one.name, Outcome.NOT_APPLICABLE, detail=str(reason))
     except RefusedError as error:
         return Row(one.name, Outcome.FAIL, 1, 1, detail=str(error))
+    return diagnosed(bench, one, row)
+
+
+def conform(
+    subject: Subject | Callable[..., object],
+    recipe: RecipeSource = "nvfp4",
+    *,
+    only: Iterable[str] = (),
+    seed: int = 0,
+    show: Callable[[Row], None] | None = None,
+) -> Findings:
+    """Find out whether a quantiser or product computes a recipe.
+
+    Args:
+        subject: a `Subject`, or one function, which the names of its parameters explain: (x) casts to
+            nearest, (w) in square blocks, (x, amax) with a given amax, (x, seed) stochastically; (x, w, dy)
+            is a layer, (x, w, dy, offsets) the same for experts.
+        recipe: a preset's name, a recipe file, its content, or a `Recipe`.
+        only: names of the properties to examine; none: all.
+        seed: seed of all data.
+        show: called with each row as soon as it is known.
+
+    Returns:
+        Rows of all properties, `passed`, and `text`, one sentence.
+
+    Raises:
+        ValueError: there is no such recipe.
+        InputError: there is no such property, or the subject is no function of these.
+    """
+    made = load(recipe)
+    name = recipe if isinstance(recipe, str) else "the recipe"
+    wanted = list(only)
+    if unknown := [one for one in wanted if one not in PROPERTIES]:
+        raise InputError([f"{one}: no such property; {nearest(one, PROPERTIES)}" for one in unknown])
+    one = as_subject(subject, getattr(subject, "__name__", "subject"))
+    bench = Examination(one, made, seed)
+    rows = []
+    for known in PROPERTIES.values():
+        if not wanted or known.name in wanted:
+            rows.append(examined(bench, known))
+            if show is not None:
+                show(rows[-1])
+    return Findings(one.name, name, tuple(rows), commonest_fault(bench, rows))

@@ -42,7 +42,7 @@ def _sizes(bench: Examination, wanted: tuple[int, ...]) -> list[int]:
     return [bench.rows(size) if size else 0 for size in wanted]
 
 
-def _given(
+def given_experts(
     bench: Examination, sizes: list[int], dy: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x, w, dy and the int32 offsets of a layer of experts with these numbers of tokens."""
@@ -61,7 +61,7 @@ def _given(
     return bench.typed(x), bench.typed(w), bench.typed(dy), offsets
 
 
-def _experts(x: Tensor, w: Tensor, dy: Tensor, sizes: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+def experts_of(x: Tensor, w: Tensor, dy: Tensor, sizes: list[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Return x, w and dy of each expert, in bf16."""
     pieces = zip(x.bfloat16().split(sizes), w.bfloat16(), dy.bfloat16().split(sizes), strict=True)
     return [(one, weight, gradient) for one, weight, gradient in pieces]
@@ -81,10 +81,10 @@ def _compared(bench: Examination, name: str, wanted: tuple[int, ...], keys: tupl
     """Compare results of every expert with the reference's."""
     bench.function("grouped")
     sizes = _sizes(bench, wanted)
-    x, w, dy, offsets = _given(bench, sizes)
+    x, w, dy, offsets = given_experts(bench, sizes)
     got = call(bench, x, w, dy, "grouped", offsets)
     products, rows, start = products_of(bench), [], 0
-    for expert, given in enumerate(_experts(x, w, dy, sizes)):
+    for expert, given in enumerate(experts_of(x, w, dy, sizes)):
         exact = _expert_exact(products, given)
         stop = start + sizes[expert]
         mine = {"y": got["y"][start:stop], "dx": got["dx"][start:stop], "dw": got["dw"][expert]}
@@ -156,14 +156,14 @@ def grouped_layout(bench: Examination) -> Row:
     w = torch.stack(
         [inputs.permuted_tiles(out, inner, bench.seed + 50 + e, amax, 7) for e in range(len(sizes))]
     )
-    for given in _experts(x, w, dy, sizes):
+    for given in experts_of(x, w, dy, sizes):
         if not _kept(products, *given):
             raise NotApplicableError("no tensor in bf16 is left unchanged by all of the recipe's casts")
     x, w, dy = bench.typed(x), bench.typed(w), bench.typed(dy)
     offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
     got = call(bench, x, w, dy, "grouped", offsets)
     rows, start = [], 0
-    for expert, given in enumerate(_experts(x, w, dy, sizes)):
+    for expert, given in enumerate(experts_of(x, w, dy, sizes)):
         plain, made, stop = plain_products(*given), exact_products(products, *given), start + sizes[expert]
         # Terms that cancel after a rotation leave the roundings of their sum.
         exact = {key: replace(plain[key], magnitudes=made[key].magnitudes) for key in NAMES}
@@ -191,10 +191,10 @@ def grouped_random(bench: Examination) -> Row:
     bench.function("grouped")
     sizes = _sizes(bench, ALIGNED)
     dy = 0.01 * inputs.normal(sum(sizes), side(bench, OUT), bench.seed + 60)
-    x, w, dy, offsets = _given(bench, sizes, dy)
+    x, w, dy, offsets = given_experts(bench, sizes, dy)
     got = call(bench, x, w, dy, "grouped", offsets)
     products, rows, start = products_of(bench), [], 0
-    for expert, given in enumerate(_experts(x, w, dy, sizes)):
+    for expert, given in enumerate(experts_of(x, w, dy, sizes)):
         stop = start + sizes[expert]
         mine = {"dx": got["dx"][start:stop], "dw": got["dw"][expert]}
         rows.append(interval_row("grouped_random", products, given, mine, f"expert {expert}: "))

@@ -27,7 +27,7 @@ _ROWS, _COLUMNS = 128, 256
 
 
 @dataclass(frozen=True)
-class _Draws:
+class Draws:
     """Draws of one tensor of known positions, in units of the step between the two neighbours."""
 
     position: Tensor
@@ -70,7 +70,7 @@ def _grid(bench: Examination, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return lower * factor * x.sign(), step * factor * torch.where(x < 0, -1.0, 1.0), position
 
 
-def _draws(bench: Examination) -> _Draws:
+def draws(bench: Examination) -> Draws:
     """Return CALLS draws of a tensor whose elements lie at POSITIONS, made once for all properties."""
     if "draws" not in bench.cache:
         quant = bench.stochastic
@@ -92,8 +92,8 @@ def _draws(bench: Examination) -> _Draws:
         below, step, position = _grid(bench, x)
         values = tuple(_values(bench, x, seed) for seed in range(CALLS))
         drawn = tuple((value.double() - below) / step for value in values)
-        bench.cache["draws"] = _Draws(position, drawn, x, values)
-    made: _Draws = bench.cache["draws"]
+        bench.cache["draws"] = Draws(position, drawn, x, values)
+    made: Draws = bench.cache["draws"]
     return made
 
 
@@ -133,7 +133,7 @@ def exact_values_kept(bench: Examination) -> Row:
 
 def mean_of_draws(bench: Examination) -> Row:
     """Compare the share of draws that round up with the element's position between its neighbours."""
-    made = _draws(bench)
+    made = draws(bench)
     worst, text, cases = 0.0, "", 0
     for position in POSITIONS:
         hit = (made.position - position).abs() < 1e-6
@@ -153,7 +153,7 @@ def mean_of_draws(bench: Examination) -> Row:
 
 def variance_of_draws(bench: Examination) -> Row:
     """Compare the variance of draws with f (1 - f) step^2."""
-    made = _draws(bench)
+    made = draws(bench)
     worst, text, cases = 0.0, "", 0
     for position in POSITIONS:
         hit = (made.position - position).abs() < 1e-6
@@ -175,7 +175,7 @@ def variance_of_draws(bench: Examination) -> Row:
 
 def bias_of_draws(bench: Examination) -> Row:
     """Measure the mean error in steps, and the gain of normal numbers, with their intervals: reported."""
-    made = _draws(bench)
+    made = draws(bench)
     inner = made.position > 0
     error = torch.cat([(drawn - made.position)[inner] for drawn in made.drawn])
     half = SIGMAS / 2.5 * float(error.std()) / math.sqrt(len(error))
@@ -209,7 +209,7 @@ def seeds(bench: Examination) -> Row:
 
 def independent_draws(bench: Examination) -> Row:
     """Correlate the draws of neighbouring elements, rows, blocks, halves and seeds."""
-    made = _draws(bench)
+    made = draws(bench)
     inner = made.position > 0
     residual = [torch.where(inner, drawn - made.position, 0.0) for drawn in made.drawn]
     rows, columns = made.position.shape

@@ -1,0 +1,173 @@
+"""`ablate conform`: find out whether somebody's FP4 quantiser or product computes a recipe."""
+
+import json
+import textwrap
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ablate.cli.common import DONE, FAILED, Screen, print_starting
+from ablate.errors import InputError, nearest, one_line
+from ablate.recipes import PRESETS
+
+if TYPE_CHECKING:
+    from ablate.verification.conformance.result import Block, Row
+    from ablate.verification.conformance.run import Findings
+
+_WIDTH = 80
+_STYLES = {"pass": "green", "variant": "yellow", "fail": "bold red", "report": "cyan", "n/a": "dim"}
+
+
+def conform(
+    subject: Annotated[
+        str,
+        typer.Argument(
+            help="module:function, file.py:function, module:SUBJECT, a library, or a folder of dumps."
+        ),
+    ] = "",
+    recipe: Annotated[str, typer.Option("--as", help="Recipe that it should compute.")] = "nvfp4",
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="PROPERTY", help="Examine this property only; repeatable.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    device: Annotated[str, typer.Option(help="Device of the tensors that it is handed.")] = "cpu",
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the data.")] = 0,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Show a published fault: injected, seen and named.")
+    ] = False,
+) -> None:
+    """Find out whether a quantiser or product computes a recipe, and name its fault.
+
+    Codes and scales are compared exactly with the recipe's specification, on data that hits ties, subnormals,
+    saturation and odd shapes; draws by their distribution; products by a bound on their sums. Exit status: 0
+    all properties hold, 1 one fails, 2 bad input.
+    """
+    if demo == bool(subject):
+        raise InputError(["give a subject, such as my_kernels.py:quantise, or --demo alone"])
+    print_starting("importing torch", quiet=as_json or demo)
+    started, screen = time.monotonic(), Screen(width=_WIDTH)
+    rows: list[Row] = []
+
+    def show(row: "Row") -> None:
+        rows.append(row)
+        if not as_json and row.outcome != "n/a":
+            print_row(screen, row)
+
+    findings = (
+        _demonstrated(screen, show, as_json) if demo else _examined(subject, recipe, only, device, seed, show)
+    )
+    if as_json:
+        print(json.dumps(_document(findings, time.monotonic() - started), indent=1))
+    else:
+        for row in findings.rows[len(rows) :]:  # of a folder of dumps
+            print_row(screen, row)
+        _print_end(screen, findings, time.monotonic() - started)
+    raise typer.Exit(DONE if findings.passed or (demo and bool(findings.faults)) else FAILED)
+
+
+def _examined(
+    subject: str, recipe: str, only: list[str] | None, device: str, seed: int, show: Any
+) -> "Findings":
+    """Return the findings on what a user named; InputError for a wrong name."""
+    if recipe not in PRESETS and not Path(recipe).suffix:
+        raise InputError([f"--as {recipe}: no such preset; {nearest(recipe, PRESETS)}"])
+    from ablate.verification.conformance.source import find, names
+
+    if subject not in names() and Path(subject).is_dir():
+        try:
+            dumps = import_module("ablate.verification.conformance.replay")
+        except ModuleNotFoundError:
+            raise InputError([f"{subject} is a folder, and this version reads no dumps"]) from None
+        found: Findings = dumps.replay(Path(subject), recipe)
+        return found
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).strip().splitlines()[0]
+        raise InputError([f"--device {one_line(device)}: torch cannot use it: {first}"]) from None
+    from ablate.verification.conformance.run import conform as examine
+
+    try:
+        return examine(find(subject, recipe, device), recipe, only=only or (), seed=seed, show=show)
+    except ValueError as error:
+        raise InputError([f"--as {error}"]) from None
+
+
+def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
+    """Return the findings on an injected fault."""
+    from ablate.verification.conformance import demo
+    from ablate.verification.conformance.run import conform as examine
+
+    if not as_json:
+        screen.print(demo.STORY)
+    return examine(demo.faulty(), demo.RECIPE, only=demo.PROPERTIES, show=show)
+
+
+# --- printing -------------------------------------------------------------------------------------
+
+
+def print_row(screen: Screen, row: "Row", whole: bool = True) -> None:
+    """Print one property in a line, and below it what differs; the first block if `whole`."""
+    counts = f"{row.differing:,} of {row.cases:,} differ" if row.differing else f"{row.cases:,} compared"
+    if row.outcome == "report":
+        counts = ""
+    word = row.outcome.upper() if row.outcome == "fail" else str(row.outcome)
+    style = _STYLES[row.outcome]
+    screen.print(Text.assemble((f"{word:8}", style), f"{row.property:28}{counts:>30}".rstrip()))
+    if row.detail and row.outcome != "pass":
+        _indented(screen, row.detail)
+    if row.outcome == "fail":
+        if row.block is not None and whole:
+            _print_block(screen, row.block)
+        if row.fault:
+            _indented(screen, f"likely fault: {row.fault}", "bold")
+
+
+def _print_block(screen: Screen, block: "Block") -> None:
+    _indented(screen, f"first at {block.place}")
+    for word, computed, values in (
+        ("input", "", block.source),
+        ("recipe", block.computed, block.expected),
+        ("subject", block.computed_by_subject, block.got),
+    ):
+        shown = computed or " ".join(f"{value:.5g}" for value in values)
+        if shown:
+            _indented(screen, f"{word + ':':9}{shown}", "dim" if word == "input" else "", 9)
+
+
+def _indented(screen: Screen, text: str, style: str = "", hanging: int = 0) -> None:
+    lines = textwrap.wrap(one_line(text), _WIDTH - 8, subsequent_indent=" " * hanging)
+    for line in lines:
+        screen.print(Text(" " * 8 + line, style))
+
+
+def _print_end(screen: Screen, findings: "Findings", seconds: float) -> None:
+    skipped: dict[str, int] = {}
+    for row in findings.rows:
+        if row.outcome == "n/a":
+            skipped[row.detail] = skipped.get(row.detail, 0) + 1
+    if skipped:
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in skipped.items())
+        screen.print(Text(textwrap.fill(f"Not examined: {reasons}.", _WIDTH), "dim"))
+    style = "bold green" if findings.passed else "bold red"
+    screen.print(Text(textwrap.fill(findings.text, _WIDTH), style))
+    screen.print(Text(f"({seconds:.1f} s)", "dim"))
+
+
+def _document(findings: "Findings", seconds: float) -> dict[str, object]:
+    return {
+        "subject": findings.subject,
+        "recipe": findings.recipe,
+        "passed": findings.passed,
+        "text": findings.text,
+        "seconds": round(seconds, 2),
+        "rows": [
+            {**vars(row), "block": None if row.block is None else vars(row.block)} for row in findings.rows
+        ],
+    }

@@ -1,0 +1,545 @@
+"""Wrong computations of a cast, each written down, to be compared with what a subject returned."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.numerics.rounding import away, ceil, floor, nearest
+from ablate.numerics.scaling import round_scale
+from ablate.numerics.spec import Quant, Select
+from ablate.numerics.stored import swizzle, unswizzle
+from ablate.verification.conformance.computation import LARGEST, RECIPE, Computation, NoComputationError
+
+FLOORS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 2.0**-9, 2.0**-6, 2.0**-126, 2.0**-24)
+"""Constants that implementations put below an amax or a scale."""
+
+
+def _top(quant: Quant) -> float:
+    return quant.range.map_to or ELEMENTS[quant.element].max
+
+
+def _rounded(exact: Tensor, quant: Quant) -> Tensor:
+    assert quant.scale is not None
+    return round_scale(exact.clamp(max=LARGEST), quant.scale)
+
+
+def _exact_scale(a: Tensor, outer: Tensor, quant: Quant) -> Tensor:
+    return (a * (outer * torch.full_like(outer, 1 / _top(quant)) * quant.range.headroom)).clamp(max=LARGEST)
+
+
+def _per_tensor(amax: Tensor, quant: Quant) -> Tensor:
+    """Return amax / 2688, by which some libraries divide."""
+    if quant.outer is None:
+        raise NoComputationError("no second level")
+    return amax / torch.full_like(amax, ELEMENTS[quant.element].max * quant.outer.bound)
+
+
+# --- order of operations --------------------------------------------------------------------------
+
+
+def _two_roundings(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return _rounded(a / torch.full_like(a, _top(quant)) * outer * quant.range.headroom, quant)
+
+
+def _divided_scale(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return _rounded(a / torch.full_like(a, _top(quant)) / _per_tensor(amax, quant), quant)
+
+
+def _quotient(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return tiles * (outer / s).clamp(max=LARGEST)
+
+
+def _division(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return (tiles / (s * (1 / outer))).nan_to_num(0.0, LARGEST, -LARGEST)
+
+
+def _division_by_ratio(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return (tiles / (s / outer)).nan_to_num(0.0, LARGEST, -LARGEST)
+
+
+def _two_steps(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return (tiles * outer / s).nan_to_num(0.0, LARGEST, -LARGEST)
+
+
+def _division_by_product(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return (tiles / (_per_tensor(amax, quant) * s)).nan_to_num(0.0, LARGEST, -LARGEST)
+
+
+def _reciprocal_of_product(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return tiles * (1 / (_per_tensor(amax, quant) * s)).clamp(max=LARGEST)
+
+
+def _reciprocal_amax(amax: Tensor, quant: Quant) -> Tensor:
+    """Return S as torch computes a number over a tensor: times the reciprocal, which rounds twice."""
+    assert quant.outer is not None
+    scale = (ELEMENTS[quant.element].max * quant.outer.bound) * (1.0 / amax)
+    return torch.where((amax == 0) | (scale == 0), 1.0, scale.clamp(max=LARGEST))
+
+
+SCALE_ORDERS = {"": RECIPE.scale, "(a/6) S": _two_roundings, "(a/6) / (amax/2688)": _divided_scale}
+FACTOR_ORDERS = {
+    "": RECIPE.scaled,
+    "S/s": _quotient,
+    "x / (s (1/S))": _division,
+    "x / (s/S)": _division_by_ratio,
+    "x S / s": _two_steps,
+    "x / (s amax/2688)": _division_by_product,
+    "x (1/(s amax/2688))": _reciprocal_of_product,
+}
+
+
+OUTER_ORDERS = {"": RECIPE.outer, "S = 2688 (1/amax)": _reciprocal_amax}
+
+
+def orders() -> Iterator[tuple[str, Computation]]:
+    """Yield every order of operations but the recipe's: legitimate variants, which round ties otherwise."""
+    for outer, level in OUTER_ORDERS.items():
+        for scale, by in SCALE_ORDERS.items():
+            for factor, scaled in FACTOR_ORDERS.items():
+                parts = [outer, f"scale {scale}" * bool(scale), f"elements {factor}" * bool(factor)]
+                if any(parts):
+                    name = "order of operations: " + ", ".join(filter(None, parts))
+                    yield name, replace(RECIPE, outer=level, scale=by, scaled=scaled)
+
+
+# --- scales ---------------------------------------------------------------------------------------
+
+
+def _scale_rounded(rule: str, a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    assert quant.scale is not None
+    grid, exact = SCALES[quant.scale.format], _exact_scale(a, outer, quant)
+    if grid.bits > 8:
+        raise NoComputationError("wide scales")
+    if not grid.mantissa:
+        return _power_of_two(rule, exact)
+    rules = {"floor": floor, "ceil": ceil, "nearest": nearest, "away": away}
+    if rule not in rules:
+        raise NoComputationError(rule)
+    return rules[rule](exact, grid)
+
+
+def _power_of_two(rule: str, exact: Tensor) -> Tensor:
+    fraction, exponent = torch.frexp(exact.double())  # in [1/2, 1)
+    lower = exponent - 1
+    up = {
+        "floor": torch.zeros_like(fraction, dtype=torch.bool),
+        "ceil": fraction > 0.5,
+        "nearest": fraction > 0.75,
+        "away": fraction >= 0.75,
+        "logarithmic": fraction >= 2**-0.5,
+    }.get(rule)
+    if up is None:
+        raise NoComputationError(rule)
+    power = (lower + up).clamp(-127, 127)
+    return torch.where(exact == 0, 2.0**-127, torch.ldexp(torch.ones_like(fraction), power)).float()
+
+
+def _unclamped(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    assert quant.scale is not None
+    name = SCALES[quant.scale.format].dtype
+    exact = a * (outer * torch.full_like(outer, 1 / _top(quant)))
+    if name != "float8_e4m3fn":
+        raise NoComputationError("other scales")
+    rounded = round_scale(exact, quant.scale)
+    return torch.where(exact < 464, rounded, float("nan"))
+
+
+def _scale_factor(factor: float, a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return RECIPE.scale(a, outer, amax, quant) * factor
+
+
+def _scale_floor(least: float, a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return RECIPE.scale(a, outer, amax, quant).clamp(min=least)
+
+
+def _zero_scale(value: float, a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return torch.where(a == 0, value, RECIPE.scale(a, outer, amax, quant))
+
+
+def _zero_rounded_to(value: float, a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    s = RECIPE.scale(a, outer, amax, quant)
+    return torch.where(s == 0, value, s)
+
+
+def _flushed(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    s = RECIPE.scale(a, outer, amax, quant)
+    return torch.where(s < 2.0**-6, 0.0, s)
+
+
+def _bf16_scale(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return _rounded(_exact_scale(a, outer, quant).bfloat16().float(), quant)
+
+
+def _as_normal(scales: Tensor, quant: Quant) -> Tensor:
+    """Decode E4M3 bytes below 8, which are subnormal, as (1 + m/8) 2^-7."""
+    mantissa = scales * 2.0**9
+    return torch.where((scales < 2.0**-6) & (scales > 0), (1 + mantissa / 8) * 2.0**-7, scales)
+
+
+def _format_range(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return RECIPE.scale(a, outer, amax, quant).clamp(2.0**-126, 2.0**126)
+
+
+def scale_faults() -> Iterator[tuple[str, Computation]]:
+    """Yield faults of block scales."""
+    words = {
+        "floor": "truncated",
+        "ceil": "rounded up",
+        "nearest": "rounded to nearest even",
+        "away": "rounded with ties away",
+    }
+    for rule, word in (words | {"logarithmic": "rounded at sqrt(2)"}).items():
+        yield f"block scale {word}", replace(RECIPE, scale=partial(_scale_rounded, rule))
+    yield "cast to E4M3 without clamp", replace(RECIPE, scale=_unclamped)
+    yield "subnormal scales flushed to zero", replace(RECIPE, scale=_flushed)
+    yield "subnormal scales decoded as normal", replace(RECIPE, stored_scales=_as_normal)
+    yield "block scale computed in bf16", replace(RECIPE, scale=_bf16_scale)
+    for factor, word in ((2.0, "twice"), (0.5, "half")):
+        yield f"block scale {word} as large", replace(RECIPE, scale=partial(_scale_factor, factor))
+    for least in FLOORS:
+        yield f"floor of block scales at {least:.3g}", replace(RECIPE, scale=partial(_scale_floor, least))
+    for value, word in ((1.0, "1"), (2.0**-9, "2^-9"), (2.0**-6, "2^-6"), (0.0, "0"), (2.0**-126, "2^-126")):
+        yield f"scale of a zero block is {word}", replace(RECIPE, scale=partial(_zero_scale, value))
+        yield f"scale that rounds to zero is {word}", replace(RECIPE, scale=partial(_zero_rounded_to, value))
+    yield "exponents 127 and -127 clamped", replace(RECIPE, scale=_format_range)
+
+
+# --- second level ---------------------------------------------------------------------------------
+
+
+def _stale(x: Tensor, previous: Tensor | None, quant: Quant) -> Tensor:
+    if previous is None:
+        raise NoComputationError("no earlier call")
+    return previous.float().abs().amax()
+
+
+def _part(rows: Callable[[Tensor], Tensor], x: Tensor, previous: Tensor | None, quant: Quant) -> Tensor:
+    part = rows(x)
+    if not part.numel():
+        raise NoComputationError("no such part")
+    return part.abs().amax()
+
+
+def _floored_amax(least: float, x: Tensor, previous: Tensor | None, quant: Quant) -> Tensor:
+    return RECIPE.amax(x, previous, quant).clamp(min=least)
+
+
+def _floored_block(least: float, tiles: Tensor, quant: Quant) -> Tensor:
+    return RECIPE.block(tiles, quant).clamp(min=least)
+
+
+def _one(amax: Tensor, quant: Quant) -> Tensor:
+    return torch.ones_like(amax)
+
+
+def _no_outer(quant: Quant) -> Quant:
+    return quant.model_copy(update={"outer": None})
+
+
+def _bound(bound: float, quant: Quant) -> Quant:
+    if quant.outer is None or quant.outer.bound == bound:
+        raise NoComputationError("the same bound")
+    return quant.model_copy(update={"outer": quant.outer.model_copy(update={"bound": bound})})
+
+
+def _as_reciprocal(codes: Tensor, s: Tensor, outer: Tensor, amax: Tensor | None, quant: Quant) -> Tensor:
+    return codes * s * outer
+
+
+def _without_outer(codes: Tensor, s: Tensor, outer: Tensor, amax: Tensor | None, quant: Quant) -> Tensor:
+    return codes * s
+
+
+def _folded(
+    dtype: torch.dtype, codes: Tensor, s: Tensor, outer: Tensor, amax: Tensor | None, quant: Quant
+) -> Tensor:
+    return codes * RECIPE.decode(torch.ones_like(s), s, outer, amax, quant).to(dtype).float()
+
+
+def outer_faults() -> Iterator[tuple[str, Computation]]:
+    """Yield faults of the second level."""
+    yield "no tensor scale", replace(RECIPE, quant=_no_outer)
+    yield "amax of the call before", replace(RECIPE, amax=_stale)
+    parts: dict[str, Callable[[Tensor], Tensor]] = {
+        "first row": lambda x: x[:1],
+        "last row": lambda x: x[-1:],
+        "first 16 rows": lambda x: x[:16],
+        "first half of the rows": lambda x: x[: len(x) // 2],
+        "last half of the rows": lambda x: x[len(x) // 2 :],
+        "first 128 rows": lambda x: x[:128],
+        "first half of the columns": lambda x: x[:, : x.shape[1] // 2],
+        "first block of each row": lambda x: x[:, :16],
+        "positive elements": lambda x: x.clamp(min=0),
+        "negative elements": lambda x: x.clamp(max=0),
+    }
+    for word, rows in parts.items():
+        yield f"amax of the {word} only", replace(RECIPE, amax=partial(_part, rows))
+    yield (
+        "amax rounded to bf16",
+        replace(RECIPE, amax=lambda x, previous, quant: RECIPE.amax(x, previous, quant).bfloat16().float()),
+    )
+    for least in FLOORS:
+        yield f"floor of the amax at {least:.3g}", replace(RECIPE, amax=partial(_floored_amax, least))
+        yield f"floor of block amaxes at {least:.3g}", replace(RECIPE, block=partial(_floored_block, least))
+    for bound in (256.0, 448.0, 240.0, 480.0):
+        yield f"bound {bound:g} of block scales", replace(RECIPE, quant=partial(_bound, bound))
+    yield "global scale stored as its reciprocal", replace(RECIPE, decode=_as_reciprocal)
+    yield "global scale left out of the values", replace(RECIPE, decode=_without_outer)
+    for dtype in (torch.bfloat16, torch.float16):
+        word = str(dtype).removeprefix("torch.")
+        yield f"folded scale rounded to {word}", replace(RECIPE, decode=partial(_folded, dtype))
+
+
+# --- elements, blocks and candidates --------------------------------------------------------------
+
+
+def _ties(rule: str, y: Tensor, quant: Quant) -> Tensor:
+    grid = ELEMENTS[quant.element]
+    magnitude = y.abs().clamp(max=grid.max)
+    step = grid.step(magnitude)
+    units = magnitude / step
+    lower = units.floor()
+    up = {
+        "away": units - lower >= 0.5,
+        "zero": units - lower > 0.5,
+        "truncated": units < 0,
+        "up": units > lower,
+    }
+    return ((lower + up[rule]) * step).copysign(y)
+
+
+def _bf16_elements(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return RECIPE.scaled(tiles, s, outer, amax, quant).bfloat16().float()
+
+
+def _bf16_factor(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    factor = RECIPE.scaled(torch.ones_like(tiles), s, outer, amax, quant).bfloat16().float()
+    return (tiles * factor).bfloat16().float()
+
+
+def _block_of(block: str, quant: Quant) -> Quant:
+    if quant.block == block:
+        raise NoComputationError("the same block")
+    return quant.model_copy(update={"block": block})
+
+
+def _mapped(top: float | None, quant: Quant) -> Quant:
+    return quant.model_copy(update={"range": quant.range.model_copy(update={"map_to": top})})
+
+
+def _selecting(criterion: str, quant: Quant) -> Quant:
+    if quant.select is None or quant.select.criterion == criterion:
+        raise NoComputationError("no selection, or the same")
+    return quant.model_copy(update={"select": quant.select.model_copy(update={"criterion": criterion})})
+
+
+def _fixed(value: float, quant: Quant) -> Quant:
+    if quant.select is None:
+        raise NoComputationError("no selection")
+    other = 4.0 if value != 4.0 else 6.0
+    return quant.model_copy(update={"select": Select(among="scales", map_to=(value, other))})
+
+
+def _never(one: Tensor, other: Tensor) -> Tensor:
+    return torch.zeros_like(one, dtype=torch.bool)
+
+
+def _scaled_error(
+    codes: Tensor, s: Tensor, y: Tensor, tiles: Tensor, amax: Tensor | None, quant: Quant
+) -> Tensor:
+    difference = codes - y
+    return _summed(difference, quant).double()
+
+
+def _summed(difference: Tensor, quant: Quant) -> Tensor:
+    kind = quant.select.criterion if quant.select else "mse"
+    if kind == "absmax":
+        return difference.abs().amax(dim=(1, 3), keepdim=True)
+    return (difference.square() if kind == "mse" else difference.abs()).sum(dim=(1, 3), keepdim=True)
+
+
+def _other_sum(
+    how: str, codes: Tensor, s: Tensor, y: Tensor, tiles: Tensor, amax: Tensor | None, quant: Quant
+) -> Tensor:
+    values = RECIPE.decode(codes, s, torch.ones(()), amax, quant)
+    if how == "bf16":
+        values = values.bfloat16().float()
+    if how == "double":
+        return _summed(values.double() - tiles.double(), quant)
+    if how == "tree":
+        difference = values - tiles
+        terms = difference.square() if quant.select and quant.select.criterion == "mse" else difference.abs()
+        terms = terms.permute(0, 2, 1, 3).flatten(2)
+        while terms.shape[-1] > 1:
+            terms = terms[..., : terms.shape[-1] // 2] + terms[..., terms.shape[-1] // 2 :]
+        return terms[:, None]
+    return _summed(values - tiles, quant)
+
+
+def _from_rounded(base: Tensor, value: float, quant: Quant) -> Tensor:
+    """Return the second candidate's scale from the first one's rounded scale, and not from amax / 4."""
+    assert quant.scale is not None
+    top = ELEMENTS[quant.element].max
+    return round_scale(round_scale(base, quant.scale) * (top / value), quant.scale)
+
+
+def element_faults() -> Iterator[tuple[str, Computation]]:
+    """Yield faults of elements, blocks and the choice between candidates."""
+    words = {
+        "away": "ties away from zero",
+        "zero": "ties toward zero",
+        "truncated": "truncated",
+        "up": "rounded up",
+    }
+    for rule, word in words.items():
+        yield f"elements {word}", replace(RECIPE, element=partial(_ties, rule))
+    yield "elements scaled in bf16", replace(RECIPE, scaled=_bf16_elements)
+    yield "factor and elements in bf16", replace(RECIPE, scaled=_bf16_factor)
+    yield "input rounded to bf16", replace(RECIPE, source=lambda x, quant: x.bfloat16().float())
+    yield "input rounded to fp16", replace(RECIPE, source=lambda x, quant: x.half().float())
+    for block in ("1x8", "1x16", "1x32", "1x64", "1x128", "16x16", "32x32"):
+        yield f"blocks of {block}", replace(RECIPE, quant=partial(_block_of, block))
+    for top in (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 256.0, 448.0):
+        yield f"largest magnitude mapped to {top:g}", replace(RECIPE, quant=partial(_mapped, top))
+    for criterion in ("mse", "mae", "absmax"):
+        yield f"candidates chosen by {criterion}", replace(RECIPE, quant=partial(_selecting, criterion))
+    yield "errors of scaled elements, not of values", replace(RECIPE, error=_scaled_error)
+    for how, word in (
+        ("tree", "as a tree"),
+        ("torch", "in torch's order"),
+        ("double", "in double precision"),
+        ("bf16", "of values rounded to bf16"),
+    ):
+        yield f"candidates' errors added {word}", replace(RECIPE, error=partial(_other_sum, how))
+    yield "equal errors take the second candidate", replace(RECIPE, prefers=torch.le)
+    yield "second candidate's scale from the rounded first", replace(RECIPE, candidate=_from_rounded)
+    for value in (6.0, 4.0):
+        yield f"{value:g} is never left", replace(RECIPE, quant=partial(_fixed, value), prefers=_never)
+
+
+# --- layout ---------------------------------------------------------------------------------------
+
+
+def _swapped(codes: Tensor, quant: Quant) -> Tensor:
+    if codes.shape[1] % 2:
+        raise NoComputationError("odd columns")
+    return codes.view(len(codes), -1, 2).flip(2).reshape(codes.shape)
+
+
+def _reread(how: str, scales: Tensor, quant: Quant) -> Tensor:
+    """Return scales that were written in one layout and read in another; as bytes."""
+    assert quant.scale is not None
+    name, (rows, blocks) = SCALES[quant.scale.format].dtype, scales.shape
+    if name is None or not name.startswith("float8"):
+        raise NoComputationError("wide scales")
+    raw = scales.to(getattr(torch, name)).view(torch.uint8)
+    padded = torch.nn.functional.pad(raw, (0, -blocks % 4, 0, -rows % 128))
+    size = padded.numel()
+    if how == "missing":
+        flat = padded.reshape(-1)
+    elif how == "unpadded":
+        flat = torch.nn.functional.pad(raw.reshape(-1), (0, size - raw.numel()))
+    elif how == "doubled":
+        flat = swizzle(swizzle(raw).view(padded.shape))
+    elif how == "transposed":
+        turned = padded.t().contiguous() if padded.shape[0] == padded.shape[1] else padded.view(-1, 4, 128)
+        flat = turned.transpose(-1, -2).reshape(-1)
+    else:  # "added": written in the layout of tensor cores, read row by row
+        return swizzle(raw)[: rows * blocks].view(rows, blocks).view(getattr(torch, name)).float()
+    return unswizzle(flat.contiguous(), rows, blocks).view(getattr(torch, name)).float()
+
+
+def _storage_order(x: Tensor, quant: Quant) -> Tensor:
+    """Return the elements as they lie in memory, without regard to strides."""
+    rows, columns = x.shape
+    held = x.untyped_storage().nbytes() // x.element_size() - x.storage_offset()
+    if x.is_contiguous() or held < rows * columns:
+        raise NoComputationError("a contiguous tensor")
+    return x.as_strided((rows, columns), (columns, 1), x.storage_offset()).float()
+
+
+def _transposed(x: Tensor, quant: Quant) -> Tensor:
+    return x.float().t().reshape(x.shape)
+
+
+def layout_faults() -> Iterator[tuple[str, Computation]]:
+    """Yield faults of bytes, layouts and strides."""
+    yield "nibbles swapped", replace(RECIPE, stored_codes=_swapped)
+    words = {
+        "missing": "scales not in the 128 x 4 layout",
+        "unpadded": "scales laid out without padding",
+        "doubled": "128 x 4 layout applied twice",
+        "added": "scales in the 128 x 4 layout, read row by row",
+    }
+    for how, word in words.items():
+        yield word, replace(RECIPE, stored_scales=partial(_reread, how))
+    yield "strides ignored", replace(RECIPE, source=_storage_order)
+    yield "input read transposed", replace(RECIPE, source=_transposed)
+
+
+def combined() -> Iterator[tuple[str, Computation]]:
+    """Yield every order of operations with another rounding of ties: what a first attempt often has."""
+    for rule, word in (("zero", "ties toward zero"), ("away", "ties away from zero")):
+        for name, computation in orders():
+            yield f"elements {word}, and {name}", replace(computation, element=partial(_ties, rule))
+
+
+def every() -> dict[str, Computation]:
+    """Return all wrong computations of a cast by the fault's name, the likeliest first."""
+    made: dict[str, Computation] = {}
+    for family in (outer_faults, scale_faults, orders, element_faults, layout_faults, combined):
+        made.update(family())
+    return made
+
+
+CAST_FAULTS = every()
+"""Wrong computations of a cast, by name."""
+
+
+# --- legitimate variants --------------------------------------------------------------------------
+
+
+def _with(**steps: object) -> Callable[[Computation], Computation]:
+    return lambda computation: replace(computation, **steps)  # type: ignore[arg-type]
+
+
+def _zero_block(value: float) -> Callable[[Computation], Computation]:
+    def changed(before: Computation) -> Computation:
+        return replace(
+            before,
+            scale=lambda a, outer, amax, quant: torch.where(
+                a == 0, value, before.scale(a, outer, amax, quant)
+            ),
+        )
+
+    return changed
+
+
+VARIANTS: dict[str, Callable[[Computation], Computation]] = {
+    **{f"scale {word}": _with(scale=by) for word, by in SCALE_ORDERS.items() if word},
+    **{word: _with(outer=by) for word, by in OUTER_ORDERS.items() if word},
+    **{f"elements {word}": _with(scaled=by) for word, by in FACTOR_ORDERS.items() if word},
+    **{f"E8M0 {rule}": _with(scale=partial(_scale_rounded, rule)) for rule in ("floor", "ceil", "nearest")},
+    "zero block 1": _zero_block(1.0),
+    "zero block smallest": _zero_block(2.0**-9),
+    "least scale 2^-9": _with(scale=partial(_scale_floor, 2.0**-9)),
+    "least scale 2^-6": _with(scale=partial(_scale_floor, 2.0**-6)),
+    "bf16 input": _with(source=lambda x, quant: x.bfloat16().float()),
+}
+"""Legitimate differences by the word that `Subject.variants` takes, as changes of a computation."""
+HINTS = {
+    **{f"order of operations: {word}": word for word in VARIANTS},
+    "block scale rounded up": "E8M0 ceil",
+    "block scale truncated": "E8M0 floor",
+    "block scale rounded to nearest even": "E8M0 nearest",
+    "scale of a zero block is 1": "zero block 1",
+    "scale of a zero block is 2^-9": "zero block smallest",
+    "floor of block scales at 0.00195": "least scale 2^-9",
+    "floor of block scales at 0.0156": "least scale 2^-6",
+    "input rounded to bf16": "bf16 input",
+}
+"""Word of the variant that a fault of this name may be, if it was meant."""

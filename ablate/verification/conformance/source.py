@@ -1,0 +1,154 @@
+"""From what a user names to a subject: a function, a Subject, an adaptor, an entry point."""
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ablate.errors import InputError, nearest
+from ablate.experiment.recipe_source import load
+from ablate.verification.conformance.emulator import emulator
+from ablate.verification.conformance.subject import Subject
+
+GROUP = "ablate.conformance"
+"""Entry points of packages that bring their own subjects: a name, and a Subject or a function."""
+_PARAMETERS = {
+    ("x",): "cast",
+    ("w",): "cast_square",
+    ("x", "amax"): "cast_given",
+    ("x", "seed"): "cast_stochastic",
+    ("x", "w", "dy"): "product",
+    ("x", "w", "dy", "offsets"): "grouped",
+}
+"""Field of `Subject` by the names of a function's parameters that have no default."""
+
+
+def as_subject(thing: object, name: str) -> Subject:
+    """Return a Subject: itself, or the one of a function, by the names of its parameters.
+
+    Raises:
+        InputError: it is no Subject and no function, or its parameters have other names.
+    """
+    if isinstance(thing, Subject):
+        return thing
+    if not callable(thing):
+        raise InputError([f"{name} is a {type(thing).__name__}; name a function or a Subject"])
+    try:
+        signature = inspect.signature(thing)
+    except (TypeError, ValueError):
+        raise InputError([f"{name} does not show its parameters: wrap it in a function of x"]) from None
+    needed = tuple(
+        parameter.name
+        for parameter in signature.parameters.values()
+        if parameter.default is parameter.empty
+        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    )
+    if not needed and not inspect.isclass(thing) and not signature.parameters:
+        return as_subject(_called(thing, name), name)
+    if needed not in _PARAMETERS:
+        forms = ", ".join(f"({', '.join(form)})" for form in _PARAMETERS)
+        raise InputError([f"{name}({', '.join(needed)}): the parameters of a subject are {forms}"])
+    functions: dict[str, Any] = {_PARAMETERS[needed]: thing}
+    return Subject(name, **functions)
+
+
+def _called(function: Callable[[], object], name: str) -> object:
+    """Return what a function without parameters makes: a Subject, imported when it is needed."""
+    try:
+        made = function()
+    except Exception as error:
+        raise InputError([f"{name}() raises {type(error).__name__}: {_first_line(error)}"]) from error
+    if not isinstance(made, Subject):
+        raise InputError([f"{name}() returned a {type(made).__name__}; without parameters, return a Subject"])
+    return made
+
+
+def find(text: str, recipe: str, device: str = "cpu") -> Subject:
+    """Return the subject that a user names.
+
+    Args:
+        text: `module:function`, `file.py:function`, `module:OBJECT`, the name of an adaptor or of an entry
+            point.
+        recipe: Name of the recipe, by which an adaptor chooses its functions.
+        device: Device on which tensors are handed to it.
+
+    Raises:
+        InputError: nothing of that name can be imported, or it is no subject.
+    """
+    place, colon, name = text.rpartition(":")
+    subject = as_subject(_imported(place, name, text), name) if colon else _named(text, recipe)
+    return replace(subject, device=device) if device != "cpu" else subject
+
+
+def names() -> dict[str, Callable[[str], Subject]]:
+    """Return the subjects that have a name: functions of the recipe's name, by entry points and libraries."""
+    found: dict[str, Callable[[str], Subject]] = {"ablate": lambda recipe: emulator(load(recipe))}
+    try:
+        libraries = importlib.import_module(f"{__package__}.libraries")
+        found |= {name: partial(libraries.library_subject, name) for name in libraries.SUBJECTS}
+    except ModuleNotFoundError:
+        pass
+    for entry in entry_points(group=GROUP):
+        found[entry.name] = partial(_of_entry, entry)
+    return found
+
+
+def _of_entry(entry: EntryPoint, recipe: str) -> Subject:
+    return as_subject(entry.load(), entry.name)
+
+
+def _named(text: str, recipe: str) -> Subject:
+    known = names()
+    if text not in known:
+        hint = f"give module:function, file.py:function, dumps or a library; {nearest(text, known)}"
+        raise InputError([f"{text}: {hint}"])
+    return known[text](recipe)
+
+
+def _imported(place: str, name: str, text: str) -> object:
+    """Import a module from the current folder or the environment, or a file, and return one of its names."""
+    try:
+        module = _file(Path(place)) if place.endswith(".py") else _module(place)
+    except InputError:
+        raise
+    except Exception as error:
+        why = f"{type(error).__name__}: {_first_line(error)}"
+        raise InputError([f"{text}: importing {place} raises {why}"]) from error
+    if not hasattr(module, name):
+        public = [one for one in vars(module) if not one.startswith("_")]
+        raise InputError([f"{text}: {place} has no {name}; {nearest(name, public)}"])
+    return getattr(module, name)
+
+
+def _module(name: str) -> ModuleType:
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    return importlib.import_module(name)
+
+
+def _file(path: Path) -> ModuleType:
+    if not path.is_file():
+        raise InputError([f"{path}: no such file"])
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise InputError([f"{path}: this is no Python file"])
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")

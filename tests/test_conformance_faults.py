@@ -1,0 +1,226 @@
+"""Conformance kit on faults that happened: each is seen by the property that was written for it, and named where a
+computation can be written down; right implementations raise no alarm."""
+
+import json
+
+import pytest
+import torch
+from support.commands import here
+from support.published_faults import MUTANTS, mxfp4, nvfp4
+
+from ablate.recipes.presets import PRESETS
+from ablate.verification import peers
+from ablate.verification.conformance import inputs
+from ablate.verification.conformance.computation import RECIPE, NoComputationError
+from ablate.verification.conformance.examination import Examination, NotApplicableError, reference
+from ablate.verification.conformance.faults import PUBLISHED
+from ablate.verification.conformance.numbers import differences
+from ablate.verification.conformance.result import Outcome
+from ablate.verification.conformance.run import conform
+from ablate.verification.conformance.subject import Quantised, Subject
+
+pytest_plugins = ["ablate.verification.conformance.pytest_plugin"]
+MEASURED = {5, 6}
+"""Published faults that bias draws as the recipe itself may: reported with an interval, never failed."""
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_published_fault_is_seen_by_its_property_and_named(name):
+    mutant = MUTANTS[name]
+    torch.manual_seed(0)
+    findings = conform(mutant.subject, mutant.recipe, only=[mutant.fails])
+    assert [row.outcome for row in findings.rows if row.property == mutant.fails] == [Outcome.FAIL]
+    fault = next(row.fault for row in findings.rows if row.property == mutant.fails)
+    assert fault.startswith(mutant.named)
+    assert bool(fault) >= bool(mutant.named)
+
+
+def test_every_published_fault_has_a_mutant_or_is_measured():
+    assert {mutant.number for mutant in MUTANTS.values()} | MEASURED == {*PUBLISHED}
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_the_steps_that_faults_replace_are_those_of_the_recipe(recipe):
+    bench = Examination(Subject("none"), PRESETS[recipe]())
+    for name in ("nearest", "square"):
+        try:
+            quant = getattr(bench, name)
+            made = [RECIPE.run(x, quant) for x in tensors(quant)]
+        except (NotApplicableError, NoComputationError):
+            continue
+        assert [
+            differences(one, reference(x, quant), quant.tile[1]).count
+            for one, x in zip(made, tensors(quant), strict=True)
+        ] == [0, 0, 0]
+
+
+def tensors(quant):
+    yield inputs.normal(33, 256, 0)
+    yield inputs.spread(32, 128, quant.tile[1], 0).bfloat16()
+    yield 1e-30 * inputs.outliers(17, 128, 1)
+
+
+def te(recipe, **options):
+    divisor = 1536 if options else 2688
+
+    def cast(tile):
+        def call(x):
+            made = peers.te_quantizer(tile, **options).quantize(x)
+            return Quantised(codes=made.data, scales=made.scale, outer=made.global_amax_row / divisor)
+
+        return call
+
+    return Subject("te", cast=cast((1, 16)), cast_square=cast((16, 16)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        ("nvfp4", {}),
+        ("four_over_six", {"nvfp4_use_4over6": True, "nvfp4_e4m3_max": 256, "nvfp4_4over6_err_mode": "mse"}),
+    ],
+)
+def test_transformer_engines_reference_holds_every_property(recipe, options):
+    if peers.version("transformer_engine") is None:
+        pytest.skip("needs transformer-engine")
+    findings = conform(te(recipe, **options), recipe)
+    assert findings.passed, findings.table
+    assert sum(row.outcome == Outcome.PASS for row in findings.rows) > 20
+
+
+def test_the_right_casts_that_mutants_are_made_from_fail_only_where_the_recipe_lets_them():
+    failed = [
+        (row.property, row.fault)
+        for name, function in (("nvfp4", nvfp4), ("mxfp4", mxfp4))
+        for row in conform(Subject("plain", cast=function), name).rows
+        if row.outcome == Outcome.FAIL
+    ]
+    assert failed == [
+        ("infinity_visible", "infinity becomes a number"),
+        ("nan_visible", "NaN becomes a number"),
+    ]
+
+
+# --- variants, errors, forms ----------------------------------------------------------------------
+
+
+def test_a_declared_variant_has_to_hold_in_its_declared_form():
+    def two_roundings(x):
+        return nvfp4(x, scale=lambda a, outer: a / 6 * outer)
+
+    only = ["order_of_scale", "random_bf16"]
+    undeclared = conform(Subject("s", cast=two_roundings), only=only)
+    assert not undeclared.passed
+    hint = 'declare variants={"order_of_scale": "scale (a/6) S"} if meant'
+    assert [row.detail for row in undeclared.rows if row.outcome == Outcome.FAIL][-1] == hint
+    declared = Subject("s", cast=two_roundings, variants={"order_of_scale": "scale (a/6) S"})
+    assert [row.outcome for row in conform(declared, only=only).rows if row.property == only[0]] == [
+        Outcome.VARIANT
+    ]
+    wrong = Subject(
+        "s",
+        cast=lambda x: nvfp4(x, scale=lambda a, outer: a / 6 * outer, factor=lambda s, outer: outer / s),
+        variants=declared.variants,
+    )
+    assert not conform(wrong, only=["order_of_factor"]).passed
+
+
+def test_a_subject_that_raises_or_returns_something_else_has_a_row_that_says_so():
+    def raises(x):
+        raise RuntimeError("no kernel image\nis available")
+
+    rows = conform(raises, only=["random_bf16"]).rows
+    assert (rows[0].outcome, rows[0].detail) == (
+        Outcome.FAIL,
+        "cast raises for [64, 256] bfloat16: RuntimeError: no kernel image",
+    )
+    other = conform(lambda x: x[:, :8], only=["random_bf16"]).rows[0]
+    assert other.detail == "cast returned values [64, 8] for x [64, 256]"
+    nothing = conform(lambda x: "codes", only=["random_bf16"]).rows[0]
+    assert nothing.detail.startswith("cast returned a str; a cast returns values")
+
+
+def test_several_faults_at_once_are_named_together():
+    def first_attempt(x):
+        blocks = x.float().reshape(len(x), -1, 16)
+        outer = 2688 / x.float().abs().max()  # torch multiplies by the reciprocal
+        s = (blocks.abs().amax(2, keepdim=True) / 6 * outer).to(torch.float8_e4m3fn).float()
+        y, grid = blocks * (outer / s), torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])
+        nearest = (y.abs().clamp(max=6)[..., None] - grid).abs().argmin(-1)  # ties toward zero
+        return (grid[nearest].copysign(y) * s / outer).reshape(x.shape)
+
+    findings = conform(
+        first_attempt, only=["element_ties", "order_of_scale", "order_of_factor", "amax_ladder"]
+    )
+    assert "likely fault: elements ties toward zero, and order of operations: " in findings.text
+    assert findings.text.endswith("scale (a/6) S, elements S/s.")
+
+
+def test_the_fixture_fails_a_test_with_the_fault(conform):
+    right = Subject("right", cast=nvfp4, variants={"infinity_visible": "saturated"})
+    assert conform(right, only=["round_trip", "infinity_visible"]).passed
+    with pytest.raises(pytest.fail.Exception, match="nibbles swapped"):
+        conform(MUTANTS["nibbles"].subject, only=["code_bytes"])
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+OWN = """
+import torch
+from support.published_faults import nvfp4
+from ablate.verification.conformance.subject import Subject
+
+def quantise(x):
+    return nvfp4(x)
+
+def without_clamp(x, other):
+    return x
+
+def made():
+    return Subject("made", cast=lambda x: nvfp4(x, amax=lambda x: x.abs().amax().clamp(min=1e-4)))
+"""
+
+
+@pytest.fixture
+def own(tmp_path):
+    file = tmp_path / "own_kernels.py"
+    file.write_text(OWN)
+    return file
+
+
+def test_the_demonstration_names_its_fault():
+    done = here("conform", "--demo")
+    assert done.returncode == 0
+    assert "2 of 3 properties hold; likely fault: scales over packed tokens." in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_the_command_prints_rows_or_json_and_its_status_says_what_was_found(own):
+    right = here("conform", f"{own}:quantise", "--only", "random_bf16")
+    assert (right.returncode, right.stdout.split()[:2]) == (0, ["pass", "random_bf16"])
+    wrong = here("conform", f"{own}:made", "--only", "small_tensor", "--json")
+    found = json.loads(wrong.stdout)
+    assert (wrong.returncode, found["passed"]) == (1, False)
+    assert found["rows"][0]["fault"] == "floor of the amax at 0.0001"
+    assert found["rows"][0]["block"]["place"] == "row 0, columns 0 to 15"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "give a subject, such as my_kernels.py:quantise, or --demo alone"),
+        (("{own}:quantize",), "has no quantize; 'quantise' is the nearest"),
+        (("{own}:without_clamp",), "the parameters of a subject are (x), (w)"),
+        (("nowhere.py:f",), "nowhere.py: no such file"),
+        (("no_such_module:f",), "importing no_such_module raises ModuleNotFoundError"),
+        (("tochao",), "tochao: give module:function"),
+        (("ablate", "--as", "nvfp5"), "--as nvfp5: no such preset; 'nvfp4' is the nearest"),
+        (("ablate", "--only", "ties"), "ties: no such property; "),
+        (("ablate", "--device", "cuda:77"), "--device cuda:77: torch cannot use it"),
+    ],
+)
+def test_a_wrong_name_is_one_sentence_with_status_2(own, words, said):
+    done = here("conform", *(word.format(own=own) for word in words))
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
