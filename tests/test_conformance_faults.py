@@ -2,6 +2,7 @@
 computation can be written down; right implementations raise no alarm."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,6 +166,7 @@ def test_the_fixture_fails_a_test_with_the_fault(conform):
 
 # --- the command ----------------------------------------------------------------------------------
 
+EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "nvfp4_cast.py"
 OWN = """
 import torch
 from support.published_faults import nvfp4
@@ -193,6 +195,12 @@ def test_the_demonstration_names_its_fault():
     assert done.returncode == 0
     assert "2 of 3 properties hold; likely fault: scales over packed tokens." in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_the_example_of_the_page_computes_nvfp4():
+    done = here("conform", f"{EXAMPLE}:quantise", "--as", "nvfp4")
+    assert (done.returncode, done.stdout.count("FAIL")) == (0, 0)
+    assert "20 of 20 properties hold: what was examined of quantise computes nvfp4." in done.stdout
 
 
 def test_the_command_prints_rows_or_json_and_its_status_says_what_was_found(own):

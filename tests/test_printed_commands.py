@@ -37,6 +37,7 @@ VERBS = {
     "ablate calibrate": "test_calibrate.py",
     "ablate check": "workloads/test_python.py",
     "ablate collect": "test_job_array.py",
+    "ablate conform": "test_conformance_faults.py",
     "ablate data prepare": "test_data_command.py",
     "ablate data show": "test_data_command.py",
     "ablate doctor": "test_doctor.py",

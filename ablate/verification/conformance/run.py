@@ -60,7 +60,7 @@ class Findings:
         if not judged:
             return "No property could be examined: the subject has no function that the recipe needs."
         if held == len(judged):
-            return f"{sentence}: {self.subject} computes {self.recipe}."
+            return f"{sentence}: what was examined of {self.subject} computes {self.recipe}."
         if not self.faults:
             return f"{sentence}; no known fault explains the others."
         return f"{sentence}; likely fault: {self.faults[0]}."
