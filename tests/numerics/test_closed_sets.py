@@ -186,7 +186,7 @@ EXCEPTIONS = {
     ("verification/peers.py", "block"): OTHERS_FACTS,
     ("verification/peers.py", "rounding"): OTHERS_FACTS,
     ("verification/conformance/cast_faults.py", "block"): WRONG,
-    ("verification/conformance/cast_faults.py", "criterion"): WRONG,
+    ("verification/conformance/selection_faults.py", "criterion"): WRONG,
     ("verification/conformance/cast_faults.py", "rounding"): WRONG,
     ("verification/conformance/product_faults.py", "block"): WRONG,
     ("verification/conformance/examination.py", "rounding"): "the two roundings to nearest",

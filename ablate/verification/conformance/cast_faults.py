@@ -10,9 +10,10 @@ from torch import Tensor
 from ablate.numerics.formats import ELEMENTS, SCALES
 from ablate.numerics.rounding import away, ceil, floor, nearest
 from ablate.numerics.scaling import round_scale
-from ablate.numerics.spec import Quant, Select
+from ablate.numerics.spec import Quant
 from ablate.numerics.stored import swizzle, unswizzle
 from ablate.verification.conformance.computation import LARGEST, RECIPE, Computation, NoComputationError
+from ablate.verification.conformance.selection_faults import selection_faults
 
 FLOORS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 2.0**-9, 2.0**-6, 2.0**-126, 2.0**-24)
 """Constants that implementations put below an amax or a scale."""
@@ -170,6 +171,23 @@ def _flushed(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
     return torch.where(s < 2.0**-6, 0.0, s)
 
 
+def _by_unrounded(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    exact = _exact_scale(tiles.abs().amax(dim=(1, 3), keepdim=True), outer, quant)
+    return RECIPE.scaled(tiles, exact, outer, amax, quant)
+
+
+def _smallest_lost(scales: Tensor, quant: Quant) -> Tensor:
+    """Decode the smallest scale of the format as zero."""
+    assert quant.scale is not None
+    grid = SCALES[quant.scale.format]
+    smallest = 2.0 ** (grid.emin - (grid.mantissa if grid.zero else 1))
+    return torch.where(scales == smallest, 0.0, scales)
+
+
+def _decoded_without(codes: Tensor, s: Tensor, outer: Tensor, amax: Tensor | None, quant: Quant) -> Tensor:
+    return RECIPE.decode(codes, _smallest_lost(s, quant), outer, amax, quant)
+
+
 def _bf16_scale(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
     return _rounded(_exact_scale(a, outer, quant).bfloat16().float(), quant)
 
@@ -197,11 +215,22 @@ def scale_faults() -> Iterator[tuple[str, Computation]]:
     yield "cast to E4M3 without clamp", replace(RECIPE, scale=_unclamped)
     yield "subnormal scales flushed to zero", replace(RECIPE, scale=_flushed)
     yield "subnormal scales decoded as normal", replace(RECIPE, stored_scales=_as_normal)
+    yield (
+        "smallest scale decoded as zero",
+        replace(
+            RECIPE,
+            decode=lambda codes, s, outer, amax, quant: RECIPE.decode(
+                codes, _smallest_lost(s, quant), outer, amax, quant
+            ),
+        ),
+    )
+    yield "elements divided by the unrounded block scale", replace(RECIPE, scaled=_by_unrounded)
     yield "block scale computed in bf16", replace(RECIPE, scale=_bf16_scale)
     for factor, word in ((2.0, "twice"), (0.5, "half")):
         yield f"block scale {word} as large", replace(RECIPE, scale=partial(_scale_factor, factor))
     for least in FLOORS:
         yield f"floor of block scales at {least:.3g}", replace(RECIPE, scale=partial(_scale_floor, least))
+    yield "scale of a zero block is NaN", replace(RECIPE, scale=partial(_zero_scale, float("nan")))
     for value, word in ((1.0, "1"), (2.0**-9, "2^-9"), (2.0**-6, "2^-6"), (0.0, "0"), (2.0**-126, "2^-126")):
         yield f"scale of a zero block is {word}", replace(RECIPE, scale=partial(_zero_scale, value))
         yield f"scale that rounds to zero is {word}", replace(RECIPE, scale=partial(_zero_rounded_to, value))
@@ -234,6 +263,10 @@ def _floored_block(least: float, tiles: Tensor, quant: Quant) -> Tensor:
 
 def _one(amax: Tensor, quant: Quant) -> Tensor:
     return torch.ones_like(amax)
+
+
+def _clamped(least: float | None, most: float | None, amax: Tensor, quant: Quant) -> Tensor:
+    return RECIPE.outer(amax, quant).clamp(min=least, max=most)
 
 
 def _no_outer(quant: Quant) -> Quant:
@@ -285,6 +318,11 @@ def outer_faults() -> Iterator[tuple[str, Computation]]:
     for least in FLOORS:
         yield f"floor of the amax at {least:.3g}", replace(RECIPE, amax=partial(_floored_amax, least))
         yield f"floor of block amaxes at {least:.3g}", replace(RECIPE, block=partial(_floored_block, least))
+    for most in (1.0, 6.0, 256.0, 448.0, 512.0, 1024.0, 2048.0, 2688.0, 4096.0, 65504.0, 2.0**16, 2.0**20):
+        yield f"S clamped to at most {most:g}", replace(RECIPE, outer=partial(_clamped, None, most))
+        for least in (1 / most, 2.0**-6, 2.0**-9):
+            both = partial(_clamped, least, most)
+            yield f"S clamped to {least:.3g} and {most:g}", replace(RECIPE, outer=both)
     for bound in (256.0, 448.0, 240.0, 480.0):
         yield f"bound {bound:g} of block scales", replace(RECIPE, quant=partial(_bound, bound))
     yield "global scale stored as its reciprocal", replace(RECIPE, decode=_as_reciprocal)
@@ -294,7 +332,7 @@ def outer_faults() -> Iterator[tuple[str, Computation]]:
         yield f"folded scale rounded to {word}", replace(RECIPE, decode=partial(_folded, dtype))
 
 
-# --- elements, blocks and candidates --------------------------------------------------------------
+# --- elements and blocks --------------------------------------------------------------
 
 
 def _ties(rule: str, y: Tensor, quant: Quant) -> Tensor:
@@ -331,64 +369,8 @@ def _mapped(top: float | None, quant: Quant) -> Quant:
     return quant.model_copy(update={"range": quant.range.model_copy(update={"map_to": top})})
 
 
-def _selecting(criterion: str, quant: Quant) -> Quant:
-    if quant.select is None or quant.select.criterion == criterion:
-        raise NoComputationError("no selection, or the same")
-    return quant.model_copy(update={"select": quant.select.model_copy(update={"criterion": criterion})})
-
-
-def _fixed(value: float, quant: Quant) -> Quant:
-    if quant.select is None:
-        raise NoComputationError("no selection")
-    other = 4.0 if value != 4.0 else 6.0
-    return quant.model_copy(update={"select": Select(among="scales", map_to=(value, other))})
-
-
-def _never(one: Tensor, other: Tensor) -> Tensor:
-    return torch.zeros_like(one, dtype=torch.bool)
-
-
-def _scaled_error(
-    codes: Tensor, s: Tensor, y: Tensor, tiles: Tensor, amax: Tensor | None, quant: Quant
-) -> Tensor:
-    difference = codes - y
-    return _summed(difference, quant).double()
-
-
-def _summed(difference: Tensor, quant: Quant) -> Tensor:
-    kind = quant.select.criterion if quant.select else "mse"
-    if kind == "absmax":
-        return difference.abs().amax(dim=(1, 3), keepdim=True)
-    return (difference.square() if kind == "mse" else difference.abs()).sum(dim=(1, 3), keepdim=True)
-
-
-def _other_sum(
-    how: str, codes: Tensor, s: Tensor, y: Tensor, tiles: Tensor, amax: Tensor | None, quant: Quant
-) -> Tensor:
-    values = RECIPE.decode(codes, s, torch.ones(()), amax, quant)
-    if how == "bf16":
-        values = values.bfloat16().float()
-    if how == "double":
-        return _summed(values.double() - tiles.double(), quant)
-    if how == "tree":
-        difference = values - tiles
-        terms = difference.square() if quant.select and quant.select.criterion == "mse" else difference.abs()
-        terms = terms.permute(0, 2, 1, 3).flatten(2)
-        while terms.shape[-1] > 1:
-            terms = terms[..., : terms.shape[-1] // 2] + terms[..., terms.shape[-1] // 2 :]
-        return terms[:, None]
-    return _summed(values - tiles, quant)
-
-
-def _from_rounded(base: Tensor, value: float, quant: Quant) -> Tensor:
-    """Return the second candidate's scale from the first one's rounded scale, and not from amax / 4."""
-    assert quant.scale is not None
-    top = ELEMENTS[quant.element].max
-    return round_scale(round_scale(base, quant.scale) * (top / value), quant.scale)
-
-
 def element_faults() -> Iterator[tuple[str, Computation]]:
-    """Yield faults of elements, blocks and the choice between candidates."""
+    """Yield faults of elements and blocks."""
     words = {
         "away": "ties away from zero",
         "zero": "ties toward zero",
@@ -405,20 +387,6 @@ def element_faults() -> Iterator[tuple[str, Computation]]:
         yield f"blocks of {block}", replace(RECIPE, quant=partial(_block_of, block))
     for top in (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 256.0, 448.0):
         yield f"largest magnitude mapped to {top:g}", replace(RECIPE, quant=partial(_mapped, top))
-    for criterion in ("mse", "mae", "absmax"):
-        yield f"candidates chosen by {criterion}", replace(RECIPE, quant=partial(_selecting, criterion))
-    yield "errors of scaled elements, not of values", replace(RECIPE, error=_scaled_error)
-    for how, word in (
-        ("tree", "as a tree"),
-        ("torch", "in torch's order"),
-        ("double", "in double precision"),
-        ("bf16", "of values rounded to bf16"),
-    ):
-        yield f"candidates' errors added {word}", replace(RECIPE, error=partial(_other_sum, how))
-    yield "equal errors take the second candidate", replace(RECIPE, prefers=torch.le)
-    yield "second candidate's scale from the rounded first", replace(RECIPE, candidate=_from_rounded)
-    for value in (6.0, 4.0):
-        yield f"{value:g} is never left", replace(RECIPE, quant=partial(_fixed, value), prefers=_never)
 
 
 # --- layout ---------------------------------------------------------------------------------------
@@ -443,6 +411,9 @@ def _reread(how: str, scales: Tensor, quant: Quant) -> Tensor:
         flat = padded.reshape(-1)
     elif how == "unpadded":
         flat = torch.nn.functional.pad(raw.reshape(-1), (0, size - raw.numel()))
+    elif how == "columns":
+        tiles = (padded.shape[0] // 128, padded.shape[1] // 4)
+        flat = swizzle(raw).view(*tiles, -1).transpose(0, 1).reshape(-1)
     elif how == "doubled":
         flat = swizzle(swizzle(raw).view(padded.shape))
     elif how == "transposed":
@@ -473,6 +444,7 @@ def layout_faults() -> Iterator[tuple[str, Computation]]:
         "missing": "scales not in the 128 x 4 layout",
         "unpadded": "scales laid out without padding",
         "doubled": "128 x 4 layout applied twice",
+        "columns": "tiles of 128 x 4 scales column by column",
         "added": "scales in the 128 x 4 layout, read row by row",
     }
     for how, word in words.items():
@@ -491,7 +463,15 @@ def combined() -> Iterator[tuple[str, Computation]]:
 def every() -> dict[str, Computation]:
     """Return all wrong computations of a cast by the fault's name, the likeliest first."""
     made: dict[str, Computation] = {}
-    for family in (outer_faults, scale_faults, orders, element_faults, layout_faults, combined):
+    for family in (
+        outer_faults,
+        scale_faults,
+        orders,
+        element_faults,
+        selection_faults,
+        layout_faults,
+        combined,
+    ):
         made.update(family())
     return made
 

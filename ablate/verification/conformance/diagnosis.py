@@ -92,18 +92,25 @@ def _fault(bench: Examination, one: Property, row: Row) -> str:
 def cast_fault(bench: Examination, pairs: Sequence[Pair]) -> str:
     """Return the fault whose computation gives what the subject returned for these tensors, or ''.
 
-    Of several, the one that also explains the casts of other properties, in which the subject may be right.
+    It also has to be consistent with the casts in which the subject is right: a computation that would differ
+    there is not what the subject computes.
     """
     shown = [*pairs[: _CASTS - 1], pairs[-1]] if len(pairs) > _CASTS else pairs
     matches = [name for name, computation in CAST_FAULTS.items() if explains(computation, shown)]
     if not matches:
         return _unwritten(pairs)
-    others = [seen[-1] for seen in bench.seen.values() if seen and seen[-1].quant == pairs[0].quant]
-    if len(matches) > 1 and bench.subject.cast is not None and pairs[0].quant == bench.nearest:
-        x = inputs.spread(bench.rows(32), bench.columns(128, bench.nearest), 16, bench.seed + 77)
-        others = [bench.pair(bench.typed(x), bench.nearest), *others]
-    agreeing = [name for name in matches if explains(CAST_FAULTS[name], others)]
-    return (agreeing or matches)[0]
+    quant = pairs[0].quant
+    right = [
+        pair
+        for seen in bench.seen.values()
+        for pair in seen[:: max(1, len(seen) // 3)]
+        if pair.quant == quant and not pair.difference.count
+    ]
+    if bench.subject.cast is not None and quant == bench.nearest:
+        x = inputs.spread(bench.rows(32), bench.columns(128, quant), 16, bench.seed + 77)
+        right.append(bench.pair(bench.typed(x), quant))
+        right = [pair for pair in right if not pair.difference.count]
+    return next((name for name in matches if explains(CAST_FAULTS[name], right, defined=False)), "")
 
 
 def commonest_fault(bench: Examination, rows: Sequence[Row]) -> str:
@@ -113,6 +120,15 @@ def commonest_fault(bench: Examination, rows: Sequence[Row]) -> str:
         return ""
     failed = [pairs[:_CASTS] for pairs in bench.failed.values()]
     return max(sorted(names), key=lambda name: sum(explains(CAST_FAULTS[name], pairs) for pairs in failed))
+
+
+def relabelled(bench: Examination, rows: Sequence[Row], likely: str) -> list[Row]:
+    """Return the rows, each with the fault that explains most of them if it explains this one, too."""
+    if not likely:
+        return list(rows)
+    computation = CAST_FAULTS[likely]
+    whole = {name for name, pairs in bench.failed.items() if explains(computation, pairs)}
+    return [replace(row, fault=likely) if row.property in whole else row for row in rows]
 
 
 def _factor_fault(bench: Examination) -> str:
@@ -135,12 +151,11 @@ def _unwritten(pairs: Sequence[Pair]) -> str:
     """Return the fault if all differences lie beyond a multiple of rows or columns; else ''."""
     for axis, word in enumerate(("rows", "columns")):
         for multiple in _MULTIPLES:
-            kept = [pair.x.shape[axis] // multiple * multiple for pair in pairs]
-            inside = [
-                bool(pair.difference.elements.narrow(axis, 0, number).any())
-                for pair, number in zip(pairs, kept, strict=True)
-            ]
-            if any(kept) and not any(inside):
+            tails = [(pair.difference.elements, pair.x.shape[axis] // multiple * multiple) for pair in pairs]
+            inside = any(bool(wrong.narrow(axis, 0, kept).any()) for wrong, kept in tails)
+            beyond = [wrong.narrow(axis, kept, wrong.shape[axis] - kept) for wrong, kept in tails]
+            share = sum(int(part.sum()) for part in beyond) / max(1, sum(part.numel() for part in beyond))
+            if any(kept for _, kept in tails) and not inside and share > 0.5:
                 return f"{word} beyond a multiple of {multiple} not computed"
     return ""
 
@@ -171,9 +186,6 @@ def stochastic_fault(bench: Examination) -> str:
         return "draws are zero"
     ups = torch.stack([drawn[inner] for drawn in made.drawn])
     position = made.position[inner]
-    if len({tuple(drawn[inner].tolist()) for drawn in made.drawn}) == 1:
-        share = float((ups[0] == (position > 0.5)).double().mean())
-        return "rounds to nearest, without draws" if share > 0.85 else "the seed has no effect"
     means = torch.tensor([float(ups[:, (position - p).abs() < 1e-6].mean()) for p in POSITIONS])
     wanted = torch.tensor(POSITIONS)
     variance = float((ups - position).square().mean() / (position * (1 - position)).mean())
@@ -188,6 +200,9 @@ def stochastic_fault(bench: Examination) -> str:
     ):
         if bool((means - other).abs().max() < near):
             return name
+    if len({tuple(drawn[inner].tolist()) for drawn in made.drawn}) == 1:
+        share = float((ups[0] == (position > 0.5)).double().mean())
+        return "rounds to nearest, without draws" if share > 0.85 else "the seed has no effect"
     return _shared_draws(ups, position, made.position.shape, inner)
 
 

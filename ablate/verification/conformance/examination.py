@@ -221,13 +221,18 @@ def explained_by_variants(variants: Mapping[str, str], pairs: Sequence[Pair]) ->
     return ", ".join(words) if words and explains(computation, pairs) else ""
 
 
-def explains(computation: Computation, pairs: Sequence[Pair]) -> bool:
-    """Return True if a computation gives what the subject gave, in all of these casts."""
+def explains(computation: Computation, pairs: Sequence[Pair], defined: bool = True) -> bool:
+    """Return True if a computation gives what the subject gave, in all of these casts.
+
+    It has to be `defined` for all of them; or else for those in which it is.
+    """
     for pair in pairs:
         try:
             made = computation.run(pair.x, pair.quant, pair.previous)
         except NoComputationError:
-            return False
+            if defined:
+                return False
+            continue
         got = pair.got
         if computation.of_bytes and got.codes is not None and got.scales is not None:
             got = replace(got, values=None)  # which the subject may have computed before it wrote the bytes

@@ -30,6 +30,13 @@ def spread(rows: int, columns: int, length: int, seed: int, binades: int = 14) -
     return normal(rows, columns, seed) * 2.0 ** exponents.repeat_interleave(length, 1)[:, :columns]
 
 
+def negative(rows: int, columns: int, seed: int) -> Tensor:
+    """Return normal numbers, the largest magnitude of which, 9, is negative, fp32."""
+    x = normal(rows, columns, seed + 6)
+    x[rows // 2, columns // 3] = -9.0
+    return x
+
+
 def outliers(rows: int, columns: int, seed: int) -> Tensor:
     """Return normal numbers of which 1 % are ten thousand times as large, fp32."""
     hit = torch.rand(rows, columns, generator=torch.Generator().manual_seed(seed + 2)) < 0.01
@@ -212,14 +219,24 @@ def subnormal_scales(quant: Quant, rows: int, columns: int) -> Tensor:
 def near_ties(rows: int, columns: int, quant: Quant, seed: int) -> dict[str, Tensor]:
     """Return tensors whose blocks have two candidates of nearly equal error, by dtype.
 
-    In bf16, blocks of few significant bits, many of which have exactly equal errors. In fp32, one element of
+    In bf16, elements are moved by some ulps, whichever bring the errors closest. In fp32, one element of
     a block is moved by bisection to where the smaller error changes sides, so that the two errors differ by
     less than the roundings of their sums.
     """
     assert quant.select is not None
     length, number = quant.tile[1], rows * columns // quant.tile[1]
-    coarse = ((normal(40 * number, length, seed + 7) * 8).round() / 8).clamp(-6, 6)
-    coarse[0, 0] = 6.0
+    coarse = (normal(4 * number, length, seed + 7) * 2).bfloat16().float().clamp(-5.5, 5.5)
+    coarse[0, 0] = 5.5
+    for column in range(1, 4):  # in bf16, steps of some ulps bring the two errors close together
+        best, gap = coarse, _gap(coarse, quant).abs()
+        for ulps in (-6, -4, -3, -2, -1, 1, 2, 3, 4, 6):
+            moved = coarse.clone()
+            moved[1:, column] *= 1 + ulps * 2.0**-7
+            moved = moved.bfloat16().float()
+            other = _gap(moved, quant).abs()
+            best = torch.where((other < gap)[:, None], moved, best)
+            gap = torch.minimum(gap, other)
+        coarse = best
     order = _gap(coarse, quant).abs().argsort()[: number - 1]
     fine = normal(2 * number, length, seed + 8).clamp(-6, 6)
     fine[0, 0] = 6.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.recipe_source import RecipeSource, load
-from ablate.verification.conformance.diagnosis import commonest_fault, diagnosed
+from ablate.verification.conformance.diagnosis import commonest_fault, diagnosed, relabelled
 from ablate.verification.conformance.examination import (
     Examination,
     NotApplicableError,
@@ -116,4 +116,5 @@ def conform(
             rows.append(examined(bench, known))
             if show is not None:
                 show(rows[-1])
-    return Findings(one.name, name, tuple(rows), commonest_fault(bench, rows))
+    likely = commonest_fault(bench, rows)
+    return Findings(one.name, name, tuple(relabelled(bench, rows, likely)), likely)

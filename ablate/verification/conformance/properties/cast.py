@@ -26,6 +26,7 @@ def _data(bench: Examination, dtype: str) -> list[Tensor]:
         inputs.normal(rows, columns, bench.seed),
         inputs.spread(rows, columns, quant.tile[1], bench.seed),
         inputs.outliers(rows, columns, bench.seed),
+        inputs.negative(rows, columns, bench.seed),
     )
     return [bench.typed(x, dtype) for x in made]
 
@@ -82,6 +83,7 @@ def square_blocks(bench: Examination) -> Row:
     quant = bench.square
     rows, columns = bench.rows(64), bench.columns(128, quant)
     made = [inputs.normal(rows, columns, bench.seed), inputs.spread(rows, columns, 16, bench.seed)]
+    made.append(inputs.negative(rows, columns, bench.seed))
     ties = inputs.element_ties(rows, columns, quant, bench.seed)
     return bench.compare("square_blocks", [bench.typed(x) for x in (*made, ties)], quant, "cast_square")
 

@@ -277,6 +277,22 @@ def product_repeats(bench: Examination) -> Row:
     return Row("product_repeats", Outcome.FAIL if differ else Outcome.PASS, cases, differ)
 
 
+def long_sums(bench: Examination) -> Row:
+    """Sum 2,048 terms of one sign: partial sums that are rounded to bf16 differ by more than fp32's order."""
+    bench.function("product")
+    short, long = side(bench, 32), side(bench, 2048)
+    rows = []
+    for key, inner, out in (("y", long, short), ("dx", short, long)):
+        dy = certain_gradient(bench, products_of(bench), short, out).abs()
+        x = bench.typed(inputs.normal(short, inner, bench.seed).abs())
+        w = bench.typed(0.02 * inputs.normal(out, inner, bench.seed + 1).abs())
+        given = Layer(x, w, bench.typed(dy))
+        got = call(bench, given.x, given.w, given.dy)
+        exact = exact_products(products_of(bench), *_bf16(given))
+        rows.append(judged("long_sums", got[key], exact[key], f"{key} of 2,048 terms: "))
+    return worst("long_sums", rows)
+
+
 def worst(name: str, rows: list[Row]) -> Row:
     """Return one row of several: the first that failed, with the cases and differences of all."""
     failed = next((row for row in rows if row.outcome == Outcome.FAIL), rows[0])
@@ -348,5 +364,13 @@ PROPERTIES = (
         "product",
         (22,),
         product_repeats,
+    ),
+    Property(
+        "long_sums",
+        "Long sums are accumulated in fp32.",
+        BOUND,
+        "product",
+        (16,),
+        long_sums,
     ),
 )

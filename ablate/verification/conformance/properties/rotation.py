@@ -102,6 +102,17 @@ def rotation_cancels(bench: Examination) -> Row:
     return Row("rotation_cancels", Outcome.FAIL if off.any() else Outcome.PASS, off.numel(), int(off.sum()))
 
 
+def rotation_large(bench: Examination) -> Row:
+    """Rotate a large tensor whole, and in parts of 64 rows."""
+    bench.function("rotate")
+    rows, columns = bench.rows(8195), bench.columns(bench.rotation.size)
+    x = bench.typed(inputs.normal(rows, columns, bench.seed))
+    step = bench.rows(64)
+    parts = torch.cat([_rotate(bench, part.clone()) for part in x.split(step)])
+    differ = int((_rotate(bench, x) != parts).sum())
+    return Row("rotation_large", Outcome.FAIL if differ else Outcome.PASS, parts.numel(), differ)
+
+
 PROPERTIES = (
     Property("orthogonal", "R R^T = I.", "exact for sizes 4, 16 and 64", "rotate", (24,), orthogonal),
     Property(
@@ -127,5 +138,13 @@ PROPERTIES = (
         "rotate",
         (24,),
         rotation_cancels,
+    ),
+    Property(
+        "rotation_large",
+        "A large tensor is rotated as its parts are.",
+        "exact",
+        "rotate",
+        (24, 26),
+        rotation_large,
     ),
 )
