@@ -507,6 +507,13 @@ PATTERNS = {
         "characters that the name of a job does not keep",
     ],
     "training.metric_names": ["names that MLflow allows"],
+    "verification.conformance.dumps": [
+        "a file's name, of DumpTensors",
+        "the rank, of a folder",
+        "the step, of a folder",
+        "an operand's codes or scales, of a tensor's name",
+        "an expert's number, of a layer's name",
+    ],
     "training.log_readers.lines": ["a terminal's colours", "torchrun's prefix of a rank's lines", "a number"],
     "training.log_readers.torchtitan": ["the begin of torchtitan's lines", "their fields"],
     "training.log_readers.megatron": ["Megatron's lines of training", "of evaluation"],

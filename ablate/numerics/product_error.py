@@ -120,25 +120,37 @@ def _moves(operand: Operand, weights: Tensor) -> float:
     """Return the sum over an operand's random roundings of the squared change of <operand, weights>."""
     quant = operand.quant
     assert quant is not None
-    rows, columns = quant.tile if operand.block_scale is not None else (1, 1)
-    weights = weights * _factor(operand)
-    scale = torch.ones((), device=weights.device) if operand.block_scale is None else operand.block_scale
-    pad = (0, -weights.shape[1] % columns, 0, -weights.shape[0] % rows)
-    own, change = (
-        torch.nn.functional.pad(z, pad).reshape(
-            -(-z.shape[0] // rows), rows, -(-z.shape[1] // columns), columns
-        )
-        for z in (operand.values.to(torch.float32), weights)
-    )
     if quant.rounding == "ms_eden":  # moves the scale of a block by one step of its format
         assert quant.scale is not None
-        moves = (own * change).sum((1, 3)) * 2.0 ** -SCALES[quant.scale.format].mantissa
-        return moves.square().sum(dtype=torch.float64).item()
-    codes = torch.where(scale == 0, 0, own / scale).abs().contiguous()
-    moves = ELEMENTS[quant.element].step(codes) * scale * change
-    if quant.scale is not None and ROUNDINGS[quant.scale.rounding].draws:  # all elements of a block at once
-        moves = 2 * moves.abs().sum((1, 3))
+        moves = _tiles(operand, _values(operand) * weights).sum((1, 3))
+        moves = moves * 2.0 ** -SCALES[quant.scale.format].mantissa
+    else:
+        moves = steps(operand) * weights
+        if (
+            quant.scale is not None and ROUNDINGS[quant.scale.rounding].draws
+        ):  # all elements of a block at once
+            moves = 2 * _tiles(operand, moves.abs()).sum((1, 3))
     return moves.square().sum(dtype=torch.float64).item()
+
+
+def steps(operand: Operand) -> Tensor:
+    """Return the distance from each value of an operand to the next larger one, fp32 [rows, columns]."""
+    assert operand.quant is not None
+    scale = (
+        torch.ones((), device=operand.values.device) if operand.block_scale is None else operand.block_scale
+    )
+    tiles = _tiles(operand, operand.values.to(torch.float32))
+    codes = torch.where(scale == 0, 0, tiles / scale).abs().contiguous()
+    made = (ELEMENTS[operand.quant.element].step(codes) * scale).flatten(2).flatten(0, 1)
+    return made[: operand.values.shape[0], : operand.values.shape[1]] * _factor(operand)
+
+
+def _tiles(operand: Operand, z: Tensor) -> Tensor:
+    """Return a matrix like an operand's values as its tiles [row tiles, rows, column tiles, columns]."""
+    assert operand.quant is not None
+    rows, columns = operand.quant.tile if operand.block_scale is not None else (1, 1)
+    padded = torch.nn.functional.pad(z, (0, -z.shape[1] % columns, 0, -z.shape[0] % rows))
+    return padded.view(-1, rows, padded.shape[1] // columns, columns)
 
 
 def _factor(operand: Operand) -> Tensor | float:

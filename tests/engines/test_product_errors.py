@@ -30,6 +30,12 @@ VALUES = {
 }
 
 
+class Foreign(EmulatedLinear):
+    """A layer whose products are compared even if they draw nothing."""
+
+    emulates = False
+
+
 def measured(kind, preset: str, *more, micro_batch: int = 0) -> dict[str, float]:
     """Metrics of one pass of a layer, x with outliers."""
     linear = nn.Linear(128, 96, bias=True)
@@ -88,11 +94,12 @@ def test_only_the_first_micro_batch_is_measured():
 def test_expected_products_leave_the_layer_as_it_is():
     """Amax histories, counts and the layer's own draws stay."""
     recipe = PRESETS["fp8_delayed"]()
-    layer = EmulatedLinear(nn.Linear(64, 32, bias=False), NAME, Clock(5), torch.bfloat16)
+    layer = Foreign(nn.Linear(64, 32, bias=False), NAME, Clock(5), torch.bfloat16)
     layer.products = recipe.products
     x, dy = drawn(64, 64, seed=1), drawn(64, 32, seed=2)
     results = run(layer, x, dy)
     before = {slot: dict(history.amax) for slot, history in layer.histories.items()}, int(layer.nonfinite)
+    layer.clock.step = 1  # a history would note it
     errors = [*of_output(layer, layer.products, x, layer.weight, results[0])]
     errors += of_gradients(layer, layer.products, x, layer.weight, None, dy, results[1:])
     assert len(errors) == 3

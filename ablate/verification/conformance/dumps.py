@@ -1,0 +1,199 @@
+"""Dumps of linear layers: operands and results of one step of somebody's training, read from a folder.
+
+Three layouts are read, alone or side by side:
+
+    tensor_dumps/rank_0/<layer>_<tensor>_iter_000100.pt    Transformer Engine's DumpTensors (2.20), with
+    iter_000100/<layer>_<tensor>.pt                        high_precision_tensor; tensor: activation, weight,
+                                                           gradient, output, dgrad, wgrad
+    <name>.safetensors                                     x, w, dy, y, dx, dw of one layer, or <layer>/x ...
+    <name>.pt                                              a dict of the same tensors, as torch.save writes it
+
+A safetensors file, or a dict, may also hold operands as they were multiplied, by their slot: `wgrad.g.codes`
+(uint8, two FP4 codes a byte, or of an fp8 dtype), `wgrad.g.scales` (plain, or flat in tiles of 128 x 4), and
+`wgrad.g.amax` or `wgrad.g.per_tensor_scale`; torchao's names `qdata` and `scale` are read too.
+
+x [tokens, in], w [out, in], dy [tokens, out], y [tokens, out], dx [tokens, in], dw [out, in]; tokens may have
+several dimensions. A safetensors file names its layer in its metadata (`layer`), else its file name does.
+Transformer Engine writes the dots of a layer's name as underscores.
+
+Files are read without unpickling code. Refused, in a sentence: what is no such file, quantised tensor objects
+of Transformer Engine (set quantized_tensor: False), shapes that do not fit together.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from torch import Tensor
+
+from ablate.errors import InputError
+from ablate.recipes.recipe import SLOTS
+
+TENSORS = ("x", "w", "dy", "y", "dx", "dw")
+TE_TENSORS = {"activation": "x", "weight": "w", "gradient": "dy", "output": "y", "dgrad": "dx", "wgrad": "dw"}
+"""Names of Transformer Engine's DumpTensors."""
+_TE_FILE = re.compile(rf"(.+)_({'|'.join(TE_TENSORS)})(?:_iter_(\d+))?\.pt")
+_PLACES = {"rank": re.compile(r"rank_(\d+)"), "step": re.compile(r"iter_(\d+)")}
+_STORED = {"codes": "codes", "qdata": "codes", "scales": "scales", "scale": "scales", "amax": "amax"}
+_STORED |= {"per_tensor_scale": "factor"}
+_OPERAND = re.compile(rf"({'|'.join(map(re.escape, SLOTS))})\.({'|'.join(_STORED)})")
+_EXPERT = re.compile(r"(.*experts?[._])(\d+)([._].*)?")
+
+
+@dataclass(frozen=True)
+class DumpedLayer:
+    """Operands and results of one layer in one step on one rank, those that the dump has."""
+
+    name: str
+    tensors: Mapping[str, Tensor]
+    """By names of `TENSORS`, matrices; and `<slot>.codes`, `.scales`, `.amax`, `.factor` as stored."""
+    step: int = 0
+    rank: int = 0
+    files: tuple[Path, ...] = field(default=(), compare=False)
+
+    @property
+    def group(self) -> tuple[str, int] | None:
+        """Return the name that the experts of a layer share, and the number of this one; None for others."""
+        match = _EXPERT.fullmatch(self.name)
+        return (f"{match[1]}*{match[3] or ''}", int(match[2])) if match else None
+
+
+def read(folder: Path) -> list[DumpedLayer]:
+    """Return the layers of a folder of dumps, by rank, step and name.
+
+    Raises:
+        InputError: there is no dump, or a file cannot be read or does not fit.
+    """
+    if not folder.is_dir():
+        raise InputError([f"{folder} is no folder: give the one that the dumps were written to"])
+    gathered: dict[tuple[int, int, str], tuple[dict[str, Tensor], list[Path]]] = {}
+    for path in sorted(path for kind in ("*.pt", "*.safetensors") for path in folder.rglob(kind)):
+        for layer, step, rank, tensors in _of_file(path):
+            own, files = gathered.setdefault((rank, step, layer), ({}, []))
+            if twice := own.keys() & tensors.keys():
+                raise InputError([f"{path}: {layer} has another {min(twice)}, in {files[0]}"])
+            own |= tensors
+            files.append(path)
+    if not gathered:
+        raise InputError([f"{folder} has no dumps: no .pt file of DumpTensors and no .safetensors file"])
+    layers = [
+        DumpedLayer(
+            name, {key: _matrix(key, tensor) for key, tensor in own.items()}, step, rank, tuple(files)
+        )
+        for (rank, step, name), (own, files) in sorted(gathered.items())
+    ]
+    if problems := [problem for layer in layers for problem in _misfits(layer)]:
+        raise InputError(problems)
+    return layers
+
+
+def write(folder: Path, layers: Iterable[DumpedLayer], te: bool = False) -> None:
+    """Write layers as `read` reads them: a safetensors file each, or the files of DumpTensors.
+
+    Args:
+        folder: folder, which is made.
+        layers: the layers.
+        te: True for the layout of Transformer Engine.
+    """
+    from safetensors.torch import save_file
+
+    names = {own: theirs for theirs, own in TE_TENSORS.items()}
+    for layer in layers:
+        if te and (extra := layer.tensors.keys() - set(TENSORS)):
+            raise ValueError(f"DumpTensors has no place for {min(extra)}")
+        target = folder / "tensor_dumps" / f"rank_{layer.rank}" if te else folder
+        target.mkdir(parents=True, exist_ok=True)
+        if te:
+            for key, tensor in layer.tensors.items():
+                path = target / f"{layer.name.replace('.', '_')}_{names[key]}_iter_{layer.step:06d}.pt"
+                torch.save({"high_precision": tensor}, path)
+            continue
+        tensors = {key: tensor.contiguous() for key, tensor in layer.tensors.items()}
+        about = {"layer": layer.name, "step": str(layer.step), "rank": str(layer.rank)}
+        save_file(tensors, target / f"{layer.name}.{layer.step}.{layer.rank}.safetensors", metadata=about)
+
+
+def _of_file(path: Path) -> Iterator[tuple[str, int, int, dict[str, Tensor]]]:
+    """Yield name, step, rank and tensors of each layer of a file."""
+    places = {
+        name: next((int(match[1]) for part in reversed(path.parts) if (match := pattern.search(part))), 0)
+        for name, pattern in _PLACES.items()
+    }
+    if path.suffix == ".safetensors":
+        content, about = _safetensors(path)
+        places |= {name: int(about[name]) for name in places if about.get(name, "").isdecimal()}
+        layer = about.get("layer", path.stem)
+    else:
+        content = _pickled(path)
+        layer = path.stem
+        if match := _TE_FILE.fullmatch(path.name):
+            if "high_precision" not in content:
+                raise InputError([f"{path} has no high_precision tensor: set high_precision_tensor: True"])
+            layer = match[1]
+            content = {TE_TENSORS[match[2]]: content["high_precision"]}
+    by_layer: dict[str, dict[str, Tensor]] = {}
+    for key, tensor in content.items():
+        inside, _, name = key.rpartition("/")
+        stored = _OPERAND.fullmatch(name)
+        name = f"{stored[1]}.{_STORED[stored[2]]}" if stored else name
+        if (name in TENSORS or stored) and isinstance(tensor, Tensor):
+            by_layer.setdefault(inside or layer, {})[name] = tensor
+    if not by_layer:
+        raise InputError([f"{path} has none of the tensors {', '.join(TENSORS)}"])
+    for name, tensors in by_layer.items():
+        yield name, places["step"], places["rank"], tensors
+
+
+def _safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise InputError([f"{path} is no safetensors file ({error})"]) from None
+
+
+def _pickled(path: Path) -> dict[str, object]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+        why = str(error).partition("\n")[0].partition(". ")[0]
+        raise InputError(
+            [
+                f"{path} cannot be read without running its code ({why}); dump high-precision tensors alone"
+                " (quantized_tensor: False)"
+            ]
+        ) from None
+    if not isinstance(content, dict):
+        raise InputError([f"{path} holds {type(content).__name__}, and a dict of tensors is read"])
+    return content
+
+
+def _matrix(key: str, tensor: Tensor) -> Tensor:
+    if key not in TENSORS:
+        return tensor.detach()
+    return tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.detach().view(1, 1)
+
+
+def _misfits(layer: DumpedLayer) -> Iterator[str]:
+    """Yield why tensors of a layer do not fit together."""
+    sizes: dict[str, tuple[int, str]] = {}
+    roles = {"x": ("tokens", "in"), "w": ("out", "in"), "dy": ("tokens", "out"), "y": ("tokens", "out")}
+    roles |= {"dx": ("tokens", "in"), "dw": ("out", "in")}
+    for name, tensor in layer.tensors.items():
+        if name not in TENSORS:
+            continue
+        if not tensor.is_floating_point():
+            yield f"{layer.name}: {name} holds {tensor.dtype}, and floating-point numbers are read"
+            continue
+        for role, size in zip(roles[name], tensor.shape, strict=True):
+            known, other = sizes.setdefault(role, (size, name))
+            if known != size:
+                yield (
+                    f"{layer.name}: {name} [{', '.join(map(str, tensor.shape))}] has {size} for {role}, and"
+                    f" {other} has {known}"
+                )
