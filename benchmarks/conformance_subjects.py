@@ -6,7 +6,7 @@ data show it stand in the registry.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy
 import torch
@@ -37,6 +37,83 @@ MXFP8 = Quant(
 ROTATION = Hadamard()
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
 Steps = Callable[..., Tensor]
+
+
+# --- data that show a fault -----------------------------------------------------------------------
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """Return normal numbers."""
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return (drawn * scale).to(dtype)
+
+
+def spread(dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """Return 64 rows of 64 normal numbers, row r times 2^-r."""
+    return (normal(64, 64, dtype=torch.float32) * torch.exp2(-torch.arange(64.0))[:, None]).to(dtype)
+
+
+def with_zeros() -> Tensor:
+    """Return normal numbers with a block of zeros."""
+    x = normal(16, 64)
+    x[3, 16:32] = 0
+    return x
+
+
+def skewed() -> Tensor:
+    """Return normal numbers whose largest magnitude, 20, is negative."""
+    x = normal(32, 64)
+    x[5, 7] = -20
+    return x
+
+
+def layer_data(tokens: int, width: int, out: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x, w and dy."""
+    return (
+        normal(tokens, width),
+        normal(out, width, seed=1, scale=0.1),
+        normal(tokens, out, seed=2, scale=0.01),
+    )
+
+
+def expert_data(ends: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return x, w, dy and offsets of four experts."""
+    x, _, dy = layer_data(ends[-1], 64)
+    return x, normal(4, 64, 64, seed=3, scale=0.1), dy, torch.tensor(ends, dtype=torch.int32)
+
+
+ALL, ONE_IDLE = expert_data((16, 48, 64, 96)), expert_data((16, 48, 48, 96))
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Faulty subject: where the fault was reported, what went wrong, and data that show it."""
+
+    source: str
+    sentence: str
+    fault: str
+    """Name of the fault, by which a person judges whether the kit named it."""
+    recipe: str
+    subject: Callable[[], Subject]
+    shows: tuple
+    """Arguments of the subject's function with which it differs from the reference."""
+    where: str
+    """These data, in words."""
+    hides: tuple | None = None
+    """Arguments with which it is equal to the reference, if it is on ordinary data."""
+    before: tuple | None = None
+    """Arguments of an earlier call."""
+
+
+@dataclass(frozen=True)
+class Control:
+    """Correct subject, the recipe it follows, and arguments with which it is compared with the reference."""
+
+    recipe: str
+    subject: Callable[[], Subject]
+    data: tuple[Tensor, ...]
+    own_draws: bool = False
+    """Draws other bits than the reference, so that only the mean of its stochastic casts is compared."""
 
 
 # --- the reference, and a cast with one step replaced ---------------------------------------------
