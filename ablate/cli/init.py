@@ -60,7 +60,7 @@ def mine(y, grid, bits, width):
     """
     lower, upper = grid.neighbours(y.abs())
     part = ((y.abs().clamp(max=grid.max) - lower) / (upper - lower)).nan_to_num(0.0)
-    drawn = bits < part * 2**width
+    drawn = (part * 2**width).floor() > bits
     up = torch.where((part - 0.5).abs() < 0.25, drawn, part > 0.5)
     return torch.where(up, upper, lower).copysign(y)
 '''
