@@ -91,6 +91,7 @@ FIELDS: dict[type[Spec], dict[str, Draw]] = {
         "outer": lambda random: None if random.random() < 0.2 else instance(Outer, random),
         "transform": optional(Transform),
         "estimator": lambda random: random.choice((None, "clip_mask", instance(Dge, random))),
+        "own": choices(None),  # no kernel computes a function of the user's: numerics/test_own.py
     },
     Transform: {
         "mean": choices(True, False),
