@@ -12,6 +12,7 @@ import argparse
 import hashlib
 import json
 import platform
+import re
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -29,6 +30,8 @@ from ablate.verification.conformance.result import Outcome, Row
 from ablate.verification.conformance.run import examined
 
 FILE = Path(__file__).with_suffix("").with_name("conformance.json")
+LONGEST = 160
+"""Characters of a block's computation that are kept."""
 MARK = "@@findings "
 """Prefix of the line with the findings in the output of a library's process."""
 
@@ -43,12 +46,22 @@ def digest(name: str) -> str:
 
 def finding(row: Row) -> dict[str, Any]:
     """Return a row as it is kept: the first block that differs as text, without its numbers."""
-    kept: dict[str, Any] = {"outcome": row.outcome.value, "cases": row.cases, "differing": row.differing}
+    kept: dict[str, Any] = {"outcome": row.outcome.value}
+    if row.outcome is Outcome.NOT_APPLICABLE:
+        return kept
+    kept |= {"cases": row.cases, "differing": row.differing}
     if row.detail:
         kept["detail"] = row.detail
     if row.block is not None and row.outcome is Outcome.FAIL:
-        kept["block"] = [row.block.place, row.block.computed, row.block.computed_by_subject]
+        parts = (row.block.place, row.block.computed, row.block.computed_by_subject)
+        kept["block"] = [part[:LONGEST] for part in parts]
     return kept
+
+
+def laid_out(kept: dict[str, Any]) -> str:
+    """Return the findings as JSON with a line for each property."""
+    whole = json.dumps(dict(sorted(kept.items())), indent=1)
+    return re.sub(r"{\n +\"outcome\"[^{}]*}", lambda row: json.dumps(json.loads(row[0])), whole) + "\n"
 
 
 def examine(name: str) -> dict[str, Any]:
@@ -95,7 +108,7 @@ def main() -> None:
             "kit": mark,
             "recipes": json.loads(lines[-1].removeprefix(MARK)),
         }
-        files.write_text(FILE, json.dumps(dict(sorted(kept.items())), indent=1) + "\n")
+        files.write_text(FILE, laid_out(kept))
         print(f"{name} {version}: examined")
 
 

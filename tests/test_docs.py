@@ -19,15 +19,36 @@ from ablate.reports.tensor_cores import HEADING
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = sorted((ROOT / "experiments").rglob("*.yaml"))
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    page
+    for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if page.parent.name != "upstream"
+]
+"""Pages for readers of this project. The texts in docs/upstream are for those of other libraries."""
+GENERATED = ("recipes.md", "experiment.md", "conformance.md")
 
 
-def test_generated_pages_are_current():
+@pytest.mark.parametrize("script", ["generate_reference.py", "generate_conformance.py"])
+def test_generated_pages_are_current(script):
     """The page of recipes has its own test."""
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "docs" / "generate_reference.py"), "--check"], check=False
-    )
+    done = subprocess.run([sys.executable, str(ROOT / "docs" / script), "--check"], check=False)
     assert done.returncode == 0, "run `make pages`"
+
+
+def test_every_text_for_another_library_is_short_and_has_its_version_and_a_reproduction():
+    texts = sorted((ROOT / "docs" / "upstream").glob("*.md"))
+    cited = (ROOT / "docs" / "generate_conformance.py").read_text()
+    assert len(texts) > 8
+    for text in texts:
+        content = text.read_text()
+        assert len(content.split()) <= 200, text.name
+        assert max(map(len, content.splitlines())) <= 110, text.name
+        assert content.startswith("# ")
+        assert re.search(r"^[\w .()-]+ \d+\.\d+", content, re.MULTILINE), text.name
+        (command,) = re.findall(r'^```sh\npython -c "\n(.*?)"\n```$', content, re.DOTALL | re.MULTILINE)
+        assert "ablate" not in content, text.name
+        compile(command, text.name, "exec")
+        assert f"../upstream/{text.name}" in cited or text.stem == "quark-bf16-log2"  # not of its default
 
 
 @pytest.mark.parametrize(("page", "most"), [("README.md", 110), ("docs/project/architecture.md", 160)])
@@ -36,10 +57,8 @@ def test_a_page_is_short(page, most):
 
 
 def test_the_pages_have_at_most_30_000_words_written_by_hand():
-    """All words of docs, except two generated pages and the generated end of the page on tensor cores."""
-    pages = [
-        page for page in (ROOT / "docs").rglob("*.md") if page.name not in ("recipes.md", "experiment.md")
-    ]
+    """All words of docs, except generated pages and the generated end of the page on tensor cores."""
+    pages = [page for page in PAGES if ROOT / "docs" in page.parents and page.name not in GENERATED]
     assert len(pages) > 15
     by_hand = [page.read_text().partition(f"\n{HEADING}\n")[0] for page in pages]
     assert sum(len(text.split()) for text in by_hand) <= 30_000
@@ -47,7 +66,7 @@ def test_the_pages_have_at_most_30_000_words_written_by_hand():
 
 def test_prose_has_lines_of_at_most_110_columns():
     """Tables, code blocks, pictures and generated pages may be wider."""
-    written = [page for page in PAGES if page.name not in ("recipes.md", "experiment.md")]
+    written = [page for page in PAGES if page.name not in GENERATED]
     assert [
         (page.name, line)
         for page in [*written, ROOT / "CHANGELOG.md", ROOT / "experiments" / "LOG.md"]

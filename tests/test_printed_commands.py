@@ -18,7 +18,12 @@ from support.experiments import environment
 from ablate.cli import commands, recipe_targets
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [
+    page
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+    if page.parent.name != "upstream"
+]
+"""Pages, but for the texts for other libraries, whose commands need those."""
 SCRIPTS = sorted(
     {
         path.parent
@@ -89,6 +94,7 @@ OTHERS = {
     "python benchmarks/simulated_truth.py": "test_simulated_truth.py",
     "python benchmarks/gate_loops.py": "test_proposals.py",
     "python -m pytest": "is this suite",
+    "python docs/generate_conformance.py": "test_docs.py",
     "python docs/generate_reference.py": "test_docs.py",
     "python docs/generate_tensor_cores.py": "recipes/test_scaled_mapping.py",
     "python benchmarks/gpu_counts.py": "test_gpu_estimates.py",

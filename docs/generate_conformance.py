@@ -1,0 +1,441 @@
+"""Write docs/project/conformance.md from benchmarks/conformance.json.
+
+`python docs/generate_conformance.py [--check]`. With `--check` nothing is written: exit status 1 if the page
+differs from what would be written, or if a difference has no explanation.
+"""
+
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+FINDINGS = ROOT / "benchmarks" / "conformance.json"
+PAGE = ROOT / "docs" / "project" / "conformance.md"
+COLUMNS, LIBRARIES = 110, 9
+"""Largest width of a table in characters, and of the libraries in one."""
+RECIPES = {"nvfp4": "NVFP4", "four_over_six": "Four Over Six", "row_scaled": "Row-scaled NVFP4"}
+RECIPES |= {"mxfp4": "MXFP4", "mxfp8": "MXFP8"}
+CODES = {
+    "transformer_engine": "te",
+    "torchao": "ao",
+    "compressed_tensors": "ct",
+    "modelopt": "mo",
+    "fouroversix": "46",
+    "mlx": "ml",
+    "auto_round": "ar",
+    "comfy_kitchen": "ck",
+    "fireworks_prequant": "fw",
+    "qwix": "qx",
+    "qwantize": "qz",
+    "breccia": "br",
+    "quark": "qk",
+    "brevitas": "bv",
+    "neural_compressor": "nc",
+    "gfloat": "gf",
+    "pychop": "pc",
+    "custom_float_quant": "cf",
+    "gguf": "gg",
+}
+"""Libraries in the order of the tables, with the heads of their columns."""
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Explanation of the differences of a library from a recipe."""
+
+    library: str
+    recipes: tuple[str, ...]
+    text: str
+    properties: tuple[str, ...] = ()
+    """Properties that it explains; none: all that have no other explanation."""
+    shown: tuple[str, str] | None = None
+    """Recipe and property whose first block shows it; None: the first one that it explains."""
+
+
+ORDER = "where the recipe has a (S/6) and x (1/(s (1/S))). Exact ties of bf16 numbers round otherwise."
+LOG2 = "The exponent is a ceiling of an fp32 log2: an amax one ulp above 448 x 2^k keeps the smaller scale."
+TIES = "Elements halfway between two codes go to the smaller magnitude, here to the even code"
+LOW = (
+    "its floor and log2 are computed in bf16 for bf16 tensors, so that an amax up to 4 % below a power of two"
+)
+CAUSES = (
+    Cause(
+        "transformer_engine",
+        ("nvfp4",),
+        "The reference rounds gradients to nearest; only TE's kernels round them stochastically.",
+        ("random_gradients",),
+    ),
+    Cause(
+        "torchao",
+        ("nvfp4",),
+        "The scales of a zero tensor are 0/0, so that all its values become NaN"
+        " ([text](../upstream/torchao-zero-tensor.md)).",
+        ("zero_tensor",),
+    ),
+    Cause(
+        "torchao",
+        ("nvfp4",),
+        "Block scales are 2^-6 or more: a block whose amax is below the tensor's / 28,672 loses bits, and"
+        " below a twenty-fourth of that becomes zero.",
+        ("every_scale", "subnormal_scales", "zero_block", "random_fp32"),
+    ),
+    Cause(
+        "torchao",
+        ("nvfp4",),
+        f"It computes (a/6) / (A/2688) and x ((1/(A/2688)) / s), {ORDER} The factor of a tensor"
+        f" with amax 6 is"
+        " not exactly 1, so that midpoints round down.",
+    ),
+    Cause(
+        "torchao", ("nvfp4", "mxfp4", "mxfp8"), "It refuses tensors that are not contiguous.", ("strides",)
+    ),
+    Cause("torchao", ("mxfp8",), "Likewise for gradients.", ("product_strides",)),
+    Cause(
+        "torchao",
+        ("mxfp4", "mxfp8"),
+        "Blocks whose scale is 2^-127 are divided by 2^-126, or flushed.",
+        ("power_of_two_extremes",),
+    ),
+    Cause("torchao", ("mxfp8",), f"{LOG2} Known: ao#4117.", ("power_of_two_thresholds",)),
+    Cause(
+        "compressed_tensors",
+        ("nvfp4",),
+        "A block scale that rounds to zero becomes 0.125; the block is zero all the same.",
+        ("subnormal_scales", "zero_block"),
+    ),
+    Cause(
+        "compressed_tensors",
+        ("nvfp4",),
+        f"It computes 2688/A and a/6 in the dtype of x, in bf16 with an error up to 0.4 %, and x"
+        f" / (s/S), {ORDER}",
+    ),
+    Cause("compressed_tensors", ("mxfp4",), "A NaN makes its block zero.", ("nan_visible",)),
+    Cause(
+        "modelopt",
+        ("nvfp4",),
+        "The scales of a zero tensor are 0/0, so that all its values become NaN"
+        " ([text](../upstream/modelopt-zero-tensor.md)).",
+        ("zero_tensor",),
+    ),
+    Cause(
+        "modelopt",
+        ("nvfp4",),
+        "Block scales are 2^-9 or more, and that of a zero block is 1.",
+        ("subnormal_scales", "zero_block"),
+    ),
+    Cause("modelopt", ("nvfp4",), f"It computes a / (6 (A/2688)) and x / (s (A/2688)), {ORDER}"),
+    Cause("modelopt", ("mxfp4",), "It refuses tensors that are not contiguous.", ("strides",)),
+    Cause("modelopt", ("mxfp4",), "A NaN makes its block zero.", ("nan_visible",)),
+    Cause("modelopt", ("mxfp4",), f"{TIES} ([text](../upstream/modelopt-mxfp4-ties.md))."),
+    Cause("modelopt", ("mxfp8",), LOG2, ("power_of_two_thresholds",)),
+    Cause(
+        "fouroversix",
+        ("nvfp4", "four_over_six"),
+        "No clamp at 6: where a subnormal scale, or a given amax, is too small for the block,"
+        " the rounded value"
+        " 8 is stored as the code of -0, so that a block's largest element is lost"
+        " ([text](../upstream/fouroversix-clamp.md)).",
+        ("subnormal_scales", "saturated_scales"),
+    ),
+    Cause("fouroversix", ("nvfp4",), f"It computes (a/6) S, {ORDER}"),
+    Cause(
+        "fouroversix",
+        ("mxfp4",),
+        "The smallest scale is 2^-126, not 2^-127.",
+        ("power_of_two_extremes",),
+    ),
+    Cause(
+        "fouroversix",
+        ("mxfp4",),
+        "A zero block is divided by a scale of zero; NaN is stored as -1.5, under a scale of 2^-127.",
+        ("zero_block", "zero_tensor", "nan_visible"),
+    ),
+    Cause(
+        "mlx",
+        ("nvfp4",),
+        "On the CPU, NVFP4 refuses an odd number of blocks.",
+        ("scale_layout", "shape_lattice"),
+    ),
+    Cause(
+        "mlx",
+        ("mxfp4", "mxfp8"),
+        "A NaN makes its block finite ([text](../upstream/mlx-cpu-quantize.md)).",
+        ("nan_visible",),
+    ),
+    Cause(
+        "mlx",
+        ("mxfp4", "mxfp8"),
+        "The exponent of a scale below 2^-127 wraps around, and such blocks decode to infinity; that of a"
+        " zero block is 1.",
+        ("power_of_two_extremes", "zero_block"),
+        ("mxfp8", "power_of_two_extremes"),
+    ),
+    Cause(
+        "mlx",
+        ("nvfp4", "mxfp4"),
+        f"{TIES}: the CPU takes the nearest entry of a table. Scales and quotients of bf16"
+        f" tensors are computed"
+        " in bf16.",
+    ),
+    Cause(
+        "auto_round",
+        ("mxfp4", "mxfp8"),
+        "The exponent of a zero block is set to 1, before the offset of the element.",
+        ("zero_block",),
+    ),
+    Cause("auto_round", ("mxfp8",), LOG2, ("power_of_two_thresholds",)),
+    Cause("auto_round", ("nvfp4",), f"It computes S (a (1/6)), {ORDER}"),
+    Cause(
+        "comfy_kitchen",
+        ("nvfp4",),
+        "A zero tensor has the scale 0, and its block scales are 0/0: all its values become NaN"
+        " ([text](../upstream/comfy-kitchen-zero-tensor.md)).",
+        ("zero_tensor",),
+    ),
+    Cause(
+        "comfy_kitchen",
+        ("nvfp4",),
+        "The tensor scale amax / 2688 is rounded to the dtype of x, in bf16 with an error up to"
+        " 0.4 %, and all"
+        f" values change with it. It computes (a/6) / (A/2688), {ORDER}",
+    ),
+    Cause("comfy_kitchen", ("mxfp8",), LOG2, ("power_of_two_thresholds",)),
+    Cause(
+        "comfy_kitchen",
+        ("mxfp8",),
+        "The scale byte 0, 2^-127, is read as zero.",
+        ("power_of_two_extremes",),
+    ),
+    Cause("fireworks_prequant", ("nvfp4",), "It refuses tensors that are not contiguous.", ("strides",)),
+    Cause(
+        "fireworks_prequant",
+        ("nvfp4",),
+        f"It multiplies x by S first, then takes amax / 6 and x S (1/s), {ORDER}",
+    ),
+    Cause(
+        "qwix",
+        ("mxfp4", "mxfp8"),
+        "Its ceiling of log2 is computed in the dtype of x, and jnp.log2 of 2^-15, 2^-13, 2^13"
+        " and 2^15 is not"
+        " exact on a CPU: scales of half or twice the size ([text](../upstream/qwix-log2.md)).",
+        ("random_bf16", "every_scale", "power_of_two_thresholds", "stale_scales", "scale_layout"),
+    ),
+    Cause(
+        "qwix",
+        ("nvfp4", "mxfp4", "mxfp8"),
+        "A scale below 1e-19 becomes 1, and so does that of a zero block: tensors of 1e-20 become zero.",
+        ("amax_ladder", "zero_block", "smallest_numbers", "power_of_two_extremes"),
+    ),
+    Cause(
+        "qwix",
+        ("nvfp4", "mxfp4", "mxfp8"),
+        "Scales and quotients of bf16 tensors are computed in bf16.",
+    ),
+    Cause(
+        "qwantize",
+        ("mxfp4",),
+        "An amax is 1e-30 or more, and the smallest scale 2^-126.",
+        ("power_of_two_extremes", "zero_block"),
+        ("mxfp4", "zero_block"),
+    ),
+    Cause("qwantize", ("nvfp4", "mxfp4"), f"{TIES}: the nearest entry of a table."),
+    Cause(
+        "breccia",
+        ("mxfp8",),
+        "The scale is 2^n with n nearest to log2(amax / 448), by design: elements above 448 saturate.",
+        ("random_bf16", "random_fp32", "power_of_two_thresholds", "stale_scales", "strides"),
+    ),
+    Cause(
+        "breccia",
+        ("mxfp8",),
+        "An amax is 1e-10 or more.",
+        ("power_of_two_extremes", "amax_ladder", "small_tensor", "zero_block", "smallest_numbers"),
+    ),
+    Cause("breccia", ("nvfp4", "mxfp8"), f"{TIES}, and so do block scales: the nearest entry of a table."),
+    Cause(
+        "brevitas",
+        ("mxfp4", "mxfp8"),
+        "A scale is 1e-10 / 4 (E2M1) or 1e-10 / 256 (E4M3) or more, its parameter scaling_min_val.",
+        ("power_of_two_extremes", "amax_ladder", "zero_block", "smallest_numbers"),
+    ),
+    Cause(
+        "brevitas",
+        ("mxfp4", "mxfp8"),
+        f"Scales follow OCP's rule, but {LOW} gets twice the scale"
+        f" ([text](../upstream/brevitas-bf16-log2.md)).",
+    ),
+    Cause(
+        "neural_compressor",
+        ("mxfp4", "mxfp8"),
+        f"Scales follow OCP's rule, but {LOW} gets twice the scale; so do exponents of elements"
+        " ([text](../upstream/neural-compressor-bf16-log2.md)).",
+    ),
+    Cause("gfloat", ("mxfp4",), "It raises for a NaN, which E2M1 has not.", ("nan_visible",)),
+    Cause(
+        "custom_float_quant",
+        ("mxfp4", "mxfp8"),
+        "The largest exponent is reserved for infinity, as in IEEE 754: E2M1 ends at 3, E4M3 at 240"
+        " ([text](../upstream/custom-float-quant-e2m1.md)). A zero block has the scale of an amax of 1.",
+    ),
+    Cause("gguf", ("mxfp4",), "A NaN makes its block zero.", ("nan_visible",)),
+    Cause("gguf", ("mxfp4",), f"{TIES}: the nearest entry of a table, as in llama.cpp."),
+)
+PREFACE = """\
+# Conformance of public libraries
+
+Do other libraries compute the recipes that they name? Each cast below went through the properties of the
+conformance kit on one CPU; `python benchmarks/conformance_table.py` repeats it for the libraries that are
+installed, and `python docs/generate_conformance.py` writes this page.
+
+A difference is not yet a defect. Most are exact ties that another order of operations rounds to the other
+side, or a rule that a library states; both are named [below](#differences). A library is compared with the
+preset of this project, or with its own rule of block scales where the table names one. A defect of the
+examined version has a text for its authors, which was not sent.
+"""
+NOTE = """\
+*holds*, *differs*, *reported*: numbers of properties. The rules are of block scales, but for *one level*,
+which is NVFP4 without a tensor scale. Properties that a library has no function for are left out."""
+LEGEND = """\
+`ok` holds, `<1%` and so on: share of the compared numbers that differ, `no` does not hold, `err` raises,
+`rep` reported, `-` does not apply."""
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Return the lines of a table; ValueError if one is wider than COLUMNS."""
+    lines = ["| " + " | ".join(cells) + " |" for cells in (head, *rows)]
+    lines.insert(1, "|" + "---|" * len(head))
+    wide = [line for line in lines if len(line) > COLUMNS]
+    if wide:
+        raise ValueError(f"wider than {COLUMNS} columns: {wide[0]}")
+    return [*lines, ""]
+
+
+def cell(row: dict[str, Any]) -> str:
+    """Return a finding in at most four characters."""
+    words = {"pass": "ok", "variant": "var", "report": "rep", "n/a": "-"}
+    if row["outcome"] in words:
+        return words[row["outcome"]]
+    if " raises for " in row.get("detail", ""):
+        return "err"
+    if row["cases"] == 1:
+        return "no"
+    share = row["differing"] / row["cases"]
+    return "<1%" if share < 0.01 else f"{share:.0%}"
+
+
+def overview(findings: dict[str, Any]) -> list[str]:
+    """Return the table of libraries and recipes, with the numbers of properties by outcome."""
+    rows = []
+    for name, code in CODES.items():
+        if name not in findings:
+            continue
+        entry = findings[name]
+        for number, (recipe, part) in enumerate(entry["recipes"].items()):
+            counts = [
+                sum(row["outcome"] in kinds for row in part["rows"].values())
+                for kinds in (("pass", "variant"), ("fail",), ("report",))
+            ]
+            first = [code, f"`{name}`", entry["version"], entry["date"]] if number == 0 else ["", "", "", ""]
+            rows.append([*first, f"`{recipe}`", part["change"], *map(str, counts)])
+    return table(
+        ["", "library", "version", "date", "recipe", "its rule", "holds", "differs", "reported"], rows
+    )
+
+
+def by_property(findings: dict[str, Any], recipe: str) -> list[str]:
+    """Return the tables of one recipe: properties down, at most LIBRARIES libraries across."""
+    names = [name for name in CODES if recipe in findings.get(name, {}).get("recipes", {})]
+    lines = []
+    for start in range(0, len(names), LIBRARIES):
+        part = names[start : start + LIBRARIES]
+        columns = [findings[name]["recipes"][recipe]["rows"] for name in part]
+        rows = []
+        for one in columns[0]:
+            cells = [cell(column[one]) for column in columns]
+            if {*cells} != {"-"}:
+                rows.append([f"`{one}`", *cells])
+        lines += table(["property", *(CODES[name] for name in part)], rows)
+    return lines
+
+
+def explained(findings: dict[str, Any]) -> dict[Cause, list[tuple[str, str, dict[str, Any]]]]:
+    """Return the failed rows of each cause, as recipe, property and finding.
+
+    Raises:
+        ValueError: a difference has no cause, or a cause explains nothing.
+    """
+    found: dict[Cause, list[tuple[str, str, dict[str, Any]]]] = {cause: [] for cause in CAUSES}
+    for name, entry in findings.items():
+        for recipe, part in entry["recipes"].items():
+            causes = [cause for cause in CAUSES if cause.library == name and recipe in cause.recipes]
+            for one, row in part["rows"].items():
+                if row["outcome"] != "fail":
+                    continue
+                named = [cause for cause in causes if one in cause.properties]
+                fitting = named or [cause for cause in causes if not cause.properties]
+                if not fitting:
+                    raise ValueError(f"{name}, {recipe}, {one}: no explanation")
+                for cause in fitting:
+                    found[cause].append((recipe, one, row))
+    idle = [(cause.library, cause.text) for cause, rows in found.items() if not rows]
+    if idle:
+        raise ValueError(f"explains nothing: {idle[0]}")
+    return found
+
+
+def differences(findings: dict[str, Any]) -> list[str]:
+    """Return the explanations, each with its properties and the first block."""
+    lines: list[str] = []
+    library = ""
+    for cause, rows in explained(findings).items():
+        if cause.library != library:
+            library = cause.library
+            lines += [f"### {library}", ""]
+        recipes = list(dict.fromkeys(recipe for recipe, _, _ in rows))
+        names = list(dict.fromkeys(f"`{one}`" for _, one, _ in rows))
+        where = ", ".join(RECIPES[recipe] for recipe in recipes)
+        item = f"- {where}. {cause.text} In {', '.join(names)}."
+        lines += textwrap.wrap(item, COLUMNS, subsequent_indent="  ", break_on_hyphens=False)
+        shown = [row for recipe, one, row in rows if cause.shown in (None, (recipe, one))]
+        block = next((row["block"] for row in shown if any(row.get("block", [""])[1:])), None)
+        if block:
+            lines += ["", "  ```text", *(f"  {line}" for line in drawn(block)), "  ```"]
+        lines.append("")
+    return lines
+
+
+def drawn(block: list[str]) -> Iterator[str]:
+    """Yield a block in lines of at most COLUMNS characters: its place and both computations."""
+    place, recipe, library = block
+    for head, text in (("", place), ("recipe:  ", recipe), ("library: ", library)):
+        if text:
+            yield from textwrap.wrap(head + text, COLUMNS - 2, subsequent_indent=" " * 9)
+
+
+def page() -> str:
+    """Return the page."""
+    findings = json.loads(FINDINGS.read_text())
+    lines = [PREFACE, "## Libraries", "", *overview(findings)]
+    lines += [NOTE, ""]
+    lines += ["## By property", ""]
+    lines += [LEGEND, ""]
+    for recipe, title in RECIPES.items():
+        lines += [f"### {title}", "", *by_property(findings, recipe)]
+    lines += ["## Differences", ""]
+    lines += [
+        "a is a block's amax, A the tensor's, s the block scale, S = 2688/A. The block is the first one.",
+        "",
+    ]
+    return "\n".join([*lines, *differences(findings)]).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    made = page()
+    if "--check" in sys.argv[1:]:
+        same = PAGE.exists() and PAGE.read_text() == made
+        sys.exit(0 if same else "conformance.md differs: run `make pages`")
+    PAGE.write_text(made)
