@@ -81,6 +81,10 @@ def _reciprocal_amax(amax: Tensor, quant: Quant) -> Tensor:
     return torch.where((amax == 0) | (scale == 0), 1.0, scale.clamp(max=LARGEST))
 
 
+def _quotient_of_reciprocal(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
+    return tiles * ((1 / _per_tensor(amax, quant)) / s).clamp(max=LARGEST)
+
+
 SCALE_ORDERS = {"": RECIPE.scale, "(a/6) S": _two_roundings, "(a/6) / (amax/2688)": _divided_scale}
 FACTOR_ORDERS = {
     "": RECIPE.scaled,
@@ -88,6 +92,7 @@ FACTOR_ORDERS = {
     "x / (s (1/S))": _division,
     "x / (s/S)": _division_by_ratio,
     "x S / s": _two_steps,
+    "x ((1/(amax/2688)) / s)": _quotient_of_reciprocal,
     "x / (s amax/2688)": _division_by_product,
     "x (1/(s amax/2688))": _reciprocal_of_product,
 }
@@ -269,6 +274,10 @@ def _clamped(least: float | None, most: float | None, amax: Tensor, quant: Quant
     return RECIPE.outer(amax, quant).clamp(min=least, max=most)
 
 
+def _by_outer(codes: Tensor, s: Tensor, outer: Tensor, amax: Tensor | None, quant: Quant) -> Tensor:
+    return codes * (s * (1 / outer))
+
+
 def _no_outer(quant: Quant) -> Quant:
     return quant.model_copy(update={"outer": None})
 
@@ -319,10 +328,13 @@ def outer_faults() -> Iterator[tuple[str, Computation]]:
         yield f"floor of the amax at {least:.3g}", replace(RECIPE, amax=partial(_floored_amax, least))
         yield f"floor of block amaxes at {least:.3g}", replace(RECIPE, block=partial(_floored_block, least))
     for most in (1.0, 6.0, 256.0, 448.0, 512.0, 1024.0, 2048.0, 2688.0, 4096.0, 65504.0, 2.0**16, 2.0**20):
-        yield f"S clamped to at most {most:g}", replace(RECIPE, outer=partial(_clamped, None, most))
+        yield (
+            f"S clamped to at most {most:g}",
+            replace(RECIPE, outer=partial(_clamped, None, most), decode=_by_outer),
+        )
         for least in (1 / most, 2.0**-6, 2.0**-9):
             both = partial(_clamped, least, most)
-            yield f"S clamped to {least:.3g} and {most:g}", replace(RECIPE, outer=both)
+            yield f"S clamped to {least:.3g} and {most:g}", replace(RECIPE, outer=both, decode=_by_outer)
     for bound in (256.0, 448.0, 240.0, 480.0):
         yield f"bound {bound:g} of block scales", replace(RECIPE, quant=partial(_bound, bound))
     yield "global scale stored as its reciprocal", replace(RECIPE, decode=_as_reciprocal)
@@ -453,11 +465,23 @@ def layout_faults() -> Iterator[tuple[str, Computation]]:
     yield "input read transposed", replace(RECIPE, source=_transposed)
 
 
+def _floored(before: Computation, least: float) -> Computation:
+    return replace(
+        before, scale=lambda a, outer, amax, quant: before.scale(a, outer, amax, quant).clamp(min=least)
+    )
+
+
 def combined() -> Iterator[tuple[str, Computation]]:
-    """Yield every order of operations with another rounding of ties: what a first attempt often has."""
+    """Yield every order of operations with another rounding of ties, or a floor of scales.
+
+    A first attempt often has several of these at once.
+    """
     for rule, word in (("zero", "ties toward zero"), ("away", "ties away from zero")):
         for name, computation in orders():
             yield f"elements {word}, and {name}", replace(computation, element=partial(_ties, rule))
+    for least in (2.0**-6, 2.0**-9):
+        for name, computation in orders():
+            yield f"floor of block scales at {least:.3g}, and {name}", _floored(computation, least)
 
 
 def every() -> dict[str, Computation]:

@@ -41,6 +41,8 @@ MARKS = {
     "product_repeats": "amax or memory raced: results change from call to call",
     "input_kept": "input overwritten",
     "rotation_axis": "groups of rows rotated, not of columns",
+    "rotation_large": "rows of a large tensor not rotated as those of a small one",
+    "long_sums": "partial sums of a product rounded, not accumulated in fp32",
 }
 """Fault of a property that can fail in one way only."""
 _MULTIPLES = (16, 32, 64, 128)
@@ -82,6 +84,8 @@ def _fault(bench: Examination, one: Property, row: Row) -> str:
         return stochastic_fault(bench)
     if one.needs == "rotate":
         return _rotation_fault(bench)
+    if one.name == "random_gradients":
+        return _random_fault(bench)
     if one.needs == "product":
         return product_fault(bench)
     if one.needs == "grouped":
@@ -96,9 +100,6 @@ def cast_fault(bench: Examination, pairs: Sequence[Pair]) -> str:
     there is not what the subject computes.
     """
     shown = [*pairs[: _CASTS - 1], pairs[-1]] if len(pairs) > _CASTS else pairs
-    matches = [name for name, computation in CAST_FAULTS.items() if explains(computation, shown)]
-    if not matches:
-        return _unwritten(pairs)
     quant = pairs[0].quant
     right = [
         pair
@@ -110,7 +111,14 @@ def cast_fault(bench: Examination, pairs: Sequence[Pair]) -> str:
         x = inputs.spread(bench.rows(32), bench.columns(128, quant), 16, bench.seed + 77)
         right.append(bench.pair(bench.typed(x), quant))
         right = [pair for pair in right if not pair.difference.count]
-    return next((name for name in matches if explains(CAST_FAULTS[name], right, defined=False)), "")
+    found = bench.cache.setdefault("faults", [])  # what explained an earlier row comes first
+    for name in [*found, *CAST_FAULTS]:
+        computation = CAST_FAULTS[name]
+        if explains(computation, shown) and explains(computation, right, defined=False):
+            if name not in found:
+                found.insert(0, name)
+            return str(name)
+    return _unwritten(pairs)
 
 
 def commonest_fault(bench: Examination, rows: Sequence[Row]) -> str:
@@ -245,6 +253,19 @@ def product_fault(bench: Examination) -> str:
         if wrong and not any(made[key].far(got[key]).any() for key in wrong):
             return name
     return ""
+
+
+def _random_fault(bench: Examination) -> str:
+    """Return the fault if dx and dw of a random dy are those of the recipe with nearest rounding; else ''."""
+    products, (x, w, dy) = product.products_of(bench), product.random_layer(bench)
+    got = product.call(bench, x, w, dy)
+    for name, quant in (("dgrad", products.dgrad), ("wgrad", products.wgrad)):
+        if quant.g is not None and quant.g.rounding == "stochastic":
+            certain = quant.g.model_copy(update={"rounding": "nearest", "bits": 8})
+            products = products.model_copy(update={name: quant.model_copy(update={"g": certain})})
+    made = exact_products(products, x.bfloat16(), w.bfloat16(), dy.bfloat16())
+    nearest = not any(bool(made[key].far(got[key]).any()) for key in ("dx", "dw"))
+    return "dy rounded to nearest, not stochastically" if nearest else product_fault(bench)
 
 
 def grouped_fault(bench: Examination, wanted: tuple[int, ...]) -> str:

@@ -173,12 +173,18 @@ def random_gradients(bench: Examination) -> Row:
     """Compare gain and relative L2 distance of dx and dw, for random dy, with the reference's draws."""
     bench.function("product")
     products = products_of(bench)
+    x, w, dy = random_layer(bench)
+    got = call(bench, x, w, dy)
+    return interval_row("random_gradients", products, (x.bfloat16(), w.bfloat16(), dy.bfloat16()), got)
+
+
+def random_layer(bench: Examination) -> tuple[Tensor, Tensor, Tensor]:
+    """Return random x, w and dy."""
     tokens, inner, out = (side(bench, wanted) for wanted in (TOKENS, IN, OUT))
     x = bench.typed(inputs.normal(tokens, inner, bench.seed))
     w = bench.typed(0.02 * inputs.normal(out, inner, bench.seed + 1))
     dy = bench.typed(inputs.normal(tokens, out, bench.seed + 9))
-    got = call(bench, x, w, dy)
-    return interval_row("random_gradients", products, (x.bfloat16(), w.bfloat16(), dy.bfloat16()), got)
+    return x, w, dy
 
 
 def interval_row(
