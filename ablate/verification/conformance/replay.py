@@ -33,6 +33,7 @@ from ablate.engines.product_errors import draws as draws_of
 from ablate.engines.product_errors import slack_of
 from ablate.engines.products import Kept, backward, forward
 from ablate.numerics.choices import SIGNS
+from ablate.numerics.formats import SCALES
 from ablate.numerics.philox import Clock
 from ablate.numerics.product_error import SLACK, Expected, compared, spread, steps
 from ablate.numerics.quantize import Operand
@@ -430,8 +431,11 @@ def decoded(tensors: Mapping[str, Tensor], slot: str, like: Operand) -> Tensor:
         if scales.dtype == torch.uint8:
             assert like.quant is not None
             assert like.quant.scale is not None
-            named = {"e4m3": torch.float8_e4m3fn, "e8m0": torch.float8_e8m0fnu}.get(like.quant.scale.format)
-            scales = scales if named is None else scales.view(named)
+            name = like.quant.scale.format
+            form = SCALES[name]
+            if form.bits != 8 or form.dtype is None:
+                raise ValueError(f"{slot}.scales are bytes, and torch has no {name}; dump numbers")
+            scales = scales.view(getattr(torch, form.dtype))
         if scales.ndim == 1:
             scales = unswizzle(scales, rows, across)
         tall = rows // scales.shape[0] if scales.ndim == 2 and scales.shape[0] else 0
