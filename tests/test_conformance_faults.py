@@ -13,6 +13,8 @@ from ablate.recipes.presets import PRESETS
 from ablate.verification import peers
 from ablate.verification.conformance import inputs
 from ablate.verification.conformance.computation import RECIPE, NoComputationError
+from ablate.verification.conformance.dumps import DumpedLayer, write
+from ablate.verification.conformance.emulator import emulator
 from ablate.verification.conformance.examination import Examination, NotApplicableError, reference
 from ablate.verification.conformance.faults import PUBLISHED
 from ablate.verification.conformance.numbers import differences
@@ -201,6 +203,20 @@ def test_the_example_of_the_page_computes_nvfp4():
     done = here("conform", f"{EXAMPLE}:quantise", "--as", "nvfp4")
     assert (done.returncode, done.stdout.count("FAIL")) == (0, 0)
     assert "20 of 20 properties hold: what was examined of quantise computes nvfp4." in done.stdout
+
+
+def test_a_folder_of_dumps_has_a_row_for_each_product(tmp_path):
+    recipe = PRESETS["mxfp4"]()
+    x, w, dy = (inputs.normal(64, 64, seed).bfloat16() for seed in range(3))
+    y, dx, dw = emulator(recipe).product(x, w, dy)
+    tensors = {"x": x, "w": w, "dy": dy, "y": y, "dx": dx, "dw": dw}
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    write(right, [DumpedLayer("up", tensors, 0, 0)])
+    write(wrong, [DumpedLayer("up", tensors | {"dw": 2 * dw}, 0, 0)])
+    done = here("conform", right, "--as", "mxfp4")
+    assert (done.returncode, "3 of 3 dumped products are the recipe's" in done.stdout) == (0, True)
+    done = here("conform", wrong, "--as", "mxfp4")
+    assert (done.returncode, "2 of 3 dumped products are the recipe's" in done.stdout) == (1, True)
 
 
 def test_the_command_prints_rows_or_json_and_its_status_says_what_was_found(own):

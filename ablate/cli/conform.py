@@ -3,7 +3,6 @@
 import json
 import textwrap
 import time
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
     from ablate.verification.conformance.result import Block, Row
     from ablate.verification.conformance.run import Findings
 
-_WIDTH = 80
+_WIDTH, _NAME = 80, 28
 _STYLES = {"pass": "green", "variant": "yellow", "fail": "bold red", "report": "cyan", "n/a": "dim"}
 
 
@@ -78,12 +77,7 @@ def _examined(
     from ablate.verification.conformance.source import find, names
 
     if subject not in names() and Path(subject).is_dir():
-        try:
-            dumps = import_module("ablate.verification.conformance.replay")
-        except ModuleNotFoundError:
-            raise InputError([f"{subject} is a folder, and this version reads no dumps"]) from None
-        found: Findings = dumps.replay(Path(subject), recipe)
-        return found
+        return _replayed(Path(subject), recipe, seed)
     import torch
 
     try:
@@ -97,6 +91,19 @@ def _examined(
         return examine(find(subject, recipe, device), recipe, only=only or (), seed=seed, show=show)
     except ValueError as error:
         raise InputError([f"--as {error}"]) from None
+
+
+def _replayed(folder: Path, recipe: str, seed: int) -> "Findings":
+    """Return the findings on the products of dumped layers."""
+    from ablate.experiment.recipe_source import load
+    from ablate.verification.conformance.replay import replay
+    from ablate.verification.conformance.run import Findings
+
+    try:
+        rows = tuple(one.row for one in replay(folder, load(recipe), seed))
+    except ValueError as error:
+        raise InputError([str(error)]) from None
+    return Findings(str(folder), recipe, rows, "dumped products are the recipe's")
 
 
 def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
@@ -119,7 +126,10 @@ def print_row(screen: Screen, row: "Row", whole: bool = True) -> None:
         counts = ""
     word = row.outcome.upper() if row.outcome == "fail" else str(row.outcome)
     style = _STYLES[row.outcome]
-    screen.print(Text.assemble((f"{word:8}", style), f"{row.property:28}{counts:>30}".rstrip()))
+    if len(row.property) > _NAME:  # of a dumped layer
+        screen.print(Text.assemble((f"{word:8}", style), one_line(row.property)))
+    else:
+        screen.print(Text.assemble((f"{word:8}", style), f"{row.property:{_NAME}}{counts:>30}".rstrip()))
     if row.detail and row.outcome != "pass":
         _indented(screen, row.detail)
     if row.outcome == "fail":

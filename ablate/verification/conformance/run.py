@@ -26,6 +26,8 @@ class Findings:
     subject: str
     recipe: str
     rows: tuple[Row, ...]
+    counted: str = "properties hold"
+    """End of the sentence on what was examined."""
     likely: str = ""
     """Fault that explains most of the rows that failed, if one is known."""
 
@@ -56,7 +58,7 @@ class Findings:
         """One plain sentence: how many properties hold, and the likely fault."""
         judged = [row for row in self.rows if row.outcome in (Outcome.PASS, Outcome.VARIANT, Outcome.FAIL)]
         held = sum(row.outcome != Outcome.FAIL for row in judged)
-        sentence = f"{held} of {len(judged)} properties hold"
+        sentence = f"{held} of {len(judged)} {self.counted}"
         if not judged:
             return "No property could be examined: the subject has no function that the recipe needs."
         if held == len(judged):
@@ -117,4 +119,4 @@ def conform(
             if show is not None:
                 show(rows[-1])
     likely = commonest_fault(bench, rows)
-    return Findings(one.name, name, tuple(relabelled(bench, rows, likely)), likely)
+    return Findings(one.name, name, tuple(relabelled(bench, rows, likely)), likely=likely)
