@@ -5,7 +5,7 @@
 Each library runs in a process of its own, since several change what others import. Findings go to
 benchmarks/conformance.json, one entry a library, recipe and version; an entry of the installed version and of
 these properties is kept, unless `--again`. Libraries need several environments: run it once in each.
-The page docs/project/conformance.md is written from that file.
+`python docs/generate_conformance.py` writes docs/project/conformance.md from that file.
 """
 
 import argparse

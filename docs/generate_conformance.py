@@ -295,6 +295,10 @@ A difference is not yet a defect. Most are exact ties that another order of oper
 side, or a rule that a library states; both are named [below](#differences). A library is compared with the
 preset of this project, or with its own rule of block scales where the table names one. A defect of the
 examined version has a text for its authors, which was not sent.
+
+Not here: libraries whose casts need a GPU (fp-quant) or Python 3.12 (xiaotu-moe); those that round numbers to
+a grid and have no block scale (ml_dtypes, jax, torch, onnxruntime); bitsandbytes, whose FP4 is another grid;
+llm-compressor, whose casts are those of compressed-tensors.
 """
 NOTE = """\
 *holds*, *differs*, *reported*: numbers of properties. The rules are of block scales, but for *one level*,
