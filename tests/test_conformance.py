@@ -36,6 +36,20 @@ def test_the_emulator_fails_no_property_under_any_preset(recipe):
     assert failures(recipe, QUICK) == {}
 
 
+@pytest.mark.parametrize(("fault", "outcome"), [(0.0, Outcome.PASS), (1.0, Outcome.FAIL)])
+def test_draws_that_are_returned_in_bf16_are_adjacent_up_to_its_rounding(fault, outcome):
+    """One element of each tensor is off by `fault` of itself."""
+    recipe = PRESETS["nvfp4"]()
+
+    def cast(x, seed):
+        values = emulator(recipe).cast_stochastic(x, seed).values
+        values[0, 0] *= 1 + fault
+        return values.bfloat16()
+
+    bench = Examination(Subject("rounds its results to bf16", cast_stochastic=cast), recipe)
+    assert examined(bench, PROPERTIES["adjacent_draws"]).outcome == outcome
+
+
 def test_every_property_names_its_promise_and_a_function_of_a_subject():
     functions = {field.name for field in fields(Subject)}
     for name, one in PROPERTIES.items():

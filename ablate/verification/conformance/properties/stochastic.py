@@ -42,13 +42,18 @@ def _nearest_of(quant: Quant) -> Quant:
     return quant.model_copy(update={"rounding": "nearest", "bits": 8})
 
 
-def _values(bench: Examination, x: Tensor, seed: int) -> Tensor:
+def _drawn(bench: Examination, x: Tensor, seed: int) -> tuple[Tensor, torch.dtype]:
+    """Return the values of one draw, and the dtype to which the subject rounded them."""
     quant = bench.stochastic
     got: Numbers = bench.cast(x, quant, "cast_stochastic", seed=seed)
     values = got.dequantised(quant.tile[1])
     if values is None:
         raise NotApplicableError("the subject returns codes without a second level")
-    return values
+    return values, got.dtype
+
+
+def _values(bench: Examination, x: Tensor, seed: int) -> Tensor:
+    return _drawn(bench, x, seed)[0]
 
 
 def _grid(bench: Examination, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -104,10 +109,10 @@ def adjacent_draws(bench: Examination) -> Row:
     differ = cases = 0
     block = None
     for seed in range(4):
-        values = _values(bench, x, seed)
-        wrong = far(values, below.float()) & far(values, (below + step).float())
+        values, dtype = _drawn(bench, x, seed)
+        wrong = far(values, below.float(), dtype) & far(values, (below + step).float(), dtype)
         # At a grid value, the fp32 roundings of the scale decide on which side the scaled element lies.
-        wrong &= (position > 0) | far(values, (below - step).float())
+        wrong &= (position > 0) | far(values, (below - step).float(), dtype)
         differ, cases = differ + int(wrong.sum()), cases + wrong.numel()
         if wrong.any() and block is None:
             row, column = (int(i) for i in wrong.nonzero()[0])
