@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from ablate.engines.products import Casting, Kept, Redrawing, backward, forward
+from ablate.numerics.product import product
 from ablate.numerics.product_error import ALPHA, SLACK, Expected, Sums, compared, spread
+from ablate.numerics.quantize import Operand
 from ablate.recipes.recipe import FORWARD_COPY, Products
 
 _FAST = 2.0**-14
@@ -112,7 +114,10 @@ def _error(
             return ProductError(name, own, own, 0.0, slack)
         other, drawn = again()
         own, its = compared([measured, drawn], *sources)
-        return ProductError(name, own, its, spread(drawn, *other.multiplied) if random else 0.0, slack)
+        if not random:
+            return ProductError(name, own, its, 0.0, slack)
+        exact = product(Operand(sources[0]), Operand(sources[1]), torch.float32)
+        return ProductError(name, own, its, spread(exact, *other.multiplied), slack)
 
 
 def slack_of(products: Products, name: str, terms: int) -> float:

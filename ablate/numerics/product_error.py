@@ -103,7 +103,8 @@ def spread(y: Tensor, a: Operand, b: Operand) -> float:
     """Return S of the roundings of both operands: the sum of the squares by which each can move <y_q, y>.
 
     Args:
-        y: a product of the two [rows, columns], quantised or not.
+        y: the exact product of the unquantised two [rows, columns]. A draw of it may lack what was rounded
+            to zero, and with it the width for all that other draws have there.
         a: first operand [rows, contraction].
         b: second operand [columns, contraction].
     """

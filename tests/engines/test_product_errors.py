@@ -72,6 +72,22 @@ def test_the_emulators_own_products_are_what_their_recipe_gives(preset):
     assert not [alert for alert in alerts(metrics, ALARMS) if alert.name.family == "gemm"]
 
 
+def test_a_draw_that_rounds_to_zero_is_in_the_interval_of_the_others_and_they_in_its():
+    """dx is 0.05: an element that is 0 in nine draws of ten, and else 0.5, beside one of 6 that meets zeros."""
+    linear, dy = nn.Linear(16, 16, bias=False), torch.zeros(1, 16)
+    linear.weight.data = torch.eye(16)[1] * torch.ones(16, 1)
+    linear.weight.data[0], dy[0, :2] = 0.0, torch.tensor([6.0, 0.05])
+    gains = set()
+    for step in range(60):
+        layer = Foreign(linear, NAME, Clock(5, step=step), torch.bfloat16)
+        layer.products, layer.context.probe = PRESETS["nvfp4"]().products, SlotErrors()
+        run(layer, torch.ones(1, 16), dy)
+        found = of_products(layer.context.probe.metrics())["dgrad"]
+        assert found["gain_beyond"] <= 1
+        gains |= {found["gain"] > 0, found["gain_expected"] > 0}
+    assert gains == {True, False}
+
+
 def test_gain_and_error_are_measured_against_the_unquantised_product():
     values = of_products(measured(EmulatedLinear, "nvfp4"))
     w, x, dy = drawn(96, 128, seed=0) * 0.1, drawn(256, 128, seed=1, outliers=True), drawn(256, 96, seed=2)

@@ -35,6 +35,7 @@ from ablate.engines.products import Kept, backward, forward
 from ablate.numerics.choices import SIGNS
 from ablate.numerics.formats import SCALES
 from ablate.numerics.philox import Clock
+from ablate.numerics.product import product as multiplied
 from ablate.numerics.product_error import SLACK, Expected, compared, spread, steps
 from ablate.numerics.quantize import Operand
 from ablate.numerics.stored import unpack, unswizzle
@@ -156,7 +157,9 @@ class _Product:
         exact = self.exact()
         own, drawn = compared([measured, draws[0]], *exact)
         emulated = self.emulated(None, 0)
-        reach = spread(self.result(emulated, 0), *emulated.multiplied) if self.random else 0.0
+        self.result(emulated, 0)
+        plain = multiplied(Operand(exact[0]), Operand(exact[1]), torch.float32)
+        reach = spread(plain, *emulated.multiplied) if self.random else 0.0
         given = Expected.of(drawn, reach, self.slack)
         values = (own.gain, own.rel_l2)
         if not own.power and not measured.any():
