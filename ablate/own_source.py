@@ -12,7 +12,7 @@ import glob
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -213,21 +213,83 @@ def load_apart(code: Code) -> Callable[..., object]:
 
     Modules of the same names that are in use, such as those of a trial's training code, stay as they are, and
     later imports do not find the new ones. A module beside the file must therefore be imported at its top.
+
+    Raises:
+        ImportError: another file was imported than those of `closure`, whose digest the function has.
     """
     own = closure(code)
     drop_old_bytecode(own)
-    names = {_module_name(path, code.root) for path in own} | {code.path.stem}
+    files: dict[str, list[Path]] = {}
+    for file in own:
+        files.setdefault(_module_name(file, code.root), []).append(file)
+    files = {name: paths for name, paths in files.items() if name.partition(".")[0] != OURS}
+    names = {part for name in files for part in _packages(name)}
     before, path = dict(sys.modules), [*sys.path]
     _forget(names)
     sys.path.insert(0, str(code.root))
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(code.module) if code.module else _module(code.path)
+        _refuse_others(code, files, before, {str(code.root), os.getcwd(), *sys.path} - {*path, ""})
         return getattr(module, code.function)
     finally:
         sys.path[:] = path
         _forget(names)
         sys.modules |= {name: before[name] for name in names & before.keys()}
+
+
+def _refuse_others(
+    code: Code, files: Mapping[str, Sequence[Path]], before: Mapping[str, ModuleType], folders: Iterable[str]
+) -> None:
+    """Raise ImportError if an import has found another file than those of a function's closure.
+
+    Args:
+        code: the function, whose file was just imported.
+        files: files of its closure, by the names of their modules.
+        before: modules that were imported already.
+        folders: entries of `sys.path` whose modules are the function's own.
+    """
+    others = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if before.get(name) is module or not isinstance(file, str):
+            continue
+        if name in files:
+            if not any(path.samefile(file) for path in files[name]):
+                others[name] = f"{name} is {file}, and not {files[name][0]}: rename one of the two"
+        elif not code.package and any(_is_found(file, name, folder) for folder in folders):
+            others[name] = f"{file} is imported, and no import statement for a file beside it names it"
+    _forget(others)
+    if others:
+        raise ImportError(min(others.values()))
+
+
+def _is_found(file: str, name: str, folder: str) -> bool:
+    """Return True if a module's file is what a folder has by this name."""
+    first = file.removeprefix(f"{folder.rstrip(os.sep)}{os.sep}").partition(os.sep)[0]
+    return file.startswith(folder) and first.partition(".")[0] == name.partition(".")[0] != OURS
+
+
+def _packages(name: str) -> Iterator[str]:
+    """Yield a dotted name and those of the packages around it."""
+    parts = name.split(".")
+    return (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+
+
+def late_imports(code: Code) -> Iterator[str]:
+    """Yield file and line of each import inside a function that names one of the function's own files.
+
+    Such an import is executed in a trial, when `load_apart` has put other modules of its name back. Those of
+    an installed package are found there as well.
+    """
+    for path in closure(code) if not code.package else ():
+        if path.is_relative_to(code.root / OURS):
+            continue
+        for function in ast.walk(_tree(path)):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                for node in ast.walk(function):
+                    if isinstance(node, ast.stmt) and any(_named(node, path, code.root, code.package)):
+                        yield f"{path}:{node.lineno}"
 
 
 def _module_name(path: Path, root: Path) -> str:
@@ -269,15 +331,19 @@ def _module(path: Path) -> ModuleType:
 def _imported(path: Path, root: Path, package: str) -> Iterator[Path]:
     """Yield the files under `root` that a file's import statements name; of one package alone, if given."""
     for node in ast.walk(_tree(path)):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                parts = alias.name.split(".")
-                yield from _files(root, parts) if package in ("", parts[0]) else ()
-        elif isinstance(node, ast.ImportFrom):
-            base = path.parents[node.level - 1] if node.level else root
-            parts = node.module.split(".") if node.module else []
-            if not node.level and package and parts[0] != package:
-                continue
+        yield from _named(node, path, root, package)
+
+
+def _named(node: ast.AST, path: Path, root: Path, package: str) -> Iterator[Path]:
+    """Yield the files that a node names if it is an import statement; arguments as of `_imported`."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            parts = alias.name.split(".")
+            yield from _files(root, parts) if package in ("", parts[0]) else ()
+    elif isinstance(node, ast.ImportFrom):
+        base = path.parents[node.level - 1] if node.level else root
+        parts = node.module.split(".") if node.module else []
+        if node.level or not package or parts[0] == package:
             yield from _files(base, parts)
             for alias in node.names:
                 yield from _files(base, [*parts, alias.name])

@@ -391,13 +391,19 @@ def global_draws(parsed: ast.Module) -> list[str]:
 
 
 def test_no_file_touches_a_global_generator():
-    """But for three, which put back what they find.
+    """But for three, which put back what they find, and one that reads states.
 
     Models of other libraries draw their weights there (`models.drawn`), and a user's own code draws what it
-    likes: from the trial's seed (`trial.seeded`), and twice alike where a gradient is compared.
+    likes: from the trial's seed (`trial.seeded`), and twice alike where a gradient is compared. A user's
+    rounding that draws is refused (`own_calls`).
     """
     draws = {name for name in MODULES if global_draws(tree(name))}
-    assert draws == {"training.models", "training.own_code.trial", "training.conversion"}
+    assert draws == {
+        "training.models",
+        "training.own_code.trial",
+        "training.conversion",
+        "numerics.own_calls",
+    }
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,13 @@ one that raises. A value that is not finite in the input may become anything.
 """
 
 import inspect
+import random
 import traceback
 from collections.abc import Callable, Collection
 from functools import cache
 from typing import cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +37,7 @@ from ablate.numerics.own import KINDS, Own
 
 _PASSED_ON = ("memory", "CUDA")
 """Parts of the messages of RuntimeErrors that are not the function's own: `within_memory` handles them."""
+_WORD_BYTES = 4
 
 
 def rounded(word: Own, y: Tensor, grid: Format, bits: Tensor | None, width: int) -> Tensor:
@@ -148,7 +151,7 @@ def call(field: str, word: Own, main: Tensor, shape: torch.Size, **more: object)
     function, names = _loaded(word)
     offered = {KINDS[field].key: main, **more}
     tensors = {name: value for name, value in offered.items() if isinstance(value, Tensor)}
-    before = {name: _version(tensor) for name, tensor in tensors.items()}
+    before = {name: _content(tensor) for name, tensor in tensors.items()}
     state = _generators(main.device)
     try:
         with torch.no_grad():
@@ -159,15 +162,16 @@ def call(field: str, word: Own, main: Tensor, shape: torch.Size, **more: object)
         if isinstance(error, RuntimeError) and any(part in str(error) for part in _PASSED_ON):
             raise
         raise InputError([f"{field} {word} raised {_described(error, word)}"]) from error
-    if not all(map(torch.equal, state, _generators(main.device))):
-        raise InputError(
-            [
-                f"{field} {word} draws from torch's global generator, so no run could be repeated: take the"
-                " argument bits"
-            ]
-        )
+    for library, own in _generators(main.device).items():
+        if own != state[library]:
+            raise InputError(
+                [
+                    f"{field} {word} draws from {library}'s global generator, so no run could be repeated:"
+                    " take the argument bits"
+                ]
+            )
     for name, tensor in tensors.items():
-        if _version(tensor) != before[name]:
+        if _content(tensor) != before[name]:
             raise InputError([f"{field} {word} changes its argument {name} in place: work on a copy"])
     if not isinstance(made, Tensor):
         raise InputError([f"{field} {word} returned {type(made).__name__}, not a tensor"])
@@ -190,6 +194,8 @@ def _loaded(word: Own) -> tuple[Callable[..., object], Collection[str]]:
         function = own_source.load_apart(word.code)
     except Exception as error:
         raise InputError([f"{word} cannot be imported: {_described(error, word)}"]) from error
+    if not word.unchanged:
+        raise InputError([f"{word} was edited while it was imported: plan it again"])
     return function, inspect.signature(function).parameters.keys()
 
 
@@ -212,12 +218,17 @@ def _refuse_off_grid(field: str, word: Own, given: Tensor, made: Tensor, bad: Te
         )
 
 
-def _version(tensor: Tensor) -> int:
-    """Return the number of changes in place; 0 in inference mode, which does not count them."""
-    return 0 if tensor.is_inference() else cast("int", tensor._version)
+def _content(tensor: Tensor) -> tuple[int, int]:
+    """Return the number of a tensor's changes by torch, and a checksum where NumPy can change it."""
+    changes = 0 if tensor.is_inference() else cast("int", tensor._version)
+    whole = tensor.is_cpu and tensor.element_size() == _WORD_BYTES
+    return changes, int(tensor.view(torch.int32).sum()) if whole else 0
 
 
-def _generators(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's global generators that a function on this device may draw from."""
-    states = [torch.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+def _generators(device: torch.device) -> dict[str, object]:
+    """Return the states of the global generators that a function on this device may draw from, by library."""
+    drawn = [torch.get_rng_state()]
+    drawn += [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+    states: dict[str, object] = {"torch": [state.numpy().tobytes() for state in drawn]}
+    numpy = np.random.get_state(legacy=False)
+    return states | {"Python": random.getstate(), "NumPy": (numpy["state"]["pos"], numpy["state"]["key"][0])}

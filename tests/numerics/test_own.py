@@ -1,5 +1,6 @@
 """Functions of the user's in a quantiser: each kind computes what our word of the same meaning does, what breaks the contract is refused in one sentence, and the digest of the source identifies them."""
 
+import importlib
 import os
 import pickle
 import shutil
@@ -207,7 +208,10 @@ BROKEN = {
     "not_a_number": ("rounding", "returned nan for"),
     "off_grid": ("rounding", "returned 0.300000012 for"),
     "in_place": ("rounding", "changes its argument y in place"),
+    "in_place_by_numpy": ("rounding", "changes its argument y in place"),
     "global_draws": ("rounding", "draws from torch's global generator"),
+    "draws_by_numpy": ("rounding", "draws from NumPy's global generator"),
+    "draws_by_python": ("rounding", "draws from Python's global generator"),
     "negative": ("range.statistic", "returned -"),
 }
 
@@ -275,6 +279,71 @@ def test_modules_of_the_same_name_stay_apart(folder, monkeypatch):
     assert sys.modules["halves"] is theirs
     assert sys.path == before
     assert "functions" not in sys.modules
+
+
+OTHER_FILES = {
+    "a regular package of the name of a folder beside the file": (
+        "from utils.part import HALF",
+        {"utils/part.py": "HALF = 0.5\n"},
+        {"utils/__init__.py": "", "utils/part.py": "HALF = 0.0\n"},
+        "utils.part is ",
+    ),
+    "a package of that name that is in use": (
+        "import utils.part\nfrom utils import part\nHALF = part.HALF",
+        {"utils/part.py": "HALF = 0.5\n"},
+        {"utils/__init__.py": "from . import part", "utils/part.py": "HALF = 0.0\n"},
+        "utils.part is ",
+    ),
+    "an import by a computed name": (
+        "import importlib\nHALF = importlib.import_module('part').HALF",
+        {"part.py": "HALF = 0.5\n"},
+        {},
+        "part.py is imported, and no import statement",
+    ),
+    "an entry of sys.path that the file adds": (
+        "import sys\nsys.path.insert(0, {elsewhere!r})\nfrom part import HALF",
+        {},
+        {"part.py": "HALF = 0.5\n"},
+        "part.py is imported, and no import statement",
+    ),
+}
+
+
+@every(case=OTHER_FILES)
+def test_a_file_that_is_not_in_the_digest_cannot_be_executed_under_it(case, tmp_path, monkeypatch):
+    """Twice in one process: what the first attempt imported does not serve the second."""
+    top, beside, elsewhere, why = OTHER_FILES[case]
+    for name, text in [(f"mine/{name}", text) for name, text in beside.items()] + [*elsewhere.items()]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    top = top.replace("{elsewhere!r}", repr(str(tmp_path)))
+    (tmp_path / "mine" / "functions.py").parent.mkdir(exist_ok=True)
+    (tmp_path / "mine" / "functions.py").write_text(f"{top}\ndef mine(y):\n    return y * 0 + HALF\n")
+    if "utils/__init__.py" in elsewhere:
+        monkeypatch.syspath_prepend(str(tmp_path))
+    if "in use" in case:
+        importlib.import_module("utils")
+    own = Quant(rounding=f"{tmp_path}/mine/functions.py:mine")
+    modules = dict(sys.modules)
+    for _ in range(2):
+        with pytest.raises(
+            InputError, match=r"functions.py:mine cannot be imported: ImportError: "
+        ) as refused:
+            quantize(values(), own)
+        assert why in str(refused.value)
+    assert modules.items() <= sys.modules.items()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_an_import_inside_a_function_is_refused(tmp_path):
+    """Planning has the file beside in the digest; the trial would execute whatever has its name then."""
+    (tmp_path / "part.py").write_text("HALF = 0.5\n")
+    mine = tmp_path / "mine.py"
+    mine.write_text("def mine(y):\n    import part\n    return y * 0 + part.HALF\n")
+    assert f"{mine}:2 imports inside a function a file beside it" in refusal("rounding", f"{mine}:mine")
+    mine.write_text("import part\ndef mine(y):\n    import math\n    return y * 0 + part.HALF\n")
+    assert Quant(rounding=f"{mine}:mine").owned
 
 
 def test_modules_and_entry_points_name_functions_too(folder, monkeypatch):

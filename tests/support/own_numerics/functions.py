@@ -1,5 +1,8 @@
 """A user's functions for quantisers: each computes what one of our own words does, by other means."""
 
+import random
+
+import numpy as np
 import torch
 from halves import HALF
 
@@ -86,6 +89,19 @@ def in_place(y, grid):
 
 def global_draws(y, grid):
     return torch.where(torch.rand_like(y) > HALF, grid.max, -grid.max)
+
+
+def draws_by_numpy(y, grid):
+    return torch.where(torch.from_numpy(np.random.rand(*y.shape)) > HALF, grid.max, -grid.max).float()
+
+
+def draws_by_python(y, grid):
+    return torch.full_like(y, random.choice((0.0, grid.max)))
+
+
+def in_place_by_numpy(y):
+    np.abs(y.numpy(), out=y.numpy())
+    return torch.zeros_like(y)
 
 
 def negative(tiles, amaxes):
