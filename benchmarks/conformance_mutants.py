@@ -6,8 +6,8 @@
 A mutant is a published numerical fault of an FP4 or MX library, rebuilt on the reference so that nothing else
 differs. Each has its source, what went wrong, the name of the fault, and data that show it; some faults need
 a particular shape, magnitude, stride or earlier call. The names were written down before the kit's properties
-were read. A control is correct but written otherwise, and equals the reference bit for bit. The second set
-(conformance_held_out.py) was committed before the kit was run on it.
+were read. A control is correct but written otherwise, and equals the reference bit for bit. The second and
+third sets (conformance_held_out.py, conformance_third.py) were committed before the kit was run on them.
 
 A mutant is seen if a row of the kit failed; whether it was also named is for a person to judge, from the
 columns `fault`, `named_by_kit` and `said`. What fails on a control is a false alarm.
@@ -42,6 +42,7 @@ from conformance_subjects import (
     spread,
     with_zeros,
 )
+from conformance_third import THIRD, THIRD_CONTROLS
 from torch import Tensor
 
 import ablate
@@ -222,7 +223,11 @@ CONTROLS = {
     "in_other_order": Control("nvfp4", subjects.in_other_order, (normal(64, 64), spread(torch.float32))),
 }
 """Correct subjects, written otherwise."""
-SETS = {"first": (MUTANTS, CONTROLS), "second": (HELD_OUT, HELD_OUT_CONTROLS)}
+SETS = {
+    "first": (MUTANTS, CONTROLS),
+    "second": (HELD_OUT, HELD_OUT_CONTROLS),
+    "third": (THIRD, THIRD_CONTROLS),
+}
 QUANTS = {"nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp8": MXFP8, "four_over_six": OVER_SIX}
 
 
@@ -324,11 +329,11 @@ def biased(subject: Subject, x: Tensor, draws: int = 400) -> str:
 def compare() -> bool:
     """Print how each subject differs from the reference; return True if all is as the registry says."""
     right = True
-    for name, mutant in (MUTANTS | HELD_OUT).items():
+    for name, mutant in (MUTANTS | HELD_OUT | THIRD).items():
         shown, hidden = compared(mutant)
         right &= bool(shown) and not hidden
         print(f"{name}: {shown or 'NO DIFFERENCE'}{hidden and f'; ordinary data: {hidden}'}")
-    for name, control in (CONTROLS | HELD_OUT_CONTROLS).items():
+    for name, control in (CONTROLS | HELD_OUT_CONTROLS | THIRD_CONTROLS).items():
         for function, wrong in deviations(control).items():
             right &= not wrong
             print(f"{name}: {function}: {wrong or 'equal'}")
