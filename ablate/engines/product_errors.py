@@ -6,8 +6,8 @@ the measured products is used, so a wrong layout, scale or rounding there shows 
 interval (numerics/product_error.py). Rotations are drawn by the layer's own clock, and are therefore the
 same.
 
-A layer that the emulator computes itself is right by construction. Its products that draw nothing are not
-computed again, and their expected values are the measured ones.
+A layer that the emulator computes itself is right by construction. Its products that draw nothing, or whose
+draws are those of a user's function, are not computed again: their expected values are the measured ones.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ablate.engines.products import Casting, Kept, Redrawing, backward, forward
 from ablate.numerics.product import product
-from ablate.numerics.product_error import ALPHA, SLACK, Expected, Sums, compared, spread
+from ablate.numerics.product_error import ALPHA, SLACK, Expected, Sums, bounded, compared, spread
 from ablate.numerics.quantize import Operand
+from ablate.numerics.spec import Quant
 from ablate.recipes.recipe import FORWARD_COPY, Products
 
 _FAST = 2.0**-14
@@ -107,7 +108,9 @@ def _error(
     sources: tuple[Tensor, Tensor],
     again: Callable[[], tuple[Redrawing, Tensor]],
 ) -> ProductError:
-    slack, random = slack_of(products, name, sources[0].shape[1]), draws(products, name)
+    slack = slack_of(products, name, sources[0].shape[1])
+    drawing = [quant for quant in _multiplied(products, name) if quant.draws]
+    random = bool(drawing) and all(map(bounded, drawing))
     with torch.no_grad():
         if layer.emulates and not random:
             (own,) = compared([measured], *sources)
@@ -146,6 +149,11 @@ def draws(products: Products, name: str) -> bool:
         products: the products of a layer.
         name: `fprop`, `dgrad` or `wgrad`.
     """
+    return any(quant.draws for quant in _multiplied(products, name))
+
+
+def _multiplied(products: Products, name: str) -> list[Quant]:
+    """Return the quantisers of a product's operands, and of the forward copies that they start from."""
     slots = {f"{name}.{operand}" for operand in getattr(products, name).operands}
     slots |= {FORWARD_COPY[slot] for slot in slots & FORWARD_COPY.keys() if products.backward_needs}
-    return any((quant := products.slot(slot)) is not None and quant.draws for slot in slots)
+    return [quant for slot in sorted(slots) if (quant := products.slot(slot)) is not None]

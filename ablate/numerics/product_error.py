@@ -23,7 +23,7 @@ errors of both operands is left out. The relative error of the same products dif
     measured, drawn = compared([theirs, ours], a, b)
     Expected.of(drawn, spread).covers(measured)
 
-Not modelled: rotations whose signs the emulator does not know.
+Not modelled: rotations whose signs the emulator does not know, and draws of users' functions (`bounded`).
 """
 
 import math
@@ -33,10 +33,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ablate.numerics.choices import ROUNDINGS
-from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.numerics.formats import SCALES, element_format
+from ablate.numerics.own import Own
 from ablate.numerics.product import product
 from ablate.numerics.quantize import Operand
+from ablate.numerics.spec import Quant, rounding_of
 
 ALPHA = 1e-8
 """Probability that the gain of a correct product lies outside: at most 1e-3 over 100,000 comparisons, as in
@@ -99,6 +100,14 @@ def compared(products: Sequence[Tensor], a: Tensor, b: Tensor) -> list[Sums]:
     return totals
 
 
+def bounded(quant: Quant) -> bool:
+    """Return False if a function of the user's draws: by how much its draws move a value is not known."""
+    scale_rounding = None if quant.scale is None else quant.scale.rounding
+    functions = [word for word in (quant.own, quant.rounding) if isinstance(word, Own)]
+    scale_draws = isinstance(scale_rounding, Own) and scale_rounding.draws
+    return not quant.draws or not (functions or scale_draws)
+
+
 def spread(y: Tensor, a: Operand, b: Operand) -> float:
     """Return S of the roundings of both operands: the sum of the squares by which each can move <y_q, y>.
 
@@ -127,9 +136,7 @@ def _moves(operand: Operand, weights: Tensor) -> float:
         moves = moves * 2.0 ** -SCALES[quant.scale.format].mantissa
     else:
         moves = steps(operand) * weights
-        if (
-            quant.scale is not None and ROUNDINGS[quant.scale.rounding].draws
-        ):  # all elements of a block at once
+        if quant.scale is not None and rounding_of(quant.scale.rounding).draws:  # a whole block at once
             moves = 2 * _tiles(operand, moves.abs()).sum((1, 3))
     return moves.square().sum(dtype=torch.float64).item()
 
@@ -142,7 +149,7 @@ def steps(operand: Operand) -> Tensor:
     )
     tiles = _tiles(operand, operand.values.to(torch.float32))
     codes = torch.where(scale == 0, 0, tiles / scale).abs().contiguous()
-    made = (ELEMENTS[operand.quant.element].step(codes) * scale).flatten(2).flatten(0, 1)
+    made = (element_format(operand.quant.element).step(codes) * scale).flatten(2).flatten(0, 1)
     return made[: operand.values.shape[0], : operand.values.shape[1]] * _factor(operand)
 
 

@@ -27,6 +27,11 @@ def ceil(scale, grid):
     return grid.neighbours(scale)[1]
 
 
+def ceil_or_floor(scale, grid, bits, width):
+    lower, upper = grid.neighbours(scale)
+    return torch.where(bits < 2.0 ** (width - 1), lower, upper).clamp(min=2.0**-9)
+
+
 def best_of_two(scale, grid, tiles, element):
     """Return the neighbour of the exact scale with the smaller squared error in its block."""
     low, high = (neighbour.clamp(min=2.0**-9) for neighbour in grid.neighbours(scale))
@@ -130,6 +135,21 @@ def powers_of_two(y, grid):
 def always_up(y, grid):
     lower, upper = grid.neighbours(y.abs())
     return torch.where(y > 0, upper, -lower)
+
+
+def toward_zero(y, grid):
+    return grid.neighbours(y.abs())[0].copysign(y)
+
+
+def step_of_zero(y, grid, bits, width):
+    below = grid.neighbours(y.abs())[0]
+    lower, upper = grid.neighbours(below)
+    rounded = away(y, grid).abs()
+    return torch.where(bits / 2**width < (upper - lower), upper, rounded).copysign(y)
+
+
+def without_sign(y, grid):
+    return grid.neighbours(y.abs())[1]
 
 
 CALLS = []
