@@ -22,21 +22,15 @@ def outcomes(name: str) -> dict[str, str]:
     }
 
 
+DRAWN = {"uses the bits that it takes", "is unbiased"}
+OF_GRIDS = {"rounds to a neighbour", "differs from rounding to nearest"}
+OF_MAPS = {"is symmetric", "leaves its own results alone"}
 GOOD = {
-    "rounding": ("away", {"is unbiased"}),
-    "scale.rounding": ("ceil", {"is unbiased", "is symmetric"}),
-    "range.statistic": (
-        "half_amax",
-        {"is unbiased", "is symmetric", "leaves its own results alone", "rounds to a neighbour"},
-    ),
-    "outer.statistic": (
-        "fixed",
-        {
-            *("is unbiased", "is symmetric", "leaves its own results alone", "rounds to a neighbour"),
-            "takes empty tensors",
-        },
-    ),
-    "own": ("as_bf16", {"is unbiased", "rounds to a neighbour"}),
+    "rounding": ("toward_zero", DRAWN),
+    "scale.rounding": ("ceil", {*DRAWN, "is symmetric", "differs from rounding to nearest"}),
+    "range.statistic": ("half_amax", DRAWN | OF_GRIDS | OF_MAPS),
+    "outer.statistic": ("fixed", DRAWN | OF_GRIDS | OF_MAPS | {"takes empty tensors"}),
+    "own": ("as_bf16", DRAWN | OF_GRIDS),
 }
 """A function of each field, and the checks that do not apply to it."""
 
@@ -59,6 +53,18 @@ def test_a_draw_is_found_unbiased_or_said_to_be_biased():
 def test_what_a_contract_leaves_open_is_reported():
     assert outcomes("powers_of_two")["rounds to a neighbour"] == "NOTE"
     assert outcomes("always_up")["is symmetric"] == "NOTE"
+
+
+def test_a_rounding_that_is_nearest_by_mistake_is_found():
+    """Neighbours of a neighbour are itself, so a step computed from them is 0 and no bits are used."""
+    assert list(outcomes("step_of_zero").items())[-1] == ("uses the bits that it takes", "FAIL")
+    assert outcomes("stochastic")["uses the bits that it takes"] == "PASS"
+    assert outcomes("away")["differs from rounding to nearest"] == "NOTE"
+    assert outcomes("stochastic")["differs from rounding to nearest"] == "PASS"
+
+
+def test_a_lost_sign_fails():
+    assert list(outcomes("without_sign").items())[-1] == ("rounds to a neighbour", "FAIL")
 
 
 def test_a_grid_is_described():

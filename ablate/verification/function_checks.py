@@ -169,17 +169,45 @@ def _not_finite(trial: _Trial) -> Promise:
     return Promise("", True, "NaN and infinity raise nothing, and other numbers stay finite")
 
 
+def _uses_bits(trial: _Trial) -> Promise | None:
+    if not trial.word.draws:
+        return None
+    one, *others = (trial.made(trial.main, draw) for draw in (None, 0, 2 ** (_WIDTH - 1), 2**_WIDTH - 1))
+    if not all(torch.equal(one, other) for other in others):
+        return Promise("", True, "other bits give other results")
+    why = f"bits are taken but never change a result, with bits of 0, {2 ** (_WIDTH - 1)} and {2**_WIDTH - 1}"
+    mend = "leave out bits, or compare them with a fraction of the step, upper - lower, of 0 to 1"
+    return Promise("", False, why, mend)
+
+
 def _neighbours(trial: _Trial) -> Promise | None:
     if trial.grid is None:
         return None
-    main = trial.main
-    lower, upper = trial.grid.neighbours(main.abs())
-    made = trial.made(main).abs()
+    main, made = trial.main, trial.made(trial.main)
+    lower, upper = (neighbour.copysign(main) for neighbour in trial.grid.neighbours(main.abs()))
     far = (made != lower) & (made != upper)
     if not far.any():
         return Promise("", True, "each result is one of the two values around its argument")
-    detail = f"{made[far][0]:g} for {main[far][0]:g}, between {lower[far][0]:g} and {upper[far][0]:g}"
-    return Promise("", True, detail, _MEANT)
+    turned = made * main < 0
+    if turned.any():
+        found = f"{made[turned][0]:g} for {main[turned][0]:g}: the sign is another"
+        return Promise("", False, found, "give the result the sign of its argument: .copysign(y)")
+    low, high = sorted((lower[far][0].item(), upper[far][0].item()))
+    return Promise("", True, f"{made[far][0]:g} for {main[far][0]:g}, between {low:g} and {high:g}", _MEANT)
+
+
+def _not_nearest(trial: _Trial) -> Promise | None:
+    if trial.field != "rounding":
+        return None
+    grid, main = _present(trial.grid), trial.main
+    lower, upper = grid.neighbours(main.abs())
+    inner = (main.abs() <= grid.max) & (2 * main.abs() != lower + upper) & (lower != upper)
+    equal = (trial.made(main) == nearest(main, grid))[inner]
+    if not equal.all():
+        far = 1 - equal.double().mean().item()
+        return Promise("", True, f"{far:.0%} of {equal.numel()} values become another, ties aside")
+    name = next(name for name, other in ELEMENTS.items() if other == grid)
+    return Promise("", True, f"equals nearest on all of {equal.numel()} values, ties aside ({name})", _MEANT)
 
 
 def _idempotent(trial: _Trial) -> Promise | None:
@@ -232,7 +260,9 @@ CHECKS: dict[str, Callable[[_Trial], Promise | None]] = {
     "repeats to the bit": _repeats,
     "takes empty tensors": _empty,
     "takes numbers that are not finite": _not_finite,
+    "uses the bits that it takes": _uses_bits,
     "rounds to a neighbour": _neighbours,
+    "differs from rounding to nearest": _not_nearest,
     "leaves its own results alone": _idempotent,
     "is symmetric": _symmetric,
     "is unbiased": _unbiased,
