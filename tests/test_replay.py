@@ -1,6 +1,7 @@
 """Replay of dumps: what the emulator wrote is right, planted faults are found by layer, product and name, bad folders are refused."""
 
 import random
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -99,10 +100,12 @@ def test_rotations_by_unknown_signs_are_not_judged():
     assert all(judged[name] is None for name in drawn if getattr(products, name).hadamard.signs != "fixed")
 
 
-def test_a_bias_in_the_output_is_no_fault():
+@pytest.mark.parametrize("size", [1.0, 100.0])
+def test_a_bias_in_the_output_is_no_fault(size):
+    """The larger one leaves few bits of the product in y."""
     own = layer()
     tensors = dict(own.tensors) | {
-        "y": (own.tensors["y"].float() + torch.linspace(-1, 1, SHAPE[2])).bfloat16()
+        "y": (own.tensors["y"].float() + torch.linspace(-size, size, SHAPE[2])).bfloat16()
     }
     found = next(findings(DumpedLayer(own.name, tensors), PRESETS["nvfp4"]().products))
     assert found.right
@@ -134,6 +137,42 @@ def test_stored_codes_and_scales_are_compared_with_the_recipes(kind, tmp_path):
     assert found["fprop"].right  # the product itself is
 
 
+NOT_JUDGED = {"nan": "x is not finite", "no tokens": "x is empty"}
+
+
+@pytest.mark.parametrize("kind", NOT_JUDGED)
+def test_operands_that_have_no_product_are_not_judged(kind):
+    own = dict(layer().tensors)
+    own |= {"x": own["x"].clone().index_fill_(0, torch.tensor([3]), torch.nan)} if kind == "nan" else {}
+    own = {key: z if kind == "nan" or key in ("w", "dw") else z[:0] for key, z in own.items()}
+    found = {one.product: one for one in findings(DumpedLayer("l", own), PRESETS["nvfp4"]().products)}
+    assert found["fprop"].right is found["wgrad"].right is None
+    assert NOT_JUDGED[kind] in found["fprop"].detail
+
+
+STORED = {
+    "scales that are no numbers": ("scales", torch.full((128, 4), torch.nan), "512 of 8192|8192 of 8192"),
+    "integer scales": ("scales", torch.ones(128, 4, dtype=torch.int32), "torch.int32"),
+    "codes in one dimension": (
+        "codes",
+        torch.zeros(128, dtype=torch.uint8),
+        r"codes are torch.uint8 \[128\]",
+    ),
+    "codes of 8 bytes": ("codes", torch.zeros(128, 64, dtype=torch.int64), "torch.int64"),
+    "amaxes of rows": ("amax", torch.ones(128), "has 128 numbers"),
+}
+
+
+@every(kind=STORED)
+def test_stored_operands_that_cannot_be_right_are_wrong(kind):
+    part, tensor, why = STORED[kind]
+    own = stored("")
+    changed = DumpedLayer(own.name, {**own.tensors, f"fprop.x.{part}": tensor}, 7)
+    found = next(findings(changed, PRESETS["nvfp4"]().products))
+    assert (found.product, found.right) == ("fprop.x", False)
+    assert re.search(why, found.detail)
+
+
 class Foreign:
     """An object that only its own library reads."""
 
@@ -153,6 +192,9 @@ def test_bad_folders_are_refused_in_a_sentence(tmp_path):
         ("d", {"other": torch.ones(2)}, "none of the tensors"),
         ("e", {"x": torch.ones(4, 8), "w": torch.ones(3, 7)}, "has 7 for in"),
         ("f", {"x": torch.ones(4, 8, dtype=torch.int64)}, "floating-point numbers are read"),
+        ("h", {"x": torch.ones(4, 8).to(torch.float8_e4m3fn)}, "which is quantised"),
+        ("i", {"x": torch.ones(4, 8).to_sparse()}, "dense tensors are read"),
+        ("j", {1: torch.ones(4, 8)}, "none of the tensors"),
     ):
         (tmp_path / name).mkdir()
         torch.save(content, tmp_path / name / ("l_weight_iter_000001.pt" if name in "abc" else "l.pt"))

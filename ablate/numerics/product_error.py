@@ -78,9 +78,10 @@ class Sums:
 
 
 def compare(y: Tensor, exact: Tensor) -> Sums:
-    """Return the sums over a product and the exact one, of fp32 or fp64; they are added in fp64."""
+    """Return the sums over a product and the exact one, of fp32 or fp64; squares and sums are in fp64."""
+    y, exact = y.double(), exact.double()
     values = (exact.square(), y * exact, (y - exact).square())
-    power, inner, error = (value.sum(dtype=torch.float64).item() for value in values)
+    power, inner, error = (value.sum().item() for value in values)
     return Sums(power, inner, error)
 
 
@@ -128,7 +129,7 @@ def spread(y: Tensor, a: Operand, b: Operand) -> float:
 
 def _moves(operand: Operand, weights: Tensor) -> float:
     """Return the sum over an operand's random roundings of the squared change of <operand, weights>."""
-    quant = operand.quant
+    quant, weights = operand.quant, weights.double()
     assert quant is not None
     if quant.rounding == "ms_eden":  # moves the scale of a block by one step of its format
         assert quant.scale is not None
@@ -138,7 +139,7 @@ def _moves(operand: Operand, weights: Tensor) -> float:
         moves = steps(operand) * weights
         if quant.scale is not None and rounding_of(quant.scale.rounding).draws:  # a whole block at once
             moves = 2 * _tiles(operand, moves.abs()).sum((1, 3))
-    return moves.square().sum(dtype=torch.float64).item()
+    return moves.square().sum().item()
 
 
 def steps(operand: Operand) -> Tensor:
@@ -158,7 +159,7 @@ def _tiles(operand: Operand, z: Tensor) -> Tensor:
     assert operand.quant is not None
     rows, columns = operand.quant.tile if operand.block_scale is not None else (1, 1)
     padded = torch.nn.functional.pad(z, (0, -z.shape[1] % columns, 0, -z.shape[0] % rows))
-    return padded.view(-1, rows, padded.shape[1] // columns, columns)
+    return padded.view(padded.shape[0] // rows, rows, padded.shape[1] // columns, columns)
 
 
 def _factor(operand: Operand) -> Tensor | float:

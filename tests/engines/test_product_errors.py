@@ -88,6 +88,30 @@ def test_a_draw_that_rounds_to_zero_is_in_the_interval_of_the_others_and_they_in
     assert gains == {True, False}
 
 
+@every(preset=PRESETS)
+def test_a_measured_call_without_tokens_has_no_values(preset):
+    """As of an expert to which no token goes."""
+    layer = EmulatedLinear(nn.Linear(32, 16), NAME, Clock(5), torch.bfloat16)
+    layer.products, layer.context.probe = PRESETS[preset]().products, SlotErrors()
+    run(layer, torch.zeros(0, 32), torch.zeros(0, 16))
+    found = of_products(layer.context.probe.metrics())
+    assert not [values for values in found.values() if "gain" in values or "gain_beyond" in values]
+
+
+@pytest.mark.parametrize("size", [1e-24, 1e24])
+def test_the_size_of_a_gradient_changes_neither_gain_nor_width(size):
+    """By a power of two; in fp32 the squares of its products would be 0, or infinite."""
+    found = []
+    for factor in (1.0, 2.0 ** round(math.log2(size))):
+        layer = Foreign(nn.Linear(32, 16, bias=False), NAME, Clock(5), torch.bfloat16)
+        layer.weight.data = drawn(16, 32, seed=0)
+        layer.products, layer.context.probe = PRESETS["nvfp4"]().products, SlotErrors()
+        run(layer, drawn(64, 32, seed=1), drawn(64, 16, seed=2) * factor)
+        found.append(of_products(layer.context.probe.metrics()))
+    for name in ("dgrad", "wgrad"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=0.01, abs=1e-3)
+
+
 def test_gain_and_error_are_measured_against_the_unquantised_product():
     values = of_products(measured(EmulatedLinear, "nvfp4"))
     w, x, dy = drawn(96, 128, seed=0) * 0.1, drawn(256, 128, seed=1, outliers=True), drawn(256, 96, seed=2)

@@ -136,10 +136,14 @@ def _of_file(path: Path) -> Iterator[tuple[str, int, int, dict[str, Tensor]]]:
             content = {TE_TENSORS[match[2]]: content["high_precision"]}
     by_layer: dict[str, dict[str, Tensor]] = {}
     for key, tensor in content.items():
+        if not isinstance(key, str):
+            continue
         inside, _, name = key.rpartition("/")
         stored = _OPERAND.fullmatch(name)
         name = f"{stored[1]}.{_STORED[stored[2]]}" if stored else name
         if (name in TENSORS or stored) and isinstance(tensor, Tensor):
+            if tensor.layout != torch.strided:
+                raise InputError([f"{path}: {key} is {tensor.layout}, and dense tensors are read"])
             by_layer.setdefault(inside or layer, {})[name] = tensor
     if not by_layer:
         raise InputError([f"{path} has none of the tensors {', '.join(TENSORS)}"])
@@ -189,6 +193,9 @@ def _misfits(layer: DumpedLayer) -> Iterator[str]:
             continue
         if not tensor.is_floating_point():
             yield f"{layer.name}: {name} holds {tensor.dtype}, and floating-point numbers are read"
+            continue
+        if tensor.element_size() < torch.bfloat16.itemsize:
+            yield f"{layer.name}: {name} holds {tensor.dtype}, which is quantised: dump it in bf16 or wider"
             continue
         for role, size in zip(roles[name], tensor.shape, strict=True):
             known, other = sizes.setdefault(role, (size, name))

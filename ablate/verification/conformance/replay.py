@@ -148,6 +148,11 @@ class _Product:
             needed = ["x", "w", *needed]
         if missing := [name for name in dict.fromkeys(needed) if name not in self.layer.tensors]:
             return about(None, detail=f"the dump has no {' and no '.join(missing)}")
+        for name in needed:
+            if not self.layer.tensors[name].numel():
+                return about(None, detail=f"{name} is empty")
+            if name != RESULTS[self.product] and not self.layer.tensors[name].isfinite().all():
+                return about(None, detail=f"{name} is not finite, and so is no product of it")
         rotation = getattr(self.products, self.product).hadamard
         if rotation and SIGNS[rotation.signs].drawn and self.seed is None:
             return about(None, detail="the rotation's signs are drawn, and their seed is not known")
@@ -173,7 +178,7 @@ class _Product:
             return about(True, measured=values, expected=given, detail=sentence)
         mean = torch.stack([draw.double() for draw in draws]).mean(0)
         offset = (measured.double() - mean).mean(0)
-        if self.product == "fprop" and self.close(measured.double() - offset, draws):
+        if self.product == "fprop" and self.close(measured.double() - offset, draws, measured.norm().item()):
             return about(True, measured=values, expected=given, detail=f"{sentence}; y includes a bias")
         kind, place = self.cause(measured, mean, draws)
         return about(False, kind, place, values, given, f"{kind}{place and f' ({place})'}: {sentence}")
@@ -199,13 +204,13 @@ class _Product:
             turned = clean.rotated(source, slot, rotation).double()
             turned = torch.nn.functional.pad(turned, (0, values.shape[1] - turned.shape[1]))
             reach = steps(own).double() * (1 + 2.0**-6)
-            differ, nearest = (got - turned).abs() > reach, got
+            differ, nearest = ~((got - turned).abs() <= reach), got
             nearest = clean.operand(source, slot, quant.model_copy(update={"rounding": "nearest"}), rotation)[
                 0
             ]
             same = bool((nearest.dequantize().double() - got).abs().max() <= 2.0**-20 * values.abs().max())
         else:
-            differ, same = (got - values).abs() > 2.0**-20 * values.abs().max(), False
+            differ, same = ~((got - values).abs() <= 2.0**-20 * values.abs().max()), False
         wrong = int(differ.sum()) + int(same)
         counted = f"{int(differ.sum())} of {differ.numel()} elements are not those of the recipe"
         if not wrong:
@@ -271,14 +276,22 @@ class _Product:
         assert made is not None
         return made
 
-    def close(self, measured: Tensor, draws: Sequence[Tensor]) -> bool:
-        """Return True if a product is as far from the draws as one more draw is."""
+    def close(self, measured: Tensor, draws: Sequence[Tensor], rounded: float = 0.0) -> bool:
+        """Return True if a product is as far from the draws as one more draw is.
+
+        Args:
+            measured: the product.
+            draws: the emulator's.
+            rounded: norm of what was rounded to bf16 before a bias was taken from it.
+        """
         m, made = measured.double(), [draw.double() for draw in draws]
         if not m.isfinite().all():
             return False
         if len(made) == 1:
             norm = made[0].norm().item()
-            return (m - made[0]).norm().item() <= self.slack * norm and not _zero_tiles(m, made[0])
+            return (m - made[0]).norm().item() <= self.slack * norm + 2.0**-9 * rounded and not _zero_tiles(
+                m, made[0]
+            )
         if _zero_tiles(m, made[0]):
             return False
         others = [torch.stack([y for y in made if y is not own]).mean(0) for own in made]
@@ -422,6 +435,10 @@ def decoded(tensors: Mapping[str, Tensor], slot: str, like: Operand) -> Tensor:
     """
     rows, columns = like.values.shape
     codes = tensors[f"{slot}.codes"]
+    if codes.ndim != 2 or not (codes.dtype == torch.uint8 or codes.is_floating_point()):
+        raise ValueError(
+            f"{slot}.codes are {codes.dtype} {list(codes.shape)}; bytes of two codes are read, or fp8"
+        )
     wide = unpack(codes) if codes.dtype == torch.uint8 else codes.to(torch.float32)
     if wide.shape[0] != rows or wide.shape[1] < columns:
         raise ValueError(f"{slot}.codes hold {list(wide.shape)} elements, and {rows} x {columns} are needed")
@@ -431,6 +448,10 @@ def decoded(tensors: Mapping[str, Tensor], slot: str, like: Operand) -> Tensor:
         scales = tensors.get(f"{slot}.scales")
         if scales is None:
             raise ValueError(f"the dump has {slot}.codes and no {slot}.scales")
+        if not (scales.dtype == torch.uint8 or scales.is_floating_point()):
+            raise ValueError(
+                f"{slot}.scales are {scales.dtype}, and bytes or floating-point numbers are read"
+            )
         if scales.dtype == torch.uint8:
             assert like.quant is not None
             assert like.quant.scale is not None
@@ -446,6 +467,9 @@ def decoded(tensors: Mapping[str, Tensor], slot: str, like: Operand) -> Tensor:
             raise ValueError(f"{slot}.scales are {list(scales.shape)}, and {rows} x {across} are needed")
         over = scales.to(torch.float32).double().repeat_interleave(tall, 0)
         values = values * over.repeat_interleave(columns // across, 1)
+    for name in ("factor", "amax"):
+        if (one := tensors.get(f"{slot}.{name}")) is not None and one.numel() != 1:
+            raise ValueError(f"{slot}.{name} has {one.numel()} numbers, and one is read")
     if f"{slot}.factor" in tensors:
         return values * tensors[f"{slot}.factor"].double()
     amax = tensors.get(f"{slot}.amax")
