@@ -36,6 +36,25 @@ def test_a_published_fault_is_seen_by_its_property_and_named(name):
     fault = next(row.fault for row in findings.rows if row.property == mutant.fails)
     assert fault.startswith(mutant.named)
     assert bool(fault) >= bool(mutant.named)
+    assert all(row.block or row.detail for row in findings.rows if row.outcome == Outcome.FAIL)
+
+
+@pytest.mark.parametrize("wrong", [0.0, float("inf")])
+def test_what_is_no_number_in_a_zero_tensor_is_shown(wrong):
+    """0/0 in the values, or an infinite outer factor."""
+
+    def cast(x):
+        if wrong:
+            return Quantised(
+                codes=torch.zeros(x.shape),
+                scales=torch.zeros(len(x), x.shape[1] // 16),
+                outer=torch.tensor(wrong),
+            )
+        return x.float() / x.float().abs().max()
+
+    row = conform(cast, only=["zero_tensor"]).rows[0]
+    assert (row.outcome, row.block.place) == (Outcome.FAIL, "row 0, column 0")
+    assert "values are nan" in row.detail
 
 
 def test_every_published_fault_has_a_mutant_or_is_measured():

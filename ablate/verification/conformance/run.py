@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.recipe_source import RecipeSource, load
@@ -76,7 +76,10 @@ def examined(bench: Examination, one: Property) -> Row:
         return Row(one.name, Outcome.NOT_APPLICABLE, detail=str(reason))
     except RefusedError as error:
         return Row(one.name, Outcome.FAIL, 1, 1, detail=str(error))
-    return diagnosed(bench, one, row)
+    row = diagnosed(bench, one, row)
+    if row.outcome == Outcome.FAIL and row.block is None and not row.detail:
+        return replace(row, detail=f"this does not hold: {one.promise}")
+    return row
 
 
 def conform(

@@ -98,8 +98,24 @@ def square_transpose(bench: Examination) -> Row:
     turned = bench.cast(x.t().contiguous(), quant, "cast_square").dequantised(length)
     if straight is None or turned is None:
         raise NotApplicableError("the subject returns no values, nor codes and scales")
-    differ = int((straight != turned.t()).sum())
-    return Row("square_transpose", Outcome.FAIL if differ else Outcome.PASS, straight.numel(), differ)
+    differ = straight != turned.t()
+    outcome = Outcome.FAIL if differ.any() else Outcome.PASS
+    return Row(
+        "square_transpose",
+        outcome,
+        straight.numel(),
+        int(differ.sum()),
+        _first(differ, x, straight, turned.t()),
+    )
+
+
+def _first(differ: Tensor, x: Tensor, expected: Tensor, got: Tensor) -> Block | None:
+    """Return the first element in which two matrices differ; None if there is none."""
+    if not differ.any():
+        return None
+    row, column = (int(place) for place in differ.nonzero()[0])
+    one, other, source = (float(part[row, column]) for part in (expected, got, x))
+    return Block(f"row {row}, column {column}", (source,), (one,), (other,))
 
 
 def round_trip(bench: Examination) -> Row:
@@ -194,8 +210,9 @@ def input_kept(bench: Examination) -> Row:
     x = bench.typed(inputs.normal(bench.rows(32), bench.columns(128, quant), bench.seed))
     handed = x.clone().to(bench.subject.device)
     bench.call("cast", handed)
-    differ = int((handed.cpu() != x).sum())
-    return Row("input_kept", Outcome.FAIL if differ else Outcome.PASS, x.numel(), differ)
+    differ = handed.cpu() != x
+    outcome = Outcome.FAIL if differ.any() else Outcome.PASS
+    return Row("input_kept", outcome, x.numel(), int(differ.sum()), _first(differ, x, x, handed.cpu()))
 
 
 def strides(bench: Examination) -> Row:

@@ -8,7 +8,7 @@ from ablate.verification.conformance.examination import Examination, NotApplicab
 from ablate.verification.conformance.numbers import Numbers, over_elements
 from ablate.verification.conformance.properties.cast import EXACT
 from ablate.verification.conformance.properties.property import Property
-from ablate.verification.conformance.result import Outcome, Row
+from ablate.verification.conformance.result import Block, Outcome, Row
 
 NAN_FORMS = ("block", "saturated", "zero")
 """Declared forms of `nan_visible`: the block alone is NaN, or the NaN becomes the largest element or zero."""
@@ -47,16 +47,25 @@ def zero_tensor(bench: Examination) -> Row:
     """Cast a tensor of zeros, of +0 and of -0: zeros, and nothing that is not finite."""
     quant = bench.nearest
     rows, columns = bench.rows(16), bench.columns(64, quant)
-    differ = cases = 0
+    differ, cases, block, detail = 0, 0, None, ""
     for zero in (0.0, -0.0):
         got = bench.cast(bench.typed(torch.full((rows, columns), zero)), quant)
         values = got.dequantised(quant.tile[1])
-        for part in (values, got.scales, got.outer):
-            if part is not None:
-                cases += part.numel()
-                differ += int((~part.isfinite()).sum())
-        differ += 0 if values is None else int((values.nan_to_num(0.0) != 0).sum())
-    return Row("zero_tensor", Outcome.FAIL if differ else Outcome.PASS, cases, differ)
+        for what, part in (("value", values), ("block scale", got.scales), ("outer factor", got.outer)):
+            if part is None:
+                continue
+            wrong = ~part.isfinite() if what != "value" else part != 0
+            cases += part.numel()
+            differ += int(wrong.sum())
+            if not detail and wrong.any():
+                first = float(part[wrong].flatten()[0])
+                detail = (
+                    f"of a tensor of {zero:g}, {int(wrong.sum()):,} of {part.numel():,} {what}s are {first:g}"
+                )
+                if part.shape == (rows, columns):
+                    row, column = (int(place) for place in wrong.nonzero()[0])
+                    block = Block(f"row {row}, column {column}", (zero,), (0.0,), (first,))
+    return Row("zero_tensor", Outcome.FAIL if differ else Outcome.PASS, cases, differ, block, detail=detail)
 
 
 def nan_visible(bench: Examination) -> Row:
