@@ -62,7 +62,8 @@ def amax_through_bf16() -> Subject:
     """Round a block's fp32 amax to bf16 before its exponent is taken: 1.999 becomes 2."""
 
     def blocks(largest: Tensor, S: Tensor, quant: Quant) -> Tensor:
-        return block_scales(largest.to(torch.bfloat16).float(), S, quant)
+        rounded = torch.where(largest.isnan(), largest, largest.to(torch.bfloat16).float())
+        return block_scales(rounded, S, quant)
 
     return Subject("amax_through_bf16", cast=lambda x: stepwise(x, MXFP4, blocks=blocks), columns=32)
 
@@ -255,12 +256,13 @@ def in_thresholds() -> Subject:
     def cast(x: Tensor) -> Quantised:
         tiles = x.double().reshape(x.shape[0], x.shape[1] // 32, 32)
         largest = tiles.abs().amax(2)
-        power = torch.frexp(largest.nan_to_num(0.0, 2.0**128)).exponent - 3
+        power = torch.frexp(largest.nan_to_num(0.0, 2.0**200)).exponent - 3
         power = torch.where(largest == 0, -127, power.clamp(-127, 127))
         scales = torch.where(largest.isnan(), 255, power + 127).to(torch.uint8)
         scaled = torch.ldexp(tiles, -power.unsqueeze(2)).abs().unsqueeze(3)
         count = (scaled >= even).sum(3) + (scaled > odd).sum(3)
-        codes = (count + 8 * tiles.signbit()).to(torch.uint8).view(x.shape)
+        codes = torch.where(largest.isnan().unsqueeze(2), 7, count + 8 * tiles.signbit())
+        codes = codes.to(torch.uint8).view(x.shape)
         return Quantised(codes=codes, scales=scales.view(E8M0))
 
     return Subject("in_thresholds", cast=cast, columns=32)
