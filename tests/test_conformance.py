@@ -3,10 +3,14 @@
 from dataclasses import fields
 
 import pytest
+import torch
 
+from ablate.numerics.formats import ELEMENTS
+from ablate.numerics.quantize import quantize
+from ablate.numerics.spec import Quant
 from ablate.recipes.presets import PRESETS
 from ablate.verification.conformance.emulator import emulator
-from ablate.verification.conformance.examination import Examination
+from ablate.verification.conformance.examination import Examination, expanded, reference
 from ablate.verification.conformance.faults import PUBLISHED
 from ablate.verification.conformance.properties import PROPERTIES
 from ablate.verification.conformance.result import Outcome
@@ -48,6 +52,23 @@ def test_draws_that_are_returned_in_bf16_are_adjacent_up_to_its_rounding(fault, 
 
     bench = Examination(Subject("rounds its results to bf16", cast_stochastic=cast), recipe)
     assert examined(bench, PROPERTIES["adjacent_draws"]).outcome == outcome
+
+
+@pytest.mark.parametrize(("bits", "outcome"), [(3, Outcome.FAIL), (4, Outcome.FAIL), (8, Outcome.PASS)])
+def test_draws_by_few_random_bits_are_biased(bits, outcome):
+    """By 2^-bits / 2 of a step on average: 1 % of a gradient for 4 bits."""
+
+    def cast(x, seed):
+        made = quantize(x, Quant(), keep=True)
+        lower, upper = ELEMENTS["e2m1"].neighbours(made.scaled.abs())
+        place = ((made.scaled.abs() - lower) / (upper - lower)).nan_to_num(0.0)
+        drawn = torch.randint(2**bits, x.shape, generator=torch.Generator().manual_seed(seed))
+        codes = torch.where((place * 2**bits).floor() > drawn, upper, lower).copysign(made.scaled)
+        return codes * expanded(reference(x, Quant()), Quant())
+
+    bench = Examination(Subject("few bits", cast_stochastic=cast), PRESETS["nvfp4"]())
+    assert examined(bench, PROPERTIES["adjacent_draws"]).outcome == Outcome.PASS
+    assert examined(bench, PROPERTIES["mean_of_draws"]).outcome == outcome
 
 
 def test_every_property_names_its_promise_and_a_function_of_a_subject():
