@@ -2,13 +2,16 @@
 computation can be written down; right implementations raise no alarm."""
 
 import json
+import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from support.commands import here
-from support.published_faults import MUTANTS, mxfp4, nvfp4
+from support.published_faults import MUTANTS, e2m1, mxfp4, nvfp4
 
+from ablate.errors import InputError
 from ablate.recipes.presets import PRESETS
 from ablate.verification import peers
 from ablate.verification.conformance import inputs
@@ -133,7 +136,7 @@ def test_a_declared_variant_has_to_hold_in_its_declared_form():
     only = ["order_of_scale", "random_bf16"]
     undeclared = conform(Subject("s", cast=two_roundings), only=only)
     assert not undeclared.passed
-    hint = 'declare variants={"order_of_scale": "scale (a/6) S"} if meant'
+    hint = 'declare variants={"*": "scale (a/6) S"} if meant'
     assert [row.detail for row in undeclared.rows if row.outcome == Outcome.FAIL][-1] == hint
     declared = Subject("s", cast=two_roundings, variants={"order_of_scale": "scale (a/6) S"})
     assert [row.outcome for row in conform(declared, only=only).rows if row.property == only[0]] == [
@@ -145,6 +148,70 @@ def test_a_declared_variant_has_to_hold_in_its_declared_form():
         variants=declared.variants,
     )
     assert not conform(wrong, only=["order_of_factor"]).passed
+
+
+def other_order(x):
+    """Codes and scales of an order that differs at ties, with two other deviations."""
+    by = {"scale": lambda a, outer: (a / 6 * outer).clamp(min=2.0**-9), "factor": lambda s, outer: outer / s}
+    return replace(nvfp4(x, **by), values=None)
+
+
+def test_what_a_row_advises_to_declare_is_what_makes_all_rows_hold():
+    declared = ""
+    only = [
+        "random_bf16",
+        "order_of_scale",
+        "order_of_factor",
+        "subnormal_scales",
+        "zero_block",
+        "round_trip",
+    ]
+    for _ in range(4):
+        variants = {"*": declared} if declared else {}
+        findings = conform(Subject("s", cast=other_order, variants=variants), only=only)
+        hints = [re.search(r'variants={"\*": "(.+?)"}', row.detail) for row in findings.rows]
+        if not any(hints):
+            break
+        declared = max((hint[1] for hint in hints if hint), key=len)
+    assert {*declared.split(", ")} == {"scale (a/6) S", "elements S/s", "least scale 2^-9"}
+    assert findings.passed, findings.table
+    changed = sum(row.outcome == Outcome.VARIANT for row in findings.rows)
+    assert changed >= len(only) - 1
+    assert f"{len(only)} of {len(only)} properties hold, {changed} as declared" in findings.text
+    assert all(row.detail.count(word) <= 1 for row in findings.rows for word in declared.split(", "))
+
+
+def test_codes_of_a_declared_order_are_read_back_in_this_order():
+    """Without values of the subject's own, code x scale x outer is compared with the declared values."""
+    word = "elements x / (s amax/2688)"
+
+    def cast(x):
+        blocks, amax = x.float().view(len(x), -1, 16), x.float().abs().max()
+        a, outer = blocks.abs().amax(2, keepdim=True), torch.tensor(2688.0) / amax
+        s = (a * (outer * (1 / torch.tensor(6.0)))).to(torch.float8_e4m3fn)
+        codes = e2m1(blocks / (amax / torch.tensor(2688.0) * s.float()))
+        return Quantised(codes=codes.view(x.shape), scales=s.squeeze(2), outer=amax / 2688)
+
+    for declared, outcome in (({}, Outcome.FAIL), ({"round_trip": word}, Outcome.VARIANT)):
+        row = conform(Subject("s", cast=cast, variants=declared), only=["round_trip"], seed=2).rows[0]
+        assert row.outcome == outcome, row
+        assert (f'{{"*": "{word}"}}' in row.detail) == (not declared)
+
+
+@pytest.mark.parametrize(
+    ("variants", "said"),
+    [
+        ({"zero_blok": "zero block 1"}, "zero_blok: no such property; 'zero_block' is the nearest"),
+        ({"zero_block": "one"}, "'one' is no word; the words are 'scale (a/6) S', "),
+        ({"*": "zero block 1, S/s"}, "'S/s' is no word"),
+        ({"*": ""}, "'' is no word"),
+        ({"nan_visible": "zeros"}, "it takes 'tensor', 'block', 'saturated', 'zero'"),
+        ({"zero_block": 1}, "zero_block is a int"),
+    ],
+)
+def test_what_is_declared_and_no_variant_is_refused(variants, said):
+    with pytest.raises(InputError, match=re.escape(said)):
+        conform(Subject("s", cast=nvfp4, variants=variants), only=["zero_block"])
 
 
 def test_a_subject_that_raises_or_returns_something_else_has_a_row_that_says_so():

@@ -98,6 +98,7 @@ FACTOR_ORDERS = {
 }
 
 
+ORDER = "order of operations: "
 OUTER_ORDERS = {"": RECIPE.outer, "S = 2688 (1/amax)": _reciprocal_amax}
 
 
@@ -108,7 +109,7 @@ def orders() -> Iterator[tuple[str, Computation]]:
             for factor, scaled in FACTOR_ORDERS.items():
                 parts = [outer, f"scale {scale}" * bool(scale), f"elements {factor}" * bool(factor)]
                 if any(parts):
-                    name = "order of operations: " + ", ".join(filter(None, parts))
+                    name = ORDER + ", ".join(filter(None, parts))
                     yield name, replace(RECIPE, outer=level, scale=by, scaled=scaled)
 
 
@@ -528,15 +529,21 @@ VARIANTS: dict[str, Callable[[Computation], Computation]] = {
     **{word: _with(outer=by) for word, by in OUTER_ORDERS.items() if word},
     **{f"elements {word}": _with(scaled=by) for word, by in FACTOR_ORDERS.items() if word},
     **{f"E8M0 {rule}": _with(scale=partial(_scale_rounded, rule)) for rule in ("floor", "ceil", "nearest")},
+    "least scale 2^-9": lambda before: _floored(before, 2.0**-9),
+    "least scale 2^-6": lambda before: _floored(before, 2.0**-6),
+    "bf16 input": _with(source=lambda x, quant: x.bfloat16().float()),
     "zero block 1": _zero_block(1.0),
     "zero block smallest": _zero_block(2.0**-9),
-    "least scale 2^-9": _with(scale=partial(_scale_floor, 2.0**-9)),
-    "least scale 2^-6": _with(scale=partial(_scale_floor, 2.0**-6)),
-    "bf16 input": _with(source=lambda x, quant: x.bfloat16().float()),
 }
-"""Legitimate differences by the word that `Subject.variants` takes, as changes of a computation."""
+"""Legitimate differences by the word that `Subject.variants` takes, as changes of a computation. They are
+made in this order: those that build on the scale of another come after it."""
 HINTS = {
-    **{f"order of operations: {word}": word for word in VARIANTS},
+    **{name: name.removeprefix(ORDER) for name, _ in orders()},
+    **{
+        f"floor of block scales at {least:.3g}, and {name}": f"{name.removeprefix(ORDER)}, least scale {word}"
+        for least, word in ((2.0**-6, "2^-6"), (2.0**-9, "2^-9"))
+        for name, _ in orders()
+    },
     "block scale rounded up": "E8M0 ceil",
     "block scale truncated": "E8M0 floor",
     "block scale rounded to nearest even": "E8M0 nearest",
@@ -546,4 +553,4 @@ HINTS = {
     "floor of block scales at 0.0156": "least scale 2^-6",
     "input rounded to bf16": "bf16 input",
 }
-"""Word of the variant that a fault of this name may be, if it was meant."""
+"""Words of the variants, with commas between, that a fault of this name may be, if it was meant."""

@@ -12,13 +12,15 @@ from dataclasses import replace
 import torch
 
 from ablate.verification.conformance import inputs
-from ablate.verification.conformance.cast_faults import CAST_FAULTS, HINTS
+from ablate.verification.conformance.cast_faults import CAST_FAULTS, HINTS, VARIANTS
+from ablate.verification.conformance.declared import entry, split, words_of
 from ablate.verification.conformance.examination import (
     Examination,
     NotApplicableError,
     Pair,
     RefusedError,
     explains,
+    varied,
 )
 from ablate.verification.conformance.numbers import UnreadableError
 from ablate.verification.conformance.product_faults import GROUPED_FAULTS, PRODUCT_FAULTS, Given
@@ -61,11 +63,22 @@ def diagnosed(bench: Examination, one: Property, row: Row) -> Row:
         fault = _fault(bench, one, row)
     except (NotApplicableError, RefusedError, UnreadableError):
         return row
-    detail = row.detail
-    if word := HINTS.get(fault):
-        hint = f'declare variants={{"{row.property}": "{word}"}} if meant'
-        detail = f"{detail}; {hint}" if detail else hint
-    return replace(row, fault=fault, detail=detail)
+    hint = _hint(bench, one.name, fault)
+    return replace(row, fault=fault, detail="; ".join(filter(None, (row.detail, hint))))
+
+
+def _hint(bench: Examination, name: str, fault: str) -> str:
+    """Return what to declare, if the property then holds; else ''."""
+    pairs = bench.declarable.get(name) or bench.failed.get(name)
+    if not pairs:
+        return ""
+    declared, hinted = {*words_of(bench.subject.variants)}, {*split(HINTS.get(fault, ""))}
+    tried = [declared | hinted, hinted] if hinted else []
+    tried += [declared | {word} for word in VARIANTS] if declared else []
+    for words in tried:
+        if explains(varied(word for word in VARIANTS if word in words), pairs):
+            return f"declare {entry(words)} if meant"
+    return ""
 
 
 def _fault(bench: Examination, one: Property, row: Row) -> str:

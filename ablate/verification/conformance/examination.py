@@ -7,8 +7,9 @@ A property never sees the subject's exceptions: a call that raises, or returns s
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes import Recipe
 from ablate.verification.conformance.cast_faults import VARIANTS
 from ablate.verification.conformance.computation import RECIPE, Computation, NoComputationError
+from ablate.verification.conformance.declared import words_of
 from ablate.verification.conformance.numbers import (
     Differences,
     Numbers,
@@ -66,6 +68,8 @@ class Examination:
     seed: int = 0
     failed: dict[str, list[Pair]] = field(default_factory=dict)
     """Casts in which the subject differs, by property: what the diagnosis has to explain."""
+    declarable: dict[str, list[Pair]] = field(default_factory=dict)
+    """Casts that a declared variant has to explain, by property, if they are not those that failed."""
     seen: dict[str, list[Pair]] = field(default_factory=dict)
     """All casts by property: what a fault of the subject has to be consistent with."""
     cache: dict[str, Any] = field(default_factory=dict)
@@ -205,20 +209,27 @@ class Examination:
         self.seen[name] = list(pairs)
         if not wrong:
             return Row(name, Outcome.PASS, cases, 0, detail=detail)
-        if declared := explained_by_variants(self.subject.variants, wrong):
+        if declared := explained_by_variants(words_of(self.subject.variants), wrong):
             return Row(name, Outcome.VARIANT, cases, 0, detail=f"as declared: {declared}")
         self.failed.setdefault(name, []).extend(wrong)
         differing = sum(pair.difference.count for pair in wrong)
         return Row(name, Outcome.FAIL, cases, differing, first_block(wrong[0]), detail=detail)
 
 
-def explained_by_variants(variants: Mapping[str, str], pairs: Sequence[Pair]) -> str:
-    """Return the declared variants if the recipe with all of them gives what the subject gave; else ''."""
-    words = [word for word in variants.values() if word in VARIANTS]
+def explained_by_variants(words: Sequence[str], pairs: Sequence[Pair]) -> str:
+    """Return the fewest words that suffice if the recipe with all gives what the subject gave; else ''."""
+    if not words or not explains(varied(words), pairs):
+        return ""
+    fewer = (some for count in range(1, len(words)) for some in combinations(words, count))
+    return ", ".join(next((some for some in fewer if explains(varied(some), pairs)), words))
+
+
+def varied(words: Iterable[str]) -> Computation:
+    """Return the recipe's computation with variants, words of `VARIANTS` in their order."""
     computation = RECIPE
     for word in words:
         computation = VARIANTS[word](computation)
-    return ", ".join(words) if words and explains(computation, pairs) else ""
+    return computation
 
 
 def explains(computation: Computation, pairs: Sequence[Pair], defined: bool = True) -> bool:

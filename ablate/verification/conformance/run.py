@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.recipe_source import RecipeSource, load
+from ablate.verification.conformance.declared import check
 from ablate.verification.conformance.diagnosis import commonest_fault, diagnosed, relabelled
 from ablate.verification.conformance.examination import (
     Examination,
@@ -58,7 +59,8 @@ class Findings:
         """One plain sentence: how many properties hold, and the likely fault."""
         judged = [row for row in self.rows if row.outcome in (Outcome.PASS, Outcome.VARIANT, Outcome.FAIL)]
         held = sum(row.outcome != Outcome.FAIL for row in judged)
-        sentence = f"{held} of {len(judged)} {self.counted}"
+        declared = sum(row.outcome == Outcome.VARIANT for row in judged)
+        sentence = f"{held} of {len(judged)} {self.counted}" + f", {declared} as declared" * bool(declared)
         if not judged:
             return "No property could be examined: the subject has no function that the recipe needs."
         if held == len(judged):
@@ -106,7 +108,8 @@ def conform(
 
     Raises:
         ValueError: there is no such recipe.
-        InputError: there is no such property, or the subject is no function of these.
+        InputError: there is no such property, the subject is no function of these, or it declares what is
+            no variant.
     """
     made = load(recipe)
     name = recipe if isinstance(recipe, str) else "the recipe"
@@ -114,6 +117,7 @@ def conform(
     if unknown := [one for one in wanted if one not in PROPERTIES]:
         raise InputError([f"{one}: no such property; {nearest(one, PROPERTIES)}" for one in unknown])
     one = as_subject(subject, getattr(subject, "__name__", "subject"))
+    check(one.variants, PROPERTIES)
     bench = Examination(one, made, seed)
     rows = []
     for known in PROPERTIES.values():

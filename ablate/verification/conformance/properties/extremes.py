@@ -10,9 +10,6 @@ from ablate.verification.conformance.properties.cast import EXACT
 from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.result import Block, Outcome, Row
 
-NAN_FORMS = ("block", "saturated", "zero")
-"""Declared forms of `nan_visible`: the block alone is NaN, or the NaN becomes the largest element or zero."""
-
 
 def amax_ladder(bench: Examination) -> Row:
     """Cast tensors with an amax of 1e-30, 1e-29, ..., 1e30."""
