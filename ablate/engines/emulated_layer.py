@@ -401,11 +401,11 @@ class EmulatedLinear(Replacement):
 
 
 class Redrawn(EmulatedLinear):
-    """A layer that keeps the operands that it multiplied last, each the first of its parts."""
+    """A layer that keeps the operands that it multiplied last, each as its parts."""
 
-    multiplied: tuple[Operand, Operand]
+    multiplied: tuple[list[Operand], list[Operand]]
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
-        self.multiplied = a[0], b[0]
+        self.multiplied = a, b
         return super().multiply(a, b, out)

@@ -132,7 +132,7 @@ class Casting(Protocol):
 class Redrawing(Casting, Protocol):
     """A layer that keeps the operands that it multiplied last."""
 
-    multiplied: tuple[Operand, Operand]
+    multiplied: tuple[list[Operand], list[Operand]]
 
 
 class Call(torch.autograd.Function):

@@ -109,22 +109,28 @@ def bounded(quant: Quant) -> bool:
     return not quant.draws or not (functions or scale_draws)
 
 
-def spread(y: Tensor, a: Operand, b: Operand) -> float:
+def spread(y: Tensor, a: Sequence[Operand], b: Sequence[Operand]) -> float:
     """Return S of the roundings of both operands: the sum of the squares by which each can move <y_q, y>.
 
     Args:
         y: the exact product of the unquantised two [rows, columns]. A draw of it may lack what was rounded
             to zero, and with it the width for all that other draws have there.
-        a: first operand [rows, contraction].
-        b: second operand [columns, contraction].
+        a: parts whose sum is the first operand [rows, contraction].
+        b: parts whose sum is the second operand [columns, contraction].
     """
     y, total = y.to(torch.float32), 0.0
-    for own, other, z in ((a, b, y), (b, a, y.t())):
-        if own.quant is not None and own.quant.draws:
-            values, width = _values(other), own.values.shape[1]
-            values = torch.nn.functional.pad(values, (0, max(0, width - values.shape[1])))[:, :width]
-            total += _moves(own, z @ values)
+    for one, other, z in ((a, b, y), (b, a, y.t())):
+        for own in one:
+            if own.quant is not None and own.quant.draws:
+                width = own.values.shape[1]
+                values = sum(_to_width(_values(part), width) for part in other)
+                total += _moves(own, z @ values)
     return total
+
+
+def _to_width(z: Tensor, width: int) -> Tensor:
+    """Return a matrix with so many columns: padded with zeros, or without its padding."""
+    return torch.nn.functional.pad(z, (0, max(0, width - z.shape[1])))[:, :width]
 
 
 def _moves(operand: Operand, weights: Tensor) -> float:

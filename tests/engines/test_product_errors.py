@@ -88,6 +88,16 @@ def test_a_draw_that_rounds_to_zero_is_in_the_interval_of_the_others_and_they_in
     assert gains == {True, False}
 
 
+def test_the_width_is_that_of_all_parts_of_an_operand():
+    """A transform takes the mean of tokens out of x: all of the gain's draws are then multiplied by that part."""
+    linear = nn.Linear(64, 48, bias=False)
+    for step in range(12):
+        layer = Foreign(linear, NAME, Clock(5, step=step), torch.bfloat16)
+        layer.products, layer.context.probe = PRESETS["averis"]().products, SlotErrors()
+        run(layer, drawn(128, 64, seed=1) + 3 * drawn(1, 64, seed=7), drawn(128, 48, seed=2))
+        assert of_products(layer.context.probe.metrics())["wgrad"]["gain_beyond"] < 0.7
+
+
 @every(preset=PRESETS)
 def test_a_measured_call_without_tokens_has_no_values(preset):
     """As of an expert to which no token goes."""

@@ -96,7 +96,7 @@ def test_the_gain_of_other_draws_stays_within_its_width_and_near_it(form, hot):
     draws = [(made(a, first, n, 1), made(b, second, n, 2)) for n in range(400)]
     sums = compared([product(*pair, torch.float32) for pair in draws], a, b)
     y = product(Operand(a), Operand(b), torch.float32)
-    width = math.sqrt(2 * spread(y, *draws[0])) / sums[0].power
+    width = math.sqrt(2 * spread(y, *([part] for part in draws[0]))) / sums[0].power
     gains = np.array([one.gain for one in sums]).reshape(2, -1)
     distances = np.abs(gains[0] - gains[1]) / width
     assert (distances > 1).mean() < 0.05
