@@ -5,17 +5,22 @@ from dataclasses import fields
 import pytest
 import torch
 
+from ablate.engines.products import backward, forward
 from ablate.numerics.formats import ELEMENTS
+from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Quant
 from ablate.recipes.presets import PRESETS
 from ablate.verification.conformance.emulator import emulator
-from ablate.verification.conformance.examination import Examination, expanded, reference
+from ablate.verification.conformance.examination import Examination, NotApplicableError, expanded, reference
 from ablate.verification.conformance.faults import PUBLISHED
 from ablate.verification.conformance.properties import PROPERTIES
+from ablate.verification.conformance.properties.product import layer
+from ablate.verification.conformance.reference_product import exact_products
 from ablate.verification.conformance.result import Outcome
 from ablate.verification.conformance.run import examined
 from ablate.verification.conformance.subject import Subject
+from ablate.verification.conformance.suspects import SuspectLinear
 
 THOROUGH = ("nvfp4", "four_over_six", "mxfp4")
 """Recipes of which every property is examined."""
@@ -81,3 +86,26 @@ def test_every_property_names_its_promise_and_a_function_of_a_subject():
 
 def test_every_published_fault_has_a_property():
     assert {number for one in PROPERTIES.values() for number in one.faults} == {*PUBLISHED}
+
+
+PLAIN = sorted(name for name, preset in PRESETS.items() if preset().products.backward_needs)
+
+
+@pytest.mark.parametrize("preset", PLAIN)
+def test_operands_that_the_forward_pass_made_are_those_of_the_engine(preset):
+    """Another computation of the same products: that of a training step."""
+    made = PRESETS[preset]()
+    products = made.products
+    try:
+        bench = Examination(Subject("none"), made)
+        given = layer(bench)
+    except NotApplicableError:
+        pytest.skip("no certain gradient")
+    x, w, dy = given.x, given.w, given.dy
+    step = SuspectLinear((w.shape[1], len(w)), "up", products, Clock(0), None, 0)
+    with torch.no_grad():
+        y, kept = forward(step, products, x, w)
+        dx, dw = backward(step, products, kept, dy, (True, True))
+    exact = exact_products(products, x, w, dy)
+    for key, got in (("y", y), ("dx", dx), ("dw", dw)):
+        assert not exact[key].far(got).any(), key

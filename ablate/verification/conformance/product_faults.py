@@ -17,6 +17,7 @@ from ablate.verification.conformance.reference_product import (
     Exact,
     Operands,
     cast,
+    kept,
     multiply,
     operands,
     plain_products,
@@ -40,14 +41,15 @@ def sources(products: Products, given: Given) -> Sources:
     """Return what each operand of a layer is cast from, and how."""
     x, w, dy = given
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
+    x_kept, w_kept = kept(products, x, w)
     return Sources(
         {
             "x": (x, fprop.x, fprop.hadamard),
             "w": (w, fprop.w, fprop.hadamard),
             "g": (dy, dgrad.g, dgrad.hadamard),
-            "wt": (w.t(), dgrad.w, dgrad.hadamard),
+            "wt": (w_kept.t(), dgrad.w, dgrad.hadamard),
             "gt": (dy.t(), wgrad.g, wgrad.hadamard),
-            "xt": (x.t(), wgrad.x, wgrad.hadamard),
+            "xt": (x_kept.t(), wgrad.x, wgrad.hadamard),
         }
     )
 

@@ -14,7 +14,7 @@ from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import alpha
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import Hadamard, Quant
-from ablate.recipes.recipe import Products
+from ablate.recipes.recipe import FORWARD_COPY, Products
 
 FACTORS = 8
 """fp32 roundings of the tensor scales, beside those of the sum."""
@@ -63,14 +63,30 @@ def cast(z: Tensor, quant: Quant | None, rotation: Hadamard | None, seed: int, s
 def operands(products: Products, x: Tensor, w: Tensor, dy: Tensor, seed: int = 0) -> Operands:
     """Quantise x [tokens, in], w [out, in] and dy [tokens, out] for the three products."""
     fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
+    x_kept, w_kept = kept(products, x, w, seed)
     return Operands(
         cast(x, fprop.x, fprop.hadamard, seed, "fprop.x"),
         cast(w, fprop.w, fprop.hadamard, seed, "fprop.w"),
         cast(dy, dgrad.g, dgrad.hadamard, seed, "dgrad.g"),
-        cast(w.t(), dgrad.w, dgrad.hadamard, seed, "dgrad.w"),
+        cast(w_kept.t(), dgrad.w, dgrad.hadamard, seed, "dgrad.w"),
         cast(dy.t(), wgrad.g, wgrad.hadamard, seed, "wgrad.g"),
-        cast(x.t(), wgrad.x, wgrad.hadamard, seed, "wgrad.x"),
+        cast(x_kept.t(), wgrad.x, wgrad.hadamard, seed, "wgrad.x"),
     )
+
+
+def kept(products: Products, x: Tensor, w: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return what the backward pass casts for x and w: themselves, or the forward pass's copies in values.
+
+    The forward pass is taken as not rotated.
+    """
+    made = []
+    for z, slot in ((x, "wgrad.x"), (w, "dgrad.w")):
+        quant, forward = products.slot(slot), FORWARD_COPY[slot]
+        if products.dequantised(slot) or (quant is not None and quant.from_forward):
+            copy = cast(z, products.slot(forward), None, seed, forward).dequantize()[:, : z.shape[1]]
+            z = copy if quant is not None and quant.source == "forward" else copy.bfloat16()
+        made.append(z)
+    return made[0], made[1]
 
 
 def multiply(a: Operand, b: Operand) -> Exact:

@@ -62,7 +62,7 @@ class Findings:
         declared = sum(row.outcome == Outcome.VARIANT for row in judged)
         sentence = f"{held} of {len(judged)} {self.counted}" + f", {declared} as declared" * bool(declared)
         if not judged:
-            return "No property could be examined: the subject has no function that the recipe needs."
+            return "No property could be examined, each for its reason."
         if held == len(judged):
             return f"{sentence}: what was examined of {self.subject} computes {self.recipe}."
         if not self.faults:

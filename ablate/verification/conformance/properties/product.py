@@ -47,12 +47,12 @@ def products_of(bench: Examination) -> Products:
     for product in (recipe.fprop, recipe.dgrad, recipe.wgrad):
         for operand in product.operands:
             quant: Quant | None = getattr(product, operand)
-            if quant is not None and (quant.transform or quant.estimator or quant.from_forward):
+            if quant is not None and (quant.transform or quant.estimator):
                 raise NotApplicableError("the recipe's operands depend on more than x, w and dy")
         if product.hadamard is not None and SIGNS[product.hadamard.signs].drawn:
             raise NotApplicableError("the recipe draws the signs of its rotations")
-        if getattr(product, "dequantised", False):
-            raise NotApplicableError("the recipe's backward pass reads the forward pass's copies")
+    if recipe.products.backward_needs and recipe.fprop.hadamard is not None:
+        raise NotApplicableError("the backward pass reads copies of the forward pass, which are rotated")
     if recipe.plain:
         raise NotApplicableError("the recipe quantises nothing")
     return Products(fprop=recipe.fprop, dgrad=recipe.dgrad, wgrad=recipe.wgrad)
