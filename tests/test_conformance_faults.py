@@ -21,6 +21,7 @@ from ablate.verification.conformance.emulator import emulator
 from ablate.verification.conformance.examination import Examination, NotApplicableError, reference
 from ablate.verification.conformance.faults import PUBLISHED
 from ablate.verification.conformance.numbers import differences
+from ablate.verification.conformance.properties.product import rounded_to_nearest
 from ablate.verification.conformance.result import Outcome
 from ablate.verification.conformance.run import conform
 from ablate.verification.conformance.subject import Quantised, Subject
@@ -229,6 +230,53 @@ def test_a_subject_that_raises_or_returns_something_else_has_a_row_that_says_so(
     assert nothing.detail.startswith("cast returned a str; a cast returns values")
 
 
+def test_a_function_that_never_returns_a_result_is_not_called_in_every_property():
+    calls = []
+
+    def raises(x):
+        calls.append(x)
+        raise RuntimeError("x must be a multiple of 128")
+
+    rows = conform(raises).rows
+    assert len(calls) == sum(row.outcome == Outcome.FAIL for row in rows) == 2
+    assert rows[0].detail.endswith("Subject(..., rows=128, columns=128)")
+
+
+def test_a_factor_may_be_a_number_and_arrays_are_refused_in_a_sentence():
+    def with_number(x):
+        made = nvfp4(x)
+        return made.codes, made.scales, float(made.outer)
+
+    row = conform(with_number, only="random_bf16").rows
+    assert [one.outcome for one in row] == [Outcome.PASS]
+    row = conform(lambda x: x.float().numpy(), only="random_bf16").rows[0]
+    assert "torch.from_numpy" in row.detail
+    row = conform(lambda x: nvfp4(x), "mxfp4", only="random_bf16").rows[0]
+    assert "scales of blocks of 16" in row.detail
+
+
+@pytest.mark.parametrize(
+    ("declared", "outcome"), [({}, Outcome.FAIL), ({"random_gradients": "nearest"}, Outcome.VARIANT)]
+)
+def test_a_product_that_rounds_its_gradient_to_nearest_may_declare_it(declared, outcome):
+    recipe = PRESETS["nvfp4"]()
+    nearest = emulator(recipe.model_copy(update=dict(rounded_to_nearest(recipe.products)))).product
+    row = conform(Subject("s", product=nearest, variants=declared), only="random_gradients").rows[0]
+    assert row.outcome == outcome
+    wrong = Subject("s", product=lambda x, w, dy: nearest(x, w, 2 * dy), variants=declared)
+    assert conform(wrong, only="random_gradients").rows[0].outcome == Outcome.FAIL
+
+
+def test_a_product_of_a_seed_is_handed_one():
+    product = emulator(PRESETS["nvfp4"]()).product
+
+    def seeded(x, w, dy, seed):
+        assert isinstance(seed, int)
+        return product(x, w, dy)
+
+    assert conform(seeded, only=["forward_product"]).passed
+
+
 def test_several_faults_at_once_are_named_together():
     def first_attempt(x):
         blocks = x.float().reshape(len(x), -1, 16)
@@ -248,6 +296,8 @@ def test_several_faults_at_once_are_named_together():
 def test_the_fixture_fails_a_test_with_the_fault(conform):
     right = Subject("right", cast=nvfp4, variants={"infinity_visible": "saturated"})
     assert conform(right, only=["round_trip", "infinity_visible"]).passed
+    with pytest.raises(pytest.fail.Exception, match="no such property"):
+        conform(right, only="zero")
     with pytest.raises(pytest.fail.Exception, match="nibbles swapped"):
         conform(MUTANTS["nibbles"].subject, only=["code_bytes"])
 
@@ -261,6 +311,7 @@ from support.published_faults import nvfp4
 from ablate.verification.conformance.subject import Subject
 
 def quantise(x):
+    print("casting")
     return nvfp4(x)
 
 def without_clamp(x, other):
@@ -307,7 +358,9 @@ def test_a_folder_of_dumps_has_a_row_for_each_product(tmp_path):
 
 def test_the_command_prints_rows_or_json_and_its_status_says_what_was_found(own):
     right = here("conform", f"{own}:quantise", "--only", "random_bf16")
-    assert (right.returncode, right.stdout.split()[:2]) == (0, ["pass", "random_bf16"])
+    assert (right.returncode, right.stdout.split("casting\n")[-1].split()[:2]) == (0, ["pass", "random_bf16"])
+    printed = here("conform", f"{own}:quantise", "--only", "random_bf16", "--json")
+    assert json.loads(printed.stdout)["passed"]
     wrong = here("conform", f"{own}:made", "--only", "small_tensor", "--json")
     found = json.loads(wrong.stdout)
     assert (wrong.returncode, found["passed"]) == (1, False)
@@ -318,6 +371,10 @@ def test_the_command_prints_rows_or_json_and_its_status_says_what_was_found(own)
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("{own}",), "it has quantise, without_clamp, made"),
+        (("--demo", "--as", "mxfp4"), "or --demo alone"),
+        (("{folder}", "--only", "zero_block"), "of a folder of dumps, leave it out"),
+        (("{folder}/up.safetensors",), "give the folder of the dumps"),
         ((), "give a subject, such as my_kernels.py:quantise, or --demo alone"),
         (("{own}:quantize",), "has no quantize; 'quantise' is the nearest"),
         (("{own}:without_clamp",), "the parameters of a subject are (x), (w)"),
@@ -330,7 +387,8 @@ def test_the_command_prints_rows_or_json_and_its_status_says_what_was_found(own)
     ],
 )
 def test_a_wrong_name_is_one_sentence_with_status_2(own, words, said):
-    done = here("conform", *(word.format(own=own) for word in words))
+    (own.parent / "up.safetensors").touch()
+    done = here("conform", *(word.format(own=own, folder=own.parent) for word in words))
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr

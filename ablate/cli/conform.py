@@ -1,8 +1,10 @@
 """`ablate conform`: find out whether somebody's FP4 quantiser or product computes a recipe."""
 
 import json
+import sys
 import textwrap
 import time
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,9 +45,10 @@ def conform(
 
     Codes and scales are compared exactly with the recipe's specification, on data that hits ties, subnormals,
     saturation and odd shapes; draws by their distribution; products by a bound on their sums. Exit status: 0
-    all properties hold, 1 one fails, 2 bad input.
+    all properties hold, 1 one fails, 2 bad input. A folder of dumps has the tensors x, w, dy, y, dx and dw of
+    layers in NAME.safetensors or NAME.pt, or the files of Transformer Engine's DumpTensors.
     """
-    if demo == bool(subject):
+    if demo == bool(subject) or (demo and (recipe != "nvfp4" or only or device != "cpu" or seed)):
         raise InputError(["give a subject, such as my_kernels.py:quantise, or --demo alone"])
     print_starting("importing torch", quiet=as_json or demo)
     started, screen = time.monotonic(), Screen(width=_WIDTH)
@@ -56,9 +59,13 @@ def conform(
         if not as_json and row.outcome != "n/a":
             print_row(screen, row)
 
-    findings = (
-        _demonstrated(screen, show, as_json) if demo else _examined(subject, recipe, only, device, seed, show)
-    )
+    # What a subject prints must not stand within the JSON document.
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        findings = (
+            _demonstrated(screen, show, as_json)
+            if demo
+            else _examined(subject, recipe, only, device, seed, show)
+        )
     if as_json:
         print(json.dumps(_document(findings, time.monotonic() - started), indent=1))
     else:
@@ -76,7 +83,11 @@ def _examined(
         raise InputError([f"--as {recipe}: no such preset; {nearest(recipe, PRESETS)}"])
     from ablate.verification.conformance.source import find, names
 
+    if subject not in names() and Path(subject).is_file() and Path(subject).suffix in (".safetensors", ".pt"):
+        raise InputError([f"{subject}: give the folder of the dumps, {Path(subject).parent}"])
     if subject not in names() and Path(subject).is_dir():
+        if only:
+            raise InputError(["--only names a property of a subject; of a folder of dumps, leave it out"])
         return _replayed(Path(subject), recipe, seed)
     import torch
 
@@ -121,15 +132,15 @@ def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
 
 def print_row(screen: Screen, row: "Row", whole: bool = True) -> None:
     """Print one property in a line, and below it what differs; the first block if `whole`."""
-    counts = f"{row.differing:,} of {row.cases:,} differ" if row.differing else f"{row.cases:,} compared"
-    if row.outcome == "report":
-        counts = ""
+    from ablate.verification.conformance.result import counts
+
+    counted = "" if row.outcome == "report" else counts(row)
     word = row.outcome.upper() if row.outcome == "fail" else str(row.outcome)
     style = _STYLES[row.outcome]
     if len(row.property) > _NAME:  # of a dumped layer
         screen.print(Text.assemble((f"{word:8}", style), one_line(row.property)))
     else:
-        screen.print(Text.assemble((f"{word:8}", style), f"{row.property:{_NAME}}{counts:>30}".rstrip()))
+        screen.print(Text.assemble((f"{word:8}", style), f"{row.property:{_NAME}}{counted:>30}".rstrip()))
     if row.detail and row.outcome != "pass":
         _indented(screen, row.detail)
     if row.outcome == "fail":

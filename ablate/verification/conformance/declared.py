@@ -18,6 +18,7 @@ FORMS = {
     "nan_visible": ("tensor", "block", "saturated", "zero"),
     "infinity_visible": ("saturated",),
     "infinite_neighbours": ("nan",),
+    "random_gradients": ("nearest",),
 }
 """Forms in which a property may be declared to hold, by its name."""
 

@@ -272,11 +272,7 @@ def _random_fault(bench: Examination) -> str:
     """Return the fault if dx and dw of a random dy are those of the recipe with nearest rounding; else ''."""
     products, (x, w, dy) = product.products_of(bench), product.random_layer(bench)
     got = product.call(bench, x, w, dy)
-    for name, quant in (("dgrad", products.dgrad), ("wgrad", products.wgrad)):
-        if quant.g is not None and quant.g.rounding == "stochastic":
-            certain = quant.g.model_copy(update={"rounding": "nearest", "bits": 8})
-            products = products.model_copy(update={name: quant.model_copy(update={"g": certain})})
-    made = exact_products(products, x.bfloat16(), w.bfloat16(), dy.bfloat16())
+    made = exact_products(product.rounded_to_nearest(products), x.bfloat16(), w.bfloat16(), dy.bfloat16())
     nearest = not any(bool(made[key].far(got[key]).any()) for key in ("dx", "dw"))
     return "dy rounded to nearest, not stochastically" if nearest else product_fault(bench)
 

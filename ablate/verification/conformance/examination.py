@@ -76,6 +76,10 @@ class Examination:
     """Results that several properties use."""
     last: Tensor | None = None
     """Tensor of the last cast."""
+    refused: list[str] = field(default_factory=list)
+    """Function of each property that ended because it raised, or returned something unreadable."""
+    answered: set[str] = field(default_factory=set)
+    """Functions of the properties that did not end so."""
 
     # --- quantisers -------------------------------------------------------------------------------
 
@@ -161,7 +165,16 @@ class Examination:
             lines = str(error).strip().splitlines() or [""]
             shapes = ", ".join(f"{list(z.shape)} {str(z.dtype).removeprefix('torch.')}" for z in tensors)
             said = f"{type(error).__name__}: {lines[0][:_SHOWN]}" if lines[0] else type(error).__name__
-            raise RefusedError(f"{name} raises for {what or shapes}: {said}") from error
+            raise RefusedError(f"{name} raises for {what or shapes}: {said}{self._advice(said)}") from error
+
+    def _advice(self, said: str) -> str:
+        """Return what to change for a subject's own error message, or ''."""
+        low = said.lower()
+        if self.subject.device == "cpu" and ("cuda" in low or "gpu" in low):
+            return "; --device cuda hands in tensors on a GPU"
+        if self.subject.rows == 1 and any(word in low for word in ("multiple of", "divisible", "aligned")):
+            return "; name the sizes that it takes: Subject(..., rows=128, columns=128)"
+        return ""
 
     def cast(self, x: Tensor, quant: Quant, name: str = "cast", **more: Any) -> Numbers:
         """Call a cast and return its numbers.
@@ -321,8 +334,10 @@ def _scale_text(scale: Tensor, quant: Quant) -> str:
     name = SCALES[quant.scale.format].dtype if quant.scale else None
     if name is None or not name.startswith("float8"):
         return f"{float(scale):.6g}"
-    byte = int(scale.to(getattr(torch, name)).view(torch.uint8))
-    return f"{float(scale):.6g} ({byte:#04x})"
+    stored = scale.to(getattr(torch, name))
+    if float(stored) != float(scale):  # NaN, or a number that the format does not have
+        return f"{float(scale):.6g}"
+    return f"{float(scale):.6g} ({int(stored.view(torch.uint8)):#04x})"
 
 
 def expanded(numbers: Numbers, quant: Quant) -> Tensor:

@@ -81,12 +81,17 @@ def read(result: object, rows: int, columns: int, quant: Quant, swizzled: bool =
     """
     if isinstance(result, Tensor):
         result = Quantised(values=result)
-    elif isinstance(result, tuple) and len(result) in (2, 3) and all(isinstance(z, Tensor) for z in result):
-        result = Quantised(None, *result)
+    elif isinstance(result, tuple) and len(result) in (2, 3):
+        parts = [torch.tensor(float(z)) if isinstance(z, int | float) else z for z in result]
+        result = Quantised(None, *parts) if all(isinstance(z, Tensor) for z in parts) else result
     if not isinstance(result, Quantised):
         kind = type(result).__name__
+        if isinstance(result, tuple):
+            kind = f"tuple of {', '.join(type(part).__name__ for part in result)}"
+        advice = "; torch.from_numpy makes tensors of arrays" * ("ndarray" in kind)
         raise UnreadableError(
-            f"returned a {kind}; a cast returns values, (codes, scales), or conformance.Quantised"
+            f"returned a {kind}; a cast returns values, (codes, scales), (codes, scales, outer), or"
+            f" conformance.Quantised{advice}"
         )
     if result.values is None and (result.codes is None or result.scales is None) and quant.block is not None:
         raise UnreadableError("returned neither values nor both codes and scales")
@@ -155,6 +160,12 @@ def _scales(scales: Tensor, rows: int, columns: int, quant: Quant, swizzled: boo
         for (high_rows, wide), repeat in shapes.items():
             if scales.shape == (high_rows, wide):
                 return scales.float().repeat_interleave(repeat, dim=0)[:rows]
+        other = next((size for size in (16, 32) if scales.shape == (rows, -(-columns // size))), length)
+        if other != length and not blocks <= scales.shape[1] <= -(-blocks // 4) * 4:
+            raise UnreadableError(
+                f"returned scales of blocks of {other}, {list(scales.shape)} for x {[rows, columns]}; the"
+                f" recipe has blocks of {length}"
+            )
         if scales.shape[0] >= rows and scales.shape[1] >= blocks:  # rows of padding, which nobody reads
             return scales[:rows, :blocks].float()
     raise UnreadableError(

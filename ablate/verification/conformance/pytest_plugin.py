@@ -18,9 +18,13 @@ def conform() -> Callable[..., Any]:
     """
 
     def examine(subject: Any, recipe: Any = "nvfp4", **more: Any) -> Any:
+        from ablate.errors import InputError
         from ablate.verification.conformance.run import conform as examined
 
-        findings = examined(subject, recipe, **more)
+        try:
+            findings = examined(subject, recipe, **more)
+        except InputError as error:
+            pytest.fail(str(error), pytrace=False)
         if not findings.passed:
             pytest.fail(f"{findings.table}\n{findings.text}", pytrace=False)
         return findings

@@ -93,7 +93,8 @@ class Replayed:
         """Return the finding as a row of the conformance kit."""
         outcome = {True: Outcome.PASS, False: Outcome.FAIL, None: Outcome.NOT_APPLICABLE}[self.right]
         where = f"{self.layer} {self.product}, step {self.step}, rank {self.rank}"
-        return Row(where, outcome, 1, int(self.right is False), fault=self.fault, detail=self.detail)
+        fault = "" if self.fault == "unknown" else self.fault
+        return Row(where, outcome, 1, int(self.right is False), fault=fault, detail=self.detail)
 
 
 def replay(folder: Path, recipe: Recipe, seed: int | None = None) -> list[Replayed]:
@@ -181,7 +182,16 @@ class _Product:
         if self.product == "fprop" and self.close(measured.double() - offset, draws, measured.norm().item()):
             return about(True, measured=values, expected=given, detail=f"{sentence}; y includes a bias")
         kind, place = self.cause(measured, mean, draws)
+        if given.covers(own):
+            near = "it is the product rounded to nearest" if self.close(measured, draws) else self.distance()
+            sentence = f"{near}; {sentence}"
         return about(False, kind, place, values, given, f"{kind}{place and f' ({place})'}: {sentence}")
+
+    def distance(self) -> str:
+        """Return what is wrong with a product whose gain and relative error are right."""
+        if self.random:
+            return "its elements are not those of another draw, though gain and relative L2 are"
+        return "its elements differ by more than the order of additions"
 
     def stored(self, slot: str) -> Replayed:
         """Return the finding on the codes and scales of an operand that the dump has."""

@@ -47,3 +47,12 @@ class Row:
     """Likely fault by name (a key of `FAULTS`), if the difference has the mark of a known one."""
     detail: str = ""
     """One sentence: measured number with its bound, variant, or reason of n/a."""
+
+
+def counts(row: Row) -> str:
+    """Return the number of compared numbers of a row, or of those that differ, in words."""
+    if not row.differing:
+        return f"{row.cases:,} compared"
+    if row.property in ("random_gradients", "grouped_random"):
+        return f"{row.differing} of {row.cases} figures outside"
+    return f"{row.differing:,} of {row.cases:,} differ"

@@ -15,9 +15,13 @@ from ablate.verification.conformance.examination import (
 )
 from ablate.verification.conformance.properties import PROPERTIES
 from ablate.verification.conformance.properties.property import Property
-from ablate.verification.conformance.result import Outcome, Row
+from ablate.verification.conformance.result import Outcome, Row, counts
 from ablate.verification.conformance.source import as_subject
 from ablate.verification.conformance.subject import Subject
+
+TRIES = 2
+"""Properties in which a function may fail before it is called no more, if it never returned a result. A cast
+is handed bf16 by the first of them and fp32 by the second."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,13 @@ class Findings:
     @property
     def table(self) -> str:
         """Rows that failed, a line each: property, differences, likely fault or detail."""
-        return "\n".join(
-            f"FAIL {row.property}: {row.differing:,} of {row.cases:,} differ; {row.fault or row.detail}"
-            for row in self.rows
-            if row.outcome == Outcome.FAIL
-        )
+        lines = []
+        for row in self.rows:
+            if row.outcome == Outcome.FAIL:
+                place = f"first at {row.block.place}" if row.block else ""
+                parts = (f"FAIL {row.property}: {counts(row)}", row.fault or row.detail, place)
+                lines.append("; ".join(filter(None, parts)))
+        return "\n".join(lines)
 
     @property
     def text(self) -> str:
@@ -72,12 +78,17 @@ class Findings:
 
 def examined(bench: Examination, one: Property) -> Row:
     """Return the row of one property. A subject that raises has a row that failed, with its error."""
+    if bench.refused.count(one.needs) >= TRIES and one.needs not in bench.answered:
+        text = f"{one.needs} failed at once in the first {TRIES} properties that call it"
+        return Row(one.name, Outcome.NOT_APPLICABLE, detail=text)
     try:
         row = one.examine(bench)
     except NotApplicableError as reason:
         return Row(one.name, Outcome.NOT_APPLICABLE, detail=str(reason))
     except RefusedError as error:
+        bench.refused.append(one.needs)
         return Row(one.name, Outcome.FAIL, 1, 1, detail=str(error))
+    bench.answered.add(one.needs)
     row = diagnosed(bench, one, row)
     if row.outcome == Outcome.FAIL and row.block is None and not row.detail:
         return replace(row, detail=f"this does not hold: {one.promise}")
@@ -113,7 +124,7 @@ def conform(
     """
     made = load(recipe)
     name = recipe if isinstance(recipe, str) else "the recipe"
-    wanted = list(only)
+    wanted = [only] if isinstance(only, str) else list(only)
     if unknown := [one for one in wanted if one not in PROPERTIES]:
         raise InputError([f"{one}: no such property; {nearest(one, PROPERTIES)}" for one in unknown])
     one = as_subject(subject, getattr(subject, "__name__", "subject"))

@@ -20,12 +20,15 @@ from ablate.verification.conformance.subject import Subject
 
 GROUP = "ablate.conformance"
 """Entry points of packages that bring their own subjects: a name, and a Subject or a function."""
+SEED = 17
+"""Seed that a function of (x, w, dy, seed) is handed."""
 _PARAMETERS = {
     ("x",): "cast",
     ("w",): "cast_square",
     ("x", "amax"): "cast_given",
     ("x", "seed"): "cast_stochastic",
     ("x", "w", "dy"): "product",
+    ("x", "w", "dy", "seed"): "product",
     ("x", "w", "dy", "offsets"): "grouped",
 }
 """Field of `Subject` by the names of a function's parameters that have no default."""
@@ -56,7 +59,10 @@ def as_subject(thing: object, name: str) -> Subject:
     if needed not in _PARAMETERS:
         forms = ", ".join(f"({', '.join(form)})" for form in _PARAMETERS)
         raise InputError([f"{name}({', '.join(needed)}): the parameters of a subject are {forms}"])
-    functions: dict[str, Any] = {_PARAMETERS[needed]: thing}
+    seeded = needed == ("x", "w", "dy", "seed")  # always by one seed: a property asks for the same bits twice
+    functions: dict[str, Any] = {
+        _PARAMETERS[needed]: (lambda x, w, dy: thing(x, w, dy, SEED)) if seeded else thing
+    }
     return Subject(name, **functions)
 
 
@@ -107,6 +113,16 @@ def _of_entry(entry: EntryPoint, recipe: str) -> Subject:
 
 def _named(text: str, recipe: str) -> Subject:
     known = names()
+    if text.endswith(".py"):
+        names_of = [
+            name
+            for name, thing in vars(_opened(text, text)).items()
+            if isinstance(thing, Subject)
+            or (inspect.isfunction(thing) and thing.__module__ == Path(text).stem)
+        ]
+        raise InputError(
+            [f"{text}: name one of its functions, as {text}:NAME; it has {', '.join(names_of) or 'none'}"]
+        )
     if text not in known:
         hint = f"give module:function, file.py:function, dumps or a library; {nearest(text, known)}"
         raise InputError([f"{text}: {hint}"])
@@ -115,17 +131,22 @@ def _named(text: str, recipe: str) -> Subject:
 
 def _imported(place: str, name: str, text: str) -> object:
     """Import a module from the current folder or the environment, or a file, and return one of its names."""
+    module = _opened(place, text)
+    if not hasattr(module, name):
+        public = [one for one in vars(module) if not one.startswith("_")]
+        raise InputError([f"{text}: {place} has no {name}; {nearest(name, public)}"])
+    return getattr(module, name)
+
+
+def _opened(place: str, text: str) -> ModuleType:
+    """Import a module or a file. InputError if it raises."""
     try:
-        module = _file(Path(place)) if place.endswith(".py") else _module(place)
+        return _file(Path(place)) if place.endswith(".py") else _module(place)
     except InputError:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {_first_line(error)}"
         raise InputError([f"{text}: importing {place} raises {why}"]) from error
-    if not hasattr(module, name):
-        public = [one for one in vars(module) if not one.startswith("_")]
-        raise InputError([f"{text}: {place} has no {name}; {nearest(name, public)}"])
-    return getattr(module, name)
 
 
 def _module(name: str) -> ModuleType:

@@ -210,7 +210,8 @@ def seeds(bench: Examination) -> Row:
         detail = f"seed {changed[0]} gives other draws the second time"
     else:
         return Row("seeds", Outcome.PASS, len(drawn))
-    return Row("seeds", Outcome.FAIL, len(drawn), len(same) + len(changed), detail=detail)
+    pairs = len(drawn) * (len(drawn) - 1) // 2
+    return Row("seeds", Outcome.FAIL, pairs + len(drawn), len(same) + len(changed), detail=detail)
 
 
 def independent_draws(bench: Examination) -> Row:
