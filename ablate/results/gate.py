@@ -42,19 +42,30 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
         ledger: ledger of the sweep.
         arms: its arms, by the main metric.
     """
-    found = [_finished(arms), _finite(ledger, arms), _learned(ledger, arms), _twin(arms), _bad(ledger, arms)]
+    found = [
+        _finished(ledger, arms),
+        _finite(ledger, arms),
+        _learned(ledger, arms),
+        _twin(arms),
+        _bad(ledger, arms),
+    ]
     found += [_ended_early(arms), _covered(ledger), _one_product(ledger), _one_processor(ledger)]
     found += [*_spread(arms), *_late(ledger), *_margin(arms), *_positions(arms)]
     found += [*_same_code(ledger), *_elsewhere(ledger, arms), *_single(ledger, arms)]
     return [check for check in found if check]
 
 
-def _finished(arms: Sequence[ArmSummary]) -> Check:
+def _finished(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check:
+    """Return the number of finished runs, and each arm that has none, and why its first run failed."""
     total = sum(arm.seeds for arm in arms if arm.role != "refused")
     missing = sum(len(arm.missing) for arm in arms)
     if not any(arm.values or arm.diverged for arm in arms):
         return Check("failed", f"none of {counted(total, 'run')} has finished")
     text = f"{total - missing} of {counted(total, 'run')} finished"
+    reasons = {member.name: member.reason for member in reversed(ledger.members()) if member.reason}
+    for arm in arms:
+        if arm.role != "refused" and arm.missing and len(arm.missing) == arm.seeds and arm.name in reasons:
+            text += f"; none of {arm.name} did: {reasons[arm.name].splitlines()[0]}"
     return Check("warning" if missing else "passed", text)
 
 
