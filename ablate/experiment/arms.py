@@ -245,6 +245,9 @@ def assign(content: dict[str, Json], parts: list[str], value: Json, model: type[
             hint = "" if near else elsewhere(parts)
             return NoSuchKnob(f"no such knob; {hint or nearest(part, model.model_fields)}")
         if depth == len(parts) - 1:
+            if part == "own" and value is not None and content.get("scale"):
+                operand = f"recipe.{'.'.join(parts[:-1])}"
+                return f"a quantiser of your own stands alone: set {operand} to {{own: {value}}}"
             content[part] = value
             return None
         annotation = model.model_fields[part].annotation

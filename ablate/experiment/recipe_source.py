@@ -148,11 +148,12 @@ def recipe_name(content: Mapping[str, Json]) -> str:
 
 
 def _merged(base: dict[str, Json], changes: Mapping[str, Json]) -> dict[str, Json]:
-    """Return nested dictionaries with some values changed; a list or null replaces what was there."""
+    """Return nested dictionaries with values changed; a list, null or a user's quantiser replaces all."""
     merged = deepcopy(base)
     for key, value in changes.items():
         inner = merged.get(key)
-        if isinstance(inner, dict) and isinstance(value, Mapping):
+        whole = isinstance(value, Mapping) and value.get("own") is not None  # replaces scales and roundings
+        if isinstance(inner, dict) and isinstance(value, Mapping) and not whole:
             merged[key] = _merged(inner, value)
         else:
             merged[key] = deepcopy(value)

@@ -294,7 +294,7 @@ def refusals(products: Products) -> Iterator[str]:
 
 def _named_refusals(products: Products) -> Iterator[str]:
     for slot, quant in products.quantised():
-        own = (f"{path} {word}: Transformer Engine calls no function of yours" for path, word in quant.owned)
+        own = (f"{path} {word}: Transformer Engine cannot call your function" for path, word in quant.owned)
         yield from (Reason(slot, f".{why}") for why in [*own] or _quant_refusals(slot, quant))
     if products.plain:  # TE does not compute a layer that quantises nothing
         return

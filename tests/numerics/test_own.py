@@ -131,7 +131,7 @@ def test_kernels_engines_and_exports_refuse_a_function_by_its_field(field):
     recipe = Recipe(fprop=Fprop(x=own, w=Quant()))
     said = [*refusals(recipe.products)]
     said = [why for why in said if why.startswith("fprop.x")]
-    assert said == [f"fprop.x.{field} {name}: Transformer Engine calls no function of yours"]
+    assert said == [f"fprop.x.{field} {name}: Transformer Engine cannot call your function"]
     assert f".{field} {name}: a function of your own" in verdict(own, Quant(), False).why
     for target, export in TARGETS.items():
         with pytest.raises(Lost) as lost:

@@ -64,7 +64,7 @@ def unheld(recipe: Recipe, target: str, schedule: bool = False, rules: bool = Fa
     Raises:
         Lost: an operand calls a function of the user's, which no target has.
     """
-    if own := [f"{path} {word}: {target} calls no function of yours" for path, word in own_words(recipe)]:
+    if own := [f"{path} {word}: {target} cannot call your function" for path, word in own_words(recipe)]:
         raise Lost(own)
     yield from _unwritten(recipe, target)
     usual = type(recipe.weights)()
