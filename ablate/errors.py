@@ -55,6 +55,24 @@ class InputError(Exception):
         self.problems = list(problems)
 
 
+class OwnFunctionError(InputError):
+    """A function of the user's in a quantiser breaks its contract, as it will at every attempt.
+
+    Attributes:
+        file: file of the function.
+        line: its line; 0 if the file cannot be read.
+        unrepeatable: True if two calls with the same arguments gave different numbers.
+    """
+
+    def __init__(self, sentence: str, file: str, line: int, unrepeatable: bool = False) -> None:
+        super().__init__([sentence])
+        self.file, self.line, self.unrepeatable = file, line, unrepeatable
+
+    def within(self, place: str) -> "OwnFunctionError":
+        """Return the error with the place of the call: an operand and its layer."""
+        return OwnFunctionError(f"{self.problems[0]}, in {place}", self.file, self.line, self.unrepeatable)
+
+
 T = TypeVar("T")
 Reading = Generator[Problem, None, T]
 """A reader of a file: yields the problems in their order, and returns what was read."""

@@ -56,6 +56,18 @@ def test_a_swept_function_trains_to_the_bits_of_the_word_and_one_that_raises_fai
     assert sum(bool(log) for log in logs) == 2  # the second attempt failed as the first, so there is no third
 
 
+def test_a_broken_contract_ends_a_trial_at_its_first_attempt_and_names_operand_and_layer(folder):
+    _, news = sweep(experiment(folder, "off_grid", seeds=1), folder / "state", connect=Children)
+    assert statuses(folder / "state")["off_grid", 0] == "failed"
+    (log,) = filter(
+        None, (path.read_text().strip() for path in (folder / "state").glob("trials/*/log-*.txt"))
+    )
+    assert log.startswith("rounding functions.py:off_grid returned 0.300000012 for ")
+    assert "outside the grid, in wgrad.g of blocks." in log
+    line = (SOURCES / "functions.py").read_text().splitlines().index("def off_grid(y, grid):") + 1
+    assert sum(f"{log} ({folder}/own/functions.py:{line})" in text for text in news) == 1, news
+
+
 def test_forks_of_a_trunk_take_functions(folder):
     made = experiment(folder, "stochastic", "away", shape={"steps": 8, "eval_every": 4}, design=DESIGN)
     sweep(made, folder / "state")
@@ -162,6 +174,18 @@ def test_a_recipe_file_names_functions_relative_to_itself(folder):
     assert made.arms[-1].recipe.wgrad.g.rounding.files
 
 
+def test_a_quantiser_in_a_recipe_file_replaces_its_operand_and_as_a_knob_is_shown_its_form(folder):
+    """A part of an operand beside it, such as its bits, is kept; ours, which the preset had, are not."""
+    (folder / "own" / "mine.yaml").write_text(
+        "{from: nvfp4, wgrad: {g: {own: 'functions.py:as_bf16_drawn', bits: 16}}}"
+    )
+    g = ablate.recipe(folder / "own" / "mine.yaml").wgrad.g
+    assert (g.own.label, g.bits, g.scale, g.outer) == ("functions.py:as_bf16_drawn", 16, None, None)
+    knob = {"recipe.wgrad.g.own": f"{folder}/own/functions.py:as_bf16"}
+    with pytest.raises(ValueError, match=r"set recipe.wgrad.g to \{own: .*functions.py:as_bf16\}"):
+        ablate.recipe("nvfp4", knob)
+
+
 def trained(word: str) -> tuple[torch.Tensor, dict[str, float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.ModuleList([nn.Linear(32, 32)])[0], nn.Sequential(nn.Linear(32, 32)))
@@ -183,6 +207,12 @@ def test_convert_takes_a_function_relative_to_the_working_directory(folder, monk
     assert not torch.equal(grads, trained("functions.py:away")[0])
     with pytest.raises(InputError, match="raised KeyError"):
         trained("functions.py:raises")
+
+
+@every(name=("own_generator", "counts"))
+def test_numbers_that_come_from_elsewhere_are_refused_in_training(name):
+    with pytest.raises(InputError, match=r"returned other numbers for the same arguments.*in wgrad.g of "):
+        trained(f"{SOURCES}/functions.py:{name}")
 
 
 KINDS = {

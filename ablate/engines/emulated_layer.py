@@ -49,7 +49,7 @@ from ablate.engines.nonfinite import NonfiniteCount
 from ablate.engines.products import Call, Probe
 from ablate.engines.ranks import Divided, DrawArguments, Sharded, whole
 from ablate.engines.weight_casts import WeightCasts
-from ablate.errors import OutsideStepError
+from ablate.errors import OutsideStepError, OwnFunctionError
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock, site
@@ -321,16 +321,19 @@ class EmulatedLinear(Replacement):
         x, how = part.values, part.quant
         if how is None:
             return Operand(self.rotated(x, slot, rotation))
-        result = self.quantize(
-            x,
-            how,
-            rotation=rotation,
-            history=self.histories[slot] if how is main else None,
-            target=self._target(slot, how) if how is main else None,
-            keep=keep or (self.context.probe is not None and "source"),
-            partition=self.context.divided.shares.get(slot) if self.context.divided else None,
-            **self.draws_at(slot),
-        )
+        try:
+            result = self.quantize(
+                x,
+                how,
+                rotation=rotation,
+                history=self.histories[slot] if how is main else None,
+                target=self._target(slot, how) if how is main else None,
+                keep=keep or (self.context.probe is not None and "source"),
+                partition=self.context.divided.shares.get(slot) if self.context.divided else None,
+                **self.draws_at(slot),
+            )
+        except OwnFunctionError as error:
+            raise error.within(f"{slot} of {self.name or 'the model'}") from error
         self._count([result])
         if self.context.probe is not None and how is main and x.numel():
             self.context.probe.operand(self.name, slot, result)

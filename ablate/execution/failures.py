@@ -5,7 +5,8 @@ the same exception at the same line in every attempt of every trial, and a night
 
 The rule is cautious. An exception repeats if its type and the innermost line of the user's code were those of
 an earlier attempt, of the same trial or of another. Only then it is not tried again. Errors of memory,
-network and devices never count as such (`UserError.transient`).
+network and devices never count as such (`UserError.transient`). A contract that a function of a quantiser
+breaks is broken at every attempt (`UserError.certain`): there is no second one.
 
     failures = Failures()
     failures.repeats(error)             # False: the first attempt; it is tried again
@@ -42,11 +43,11 @@ class Failures:
         self._errors: dict[Identity, UserError] = {}
 
     def repeats(self, error: UserError) -> bool:
-        """Note the exception that ended an attempt; return True if an earlier attempt ended by the same."""
+        """Note the exception that ended an attempt; return True if another would end by the same."""
         if error.transient:
             return False
         self._attempts[error.identity] += 1
-        return self._attempts[error.identity] > 1
+        return error.certain or self._attempts[error.identity] > 1
 
     def settled(self, trial: int, error: UserError) -> bool:
         """Note that a trial failed for good; return True if it is the first that failed by this exception.

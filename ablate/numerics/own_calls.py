@@ -14,9 +14,11 @@ each block, and B for [row tiles, 1, column tiles, 1], a number for each block.
 | `own` | `x` [rows, columns], rotated; `bits` like x, integers below 2^`width` | like x |
 
 `bits` are the counter-based bits that our own roundings would get, so a run is repeated and continued bit for
-bit. A function that draws from torch's generators, changes an argument, returns another shape or type, a NaN
-of finite numbers, or a value that is not on the grid, is refused by an `InputError` of one sentence, as is
-one that raises. A value that is not finite in the input may become anything.
+bit: they are fp32, as all arguments. A function that draws from a global generator, changes an argument,
+returns another shape or type, a NaN of finite numbers, or a value that is not on the grid, is refused by an
+`OwnFunctionError` of one sentence; one that raises is by an `InputError`. Its first call of a process is made
+twice: one that draws from a generator of its own, or keeps a state, returns other numbers, and is refused. A
+value that is not finite in the input may become anything.
 """
 
 import inspect
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor
 
 from ablate import own_source
-from ablate.errors import InputError
+from ablate.errors import InputError, OwnFunctionError
 from ablate.numerics.formats import Format
 from ablate.numerics.own import KINDS, Own
 
@@ -54,7 +56,7 @@ def rounded(word: Own, y: Tensor, grid: Format, bits: Tensor | None, width: int)
         fp32 like `y`, on the grid.
 
     Raises:
-        InputError: the function breaks its contract.
+        InputError: the function raises, or breaks its contract.
     """
     made = call("rounding", word, y, y.shape, grid=grid, bits=bits, width=width)
     _refuse_off_grid("rounding", word, y, made, grid.neighbours(made.abs())[0] != made.abs(), "grid")
@@ -85,7 +87,7 @@ def scales(
         fp32 like `exact`, values of the format.
 
     Raises:
-        InputError: the function breaks its contract.
+        InputError: the function raises, or breaks its contract.
     """
     more = {"grid": grid, "bits": bits, "width": 24, "tiles": tiles, "element": element}
     made = call("scale.rounding", word, exact, exact.shape, **more)
@@ -108,7 +110,7 @@ def statistic(field: str, word: Own, of: Tensor, amaxes: Tensor) -> Tensor:
         fp32 like `amaxes`, or a scalar.
 
     Raises:
-        InputError: the function breaks its contract.
+        InputError: the function raises, or breaks its contract.
     """
     blocks = field == "range.statistic"
     made = call(field, word, of, amaxes.shape if blocks else torch.Size(), amaxes=amaxes)
@@ -130,7 +132,7 @@ def quantised(word: Own, x: Tensor, bits: Tensor | None, width: int) -> Tensor:
         fp32 like `x`.
 
     Raises:
-        InputError: the function breaks its contract.
+        InputError: the function raises, or breaks its contract.
     """
     made = call("own", word, x, x.shape, bits=bits, width=width)
     bad = ~made.isfinite() & x.isfinite().all()  # a block with an infinity may lose its other elements
@@ -150,39 +152,68 @@ def call(field: str, word: Own, main: Tensor, shape: torch.Size, **more: object)
     """
     function, names = _loaded(word)
     offered = {KINDS[field].key: main, **more}
-    tensors = {name: value for name, value in offered.items() if isinstance(value, Tensor)}
-    before = {name: _content(tensor) for name, tensor in tensors.items()}
-    state = _generators(main.device)
-    try:
-        with torch.no_grad():
-            made = function(**{name: value for name, value in offered.items() if name in names})
-    except (InputError, MemoryError):
-        raise
-    except Exception as error:
-        if isinstance(error, RuntimeError) and any(part in str(error) for part in _PASSED_ON):
-            raise
-        raise InputError([f"{field} {word} raised {_described(error, word)}"]) from error
-    for library, own in _generators(main.device).items():
-        if own != state[library]:
-            raise InputError(
-                [
-                    f"{field} {word} draws from {library}'s global generator, so no run could be repeated:"
-                    " take the argument bits"
-                ]
-            )
-    for name, tensor in tensors.items():
-        if _content(tensor) != before[name]:
-            raise InputError([f"{field} {word} changes its argument {name} in place: work on a copy"])
-    if not isinstance(made, Tensor):
-        raise InputError([f"{field} {word} returned {type(made).__name__}, not a tensor"])
+    given = {name: value for name, value in offered.items() if name in names}
+    made = _once(field, word, function, given, main.device)
     for what, value, right in (
         ("dtype", made.dtype, torch.float32),
         ("shape", list(made.shape), list(shape)),
         ("device", made.device, main.device),
     ):
         if value != right:
-            raise InputError([f"{field} {word} returned {what} {value}; it must return {right}"])
+            raise _broken(field, word, f"returned {what} {value}; it must return {right}")
+    if word not in _REPEATED and main.count_nonzero():
+        again = _once(field, word, function, given, main.device)
+        if again.shape != made.shape or not torch.equal(made.nan_to_num(), again.nan_to_num()):
+            why = "returned other numbers for the same arguments, so no run could be repeated"
+            raise _broken(field, word, f"{why}: draw from the argument bits, and keep no state", True)
+        _REPEATED.add(word)
     return made
+
+
+def _once(
+    field: str,
+    word: Own,
+    function: Callable[..., object],
+    given: dict[str, object],
+    device: torch.device,
+) -> Tensor:
+    """Call a function and return its tensor; InputError if it raises, OwnFunctionError for its contract."""
+    tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
+    before = {name: _content(tensor) for name, tensor in tensors.items()}
+    state = _generators(device)
+    try:
+        with torch.no_grad():
+            made = function(**given)
+    except (InputError, MemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and any(part in str(error) for part in _PASSED_ON):
+            raise
+        raise InputError([f"{field} {word} raised {_described(error, word)}"]) from error
+    for library, own in _generators(device).items():
+        if own != state[library]:
+            why = f"draws from {library}'s global generator, so no run could be repeated"
+            raise _broken(field, word, f"{why}: take the argument bits")
+    for name, tensor in tensors.items():
+        if _content(tensor) != before[name]:
+            raise _broken(field, word, f"changes its argument {name} in place: work on a copy")
+    if not isinstance(made, Tensor):
+        raise _broken(field, word, f"returned {type(made).__name__}, not a tensor")
+    return made
+
+
+def _broken(field: str, word: Own, why: str, unrepeatable: bool = False) -> OwnFunctionError:
+    """Return the error of a function that breaks its contract, at its line."""
+    code = word.code
+    try:
+        line = own_source.functions(code.path)[code.function].lineno
+    except (OSError, SyntaxError, KeyError):
+        line = 0
+    return OwnFunctionError(f"{field} {word} {why}", str(code.path), line, unrepeatable)
+
+
+_REPEATED: set[Own] = set()
+"""Functions whose second call in this process returned the numbers of the first."""
 
 
 @cache
@@ -209,13 +240,11 @@ def _described(error: Exception, word: Own) -> str:
 
 
 def _refuse_off_grid(field: str, word: Own, given: Tensor, made: Tensor, bad: Tensor, where: str) -> None:
-    """Raise InputError if a number made of a finite one is bad."""
+    """Raise OwnFunctionError if a number made of a finite one is bad."""
     wrong = (bad | made.isnan()) & given.isfinite()
     if wrong.any():
         value, source = made[wrong][0].item(), given.expand_as(made)[wrong][0].item()
-        raise InputError(
-            [f"{field} {word} returned {value:.9g} for {source:.9g}, which is outside the {where}"]
-        )
+        raise _broken(field, word, f"returned {value:.9g} for {source:.9g}, which is outside the {where}")
 
 
 def _content(tensor: Tensor) -> tuple[int, int]:

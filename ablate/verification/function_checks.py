@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ablate.errors import InputError
+from ablate.errors import InputError, OwnFunctionError
 from ablate.numerics import own_calls
 from ablate.numerics.formats import ELEMENTS, SCALES, Format, element_format
 from ablate.numerics.own import ELEMENT, Own, resolved
@@ -28,6 +28,7 @@ _GRIDS = {
 """Formats with which a function is tried."""
 _WIDTH = 8
 """Random bits of a draw; the bias is the mean over all their values."""
+_REPEATS = "repeats to the bit"
 _MEANT = "nothing, if this is meant"
 _SHAPE = (8, 1, 4, 16)
 """Tiles: 8 rows of 4 blocks."""
@@ -68,11 +69,14 @@ def promises(field: str, word: Own) -> Iterator[Promise]:
             try:
                 found = check(trial)
             except InputError as error:
-                found = Promise("", False, f"{error}{grid_name and f', with {grid_name}'}")
+                moved = isinstance(error, OwnFunctionError) and error.unrepeatable
+                found = Promise(
+                    _REPEATS if moved else "", False, f"{error}{grid_name and f', with {grid_name}'}"
+                )
             if found is not None and (not found.kept or found.remedy):
                 break
         if found is not None:
-            yield Promise(name, found.kept, found.detail, found.remedy)
+            yield Promise(found.name or name, found.kept, found.detail, found.remedy)
             if not found.kept:
                 return
 
@@ -257,7 +261,7 @@ def _unbiased(trial: _Trial) -> Promise | None:
 CHECKS: dict[str, Callable[[_Trial], Promise | None]] = {
     "returns what its field needs": _runs,
     "changes no argument and no global generator": _leaves_alone,
-    "repeats to the bit": _repeats,
+    _REPEATS: _repeats,
     "takes empty tensors": _empty,
     "takes numbers that are not finite": _not_finite,
     "uses the bits that it takes": _uses_bits,

@@ -25,7 +25,7 @@ from types import FrameType, TracebackType
 
 from pydantic import ConfigDict
 
-from ablate.errors import InputError, OutsideStepError
+from ablate.errors import InputError, OutsideStepError, OwnFunctionError
 
 _OURS = f"{Path(__file__).parents[2]}/"
 _CALLER = f"{_OURS}training/workloads/python.py"
@@ -81,6 +81,11 @@ class UserError:
         return self.type, self.file, self.line
 
     @property
+    def certain(self) -> bool:
+        """True for a broken contract, which no other attempt mends: a sentence without a stack."""
+        return not self.type and not self.frames
+
+    @property
     def report(self) -> str:
         """The user's frames, and this error in the last line."""
         return "\n".join((*self.frames, str(self)))
@@ -102,6 +107,8 @@ def described(error: BaseException) -> UserError | None:
     """Return what an exception says about the user's code; None if no line of that code is in its stack."""
     if isinstance(error, CommandError):
         return error.raised
+    if isinstance(error, OwnFunctionError):
+        return UserError("", str(error), error.file, error.line)
     if inner := printed(str(error).splitlines()):  # of a DataLoader's worker
         return inner
     for cause in _chain(error):
