@@ -106,6 +106,28 @@ def test_the_exit_status_is_the_verdict_and_a_wrong_name_is_a_sentence():
         subject("/nowhere/mine.py:f")
 
 
+NAMES = {
+    "of_no_field": "rounding: y, grid, bits, width; for scale.rounding: scale, grid",
+    "ASSIGNED": "ASSIGNED must be a def at the top level, or a tuple",
+    "awayy": "'away' is the nearest",
+}
+
+
+@every(name=NAMES)
+def test_a_name_that_is_no_function_of_a_field_is_refused(name):
+    with pytest.raises(InputError) as refused:
+        subject(f"{SOURCES}/functions.py:{name}")
+    assert NAMES[name] in str(refused.value)
+
+
+def test_a_module_names_a_function_and_a_file_of_roundings_asks_for_one(monkeypatch):
+    monkeypatch.chdir(SOURCES)
+    assert subject("functions:away")[0] == "rounding"
+    asked = here("check", SOURCES / "functions.py")
+    assert (asked.returncode, asked.stdout) == (2, "")
+    assert "functions.py:away" in asked.stderr
+
+
 def test_init_writes_a_function_and_an_experiment_that_compares_it(tmp_path):
     here("init", "mine", "--rounding", "--folder", tmp_path, checked=True)
     assert here("check", tmp_path / "mine_rounding.py:mine").returncode == 0

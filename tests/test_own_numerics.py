@@ -186,6 +186,14 @@ def test_a_quantiser_in_a_recipe_file_replaces_its_operand_and_as_a_knob_is_show
         ablate.recipe("nvfp4", knob)
 
 
+def test_a_function_itself_is_refused_where_its_file_is_named():
+    def mine(y): ...
+
+    for knobs in ({KNOB: mine}, {"recipe.wgrad.g": {"own": mine}}):
+        with pytest.raises(ValueError, match=r"name the function by its file: 'FILE.py:mine'"):
+            ablate.recipe("nvfp4", knobs)
+
+
 def trained(word: str) -> tuple[torch.Tensor, dict[str, float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.ModuleList([nn.Linear(32, 32)])[0], nn.Sequential(nn.Linear(32, 32)))

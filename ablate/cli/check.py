@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.status import Status
 from rich.text import Text
 
+from ablate import own_source
 from ablate.cli.common import DONE, FAILED, console
 from ablate.errors import InputError
 from ablate.experiment.arms import KnobError, StartingPoint
@@ -17,6 +18,7 @@ from ablate.experiment.load import load
 from ablate.experiment.schema import START
 from ablate.experiment.yaml_document import scalar
 from ablate.files import Json
+from ablate.numerics import own
 from ablate.recipes import Recipe
 from ablate.training.workloads.base import Workload
 
@@ -105,6 +107,18 @@ class ProgressLine:
             self.screen.print(f"      ... {text}")
 
 
+def _refuse_missing(file: Path, function: str) -> None:
+    """Raise InputError if a Python file lacks a training function, and has functions for quantisers."""
+    try:
+        names = own_source.functions(file)
+    except (OSError, SyntaxError):
+        return  # the workload's reader says so
+    fields = [name for name in names if own.is_for_quantisers(file, name)]
+    if function not in names and fields:
+        why = f"no function {function!r} to train; name one for a quantiser as {file}:{fields[0]}"
+        raise InputError([f"{file}: {why}"])
+
+
 def _workload(
     file: Path, function: str, pairs: list[str]
 ) -> tuple[Workload, Recipe | None, tuple[str, ...], bool]:
@@ -128,6 +142,7 @@ def _workload(
         )
     if not file.is_file():
         raise InputError([f"{file}: no such file"])
+    _refuse_missing(file, function)
     parts = [pair.partition("=") for pair in pairs]
     if unfinished := [f"--config {key}: write key=value" for key, equals, _ in parts if not equals]:
         raise InputError(unfinished)

@@ -20,7 +20,7 @@ from ablate.cli.option_groups import App
 VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Every day": {
         "init": ("init", "Write a commented experiment to start from."),
-        "check": ("check", "Check that a training function is fit for comparisons."),
+        "check": ("check", "Check a training function, or a rounding of your own."),
         "plan": ("plan", "Show arms, trials, time and cost; run nothing."),
         "sweep": ("sweep", "Run or continue an experiment, and answer its question."),
         "status": ("status", "Show running trials, speed, time left and failures."),

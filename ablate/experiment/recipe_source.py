@@ -51,6 +51,11 @@ def resolve(source: RecipeSource, knobs: Mapping[str, Json]) -> Recipe:
     recipe = load(source)
     if not knobs:
         return recipe
+    for knob, value in knobs.items():
+        for part in value.values() if isinstance(value, Mapping) else (value,):
+            if callable(part):
+                name = getattr(part, "__name__", "FUNCTION")
+                raise ValueError(f"{knob}: name the function by its file: 'FILE.py:{name}', not by itself")
     turned = {
         knob if knob.partition(".")[0] not in Recipe.model_fields else f"recipe.{knob}": value
         for knob, value in knobs.items()

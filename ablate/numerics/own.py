@@ -57,6 +57,11 @@ class Kind:
     key: str
     more: tuple[str, ...] = ()
 
+    @property
+    def offered(self) -> dict[str, None]:
+        """Names of all arguments, in order."""
+        return dict.fromkeys((self.key, *self.more))
+
 
 ELEMENT = "element"
 KINDS = {
@@ -155,7 +160,7 @@ def resolved(field: str, value: object, known: Collection[str], folder: Path | N
     place, what, function = found["place"] or "", found["what"], found["function"]
     if found["digest"]:
         return Own(text)
-    base = Path(os.path.abspath((folder or Path()) / Path(place).expanduser()))
+    base = os.path.abspath((folder or Path()) / Path(place).expanduser()).rstrip("/")
     code = _code(f"{base}/", what, function)
     if not code.package:
         place = f"{base}/"
@@ -216,28 +221,45 @@ def _bits(field: str, code: Code) -> str:
     """Return `+bits` for a function that draws; ValueError for one that does not fit the field."""
     functions = own_source.functions(code.path)
     if code.function not in functions:
-        hint = nearest(code.function, functions)
+        assigned = code.function in own_source.constants(code.path)
+        hint = "it is assigned there: write a def" if assigned else nearest(code.function, functions)
         raise ValueError(f"{code.path} has no function {code.function!r} at its top level; {hint}")
     taken, kind = functions[code.function].args, KINDS[field]
     where = f"{code.path}:{functions[code.function].lineno}: {code.function}"
+    if taken.posonlyargs or taken.vararg or taken.kwarg:
+        raise ValueError(f"{where} must take its arguments by name: {', '.join(kind.offered)}")
+    names, required = _arguments(taken)
+    strange = [name for name in required if name not in kind.offered]
+    if strange or kind.key not in names:
+        others = _fitting(names, len(kind.offered.keys() & names))
+        why = f"takes {strange[0]}" if strange else f"does not take {kind.key}"
+        hint = f"; it is a function for {' or '.join(others)}" if others else ""
+        raise ValueError(f"{where} {why}; a function for {field} takes {', '.join(kind.offered)}{hint}")
+    return "+bits" if "bits" in names else ""
+
+
+def _arguments(taken: ast.arguments) -> tuple[dict[str, None], list[str]]:
+    """Return the names of a function's arguments, and those without a default."""
     by_place = [*taken.posonlyargs, *taken.args]
-    names = [argument.arg for argument in (*taken.args, *taken.kwonlyargs)]
-    optional = [argument.arg for argument in by_place[len(by_place) - len(taken.defaults) :]]
-    optional += [
+    optional = {argument.arg for argument in by_place[len(by_place) - len(taken.defaults) :]}
+    optional |= {
         argument.arg
         for argument, usual in zip(taken.kwonlyargs, taken.kw_defaults, strict=True)
         if usual is not None
-    ]
-    offered = (kind.key, *kind.more)
-    if taken.posonlyargs or taken.vararg or taken.kwarg:
-        raise ValueError(f"{where} must take its arguments by name: {', '.join(offered)}")
-    strange = [name for name in names if name not in offered and name not in optional]
-    if strange or kind.key not in names:
-        other = next((name for name, its in KINDS.items() if its.key in names), None)
-        why = f"takes {strange[0]}" if strange else f"does not take {kind.key}"
-        hint = f"; it is a function for {other}" if other and other != field else ""
-        raise ValueError(f"{where} {why}; a function for {field} takes {', '.join(offered)}{hint}")
-    return "+bits" if "bits" in names else ""
+    }
+    names = {argument.arg: None for argument in (*by_place, *taken.kwonlyargs)}
+    return names, [name for name in names if name not in optional]
+
+
+def _fitting(names: Collection[str], beyond: int) -> list[str]:
+    """Return the field whose functions take just these arguments; else those that give most, if more than
+    `beyond`."""
+    exact = [f for f, kind in KINDS.items() if kind.key in names and kind.offered.keys() >= set(names)]
+    if exact:
+        return exact
+    given = {field: sum(name in kind.offered for name in names) for field, kind in KINDS.items()}
+    most = max(given.values())
+    return [field for field, count in given.items() if count == most > beyond]
 
 
 def _values(code: Code) -> str:
@@ -278,14 +300,28 @@ def kind_of(path: Path, name: str) -> str:
     """
     functions, constants = own_source.functions(path), own_source.constants(path)
     if name in constants and name not in functions:
+        if not isinstance(constants[name], ast.Tuple | ast.List):
+            why = "must be a def at the top level, or a tuple of numbers that are written out"
+            raise ValueError(f"{path}:{constants[name].lineno}: {name} {why}")
         return ELEMENT
     if name not in functions:
         hint = nearest(name, [*functions, *constants])
         raise ValueError(f"{path} has no function {name!r} at its top level; {hint}")
-    taken = functions[name].args
-    names = {argument.arg for argument in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)}
-    field = next((field for field, kind in KINDS.items() if kind.key in names), None)
-    if field is None:
-        keys = ", ".join(f"{kind.key} ({field})" for field, kind in KINDS.items())
-        raise ValueError(f"{path}:{functions[name].lineno}: {name} takes none of {keys}")
-    return field
+    names, required = _arguments(functions[name].args)
+    for field, kind in KINDS.items():
+        if kind.key in names and kind.offered.keys() >= set(required):
+            return field
+    if fitting := _fitting(names, 0):
+        taken = "; ".join(f"for {field}: {', '.join(KINDS[field].offered)}" for field in fitting)
+        raise ValueError(f"{path}:{functions[name].lineno}: {name} takes {', '.join(names)}; write {taken}")
+    keys = ", ".join(f"{kind.key} ({field})" for field, kind in KINDS.items())
+    raise ValueError(f"{path}:{functions[name].lineno}: {name} takes none of {keys}")
+
+
+def is_for_quantisers(path: Path, name: str) -> bool:
+    """Return True if a function of a file takes the arguments of a field; errors as of `kind_of` pass."""
+    try:
+        kind_of(path, name)
+    except ValueError:
+        return False
+    return True

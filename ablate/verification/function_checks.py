@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ablate import own_source
 from ablate.errors import InputError, OwnFunctionError
 from ablate.numerics import own_calls
 from ablate.numerics.formats import ELEMENTS, SCALES, Format, element_format
@@ -38,11 +39,12 @@ def subject(source: str) -> tuple[str, Own]:
     """Return the field that a function is for, and its word; InputError if there is no such function.
 
     Args:
-        source: `FILE:FUNCTION`.
+        source: `FILE.py:FUNCTION`, or `module:FUNCTION`.
     """
     path, _, name = source.rpartition(":")
     try:
-        field = kind_of_file(Path(path), name)
+        file = Path(path) if path.endswith(".py") else own_source.find(Path.cwd(), source).path
+        field = kind_of_file(file, name)
         word = resolved(field, source, (), None)
     except (ValueError, SyntaxError) as error:
         raise InputError([str(error)]) from None

@@ -168,6 +168,12 @@ WORDS = {
     "no such function": ("rounding", "awayy", "'away' is the nearest"),
     "a function of another kind": ("rounding", "half_amax", "it is a function for range.statistic"),
     "an unknown argument": ("rounding", "unknown_argument", "takes temperature"),
+    "arguments of no field": (
+        "rounding",
+        "of_no_field",
+        "takes x; a function for rounding takes y, grid, bits",
+    ),
+    "an assigned function": ("rounding", "ASSIGNED", "it is assigned there: write a def"),
     "hidden arguments": ("rounding", "hidden_arguments", "must take its arguments by name"),
     "no function": ("rounding", FILE.rpartition("/")[2] + ":", "'nearest'"),
     "no such module": ("rounding", "nope.mod:f", "there is no module nope.mod"),

@@ -124,6 +124,13 @@ def unknown_argument(y, temperature):
     return y
 
 
+def of_no_field(x, grid):
+    return x
+
+
+ASSIGNED = away
+
+
 def hidden_arguments(*everything):
     return everything[0]
 
