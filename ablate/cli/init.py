@@ -33,15 +33,20 @@ schema: 1
 question: Does my rounding of the gradient serve as well as rounding to nearest?
 {workload}
 recipe: nvfp4                  # a preset (docs/reference/recipes.md), or a file: my_recipe.yaml
-ablate:                        # the operand and its roundings; every one is an arm
-  recipe.wgrad.g.rounding: [nearest, "{name}_rounding.py:mine"]
-answer: {{knob: recipe.wgrad.g.rounding}}  # the comparison that answers; named before the first run
+arms:                          # both copies of the output gradient, dgrad's and wgrad's, are rounded alike
+  nearest: {{recipe.dgrad.g.rounding: nearest, recipe.wgrad.g.rounding: nearest}}
+  mine:
+    recipe.dgrad.g.rounding: "{name}_rounding.py:mine"
+    recipe.wgrad.g.rounding: "{name}_rounding.py:mine"
+answer: {{arm: mine, against: nearest}}  # the comparison that answers; named before the first run
 against: bf16                  # the baseline, at the same seeds
 seeds: {seeds}                       # runs of each arm; a verdict needs 3, small effects need more
 {design}metric: {{name: val/loss, direction: minimize, min_effect: {effect}}}  # smaller do not matter
 
 # ablate check {name}_rounding.py:mine   its contract: one line for each property
 # ablate sweep {name}.yaml               runs the comparison, or continues it
+# So few steps show noise at once and bias late, which favours nearest. To confirm the answer by full runs,
+# copy this file to {name}_full.yaml, without `design` and with more steps: ablate sweep {name}_full.yaml
 """
 _ROUNDING = '''\
 """A rounding of my own, for `rounding` of a recipe's operand (docs/use/own_numerics.md)."""
@@ -52,14 +57,15 @@ import torch
 def mine(y, grid, bits, width):
     """Round the scaled elements y [row tiles, rows, column tiles, columns]; a tile shares a block scale.
 
-    grid.neighbours(|y|) are the values around each magnitude, grid.max is the largest. bits are random
-    integers below 2 ** width, one for each element: leave out both if nothing is drawn. Return values of the
-    grid; never draw from torch's own generator.
+    grid.neighbours(|y|) are the values at or below and at or above each magnitude: on the grid both are the
+    magnitude itself, and beyond it both are grid.max. grid.step(|y|) is the distance to the next value, also
+    on the grid. bits are random integers below 2 ** width in fp32, one for each element (bits.long() for bit
+    operations): leave out both if nothing is drawn. Return values of the grid; never draw from a generator.
 
     This one draws only where an element is near the middle of two values, and rounds to nearest elsewhere.
     """
     lower, upper = grid.neighbours(y.abs())
-    part = ((y.abs().clamp(max=grid.max) - lower) / (upper - lower)).nan_to_num(0.0)
+    part = ((y.abs().clamp(max=grid.max) - lower) / (upper - lower)).nan_to_num(0.0)  # 0 / 0 on the grid
     drawn = (part * 2**width).floor() > bits
     up = torch.where((part - 0.5).abs() < 0.25, drawn, part > 0.5)
     return torch.where(up, upper, lower).copysign(y)
