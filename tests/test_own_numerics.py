@@ -194,6 +194,20 @@ def test_a_function_itself_is_refused_where_its_file_is_named():
             ablate.recipe("nvfp4", knobs)
 
 
+def test_a_word_with_the_digest_of_another_content_is_refused_at_its_recipe(folder):
+    """As of a recipe that was exported, whose function was edited afterwards."""
+    word = f"{folder}/own/functions.py:away"
+    digest = ablate.recipe("nvfp4", {KNOB: word}).wgrad.g.rounding.digest
+    (folder / "mine.yaml").write_text(f"{{from: nvfp4, wgrad: {{g: {{rounding: '{word}#{digest}'}}}}}}")
+    path = folder / "tiny.yaml"
+    path.write_text(json.dumps(content(folder, recipe="mine.yaml", ablate={"rht": [True]}), indent=1))
+    assert not problems(path)
+    (folder / "own" / "halves.py").write_text("HALF = 0.25\n")
+    (problem,) = problems(path)
+    assert f"delete #{digest}" in problem.message
+    assert '"recipe"' in path.read_text().splitlines()[problem.line - 1]
+
+
 def trained(word: str) -> tuple[torch.Tensor, dict[str, float]]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.ModuleList([nn.Linear(32, 32)])[0], nn.Sequential(nn.Linear(32, 32)))

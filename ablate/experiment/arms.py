@@ -118,8 +118,9 @@ class StartingPoint:
                 paths.reasons += _never_begun(config, recipe, start, paths)
         for path, word in own_words(recipe) if recipe is not None else ():
             if not word.unchanged:  # written with a digest
-                why = f"{word} was edited, or is gone, since its digest {word.digest} was taken"
-                paths.reasons.append((paths.knob_of(f"recipe.{path}") or f"recipe.{path}", why))
+                why = f"{path} {word} was edited, or is gone, since its digest {word.digest} was taken"
+                why += f"; to take it as it is now, delete #{word.digest} and what follows it in the word"
+                paths.reasons.append((paths.knob_of(f"recipe.{path}") or "recipe", why))
         if config is None or recipe is None or paths.reasons:
             raise KnobError(paths.reasons)
         name = name if name is not None else label(knobs) or self._preset(knobs)

@@ -96,6 +96,8 @@ def build_arm(
     except KnobError as error:
         for knob, why in error.reasons:
             path: Path_ = ("ablate",) if name is None else ("arms", name)
+            if knob == "recipe" and knob not in knobs:
+                path = ("recipe",)
             if knob is not None and knob.startswith("recipe.") and knob not in knobs:
                 if "recipe" in knobs:
                     knob = "recipe"
