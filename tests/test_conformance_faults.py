@@ -289,8 +289,8 @@ def test_several_faults_at_once_are_named_together():
     findings = conform(
         first_attempt, only=["element_ties", "order_of_scale", "order_of_factor", "amax_ladder"]
     )
-    assert "likely fault: elements ties toward zero, and order of operations: " in findings.text
-    assert findings.text.endswith("scale (a/6) S, elements S/s.")
+    assert "4 differ by one fault: elements ties toward zero, and order of operations: " in findings.text
+    assert findings.text.endswith("scale (a/6) S, elements S/s; nothing else differs.")
 
 
 def test_the_fixture_fails_a_test_with_the_fault(conform):
@@ -332,7 +332,7 @@ def own(tmp_path):
 def test_the_demonstration_names_its_fault():
     done = here("conform", "--demo")
     assert done.returncode == 0
-    assert "2 of 3 properties hold; likely fault: scales over packed tokens." in done.stdout
+    assert "2 of 3 properties hold, 1 differs by one fault: scales over packed tokens;" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
 

@@ -55,9 +55,10 @@ def conform(
     rows: list[Row] = []
 
     def show(row: "Row") -> None:
+        known = any(row.fault and row.fault == other.fault for other in rows)
         rows.append(row)
         if not as_json and row.outcome != "n/a":
-            print_row(screen, row)
+            print_row(screen, row, known=known)
 
     # What a subject prints must not stand within the JSON document.
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
@@ -130,8 +131,11 @@ def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
 # --- printing -------------------------------------------------------------------------------------
 
 
-def print_row(screen: Screen, row: "Row", whole: bool = True) -> None:
-    """Print one property in a line, and below it what differs; the first block if `whole`."""
+def print_row(screen: Screen, row: "Row", whole: bool = True, known: bool = False) -> None:
+    """Print one property in a line, and below it what differs; the first block if `whole`.
+
+    A row whose fault is `known` from one above says so in a line.
+    """
     from ablate.verification.conformance.result import counts
 
     counted = "" if row.outcome == "report" else counts(row)
@@ -141,6 +145,9 @@ def print_row(screen: Screen, row: "Row", whole: bool = True) -> None:
         screen.print(Text.assemble((f"{word:8}", style), one_line(row.property)))
     else:
         screen.print(Text.assemble((f"{word:8}", style), f"{row.property:{_NAME}}{counted:>30}".rstrip()))
+    if known:
+        _indented(screen, "explained by the same fault")
+        return
     if row.detail and row.outcome != "pass":
         _indented(screen, row.detail)
     if row.outcome == "fail":

@@ -12,24 +12,20 @@ from ablate.numerics.rounding import away, ceil, floor, nearest
 from ablate.numerics.scaling import round_scale
 from ablate.numerics.spec import Quant
 from ablate.numerics.stored import swizzle, unswizzle
-from ablate.verification.conformance.computation import LARGEST, RECIPE, Computation, NoComputationError
+from ablate.verification.conformance.computation import (
+    LARGEST,
+    RECIPE,
+    Computation,
+    NoComputationError,
+    exact_scale,
+    rounded_scale,
+    top,
+)
+from ablate.verification.conformance.general_faults import general_faults
 from ablate.verification.conformance.selection_faults import selection_faults
 
 FLOORS = (1e-12, 1e-10, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 2.0**-9, 2.0**-6, 2.0**-126, 2.0**-24)
 """Constants that implementations put below an amax or a scale."""
-
-
-def _top(quant: Quant) -> float:
-    return quant.range.map_to or ELEMENTS[quant.element].max
-
-
-def _rounded(exact: Tensor, quant: Quant) -> Tensor:
-    assert quant.scale is not None
-    return round_scale(exact.clamp(max=LARGEST), quant.scale)
-
-
-def _exact_scale(a: Tensor, outer: Tensor, quant: Quant) -> Tensor:
-    return (a * (outer * torch.full_like(outer, 1 / _top(quant)) * quant.range.headroom)).clamp(max=LARGEST)
 
 
 def _per_tensor(amax: Tensor, quant: Quant) -> Tensor:
@@ -43,11 +39,11 @@ def _per_tensor(amax: Tensor, quant: Quant) -> Tensor:
 
 
 def _two_roundings(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
-    return _rounded(a / torch.full_like(a, _top(quant)) * outer * quant.range.headroom, quant)
+    return rounded_scale(a / torch.full_like(a, top(quant)) * outer * quant.range.headroom, quant)
 
 
 def _divided_scale(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
-    return _rounded(a / torch.full_like(a, _top(quant)) / _per_tensor(amax, quant), quant)
+    return rounded_scale(a / torch.full_like(a, top(quant)) / _per_tensor(amax, quant), quant)
 
 
 def _quotient(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
@@ -118,7 +114,7 @@ def orders() -> Iterator[tuple[str, Computation]]:
 
 def _scale_rounded(rule: str, a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
     assert quant.scale is not None
-    grid, exact = SCALES[quant.scale.format], _exact_scale(a, outer, quant)
+    grid, exact = SCALES[quant.scale.format], exact_scale(a, outer, quant)
     if grid.bits > 8:
         raise NoComputationError("wide scales")
     if not grid.mantissa:
@@ -148,11 +144,11 @@ def _power_of_two(rule: str, exact: Tensor) -> Tensor:
 def _unclamped(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
     assert quant.scale is not None
     name = SCALES[quant.scale.format].dtype
-    exact = a * (outer * torch.full_like(outer, 1 / _top(quant)))
+    exact = a * (outer * torch.full_like(outer, 1 / top(quant)))
     if name != "float8_e4m3fn":
         raise NoComputationError("other scales")
     rounded = round_scale(exact, quant.scale)
-    return torch.where(exact < 464, rounded, float("nan"))
+    return torch.where(exact <= 464, rounded, float("nan"))
 
 
 def _scale_factor(factor: float, a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
@@ -178,7 +174,7 @@ def _flushed(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
 
 
 def _by_unrounded(tiles: Tensor, s: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
-    exact = _exact_scale(tiles.abs().amax(dim=(1, 3), keepdim=True), outer, quant)
+    exact = exact_scale(tiles.abs().amax(dim=(1, 3), keepdim=True), outer, quant)
     return RECIPE.scaled(tiles, exact, outer, amax, quant)
 
 
@@ -192,10 +188,6 @@ def _smallest_lost(scales: Tensor, quant: Quant) -> Tensor:
 
 def _decoded_without(codes: Tensor, s: Tensor, outer: Tensor, amax: Tensor | None, quant: Quant) -> Tensor:
     return RECIPE.decode(codes, _smallest_lost(s, quant), outer, amax, quant)
-
-
-def _bf16_scale(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
-    return _rounded(_exact_scale(a, outer, quant).bfloat16().float(), quant)
 
 
 def _as_normal(scales: Tensor, quant: Quant) -> Tensor:
@@ -231,7 +223,6 @@ def scale_faults() -> Iterator[tuple[str, Computation]]:
         ),
     )
     yield "elements divided by the unrounded block scale", replace(RECIPE, scaled=_by_unrounded)
-    yield "block scale computed in bf16", replace(RECIPE, scale=_bf16_scale)
     for factor, word in ((2.0, "twice"), (0.5, "half")):
         yield f"block scale {word} as large", replace(RECIPE, scale=partial(_scale_factor, factor))
     for least in FLOORS:
@@ -378,8 +369,8 @@ def _block_of(block: str, quant: Quant) -> Quant:
     return quant.model_copy(update={"block": block})
 
 
-def _mapped(top: float | None, quant: Quant) -> Quant:
-    return quant.model_copy(update={"range": quant.range.model_copy(update={"map_to": top})})
+def _mapped(value: float | None, quant: Quant) -> Quant:
+    return quant.model_copy(update={"range": quant.range.model_copy(update={"map_to": value})})
 
 
 def element_faults() -> Iterator[tuple[str, Computation]]:
@@ -398,8 +389,8 @@ def element_faults() -> Iterator[tuple[str, Computation]]:
     yield "input rounded to fp16", replace(RECIPE, source=lambda x, quant: x.half().float())
     for block in ("1x8", "1x16", "1x32", "1x64", "1x128", "16x16", "32x32"):
         yield f"blocks of {block}", replace(RECIPE, quant=partial(_block_of, block))
-    for top in (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 256.0, 448.0):
-        yield f"largest magnitude mapped to {top:g}", replace(RECIPE, quant=partial(_mapped, top))
+    for value in (1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 256.0, 448.0):
+        yield f"largest magnitude mapped to {value:g}", replace(RECIPE, quant=partial(_mapped, value))
 
 
 # --- layout ---------------------------------------------------------------------------------------
@@ -427,6 +418,14 @@ def _reread(how: str, scales: Tensor, quant: Quant) -> Tensor:
     elif how == "columns":
         tiles = (padded.shape[0] // 128, padded.shape[1] // 4)
         flat = swizzle(raw).view(*tiles, -1).transpose(0, 1).reshape(-1)
+    elif how in ("stride", "read stride"):
+        flat, step = swizzle(raw), 128 * blocks
+        held = torch.zeros(size, dtype=torch.uint8)
+        for number, tiles in enumerate(flat.split(32 * 4 * padded.shape[1])):
+            place = slice(number * step, number * step + len(tiles))
+            whole = slice(number * len(tiles), (number + 1) * len(tiles))
+            held[place if how == "stride" else whole] = flat[whole if how == "stride" else place]
+        flat = held
     elif how == "doubled":
         flat = swizzle(swizzle(raw).view(padded.shape))
     elif how == "transposed":
@@ -458,10 +457,12 @@ def layout_faults() -> Iterator[tuple[str, Computation]]:
         "unpadded": "scales laid out without padding",
         "doubled": "128 x 4 layout applied twice",
         "columns": "tiles of 128 x 4 scales column by column",
+        "stride": "tile rows of swizzled scales written at a stride without the columns' padding",
+        "read stride": "tile rows of swizzled scales read at a stride without the columns' padding",
         "added": "scales in the 128 x 4 layout, read row by row",
     }
     for how, word in words.items():
-        yield word, replace(RECIPE, stored_scales=partial(_reread, how))
+        yield word, replace(RECIPE, stored_scales=partial(_reread, how), swizzled=how != "added")
     yield "strides ignored", replace(RECIPE, source=_storage_order)
     yield "input read transposed", replace(RECIPE, source=_transposed)
 
@@ -493,6 +494,7 @@ def every() -> dict[str, Computation]:
         scale_faults,
         orders,
         element_faults,
+        general_faults,
         selection_faults,
         layout_faults,
         combined,

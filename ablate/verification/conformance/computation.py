@@ -34,6 +34,22 @@ class NoComputationError(Exception):
     """A recipe or input for which a computation is not defined."""
 
 
+def top(quant: Quant) -> float:
+    """Return the element value that a block's largest magnitude is mapped to."""
+    return quant.range.map_to or ELEMENTS[quant.element].max
+
+
+def rounded_scale(exact: Tensor, quant: Quant) -> Tensor:
+    """Return exact block scales rounded to the scales' format."""
+    assert quant.scale is not None
+    return round_scale(exact.clamp(max=FLT_MAX), quant.scale)
+
+
+def exact_scale(a: Tensor, outer: Tensor, quant: Quant) -> Tensor:
+    """Return the block scales before they are rounded to their format, fp32."""
+    return (a * (outer * torch.full_like(outer, 1 / top(quant)) * quant.range.headroom)).clamp(max=FLT_MAX)
+
+
 def _source(x: Tensor, quant: Quant) -> Tensor:
     return x.float()
 
@@ -117,6 +133,8 @@ class Computation:
     """Codes [rows, columns] as they are read back from the bytes."""
     stored_scales: Callable[[Tensor, Quant], Tensor] = _same
     """Block scales [rows, blocks] as they are read back."""
+    swizzled: bool | None = None
+    """Layout that the subject has to declare for this fault: True, that of tensor cores; None, any."""
 
     @property
     def of_bytes(self) -> bool:

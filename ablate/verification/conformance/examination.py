@@ -245,24 +245,52 @@ def varied(words: Iterable[str]) -> Computation:
     return computation
 
 
-def explains(computation: Computation, pairs: Sequence[Pair], defined: bool = True) -> bool:
-    """Return True if a computation gives what the subject gave, in all of these casts.
+def explains(computation: Computation, pairs: Sequence[Pair]) -> bool:
+    """Return True if a computation is defined for all of these casts, and gives what the subject gave."""
+    return all((one := weighed(computation, pair)) is not None and one.equal for pair in pairs)
 
-    It has to be `defined` for all of them; or else for those in which it is.
-    """
-    for pair in pairs:
-        try:
-            made = computation.run(pair.x, pair.quant, pair.previous)
-        except NoComputationError:
-            if defined:
-                return False
-            continue
-        got = pair.got
-        if computation.of_bytes and got.codes is not None and got.scales is not None:
-            got = replace(got, values=None)  # which the subject may have computed before it wrote the bytes
-        if differences(got, made, pair.quant.tile[1]).count:
-            return False
-    return True
+
+@dataclass(frozen=True)
+class Weighed:
+    """Numbers of one cast that speak for or against a computation."""
+
+    unlike: int
+    """Numbers of the subject that are not the computation's."""
+    unexplained: int
+    """Those of them in which the subject differs from the recipe."""
+    predicted: int
+    """Numbers in which the computation differs from the recipe, of those that the subject returns."""
+    absent: int
+    """Those of them in which the subject is the recipe's."""
+
+    @property
+    def equal(self) -> bool:
+        """True if the computation gives the subject's numbers, and they show it."""
+        return not self.unlike
+
+
+def weighed(computation: Computation, pair: Pair) -> Weighed | None:
+    """Compare a computation with a subject's cast and with the recipe's; None if it is not defined."""
+    try:
+        made = computation.run(pair.x, pair.quant, pair.previous)
+    except NoComputationError:
+        return None
+    got, deviates, length = pair.got, pair.difference, pair.quant.tile[1]
+    if computation.of_bytes and got.codes is not None and got.scales is not None:
+        got = replace(got, values=None)  # which the subject may have computed before it wrote the bytes
+        of_bytes = differences(got, pair.expected, length)
+        if deviates.count and not of_bytes.count:
+            return Weighed(deviates.count, deviates.count, 0, 0)  # the bytes are right, and values wrong
+        deviates = of_bytes
+    unlike = differences(got, made, length)
+    form = {key: None for key in ("values", "codes", "scales") if getattr(got, key) is None}
+    predicted = differences(replace(made, dtype=got.dtype, **form), pair.expected, length)
+    both = ((getattr(z, part) for z in (unlike, deviates, predicted)) for part in ("elements", "blocks"))
+    unexplained = absent = 0
+    for other, wrong, changed in both:
+        unexplained += int((other & wrong).sum())
+        absent += int((other & changed & ~wrong).sum())
+    return Weighed(unlike.count, unexplained, predicted.count, absent)
 
 
 def reference(x: Tensor, quant: Quant) -> Numbers:

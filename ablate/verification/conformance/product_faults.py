@@ -287,6 +287,72 @@ def _one_amax(slots: Sequence[str], products: Products, experts: list[Given]) ->
     return [products_of_operands(one) for one in made]
 
 
+def _wrong_level(how: str, slot: str, products: Products, experts: list[Given]) -> list[dict[str, Exact]]:
+    """Multiply an operand's codes and block scales by the tensor scale of another part, or another expert.
+
+    Args:
+        how: `first`, `last`: each half of the rows has its own amax, and both get that of this half;
+            `next`, `before`: the expert whose tensor scale is used.
+        slot: Operand.
+        products: Recipe.
+        experts: x, w and dy of each expert.
+    """
+    made = [operands(products, *given) for given in experts]
+    own = [getattr(one, slot) for one in made]
+    if any(one.amax is None or one.amax.ndim for one in own):
+        return [products_of_operands(one) for one in made]
+    if how in ("next", "before"):
+        shift = 1 if how == "next" else -1
+        changed = [
+            replace(one, amax=other.amax) for one, other in zip(own, own[shift:] + own[:shift], strict=True)
+        ]
+    else:
+        changed = []
+        for given in experts:
+            z, quant, rotation = sources(products, given).entries[slot]
+            high = quant.tile[0] if quant else 1
+            if len(z) < 2 or len(z) % (2 * high):
+                changed.append(cast(z, quant, rotation, 0, slot))
+                continue
+            halves = [cast(half, quant, rotation, 0, slot) for half in z.chunk(2)]
+            values = torch.cat([half.values for half in halves])
+            changed.append(replace(halves[0 if how == "first" else 1], values=values))
+    return [
+        products_of_operands(replace(one, **{slot: other})) for one, other in zip(made, changed, strict=True)
+    ]
+
+
+def _unpadded_offsets(slot: str, products: Products, experts: list[Given]) -> list[dict[str, Exact]]:
+    """Read an operand's swizzled scales, padded for each expert, at offsets of their rows without padding."""
+    made = [operands(products, *given) for given in experts]
+    own = [getattr(one, slot) for one in made]
+    if any(one.block_scale is None or one.quant is None or not one.values.numel() for one in own):
+        return [products_of_operands(one) for one in made]
+    stored, starts, at = [], [], 0
+    for one in own:
+        scale = one.block_scale[:, 0, :, 0].repeat_interleave(one.quant.tile[0], 0)
+        rows = one.values.shape[0]
+        scale = F.pad(scale[:rows], (0, -scale.shape[1] % SWIZZLE_COLUMNS))
+        padded = F.pad(scale, (0, 0, 0, -rows % SWIZZLE_ROWS))
+        starts.append(at)
+        stored.append((tile_order(padded), scale))
+        at += scale.numel()
+    flat = torch.cat([*(tiles for tiles, _ in stored), torch.zeros(sum(t.numel() for t, _ in stored))])
+    changed = []
+    for one, (tiles, scale), start in zip(own, stored, starts, strict=True):
+        order = tile_order(torch.arange(tiles.numel()).view(-1, scale.shape[1]))
+        grid = torch.empty(tiles.numel())
+        grid[order] = flat[start : start + tiles.numel()]
+        grid = grid.view(-1, scale.shape[1])[: len(scale)]
+        width = one.values.shape[1]
+        spread, swapped = (z.repeat_interleave(one.quant.tile[1], dim=1)[:, :width] for z in (scale, grid))
+        codes = torch.where(spread == 0, 0.0, one.values.float() / spread)
+        changed.append(replace(one, values=codes * swapped))
+    return [
+        products_of_operands(replace(one, **{slot: other})) for one, other in zip(made, changed, strict=True)
+    ]
+
+
 def _regrouped(how: str, products: Products, experts: list[Given]) -> list[dict[str, Exact]]:
     """Multiply tokens with the weights of another expert."""
     weights = [given[1] for given in experts]
@@ -329,6 +395,16 @@ def grouped_faults() -> Iterator[tuple[str, WrongGroups]]:
     yield "one amax for all, weights as well", partial(_one_amax, (*columnwise, *rowwise, "w", "wt"))
     yield "weights of the next expert", partial(_regrouped, "next")
     yield "weights of the expert before", partial(_regrouped, "before")
+    for slot, word in SLOTS.items():
+        yield f"scales of {word} found at offsets without their padding", partial(_unpadded_offsets, slot)
+        for how in ("first", "last"):
+            yield (
+                f"tensor scale of the {how} half of {word}'s rows used for both halves",
+                partial(_wrong_level, how, slot),
+            )
+        for how in ("next", "before"):
+            place = "next expert" if how == "next" else "expert before"
+            yield f"tensor scale of {word} from the {place}", partial(_wrong_level, how, slot)
     for multiple in (16, 32, 64, 128):
         yield f"tokens beyond a multiple of {multiple} dropped", partial(_truncated, multiple)
     for name, wrong in PRODUCT_FAULTS.items():

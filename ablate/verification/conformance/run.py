@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 from ablate.errors import InputError, nearest
 from ablate.experiment.recipe_source import RecipeSource, load
 from ablate.verification.conformance.declared import check
-from ablate.verification.conformance.diagnosis import commonest_fault, diagnosed, relabelled
+from ablate.verification.conformance.diagnosis import (
+    commonest_fault,
+    diagnosed,
+    hinted,
+    relabelled,
+    supported,
+)
 from ablate.verification.conformance.examination import (
     Examination,
     NotApplicableError,
@@ -67,17 +73,30 @@ class Findings:
         held = sum(row.outcome != Outcome.FAIL for row in judged)
         declared = sum(row.outcome == Outcome.VARIANT for row in judged)
         sentence = f"{held} of {len(judged)} {self.counted}" + f", {declared} as declared" * bool(declared)
+        failed = Counter(row.fault for row in judged if row.outcome == Outcome.FAIL)
         if not judged:
             return "No property could be examined, each for its reason."
         if held == len(judged):
             return f"{sentence}: what was examined of {self.subject} computes {self.recipe}."
         if not self.faults:
             return f"{sentence}; no known fault explains the others."
-        return f"{sentence}; likely fault: {self.faults[0]}."
+        first, number = self.faults[0], len(judged) - held
+        if failed[first] == number:
+            return f"{sentence}, {number} {_differ(number)} by one fault: {first}; nothing else differs."
+        others = [f"{failed[name]} by another: {name}" for name in self.faults[1:]]
+        unknown = [f"{failed['']} by no known fault"] if failed[""] else []
+        text = "; ".join(
+            [f"{failed[first]} {_differ(failed[first])} by one fault: {first}", *others, *unknown]
+        )
+        return f"{sentence}, {text}."
+
+
+def _differ(number: int) -> str:
+    return "differs" if number == 1 else "differ"
 
 
 def examined(bench: Examination, one: Property) -> Row:
-    """Return the row of one property. A subject that raises has a row that failed, with its error."""
+    """Return the row of one property, without its fault. A subject that raises fails, with its error."""
     if bench.refused.count(one.needs) >= TRIES and one.needs not in bench.answered:
         text = f"{one.needs} failed at once in the first {TRIES} properties that call it"
         return Row(one.name, Outcome.NOT_APPLICABLE, detail=text)
@@ -89,7 +108,6 @@ def examined(bench: Examination, one: Property) -> Row:
         bench.refused.append(one.needs)
         return Row(one.name, Outcome.FAIL, 1, 1, detail=str(error))
     bench.answered.add(one.needs)
-    row = diagnosed(bench, one, row)
     if row.outcome == Outcome.FAIL and row.block is None and not row.detail:
         return replace(row, detail=f"this does not hold: {one.promise}")
     return row
@@ -112,7 +130,7 @@ def conform(
         recipe: a preset's name, a recipe file, its content, or a `Recipe`.
         only: names of the properties to examine; none: all.
         seed: seed of all data.
-        show: called with each row as soon as it is known.
+        show: called with each row in turn; from the first that fails on, when all are known.
 
     Returns:
         Rows of all properties, `passed`, and `text`, one sentence.
@@ -130,11 +148,18 @@ def conform(
     one = as_subject(subject, getattr(subject, "__name__", "subject"))
     check(one.variants, PROPERTIES)
     bench = Examination(one, made, seed)
-    rows = []
+    rows, shown = [], 0
     for known in PROPERTIES.values():
         if not wanted or known.name in wanted:
             rows.append(examined(bench, known))
-            if show is not None:
+            if show is not None and all(row.outcome != Outcome.FAIL for row in rows):
                 show(rows[-1])
-    likely = commonest_fault(bench, rows)
-    return Findings(one.name, name, tuple(relabelled(bench, rows, likely)), likely=likely)
+                shown += 1
+    named = [diagnosed(bench, PROPERTIES[row.property], row) for row in rows]  # by all casts at once
+    likely = commonest_fault(bench, named)
+    named = [hinted(bench, row) for row in supported(bench, relabelled(bench, named, likely))]
+    likely = likely if any(row.fault == likely for row in named) else ""
+    if show is not None:
+        for row in named[shown:]:
+            show(row)
+    return Findings(one.name, name, tuple(named), likely=likely)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ablate.recipes.recipe import Products
 from ablate.verification.conformance import inputs
-from ablate.verification.conformance.examination import Examination, NotApplicableError
+from ablate.verification.conformance.examination import Examination, NotApplicableError, RefusedError
 from ablate.verification.conformance.properties.product import (
     BOUND,
     INTERVAL,
@@ -33,6 +33,9 @@ ALIGNED = (64, 128, 64)
 UNALIGNED = (48, 80, 16, 112)
 RAGGED = (0, 1, 15, 16, 17, 0, 33)
 LARGE = (128, 256, 0, 128)
+PADDED = (48, 16, 80)
+WIDTHS = (96, 144)
+"""Outputs that are not a multiple of 128, so that an expert's scales have padding."""
 IN, OUT = 160, 256
 """Features beyond 128: the transposed copies then have two tiles of 128 rows of scales."""
 
@@ -43,10 +46,10 @@ def _sizes(bench: Examination, wanted: tuple[int, ...]) -> list[int]:
 
 
 def given_experts(
-    bench: Examination, sizes: list[int], dy: Tensor | None = None
+    bench: Examination, sizes: list[int], dy: Tensor | None = None, width: int = OUT
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x, w, dy and the int32 offsets of a layer of experts with these numbers of tokens."""
-    tokens, inner, out = sum(sizes), side(bench, IN), side(bench, OUT)
+    tokens, inner, out = sum(sizes), side(bench, IN), side(bench, width)
     if dy is None:
         products = products_of(bench)
         parts = [certain_gradient(bench, products, size, out) for size in sizes if size]
@@ -77,12 +80,22 @@ def _expert_exact(
     return plain_products(x, w, dy)
 
 
-def _compared(bench: Examination, name: str, wanted: tuple[int, ...], keys: tuple[str, ...] = NAMES) -> Row:
-    """Compare results of every expert with the reference's."""
+def _compared(
+    bench: Examination,
+    name: str,
+    wanted: tuple[int, ...],
+    keys: tuple[str, ...] = NAMES,
+    width: int = OUT,
+    dtype: str = "bfloat16",
+) -> Row:
+    """Compare results of every expert with the reference's. NotApplicableError for a dtype not taken."""
     bench.function("grouped")
     sizes = _sizes(bench, wanted)
-    x, w, dy, offsets = given_experts(bench, sizes)
+    x, w, dy, offsets = given_experts(bench, sizes, width=width)
+    x, w, dy = (bench.typed(z, dtype) for z in (x, w, dy))  # the same numbers
     got = call(bench, x, w, dy, "grouped", offsets)
+    if dtype != "bfloat16":  # results may be rounded to bf16 all the same: the recipe does not say
+        got = {key: value.bfloat16() for key, value in got.items()}
     products, rows, start = products_of(bench), [], 0
     for expert, given in enumerate(experts_of(x, w, dy, sizes)):
         exact = _expert_exact(products, given)
@@ -123,6 +136,26 @@ def grouped_ragged(bench: Examination) -> Row:
 def grouped_all_to_one(bench: Examination) -> Row:
     """Compare experts when all tokens go to one."""
     return _compared(bench, "grouped_all_to_one", (0, 192, 0))
+
+
+def grouped_widths(bench: Examination) -> Row:
+    """Compare experts of 96 and of 144 outputs: each expert's rows of scales are padded to 128."""
+    rows = [_compared(bench, "grouped_widths", PADDED, width=width) for width in WIDTHS]
+    return worst("grouped_widths", rows)
+
+
+def grouped_fp32(bench: Examination) -> Row:
+    """Compare experts whose bf16 numbers are handed in as fp32. A subject may refuse fp32."""
+    products = products_of(bench)
+    pairs = zip(NAMES, (products.fprop, products.dgrad, products.wgrad), strict=True)
+    # What a rotation gives is rounded to the dtype of its input, so that fp32 may differ there.
+    keys = tuple(key for key, one in pairs if one.hadamard is None)
+    if not keys:
+        raise NotApplicableError("the recipe rotates every product")
+    try:
+        return _compared(bench, "grouped_fp32", PADDED, keys, WIDTHS[0], "float32")
+    except RefusedError:
+        raise NotApplicableError("the subject's grouped takes no fp32") from None
 
 
 def grouped_layout(bench: Examination) -> Row:
@@ -250,6 +283,22 @@ PROPERTIES = (
         "grouped",
         (26,),
         grouped_all_to_one,
+    ),
+    Property(
+        "grouped_widths",
+        "Experts of 96 and of 144 outputs are computed alike.",
+        BOUND,
+        "grouped",
+        (26, 27),
+        grouped_widths,
+    ),
+    Property(
+        "grouped_fp32",
+        "Experts' numbers in fp32 give what they give in bf16.",
+        BOUND,
+        "grouped",
+        (26, 27),
+        grouped_fp32,
     ),
     Property(
         "grouped_layout",

@@ -6,6 +6,7 @@ and for random gradients the interval that the reference's own draws give.
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -298,19 +299,24 @@ def product_repeats(bench: Examination) -> Row:
     return Row("product_repeats", Outcome.FAIL if differ else Outcome.PASS, cases, differ)
 
 
-def long_sums(bench: Examination) -> Row:
-    """Sum 2,048 terms of one sign: partial sums that are rounded to bf16 differ by more than fp32's order."""
+def long_products(bench: Examination) -> Iterator[tuple[str, Tensor, Exact]]:
+    """Yield y and dx of 2,048 terms of one sign: name, the subject's and the reference's result."""
     bench.function("product")
     short, long = side(bench, 32), side(bench, 2048)
-    rows = []
     for key, inner, out in (("y", long, short), ("dx", short, long)):
         dy = certain_gradient(bench, products_of(bench), short, out).abs()
         x = bench.typed(inputs.normal(short, inner, bench.seed).abs())
         w = bench.typed(0.02 * inputs.normal(out, inner, bench.seed + 1).abs())
         given = Layer(x, w, bench.typed(dy))
         got = call(bench, given.x, given.w, given.dy)
-        exact = exact_products(products_of(bench), *_bf16(given))
-        rows.append(judged("long_sums", got[key], exact[key], f"{key} of 2,048 terms: "))
+        yield key, got[key], exact_products(products_of(bench), *_bf16(given))[key]
+
+
+def long_sums(bench: Examination) -> Row:
+    """Sum 2,048 terms of one sign: partial sums that are rounded to bf16 differ by more than fp32's order."""
+    rows = [
+        judged("long_sums", got, exact, f"{key} of 2,048 terms: ") for key, got, exact in long_products(bench)
+    ]
     return worst("long_sums", rows)
 
 

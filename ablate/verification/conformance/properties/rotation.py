@@ -1,5 +1,7 @@
 """Rotation: orthogonal, along the columns, the same for both operands of a product."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -35,10 +37,12 @@ def orthogonal(bench: Examination) -> Row:
     size = bench.rotation.size
     matrix = _matrix(bench)
     allowed = 0.0 if size in (4, 16, 64) else 2.0**-7  # 1/sqrt(size) is exact, or rounded to bf16
-    off = (matrix @ matrix.t() - torch.eye(size).double()).abs() > allowed
-    detail = (
-        f"R R^T has {float((matrix @ matrix.t()).diagonal().mean()):.4g} on its diagonal" if off.any() else ""
-    )
+    gram = matrix @ matrix.t()
+    error = (gram - torch.eye(size).double()).abs().nan_to_num(math.inf)
+    off, detail = error > allowed, ""
+    if off.any():
+        row, column = divmod(int(error.argmax()), size)
+        detail = f"R R^T is {float(gram[row, column]):.4g} at ({row}, {column}), not {int(row == column)}"
     outcome = Outcome.FAIL if off.any() else Outcome.PASS
     return Row("orthogonal", outcome, off.numel(), int(off.sum()), detail=detail)
 

@@ -57,7 +57,7 @@ def _values(bench: Examination, x: Tensor, seed: int) -> Tensor:
     return _drawn(bench, x, seed)[0]
 
 
-def _grid(bench: Examination, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def grid(bench: Examination, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the lower neighbour of each element, the step above it, and its position, as values of x."""
     quant = bench.stochastic
     if quant.outer is not None and quant.outer.granularity == "block:128":
@@ -95,7 +95,7 @@ def draws(bench: Examination) -> Draws:
         x = (lower[cell] + where * steps[cell]) * signs
         x[:, :: quant.tile[1]] = top
         x = bench.typed(x * (amax / top))
-        below, step, position = _grid(bench, x)
+        below, step, position = grid(bench, x)
         values = tuple(_values(bench, x, seed) for seed in range(CALLS))
         drawn = tuple((value.double() - below) / step for value in values)
         bench.cache["draws"] = Draws(position, drawn, x, values)
@@ -106,7 +106,7 @@ def draws(bench: Examination) -> Draws:
 def adjacent_draws(bench: Examination) -> Row:
     """Compare every draw with the two neighbours of its element."""
     x = bench.typed(inputs.normal(bench.rows(64), bench.columns(128, bench.stochastic), bench.seed))
-    below, step, position = _grid(bench, x)
+    below, step, position = grid(bench, x)
     differ = cases = 0
     block = None
     for seed in range(4):
@@ -270,7 +270,7 @@ def calls_differ(bench: Examination) -> Row:
     quant = bench.stochastic
     half = bench.typed(inputs.normal(bench.rows(64), bench.columns(256, quant), bench.seed))
     values = _values(bench, torch.cat((half, half)), 5)
-    _, _, position = _grid(bench, half)
+    _, _, position = grid(bench, half)
     inner = position > 0
     share = float((values[: len(half)] == values[len(half) :])[inner].double().mean())
     # Two independent draws of a cell agree with probability f^2 + (1 - f)^2, at least 1/2.
