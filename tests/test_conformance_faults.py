@@ -138,7 +138,9 @@ def test_a_declared_variant_has_to_hold_in_its_declared_form():
     undeclared = conform(Subject("s", cast=two_roundings), only=only)
     assert not undeclared.passed
     hint = 'declare variants={"*": "scale (a/6) S"} if meant'
-    assert [row.detail for row in undeclared.rows if row.outcome == Outcome.FAIL][-1] == hint
+    detail = [row.detail for row in undeclared.rows if row.outcome == Outcome.FAIL][-1]
+    assert detail.startswith("recipe: s = e4m3(a (S (1/6))), docs/reference/numerics.md")
+    assert detail.endswith(hint)
     declared = Subject("s", cast=two_roundings, variants={"order_of_scale": "scale (a/6) S"})
     assert [row.outcome for row in conform(declared, only=only).rows if row.property == only[0]] == [
         Outcome.VARIANT
@@ -275,6 +277,20 @@ def test_a_product_of_a_seed_is_handed_one():
         return product(x, w, dy)
 
     assert conform(seeded, only=["forward_product"]).passed
+
+
+@pytest.mark.parametrize(("name", "ties"), [("element_ties", True), ("random_bf16", False)])
+def test_differences_that_are_all_ties_are_said_to_be(name, ties):
+    """Ties toward zero; and elements cut off, of which few are ties."""
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+    def lower(y):
+        index = torch.bucketize(y.abs(), (grid[1:] + grid[:-1]) / 2 if ties else grid[1:], right=not ties)
+        return grid[index.clamp(max=7)].copysign(y)
+
+    row = conform(Subject("s", cast=lambda x: nvfp4(x, e2m1=lower)), only=name).rows[0]
+    assert row.outcome == Outcome.FAIL
+    assert ("all that differ are ties, one step apart" in row.detail) == ties
 
 
 def test_several_faults_at_once_are_named_together():

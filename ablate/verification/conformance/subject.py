@@ -17,6 +17,17 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+FUNCTIONS = {
+    "cast": "x",
+    "cast_given": "x, amax",
+    "cast_stochastic": "x, seed",
+    "cast_square": "w",
+    "rotate": "x",
+    "product": "x, w, dy",
+    "grouped": "x, w, dy, offsets",
+}
+"""Parameters of each function of a `Subject`, by its field."""
+
 
 @dataclass(frozen=True)
 class Quantised:

@@ -1,5 +1,7 @@
 """Casts to nearest: the same codes and scales as the recipe on data of every kind."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from ablate.verification.conformance import inputs
@@ -57,7 +59,8 @@ def order_of_scale(bench: Examination) -> Row:
     made = inputs.scale_order(quant, bench.rows(32), bench.columns(256, quant))
     if not made:
         raise NotApplicableError("the recipe has no second level, so nothing depends on the order")
-    return bench.compare("order_of_scale", [bench.typed(x) for x in made], quant)
+    row = bench.compare("order_of_scale", [bench.typed(x) for x in made], quant)
+    return _with_order(row, "s = e4m3(a (S (1/6)))")
 
 
 def order_of_factor(bench: Examination) -> Row:
@@ -66,7 +69,16 @@ def order_of_factor(bench: Examination) -> Row:
     made = inputs.factor_order(quant, bench.rows(32), bench.columns(256, quant))
     if not made:
         raise NotApplicableError("the recipe has no second level, so nothing depends on the order")
-    return bench.compare("order_of_factor", [bench.typed(x) for x in made], quant)
+    row = bench.compare("order_of_factor", [bench.typed(x) for x in made], quant)
+    return _with_order(row, "elements x (1/(s (1/S)))")
+
+
+def _with_order(row: Row, order: str) -> Row:
+    """Return a row that failed with the order of the recipe's operations in its detail."""
+    if row.outcome != Outcome.FAIL:
+        return row
+    text = f"recipe: {order}, docs/reference/numerics.md section 3"
+    return replace(row, detail="; ".join(filter(None, (text, row.detail))))
 
 
 def near_ties_of_choice(bench: Examination) -> Row:
