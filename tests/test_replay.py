@@ -211,3 +211,14 @@ def test_the_published_fault_of_a_grouped_product_has_its_published_size():
     right, wrong = ([row[way]["rel_l2"] for row in rows] for way in ("right", "wrong"))
     assert statistics.mean(right) == pytest.approx(0.16719, rel=0.005)
     assert statistics.mean(wrong) == pytest.approx(0.46228, rel=0.02)
+
+
+def test_a_product_whose_gain_and_error_are_right_says_what_is_not():
+    """The errors of a right product, moved to other elements."""
+    own = layer()
+    plain = own.tensors["dy"].double().t() @ own.tensors["x"].double()
+    moved = plain + (own.tensors["dw"].double() - plain).roll((5, 3), (0, 1))
+    tensors = dict(own.tensors) | {"dw": moved.bfloat16()}
+    found = [*findings(DumpedLayer(own.name, tensors), PRESETS["nvfp4"]().products)][-1]
+    assert (found.right, found.fault, found.row.fault) == (False, "unknown", "")
+    assert "its elements are not those of another draw" in found.detail
