@@ -15,8 +15,8 @@ from ablate.verification.conformance.result import Outcome
 from ablate.verification.conformance.run import conform
 from ablate.verification.conformance.subject import Subject
 
-MUTANTS = SETS["first"][0] | SETS["second"][0]
-CONTROLS = SETS["first"][1] | SETS["second"][1]
+MUTANTS = {name: one for mutants, _ in SETS.values() for name, one in mutants.items()}
+CONTROLS = {name: one for _, controls in SETS.values() for name, one in controls.items()}
 
 
 @pytest.mark.parametrize("name", MUTANTS)
