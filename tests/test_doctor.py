@@ -122,7 +122,7 @@ def ties_away(y, grid, bits=None, width=0):
     return torch.sign(y) * torch.floor(y.abs() / step + 0.5) * step
 
 
-def old_order(largest, scale, quant, bits=None):
+def old_order(largest, scale, quant, bits=None, tiles=None):
     top = quant.range.map_to or 6.0
     return scaling.round_scale(
         (largest / top * scale * quant.range.headroom).clamp(max=scaling.FLT_MAX), quant.scale, bits

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from typing import Protocol
 from weakref import finalize
 
+from ablate.training.metric_names import parse
+
 
 class Steps(Protocol):
     """A `Conversion`, or the `Trial` of a sweep."""
@@ -101,8 +103,4 @@ def logged(metrics: Mapping[str, float], per_layer: bool) -> dict[str, float]:
         metrics: by name: `quant/<slot>/<metric>`, `quant/<slot>/<layer>/<metric>` and others.
         per_layer: keep the metrics of single layers.
     """
-    return {
-        name: value
-        for name, value in metrics.items()
-        if per_layer or not (name.startswith("quant/") and name.count("/") > 2)
-    }
+    return {name: value for name, value in metrics.items() if per_layer or parse(name).layer is None}
