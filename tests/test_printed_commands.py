@@ -75,6 +75,7 @@ OTHERS = {
     "make": "below",
     "pip install": "needs a package index: test_wheel.py",
     'python -c "from ablate.execution.trial_process import *; tune_process(); rehearse()"': "below",
+    "python benchmarks/conformance_mutants.py": "test_conformance_mutants.py",
     "python benchmarks/conformance_table.py": "needs the libraries: test_conformance_libraries.py",
     "python benchmarks/exhaustive_cast.py": "test_exhaustive.py tests its enumerations",
     "python benchmarks/many_arms.py": "by hand; tests have each of its commands",
