@@ -146,6 +146,7 @@ def test_the_metric_histories_are_the_ledgers_records(client, drawn):
                 not name.startswith("quant/")
                 or (name.count("/") == 2 and name.endswith(("/sqnr_db", "/zero_frac")))
             )
+            and not (name.startswith("gemm/") and name.count("/") > 2)
         )
         assert (
             Counter(
@@ -245,7 +246,7 @@ def test_a_report_on_a_sweep_that_is_not_drawn_goes_nowhere(tmp_path):
 
 
 def test_a_run_has_few_top_level_metrics(client, drawn):
-    assert max(len(run.data.metrics) for run in runs(client, "drawn")) <= 31
+    assert max(len(run.data.metrics) for run in runs(client, "drawn")) <= 37
     assert min(len(run.data.metrics) for run in runs(client, "drawn")) >= 10
 
 

@@ -120,7 +120,7 @@ class Name:
         """Return True if MLflow gets this metric: all but per-layer series, most errors of slots,
         readings of parts of the data, and how the processor computes.
 
-        The ledger keeps the rest. A run in MLflow then has about 30 keys, which its page can still show.
+        The ledger keeps the rest. A run in MLflow then has fewer than 40 keys, which its page can still show.
         """
         if self.family == "quant":
             return self.slot is not None and self.layer is None and self.metric in _TRACKED_ERRORS
