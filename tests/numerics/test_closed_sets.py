@@ -198,6 +198,7 @@ EXCEPTIONS = {
     ("verification/conformance/examination.py", "rounding"): "the two roundings to nearest",
     ("verification/conformance/emulator.py", "rounding"): "names of a subject's casts",
     ("verification/conformance/properties/extremes.py", "granularity"): "extents of a NaN",
+    ("verification/conformance/declared.py", "granularity"): "extents of a NaN",
     ("numerics/product.py", "dtype"): "the ways in which a CPU multiplies bf16 operands",
     ("reports/walkthrough.py", "block"): "one row for each of two blocks of one figure",
     ("recipes/recipe.py", "slots"): "the registry of directions",
