@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from typing import Any
 
 import pytest
 from support.experiments import SHAPE, shards
@@ -68,6 +69,13 @@ def test_what_determines_the_numbers_is_in_the_id(tmp_path, monkeypatch):
     assert len(set(ids)) == len(ids)
 
 
+def without_later(content: Any) -> Any:
+    """Leave out `own` of quantisers, a later field, which is null."""
+    if not isinstance(content, dict):
+        return content
+    return {name: without_later(part) for name, part in content.items() if name != "own" or part is not None}
+
+
 @pytest.mark.parametrize(("device", "left_out"), [("cpu", {"deterministic"}), ("cuda", set())])
 def test_an_id_is_the_hash_of_its_domain_and_of_the_spec_as_it_is_stored(tmp_path, device, left_out):
     trial = spec(tmp_path, device=device)
@@ -79,6 +87,7 @@ def test_an_id_is_the_hash_of_its_domain_and_of_the_spec_as_it_is_stored(tmp_pat
     fields["data"] = {
         name: value for name, value in fields["data"].items() if name not in ("train", "val")
     }  # the fingerprint stands for their content
+    content["recipe"] = without_later(content["recipe"])
     text = json.dumps(["ablate trial 1", content], sort_keys=True, separators=(",", ":"))
     assert known == hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -47,7 +47,7 @@ SLACK = 2.0**-9
 differ by 2^-8 at most, and few of them are."""
 RELATIVE = 0.05
 """Part by which the relative errors of two draws may differ."""
-_ROWS = 2048
+ROWS = 2048
 """Rows of an exact product that are in memory at once."""
 
 
@@ -94,9 +94,9 @@ def compared(products: Sequence[Tensor], a: Tensor, b: Tensor) -> list[Sums]:
         b: unquantised second operand [columns, contraction].
     """
     totals = [Sums(0.0, 0.0, 0.0)] * len(products)
-    for start in range(0, a.shape[0], _ROWS):
-        exact = product(Operand(a[start : start + _ROWS]), Operand(b), torch.float32)
-        parts = (compare(y[start : start + _ROWS].to(torch.float32), exact) for y in products)
+    for start in range(0, a.shape[0], ROWS):
+        exact = product(Operand(a[start : start + ROWS]), Operand(b), torch.float32)
+        parts = (compare(y[start : start + ROWS].to(torch.float32), exact) for y in products)
         totals = [total + part for total, part in zip(totals, parts, strict=True)]
     return totals
 

@@ -34,7 +34,7 @@ def test_a_large_product_is_compared_in_parts(monkeypatch):
     a, b = (drawn(rng, rows, 32).bfloat16() for rows in (50, 24))
     y = (a.float() @ b.float().t()).bfloat16()
     (whole,) = compared([y], a, b)
-    monkeypatch.setattr(product_error, "_ROWS", 16)
+    monkeypatch.setattr(product_error, "ROWS", 16)
     (parts,) = compared([y], a, b)
     assert (parts.power, parts.inner) == pytest.approx((whole.power, whole.inner), rel=1e-6)
     assert parts.error == pytest.approx(whole.error, rel=1e-3)  # sums of fp32 in another order
