@@ -31,6 +31,7 @@ OWN = ("throughput/", "memory/")
 """Metrics in which any two runs differ."""
 MORE = (
     "quant/*",
+    "gemm/*",
     "weights/*",
     "grad/*",
     "guard/*",
