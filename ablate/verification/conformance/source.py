@@ -16,6 +16,7 @@ from typing import Any
 from ablate.errors import InputError, nearest
 from ablate.experiment.recipe_source import load
 from ablate.verification.conformance.emulator import emulator
+from ablate.verification.conformance.libraries import SUBJECTS, library_subject
 from ablate.verification.conformance.subject import Subject
 
 GROUP = "ablate.conformance"
@@ -97,11 +98,7 @@ def find(text: str, recipe: str, device: str = "cpu") -> Subject:
 def names() -> dict[str, Callable[[str], Subject]]:
     """Return the subjects that have a name: functions of the recipe's name, by entry points and libraries."""
     found: dict[str, Callable[[str], Subject]] = {"ablate": lambda recipe: emulator(load(recipe))}
-    try:
-        libraries = importlib.import_module(f"{__package__}.libraries")
-        found |= {name: partial(libraries.library_subject, name) for name in libraries.SUBJECTS}
-    except ModuleNotFoundError:
-        pass
+    found |= {name: partial(library_subject, name) for name in SUBJECTS}
     for entry in entry_points(group=GROUP):
         found[entry.name] = partial(_of_entry, entry)
     return found
