@@ -20,17 +20,15 @@ step ("noise"), or the same in all steps of a run ("bias").
 """
 
 import argparse
-import json
 import math
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from fork_pool import rows, run
 from pool_truth import tables
 from torch import Tensor, nn
 
@@ -118,10 +116,17 @@ def disturb(model: nn.Module, planted: Planted, seed: int) -> None:
             parameter.register_hook(lambda gradient, fixed=fixed: disturbed(fixed, gradient))
 
 
-def trial(design: str, arm: str, seed: int) -> dict[str, object]:
-    """Return one line of the pool: the last values of one run of one arm, and its seconds."""
-    torch.set_num_threads(1)
-    begun = time.perf_counter()
+class Run(NamedTuple):
+    """Key of a line of the pool."""
+
+    design: str
+    arm: str
+    seed: int
+
+
+def trial(run: Run) -> dict[str, object]:
+    """Return the last values of one run of one arm."""
+    design, arm, seed = run
     subject = Subject(**MODEL, **EVALUATION)
     name, knobs = RECIPES.get(arm.removesuffix(" twin"), ("bf16", {}))
     recipe = ablate.recipe(name, knobs).model_copy()
@@ -146,46 +151,18 @@ def trial(design: str, arm: str, seed: int) -> dict[str, object]:
             for key, value in record.metrics.items()
             if key in ("val/loss", "val/loss_bf16") or cell_of(key) or part_of(key)
         }
-    seconds = time.perf_counter() - begun
-    return {"design": design, "arm": arm, "seed": seed, "seconds": round(seconds, 3), "values": values}
+    return {"values": values}
 
 
-def pool(path: Path) -> list[dict]:
-    """Return the lines of the pool so far; a line that was cut off is not counted."""
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        with suppress(ValueError):
-            found.append(json.loads(line))
-    return found
-
-
-def wanted(share: float) -> Iterator[tuple[str, str, int]]:
-    """Yield (design, arm, seed) of every run, the first seeds of all arms first."""
+def wanted(share: float) -> Iterator[Run]:
+    """Yield every run, the first seeds of all arms first."""
     counts = [
         (design, arm, math.ceil(share * count))
         for design, arms in SEEDS.items()
         for arm, count in arms.items()
     ]
     for seed in range(max(count for *_, count in counts)):
-        yield from ((design, arm, seed) for design, arm, count in counts if seed < count)
-
-
-def run(path: Path, workers: int, share: float) -> None:
-    """Run what the pool lacks, and add a line for each run."""
-    have = {(line["design"], line["arm"], line["seed"]) for line in pool(path)}
-    left = [one for one in wanted(share) if one not in have]
-    begun = time.perf_counter()
-    with path.open("a+") as file, ProcessPoolExecutor(workers) as executor:
-        file.seek(0)
-        if not file.read().endswith("\n"):
-            file.write("\n")  # after a line that was cut off
-        running = [executor.submit(trial, *one) for one in left]
-        for done, future in enumerate(as_completed(running), 1):
-            file.write(json.dumps(future.result()) + "\n")
-            file.flush()
-            if done % 50 == 0 or done == len(left):
-                minutes = (time.perf_counter() - begun) / 60
-                print(f"{done} of {len(left)} runs, {minutes:.1f} min", file=sys.stderr, flush=True)
+        yield from (Run(design, arm, seed) for design, arm, count in counts if seed < count)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -197,10 +174,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--share", type=float, default=1.0, help="Share of the seeds. Default: all.")
     given = parser.parse_args(arguments)
     given.state.mkdir(parents=True, exist_ok=True)
+    path = given.state / "pool.jsonl"
     if given.what == "run":
-        run(given.state / "pool.jsonl", given.workers, given.share)
+        run(path, wanted(given.share), trial, given.workers)
     else:
-        print("\n".join(tables(pool(given.state / "pool.jsonl"), DESIGN, MODEL["steps"])))
+        print("\n".join(tables(rows(path), DESIGN, MODEL["steps"])))
     return 0
 
 

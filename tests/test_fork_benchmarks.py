@@ -3,6 +3,7 @@
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -15,11 +16,15 @@ import calibration_line
 import demo_design
 import equal_compute
 import fork_designs
+import fork_pool
 import pool_truth
 import validity
 
+import ablate
 from ablate.errors import InputError
 from ablate.experiment.load import load
+from ablate.training.fork_design import Forks
+from ablate.training.trial_run import TrialRun
 
 
 def test_every_design_of_the_benchmark_loads_with_the_same_model_and_baseline(tmp_path):
@@ -117,17 +122,49 @@ def test_a_planted_disturbance_has_its_size_and_is_new_or_the_same_in_each_step(
     assert torch.allclose(*added, rtol=1e-4, atol=1e-5) == (kind == "bias")
 
 
+def in_threads(workers):
+    return ThreadPoolExecutor(workers)
+
+
 def test_a_pool_that_was_cut_off_in_a_line_goes_on(tmp_path, monkeypatch):
     monkeypatch.setattr(validity, "SEEDS", {"full": {"bf16": 2}})
     monkeypatch.setattr(validity, "MODEL", validity.MODEL | {"steps": 2})
-    monkeypatch.setattr(validity, "ProcessPoolExecutor", ThreadPoolExecutor)
     path = tmp_path / "pool.jsonl"
     path.write_text('{"design": "full", "arm": "bf16", "se')
-    validity.run(path, 1, 1.0)
-    assert [line["seed"] for line in validity.pool(path)] == [0, 1]
+    assert fork_pool.run(path, validity.wanted(1.0), validity.trial, 1, pool=in_threads) == 0
+    assert [line["seed"] for line in fork_pool.rows(path)] == [0, 1]
     before = path.read_text()
-    validity.run(path, 1, 1.0)
+    assert fork_pool.run(path, validity.wanted(1.0), validity.trial, 1, pool=in_threads) == 0
     assert path.read_text() == before
+
+
+class Squared(NamedTuple):
+    number: int
+
+
+def squared(job):
+    return {"square": job.number**2}
+
+
+def test_jobs_begin_in_order_on_forked_processes_until_the_time_is_over(tmp_path):
+    path, jobs = tmp_path / "pool.jsonl", [Squared(number) for number in range(6)]
+    assert fork_pool.run(path, jobs[:4], squared, 2) == 0
+    assert sorted((row["number"], row["square"]) for row in fork_pool.rows(path)) == [
+        (0, 0), (1, 1), (2, 4), (3, 9)
+    ]  # fmt: skip
+    assert fork_pool.run(path, jobs, squared, 2, minutes=0) == 2
+
+
+def test_a_fork_from_a_kept_trunk_is_the_librarys_own(tmp_path):
+    workload = validity.Gpt(**validity.MODEL | {"steps": 10}, eval_tokens=1024)
+    recipe = ablate.recipe("nvfp4")
+    forked = [fork_pool.fork(workload, recipe, 3, position, 2, tmp_path) for position in (4, 6, 4)]
+    forks = Forks(trunk=ablate.recipe("bf16"), positions=(4, 6), windows=(2,))
+    records = workload.records(TrialRun(recipe, 3, "emulated", "cpu", fork_pool.SILENT, forks=forks))
+    own = {name: value for record in records for name, value in record.metrics.items()}
+    for values, position in zip(forked, (4, 6, 4), strict=True):
+        for name in ("loss", "loss_bf16"):
+            assert values[name] == own[f"fork/{position}/2/{name}"]
 
 
 def test_the_demonstration_has_a_model_and_a_design_that_were_tried_on_other_seeds(tmp_path):
