@@ -92,6 +92,32 @@ def constants(path: Path) -> dict[str, ast.expr]:
     }
 
 
+def changed_elsewhere(path: Path, name: str) -> int:
+    """Return a line of a file that may change what `constants` has of a name; 0 if there is none.
+
+    Such a line binds the name once more, in whatever scope. A list can be changed by all that have it, so any
+    further use of it counts.
+    """
+    tree = _tree(path)
+    plain = [node for node in tree.body if isinstance(node, ast.Assign)]
+    first = next(target for node in plain for target in node.targets if _binds(target, name))
+    mutable = isinstance(constants(path)[name], ast.List)
+    for node in ast.walk(tree):
+        bound = node is not first and _binds(node, name, mutable)
+        if bound and isinstance(node, ast.stmt | ast.expr | ast.alias):
+            return node.lineno
+    return 0
+
+
+def _binds(node: ast.AST, name: str, or_reads: bool = False) -> bool:
+    """Return True if a node of a syntax tree binds a name; with `or_reads` also if it reads it."""
+    if isinstance(node, ast.Name):
+        return node.id == name and (or_reads or not isinstance(node.ctx, ast.Load))
+    if isinstance(node, ast.alias):
+        return name == (node.asname or node.name)
+    return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
+
+
 def closure(code: Code) -> tuple[Path, ...]:
     """Return the function's file and the files of its own that it imports, directly or not; sorted."""
     found = {code.path, *_files(code.root, code.module.split(".") if code.module else ())}

@@ -1,7 +1,6 @@
 """Functions of the user's in experiments: swept, forked, killed and continued, edited, failing, and in a training loop of one's own."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +65,18 @@ def test_a_broken_contract_ends_a_trial_at_its_first_attempt_and_names_operand_a
     assert "outside the grid, in wgrad.g of blocks." in log
     line = (SOURCES / "functions.py").read_text().splitlines().index("def off_grid(y, grid):") + 1
     assert sum(f"{log} ({folder}/own/functions.py:{line})" in text for text in news) == 1, news
+
+
+@every(command=("plan", "sweep"))
+def test_a_function_that_breaks_its_contract_is_refused_before_any_trial(folder, command):
+    experiment(folder, "stochastic", "without_sign", seeds=1)
+    state = ("--state", folder / "state", "--device", "cpu")
+    refused = here(command, folder / "tiny.yaml", *state)
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert "recipe.wgrad.g.rounding functions.py:without_sign fails 'rounds to a neighbour'" in refused.stderr
+    assert ".copysign(y)" in refused.stderr
+    assert "stochastic" not in refused.stderr
+    assert not (folder / "state" / "trials").exists()
 
 
 def test_forks_of_a_trunk_take_functions(folder):
@@ -293,7 +304,31 @@ def test_recipe_show_and_diff_print_functions_with_the_beginning_of_their_digest
     different = here("recipe", "diff", "nvfp4", folder / "mine.yaml", COLUMNS="200").stdout
     assert "wgrad.g.rounding" in different
     assert digest in different
-    again = here("recipe", "show", folder / "mine.yaml", "--yaml", checked=True).stdout
-    (folder / "again.yaml").write_text(again)
-    assert ablate.recipe(folder / "again.yaml") == ablate.recipe(folder / "mine.yaml")
-    assert os.path.isabs(ablate.recipe(folder / "again.yaml").wgrad.g.rounding)
+
+
+@every(form=("yaml", "json"))
+def test_an_exported_recipe_names_functions_relative_to_itself_and_says_so(folder, form):
+    shutil.copytree(folder / "own", folder / form / "own")
+    folder /= form
+    (folder / "mine.yaml").write_text("{from: nvfp4, wgrad: {g: {rounding: 'own/functions.py:away'}}}")
+    (folder / "out").mkdir()
+    made, original = folder / "out" / f"made.{form}", folder / "mine.yaml"
+    said = here("recipe", "export", original, "--to", form, "--out", made, checked=True)
+    word = ablate.recipe(original).wgrad.g.rounding
+    assert f"../own/functions.py:away, with digest {word.digest}" in said.stderr
+    assert str(folder) not in made.read_text()
+    assert ablate.recipe(made) == ablate.recipe(original)
+    shutil.copytree(folder, folder / "copy")
+    copy = folder / "copy" / "out" / made.name
+    moved = ablate.recipe(copy).wgrad.g.rounding
+    assert (moved.identity, moved.unchanged) == (word.identity, True)
+    assert moved != word
+    assert "field" not in here("recipe", "diff", original, copy, checked=True).stdout
+    (folder / "own" / "halves.py").write_text("HALF = 0.25\n")
+    note = f"functions.py:away ({word.digest[:8]}) was edited since"
+    assert note in here("recipe", "diff", made, copy, COLUMNS="300").stdout
+    edited = here("recipe", "diff", original, copy, COLUMNS="300").stdout
+    assert "wgrad.g.rounding" in edited
+    assert note not in edited
+    shown = here("recipe", "show", original, f"--{form}", checked=True).stdout
+    assert f"/own/functions.py:away#{ablate.recipe(original).wgrad.g.rounding.digest}" in shown

@@ -8,7 +8,7 @@ import torch
 from support.commands import here
 from support.experiments import shards, tiny, write
 
-from ablate.experiment.load import Experiment
+from ablate.experiment.load import Experiment, load
 from ablate.experiment.plan_notes import policies, remarks
 from ablate.numerics.spec import Outer, Quant, Transform
 from ablate.recipes import PRESETS
@@ -223,3 +223,15 @@ def test_what_runs_on_the_reference_is_said_of_the_files_arms_alone(tmp_path):
     assert not [*on_reference_lines(tiny(tmp_path, **keys), "cuda")]
     named = tiny(tmp_path, ablate={"recipe": ["nvfp4", "mxfp4"]}, **keys)
     assert [arms for arms, _ in on_reference_lines(named, "cuda")] == ["'mxfp4'"]
+
+
+def test_a_command_whose_recipes_call_a_function_is_said_to_need_its_file(tmp_path):
+    (tmp_path / "s.py").touch()
+    (tmp_path / "mine.py").write_text("def up(y, grid):\n    return grid.neighbours(y)[1]\n")
+    (tmp_path / "run.yaml").write_text(
+        "{schema: 1, question: Which?, workload: {command: {run: 'python s.py', sources: [s.py], steps: 9}}, recipe: nvfp4,"
+        " ablate: {recipe.wgrad.g.rounding: [nearest, 'mine.py:up']}, against: bf16,"
+        " metric: {name: val/loss, direction: minimize}}"
+    )
+    (note,) = [note for note in remarks(load(tmp_path / "run.yaml", "cpu")) if "mine.py" in note]
+    assert f"call {tmp_path}/mine.py: it needs this file" in note

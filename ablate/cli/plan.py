@@ -1,5 +1,5 @@
-"""`ablate plan X.yaml`: arms, trials, finished trials, and an estimate for the rest. Runs nothing, without
-torch.
+"""`ablate plan X.yaml`: arms, trials, finished trials, and an estimate for the rest. Runs no trial, and
+imports torch only to try functions that recipes name.
 """
 
 import json
@@ -24,7 +24,7 @@ from ablate.experiment.arms import Arm
 from ablate.experiment.edits import redefinition
 from ablate.experiment.forked_design import CALIBRATION
 from ablate.experiment.load import Experiment, load
-from ablate.experiment.plan_notes import commands, memory, policies, remarks
+from ablate.experiment.plan_notes import commands, memory, own_functions, policies, remarks
 from ablate.experiment.search_space import Dimension
 from ablate.experiment.yaml_document import display
 from ablate.files import Json
@@ -61,6 +61,14 @@ def machine_of(capability: str | None, device: str | None) -> Machine | None:
         raise InputError([f"--capability: {error}"]) from None
 
 
+def require_contracts(file: Path, experiment: Experiment, device: str) -> None:
+    """Raise InputError if a function that a recipe names breaks its contract, before any trial runs."""
+    if words := own_functions(experiment):
+        from ablate.verification.function_checks import require  # torch: only if there is something to try
+
+        require(file, words, device)
+
+
 def settings_for(machine: Machine | None, flags: DeviceFlags | SweepFlags, **more: object) -> Settings:
     """Return the settings of a command; for another machine, as if this one had its GPU.
 
@@ -87,6 +95,8 @@ def plan(
     machine = machine_of(capability, flags.device)
     settings = settings_for(machine, flags)
     experiment = load(file, settings.device, seeds, machine)
+    if machine is None:
+        require_contracts(file, experiment, settings.device)
     if as_json:
         print(json.dumps(as_data(experiment, settings), indent=2))
     else:

@@ -4,6 +4,8 @@ What `show --yaml` and `--json` print are recipe files, which `show`, `diff` and
 """
 
 import inspect
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -21,7 +23,7 @@ from ablate.experiment import recipe_source
 from ablate.experiment.arms import RECIPE_FILES, KnobError, StartingPoint
 from ablate.experiment.yaml_document import as_text, scalar
 from ablate.numerics.own import shown
-from ablate.numerics.spec import Quant
+from ablate.numerics.spec import Quant, own_words
 from ablate.recipes import KNOBS, PRESETS, SLOTS, Recipe
 from ablate.recipes.layers import Layer, select
 from ablate.recipes.recipe_text import (
@@ -86,11 +88,8 @@ def show(
     """Print a recipe: its three products with six operands, then its layer policy and schedule."""
     recipe = resolve(source, turn or [], flags)
     placed = () if model is None else tuple(placements(recipe, layers_of(model, recipe)))
-    if as_json:
-        print(recipe.model_dump_json(indent=2))
-        return
-    if as_yaml:
-        print(as_text(recipe.model_dump(mode="json")), end="")
+    if as_json or as_yaml:
+        print(recipe_file(recipe, Path.cwd(), as_json), end="")
         return
     screen = console()
     explained = inspect.getdoc(PRESETS[source]) if source in PRESETS else "A recipe file."
@@ -114,12 +113,33 @@ def show(
         screen.print("", Text(f"in {model}"), *(Text(f"  {line}") for line in placed), sep="\n")
 
 
+def recipe_file(recipe: Recipe, folder: Path, as_json: bool) -> str:
+    """Return the text of a recipe file, and print the functions' files that it needs to standard error.
+
+    Args:
+        recipe: the recipe.
+        folder: folder of the file, to which files of the user's functions are relative.
+        as_json: canonical JSON instead of YAML.
+    """
+    text = recipe.model_dump_json(indent=2) + "\n"
+    for word in sorted({word for _, word in own_words(recipe)}):
+        near, quoted = word.seen_from(folder), json.dumps(word, ensure_ascii=False)
+        text = text.replace(quoted, json.dumps(near, ensure_ascii=False))
+        note = f"It calls {near.partition('#')[0]}, with digest {word.digest}: its reader needs this file."
+        print(note, file=sys.stderr)
+    return text if as_json else as_text(json.loads(text))
+
+
 @app.command()
 def diff(first: Source, second: Source, flags: Flags) -> None:
     """Print the differences between two recipes, by path."""
-    one, other = (resolve(name, [], flags).model_dump(mode="json") for name in (first, second))
+    recipes = [resolve(name, [], flags) for name in (first, second)]
+    one, other = (recipe.model_dump(mode="json") for recipe in recipes)
     changes = list(differences(one, other))
     screen = console()
+    for word in sorted({word for recipe in recipes for _, word in own_words(recipe)}):
+        if not word.unchanged:
+            screen.print(Text(f"{shown(word)} was edited since, or is gone."), soft_wrap=True)
     if not changes:
         screen.print(f"{first} and {second} are the same recipe.")
         return

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, console
 from ablate.cli.options import Flags
-from ablate.cli.recipe import Set, Source, app, layers_of, print_differences, resolve
+from ablate.cli.recipe import Set, Source, app, layers_of, print_differences, recipe_file, resolve
 from ablate.engines.hardware import stray_switch
 from ablate.errors import InputError
 from ablate.experiment.yaml_document import as_text
@@ -94,11 +94,7 @@ def export(
     """
     recipe = resolve(source, turn or [], flags)
     if target in _PLAIN:
-        text = (
-            recipe.model_dump_json(indent=2) + "\n"
-            if target == "json"
-            else as_text(recipe.model_dump(mode="json"))
-        )
+        text = recipe_file(recipe, out.parent if out else Path.cwd(), target == "json")
     else:
         layers = () if model is None else layers_of(model, recipe)
         facts = Model(_title(source, turn or []), blocks, layers, log_every)

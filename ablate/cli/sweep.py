@@ -13,7 +13,7 @@ from rich.text import Text
 from ablate.cli.common import BAD_INPUT, DONE, console, print_starting, raise_on_sigterm, summary_of
 from ablate.cli.jobs import JobOptions, export_jobs
 from ablate.cli.options import CheckCommand, ExperimentFile, Seeds, SweepFlags
-from ablate.cli.plan import machine_of, settings_for, show
+from ablate.cli.plan import machine_of, require_contracts, settings_for, show
 from ablate.cli.settings import Settings, writable
 from ablate.cli.sweep_run import SweepRun
 from ablate.errors import InputError
@@ -111,6 +111,8 @@ def sweep(
     settings = settings_for(machine, flags, notify=options.notify)
     print_starting(f"reading {file} and its data", quiet=options.quiet or not sys.stderr.isatty())
     experiment = load(file, settings.device, options.seeds, machine)
+    if machine is None:
+        require_contracts(file, experiment, settings.device)
     if options.dry_run:
         show(experiment, settings)
         return

@@ -8,6 +8,8 @@ from ablate.errors import one_line
 from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.load import Experiment
 from ablate.experiment.search_space import conditions
+from ablate.numerics.own import Own
+from ablate.numerics.spec import own_words
 from ablate.recipes.recipe import Layers
 from ablate.recipes.recipe_text import placements
 from ablate.training.workloads.memory_estimate import MemoryEstimate, estimate
@@ -22,6 +24,9 @@ def remarks(experiment: Experiment) -> Iterator[str]:
     yield from experiment.base.config.remarks()
     yield from _idle_knobs(experiment)
     yield from _uncovered(experiment)
+    if experiment.base.config.own_code and not experiment.base.config.in_process:
+        for file in sorted({str(word.code.path) for word in own_functions(experiment)}):
+            yield f"recipes that the command reads call {file}: it needs this file, by this path"
 
 
 def _idle_knobs(experiment: Experiment) -> Iterator[str]:
@@ -56,6 +61,12 @@ def _extremes(experiment: Experiment) -> Iterator[list[Arm]]:
             with suppress(KnobError):  # the value is only valid with one of another knob
                 arms.append(experiment.base.arm(conditions(knob, experiment.space) | {knob: value}))
         yield arms
+
+
+def own_functions(experiment: Experiment) -> dict[Own, str]:
+    """Return the functions of the user's in quantisers, each with a path in a recipe that names it."""
+    arms = (arm for group in (experiment.arms, *_extremes(experiment)) for arm in group)
+    return {word: path for arm in arms for path, word in own_words(arm.recipe)}
 
 
 def _uncovered(experiment: Experiment) -> Iterator[str]:

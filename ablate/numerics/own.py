@@ -98,6 +98,13 @@ class Own(str):
         """The word without the folder, for ids."""
         return self.removeprefix(self._parts["place"] or "")
 
+    def seen_from(self, folder: Path) -> str:
+        """Return the word with its folder relative to another, for a file in that one."""
+        place = self._parts["place"]
+        if not place or os.path.commonpath([place, folder.absolute()]) == os.sep:
+            return str(self)
+        return f"{os.path.relpath(place, folder)}/{self.identity}"
+
     @property
     def digest(self) -> str:
         """16 hex digits of the content of the source: the file, and what it imports beside it."""
@@ -158,9 +165,10 @@ def resolved(field: str, value: object, known: Collection[str], folder: Path | N
     if found is None:
         return None
     place, what, function = found["place"] or "", found["what"], found["function"]
-    if found["digest"]:
-        return Own(text)
     base = os.path.abspath((folder or Path()) / Path(place).expanduser()).rstrip("/")
+    if found["digest"]:
+        beside = folder is not None and (place or what.endswith(".py"))
+        return Own(f"{base}/{text.removeprefix(place)}" if beside else text)
     code = _code(f"{base}/", what, function)
     if not code.package:
         place = f"{base}/"
@@ -201,6 +209,12 @@ def shown(text: str) -> str:
     if found is None or not found["digest"]:
         return text
     return f"{found['what']}:{found['function']} ({found['digest'][:_SHOWN]})"
+
+
+def identified(value: object) -> object:
+    """Return the identity of a function's word, without its folder; any other value as it is."""
+    own = isinstance(value, str) and (found := _WORD.fullmatch(value)) and found["digest"]
+    return Own(value).identity if own else value
 
 
 @lru_cache
@@ -274,6 +288,9 @@ def _values(code: Code) -> str:
     except ValueError:
         written = None
     numbers = written if isinstance(written, tuple | list) else ()
+    if line := own_source.changed_elsewhere(code.path, code.function):
+        why = "is bound or used again there, and what it holds then is not read: write it out in one tuple"
+        raise ValueError(f"{code.path}:{line}: {code.function} {why}")
     if not numbers or not all(type(value) in (int, float) for value in numbers):
         raise ValueError(f"{where} must be a tuple of numbers that are written out, such as (0, 0.5, 1, 2)")
     values = [_fp32(value) for value in numbers if abs(value) < _HUGE]

@@ -17,13 +17,15 @@ each block, and B for [row tiles, 1, column tiles, 1], a number for each block.
 bit: they are fp32, as all arguments. A function that draws from a global generator, changes an argument,
 returns another shape or type, a NaN of finite numbers, or a value that is not on the grid, is refused by an
 `OwnFunctionError` of one sentence; one that raises is by an `InputError`. Its first call of a process is made
-twice: one that draws from a generator of its own, or keeps a state, returns other numbers, and is refused. A
-value that is not finite in the input may become anything.
+twice, and the 4th, 16th, 64th, ... also by a copy of the function that is imported anew: one that draws from
+a generator of its own, or keeps a state, returns other numbers, and is refused. A value that is not finite in
+the input may become anything.
 """
 
 import inspect
 import random
 import traceback
+from collections import Counter
 from collections.abc import Callable, Collection
 from functools import cache
 from typing import cast
@@ -161,12 +163,16 @@ def call(field: str, word: Own, main: Tensor, shape: torch.Size, **more: object)
     ):
         if value != right:
             raise _broken(field, word, f"returned {what} {value}; it must return {right}")
-    if word not in _REPEATED and main.count_nonzero():
-        again = _once(field, word, function, given, main.device)
+    _CALLS[word] += 1
+    due = _DUE.get(word, 1)
+    if _CALLS[word] >= due and main.count_nonzero():
+        anew = due > 1 and word.unchanged  # a continued run has the state of a module that was just imported
+        other = own_source.load_apart(word.code) if anew else function
+        again = _once(field, word, other, given, main.device)
         if again.shape != made.shape or not torch.equal(made.nan_to_num(), again.nan_to_num()):
             why = "returned other numbers for the same arguments, so no run could be repeated"
             raise _broken(field, word, f"{why}: draw from the argument bits, and keep no state", True)
-        _REPEATED.add(word)
+        _DUE[word] = due * 4
     return made
 
 
@@ -212,8 +218,9 @@ def _broken(field: str, word: Own, why: str, unrepeatable: bool = False) -> OwnF
     return OwnFunctionError(f"{field} {word} {why}", str(code.path), line, unrepeatable)
 
 
-_REPEATED: set[Own] = set()
-"""Functions whose second call in this process returned the numbers of the first."""
+_CALLS: Counter[Own] = Counter()
+_DUE: dict[Own, int] = {}
+"""Number of a function's calls in this process, and that of the next call which is compared with another."""
 
 
 @cache

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ablate.files import Json
 from ablate.numerics.choices import CANDIDATES, GEMM_OUTPUTS
-from ablate.numerics.own import Own, shown
+from ablate.numerics.own import Own, identified, shown
 from ablate.numerics.spec import Quant
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Dgrad, Fprop, Products, Recipe, Wgrad
@@ -128,7 +128,7 @@ def differences(
         here, a, b = f"{path}{key}", one[key], other[key]
         if isinstance(a, dict) and isinstance(b, dict):
             yield from differences(a, b, f"{here}.")
-        elif a != b:
+        elif identified(a) != identified(b):
             yield here, _word(a), _word(b)
 
 

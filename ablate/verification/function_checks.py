@@ -5,7 +5,7 @@ beforehand, on scaled elements with exact ties, values beyond the grid, zeros of
 and on empty tensors. What a contract leaves open, such as symmetry and bias, is reported and fails nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from ablate import own_source
 from ablate.errors import InputError, OwnFunctionError
 from ablate.numerics import own_calls
 from ablate.numerics.formats import ELEMENTS, SCALES, Format, element_format
-from ablate.numerics.own import ELEMENT, Own, resolved
+from ablate.numerics.own import ELEMENT, KINDS, Own, resolved
 from ablate.numerics.own import kind_of as kind_of_file
 from ablate.numerics.rounding import nearest
 from ablate.numerics.scaling import round_scale
@@ -55,19 +55,47 @@ def subject(source: str) -> tuple[str, Own]:
     return field, word
 
 
-def promises(field: str, word: Own) -> Iterator[Promise]:
+def require(file: Path, words: Mapping[Own, str], device: str) -> None:
+    """Raise InputError if a function breaks its contract; each is tried for less than a second.
+
+    Args:
+        file: the experiment's file, for the sentence.
+        words: functions, with a path in a recipe that names each.
+        device: where trials call them; a GPU that is not here is not waited for.
+    """
+    if device != "cpu" and not torch.cuda.is_available():
+        return
+    broken = []
+    for word, path in words.items():
+        field = max((field for field in (*KINDS, ELEMENT) if f".{path}".endswith(f".{field}")), key=len)
+        failed = next((promise for promise in promises(field, word, True, device) if not promise.kept), None)
+        if failed:
+            mend = f"; {failed.remedy}" if failed.remedy else ""
+            told = failed.detail.removeprefix(f"{field} {word} ")
+            broken.append(
+                f"{file}: recipe.{path} {word} fails {failed.name!r} of `ablate check`: {told}{mend}"
+            )
+    if broken:
+        raise InputError(broken)
+
+
+def promises(field: str, word: Own, quick: bool = False, device: str = "cpu") -> Iterator[Promise]:
     """Yield the outcome of each check; the first that fails for want of a result is the last.
 
     Args:
         field: the field that it is for, as `subject` returns it.
         word: the function.
+        quick: leave out the mean over all draws, which takes most of the time and fails nothing.
+        device: where it is called.
     """
     if field == ELEMENT:
         yield from _of_grid(word)
         return
     for name, check in CHECKS.items():
+        if quick and check is _unbiased:
+            continue
         for grid_name, grid in _GRIDS.get(field, {"": None}).items():
-            trial = _Trial(field, word, grid)
+            trial = _Trial(field, word, grid, device)
             try:
                 found = check(trial)
             except InputError as error:
@@ -86,14 +114,14 @@ def promises(field: str, word: Own) -> Iterator[Promise]:
 class _Trial:
     """One function with one grid, and the inputs that it is tried on."""
 
-    def __init__(self, field: str, word: Own, grid: Format | None) -> None:
+    def __init__(self, field: str, word: Own, grid: Format | None, device: str) -> None:
         self.field, self.word, self.grid = field, word, grid
         top = grid.max if grid and field == "rounding" else 4.0
         tiles = torch.randn(_SHAPE, generator=torch.Generator().manual_seed(0)) * top / 2
         tiles[0, 0, 0] = torch.arange(16) * top / 16
         tiles[0, 0, 1] = 0
         tiles[0, 0, 2, 0] = -0.0
-        self.tiles = tiles
+        self.tiles = tiles.to(device)
 
     @property
     def main(self) -> Tensor:
@@ -106,7 +134,7 @@ class _Trial:
         """Return what the function makes of an argument, with all bits `draw`, or drawn; InputError."""
         generator = torch.Generator().manual_seed(1)
         width = 24 if self.field == "scale.rounding" else _WIDTH
-        bits = torch.randint(2**width, main.shape, generator=generator).float()
+        bits = torch.randint(2**width, main.shape, generator=generator).float().to(main.device)
         bits = bits if draw is None else torch.full_like(bits, draw * 2 ** (width - _WIDTH))
         if self.field == "rounding":
             return own_calls.rounded(self.word, main, _present(self.grid), bits, width)

@@ -179,6 +179,8 @@ WORDS = {
     "no such module": ("rounding", "nope.mod:f", "there is no module nope.mod"),
     "a grid that does not rise": ("element", "NOT_RISING", "must rise from 0"),
     "a grid that is computed": ("element", "COMPUTED", "written out"),
+    "a grid that grows": ("element", "GROWN", "functions.py:13: GROWN is bound or used again"),
+    "a list that is changed": ("element", "APPENDED", "functions.py:15: APPENDED is bound or used again"),
     "a word for a quantiser": ("own", "a:1", "names no function"),
 }
 
@@ -230,6 +232,15 @@ def test_a_function_that_breaks_the_contract_is_refused_in_one_sentence(name):
     (problem,) = refused.value.problems
     assert str(problem).startswith(f"{field} functions.py:{name} {why}")
     assert "\n" not in str(problem)
+
+
+def test_a_state_that_shows_after_some_calls_is_refused():
+    """Until then the function and a copy that is imported anew, as in a continued run, agree."""
+    own, x = quant("rounding", "later"), values()
+    for _ in range(12):
+        quantize(x, own)
+    with pytest.raises(InputError, match="returned other numbers"):
+        [quantize(x, own) for _ in range(4)]
 
 
 def test_what_is_not_finite_or_empty_passes():
