@@ -336,7 +336,7 @@ class EmulatedLinear(Replacement):
             raise error.within(f"{slot} of {self.name or 'the model'}") from error
         self._count([result])
         if self.context.probe is not None and how is main and x.numel():
-            self.context.probe.operand(self.name, slot, result)
+            self.context.probe.operand(self.name, slot, result.cast or result)
         return result
 
     def draws_at(self, slot: str) -> DrawArguments:
@@ -369,21 +369,22 @@ class EmulatedLinear(Replacement):
     def weight_cast(self) -> Operand:
         """Return the weight as fprop would quantise it now, without what a transform takes out of it.
 
-        Advances no draw, history or count.
+        Its error is not amplified or permuted. Advances no draw, history or count.
         """
         with self._unobserved():
             self.clock.micro_batch = 0  # it differs between ranks, which must draw the same bits here
             return self._weight()[0]
 
     def quantised_weight(self) -> Tensor:
-        """Return the values that fprop would use for the weight now, fp32 [out, in]."""
+        """Return the quantised weight that fprop would use now, its error not amplified, fp32 [out, in]."""
         with self._unobserved():
             return self.whole(self._weight(), "fprop.w", self.products.fprop.hadamard, self.in_features)
 
     def _weight(self) -> list[Operand]:
         spec = self.products.fprop
+        quant = None if spec.w is None else spec.w.cast
         return self.operand(
-            self.whole_weight().to(torch.bfloat16), "fprop.w", spec.w, spec.hadamard, keep=True
+            self.whole_weight().to(torch.bfloat16), "fprop.w", quant, spec.hadamard, keep=True
         )
 
     def whole_weight(self) -> Tensor:

@@ -108,7 +108,8 @@ class WeightCasts:
         if parts := self._same(slot, quant, rotation, source):
             return parts
         one_outer = quant.outer is None or quant.outer.rows is None
-        square = quant.block == "16x16" and rotation is None and quant.transform is None and one_outer
+        plain = rotation is None and quant.transform is None and not quant.altered
+        square = quant.block == "16x16" and plain and one_outer
         forward = self._same("fprop.w", quant, None, source) if slot == "dgrad.w" and square else None
         if forward is None or forward[0].values.shape != weight.shape:
             return None

@@ -21,7 +21,8 @@ from ablate.experiment.phases import never_begins, shortest_cooldown
 from ablate.experiment.yaml_document import display
 from ablate.files import Json
 from ablate.numerics.own import FOLDER
-from ablate.numerics.spec import NEAR, Spec, own_words
+from ablate.numerics.spec import Spec, own_words
+from ablate.numerics.words import NEAR
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
 from ablate.recipes.layers import select
 from ablate.recipes.recipe import Layers

@@ -28,7 +28,7 @@ from ablate.experiment.arms import (
 from ablate.experiment.yaml_document import read
 from ablate.files import Json
 from ablate.numerics.own import FOLDER
-from ablate.numerics.spec import NEAR
+from ablate.numerics.words import NEAR
 from ablate.recipes import KNOBS, PRESETS, Recipe
 from ablate.recipes.te_import import TERecipe, is_te_recipe, recipe_of
 

@@ -55,6 +55,8 @@ class Partition:
             return "its transform needs the whole matrix"
         if quant.owned:
             return f"{quant.owned[0][1]} needs the whole matrix"
+        if quant.error.permuted:
+            return "error.permuted moves errors between all elements of the matrix"
         return None
 
 

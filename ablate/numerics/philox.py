@@ -128,7 +128,7 @@ def random_bits(
         columns: Columns of the result, a multiple of GROUP.
         width: Bits of each integer: 8, 16 or 24.
         device: Device of the result.
-        purpose: 0 for elements, 1 for block scales, which draw other bits at the same site.
+        purpose: 0 for elements, 1 for block scales, 2 for noise, 3 for the order of permuted errors.
 
     Returns:
         fp32 [rows, columns]. Counter: (row-major index of the group, step, micro-batch, site).

@@ -102,11 +102,12 @@ def compared(products: Sequence[Tensor], a: Tensor, b: Tensor) -> list[Sums]:
 
 
 def bounded(quant: Quant) -> bool:
-    """Return False if a function of the user's draws: by how much its draws move a value is not known."""
+    """Return False if it is not known by how much draws move a value: those of a function of the user's, and
+    those whose errors are amplified or permuted."""
     scale_rounding = None if quant.scale is None else quant.scale.rounding
     functions = [word for word in (quant.own, quant.rounding) if isinstance(word, Own)]
     scale_draws = isinstance(scale_rounding, Own) and scale_rounding.draws
-    return not quant.draws or not (functions or scale_draws)
+    return not quant.draws or not (functions or scale_draws or quant.altered)
 
 
 def spread(y: Tensor, a: Sequence[Operand], b: Sequence[Operand]) -> float:

@@ -25,7 +25,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ from ablate.numerics.scaling import (
     tree_sum,
 )
 from ablate.numerics.select import Candidate, select
-from ablate.numerics.spec import Hadamard, Outer, Quant, argument, rounding_of, statistic_of, tag
+from ablate.numerics.spec import Error, Hadamard, Outer, Quant, argument, rounding_of, statistic_of, tag
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,8 @@ class Operand:
     """Dimension and ascending indices of the rows (0) or columns (1) that are not zero; None: any may be."""
     equal: int | None = None
     """0: all rows are the same; 1: all columns are; None: neither is known."""
+    cast: "Operand | None" = None
+    """Quantised operand whose error was changed (`Quant.error`); the values are then in fp32 and no codes."""
 
     @property
     def divisor(self) -> float:
@@ -196,6 +198,11 @@ def quantize(
             part cuts a block.
     """
     _refuse(x, quant, rotation, clock, history, partition)
+    if quant.altered:
+        plain = quant.cast
+        options: dict[str, Any] = {"history": history, "target": target, "keep": keep, "partition": partition}
+        cast = quantize(x, plain, rotation=rotation, clock=clock, where=where, product=product, **options)
+        return _with_error(cast, _rotated(x, rotation, clock, product), quant.error, clock, where)
     reduced = None if partition is None else _reduced_amax(x, quant, rotation, partition)
     independent = partition is None or (not quant.draws and (reduced is not None or quant.outer is None))
     if independent and target is None and keep is not True:
@@ -424,6 +431,28 @@ def _cast(
     if quant.rounding == "ms_eden":
         block_scale = ms_eden(scaled, codes, block_scale, group, quant, draw(elements=False, width=24))
     return Candidate(block_scale, scaled, codes if power is None else codes * power)
+
+
+def _with_error(cast: Operand, source: Tensor, error: Error, clock: Clock | None, where: int) -> Operand:
+    """Return a quantised operand with its error amplified or permuted.
+
+    Args:
+        cast: the quantised operand.
+        source: what was quantised [rows, columns]: rotated, and without the padding of blocks.
+        error: factor of the error, and whether its elements change places.
+        clock: seed, stream, step and micro-batch of the permutation.
+        where: draw site of the operand.
+    """
+    rows, columns = source.shape
+    difference = cast.dequantize()[:, :columns] - source
+    if error.permuted:
+        assert clock is not None
+        width = columns + -columns % GROUP
+        bits = random_bits(clock, where, rows, width, 24, source.device, purpose=3)[:, :columns]
+        order = bits.reshape(-1).argsort(stable=True)
+        difference = difference.reshape(-1)[order].view(rows, columns)
+    # Two roundings, since a fused multiplication and addition would round once on some devices.
+    return Operand(difference.mul_(error.times).add_(source), largest=cast.largest, cast=cast)
 
 
 def _by_users_quantiser(

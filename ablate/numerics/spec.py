@@ -5,12 +5,11 @@ refused, with the reason, when an object is built. "Off" is always None: an unqu
 and an unrotated product has no Hadamard.
 """
 
-from collections.abc import Collection, Iterator, Mapping
-from difflib import get_close_matches
+from collections.abc import Collection, Iterator
 from fractions import Fraction
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,22 +19,24 @@ from pydantic import (
     model_validator,
 )
 
-from ablate.numerics.choices import (
-    BLOCK_STATISTICS,
-    BLOCKS,
-    CANDIDATES,
-    CHANNELS,
-    CRITERIA,
-    GRANULARITIES,
-    ROUNDINGS,
-    SIGNS,
-    STATISTICS,
-    Rounding,
-    Statistic,
-    Tagged,
+from ablate.numerics.choices import GRANULARITIES, ROUNDINGS, STATISTICS, Rounding, Statistic
+from ablate.numerics.formats import SCALES, element_format
+from ablate.numerics.own import Own
+from ablate.numerics.words import (
+    Block,
+    BlockStatistic,
+    Candidates,
+    ChannelFormat,
+    Criterion,
+    Element,
+    ElementRounding,
+    OuterStatistic,
+    Quantiser,
+    ScaleFormat,
+    ScaleRounding,
+    SignRule,
+    tagged,
 )
-from ablate.numerics.formats import ELEMENTS, SCALES, element_format
-from ablate.numerics.own import Own, or_own
 
 VERSION = 1
 """Raise by hand when a change here or in a kernel changes any bit that a recipe computes: it is part of every
@@ -51,8 +52,6 @@ and corrected."""
 _MICRO_ELEMENT, _MICRO_SCALE = "e1m2", "e6m2"
 """Formats for which micro-exponents are defined."""
 _BF16_BITS = SCALES["bf16"].significant
-NEAR = 0.7
-"""Similarity (difflib) from which an error suggests a word."""
 
 
 def tag(tagged: str) -> str:
@@ -67,64 +66,6 @@ def argument(tagged: str) -> Fraction | None:
     """
     _, colon, text = tagged.partition(":")
     return Fraction(text) if colon else None
-
-
-def _tagged(value: str, words: Mapping[str, Tagged]) -> str:
-    """Return `value` with its number, if any, in canonical form; ValueError for an unknown word."""
-    word, colon, text = value.partition(":")
-    entry = words.get(word)
-    if entry and entry.number is None and not colon:
-        return value
-    try:
-        if entry and entry.number and entry.least <= entry.number(text) <= entry.most:
-            return f"{word}:{entry.number(text)!r}"
-    except ValueError:
-        pass
-    *forms, last = (known.form for known in words.values())
-    near = () if entry else get_close_matches(word, words, 1, NEAR)
-    raise ValueError(
-        f"must be {', '.join(forms)} or {last}{''.join(f'; {known!r} is the nearest' for known in near)}"
-    )
-
-
-def _no_function(value: str) -> str:
-    """Raise ValueError: a quantiser of one's own has no words of ours."""
-    raise ValueError(f"{value!r} names no function: write FILE.py:FUNCTION or package.module:FUNCTION")
-
-
-if TYPE_CHECKING:  # a type checker does not compute the words
-    Element = str
-    ScaleFormat = str
-    ElementRounding = str
-    ScaleRounding = str
-    BlockStatistic = str
-    OuterStatistic = str
-    Quantiser = str
-    Candidates = str
-    Criterion = str
-    ChannelFormat = str
-    Block = str
-    SignRule = str
-else:
-    Element = or_own("element", ELEMENTS, Literal[tuple(ELEMENTS)])
-    ScaleFormat = Literal[tuple(SCALES)]
-    ElementRounding, ScaleRounding = (
-        or_own(field, words, Literal[words])
-        for field, words in (
-            ("rounding", tuple(word for word, how in ROUNDINGS.items() if how.of_elements)),
-            ("scale.rounding", tuple(word for word, how in ROUNDINGS.items() if how.of_scales)),
-        )
-    )
-    BlockStatistic, OuterStatistic = (
-        or_own(field, words, Annotated[str, AfterValidator(partial(_tagged, words=words))])
-        for field, words in (("range.statistic", BLOCK_STATISTICS), ("outer.statistic", STATISTICS))
-    )
-    Quantiser = or_own("own", (), Annotated[str, AfterValidator(_no_function)])
-    Candidates = Literal[tuple(CANDIDATES)]
-    Criterion = Literal[CRITERIA]
-    ChannelFormat = Literal[tuple(CHANNELS)]
-    Block = Literal[BLOCKS]
-    SignRule = Literal[tuple(SIGNS)]
 
 
 class Spec(BaseModel):
@@ -267,7 +208,7 @@ class Range(Spec):
 class Outer(Spec):
     """Second level of the scaling, in fp32."""
 
-    granularity: Annotated[str, AfterValidator(partial(_tagged, words=GRANULARITIES))] = "tensor"
+    granularity: Annotated[str, AfterValidator(partial(tagged, words=GRANULARITIES))] = "tensor"
     """`tensor`; `row`: one a token or output channel; `rows:n`: one for n consecutive rows, counted from the
     first; `block:128`: one for 128 elements along the contraction."""
     statistic: OuterStatistic = "amax"
@@ -367,6 +308,19 @@ class Transform(Spec):
         return self
 
 
+class Error(Spec):
+    """Quantisation error of an operand, in place of q(x) - x itself, to make its effect on training visible.
+
+    The operand becomes x + times (q(x) - x), in fp32; x is rotated if the product is.
+    """
+
+    times: float = Field(1.0, ge=1)
+    """Factor of the error; 1 is the quantised operand, to the bit."""
+    permuted: bool = False
+    """Move each error to another element of the operand, drawn anew in each step: a placebo, whose errors
+    have the same sizes and no relation to the elements."""
+
+
 class Quant(Spec):
     """Quantisation of one operand of one product. Blocks run along the contraction (the last dimension).
 
@@ -374,7 +328,7 @@ class Quant(Spec):
     the user's, `mine_rounding.py:mine` (docs/use/own_numerics.md).
     """
 
-    LATER: ClassVar[frozenset[str]] = frozenset({"own"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"own", "error"})
 
     element: Element = "e2m1"
     select: Select | None = None
@@ -400,6 +354,7 @@ class Quant(Spec):
     own: Quantiser | None = None
     """Function of the user's that makes the operand's values in place of all the above; `element` is then the
     format that the operand counts as."""
+    error: Error = Error()
 
     @model_validator(mode="before")
     @classmethod
@@ -425,11 +380,23 @@ class Quant(Spec):
     @property
     def draws(self) -> bool:
         """Return True if quantising takes random bits."""
+        if self.error.permuted:
+            return True
         if self.own is not None:
             return rounding_of(self.own).draws
         return rounding_of(self.rounding).draws or (
             self.scale is not None and rounding_of(self.scale.rounding).draws
         )
+
+    @property
+    def altered(self) -> bool:
+        """Return True if the error is amplified or permuted, which no hardware does."""
+        return self.error.permuted or self.error.times != 1
+
+    @property
+    def cast(self) -> "Quant":
+        """Return the quantiser with its own error."""
+        return self.model_copy(update={"error": Error()}) if self.altered else self
 
     @property
     def owned(self) -> tuple[tuple[str, Own], ...]:
@@ -462,6 +429,8 @@ class Quant(Spec):
 
     @model_validator(mode="after")
     def _consistent(self) -> "Quant":
+        if self.estimator is not None and self.altered:
+            raise ValueError("error changes what the forward pass multiplies, of which estimator is no slope")
         checks = (self._scales, self._outer, self._selection, self._roundings, self._micro, self._grid)
         for check in checks if self.own is None else (self._own_alone,):
             reason = check()

@@ -401,6 +401,7 @@ def refuse(quant: Quant) -> None:
         "select among": ("grids" if quant.select and quant.select.among == "grids" else None, None),
         "transform": (quant.transform, None),
         "own": (quant.own, None),
+        "error": (quant.error if quant.altered else None, None),
     }
     other = [f"{name} {value}" for name, (value, only) in required.items() if value != only]
     if other:

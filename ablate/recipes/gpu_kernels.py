@@ -34,7 +34,7 @@ def on_reference(recipe: Recipe) -> OnReference:
 
 def _by_kernel(quant: Quant) -> bool:
     channels = quant.transform is not None and quant.transform.channels and quant.transform.channels_in
-    return forms.on_gpu(quant) and channels in (None, False, "bf16")
+    return forms.on_gpu(quant.cast) and channels in (None, False, "bf16")
 
 
 def _takes_target(quant: Quant) -> bool:

@@ -61,6 +61,8 @@ def extras(quant: Quant) -> Iterator[str]:
         yield "takes out " + ", ".join(
             f"{key} {value}" if value is not True else key for key, value in changed.items()
         )
+    if quant.altered:
+        yield f"error x {quant.error.times:g}" + ", permuted" * quant.error.permuted
     if quant.estimator:
         yield quant.estimator if isinstance(quant.estimator, str) else f"DGE k={quant.estimator.k:g}"
 

@@ -102,6 +102,9 @@ def _misfits(quant: Quant) -> Iterator[str]:
         for path, word in quant.owned:
             yield f"{path} {word}: a function of your own is computed by the emulator alone"
         return
+    if quant.altered:
+        yield "error: an amplified or permuted error is computed by the emulator alone"
+        return
     scale, outer, select = quant.scale, quant.outer, quant.select
     along = outer is not None and tag(outer.granularity) not in _ALONG_ROWS
     grids = select is not None and select.among == "grids"
@@ -269,7 +272,10 @@ def not_in_fp4(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[Reason, .
 
 
 def refusals(recipe: Recipe, backend: Backend = "cublaslt") -> Iterator[str]:
-    """Yield every product that a back end would have to multiply and whose output type it cannot write."""
+    """Yield every altered error, and every product whose output type a back end cannot write."""
+    every = (pair for products in variants(recipe) for pair in products.quantised())
+    for slot in dict.fromkeys(slot for slot, quant in every if quant.altered):
+        yield f"{slot}.error: tensor cores multiply the casts themselves; use engine: emulated"
     if backend not in FLASHINFER:
         return
     wanted = dict.fromkeys(

@@ -89,6 +89,8 @@ class Layout:
             yield f"{many}, and {slot}.transform looks at the whole of one; {way_out}"
         if slot := _slot(recipe, lambda quant, slot: quant.owned and slot in TOKEN_AXES):
             yield f"{many}, and a function of your own in {slot} gets whole ones; {way_out}"
+        if slot := _slot(recipe, lambda quant, slot: quant.error.permuted and slot in TOKEN_AXES):
+            yield f"{many}, and {slot}.error.permuted moves errors between all elements of one; {way_out}"
         cut = _slot(
             recipe, lambda quant, slot: slot in TOKEN_AXES and tokens % grain(quant, None, TOKEN_AXES[slot])
         )

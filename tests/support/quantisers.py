@@ -30,6 +30,7 @@ from ablate.numerics.scaling import BLOCK_STATISTICS, STATISTICS
 from ablate.numerics.spec import (
     BlockScale,
     Dge,
+    Error,
     Hadamard,
     Outer,
     Quant,
@@ -92,7 +93,9 @@ FIELDS: dict[type[Spec], dict[str, Draw]] = {
         "transform": optional(Transform),
         "estimator": lambda random: random.choice((None, "clip_mask", instance(Dge, random))),
         "own": choices(None),  # functions of the user's: numerics/test_own.py
+        "error": choices(Error()),  # made around the cast: numerics/test_error.py
     },
+    Error: {"times": choices(1.0), "permuted": choices(False)},
     Transform: {
         "mean": choices(True, False),
         "low_rank": choices(None, 2),
@@ -159,7 +162,7 @@ def unseen_values(seen: Mapping[str, Counter]) -> list[str]:
             lacking += [f"{spec.__name__}.{name} {word}" for word in words if word not in values]
             kind = spec.model_fields[name].annotation
             nested = isinstance(kind, type) and issubclass(kind, Spec)
-            single = nested or (spec, name) == (Quant, "own")  # no kernel computes a function of the user's
+            single = nested or (spec, name) == (Quant, "own") or spec is Error  # no kernel computes these
             lacking += [f"{spec.__name__}.{name}"] if len(values) < 2 and not single else []
     return sorted(lacking)
 

@@ -18,6 +18,7 @@ def nvidia(quant: Quant) -> bool:
     drawn = quant.rounding == "stochastic"
     return (
         not quant.owned
+        and not quant.altered
         and quant.element == "e2m1"
         and quant.select is None
         and quant.scale == BlockScale()

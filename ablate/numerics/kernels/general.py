@@ -36,7 +36,8 @@ def covers(quant: Quant) -> bool:
     )
     per_tensor = quant.outer is None or quant.outer.granularity == "tensor"
     lengths = (quant.scale.micro_exponents or ()) if quant.scale else ()
-    return not quant.owned and (
+    plain = not quant.owned and not quant.altered
+    return plain and (
         # Between powers of two, ties to even are another rule, which the kernel lacks.
         (ELEMENTS[quant.element].mantissa > 0 or quant.rounding == "stochastic" or quant.rounding == "away")
         and quant.tile[1] in (1, 16, 32, 64, 128)
