@@ -1,0 +1,329 @@
+"""Adaptive group search for the units of a recipe that cause a known gap, or a divergence.
+
+The problem. A recipe is worse than its baseline by 0.003 nats. It quantises 12 blocks, and one of them may
+carry all of it, or two, or none in particular. A unit alone is seldom seen in one run, since its damage is
+about as large as the deviation between seeds; and trying 12 units one by one finds a false culprit by luck.
+
+The idea: search with groups, prove with fresh seeds.
+
+1. *Gap.* The recipe and its baseline run on `seeds`. Without any sign of a gap there is nothing to blame.
+2. *Search.* Rounds of pairs: a random half of the units is quantised in one run, the other half in the next,
+   on the same seed, one that takes no part in the proof. Every run says something about every unit: with P
+   pairs each unit's damage has the standard error sd / sqrt(P), where one unit at a time would have
+   sd sqrt(units / 2 P) (a weighing design, Hotelling 1944; groups against noise: sequential bifurcation,
+   Bettonvil and Kleijnen 1997). Damage that all units share cancels within a pair. Forward selection names
+   candidates. The search ends early once no other choice of units explains the pairs nearly as well and the
+   candidates account for the gap.
+3. *Proof.* Each candidate runs alone on `seeds`, of which the search has seen none, so that a candidate which
+   does no damage passes with a chance of alpha / candidates, and any of them with alpha (Bonferroni),
+   whatever the search did: additivity, its noise and its rule affect only what is missed.
+4. *Rest.* The recipe without the culprits runs on `seeds`: what is left of the gap.
+
+A divergence is searched in the same way: the outcome is 1 for a run that diverged, and the proof is an exact
+sign test.
+
+`replay` is a function of the outcomes alone. It returns the runs that are wanted next, or the finding, so
+that a search which was interrupted continues as if it had not been. Refused: fewer than two units, and a
+budget that leaves fewer than `FEWEST_PAIRS` pairs.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+from scipy import special
+
+from ablate.experiment.blame_design import ROUND, BlameDesign, GroupRun
+
+CHANCE = 0.8
+"""Chance at which a culprit of the smallest size that is named is found."""
+_ENTRY = 0.1
+"""Largest p-value, times the units left, of a candidate after the first."""
+_GATE = 0.2
+"""Chance of searching where there is no gap. It saves runs; the proof alone bounds the error."""
+_ODDS = 20.0
+"""Odds by which candidates must beat each other choice, times the units, for the search to end early."""
+
+Stage = Literal["gap", "search", "proof", "rest", "over"]
+
+
+Outcomes = Mapping[GroupRun, float]
+"""Harm by run, larger is worse: infinite if it diverged, NaN if it failed for another reason."""
+
+
+def chance(design: BlameDesign, size: float) -> float:
+    """Return the chance of finding one culprit by the plan's formula.
+
+    It assumes normal noise and damage that adds up, and that as many candidates as allowed are proved.
+
+    Args:
+        design: the search.
+        size: damage in standard deviations of one unit's damage between seeds.
+    """
+    pairs, seeds = design.pairs, len(design.seeds)
+    bound = float(special.stdtrit(seeds - 1, 1 - design.alpha / min(design.most, design.units)))
+    proved = float(1 - special.nctdtr(seeds - 1, size * math.sqrt(seeds), bound))
+    if not design.searches:
+        return proved
+    z = np.linspace(-6, 6, 241)
+    below = special.ndtr(z + size * math.sqrt(pairs)) ** (design.units - 1)
+    weights = np.exp(-(z**2) / 2)
+    return proved * float(np.sum(weights * below) / np.sum(weights))
+
+
+def smallest(design: BlameDesign) -> float:
+    """Return the smallest damage that is found with a chance of `CHANCE`, in standard deviations between
+    seeds.
+
+    Args:
+        design: the search.
+    """
+    low, high = 0.0, 64.0
+    while high - low > 0.005:
+        middle = (low + high) / 2
+        low, high = (low, middle) if chance(design, middle) >= CHANCE else (middle, high)
+    return high
+
+
+@dataclass(frozen=True)
+class Effect:
+    """Harm of some units beside that of others, over seeds, with a simultaneous interval."""
+
+    mean: float
+    low: float
+    high: float
+    """Ends of a two-sided interval, each of which fails with the chance `tail`."""
+    tail: float
+    pairs: int
+    deviation: float
+    """Standard deviation of the paired differences; NaN for a divergence."""
+
+    @property
+    def level(self) -> float:
+        """Confidence of the interval."""
+        return 1 - 2 * self.tail
+
+
+@dataclass(frozen=True)
+class Round:
+    """Evidence after a round of the search."""
+
+    tests: tuple[GroupRun, ...]
+    estimates: tuple[float, ...]
+    """Damage of each unit, in units of its standard error, given the candidates."""
+    candidates: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Search:
+    """State of a search: the runs that it wants next, or its finding."""
+
+    design: BlameDesign
+    stage: Stage
+    wanted: tuple[GroupRun, ...] = ()
+    """Runs without an outcome that the stage needs."""
+    runs: int = 0
+    """Runs that were requested so far."""
+    diverges: bool = False
+    """True if the outcome is divergence."""
+    gap: Effect | None = None
+    rounds: tuple[Round, ...] = ()
+    candidates: tuple[int, ...] = ()
+    proofs: Mapping[int, Effect] | None = None
+    """Damage of each candidate alone."""
+    rest: Effect | None = None
+    """Damage of the recipe without the culprits."""
+
+    @property
+    def culprits(self) -> tuple[int, ...]:
+        """Units whose damage was proved, the largest first."""
+        proved = {unit: effect for unit, effect in (self.proofs or {}).items() if self.exceeds(effect)}
+        return tuple(sorted(proved, key=lambda unit: -proved[unit].mean))
+
+    @property
+    def deviation(self) -> float:
+        """Deviation of one unit's damage between seeds: of candidates, else of the gap; NaN if unknown."""
+        known = [effect.deviation for effect in (self.proofs or {}).values()]
+        known = known or [self.gap.deviation if self.gap else math.nan]
+        return math.sqrt(sum(each**2 for each in known) / len(known))
+
+    def exceeds(self, effect: Effect) -> bool:
+        """Return True if an effect is resolved to be above the margin, or above 0 for a divergence."""
+        return effect.low > (0.0 if self.diverges else self.design.margin)
+
+
+def replay(design: BlameDesign, outcomes: Outcomes) -> Search:
+    """Replay a search from its outcomes.
+
+    Args:
+        design: the search as it was declared.
+        outcomes: harm of every run that is over. Runs that the search never asks for have no effect.
+    """
+    everything, nothing = frozenset(range(design.units)), frozenset[int]()
+    asked: list[GroupRun] = []
+
+    def missing(tests: Iterable[GroupRun]) -> tuple[GroupRun, ...]:
+        new = [test for test in tests if test not in asked]
+        asked.extend(new)
+        return tuple(test for test in new if test not in outcomes)
+
+    def effect(units: frozenset[int], tail: float) -> Effect:
+        both = [(outcomes[GroupRun(units, seed)], outcomes[GroupRun(nothing, seed)]) for seed in design.seeds]
+        pairs = [pair for pair in both if not any(map(math.isnan, pair))]
+        return diverged_more(pairs, tail) if search.diverges else damage(pairs, tail)
+
+    search = Search(design, "gap")
+    wanted = missing(GroupRun(units, seed) for seed in design.seeds for units in (nothing, everything))
+    if wanted:
+        return replace(search, wanted=wanted, runs=len(asked))
+    lost = sum(math.isinf(outcomes[GroupRun(everything, seed)]) for seed in design.seeds)
+    search = replace(search, diverges=2 * lost >= len(design.seeds))
+    search = replace(search, gap=effect(everything, design.alpha), runs=len(asked))
+    if not search.exceeds(effect(everything, _GATE)):
+        return replace(search, stage="over")
+    search = replace(search, candidates=tuple(range(design.units)))
+    for number in range(0, design.pairs, ROUND):
+        pairs = [design.halves(each) for each in range(number, min(number + ROUND, design.pairs))]
+        wanted = missing(test for pair in pairs for test in pair)
+        search = replace(search, stage="search", runs=len(asked), wanted=wanted)
+        if wanted:
+            return search
+        evidence, settled = screen(design, outcomes, number + len(pairs), search)
+        tests = tuple(test for pair in pairs for test in pair)
+        evidence = replace(evidence, tests=tests)
+        search = replace(search, rounds=(*search.rounds, evidence), candidates=evidence.candidates)
+        if settled:
+            break
+    wanted = missing(GroupRun(frozenset([unit]), seed) for unit in search.candidates for seed in design.seeds)
+    search = replace(search, stage="proof", runs=len(asked), wanted=wanted)
+    if wanted:
+        return search
+    tail = design.alpha / max(1, len(search.candidates))
+    search = replace(search, proofs={unit: effect(frozenset([unit]), tail) for unit in search.candidates})
+    rest = everything - set(search.culprits)
+    if search.culprits and rest:
+        wanted = missing(GroupRun(rest, seed) for seed in design.seeds)
+        search = replace(search, stage="rest", runs=len(asked), wanted=wanted)
+        if wanted:
+            return search
+        search = replace(search, rest=effect(rest, design.alpha))
+    return replace(search, stage="over")
+
+
+def damage(pairs: Sequence[tuple[float, float]], tail: float) -> Effect:
+    """Return the mean difference of finite pairs with Student's t interval.
+
+    Args:
+        pairs: harm of some units and of the baseline, by seed.
+        tail: chance that one end of the interval fails.
+
+    Returns:
+        The effect; its interval is infinite for fewer than three pairs, or if all differences are equal.
+    """
+    found = np.array([one - other for one, other in pairs if math.isfinite(one - other)])
+    mean = float(found.mean()) if found.size else math.nan
+    deviation = float(found.std(ddof=1)) if found.size > 1 else math.nan
+    if found.size < 3 or not deviation > 0:
+        return Effect(mean, -math.inf, math.inf, tail, found.size, deviation)
+    half = float(special.stdtrit(found.size - 1, 1 - tail)) * deviation / math.sqrt(found.size)
+    return Effect(mean, mean - half, mean + half, tail, found.size, deviation)
+
+
+def diverged_more(pairs: Sequence[tuple[float, float]], tail: float) -> Effect:
+    """Return the share of seeds on which some units diverge and the baseline does not.
+
+    The exact sign test decides: without its significance at `tail` the lower end is 0.
+
+    Args:
+        pairs: harm of some units and of the baseline, by seed; infinite if the run diverged.
+        tail: chance that one end of the interval fails.
+    """
+    more = sum(math.isinf(one) and not math.isinf(other) for one, other in pairs)
+    less = sum(math.isinf(other) and not math.isinf(one) for one, other in pairs)
+    seeds = len(pairs)
+    p = float(special.bdtrc(more - 1, more + less, 0.5)) if more else 1.0
+    low = float(special.betaincinv(more, seeds - more + 1, tail)) if p <= tail else 0.0
+    high = float(special.betaincinv(more + 1, seeds - more, 1 - tail)) if more < seeds else 1.0
+    return Effect(more / seeds if seeds else math.nan, low, high, tail, seeds, math.nan)
+
+
+def screen(design: BlameDesign, outcomes: Outcomes, count: int, search: Search) -> tuple[Round, bool]:
+    """Return the evidence of the first `count` pairs, and True if more pairs would hardly change it."""
+    signs, contrasts = [], []
+    for number in range(count):
+        pair = design.halves(number)
+        one, other = (outcomes[test] for test in pair)
+        if search.diverges:
+            one, other = float(math.isinf(one)), float(math.isinf(other))
+        if not math.isnan(one - other):
+            signs.append([1.0 if unit in pair[0].units else -1.0 for unit in range(design.units)])
+            contrasts.append(one - other)
+    if len(contrasts) < 2:
+        return Round((), (0.0,) * design.units, (0,)), False
+    matrix, values = np.array(signs), np.array(contrasts)
+    finite = np.isfinite(values)
+    if not finite.all():  # one half diverged: at least as bad as the worst contrast
+        values = np.where(finite, values, np.sign(values) * np.abs(values[finite]).max(initial=1.0))
+    chosen = _forward(matrix, values, design.most)
+    coefficients, error = _fit(matrix, values, chosen)
+    free = max(1, len(values) - len(chosen))
+    scale = math.sqrt(error / free)
+    left = values - matrix[:, chosen] @ coefficients
+    raw = matrix.T @ left / len(values)
+    raw[chosen] += coefficients
+    smallest = 1e-12 * (float(np.abs(values).max()) or 1.0)
+    estimates = raw * math.sqrt(len(values)) / max(scale, smallest)
+    evidence = Round((), tuple(map(float, estimates)), tuple(chosen))
+    gap = search.gap
+    if gap is None or not chosen or len(values) <= len(chosen) + 1:
+        return evidence, False
+    doubt = 0.0 if search.diverges else gap.deviation**2 / gap.pairs
+    doubt += len(chosen) * scale**2 / len(values)
+    explained = gap.mean - float(coefficients.sum()) <= 2 * math.sqrt(doubt) + smallest
+    return evidence, explained and _ahead(matrix, values, chosen, error + smallest**2)
+
+
+def _ahead(matrix: np.ndarray, values: np.ndarray, chosen: list[int], error: float) -> bool:
+    """Return True if no candidate could be replaced by another unit at nearly the same fit."""
+    needed = error * (_ODDS * matrix.shape[1]) ** (2 / len(values))
+    others = [unit for unit in range(matrix.shape[1]) if unit not in chosen]
+    for unit in chosen:
+        kept = [each for each in chosen if each != unit]
+        both = np.column_stack([values, matrix[:, others]])
+        if kept:
+            both = both - matrix[:, kept] @ np.linalg.lstsq(matrix[:, kept], both, rcond=None)[0]
+        left, columns = both[:, 0], both[:, 1:]
+        gained = (columns.T @ left) ** 2 / np.maximum((columns**2).sum(axis=0), 1e-9)
+        if (left @ left - gained < needed).any():
+            return False
+    return True
+
+
+def _forward(matrix: np.ndarray, values: np.ndarray, most: int) -> list[int]:
+    """Return the units that forward selection takes into the fit: the best, and others that improve it."""
+    chosen: list[int] = []
+    left, error = values, float(values @ values)
+    while len(chosen) < min(most, len(values) - 1):
+        scores = matrix.T @ left
+        scores[chosen] = -math.inf
+        best = int(np.argmax(scores))
+        coefficients, smaller = _fit(matrix, values, [*chosen, best])
+        free = len(values) - len(chosen) - 1
+        t = math.sqrt(max(0.0, error - smaller) * free / smaller) if smaller > 0 else math.inf
+        p = 1 - float(special.stdtr(free, t)) if math.isfinite(t) else 0.0
+        others = matrix.shape[1] - len(chosen)
+        if chosen and (scores[best] <= 0 or p * others > _ENTRY or error <= 1e-18 * float(values @ values)):
+            break
+        chosen.append(best)
+        left, error = values - matrix[:, chosen] @ coefficients, smaller
+    return chosen
+
+
+def _fit(matrix: np.ndarray, values: np.ndarray, units: Sequence[int]) -> tuple[np.ndarray, float]:
+    """Return the least-squares damage of some units, and the squared error that is left."""
+    part = matrix[:, list(units)]
+    coefficients = np.linalg.lstsq(part, values, rcond=None)[0]
+    left = values - part @ coefficients
+    return coefficients, float(left @ left)
