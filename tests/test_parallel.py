@@ -75,7 +75,7 @@ def records(
         TrialRun(recipe, 0, "emulated", "cpu", Telemetry(every=3, shadow=3, log=1), checkpoints)
     )
     return [
-        (step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}) for step, metrics, _ in told
+        (step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}) for step, metrics, *_ in told
     ]
 
 
@@ -226,7 +226,7 @@ def losses(recipe: Recipe, sharded: bool, shape: dict[str, Any]) -> list[float]:
     config = Gpt(**{name: value for name, value in size.items() if name not in own})
     return [
         metrics["train/loss"]
-        for _, metrics, _ in config.records(TrialRun(recipe, 0, "emulated", "cpu", Telemetry(log=1)))
+        for _, metrics, *_ in config.records(TrialRun(recipe, 0, "emulated", "cpu", Telemetry(log=1)))
     ]
 
 
@@ -288,7 +288,7 @@ def trained(path: Any, sharded: bool, until: int | None = None) -> list[tuple[in
             variants()["fp8_delayed"], 0, "emulated", "cpu", Telemetry(every=3, shadow=3, log=1), checkpoints
         )
     )
-    for step, metrics, _ in told:
+    for step, metrics, *_ in told:
         found.append((step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}))
         if step == until:
             break

@@ -155,7 +155,9 @@ def test_a_diverging_trial_has_a_result_that_says_where(tmp_path):
     last = list(run(trial, store, 1, TELEMETRY))[-1]
     result = store.result(trial.id)
     assert result["status"] == "diverged"
-    assert result["reason"] == f"non-finite loss or gradient at step {last['step']}"
+    assert result["origin"] == last["origin"]
+    assert (result["origin"]["step"], result["origin"]["kind"]) == (last["step"], "gradient")
+    assert result["reason"] == f"non-finite loss or gradient at step {last['step']}: {last['origin']['text']}"
     assert last["step"] == result["steps"] < 6
 
 

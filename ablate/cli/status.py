@@ -289,7 +289,6 @@ def _standing(sweep: Status) -> Text:
         text.plain, text.style = f"not finished, {sweep.over}/{sweep.total}", "yellow"
     elif words := sweep.lead or sweep.answer:  # a search's answer has no first words of its own
         text.plain, text.style = one_line(words).rstrip(".:"), ""
-    elif sweep.failures:
-        count = len(sweep.failures)
+    elif count := sum(failure.status != "diverged" for failure in sweep.failures):
         text.plain, text.style = f"failed: {count} run{'s' * (count != 1)}", "red"
     return text

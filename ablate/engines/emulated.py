@@ -24,6 +24,7 @@ that the recipe treats differently, and a rule that selects no layer. The output
 are left alone. emulated_layer.py computes the products of one layer.
 """
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -279,6 +280,30 @@ class Engine:
     def nonfinite(self) -> int:
         """Return the number of operands so far, over all layers, that held a NaN or an infinity."""
         return total(layer.nonfinite for layer in self.layers.values())
+
+    def first_nonfinite(self) -> tuple[int, str, str] | None:
+        """Return step, slot and layer of the first operand so far that held a NaN or an infinity; None: none.
+
+        Of one step, forward operands come first, in the model's order, then backward ones in the reverse.
+        """
+        seen = []
+        for number, (name, layer) in enumerate(self.layers.items()):
+            if first := layer.nonfinite.first:
+                step, slot = first
+                back = slot.startswith(("dgrad", "wgrad"))
+                seen.append(((step, back, -number if back else number), (step, slot, name)))
+        return min(seen)[1] if seen else None
+
+    def magnitudes(self) -> dict[tuple[str, str], dict[int, float]]:
+        """Return the largest magnitude of recent operands by layer and slot, by step. Waits for the GPU."""
+        recent = [(name, each) for name, layer in self.layers.items() for each in layer.nonfinite.recent]
+        values = torch.stack([each.largest for _, each in recent]).tolist() if recent else []
+        result: dict[tuple[str, str], dict[int, float]] = {}
+        for (name, each), value in zip(recent, values, strict=True):
+            steps = result.setdefault((name, each.slot), {})
+            value = value if value == value else math.inf
+            steps[each.step] = max(value, steps.get(each.step, 0.0))
+        return result
 
     def weight_casts(self) -> Iterator[tuple[str, tuple[Tensor, Operand]]]:
         """Yield every weight that fprop quantises, by layer name: itself [out, in], and its present cast.

@@ -259,7 +259,8 @@ class EmulatedLinear(Replacement):
                 dy, rows.g, columns.g, rotation=turned, clock=clock, where=sites, product=turn, histories=past
             )
             if both:
-                self._count(both)
+                self._count("dgrad.g", both[:1])
+                self._count("wgrad.g", both[1:])
                 return [both[0]], [both[1]]
         across = self.operand(dy, "dgrad.g", rows.g, rows.hadamard) if dx else []
         return across, self.operand(dy.t(), "wgrad.g", columns.g, columns.hadamard) if dw else []
@@ -294,7 +295,7 @@ class EmulatedLinear(Replacement):
             and lasts(quant, rotation)
         )
         if quant is not None and reusable and (parts := self.casts.find(slot, quant, rotation, weight)):
-            self._count(parts)
+            self._count(slot, parts)
             return parts
         w = weight.detach().to(torch.bfloat16)
         w = w if slot == "fprop.w" else w.t()
@@ -313,9 +314,9 @@ class EmulatedLinear(Replacement):
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`."""
         return split_product(a, b, out)
 
-    def _count(self, parts: Iterable[Operand]) -> None:
+    def _count(self, slot: str, parts: Iterable[Operand]) -> None:
         for largest in (part.largest for part in parts if part.largest is not None):
-            self.nonfinite.add(largest)
+            self.nonfinite.add(largest, self.clock.step, slot, self.clock.stream == "evaluation")
 
     def _part(self, part: Part, slot: str, rotation: Hadamard | None, main: Quant, keep: Keep) -> Operand:
         x, how = part.values, part.quant
@@ -334,7 +335,7 @@ class EmulatedLinear(Replacement):
             )
         except OwnFunctionError as error:
             raise error.within(f"{slot} of {self.name or 'the model'}") from error
-        self._count([result])
+        self._count(slot, [result])
         if self.context.probe is not None and how is main and x.numel():
             self.context.probe.operand(self.name, slot, result.cast or result)
         return result

@@ -196,7 +196,8 @@ class NativeLinear(EmulatedLinear):
             seen = Seen(self, rows, weight) if self.context.probe else None
             y = self._product(description, *Once.apply(rows, weight, seen))
             y = seen.output(y) if seen else y
-        self.nonfinite.add(y.detach().abs().amax().float())
+        largest, evaluates = y.detach().abs().amax().float(), self.clock.stream == "evaluation"
+        self.nonfinite.add(largest, self.clock.step, "output", evaluates)
         y = y.to(x.dtype) if self.bias is None else (y + self.bias).to(x.dtype)
         return y.view(*x.shape[:-1], self.out_features)
 

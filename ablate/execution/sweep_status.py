@@ -14,6 +14,7 @@ from ablate.execution.sweep_control import changed, holder
 from ablate.execution.tracking import behind
 from ablate.files import Holder
 from ablate.store.checked_ledger import absent, refusal
+from ablate.store.divergences import divergences
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_integrity import flaw
 from ablate.store.ledger_progress import Attempt, last_attempt, pace, running_attempts
@@ -46,7 +47,7 @@ class RunningTrialStatus:
 
 @dataclass(frozen=True)
 class Failure:
-    """A trial that ended without a result, with the end of its log."""
+    """A trial that ended without a result, with the end of its log, or that diverged."""
 
     arm: str
     seed: int
@@ -142,6 +143,7 @@ def _read(
         if trial in attempts
     ]
     failed = [member for member in members.values() if member.status in ("failed", "oom", "stopped")]
+    diverged = {each.member.trial: each for each in reversed(divergences(ledger))}
     counts = Counter(member.status for member in members.values())
     return Status(
         name=folder.name,
@@ -149,7 +151,11 @@ def _read(
         controller=controller,
         trials=dict(counts),
         running=sorted(running, key=lambda trial: (trial.seed, trial.arm)),
-        failures=[_failure(ledger, store, member) for member in reversed(failed)],
+        failures=[_failure(ledger, store, member) for member in reversed(failed)]
+        + [
+            Failure(one.member.name, one.member.seed, one.member.id, "diverged", str(one), [])
+            for one in reversed(diverged.values())
+        ],
         seconds_left=_seconds_left(ledger, now, running) if controller else None,
         mlflow_behind=behind(ledger) if ledger.facts.mlflow else None,
         quiet_s=max(0.0, now - changed(folder)),

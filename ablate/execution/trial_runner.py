@@ -369,8 +369,11 @@ def _events(spec: TrialSpec, telemetry: TelemetrySettings, checkpoints: "Checkpo
             refused.add(name)
             print(f"step {record.step}: metric {name[:100]!a} is left out: {NAMING}", flush=True)
         event = {"step": record.step, "time": time.time(), "metrics": metrics}
+        origin = record.origin
         if record.verdict:
-            event["events"] = [str(record.verdict)]
+            event["events"] = [f"{record.verdict}{f': {origin.place}' if origin else ''}"]
+        if origin:
+            event["origin"] = origin.document()
         if raised := alerts(record.metrics, ALARMS):
             event["alarms"] = [str(alert) for alert in raised]
         if checkpoints.resumed and not marked:
@@ -389,13 +392,14 @@ def _result(spec: TrialSpec, attempt: int, started: float, last: Event) -> Resul
         "seconds": time.time() - started,
         "started": started,
         "environment": provenance.environment(),
-    }
+    } | ({"origin": last["origin"]} if diverged and "origin" in last else {})
 
 
 def _divergence(last: Event) -> str | None:
     """Return why the trial diverged; None if it did not."""
     if FIRST_NONFINITE in last["metrics"]:
-        return f"non-finite loss or gradient at step {last['step']}"
+        origin = f": {last['origin']['text']}" if "origin" in last else ""
+        return f"non-finite loss or gradient at step {last['step']}{origin}"
     if GUARD_STOPPED in last["metrics"]:
         return f"{last['events'][-1]} at step {last['step']}"
     return None

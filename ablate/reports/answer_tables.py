@@ -28,6 +28,7 @@ from ablate.results.published import replications
 from ablate.results.summary import ArmSummary
 from ablate.results.unpaired import pairing
 from ablate.results.verdict_text import verdict_notes, verdict_text
+from ablate.store.divergences import divergences
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Intervention
@@ -320,6 +321,21 @@ def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Tab
             " fall below 5 %."
         )
     return Table.of("checks", rows, caption) if rows else None
+
+
+def divergences_table(ledger: Ledger) -> Table | None:
+    """Return the table of runs that diverged: the first value that was not finite, what grew before it, and
+    what became of the baseline."""
+    rows: list[dict[str, Cell]] = [
+        {
+            "arm": one.member.name,
+            "seed": str(one.member.seed),
+            "why": one.reason,
+            "its baseline": one.of_baseline,
+        }
+        for one in divergences(ledger)
+    ]
+    return Table.of("divergences", rows, "Runs that diverged.") if rows else None
 
 
 def interventions_table(ledger: Ledger) -> Table | None:

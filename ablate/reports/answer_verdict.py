@@ -138,7 +138,8 @@ class VerdictSentences(Measurements):
             True,
         )
         warnings = [Text(text, "warning") for text in odd]
-        return [verdict, *warnings, *self.losses(), *([interventions] if interventions else [])]
+        lost = answer_tables.divergences_table(self.ledger)
+        return [verdict, *warnings, *self.losses(), *filter(None, [lost, interventions])]
 
     def emulation(self) -> Text | None:
         """Return a caution on speed and memory if formats were emulated."""

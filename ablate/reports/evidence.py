@@ -13,8 +13,12 @@ from ablate.results.headline import headline_of
 from ablate.results.subject import described
 from ablate.results.unpaired import pairing
 from ablate.store.checked_ledger import unverified
+from ablate.store.divergences import divergences
 from ablate.store.judged import Judged
 from ablate.store.registration import registered_text
+
+_MOST_LOST = 3
+"""Diverged runs that are listed."""
 
 
 def facts(sweep: Comparisons) -> dict[str, str]:
@@ -27,6 +31,7 @@ def facts(sweep: Comparisons) -> dict[str, str]:
     provenance = ledger.facts.provenance
     changed = ledger.facts.uncommitted
     judged, elsewhere = Judged.of(ledger), Judged.alone(ledger)
+    lost = [f"{one.member.name}, seed {one.member.seed}: {one}." for one in divergences(ledger)]
     commit = provenance.get("commit") or "none"
     return {
         "Question": answer.question,
@@ -36,6 +41,8 @@ def facts(sweep: Comparisons) -> dict[str, str]:
         f" {pairing(arm.gap for arm in sweep.arms)}; verdicts corrected by Holm over the comparisons of their"
         " kind",
         "Checks": "; ".join(check.text for check in answer.checks),
+        "Diverged": " ".join(lost[:_MOST_LOST])
+        + (f" And {len(lost) - _MOST_LOST} more." if lost[_MOST_LOST:] else ""),
         "Records": unverified(ledger),
         "Registered": registered_text(ledger),
         "Origin": judged.text if judged else "",

@@ -46,14 +46,22 @@ from ablate.engines.compiled import operator
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.ranks import whole
 from ablate.numerics.philox import Clock
-from ablate.numerics.spec import statistic_of, tag
+from ablate.numerics.spec import statistic_of
 from ablate.recipes.readings import reading
 from ablate.recipes.recipe import Recipe, Run, Weights
 from ablate.training.alarms import Alert, alerts
 from ablate.training.calls import Calls
 from ablate.training.conversion_options import ConversionOptions
-from ablate.training.metric_names import parse
-from ablate.training.metrics import ALARMS, Casts, SlotErrors, gradient_noise, keep_casts, oscillation
+from ablate.training.first_nonfinite import Finder, Origin, first_operand
+from ablate.training.metrics import (
+    ALARMS,
+    Casts,
+    Measurements,
+    SlotErrors,
+    gradient_noise,
+    keep_casts,
+    oscillation,
+)
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -70,23 +78,6 @@ class ConversionState(TypedDict):
     recipe: str
     """As JSON."""
     engine: emulated.EngineState
-
-
-class Measurements(dict[str, float]):
-    """Measurements by name. Printed are those that belong to no operand, and each operand's SQNR over all
-    layers. A model of 100 layers has thousands of others."""
-
-    def __repr__(self) -> str:
-        """Return the lines that are printed, and the number of the other measurements."""
-        names = {text: parse(text) for text in self}
-        shown = [
-            text
-            for text, name in names.items()
-            if name.slot is None or (name.layer is None and name.metric == "sqnr_db")
-        ]
-        rest = len(self) - len(shown)
-        more = [f"and {rest:,} more by operand and layer: sorted(run.metrics()) has their names"] * bool(rest)
-        return "\n".join([*(f"{text}: {self[text]:.4g}" for text in shown), *more])
 
 
 _OUTSIDE = "call the model inside `with {0}.step():`, or inside `with {0}.evaluation():` to evaluate it"
@@ -125,6 +116,7 @@ class Conversion:
         self._metrics: dict[str, float] = {}
         self._measuring = False
         self._casts: Casts = {}
+        self._origin: Origin | None = None
         self._hooks = self._optimizer_hooks()
         engine.context.called, engine.context.returned = self._begin_call, self._end_call
         for layer in engine.layers.values():
@@ -264,8 +256,39 @@ class Conversion:
         Raises:
             RuntimeError: called outside of `step()`.
         """
+        with self._replayed("compare_gradient", closure) as gradient, self.engine.unrecorded():
+            with self.engine.high_precision():
+                reference = gradient()
+            found = gradient_noise(gradient(), reference)
+        self._metrics_of_step |= found
+        return found
+
+    def first_nonfinite(self, closure: Callable[[], object]) -> Origin:
+        """Name the first value that is not finite, by computing a batch again with every tensor checked.
+
+        Call it if a loss or a gradient norm is not finite, before the optimizer's step. `alarms()` then has
+        its result in place of what the operands' magnitudes tell without it.
+
+        Args:
+            closure: as that of `compare_gradient`.
+
+        Raises:
+            RuntimeError: called outside of `step()`.
+        """
+        finder, engine = Finder(self.model, self.engine, operations=_ranks() == 1), self.engine
+        with self._replayed("first_nonfinite", closure) as gradient:
+            finder.state(self.steps_done, None)
+            engine.listen(finder)
+            with finder:
+                gradient()
+        self._origin = finder.origin(self.steps_done + 1)
+        return self._origin
+
+    @contextmanager
+    def _replayed(self, method: str, closure: Callable[[], object]) -> Iterator[Callable[[], list[Tensor]]]:
+        """Inside this context, compute a batch's gradient by the function returned; it leaves no trace."""
         if self._within != "step":
-            raise RuntimeError(f"compare_gradient: call it inside `with {self._handle}.step():`")
+            raise RuntimeError(f"{method}: call it inside `with {self._handle}.step():`")
         parameters = [p for p in self.model.parameters() if p.requires_grad]
         kept, clock, calls = [p.grad for p in parameters], self.engine.clock, self._calls
         moment = clock.micro_batch
@@ -279,16 +302,12 @@ class Conversion:
             return [whole(torch.zeros_like(p) if p.grad is None else p.grad) for p in parameters]
 
         try:
-            with self.engine.again(), self.engine.unrecorded():
-                with self.engine.high_precision():
-                    reference = gradient()
-                found = gradient_noise(gradient(), reference)
+            with self.engine.again():
+                yield gradient
         finally:
             self._calls, clock.micro_batch = calls, moment
             for p, grad in zip(parameters, kept, strict=True):
                 p.grad = grad
-        self._metrics_of_step |= found
-        return found
 
     @property
     def wants_gradient(self) -> bool:
@@ -310,9 +329,18 @@ class Conversion:
         }
         return Measurements(self._metrics | counts)
 
-    def alarms(self) -> list[Alert]:
-        """Return the alarms of `metrics()`: values beyond which something is wrong. `str` is the sentence."""
-        return alerts(self.metrics(), ALARMS)
+    def alarms(self) -> list[Alert | Origin]:
+        """Return the alarms of `metrics()`: values beyond which something is wrong. `str` is the sentence.
+
+        The last is the first operand of the run with a NaN or an infinity, if there is one, or what
+        `first_nonfinite` found.
+        """
+        origin = self.origin()
+        return [*alerts(self.metrics(), ALARMS), *([origin] if origin else [])]
+
+    def origin(self) -> Origin | None:
+        """Return what `first_nonfinite` found, else the first operand with a NaN or an infinity, if any."""
+        return self._origin or first_operand(self.engine)
 
     # --- state --------------------------------------------------------------------------------------
 
@@ -492,7 +520,7 @@ def convert(model: nn.Module, options: ConversionOptions, handle: str = "run") -
         ValueError: no layer would be converted, the recipe does not fit the model, or its schedule needs
             facts of the run that are not given.
     """
-    _refuse_unknown_length(options.recipe, options.run)
+    options.refuse_unknown_length()
     _refuse_converted(model)
     found = find_blocks(model, options.blocks)
     if not found:
@@ -520,30 +548,6 @@ def convert(model: nn.Module, options: ConversionOptions, handle: str = "run") -
             stacklevel=3,
         )
     return Conversion(model, engine, options.run, options.measure_every, layers, handle)
-
-
-def _refuse_unknown_length(recipe: Recipe, run: Run | None) -> None:
-    for phase in recipe.schedule:
-        kind = tag(phase.start)
-        lacking = {
-            "fraction": "steps" if run is None else None,
-            "tokens": "tokens_per_step" if run is None or run.tokens_per_step == 1 else None,
-            "decay": "decay_start" if run is None or run.decay is None else None,
-        }.get(kind)
-        if lacking:
-            raise ValueError(
-                f"the recipe's schedule has a phase that starts at {phase.start}; give {lacking} to convert"
-            )
-    if recipe.weights.noise:
-        raise ValueError(
-            "weights.noise: in a training loop of your own it is not in force; leave it out,"
-            " or train by a workload such as gpt"
-        )
-    reset = recipe.weights.osci_reset
-    if reset and reset.start > 0 and run is None:
-        raise ValueError(
-            f"weights.osci_reset starts after a fraction of the run, {reset.start}; give steps to convert"
-        )
 
 
 def _refuse_converted(model: nn.Module) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ablate.numerics.spec import tag
 from ablate.recipes.recipe import Recipe, Run
 
 if TYPE_CHECKING:
@@ -34,3 +35,29 @@ class ConversionOptions:
         positive or infinite: unknown."""
         steps = self.steps or steps
         return replace(self, steps=int(steps) if 0 < steps < math.inf else None)
+
+    def refuse_unknown_length(self) -> None:
+        """Raise ValueError if the recipe needs facts of the run that are not given."""
+        recipe, run = self.recipe, self.run
+        for phase in recipe.schedule:
+            kind = tag(phase.start)
+            lacking = {
+                "fraction": "steps" if run is None else None,
+                "tokens": "tokens_per_step" if run is None or run.tokens_per_step == 1 else None,
+                "decay": "decay_start" if run is None or run.decay is None else None,
+            }.get(kind)
+            if lacking:
+                raise ValueError(
+                    f"the recipe's schedule has a phase that starts at {phase.start};"
+                    f" give {lacking} to convert"
+                )
+        if recipe.weights.noise:
+            raise ValueError(
+                "weights.noise: in a training loop of your own it is not in force; leave it out,"
+                " or train by a workload such as gpt"
+            )
+        reset = recipe.weights.osci_reset
+        if reset and reset.start > 0 and run is None:
+            raise ValueError(
+                f"weights.osci_reset starts after a fraction of the run, {reset.start}; give steps to convert"
+            )

@@ -103,6 +103,14 @@ class World:
         dist.all_gather(everybody, mine)
         return [numbers.tolist() for numbers in everybody]
 
+    def first(self, value: T, place: float) -> T:
+        """Return the value of the rank with the smallest place, on every rank."""
+        if self.size == 1:
+            return value
+        places, box = self.listed([place]), [value]
+        dist.broadcast_object_list(box, src=places.index(min(places)), device=torch.device("cpu"))
+        return box[0]
+
     def leave(self) -> None:
         """Leave the process group; if rank 0 never began, let the waiting ranks end first."""
         if self.size > 1:

@@ -39,6 +39,7 @@ from ablate.training import cuda_arithmetic
 from ablate.training.checkpoints import Checkpoints, MeterState, RunState, Standing
 from ablate.training.distributed import RankPart, clip, placed, world
 from ablate.training.evaluation import Evaluation, PreparedRun, evaluate, means
+from ablate.training.first_nonfinite import Finder, Origin
 from ablate.training.fork_design import Forks, Window
 from ablate.training.guard import GuardDecision, Watch
 from ablate.training.hyperparameters import Training
@@ -60,6 +61,8 @@ class Record(NamedTuple):
     metrics: dict[str, float]
     verdict: GuardDecision | None = None
     """The guard's decision on this step, if it diverged."""
+    origin: Origin | None = None
+    """First value that was not finite, if that ended the run or was the guard's first intervention."""
 
 
 class Telemetry(Spec):
@@ -319,6 +322,8 @@ class Loop:
         self.standing = Standing(run.model, self.optimizer, run.engine)
         self.spent = 0.0
         """Seconds spent in steps so far."""
+        self.measured: list[dict[str, float]] = []
+        """Metrics of the last two steps that telemetry measured."""
         self.over = False
 
     def state(self, step: int) -> RunState:
@@ -367,14 +372,42 @@ class Loop:
         )
         start = time.perf_counter()
         loss, norm = self.world.broadcast(self._gradient_of(step, look))
-        verdict = self.watch.judge(loss, norm)
+        verdict, origin = self.watch.judge(loss, norm), None
         if verdict.kind == "step":
             self._update(step, look)
+        elif not math.isfinite(loss + norm) and (verdict.kind == "stop" or verdict.interventions == 1):
+            origin = _timed(look, lambda: self._origin(step, loss, look.metrics))
         seconds = time.perf_counter() - start - look.seconds
         self.meter.add(loss, norm, seconds, look.errors or look.shadow)
         self.spent += seconds
         engine.observe(self.world.broadcast(look.metrics) if engine.recipe.triggers else look.metrics, step)
-        return self._record(step + 1, recipe, look.metrics, verdict)
+        if look.errors:
+            self.measured = [*self.measured[-1:], dict(look.metrics)]
+        record = self._record(step + 1, recipe, look.metrics, verdict)
+        return record and record._replace(origin=origin)
+
+    def _origin(self, step: int, total: float, metrics: dict[str, float]) -> Origin:
+        """Return the first value of a step that is not finite, by computing the step again. Collective.
+
+        Args:
+            step: the step, whose update has not been applied.
+            total: its loss.
+            metrics: what telemetry measured in it.
+        """
+        engine, ranks, loss, done = self.run.engine, self.world, self.loss, step + self.counted
+        finder = Finder(self.run.model, engine, operations=ranks.size == 1)
+        finder.state(done, self.optimizer)
+        with finder, engine.again():
+            engine.listen(finder)
+            self.loss = finder.checked(loss)
+            try:
+                self.gradient(step)
+            finally:
+                self.loss = loss
+        if math.isfinite(total):
+            finder.norm()
+        origin = finder.origin(done + 1, [*self.measured, metrics] if metrics else self.measured)
+        return ranks.first(origin, math.inf if finder.found is None else finder.checks)
 
     def _record(
         self, done: int, recipe: Recipe, metrics: dict[str, float], verdict: GuardDecision

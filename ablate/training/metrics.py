@@ -22,8 +22,25 @@ from ablate.numerics.product import MODES, mode
 from ablate.numerics.quantize import Operand
 from ablate.recipes.recipe import Products
 from ablate.training.alarms import Alarm
-from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, PRODUCTS, Name, each_layer
+from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, PRODUCTS, Name, each_layer, parse
 from ablate.training.operand_metrics import OPERAND_METRICS
+
+
+class Measurements(dict[str, float]):
+    """Measurements by name. Printed are those that belong to no operand, and each operand's SQNR over all
+    layers. A model of 100 layers has thousands of others."""
+
+    def __repr__(self) -> str:
+        """Return the lines that are printed, and the number of the other measurements."""
+        names = {text: parse(text) for text in self}
+        shown = [
+            text
+            for text, name in names.items()
+            if name.slot is None or (name.layer is None and name.metric == "sqnr_db")
+        ]
+        rest = len(self) - len(shown)
+        more = [f"and {rest:,} more by operand and layer: sorted(run.metrics()) has their names"] * bool(rest)
+        return "\n".join([*(f"{text}: {self[text]:.4g}" for text in shown), *more])
 
 
 def quantisation(operand: Operand) -> dict[str, float]:

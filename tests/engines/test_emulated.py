@@ -694,10 +694,12 @@ def test_operands_that_are_not_finite_are_counted_however_many_there_are(operand
     draws = random.Random(operands)
     values = [draws.choice([1.0, 0.0, math.inf, math.nan]) for _ in range(operands)]
     count, other = NonfiniteCount(3), NonfiniteCount()
-    for number, value in enumerate(values):
-        (count if number % 3 else other).add(torch.tensor(value))
+    moments = list(itertools.product(range(50), SLOTS))  # in the order of a step
+    for number, (value, moment) in enumerate(zip(values, moments, strict=False)):
+        (count if number % 3 else other).add(torch.tensor(value), *moment)
+    bad = [moment for value, moment in zip(values, moments, strict=False) if not math.isfinite(value)]
     count.include(other)
-    assert int(count) == 3 + sum(not math.isfinite(value) for value in values)
+    assert (int(count), count.first) == (3 + len(bad), next(iter(bad), None))
 
 
 @pytest.mark.parametrize("operands", [0, 5, 70])
@@ -716,7 +718,7 @@ def test_counts_of_all_layers_are_read_by_as_many_operations_as_one(operands):
         counts = [NonfiniteCount(number) for number in range(layers)]
         for number, count in enumerate(counts):
             for operand in range(operands):
-                count.add(torch.tensor(math.nan if operand < number else 1.0))
+                count.add(torch.tensor(math.nan if operand < number else 1.0), operand, "fprop.x")
         with Operations() as here:
             assert total(counts) == sum(number + min(number, operands) for number in range(layers))
         operations.append(here.done)

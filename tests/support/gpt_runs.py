@@ -52,14 +52,14 @@ def facts(records: list[Record]) -> str:
     return repr(
         [
             (step, {k: v for k, v in sorted(m.items()) if not k.startswith(PLACES)}, events)
-            for step, m, events in records
+            for step, m, events, _ in records
         ]
     )
 
 
 def column(records: list[Record], name: str) -> dict[int, float]:
     """Return one metric by step."""
-    return {step: metrics[name] for step, metrics, _ in records if name in metrics}
+    return {record.step: record.metrics[name] for record in records if name in record.metrics}
 
 
 def losses(records: list[Record]) -> dict[int, float]:

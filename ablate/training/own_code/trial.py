@@ -39,6 +39,7 @@ from ablate.recipes.recipe import Run
 from ablate.training.checkpoints import RunState
 from ablate.training.conversion import Conversion, ConversionState, convert
 from ablate.training.conversion_options import ConversionOptions
+from ablate.training.first_nonfinite import Origin
 from ablate.training.fork_design import parts_of
 from ablate.training.loop import Record, move_by_ulp
 from ablate.training.metric_names import FIRST_NONFINITE, part_metric
@@ -281,7 +282,7 @@ class Trial:
                 raise ValueError(f"trial.log: {name} is {value!r}, which is no number") from None
         if not math.isfinite(self._metrics.get("train/loss", 0.0)):
             self._metrics[FIRST_NONFINITE] = float(max(1, self._done) + self._before)
-            self._flush()
+            self._flush(origin=next(filter(None, map(Conversion.origin, self._conversions)), None))
             self._stopped = True  # for a function whose `except:` catches Stopped, too
             raise Stopped
 
@@ -409,7 +410,7 @@ class Trial:
             "generators": _generators(),
         }
 
-    def _flush(self, last: bool = False) -> None:
+    def _flush(self, last: bool = False, origin: Origin | None = None) -> None:
         """Emit the metrics of the last step, with those that every trial has. Stopped if the trial ended."""
         if self._stopped:
             raise Stopped
@@ -424,7 +425,7 @@ class Trial:
             metrics["nan/activation"] = conversion.metrics()["nan/activation"]
         metrics |= of_machine(self.device)
         self._recorded, self._last_record = self._done, time.monotonic()
-        self._emit(Record(self._done + self._before, metrics))
+        self._emit(Record(self._done + self._before, metrics, origin=origin))
 
 
 def emitted(work: Callable[[Callable[[Record], None]], None]) -> Iterator[Record]:

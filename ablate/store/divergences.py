@@ -1,0 +1,42 @@
+"""Runs of a sweep that diverged, each with what became of its baseline at the same seed."""
+
+from dataclasses import dataclass
+
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import Member
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Run that diverged, and the status of its baseline's run: None if it has none, or is one itself."""
+
+    member: Member
+    baseline: str | None
+
+    @property
+    def reason(self) -> str:
+        """Return why it diverged: the step, and the first value that was not finite, if it is known."""
+        return self.member.reason or "diverged"
+
+    @property
+    def of_baseline(self) -> str:
+        """Return what became of the baseline."""
+        if self.member.baseline is None:
+            return "it is the baseline"
+        words = {"diverged": "diverged too", "done": "did not diverge", None: "has no run of this seed"}
+        return words.get(self.baseline, f"is {self.baseline}")
+
+    def __str__(self) -> str:
+        is_baseline = self.member.baseline is None
+        return f"{self.reason}; {self.of_baseline if is_baseline else f'the baseline {self.of_baseline}'}"
+
+
+def divergences(ledger: Ledger) -> list[Divergence]:
+    """Return the runs that diverged, in the order of arms and seeds."""
+    members = ledger.members()
+    statuses = {(member.arm, member.seed): member.status for member in members}
+    return [
+        Divergence(member, None if member.baseline is None else statuses.get((member.baseline, member.seed)))
+        for member in members
+        if member.status == "diverged"
+    ]
