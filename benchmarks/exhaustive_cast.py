@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,10 +31,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ablate.cache import root
-from ablate.verification import cast_oracle, peers
+from ablate.numerics.spec import Quant
+from ablate.verification import cast_oracle
 from ablate.verification.cast_oracle import SCALES, Cast
+from ablate.verification.check_result import present
+from ablate.verification.conformance.libraries import SUBJECTS, library_subject
+from ablate.verification.conformance.numbers import read
 from ablate.verification.enumeration import Record, Tally
-from ablate.verification.peer_comparison import quiet, shells
+from ablate.verification.peer_comparison import quiet, shells, version
+from ablate.verification.peers import te_reference
 
 OUTERS = tuple(0x3F80 + mantissa for mantissa in range(0, 128, 4))
 """Amaxes of tensors, as bits of bf16: from 1 to 2."""
@@ -46,113 +51,70 @@ Quantiser = Callable[[Tensor], tuple[Tensor, Tensor]]
 """From bf16 [blocks, 16] to code times block scale, fp32 alike, and block scales, fp32 [blocks]."""
 
 
-class Library(NamedTuple):
-    """Cast of a library, and its quantiser of NVFP4 if it has one."""
-
-    codes: Codes
-    quantiser: Quantiser | None = None
-
-
 # --- the libraries --------------------------------------------------------------------------------
 
 
-def transformer_engine() -> Library:
-    te = peers.te_reference().nvfp4
-
-    def codes(x: Tensor) -> Tensor:
-        return te.cast_from_fp4x2(te.cast_to_fp4x2(x.view(1, -1)), torch.float32).view(-1)
-
-    def quantiser(x: Tensor) -> tuple[Tensor, Tensor]:
-        q = peers.te_quantizer().quantize(x)
-        return peers.te_values(q.data, q.scale), q.scale.float().view(-1)
-
-    return Library(codes, quantiser)
-
-
-def ml_dtypes() -> Library:
-    kind = importlib.import_module("ml_dtypes").float4_e2m1fn
-    return Library(lambda x: torch.from_numpy(x.numpy().astype(kind).astype(np.float32)))
-
-
-def gfloat() -> Library:
-    gf, formats = importlib.import_module("gfloat"), importlib.import_module("gfloat.formats")
-    cast = partial(gf.round_ndarray, formats.format_info_ocp_e2m1, rnd=gf.RoundMode.TiesToEven, sat=True)
-    return Library(lambda x: torch.from_numpy(cast(x.double().numpy())))
-
-
-def torchao() -> Library:
-    with quiet():
-        kernels = importlib.import_module("torchao.prototype.mx_formats.kernels")
-        nvfp4 = importlib.import_module("torchao.prototype.mx_formats.nvfp4_tensor")
+def nvfp4(library: str) -> Quantiser:
+    """Return a library's quantiser of NVFP4, as the conformance kit calls it."""
+    cast = library_subject(library, "nvfp4").cast
+    assert cast is not None
 
     def quantiser(x: Tensor) -> tuple[Tensor, Tensor]:
-        scale, data = nvfp4.nvfp4_quantize(x, 16, nvfp4.per_tensor_amax_to_scale(x.abs().amax()))
-        scales = scale.float().view(-1, 1)
-        return kernels.f4_unpacked_to_f32(kernels.unpack_uint4(data)) * scales, scales.view(-1)
-
-    return Library(
-        lambda x: kernels.f4_unpacked_to_f32(kernels.f32_to_f4_unpacked(x)),
-        quantiser,
-    )
-
-
-def fouroversix() -> Library:
-    with shells("fouroversix", "quantize", "quantize.pytorch"):
-        reference = importlib.import_module("fouroversix.quantize.pytorch.reference")
-    kind, rule = reference.DataType("nvfp4"), reference.ScaleRule("static_6")
-
-    def quantiser(x: Tensor) -> tuple[Tensor, Tensor]:
-        codes, scales, _ = reference.quantize_to_fp4(
-            x, fp4_format=kind, scale_rule=rule, pack_values=False, use_blackwell_scale_layout=False
-        )
-        scales = scales.float().view(-1, 1)
-        return codes.float() * scales, scales.view(-1)
-
-    return Library(reference.fake_quantize_to_e2m1, quantiser)
-
-
-def compressed_tensors() -> Library:
-    quantization = importlib.import_module("compressed_tensors.quantization")
-    forward = importlib.import_module("compressed_tensors.quantization.lifecycle.forward")
-    utils = importlib.import_module("compressed_tensors.quantization.utils")
-    cast = importlib.import_module("compressed_tensors.quantization.quant_args").FP4_E2M1_DATA.cast_to_fp4
-    args = quantization.preset_name_to_scheme("NVFP4", ["Linear"]).input_activations
-
-    def quantiser(x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.float()
-        outer = utils.generate_gparam(*torch.aminmax(x))
-        scale, zero = utils.compute_dynamic_scales_and_zp(x, args, torch.nn.Identity(), global_scale=outer)
-        codes = forward.quantize(x, scale, zero, args, global_scale=outer)
-        scales = scale.float().view(-1, 1)
-        return codes.float() * scales, scales.view(-1)
-
-    return Library(cast, quantiser)
-
-
-def modelopt() -> Library:
-    tensors = importlib.import_module("modelopt.torch.quantization.qtensor").NVFP4QTensor
-    values = torch.tensor([*(v := [0, 0.5, 1, 1.5, 2, 3, 4, 6]), *(-z for z in v)])
-
-    def quantiser(x: Tensor) -> tuple[Tensor, Tensor]:
-        q, scale, _ = tensors.quantize(x, 16)
-        packed = q._quantized_data
-        codes = values[torch.stack((packed & 15, packed >> 4), dim=-1).view(x.shape).int()]
-        scales = scale.float().view(-1, 1)
+        x = x.float() if library == "compressed_tensors" else x  # which computes scales in the type of x
+        got = read(cast(x), *x.shape, Quant())
+        codes, scales = present(got.codes), present(got.scales)
         return codes * scales, scales.view(-1)
 
-    return Library(lambda x: values[tensors._cast_fp4(x.clone()).int()], quantiser)
+    return quantiser
 
 
-LIBRARIES: dict[str, tuple[str, Callable[[], Library]]] = {
-    "ml_dtypes": ("ml_dtypes", ml_dtypes),
-    "torchao": ("torchao", torchao),
-    "fouroversix": ("fouroversix", fouroversix),
-    "transformer_engine": ("transformer_engine", transformer_engine),
-    "compressed-tensors": ("compressed-tensors", compressed_tensors),
-    "nvidia-modelopt": ("nvidia-modelopt", modelopt),
-    "gfloat": ("gfloat", gfloat),
+def transformer_engine() -> Codes:
+    te = te_reference().nvfp4
+    return lambda x: te.cast_from_fp4x2(te.cast_to_fp4x2(x.view(1, -1)), torch.float32).view(-1)
+
+
+def ml_dtypes() -> Codes:
+    kind = importlib.import_module("ml_dtypes").float4_e2m1fn
+    return lambda x: torch.from_numpy(x.numpy().astype(kind).astype(np.float32))
+
+
+def gfloat() -> Codes:
+    gf, formats = importlib.import_module("gfloat"), importlib.import_module("gfloat.formats")
+    cast = partial(gf.round_ndarray, formats.format_info_ocp_e2m1, rnd=gf.RoundMode.TiesToEven, sat=True)
+    return lambda x: torch.from_numpy(cast(x.double().numpy()))
+
+
+def torchao() -> Codes:
+    with quiet():
+        kernels = importlib.import_module("torchao.prototype.mx_formats.kernels")
+    return lambda x: kernels.f4_unpacked_to_f32(kernels.f32_to_f4_unpacked(x))
+
+
+def fouroversix() -> Codes:
+    with shells("fouroversix", "quantize", "quantize.pytorch"):
+        return importlib.import_module("fouroversix.quantize.pytorch.reference").fake_quantize_to_e2m1
+
+
+def compressed_tensors() -> Codes:
+    return importlib.import_module("compressed_tensors.quantization.quant_args").FP4_E2M1_DATA.cast_to_fp4
+
+
+def modelopt() -> Codes:
+    tensors = importlib.import_module("modelopt.torch.quantization.qtensor").NVFP4QTensor
+    values = torch.tensor([*(v := [0, 0.5, 1, 1.5, 2, 3, 4, 6]), *(-z for z in v)])
+    return lambda x: values[tensors._cast_fp4(x.clone()).int()]
+
+
+LIBRARIES: dict[str, Callable[[], Codes]] = {
+    "ml_dtypes": ml_dtypes,
+    "torchao": torchao,
+    "fouroversix": fouroversix,
+    "transformer_engine": transformer_engine,
+    "compressed_tensors": compressed_tensors,
+    "modelopt": modelopt,
+    "gfloat": gfloat,
 }
-"""Package and its casts, by name."""
+"""Casts to E2M1 by the name under which each package is imported."""
 
 
 # --- the enumerations -----------------------------------------------------------------------------
@@ -235,19 +197,24 @@ def every_element(quantiser: Quantiser, outer: int) -> Tally:
     return tally
 
 
+def installed(name: str) -> str | None:
+    """Return the installed version of a library, or None; imports nothing."""
+    return SUBJECTS[name].version if name in SUBJECTS else version(name)
+
+
 def enumerated(name: str, quick: bool) -> list[list[object]]:
     """Return the rows of a library, counting what its record lacks; `quick` takes one chunk of each."""
-    package, build = LIBRARIES[name]
-    library, version = build(), peers.version(package)
-    record = Record(root() / "exhaustive" / f"{name}-{version}{'-quick' if quick else ''}.json")
+    codes, release = LIBRARIES[name](), installed(name)
+    record = Record(root() / "exhaustive" / f"{name}-{release}{'-quick' if quick else ''}.json")
     signs = (0,) if quick else (0, 1 << 31)
     starts = [sign + first for sign in signs for first in range(0, 0x7F800000, CHUNK)]
-    parts = {"codes": {f"{start:#010x}": partial(every_code, library.codes, start) for start in starts}}
-    if library.quantiser:
+    parts = {"codes": {f"{start:#010x}": partial(every_code, codes, start) for start in starts}}
+    if name in SUBJECTS and "nvfp4" in SUBJECTS[name].recipes:
+        quantiser = nvfp4(name)
         counts = {
-            "scales": partial(every_scale, library.quantiser, False),
-            "zero scales": partial(every_scale, library.quantiser, True),
-            "elements": partial(every_element, library.quantiser),
+            "scales": partial(every_scale, quantiser, False),
+            "zero scales": partial(every_scale, quantiser, True),
+            "elements": partial(every_element, quantiser),
         }
         for part, count in counts.items():
             parts[part] = {f"{outer:#06x}": partial(count, outer) for outer in OUTERS}
@@ -257,7 +224,7 @@ def enumerated(name: str, quick: bool) -> list[list[object]]:
             names = ["0x3f000000"] if quick and part == "codes" else [*chunks][: 1 if quick else None]
             tally = sum((record.of(part, chunk, chunks[chunk]) for chunk in names), Tally(0))
             rows.append(
-                [name, version, part, tally.cases, tally.differences, round(tally.seconds, 1), tally.first]
+                [name, release, part, tally.cases, tally.differences, round(tally.seconds, 1), tally.first]
             )
     return rows
 
@@ -274,11 +241,9 @@ def main() -> None:
         parser.error(f"no such library: {', '.join(unknown)}; there are {', '.join(LIBRARIES)}")
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    table: list[list[object]] = [
-        ["library", "version", "enumeration", "cases", "differences", "cpu_seconds", "first"]
-    ]
+    table: list[list[object]] = [[*COLUMNS]]
     for name in options.libraries or LIBRARIES:
-        if peers.version(LIBRARIES[name][0]) is None:
+        if installed(name) is None:
             print(f"{name}: not installed", file=sys.stderr)
             continue
         for row in enumerated(name, options.quick):
