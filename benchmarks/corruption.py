@@ -25,6 +25,7 @@ import os
 import re
 import shutil
 import signal
+import sqlite3
 import sys
 import time
 import traceback
@@ -52,6 +53,9 @@ TELEMETRY = {"log": 5, "checkpoint": 0.02}
 GRID = {"cooldown": [0, 0.25], "rht": [True, False]}
 SPACE = {"rht": [True, False], "workload.lr": {"uniform": [1e-4, 1e-2], "log": True}}
 SEARCH = {"ablate": SPACE, "search": {"sampler": "tpe", "trials": 6}}
+DEFECTS = (ArithmeticError, AssertionError, AttributeError, LookupError, OSError, RuntimeError)
+DEFECTS += (TypeError, sqlite3.Error)
+"""Errors of our own code when it reads what it should have refused."""
 DRAWN = ("no member", "a member", "no trial folder")
 """Beginnings of findings that follow from other points: a search that continues earlier draws others."""
 SECONDS = 180
@@ -180,7 +184,7 @@ def readers(place: Place) -> Iterator[tuple[str, int, str]]:
         yield "reports.open", 2, str(error)
     except TimeoutError:
         raise
-    except Exception:
+    except DEFECTS:
         yield "reports.open", 99, traceback.format_exc()
 
 

@@ -131,8 +131,8 @@ def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
 # --- printing -------------------------------------------------------------------------------------
 
 
-def print_row(screen: Screen, row: "Row", whole: bool = True, known: bool = False) -> None:
-    """Print one property in a line, and below it what differs; the first block if `whole`.
+def print_row(screen: Screen, row: "Row", known: bool = False) -> None:
+    """Print one property in a line, and below it what differs, with the first block.
 
     A row whose fault is `known` from one above says so in a line.
     """
@@ -151,7 +151,7 @@ def print_row(screen: Screen, row: "Row", whole: bool = True, known: bool = Fals
     if row.detail and row.outcome != "pass":
         _indented(screen, row.detail)
     if row.outcome == "fail":
-        if row.block is not None and whole:
+        if row.block is not None:
             _print_block(screen, row.block)
         if row.fault:
             _indented(screen, f"likely fault: {row.fault}", "bold")

@@ -15,6 +15,8 @@ from ablate.results.paired_stats import Difference
 
 _HEIGHT = 26
 """Height of a drawn interval in CSS pixels."""
+_TICKS = 6
+"""Largest number of round numbers on an axis."""
 _WIDEST = 3.0
 """Half-widths beyond this multiple of the median are cut off with an arrow, so that they do not flatten the
 others."""
@@ -38,10 +40,10 @@ def mark(x: float, y: float, kind: str, path: str = "") -> str:
     return f'<svg x="{x:.2f}%" y="{y:g}" overflow="visible"><path class="mean" d="{path}"/></svg>'
 
 
-def round_numbers(low: float, high: float, most: int = 6) -> list[tuple[float, str]]:
-    """Return round numbers within bounds, at most about `most`, each with its text."""
-    step = 10 ** math.floor(math.log10((high - low) / most))
-    step = next(s for s in (step, 2 * step, 5 * step, 10 * step) if (high - low) / s <= most)
+def round_numbers(low: float, high: float) -> list[tuple[float, str]]:
+    """Return round numbers within bounds, at most about `_TICKS`, each with its text."""
+    step = 10 ** math.floor(math.log10((high - low) / _TICKS))
+    step = next(s for s in (step, 2 * step, 5 * step, 10 * step) if (high - low) / s <= _TICKS)
     decimals = max(0, -math.floor(math.log10(step)))
     numbers = range(math.ceil(low / step), math.floor(high / step) + 1)
     return [(n * step, minus(f"{n * step:+.{decimals}f}") if n else "0") for n in numbers]

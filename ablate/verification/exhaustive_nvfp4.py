@@ -290,12 +290,12 @@ def _scales(outers: range) -> Tally:
     return tally
 
 
-def _every_fp32(start: int, count: int = _FP32_A_CHUNK) -> Tally:
+def _every_fp32(start: int) -> Tally:
     """Enumerate the codes of finite fp32 numbers from these bits on."""
     amax, scale = _ONE
     top = float(cast_oracle.FLT_MAX)
     quant = form(amax, present(cast_oracle.forced_headroom(scale, amax, top)), False)
-    stop = min(start + count, (start & 0x80000000) + 0x7F800000)
+    stop = min(start + _FP32_A_CHUNK, (start & 0x80000000) + 0x7F800000)
     tally = Tally(stop - start)
     for number, first in enumerate(range(start, stop, 15 * BLOCKS)):
         patterns = range(first, min(first + 15 * BLOCKS, stop))

@@ -392,9 +392,9 @@ def log_axis(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def best_of(shown: int, total: int, what: str = "arms") -> str:
+def best_of(shown: int, total: int) -> str:
     """Return a note on how many are drawn; empty if all are."""
-    return "" if shown == total else f"The best {shown} of {total:,} {what}, baselines among them."
+    return "" if shown == total else f"The best {shown} of {total:,} arms, baselines among them."
 
 
 def better(minimize: bool) -> str:

@@ -53,16 +53,15 @@ def of(table: pd.DataFrame, metric: str) -> pd.DataFrame:
     return chosen(table, lambda name: name == parse(metric))
 
 
-def errors_of_slots(table: pd.DataFrame, errors: Collection[str], column: str = "error") -> pd.DataFrame:
-    """Return the rows of operand slots' errors, means over layers, with the slot and, in `column`, the
-    error."""
+def errors_of_slots(table: pd.DataFrame, errors: Collection[str]) -> pd.DataFrame:
+    """Return the rows of operand slots' errors, means over layers, with the slot and the error."""
 
     def wanted(name: Name) -> bool:
         return (
             name.family == "quant" and name.slot is not None and name.layer is None and name.metric in errors
         )
 
-    return chosen(table, wanted, **{"slot": "slot", column: "metric"})
+    return chosen(table, wanted, slot="slot", error="metric")
 
 
 def arms(selected: pd.DataFrame, metric: Metric) -> tuple[list[str], int]:
@@ -129,9 +128,9 @@ def long_enough(lines: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
     return lines[lines.groupby(list(by), sort=False)["step"].transform("nunique") >= FEWEST_POINTS]
 
 
-def thinned(lines: pd.DataFrame, by: Sequence[str], most: int = _MOST_POINTS) -> pd.DataFrame:
-    """Return at most about `most` rows of each group at equal distances, and its last row."""
+def thinned(lines: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
+    """Return at most about `_MOST_POINTS` rows of each group at equal distances, and its last row."""
     position, size = (
         lines.groupby(list(by), sort=False)["step"].transform(how) for how in ("cumcount", "size")
     )
-    return lines[(position % np.ceil(size / most) == 0) | (position == size - 1)]
+    return lines[(position % np.ceil(size / _MOST_POINTS) == 0) | (position == size - 1)]

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 from ablate.cache import digest, key_of, remembered
 from ablate.errors import redact
@@ -40,17 +41,18 @@ def version(dataset: str, revision: str | None, instead: str) -> str:
     )
 
 
-def tokenizer_commit(name: str, instead: str) -> str:
-    """Return the commit of a tokeniser on the hub, cached after the first request.
+def commit_of(kind: Literal["tokenizer", "model"], name: str, instead: str) -> str:
+    """Return the commit of a model or its tokeniser on the hub, cached after the first request.
 
     Args:
+        kind: which of the two.
         name: name of a model on the hub.
         instead: clause for an error's message: the alternatives without a network.
 
     Raises:
         OSError: the hub cannot be reached, or has no such model.
     """
-    return remembered(key_of("tokenizer", name), lambda: latest_commit("tokenizer", name, None, instead))
+    return remembered(key_of(kind, name), lambda: latest_commit(kind, name, None, instead))
 
 
 def tokenizer_file(name: str, instead: str) -> Path:
@@ -63,24 +65,11 @@ def tokenizer_file(name: str, instead: str) -> Path:
     Raises:
         OSError: the file cannot be fetched.
     """
-    commit = tokenizer_commit(name, instead)
+    commit = commit_of("tokenizer", name, instead)
     with _as_os_error(f"tokenizer {name}: its tokenizer.json cannot be fetched"):
         from huggingface_hub import hf_hub_download
 
         return Path(hf_hub_download(name, "tokenizer.json", revision=commit))
-
-
-def model_commit(name: str, instead: str) -> str:
-    """Return the commit of a model on the hub, cached after the first request.
-
-    Args:
-        name: name of a model on the hub.
-        instead: clause for an error's message: the alternatives without a network.
-
-    Raises:
-        OSError: the hub cannot be reached, or has no such model.
-    """
-    return remembered(key_of("model", name), lambda: latest_commit("model", name, None, instead))
 
 
 def rows(

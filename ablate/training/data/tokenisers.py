@@ -13,7 +13,7 @@ import numpy as np
 
 from ablate.cache import digest
 from ablate.training.data.documents import Piece
-from ablate.training.data.hub import tokenizer_commit, tokenizer_file
+from ablate.training.data.hub import commit_of, tokenizer_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -96,7 +96,7 @@ def identity(word: str) -> str:
         case "file":
             return digest([_path(word)])
         case "hub":
-            return f"{word}@{tokenizer_commit(word, _INSTEAD)}"
+            return f"{word}@{commit_of('tokenizer', word, _INSTEAD)}"
     return word
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ablate.cache import digest
 from ablate.recipes.layers import Layer
-from ablate.training.data.hub import model_commit
+from ablate.training.data.hub import commit_of
 
 ModelSource = str | Mapping[str, object]
 """A folder, a config.json, a name on the hub; or a configuration's fields, `model_type` among them."""
@@ -48,7 +48,7 @@ def resolve(source: str) -> tuple[Path | None, str | None]:
         return path, None
     if source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise OSError(f"model {source}: no such folder or file; {HINT}")
-    return None, model_commit(source, HINT)
+    return None, commit_of("model", source, HINT)
 
 
 def fingerprint(source: ModelSource) -> str:
