@@ -161,10 +161,11 @@ def test_a_plan_counts_the_layers_of_arms_with_a_layer_policy(tmp_path):
     )
     assert len(found) == 5  # all but the arm without any
     counts = [
-        sorted(int(line.partition(" of 12 layers")[0].rpartition(" ")[2]) for line in lines)
+        sorted(int(line.partition(" of 12 layers")[0].rpartition(" ")[2]) for line in lines[:-1])
         for lines in found.values()
     ]
     assert sorted(counts) == [[2, 4, 6], [2, 4, 6], [2, 10], [2, 10], [4, 8]]
+    assert all(lines[-1].endswith("% of these layers' FLOPs in FP4") for lines in found.values())
 
 
 def test_arms_whose_policies_select_alike_are_told_together(tmp_path):

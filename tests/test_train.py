@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.cells import fp4_share
 from ablate.recipes.recipe import OsciReset, Phase, QEma, QRamping, Run, Weights
 from ablate.training.data import open_corpus
 from ablate.training.data.batches import training_batch
@@ -477,6 +478,7 @@ def test_wsd_without_a_fall_stays_at_its_peak():
 
 SHARES = {
     "nothing": ("bf16", {}, 0.0),
+    "all but the layers of attention": ("nvfp4", {"layers": {"rules": [{"match": "*.attention.*"}]}}, 9 / 13),
     "everything": ("nvfp4", {}, 1.0),
     "two of four blocks": ("nvfp4", {"layers": {"skip_first": 1, "skip_last": 1}}, 1 / 2),
     "six of ten steps": ("nvfp4", {"schedule": [{"start": "fraction:0.6"}]}, 6 / 10),
@@ -500,6 +502,8 @@ def test_the_last_record_has_the_share_of_the_linear_layers_flops_that_were_fp4(
     recipe = Recipe.model_validate(PRESETS[preset]().model_dump() | changes)
     records = train(gpt(shards, layers=4, steps=10), recipe)
     assert column(records, "flops/fp4_share") == {10: pytest.approx(share, rel=1e-12)}
+    if not recipe.schedule:
+        assert fp4_share(recipe, gpt(shards, layers=4).linear_layers) == pytest.approx(share, rel=1e-12)
 
 
 # --- options of real runs -------------------------------------------------------------------------

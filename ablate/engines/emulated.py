@@ -407,11 +407,15 @@ class Engine:
 
 
 def described(model: nn.Module, names: Iterable[str], block: BlockOf = block_name) -> tuple[Layer, ...]:
-    """Return name, block and surrounding classes of the layers of these names, which layer rules match.
+    """Return name, block, surrounding classes and size of the layers of these names, which layer rules match.
 
     ValueError for a layer that `block` finds in no block.
     """
-    return located({name: _classes(model, name) for name in names}, block)
+    return located(
+        {name: _classes(model, name) for name in names},
+        block,
+        lambda name: model.get_submodule(name).weight.numel(),
+    )
 
 
 def _classes(model: nn.Module, name: str) -> set[str]:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Literal, NamedTuple, get_args
 
-from ablate.recipes.layers import Layer, Match, block_name
+from ablate.recipes.layers import Layer, Match, block_name, blocks_in, select
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Layers, Products, Recipe, Rule
 
 Where = Literal["model", "blocks", "kinds", "layers"]
@@ -95,6 +95,8 @@ def within(recipe: Recipe, layers: Sequence[Layer], cells: Iterable[Cell]) -> Re
     for cell in cells:
         for name in cell.layers:
             wanted[name] |= set(cell.slots)
+    if _whole(recipe, layers, wanted):
+        return recipe
     groups: dict[Products | None, list[Layer]] = {}
     for placed in recipe.placements(layers):
         for layer in placed.layers:
@@ -102,44 +104,94 @@ def within(recipe: Recipe, layers: Sequence[Layer], cells: Iterable[Cell]) -> Re
                 [slot for slot in SLOTS if slot not in wanted[layer.name]], Products()
             )
             groups.setdefault(None if products is None or products.plain else products, []).append(layer)
-    if _whole(recipe, layers, wanted):
-        return recipe
-    rest = groups.pop(None, None)
-    rules = [
-        Rule(match=match, use=products)
-        for products, members in groups.items()
-        for match in _matches(members, layers)
-    ]
-    if rest:
-        rules.append(Rule(match=Match(name="*"), use=None))
-    return recipe.model_copy(update={"layers": Layers(rules=tuple(rules))})
+    return recipe.model_copy(update={"layers": _shortest(groups, recipe.products, layers)})
 
 
 def _whole(recipe: Recipe, layers: Sequence[Layer], wanted: Mapping[str, Collection[str]]) -> bool:
     return all(slots <= set(wanted[name]) for name, slots in _quantised(recipe, layers).items())
 
 
+def _shortest(
+    groups: Mapping[Products | None, Sequence[Layer]], own: Products, layers: Sequence[Layer]
+) -> Layers:
+    """Return the shortest choice of layers that gives each group its products: counts, if high precision is
+    at the ends of a model alone, which more training stacks take; else rules.
+
+    Args:
+        groups: The layers by their products; None: high precision.
+        own: The recipe's own products, which layers have that nothing selects.
+        layers: All layers of the model.
+    """
+    plain, blocks = {layer.block for layer in groups.get(None, ())}, blocks_in(layers)
+    first = next(block for block in range(blocks + 1) if block not in plain)
+    last = next(block for block in range(blocks + 1) if blocks - 1 - block not in plain)
+    counts = Layers(skip_first=first, skip_last=last) if first < blocks else Layers(skip_last=blocks)
+    counted = {layer.name for layer in layers if not counts.quantises(layer.block, blocks)}
+    if {*groups} <= {own, None} and counted == {layer.name for layer in groups.get(None, ())}:
+        return counts
+    found = []
+    for rest in (None, own):
+        selected = [
+            Rule(match=match, use=products)
+            for products, members in groups.items()
+            if products != rest
+            for match in _matches(members, layers)
+        ]
+        everything = [Rule(match=Match(name="*"), use=None)] if rest is None and None in groups else []
+        found.append(Layers(rules=(*selected, *everything)))
+    return min(found, key=lambda each: len(each.rules))
+
+
 def _matches(members: Sequence[Layer], layers: Sequence[Layer]) -> list[Match]:
-    """Return the shortest of three spellings that select these layers alone: blocks, kinds, names."""
+    """Return few selections that together select these layers alone: each time the one that selects most of
+    the rest, among runs of blocks, kinds of layers, kinds in runs of blocks, and names."""
     names = {layer.name for layer in members}
-    blocks = sorted({layer.block for layer in members})
-    if names == {layer.name for layer in layers if layer.block in blocks}:
-        firsts = [block for block in blocks if block - 1 not in blocks]
-        lasts = [block for block in blocks if block + 1 not in blocks]
-        return [Match(blocks=f"{first}-{last}") for first, last in zip(firsts, lasts, strict=True)]
-    kinds = dict.fromkeys(map(kind, members))
-    globs = [f"*.{each}" for each in kinds]
-    if (
-        names == {layer.name for layer in layers if kind(layer) in kinds}
-        and _selected(globs, layers) == names
-    ):
-        return [Match(name=glob) for glob in globs]
-    return [Match(name=layer.name) for layer in members]
+    whole = {layer.block for layer in layers} - {layer.block for layer in layers if layer.name not in names}
+    kinds: dict[str, set[int]] = {}
+    for layer in members:
+        kinds.setdefault(f"*.{kind(layer)}", set()).add(layer.block)
+    candidates: list[Match] = [
+        *(Match(blocks=span) for span in _spans(whole)),
+        *(Match(name=glob) for glob in kinds),
+        *(Match(blocks=span, name=glob) for glob, blocks in kinds.items() for span in _spans(blocks)),
+        *(Match(name=layer.name) for layer in members),
+    ]
+    selecting = [(match, {layer.name for layer in select(match, layers).layers}) for match in candidates]
+    selecting = [(match, selected) for match, selected in selecting if selected and selected <= names]
+    chosen: list[Match] = []
+    while names:
+        match, selected = max(selecting, key=lambda each: len(each[1] & names))
+        chosen.append(match)
+        names = names - selected
+    return chosen
 
 
-def _selected(globs: Collection[str], layers: Sequence[Layer]) -> set[str]:
-    return {layer.name for layer in layers if any(layer.name.endswith(glob[1:]) for glob in globs)}
+def _spans(blocks: Collection[int]) -> list[str]:
+    """Return the runs of consecutive numbers of blocks, as rules spell them."""
+    firsts = (block for block in sorted(blocks) if block - 1 not in blocks)
+    lasts = (block for block in sorted(blocks) if block + 1 not in blocks)
+    return [f"{first}-{last}" for first, last in zip(firsts, lasts, strict=True)]
 
 
-WHERE: tuple[str, ...] = get_args(Where)
-WHAT: tuple[str, ...] = get_args(What)
+def fp4_share(recipe: Recipe, layers: Sequence[Layer]) -> float:
+    """Return the share of the layers' FLOPs in FP4, in [0, 1], in a step without phases: a product counts if
+    both of its operands have four bits.
+
+    The FLOPs of a product are proportional to the elements of the layer's weight. All weights count as
+    trained.
+
+    Args:
+        recipe: The recipe.
+        layers: All layers of the model, with their sizes.
+    """
+    total = sum(layer.weights for layer in layers)
+    fp4 = sum(
+        sum(layer.weights for layer in placed.layers) * number / products
+        for placed in recipe.placements(layers)
+        for number, products in [(placed.products or Products()).fp4()]
+    )
+    return fp4 / total if total else 0.0
+
+
+WHERE: tuple[Where, ...] = get_args(Where)
+WHAT: tuple[What, ...] = get_args(What)

@@ -44,10 +44,14 @@ class Layer(NamedTuple):
     """Number of its block, counted through the whole model: a decoder's go on from the encoder's."""
     classes: frozenset[str]
     """Class names of the modules around it, and `Linear`."""
+    weights: int = 0
+    """Elements of its weight, to which the FLOPs of each of its products are proportional; 0: not known."""
 
 
 def located(
-    classes: Mapping[str, Iterable[str]], block_of_layer: Callable[[str], str | None] | None = None
+    classes: Mapping[str, Iterable[str]],
+    block_of_layer: Callable[[str], str | None] | None = None,
+    weights: Callable[[str], int] = lambda name: 0,
 ) -> tuple[Layer, ...]:
     """Return the layers of a model, in its order, from the classes around each layer.
 
@@ -55,6 +59,7 @@ def located(
         classes: class names of the modules around each layer, keyed by the layer's name.
         block_of_layer: returns the name of the block that a layer lies in, None for none; by default
             `block_name`, which reads it from the layer's name.
+        weights: returns the number of elements of a layer's weight, by its name.
 
     Raises:
         ValueError: a layer is in no block.
@@ -65,7 +70,7 @@ def located(
         block = (block_of_layer or block_name)(name)
         if block is None:
             raise ValueError(f"{name} is in no numbered block")
-        layers.append(Layer(name, numbers.setdefault(block, len(numbers)), frozenset(around)))
+        layers.append(Layer(name, numbers.setdefault(block, len(numbers)), frozenset(around), weights(name)))
     return tuple(layers)
 
 

@@ -7,6 +7,7 @@ from ablate.files import Json
 from ablate.numerics.choices import CANDIDATES, GEMM_OUTPUTS
 from ablate.numerics.own import Own, identified, shown
 from ablate.numerics.spec import Quant
+from ablate.recipes.cells import fp4_share
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Dgrad, Fprop, Products, Recipe, Wgrad
 
@@ -106,7 +107,8 @@ def used(products: Products | None) -> str:
 
 
 def placements(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
-    """Yield one line for each part of a recipe that selects layers: their number and what they use."""
+    """Yield one line for each part of a recipe that selects layers, their number and what they use; then the
+    share of FLOPs in FP4, if there is any."""
     counts = recipe.layers.model_dump(exclude={"rules"}, exclude_defaults=True)
     for decider, products, selected in recipe.placements(layers):
         if isinstance(decider, int):
@@ -120,6 +122,8 @@ def placements(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
         yield f"{what}: {len(selected)} of {len(layers)} layers" + (
             "" if decider == "own" else f", {used(products)}"
         )
+    if share := fp4_share(recipe, layers):
+        yield f"{100 * share:.3g} % of these layers' FLOPs in FP4"
 
 
 def differences(

@@ -48,13 +48,26 @@ def test_all_cells_together_are_the_recipe_itself():
 
 
 @pytest.mark.parametrize(("rules", "where", "names"), [
-    (2, "blocks", ["block 1"]), (2, "kinds", ["mlp.up"]), (2, "blocks", ["block 0", "block 1"]),
-    (3, "blocks", ["block 0", "block 2"]), (3, "layers", ["blocks.0.mlp.up", "blocks.1.attn.qkv"]),
+    (0, "blocks", ["block 1"]), (2, "kinds", ["mlp.up"]), (0, "blocks", ["block 0", "block 1"]),
+    (2, "blocks", ["block 0", "block 2"]), (3, "layers", ["blocks.0.mlp.up", "blocks.1.attn.qkv"]),
+    (1, "kinds", ["mlp.up", "mlp.down", "attn.proj"]), (2, "layers", ["blocks.0.mlp.up", "blocks.1.mlp.up"]),
 ])  # fmt: skip
 def test_layers_are_selected_by_the_shortest_rules(rules, where, names):
+    """Without any, where only whole blocks at the ends stay in high precision."""
     recipe = PRESETS["nvfp4"]()
     cells = grid(recipe, LAYERS, where, "recipe")
-    assert len(within(recipe, LAYERS, [cells[name] for name in names]).layers.rules) == rules
+    inside = within(recipe, LAYERS, [cells[name] for name in names])
+    assert len(inside.layers.rules) == rules
+    assert quantised(inside) == pairs(cells[name] for name in names)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_choice_of_layers_has_rules_for_it_alone(seed):
+    recipe, draw = PRESETS["nvfp4"](), random.Random(seed)
+    chosen = draw.sample(LAYERS, draw.randint(1, len(LAYERS)))
+    inside = within(recipe, LAYERS, [Cell(tuple(layer.name for layer in chosen), SLOTS)])
+    assert quantised(inside) == {(layer.name, slot) for layer in chosen for slot in SLOTS}
+    assert len(inside.layers.rules) <= min(len(chosen) + 1, len(LAYERS) - len(chosen))
 
 
 def test_a_lost_forward_copy_becomes_a_cast_of_the_original():

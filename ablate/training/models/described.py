@@ -17,7 +17,7 @@ _MOST = {"layer": 1024, "block": 1024, "expert": 4096}
 """Largest values of configuration fields whose names contain these words: numbers of modules to build."""
 _LARGEST = 1 << 40
 """Largest value of any other field."""
-_VERSION = 1
+_VERSION = 2
 """Raise by hand when the same model would have another outline."""
 
 
@@ -71,7 +71,9 @@ def _outline(source: str, vocab: int | None) -> Outline:
             raise ValueError(f"transformers cannot describe this model: {reason}") from None
 
     layers, *rest = json.loads(remembered(key, make))
-    return Outline(tuple(Layer(name, block, frozenset(classes)) for name, block, classes in layers), *rest)
+    return Outline(
+        tuple(Layer(name, block, frozenset(classes), size) for name, block, classes, size in layers), *rest
+    )
 
 
 def matching(patterns: Sequence[str], layers: Sequence[str]) -> list[str]:

@@ -80,8 +80,16 @@ class Gpt(TextWorkload):
                 f"blocks.{block}.{name}": classes
                 for block in range(self.layers)
                 for name, classes in around.items()
-            }
+            },
+            weights=lambda name: self.width * self._features[name.split(".", 2)[2]],
         )
+
+    @property
+    def _features(self) -> dict[str, int]:
+        """Return the number of input or output features of each layer that is not the model's width."""
+        keys = (self.kv_heads or self.heads) * (self.width // self.heads)
+        up = (2 if self.mlp == "swiglu" else 1) * self.hidden_width
+        return dict(zip(_LINEARS, (self.width + 2 * keys, self.width, up, self.hidden_width), strict=True))
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -161,9 +169,7 @@ class Gpt(TextWorkload):
         """Return the number of weights in the blocks' matrices; of all weights of a `transformers` model."""
         if outline := self.outline:
             return outline.parameters
-        kv = (self.kv_heads or self.heads) * (self.width // self.heads)
-        up = (2 if self.mlp == "swiglu" else 1) * self.hidden_width
-        return self.layers * self.width * (2 * self.width + 2 * kv + up + self.hidden_width)
+        return self.layers * self.width * sum(self._features.values())
 
     def cost(self, quantised: bool) -> float:
         """Return rough seconds of one trial on one CPU core."""

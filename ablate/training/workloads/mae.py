@@ -53,6 +53,10 @@ class Stack(Spec):
         """Return the MLP's width, computed from the width if it is null."""
         return 4 * self.width if self.hidden is None else self.hidden
 
+    def weights(self, name: str) -> int:
+        """Return the number of elements of a layer's weight."""
+        return self.width * (self.hidden_width if ".mlp." in name else self.width)
+
     @property
     def parameters(self) -> int:
         """Return the number of weights in the blocks' matrices."""
@@ -140,18 +144,19 @@ class Mae(Trained):
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
         """Return the layers that a recipe applies to: the encoder's, then the decoder's."""
-        stacks = (
-            ("vit.layers", "ViTMAEModel", self.layers),
-            ("decoder.decoder_layers", "ViTMAEDecoder", self.decoder.layers),
-        )
+        stacks = {
+            "vit.layers": ("ViTMAEModel", self.encoder),
+            "decoder.decoder_layers": ("ViTMAEDecoder", self.decoder),
+        }
         kinds = {"attention": "ViTMAEAttention", "mlp": "ViTMAEMLP"}
         return located(
             {
                 f"{stack}.{block}.{name}": {*_AROUND, half, kinds[name.partition(".")[0]]}
-                for stack, half, count in stacks
-                for block in range(count)
+                for stack, (half, shape) in stacks.items()
+                for block in range(shape.layers)
                 for name in _LINEARS
-            }
+            },
+            weights=lambda name: stacks[".".join(name.split(".")[:2])][1].weights(name),
         )
 
     @property
