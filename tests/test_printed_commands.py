@@ -51,6 +51,7 @@ VERBS = {
     "ablate judge": "test_judge.py",
     "ablate plan": "test_commands.py",
     "ablate rebuild": "test_rebuild.py",
+    "ablate recipe assign": "test_assignment.py",
     "ablate recipe audit": "test_recipe_targets.py",
     "ablate recipe diff": "test_recipe_command.py",
     "ablate recipe export": "test_recipe_targets.py",

@@ -158,10 +158,10 @@ def test_the_layers_of_a_model_are_counted_by_what_decides_about_them(turned, ex
     layers = layers_of(model, recipe)
     assert [(placement.decider, len(placement.layers)) for placement in recipe.placements(layers)] == expected
     lines = list(placements(recipe, layers))
-    assert [f": {count} of 14 layers" in line for line, (_, count) in zip(lines, expected, strict=True)] == [
-        True
-    ] * len(expected)
-    assert [line.endswith("high precision") for line in lines] == [
+    assert [
+        f": {count} of 14 layers" in line for line, (_, count) in zip(lines[:-1], expected, strict=True)
+    ] == [True] * len(expected)
+    assert [line.endswith("high precision") for line in lines[:-1]] == [
         decider != "own" for decider, _ in expected
     ]
 

@@ -1,4 +1,4 @@
-"""`ablate recipe show` and `diff`: recipes as three products with six operands. Without torch.
+"""`ablate recipe show`, `diff` and `assign`: recipes as three products with six operands. Without torch.
 
 What `show --yaml` and `--json` print are recipe files, which `show`, `diff` and experiments read back.
 """
@@ -8,19 +8,20 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import console
+from ablate.cli.common import console, program
 from ablate.cli.option_groups import App
 from ablate.cli.options import Flags
 from ablate.errors import InputError
 from ablate.experiment import recipe_source
 from ablate.experiment.arms import RECIPE_FILES, KnobError, StartingPoint
+from ablate.experiment.load import load
 from ablate.experiment.yaml_document import as_text, scalar
 from ablate.numerics.own import shown
 from ablate.numerics.spec import Quant, own_words
@@ -41,7 +42,7 @@ from ablate.store.named_arms import members_of
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 app = App(
-    help="Show a recipe, diff two, export one to a training stack, import one from it, or audit a job's.",
+    help="Show a recipe, diff two, export one to a training stack, import one, audit a job's, assign layers.",
     no_args_is_help=True,
 )
 
@@ -154,6 +155,61 @@ def print_differences(
     for path, *values in changes:
         table.add_row(path, *map(Text, values))
     screen.print(table)
+
+
+@app.command()
+def assign(
+    source: Annotated[
+        Path, typer.Argument(metavar="MAP", help="CSV or JSON of cells: cell, damage[, times, exponent].")
+    ],
+    file: Annotated[
+        Path, typer.Option("--experiment", "-x", help="Experiment whose recipe and model the map is of.")
+    ],
+    share: Annotated[
+        float | None, typer.Option("--fp4-share", min=0, max=1, help="Least share of the FLOPs in FP4.")
+    ] = None,
+    damage: Annotated[
+        float | None, typer.Option(min=0, help="Largest predicted damage, in the metric's unit.")
+    ] = None,
+    unit: Annotated[
+        Literal["layer", "product"],
+        typer.Option(help="Decide about whole layers, which most training stacks take, or single products."),
+    ] = "layer",
+    out: Annotated[Path, typer.Option("--out", "-o", help="Recipe file to write.")] = Path("assigned.yaml"),
+    beside: Annotated[
+        Path | None,
+        typer.Option("--check", help="Experiment to write, which compares simpler choices."),
+    ] = None,
+) -> None:
+    """Choose the layers that stay in high precision by a map of the damage of each part.
+
+    Predicted damage is the sum over the parts in FP4. A map is noisy, so the choice is a proposal: --check
+    writes an experiment on fresh seeds beside the last layers, both ends and random ones at equal share.
+    """
+    if (share is None) == (damage is None):
+        raise InputError(["give either --fp4-share or --damage"])
+    from ablate.results.assignment import Map, check  # imports scipy
+
+    experiment = load(file)
+    start = experiment.base.arm({})
+    measured = Map.of(source, start.recipe, start.config.linear_layers)
+    best = measured.assign(share, damage, unit)
+    screen, table = console(), _table("in FP4", "damage", "in high precision")
+    for row in sorted({*measured.frontier(unit), best}, key=lambda each: -each.share):
+        kept = ", ".join(row.kept) or "nothing"
+        style = "bold" if row == best else ""
+        table.add_row(f"{row.share:.1%}", f"{row.damage:.2g}", Text(kept), style=style)
+    screen.print(table, "", *(Text(line) for line in placements(best.recipe, measured.layers)), sep="\n")
+    out.write_text(as_text(check.file_of(best.recipe)))
+    screen.print(f"{out}: a recipe file; {program('ablate')} recipe export {out} --to te --model ...")
+    if beside is None:
+        return
+    others = check.controls(measured, best, unit)
+    beside.write_text(check.check_of(experiment, best.recipe, others, best.share))
+    load(beside)
+    for name in {"last layers", "both ends"} - {*others}:
+        screen.print(f"{name}: the same choice")
+    screen.print(f"Predicted, not measured. Check it: {program('ablate')} sweep {beside}")
 
 
 def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recipe:

@@ -1,0 +1,180 @@
+"""Assignments of layers: the programme beside all subsets, maps as files, controls, the command."""
+
+import csv
+import json
+import random
+from itertools import product
+
+import pytest
+from support.commands import here
+
+from ablate.errors import InputError
+from ablate.experiment.load import load
+from ablate.experiment.recipe_source import load as recipe_of
+from ablate.recipes import PRESETS
+from ablate.recipes.cells import fp4_share, grid, within
+from ablate.recipes.layers import located
+from ablate.results.assignment import Map, Measured
+from ablate.results.assignment.check import CLOSE, RANDOM, controls
+
+KINDS = ("attn.qkv", "mlp.up")
+NVFP4 = PRESETS["nvfp4"]()
+LEVELS = [("blocks", "recipe"), ("blocks", "products"), ("kinds", "products"), ("layers", "recipe"),
+          ("kinds", "operands")]  # fmt: skip
+
+
+def model(draw, blocks=3):
+    """Return the layers of a model, of random sizes."""
+    names = {f"blocks.{block}.{kind}": () for block in range(blocks) for kind in KINDS}
+    sizes = {name: draw.randint(1, 9) * 16 for name in names}
+    return located(names, weights=sizes.__getitem__)
+
+
+def together(name, unit):
+    """Return the unit of a cell, read off its name: its layers, and its product if products are decided."""
+    *where, what = name.split() if " " in name else (name, "")
+    if "fprop" not in name and "dgrad" not in name and "wgrad" not in name:
+        return name
+    return " ".join(where) + (f" {what.partition('.')[0]}" if unit == "product" else "")
+
+
+def choices(measured, unit):
+    """Yield (share of FLOPs in FP4, damage) of every choice of units."""
+    groups = {}
+    for cell in measured.cells:
+        groups.setdefault(together(cell.name, unit), []).append(cell)
+    for chosen in product((False, True), repeat=len(groups)):
+        units = [cells for cells, taken in zip(groups.values(), chosen, strict=True) if taken]
+        recipe = within(measured.recipe, measured.layers, [each.cell for cells in units for each in cells])
+        yield (
+            fp4_share(recipe, measured.layers),
+            sum(max(0.0, sum(each.damage for each in cells)) for cells in units),
+        )
+
+
+@pytest.mark.parametrize("unit", ["layer", "product"])
+@pytest.mark.parametrize(("seed", "level"), [*enumerate(LEVELS)])
+def test_no_subset_of_units_is_better(seed, level, unit):
+    draw = random.Random(seed)
+    layers = model(draw)
+    cells = grid(NVFP4, layers, *level)
+    measured = Map(
+        NVFP4, layers, tuple(Measured(name, cell, draw.gauss(1, 1)) for name, cell in cells.items())
+    )
+    possible = list(choices(measured, unit))
+    for _ in range(6):
+        share = draw.random()
+        best = measured.assign(share, unit=unit)
+        assert best.share >= share - 1e-6
+        least = min(damage for part, damage in possible if part >= share - 1e-9)
+        assert best.damage == pytest.approx(least, abs=1e-5)  # of 1: the weight of the share in a tie
+        assert (best.share, best.damage) in [pytest.approx(each) for each in possible]
+        most = draw.random() * 6
+        widest = measured.assign(damage=most, unit=unit)
+        assert widest.damage <= most + 1e-6
+        assert widest.share == pytest.approx(
+            max(part for part, damage in possible if damage <= most), abs=1e-6
+        )
+        assert best.share == pytest.approx(fp4_share(best.recipe, layers))
+
+
+def test_a_frontier_falls_with_its_share():
+    draw = random.Random(3)
+    layers = model(draw, 4)
+    cells = grid(NVFP4, layers, "layers", "recipe")
+    measured = Map(NVFP4, layers, tuple(Measured(name, cell, draw.random()) for name, cell in cells.items()))
+    rows = measured.frontier()
+    assert rows[0].recipe == NVFP4
+    assert [row.share for row in rows] == sorted((row.share for row in rows), reverse=True)
+    assert [row.damage for row in rows] == sorted((row.damage for row in rows), reverse=True)
+
+
+@pytest.mark.parametrize("unit", ["layer", "product"])
+def test_controls_have_the_share_of_the_assignment_and_are_other_choices(unit):
+    draw = random.Random(5)
+    layers = model(draw, 6)
+    cells = grid(NVFP4, layers, "layers", "products")
+    measured = Map(NVFP4, layers, tuple(Measured(name, cell, draw.random()) for name, cell in cells.items()))
+    best = measured.assign(0.6, unit=unit)
+    others = controls(measured, best, unit)
+    assert [name for name in others if name.startswith("random")] == [
+        f"random {n + 1}" for n in range(RANDOM)
+    ]
+    recipes = [best.recipe, *others.values()]
+    assert all(recipe not in recipes[:number] for number, recipe in enumerate(recipes))
+    assert all(
+        abs(fp4_share(others[name], layers) - best.share) <= CLOSE for name in others if "random" in name
+    )
+    kept = {placed.layers for placed in others["last layers"].placements(layers) if placed.products is None}
+    assert layers[-1] in {layer for group in kept for layer in group}
+    assert controls(measured, best, unit) == others
+
+
+def written(path, rows):
+    with path.open("w") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+def test_a_map_is_read_from_a_table_or_from_json_and_scaled_down(tmp_path):
+    layers = model(random.Random(0))
+    rows = [
+        {"cell": "block 0 fprop", "damage": 0.016, "times": 4},
+        {"cell": "block 0 dgrad", "damage": 0.001},
+    ]
+    rows[1] |= {"times": 4, "exponent": 1.5}
+    table = written(tmp_path / "map.csv", [{"exponent": ""} | row for row in rows])
+    (tmp_path / "map.json").write_text(json.dumps(rows))
+    for file in (table, tmp_path / "map.json"):
+        measured = Map.of(file, NVFP4, layers)
+        assert [cell.damage for cell in measured.cells] == pytest.approx([0.001, 0.000125])
+
+
+@pytest.mark.parametrize(("rows", "problem"), [
+    ([{"cell": "block 7", "damage": 1}], "line 2: 'block 7' is not a cell; 'block "),
+    ([{"cell": "block 0", "damage": "nan"}], "line 2: damage must be finite"),
+    ([{"cell": "block 0"}], "line 2: has no field 'damage'"),
+    ([{"cell": "block 0", "damage": 1}, {"cell": "block 0 fprop", "damage": 1}], "overlap in blocks.0"),
+    ([{"cell": "block 0 fprop.x", "damage": 1}], "no cell holds both operands"),
+])  # fmt: skip
+def test_a_map_that_gives_no_programme_is_refused_with_the_line(tmp_path, rows, problem):
+    with pytest.raises(InputError, match=problem):
+        Map.of(written(tmp_path / "map.csv", rows), NVFP4, model(random.Random(0)))
+
+
+def test_the_command_writes_a_recipe_file_and_the_experiment_that_checks_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    experiment = {
+        "schema": 1,
+        "question": "Where?",
+        "workload": {"gpt": {"layers": 4, "width": 32, "heads": 2, "steps": 40}},
+        "recipe": "nvfp4",
+        "ablate": {"rht": [True, False]},
+        "seeds": 2,
+        "design": {"positions": [0.5], "window": 0.1},
+    }
+    (tmp_path / "x.yaml").write_text(json.dumps(experiment))
+    rows = [{"cell": f"block {block}", "damage": damage} for block, damage in enumerate((5, 1, 4, 2))]
+    written(tmp_path / "map.csv", rows)
+    done = here("recipe", "assign", "map.csv", "-x", "x.yaml", "--fp4-share", "0.5", "--check", "check.yaml")
+    assert done.returncode == 0, done.stderr
+    assert "50.0%" in done.stdout
+    recipe = recipe_of(tmp_path / "assigned.yaml")
+    check = load(tmp_path / "check.yaml")
+    layers = check.base.config.linear_layers
+    assert {layer.block for placed in recipe.placements(layers) if placed.products is None
+            for layer in placed.layers} == {0, 2}  # fmt: skip
+    arms = {arm.name: arm for arm in check.arms}
+    assert arms["assignment"].recipe == recipe
+    assert {"last layers", "both ends", "random 5", "bf16", "all in nvfp4"} <= {*arms}
+    assert not {*check.seeds} & {0, 1}
+    assert all(arm.baseline == "assignment" for arm in arms.values() if arm.name != "assignment")
+    exported = here("recipe", "export", "assigned.yaml", "--to", "yaml")
+    assert exported.returncode == 0, exported.stderr
+
+
+@pytest.mark.parametrize("options", [(), ("--fp4-share", "0.5", "--damage", "1")])
+def test_exactly_one_bound_is_given(tmp_path, options):
+    assert here("recipe", "assign", "map.csv", "-x", "x.yaml", *options).returncode == 2
