@@ -18,6 +18,7 @@ import equal_compute
 import fork_designs
 import fork_pool
 import pool_truth
+import sensitivity_proof as proof
 import validity
 
 import ablate
@@ -190,3 +191,79 @@ def test_every_shipped_experiment_that_can_be_forked_is_of_equal_computation(tmp
         forks = experiment.forks(experiment.arms[0])
         assert sum(forks.windows) * len(forks.positions) / experiment.base.config.steps == pytest.approx(1.05)
     assert refused == [("reproductions/late_switch", True)]
+
+
+# --- the proof of maps ----------------------------------------------------------------------------
+
+
+def test_the_proof_begins_with_its_baselines_and_has_every_half_with_its_complement():
+    jobs = proof.design()
+    assert len(set(jobs)) == len(jobs)
+    first = [job for job in jobs[:40] if job.group == "bf16"]
+    assert len(first) == 2 * len(proof.SEEDS) + len(proof.SEEDS) // 2
+    needed = {(job.model, job.seed, job.window) for job in jobs}
+    assert needed == {(job.model, job.seed, job.window) for job in jobs if job.group == "bf16"}
+    every = set(proof.units("gpt"))
+    halves = [set(proof.members("gpt", f"half {number}")) for number in range(proof.HALVES)]
+    rests = [set(proof.members("gpt", f"half {number} rest")) for number in range(proof.HALVES)]
+    assert all(half | rest == every and not half & rest for half, rest in zip(halves, rests, strict=True))
+    assert len({frozenset(half) for half in halves}) == proof.HALVES
+    for groups in proof.PARTITIONS.values():
+        parts = [unit for group in groups for unit in proof.members("gpt", group)]
+        assert sorted(parts) == sorted(every)
+
+
+def test_a_recipe_of_the_proof_alters_the_errors_of_its_units_alone():
+    job = proof.condition("blocks.1.mlp.up fprop", 2.8, permuted=True)
+    recipe = proof.recipe_of(job)
+    placed = {
+        layer.name: part
+        for part in recipe.placements(proof.MODELS["gpt"].linear_layers)
+        for layer in part.layers
+    }
+    quantised = {name: dict(part.products.quantised()) for name, part in placed.items() if part.products}
+    assert {name for name, quants in quantised.items() if quants} == {"blocks.1.mlp.up"}
+    errors = {slot: quant.error for slot, quant in quantised["blocks.1.mlp.up"].items()}
+    assert errors.keys() == {"fprop.x", "fprop.w"}
+    assert all((error.times, error.permuted) == (2.8, True) for error in errors.values())
+
+
+def test_the_analysis_finds_planted_exponents_shares_and_interactions(capsys):
+    """Damage is 0.001 a^2 a share of units, half of it direct; dgrad grows by a; two blocks interact."""
+    random, lines = np.random.default_rng(0), []
+    for job in proof.design():
+        names = [] if job.group == "bf16" else proof.members(job.model, job.group)
+        power = 1 if job.group == "dgrad" else 2
+        total = 0.001 * job.times**power * len(names) / 36 * (0.5 if job.permuted else 1)
+        total += 0.004 if job.group in ("block 0", "block 1") else 0.0
+        own = 2.0 + 0.01 * job.seed + total + 1e-6 * random.normal() * bool(names)
+        losses = {"loss": own, "loss_bf16": own - total / 2}
+        lines.append({**job._asdict(), **losses, "seconds": 1.0})
+    damages = proof.Damages(lines)
+    fprop = damages.of("total", *(proof.condition("fprop", a) for a in (2.0, 2.8, 4.0)))
+    dgrad = damages.of("learnt", *(proof.condition("dgrad", a) for a in (2.0, 2.8, 4.0)))
+    assert proof.exponent((2.0, 2.8, 4.0))(fprop) == pytest.approx(2, abs=0.01)
+    assert proof.exponent((2.0, 2.8, 4.0))(dgrad) == pytest.approx(1, abs=0.01)
+    times = (1.0, 2.0, 2.8, 4.0)
+    shares = [
+        proof.linear_share(times)(damages.of("total", *(proof.condition(group, a) for a in times)))
+        for group in ("fprop", "dgrad")
+    ]
+    assert shares == pytest.approx([0, 1], abs=0.02)
+    proof.additivity_tables(damages)
+    printed = capsys.readouterr().out
+    assert "| total | blocks | +0.00800" in printed
+    assert "| total | kinds | +0.0000" in printed
+
+
+def test_a_fork_of_the_proof_is_worse_if_errors_are_amplified(tmp_path, monkeypatch):
+    small = proof.Gpt(layers=1, width=32, heads=2, context=32, batch=4, steps=12, eval_tokens=256)
+    monkeypatch.setitem(proof.MODELS, "small", small)
+    monkeypatch.setattr(proof, "POSITION", 6)
+    group = "blocks.0.attention.qkv fprop"
+    jobs = [
+        proof.Job("small", 1, name, a, False, 2) for name, a in (("bf16", 1.0), (group, 1.0), (group, 16.0))
+    ]
+    plain, one, sixteen = (proof.work(tmp_path, job) for job in jobs)
+    assert plain["loss"] == plain["loss_bf16"]
+    assert abs(one["loss"] - one["loss_bf16"]) < abs(sixteen["loss"] - sixteen["loss_bf16"])
