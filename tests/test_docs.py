@@ -15,6 +15,7 @@ from support.experiments import environment, problems
 from ablate.cli.answer_view import MOST_LINES
 from ablate.experiment.load import load
 from ablate.experiment.schema import json_schema
+from ablate.recipes.cells import fp4_share
 from ablate.reports.tensor_cores import HEADING
 
 ROOT = Path(__file__).parents[1]
@@ -241,6 +242,19 @@ def test_an_experiment_says_what_it_costs_and_a_page_and_the_log_list_it(path):
     assert any("minutes on 2 CPU cores" in line for line in path.read_text().splitlines()[:3])
     assert f"`{path.stem}`" in (ROOT / "docs" / "learn" / "experiments.md").read_text()
     assert f"`{path.stem}`" in (ROOT / "experiments" / "LOG.md").read_text()
+
+
+def test_arms_that_keep_layers_in_bf16_are_named_by_their_share_of_the_flops():
+    experiment = load(ROOT / "experiments" / "keep_in_bf16.yaml")
+    shares = {
+        arm.name: 1 - fp4_share(arm.recipe, arm.config.linear_layers)
+        for arm in experiment.arms
+        if not arm.outside
+    }
+    assert len(shares) == 7
+    assert [
+        name for name, share in shares.items() if not name.endswith(f" ({share:.0%})".replace("%", " %"))
+    ] == []
 
 
 def test_every_package_and_leaf_stands_in_the_picture_of_the_architecture():
