@@ -68,6 +68,20 @@ def test_every_preset_as_the_emulator_computes_it_is_right(preset):
     assert {one.right for one in found} == {True}, [one.detail for one in found]
 
 
+def test_a_right_product_of_heavy_tailed_operands_is_right_and_one_of_another_size_is_not():
+    """Of elements with a tail of 1.5, a few decide how far four draws lie apart: this product is further."""
+    generator, own = torch.Generator().manual_seed(13), {}
+    for name, shape in (("x", (64, 96)), ("w", (64, 96)), ("dy", (64, 64))):
+        normal, uniform = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)
+        own[name] = (normal / uniform.pow(1 / 1.5)).bfloat16()
+    products = PRESETS["mxfp4_v4"]().products
+    own |= bench.computed("l", products, own, 513, None)
+    for factor in (1.0, 3.0):
+        given = DumpedLayer("l", own | {"dx": own["dx"] * factor}, 7, 0)
+        found = {one.product: one for one in findings(given, products, seed=13)}
+        assert found["dgrad"].right is (factor == 1.0), found["dgrad"].detail
+
+
 @every(number=range(1, 28, 2))
 def test_every_kind_of_fault_is_found_by_layer_product_and_name(number):
     """The benchmark's first dump of each kind."""

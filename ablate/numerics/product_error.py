@@ -28,7 +28,7 @@ Not modelled: rotations whose signs the emulator does not know, and draws of use
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -201,6 +201,11 @@ class Expected:
         width = math.sqrt(spread * math.log(2 / alpha)) / drawn.power if drawn.power else 0.0
         relative = RELATIVE * drawn.rel_l2 if spread else 0.0
         return cls(drawn.gain, width + slack, drawn.rel_l2, relative + width + slack)
+
+    def over(self, errors: Sequence[float]) -> "Expected":
+        """Return the intervals with that of the relative error widened by the range of some draws' errors."""
+        middle, half = (max(errors) + min(errors)) / 2, (max(errors) - min(errors)) / 2
+        return replace(self, rel_l2=middle, rel_l2_margin=self.rel_l2_margin + half)
 
     def beyond(self, measured: Sums) -> dict[str, float]:
         """Return the distances of the measured values from the expected ones, in half-widths: 1 is the end
