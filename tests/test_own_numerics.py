@@ -73,10 +73,30 @@ def test_a_function_that_breaks_its_contract_is_refused_before_any_trial(folder,
     state = ("--state", folder / "state", "--device", "cpu")
     refused = here(command, folder / "tiny.yaml", *state)
     assert (refused.returncode, refused.stdout) == (2, "")
-    assert "recipe.wgrad.g.rounding functions.py:without_sign fails 'rounds to a neighbour'" in refused.stderr
+    assert "rounding functions.py:without_sign fails 'rounds to a neighbour'" in refused.stderr
     assert ".copysign(y)" in refused.stderr
     assert "stochastic" not in refused.stderr
     assert not (folder / "state" / "trials").exists()
+
+
+def test_a_function_is_tried_with_the_formats_of_its_recipe_alone(folder):
+    """Written for E2M1, and for a grid of its own, it need not be right for others."""
+    with (folder / "own" / "functions.py").open("a") as file:
+        file.write(
+            "\n\ndef of_four_bits(y, grid):\n    assert grid.bits in (3, 4), grid\n    return toward_zero(y, grid)\n"
+            "\n\nODD = (0, 1, 3)\n"
+        )
+    knob = "own/functions.py:of_four_bits"
+    arms = {"ours": {KNOB: knob}, "odd": {KNOB: knob, "recipe.wgrad.g.element": "own/functions.py:ODD"}}
+    tiny(folder, ablate=None, arms=arms, against="bf16", seeds=1)
+    planned = ("plan", folder / "tiny.yaml", "--state", folder / "state", "--device", "cpu")
+    here(*planned, checked=True)
+    arms["eight"] = {KNOB: knob, "recipe.wgrad.g.element": "e4m3"}
+    tiny(folder, ablate=None, arms=arms, against="bf16", seeds=1)
+    refused = here(*planned)
+    assert refused.returncode == 2
+    assert "raised AssertionError" in refused.stderr
+    assert "with e4m3" in refused.stderr
 
 
 def test_forks_of_a_trunk_take_functions(folder):

@@ -63,10 +63,10 @@ def machine_of(capability: str | None, device: str | None) -> Machine | None:
 
 def require_contracts(file: Path, experiment: Experiment, device: str) -> None:
     """Raise InputError if a function that a recipe names breaks its contract, before any trial runs."""
-    if words := own_functions(experiment):
+    if functions := own_functions(experiment):
         from ablate.verification.function_checks import require  # torch: only if there is something to try
 
-        require(file, words, device)
+        require(file, functions, device)
 
 
 def settings_for(machine: Machine | None, flags: DeviceFlags | SweepFlags, **more: object) -> Settings:

@@ -9,7 +9,7 @@ from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.load import Experiment
 from ablate.experiment.search_space import conditions
 from ablate.numerics.own import Own
-from ablate.numerics.spec import own_words
+from ablate.numerics.spec import quants
 from ablate.recipes.recipe import Layers
 from ablate.recipes.recipe_text import placements
 from ablate.training.workloads.memory_estimate import MemoryEstimate, estimate
@@ -25,7 +25,7 @@ def remarks(experiment: Experiment) -> Iterator[str]:
     yield from _idle_knobs(experiment)
     yield from _uncovered(experiment)
     if experiment.base.config.own_code and not experiment.base.config.in_process:
-        for file in sorted({str(word.code.path) for word in own_functions(experiment)}):
+        for file in sorted({str(word.code.path) for _, word in own_functions(experiment)}):
             yield f"recipes that the command reads call {file}: it needs this file, by this path"
 
 
@@ -63,10 +63,15 @@ def _extremes(experiment: Experiment) -> Iterator[list[Arm]]:
         yield arms
 
 
-def own_functions(experiment: Experiment) -> dict[Own, str]:
-    """Return the functions of the user's in quantisers, each with a path in a recipe that names it."""
+def own_functions(experiment: Experiment) -> dict[tuple[str, Own], dict[str, None]]:
+    """Return the functions of the user's in quantisers, by field, with the formats that they round to."""
     arms = (arm for group in (experiment.arms, *_extremes(experiment)) for arm in group)
-    return {word: path for arm in arms for path, word in own_words(arm.recipe)}
+    functions: dict[tuple[str, Own], dict[str, None]] = {}
+    for quant in dict.fromkeys(quant for arm in arms for quant in quants(arm.recipe)):
+        grids = {"rounding": quant.element, "scale.rounding": quant.scale and quant.scale.format}
+        for own in quant.owned:
+            functions.setdefault(own, {})[grids.get(own[0]) or ""] = None
+    return functions
 
 
 def _uncovered(experiment: Experiment) -> Iterator[str]:

@@ -128,6 +128,17 @@ def own_words(spec: Spec, path: str = "") -> Iterator[tuple[str, Own]]:
                 yield from own_words(part, f"{path}{name}.")
 
 
+def quants(spec: Spec) -> "Iterator[Quant]":
+    """Yield every quantiser in a description, at every depth."""
+    for name in type(spec).model_fields:
+        value = getattr(spec, name)
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, Quant):
+                yield part
+            elif isinstance(part, Spec):
+                yield from quants(part)
+
+
 def rounding_of(word: str) -> Rounding:
     """Return the properties of a rounding, ours or the user's."""
     return Rounding(draws=word.draws) if isinstance(word, Own) else ROUNDINGS[word]

@@ -5,7 +5,7 @@ beforehand, on scaled elements with exact ties, values beyond the grid, zeros of
 and on empty tensors. What a contract leaves open, such as symmetry and bias, is reported and fails nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from ablate import own_source
 from ablate.errors import InputError, OwnFunctionError
 from ablate.numerics import own_calls
 from ablate.numerics.formats import ELEMENTS, SCALES, Format, element_format
-from ablate.numerics.own import ELEMENT, KINDS, Own, resolved
+from ablate.numerics.own import ELEMENT, Own, resolved
 from ablate.numerics.own import kind_of as kind_of_file
 from ablate.numerics.rounding import nearest
 from ablate.numerics.scaling import round_scale
@@ -55,31 +55,31 @@ def subject(source: str) -> tuple[str, Own]:
     return field, word
 
 
-def require(file: Path, words: Mapping[Own, str], device: str) -> None:
+def require(file: Path, functions: Mapping[tuple[str, Own], Collection[str]], device: str) -> None:
     """Raise InputError if a function breaks its contract; each is tried for less than a second.
 
     Args:
         file: the experiment's file, for the sentence.
-        words: functions, with a path in a recipe that names each.
+        functions: by field, with the formats that they round to.
         device: where trials call them; a GPU that is not here is not waited for.
     """
     if device != "cpu" and not torch.cuda.is_available():
         return
     broken = []
-    for word, path in words.items():
-        field = max((field for field in (*KINDS, ELEMENT) if f".{path}".endswith(f".{field}")), key=len)
-        failed = next((promise for promise in promises(field, word, True, device) if not promise.kept), None)
+    for (field, word), names in functions.items():
+        found = promises(field, word, True, device, names if field in _GRIDS else ())
+        failed = next((promise for promise in found if not promise.kept), None)
         if failed:
             mend = f"; {failed.remedy}" if failed.remedy else ""
             told = failed.detail.removeprefix(f"{field} {word} ")
-            broken.append(
-                f"{file}: recipe.{path} {word} fails {failed.name!r} of `ablate check`: {told}{mend}"
-            )
+            broken.append(f"{file}: {field} {word} fails {failed.name!r} of `ablate check`: {told}{mend}")
     if broken:
         raise InputError(broken)
 
 
-def promises(field: str, word: Own, quick: bool = False, device: str = "cpu") -> Iterator[Promise]:
+def promises(
+    field: str, word: Own, quick: bool = False, device: str = "cpu", formats: Collection[str] = ()
+) -> Iterator[Promise]:
     """Yield the outcome of each check; the first that fails for want of a result is the last.
 
     Args:
@@ -87,14 +87,18 @@ def promises(field: str, word: Own, quick: bool = False, device: str = "cpu") ->
         word: the function.
         quick: leave out the mean over all draws, which takes most of the time and fails nothing.
         device: where it is called.
+        formats: the only formats with which it is tried; empty: all.
     """
     if field == ELEMENT:
         yield from _of_grid(word)
         return
+    grids = _GRIDS.get(field, {"": None})
+    if formats:
+        grids = {name: grids.get(name) or element_format(name) for name in formats}
     for name, check in CHECKS.items():
         if quick and check is _unbiased:
             continue
-        for grid_name, grid in _GRIDS.get(field, {"": None}).items():
+        for grid_name, grid in grids.items():
             trial = _Trial(field, word, grid, device)
             try:
                 found = check(trial)
@@ -240,7 +244,7 @@ def _not_nearest(trial: _Trial) -> Promise | None:
     if not equal.all():
         far = 1 - equal.double().mean().item()
         return Promise("", True, f"{far:.0%} of {equal.numel()} values become another, ties aside")
-    name = next(name for name, other in ELEMENTS.items() if other == grid)
+    name = next((name for name, other in ELEMENTS.items() if other == grid), "own grid")
     return Promise("", True, f"equals nearest on all of {equal.numel()} values, ties aside ({name})", _MEANT)
 
 
