@@ -59,6 +59,27 @@ def repeat_deviation(cells: Published) -> tuple[float, int]:
     return float(np.sqrt(np.mean([np.var(losses, ddof=1) for losses in each]))), len(each)
 
 
+def length_deviation(cells: Published) -> float:
+    """Return the standard deviation of one published loss from how unevenly it falls with length.
+
+    For each size and scheme with at least 5 lengths, the gap less a parabola in the logarithm of the length;
+    of the residuals, what all schemes of a size and length share (the baseline's own noise) is taken out.
+    """
+    squares, free = 0.0, 0.0
+    for millions in {millions for millions, _ in cells}:
+        lengths = sorted(length for size, length in cells if size == millions)
+        gaps = np.array([truth_of(cells[millions, length]) for length in lengths])
+        whole = gaps[:, np.isfinite(gaps).all(axis=0)]
+        if len(lengths) < 5 or whole.shape[1] < 5:
+            continue
+        fit = np.polynomial.polynomial.polyvander(np.log(lengths), 2)
+        residuals = whole - fit @ np.linalg.lstsq(fit, whole, rcond=None)[0]
+        residuals -= residuals.mean(axis=1, keepdims=True)
+        squares += np.sum(residuals**2)
+        free += (len(lengths) - 3) * (whole.shape[1] - 1)
+    return float(np.sqrt(squares / free))
+
+
 # The forks
 
 
@@ -255,11 +276,12 @@ def tables(machines: Sequence[Sequence[Mapping]], path: Path, window: int) -> It
     """
     cells = published(path)
     truth, random = truth_of(cells[TRUTH]), np.random.default_rng(0)
-    deviation, repeats = repeat_deviation(cells)
+    (repeated, repeats), deviation = repeat_deviation(cells), length_deviation(cells)
     of_runs, of_facts = trained(machines, window), rivals(truth)
     headline, best = of_runs[0], max(of_facts, key=lambda one: right(one.order, truth))
     apart = np.abs(differences(truth)) > 2 * np.sqrt(2) * deviation
-    yield f"Published repeats: {repeats}, deviation {deviation:.4f} nats."
+    yield f"Published repeats: {repeats}, deviation {repeated:.6f} nats: hardly other runs."
+    yield f"Deviation of a published loss by its course over lengths: {deviation:.4f} nats."
     yield f"Ceiling of the pairs by that noise: {ceiling(truth, deviation, random):.3f}."
     yield ""
     yield (

@@ -137,3 +137,16 @@ def test_published_losses_are_reduced_to_the_schemes(tmp_path):
     cell = transfer_table.published(reduced)["100", 97]
     assert transfer_table.truth_of(cell) == pytest.approx(np.arange(1, len(NAMES) + 1))
     assert transfer_table.repeat_deviation({(): cell}) == (0, 1)
+
+
+def test_the_noise_of_published_losses_is_found_in_their_course_over_lengths():
+    random, cells = np.random.default_rng(10), {}
+    for size in ("30", "100"):
+        for length in (25, 50, 100, 200, 400, 800):
+            shared = random.normal()  # the baseline's own
+            cell = {
+                name: [random.normal(0.1 * n * np.log(length) ** 2 + shared, 0.01)]
+                for n, name in enumerate(NAMES)
+            }
+            cells[size, length] = cell | {"baseline": [3.0]}
+    assert transfer_table.length_deviation(cells) == pytest.approx(0.01, rel=0.15)
