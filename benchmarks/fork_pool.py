@@ -13,6 +13,7 @@ each. A fork reads its trunk's state from a file that the first fork at that see
 Everything is the library's own training: only where states are kept is decided here.
 """
 
+import gzip
 import hashlib
 import json
 import multiprocessing
@@ -48,9 +49,10 @@ _NEVER = 1e12
 
 
 def rows(path: Path) -> list[dict]:
-    """Return the lines of a pool so far; a line that was cut off is not counted."""
-    found = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    """Return the lines of a pool so far, or of one that was compressed; a line that was cut off is not
+    counted."""
+    data, found = path.read_bytes() if path.exists() else b"", []
+    for line in (gzip.decompress(data) if path.suffix == ".gz" else data).splitlines():
         with suppress(ValueError):
             found.append(json.loads(line))
     return found
