@@ -8,6 +8,7 @@ from support.linears import Watch, drawn, run
 from support.quantisers import cases, reference_only, same
 from torch import nn
 
+import ablate
 from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.numerics.hadamard import rotate
@@ -24,6 +25,8 @@ from ablate.recipes.scaled_mapping import refusals as scaled_refusals
 from ablate.recipes.scaled_mapping import verdict
 from ablate.recipes.targets import TARGETS
 from ablate.recipes.targets.model import Lost, Model
+from ablate.training.rank_layout import Layout
+from ablate.training.workloads.gpt import Gpt
 from ablate.verification.conformance.reference_product import exact_products, operands
 
 FOUR, PLACEBO = Error(times=4.0), Error(times=2.0, permuted=True)
@@ -78,7 +81,7 @@ def test_a_factor_of_one_is_the_quantised_operand_itself():
     assert torch.equal(plain.values, one.values)
     assert torch.equal(plain.amax, one.amax)
     assert one.cast is None
-    assert Quant(error=Error()).canonical() == Quant().canonical()
+    assert "error" not in Quant(error=Error()).canonical()
     assert Quant(error=FOUR).canonical()["error"] == {"times": 4.0, "permuted": False}
 
 
@@ -198,6 +201,19 @@ def test_kernels_engines_and_exports_refuse_an_altered_error(error):
         with pytest.raises(Lost) as lost:
             export.write(recipe, Model(blocks=2))
         assert any("error" in reason for reason in lost.value.reasons), (target, lost.value.reasons)
+
+
+def test_a_path_sets_the_factor_of_one_operand():
+    recipe = ablate.recipe("nvfp4", {"recipe.fprop.x.error.times": 4.0})
+    assert [slot for slot, quant in recipe.quantised() if quant.altered] == ["fprop.x"]
+
+
+def test_ranks_that_divide_tokens_refuse_permuted_errors_alone():
+    config = Gpt(batch=4, context=64)
+    for error, refused in ((PLACEBO, True), (FOUR, False)):
+        recipe = Recipe.of(with_error(PRESETS["nvfp4"]().products, error))
+        reasons = [*Layout(2).misfits(config, recipe, "emulated")]
+        assert any("permuted" in reason for reason in reasons) == refused, reasons
 
 
 def test_an_error_without_a_meaning_is_refused():
