@@ -96,6 +96,8 @@ class Origin:
     operation: str = ""
     """Operation of torch that made it, if known."""
     detail: str = ""
+    vanished: str = ""
+    """Operation whose result was not finite earlier in the step, without an effect on what followed it."""
     micro_batch: int = 0
     index: tuple[int, ...] = ()
     value: float = math.nan
@@ -128,6 +130,7 @@ class Origin:
         }[self.kind]
         notes = [f"operation {self.operation}"] if self.operation else []
         notes += [self.detail] if self.detail else []
+        notes += [f"after operation {self.vanished}, whose infinity vanished"] if self.vanished else []
         text = of + (f" ({', '.join(notes)})" if notes else "")
         if not self.elements:
             return text
@@ -178,6 +181,8 @@ class Finder(Probe):
     """Layer and slot of the quantised operands, in the order of execution."""
     operation: str = ""
     """Operation that made a value not finite since the last tensor that was."""
+    vanished: str = ""
+    """The first such operation whose result left what came after it finite, and its module."""
     _path: list[str] = field(default_factory=list)
 
     def __enter__(self) -> "Finder":
@@ -216,7 +221,7 @@ class Finder(Probe):
         for name, parameter in self.model.named_parameters():
             moments = optimizer.state.get(parameter, {}) if optimizer else {}
             bad = [key for key, value in moments.items() if isinstance(value, Tensor) and not _finite(value)]
-            detail = cause + (f", and {' and '.join(bad)} of the optimizer are not finite" if bad else "")
+            detail = cause + (f", and {' and '.join(bad)} of the optimizer not finite" if bad else "")
             self.look("parameter", name, parameter, detail=detail)
             for key in bad:
                 self.look("moment", name, moments[key], part=key, detail=cause)
@@ -251,6 +256,8 @@ class Finder(Probe):
             return
         self.checks += 1
         if not _overflowed(tensor) if kind == "input" else _finite(tensor):  # an input may be a mask
+            if self.operation and self._path and self._path[-1] not in self.engine.layers:
+                self.vanished = self.vanished or f"{self.operation} in {self._path[-1] or 'the model'}"
             self.operation = ""
             return
         own = _local(tensor)
@@ -267,6 +274,7 @@ class Finder(Probe):
             part=part,
             operation=self.operation if kind in ("input", "output", "gradient", "loss") else "",
             detail=detail,
+            vanished=self.vanished,
             micro_batch=self.engine.clock.micro_batch,
             index=index,
             value=float(own[index]),
