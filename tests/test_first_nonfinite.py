@@ -173,7 +173,7 @@ def test_growth_is_that_of_what_grew_first_and_stayed():
         ("d", "fprop.w"): spike,
     }
     found = grown(magnitudes, {}, offset=100)
-    assert [(each.name, each.slot, each.since, each.usual, each.then) for each in found] == [
+    assert [(each.name, each.slot, each.since, each.before, each.then) for each in found] == [
         ("a", "dgrad.g", 128, 2.0, 17.0),
         ("b", "fprop.x", 129, 2.0, 20.0),
     ]
@@ -187,7 +187,7 @@ def test_operands_of_one_step_are_in_the_order_of_execution():
 def test_a_large_learning_rate_shows_in_weights_that_grew_before_the_loss(shards):
     origin = train(gpt(shards, lr=3e8, warmup=0.0, clip=None, steps=8))[-1].origin
     assert (origin.grew[0].name, origin.grew[0].slot) == ("blocks.0.attention.qkv", "fprop.w")
-    assert all(each.then > 1e4 * each.usual for each in origin.grew)
+    assert all(each.then > 1e4 * each.before for each in origin.grew)
 
 
 def test_what_the_last_measured_step_found_worse_is_named():

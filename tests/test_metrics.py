@@ -1,6 +1,8 @@
 """Metrics of operands, gradients and weights, against numpy in float64 and against cases whose answer is known."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,7 +19,15 @@ from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Run
 from ablate.training.alarms import alerts
 from ablate.training.metric_names import parse
-from ablate.training.metrics import ALARMS, SlotErrors, gradient_noise, keep_casts, oscillation, quantisation
+from ablate.training.metrics import (
+    ALARMS,
+    SlotErrors,
+    gradient_noise,
+    gradient_split,
+    keep_casts,
+    oscillation,
+    quantisation,
+)
 from ablate.training.operand_metrics import OPERAND_METRICS
 
 ROOM = Range(headroom=17 / 16)
@@ -174,6 +184,83 @@ def test_headroom_leaves_no_element_beyond_the_grid(generator, quant, saturates)
 
 
 # --- gradients ------------------------------------------------------------------------------------
+
+
+PARTS = ("dead_share", "scale_share", "grid_share")
+
+
+def test_parts_of_the_error_are_those_that_were_planted(generator):
+    """The source is 1.25 q, plus noise orthogonal to q in its block, plus what became zero: energies 1 : 4 : 2."""
+    made = quantize(torch.randn(8, 64, generator=generator), Quant(), keep=True)
+    q = made.dequantize().double()
+    q[:, ::16] = 0.0
+    values = made.values.clone()
+    values[:, ::16] = 0.0
+    noise = torch.randn(q.shape, generator=generator, dtype=torch.float64) * (q != 0)
+    noise, blocks = noise.view(-1, 16), q.view(-1, 16)
+    noise -= (noise * blocks).sum(1, keepdim=True) / blocks.square().sum(1, keepdim=True) * blocks
+    noise = noise.view(q.shape)
+    dead = torch.randn(q.shape, generator=generator, dtype=torch.float64) * (q == 0)
+    bias = 0.25 * q
+    unit = bias.norm()
+    source = q + bias + noise * (2 * unit / noise.norm()) + dead * (math.sqrt(2) * unit / dead.norm())
+    mine = quantisation(replace(made, values=values, source=source.float(), scaled=None))
+    assert [mine[part] for part in PARTS] == pytest.approx([2 / 7, 1 / 7, 4 / 7], rel=1e-5)  # fp32 sources
+
+
+@every(preset=["nvfp4", "mxfp4", "mxfp8", "hif4", "fp8_current", "fp4_all_the_way"])
+def test_parts_of_the_error_add_up_to_it_and_are_those_of_numpy(preset):
+    quant = PRESETS[preset]().products.slot("wgrad.g")
+    x = torch.randn(32, 128, generator=torch.Generator().manual_seed(5)).exp()
+    made = quantize(x.to(torch.bfloat16), quant, keep=True, clock=Clock(3), where=1, product=1)
+    source, q = made.source.double().numpy(), made.dequantize().double().numpy()
+    rows, columns = quant.tile if made.block_scale is not None else source.shape
+    energies = dict.fromkeys(PARTS, 0.0)
+    for row, column in itertools.product(range(0, source.shape[0], rows), range(0, source.shape[1], columns)):
+        own, its = (z[row : row + rows, column : column + columns] for z in (source, q))
+        factor = (own * its).sum() / (its**2).sum() if its.any() else 1.0
+        energies["dead_share"] += (own[its == 0] ** 2).sum()
+        energies["scale_share"] += ((factor - 1) ** 2 * its**2).sum()
+        energies["grid_share"] += ((own - factor * its)[its != 0] ** 2).sum()
+    error = ((source - q) ** 2).sum()
+    assert sum(energies.values()) == pytest.approx(error, rel=1e-9)
+    mine = quantisation(made)
+    assert [mine[part] for part in PARTS] == pytest.approx(
+        [energies[part] / error for part in PARTS], rel=1e-3, abs=1e-5
+    )  # fp32 differences of bf16 values
+
+
+def test_variance_and_squared_bias_are_unbiased_over_all_pairs_of_draws():
+    """Numbers that are rounded to 0 or 1: 0.3 at the odds of stochastic rounding, and 0.3 that becomes 1 half the time."""
+    expected = {"grad/variance": 0.0, "grad/squared_bias": 0.0}
+    for a, b, c, d in itertools.product((0.0, 1.0), repeat=4):
+        odds = math.prod(0.3 if bit else 0.7 for bit in (a, c)) * 0.25
+        found = gradient_split([[torch.tensor([a, b])], [torch.tensor([c, d])]], [torch.tensor([0.3, 0.3])])
+        expected = {name: value + odds * found[name] for name, value in expected.items()}
+    power = 2 * 0.3**2
+    assert expected["grad/variance"] == pytest.approx((0.3 * 0.7 + 0.25) / power, rel=1e-6)
+    assert expected["grad/squared_bias"] == pytest.approx(0.2**2 / power, rel=1e-5)
+
+
+@every(draws=[2, 3, 7])
+def test_variance_and_squared_bias_add_up_to_the_mean_squared_error(draws):
+    generator = torch.Generator().manual_seed(draws)
+    reference = [torch.randn(5, 3, generator=generator), torch.randn(7, generator=generator)]
+    each = [[r + torch.randn(r.shape, generator=generator) + 0.5 for r in reference] for _ in range(draws)]
+    flat = [np.concatenate([t.double().numpy().ravel() for t in own]) for own in (reference, *each)]
+    errors = [own - flat[0] for own in flat[1:]]
+    pairs = [a @ b for a, b in itertools.permutations(errors, 2)]
+    power = flat[0] @ flat[0]
+    mine = gradient_split(each, reference)
+    assert mine["grad/squared_bias"] == pytest.approx(np.mean(pairs) / power, rel=1e-9)
+    whole = np.mean([e @ e for e in errors]) / power
+    assert mine["grad/variance"] + mine["grad/squared_bias"] == pytest.approx(whole, rel=1e-9)
+
+
+def test_a_gradient_without_random_rounding_has_bias_alone():
+    found = gradient_split([[torch.tensor([3.0, 5.0])]], [torch.tensor([3.0, 4.0])])
+    assert found == {"grad/variance": 0.0, "grad/squared_bias": pytest.approx(1 / 25)}
+    assert gradient_split([[torch.ones(2)]], [torch.zeros(2)]) == {}
 
 
 def test_gradient_noise_is_that_of_numpy(generator):
@@ -370,7 +457,9 @@ def test_every_operand_metric_is_a_finite_number_or_undefined(name, x, quant):
     value = OPERAND_METRICS[name].measure(operand, census(operand))
     assert type(value) is float
     assert not math.isinf(value)
-    assert math.isfinite(value) or not x.any() or name == "sqnr_db", "undefined for an ordinary operand"
+    assert math.isfinite(value) or not x.any() or name in ("sqnr_db", *PARTS), (
+        "undefined for an ordinary operand"
+    )
 
 
 @every(name=OPERAND_METRICS)

@@ -5,7 +5,16 @@ import re
 import pandas as pd
 import pytest
 
-from ablate.reports.operand_health import BELOW, BEYOND, FALL, exceptions, layer_maps, shares_tables
+from ablate.reports.operand_health import (
+    BELOW,
+    BEYOND,
+    FALL,
+    error_split,
+    exceptions,
+    gradient_error,
+    layer_maps,
+    shares_tables,
+)
 
 LAYERS = [f"blocks.{number}.mlp.up" for number in range(12)]
 
@@ -97,3 +106,48 @@ def test_shares_are_a_row_an_arm_and_a_column_an_operand():
     assert [row["fprop.x"] for row in zero.rows] == [("5.0 %", 0.05)] * 2
     assert [row["fprop.x"][0] for row in beyond.rows] == ["0", "0.0040 %"]
     assert len(shares_tables(records())) == 1  # nothing lies beyond the grid: no table says so
+
+
+def split(**changed: float) -> pd.DataFrame:
+    """Records of arm b with parts of an error, and with its gradient's."""
+    parts = {
+        "quant/fprop.x/dead_share": 0.05,
+        "quant/fprop.x/scale_share": 0.1,
+        "quant/fprop.x/grid_share": 0.85,
+    }
+    more = {"gemm/fprop/gain": 0.98, "grad/variance": 0.02, "grad/squared_bias": -0.001}
+    first = records()
+    own = first[(first["arm"] == "b") & (first["metric"] == "quant/fprop.x/sqnr_db")]
+    lines = [
+        own.assign(metric=name, value=changed.get(name, value)) for name, value in (parts | more).items()
+    ]
+    return pd.concat([first, *lines], ignore_index=True)
+
+
+def test_parts_of_an_error_stand_beside_the_gain_of_the_product(tmp_path):
+    assert error_split(records()) is None
+    found = error_split(split())
+    (line,) = found.operands.to_dict("records")
+    assert line == {
+        "arm": "b", "slot": "fprop.x", "dead": 0.05, "scale": 0.1, "grid": 0.85, "sqnr_db": 20.0, "gain": 0.98
+    }  # fmt: skip
+    html = found.html()
+    assert re.findall(r'<i class="(\w+)" style="width:([\d.]+)%">', html) == [
+        ("dead", "5.0"), ("scale", "10.0"), ("grid", "85.0")
+    ]  # fmt: skip
+    assert "0.9800" in html
+    found.save(tmp_path)
+    assert pd.read_csv(tmp_path / "error_split.csv").to_dict("records") == [line]
+
+
+@pytest.mark.parametrize("part", ["dead", "scale"])
+def test_an_error_that_is_mostly_no_noise_of_the_grid_is_named(part):
+    assert exceptions(split()) == []
+    (sentence,) = exceptions(split(**{f"quant/fprop.x/{part}_share": 0.6}))
+    assert "fprop.x in b, 60%" in sentence
+
+
+def test_variance_and_bias_of_the_gradient_are_means_over_records():
+    assert gradient_error(records()) is None
+    (row,) = gradient_error(split()).rows
+    assert (row["arm"], row["variance"], row["squared bias"]) == ("b", ("2 %", 0.02), ("−0.1 %", -0.001))

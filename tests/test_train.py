@@ -123,8 +123,9 @@ def test_measurements_are_in_the_records_of_the_steps_that_measure_them(shards):
     )
     for name in ("weights/flipped", "weights/oscillation", "quant/fprop.x/rel_mse", "quant/wgrad.x/crest"):
         assert set(column(records, name)) == {1, 4, 7, 8}  # and the last step
-    for name in ("grad/cosine_to_bf16", "grad/noise_ratio"):
+    for name in ("grad/cosine_to_bf16", "grad/noise_ratio", "grad/variance", "grad/squared_bias"):
         assert set(column(records, name)) == {1, 5}
+    assert column(records, "grad/variance")[5] > 0  # another draw
     assert all(0 < value < 1 for value in column(records, "weights/flipped").values())
 
 
@@ -299,7 +300,7 @@ def test_initial_weights_depend_on_the_seed_alone(shards):
 
 @every(preset=PRESETS)
 def test_every_recipe_sees_the_same_tokens_in_the_same_order(preset, shards):
-    """A step that compares its gradient asks for its own micro-batches twice, and for no others."""
+    """A step that compares its gradient asks for its own micro-batches again, and for no others."""
     seen, recipe = [], PRESETS[preset]()
     hook = register_module_forward_pre_hook(
         lambda module, args: seen.append(args[0]) if isinstance(module, Transformer) else None
@@ -308,8 +309,8 @@ def test_every_recipe_sees_the_same_tokens_in_the_same_order(preset, shards):
     with hook:
         train(workload, recipe, seed=6, telemetry=Telemetry(every=1_000_000, shadow=2, log=1))
     corpus = open_corpus(shards)
-    twice = set() if recipe.plain else {0}
-    steps = [step for step in range(2) for _ in range(1 + (step in twice))]
+    more = 0 if recipe.plain else 1 + recipe.draws  # without quantisation; and by another draw
+    steps = [step for step in range(2) for _ in range(1 + more * (step == 0))]
     expected = [
         training_batch(corpus, 6, step, micro_batch, 2, 16)[0] for step in steps for micro_batch in range(2)
     ]

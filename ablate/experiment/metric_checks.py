@@ -17,11 +17,19 @@ from ablate.experiment.search_space import twins
 from ablate.experiment.yaml_document import Document
 from ablate.files import Json
 from ablate.training.hyperparameters import OF_TELEMETRY
-from ablate.training.metric_names import NAMING, PRODUCTS, parse, recordable, target_of
+from ablate.training.metric_names import (
+    NAMING,
+    PRODUCTS,
+    SQUARED_BIAS,
+    VARIANCE,
+    parse,
+    recordable,
+    target_of,
+)
 
 _MEASURED = frozenset({"quant", "weights", PRODUCTS})
 """Families that telemetry measures inside a few steps of a run."""
-_OF_GRADIENT = frozenset({"grad/cosine_to_bf16", "grad/noise_ratio"})
+_OF_GRADIENT = frozenset({"grad/cosine_to_bf16", "grad/noise_ratio", VARIANCE, SQUARED_BIAS})
 
 
 def metrics_in(

@@ -41,6 +41,10 @@ class Census:
     block_scaled: Tensor
     block_power: Tensor
     block_elements: int
+    dead: float
+    """Energy of the error in the dead zone, and in scales (`parts_of_error`); the rest of `error` is noise of
+    the grid."""
+    scale_bias: float
 
 
 def last_step(quant: Quant) -> float:
@@ -94,6 +98,7 @@ def compiled(operand: Operand) -> Census:
         block_scaled=blocks * scales.view(blocks.shape),
         block_power=block_power,
         block_elements=rows * columns,
+        **parts_of_error(operand),
     )
 
 
@@ -120,7 +125,43 @@ def reference(operand: Operand) -> Census:
         block_scaled=_blocks(operand, y).amax(dim=(1, 3)),
         block_power=blocks.square().sum(dim=(1, 3)),
         block_elements=blocks.shape[1] * blocks.shape[3],
+        **parts_of_error(operand),
     )
+
+
+def parts_of_error(operand: Operand) -> dict[str, float]:
+    """Return two of the three parts of the energy of the error e = x - q, which add up to it exactly.
+
+    The parts are those of arXiv 2605.20402. Of every scale with its block of x and q, let a = <x, q> / <q, q>
+    be the factor by which its values should have been larger, in least squares. Then
+
+        e = x [q = 0]  +  (a - 1) q  +  (x - a q) [q != 0]
+            dead zone     scale bias    noise of the grid
+
+    There are no cross terms: the first part lives on other elements than the others, and the third is
+    orthogonal to q in every block by the choice of a. So the three energies sum to |e|^2. The paper measures
+    the second part from a scale that is not rounded, which leaves a cross term. Noise without any bias has
+    some of its energy in the second part, since a is fitted to it: up to 3/n in Gaussian blocks of n.
+
+    Returns:
+        `dead`: sum of x^2 over the elements with q = 0; `scale_bias`: sum over blocks of (a - 1)^2 <q, q>.
+    """
+    assert operand.source is not None
+    x, q = operand.source.to(torch.float32), operand.dequantize()
+    unit = operand.largest if operand.largest is not None else x.abs().amax()
+    unit = torch.where(unit > 0, unit, 1.0).float()  # squares of numbers of any size stay within fp32
+    x, q = x / unit, q / unit
+    dims: tuple[int, ...] = (1, 3)
+    if operand.block_scale is None or operand.quant is None or not operand.quant.block:
+        x, q, dims = x.flatten(), q.flatten(), (0,)
+    else:
+        x, q = _blocks(operand, x), _blocks(operand, q)
+    squares = (q * q).sum(dims, dtype=torch.float64)
+    inner = ((x - q) * q).sum(dims, dtype=torch.float64)
+    bias = torch.where(squares > 0, inner.square() / squares.clamp(min=1e-300), 0.0).sum()
+    dead = torch.where(q == 0, x, 0.0).square().sum(dtype=torch.float64)
+    energy = unit.double() ** 2
+    return {"dead": (dead * energy).item(), "scale_bias": (bias * energy).item()}
 
 
 def _blocks(operand: Operand, x: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ from ablate.numerics.kernels import builds
 
 GROUP = 16
 """Elements that share one Philox call at 8 bits an element."""
-_NAMES = ("training", "evaluation", "data", "weights", "augmentation", "masking", "twin")
+_NAMES = ("training", "evaluation", "data", "weights", "augmentation", "masking", "twin", "redraw")
 STREAMS = {name: number for number, name in enumerate(_NAMES)}
-"""Numbers of the streams. `twin` is that of a second run with the same recipe and seed."""
+"""Numbers of the streams. `twin` is that of a second run with the same recipe and seed, `redraw`
+that of a second gradient of one step."""
 MOST_MICRO_BATCHES = 2**20
 """Micro-batches of a step in which a layer may be called several times."""
 _MOST_CALLS = 2**11

@@ -138,6 +138,22 @@ class Answer(VerdictSentences):
         """
         return operand_health.layer_maps(table)
 
+    def split(self, table: pd.DataFrame) -> operand_health.ErrorSplit | None:
+        """Return the parts of every operand's error, beside the gain of its product; None if not recorded.
+
+        Args:
+            table: Records as `records` returns them, which include `quant/*/dead_share` and its siblings.
+        """
+        return operand_health.error_split(table)
+
+    def gradient_error(self, table: pd.DataFrame) -> Table | None:
+        """Return the table of the gradient's variance and squared bias; None if not recorded.
+
+        Args:
+            table: Records as `records` returns them, which include `grad/*`.
+        """
+        return operand_health.gradient_error(table)
+
     def shares(self, table: pd.DataFrame) -> list[Table]:
         """Return the tables of what became zero and of what lay beyond the grid.
 

@@ -40,6 +40,8 @@ _FEWEST_SHARED = 3
 """Fewest knobs for Shapley shares: of two, the contrasts say the same."""
 _LOSSES = ("train/loss", "train/recent_loss", "val/loss", "val/loss_bf16")
 """Metrics whose curves fall with the tokens seen, so that a gap can be expressed in tokens."""
+_MOST_LOST = 8
+"""Diverged runs that are listed."""
 
 
 def arms_table(
@@ -326,21 +328,24 @@ def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Tab
 def divergences_table(ledger: Ledger) -> Table | None:
     """Return the table of runs that diverged: the first value that was not finite, what grew before it, and
     what became of the baseline."""
+    lost = divergences(ledger)
     rows: list[dict[str, Cell]] = [
         {
             "arm": one.member.name,
             "seed": str(one.member.seed),
-            "why": one.reason,
             "its baseline": one.of_baseline,
+            "first value that was not finite": one.reason,
         }
-        for one in divergences(ledger)
+        for one in lost[:_MOST_LOST]
     ]
-    return Table.of("divergences", rows, "Runs that diverged.") if rows else None
+    more = f" {len(lost) - _MOST_LOST} more are in the table of runs." if lost[_MOST_LOST:] else ""
+    return Table.of("divergences", rows, f"Runs that diverged.{more}") if rows else None
 
 
 def interventions_table(ledger: Ledger) -> Table | None:
     """Return the table of what guards did in each run: how often, from which step to which, and the first
-    reason."""
+    reason. A run that a guard only ended is among those that diverged."""
+    lost = {(one.member.name, one.member.seed) for one in divergences(ledger)}
     runs: dict[tuple[str, int], list[Intervention]] = {}
     for event in ledger.events():
         runs.setdefault((event.arm, event.seed), []).append(event)
@@ -354,6 +359,7 @@ def interventions_table(ledger: Ledger) -> Table | None:
             "the first": events[0].text,
         }
         for (arm, seed), events in runs.items()
+        if len(events) > 1 or (arm, seed) not in lost
     ]
     return Table.of("interventions", rows, "Interventions of guards, by run.") if rows else None
 

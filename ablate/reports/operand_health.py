@@ -5,6 +5,7 @@ reader of a healthy sweep has seen everything after one sentence.
 """
 
 import csv
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from ablate.reports.figures.health import in_order
 from ablate.reports.plain_text import csv_cell, html_text, inline
 from ablate.reports.table import Cell, Table
 from ablate.results.number_text import counted, minus
-from ablate.training.metric_names import parse
+from ablate.training.metric_names import PRODUCTS, SQUARED_BIAS, VARIANCE, parse
 
 FALL = 3.0
 """Decibels: an operand that lost this much since its first record has twice the noise for its signal."""
@@ -25,6 +26,8 @@ BELOW = 6.0
 """Decibels below the median layer of its operand: four times the noise for its signal."""
 BEYOND = 0.1
 """Share of elements beyond the grid: rounded scales of blocks of 16 leave up to 6 % there, their maxima."""
+MOST = 0.5
+"""Share of an error: Gaussian operands in FP4 have 2 to 10 % in the dead zone, 2 to 15 % in scales."""
 _MOST_NAMED = 6
 _MOST_MAPS = 12
 _LOWEST, _HIGHEST = 5.0, 30.0
@@ -44,6 +47,11 @@ def exceptions(records: pd.DataFrame) -> list[str]:
             (f"Layers {BELOW:g} dB or more below their operand's median:", list(_weak_layers(records))),
             (f"Operands that lost {FALL:g} dB or more in training:", list(_fallen(records))),
             (f"More than {BEYOND:.1%} of the elements beyond the grid:", list(_clipped(records))),
+            (
+                f"More than {MOST:.0%} of the error in elements that became zero:",
+                list(_from(records, "dead")),
+            ),
+            (f"More than {MOST:.0%} of the error in scales:", list(_from(records, "scale"))),
         )
         if found
     ]
@@ -80,6 +88,12 @@ def _clipped(records: pd.DataFrame) -> Iterator[str]:
     shares = _last_shares(records, "saturated_frac")
     for line in shares[shares["value"] > BEYOND].sort_values("value", ascending=False).itertuples():
         yield f"{line.slot} in {line.arm}, {line.value:.2%}"
+
+
+def _from(records: pd.DataFrame, part: str) -> Iterator[str]:
+    shares = _last_shares(records, f"{part}_share")
+    for line in shares[shares["value"] > MOST].sort_values("value", ascending=False).itertuples():
+        yield f"{line.slot} in {line.arm}, {line.value:.0%}"
 
 
 def _last_shares(records: pd.DataFrame, error: str) -> pd.DataFrame:
@@ -224,6 +238,147 @@ def layer_maps(records: pd.DataFrame) -> LayerMaps | None:
     """
     maps = LayerMaps(by_layer(records))
     return None if maps.empty else maps
+
+
+_PARTS = {
+    "dead": ("dead zone", "elements that became zero"),
+    "scale": ("scale bias", "what other scales would remove"),
+    "grid": ("grid noise", "distance to the points of the grid"),
+}
+"""Parts of an operand's error: name and meaning, in the order of a bar."""
+
+
+@dataclass(frozen=True)
+class ErrorSplit:
+    """Parts of the error of every operand, beside the gain of its product, an arm at a time."""
+
+    operands: pd.DataFrame
+    """Columns arm, slot, dead, scale, grid (shares of the error's energy), sqnr_db, and gain (of the product;
+    NaN if it was not recorded), in the order of arms and operands."""
+
+    def html(self) -> str:
+        """Return a table an arm, with the three parts as a bar, of which a reader opens one at a time."""
+        legend = "".join(
+            f'<span><i class="{part}"></i>{name}: {meaning}</span>'
+            for part, (name, meaning) in _PARTS.items()
+        )
+        opened = [
+            f'<details name="split"{" open" if number == 0 else ""}><summary><b>{inline(str(arm))}</b>'
+            f" {inline(self._most(lines))}</summary>{_split_table(lines)}</details>"
+            for number, (arm, lines) in enumerate(self._arms())
+        ]
+        return f'<div class="split"><p>{_SPLIT_NOTE}</p><p class="legend">{legend}</p>{"".join(opened)}</div>'
+
+    @staticmethod
+    def _most(lines: pd.DataFrame) -> str:
+        """Return the operand with the largest part that is not noise of the grid."""
+        line = lines.loc[(lines["dead"] + lines["scale"]).idxmax()]
+        return f"least grid noise {line['grid']:.0%}, {line['slot']}"
+
+    def markdown(self) -> str:
+        """Return the operand of each arm with the least noise of the grid; the CSV file has them all."""
+        return "\n".join((_SPLIT_NOTE, "", *(f"- {arm}: {self._most(lines)}" for arm, lines in self._arms())))
+
+    def _arms(self) -> list[tuple[object, pd.DataFrame]]:
+        """Return each arm with its operands, those with the least noise of the grid first."""
+        groups = self.operands.groupby("arm", sort=False)
+        return sorted(groups, key=lambda group: float(group[1]["grid"].min()))
+
+    def save(self, folder: Path) -> None:
+        """Write all values as a CSV file."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = self.operands.assign(arm=self.operands["arm"].map(lambda arm: csv_cell(str(arm))))
+        text.to_csv(folder / "error_split.csv", index=False, float_format="%.6g", lineterminator="\n")
+
+
+_SPLIT_NOTE = (
+    "Why: three parts that add up to the energy of each operand's error, at the end, means over layers and"
+    " seeds; and the gain of its product, where 1 is unbiased."
+)
+
+
+def _split_table(lines: pd.DataFrame) -> str:
+    """Return one arm's operands as a table with bars."""
+    head = "".join(
+        f'<th scope="col" class="number">{name}</th>'
+        for name in ("SQNR, dB", *(n for n, _ in _PARTS.values()))
+    )
+    rows = []
+    for line in lines.to_dict("records"):
+        widths = "".join(
+            f'<i class="{part}" style="width:{100 * min(1.0, max(0.0, line[part])):.1f}%"></i>'
+            for part in _PARTS
+        )
+        numbers = "".join(f'<td class="number">{100 * line[part]:.1f} %</td>' for part in _PARTS)
+        gain = "" if pd.isna(line["gain"]) else f"{line['gain']:.4f}"
+        sqnr = "" if pd.isna(line["sqnr_db"]) else f"{line['sqnr_db']:.1f}"
+        rows.append(
+            f'<tr><th scope="row">{inline(line["slot"])}</th><td class="number">{sqnr}</td>{numbers}'
+            f'<td class="bars"><span>{widths}</span></td><td class="number">{gain}</td></tr>'
+        )
+    return (
+        f'<div class="scroll"><table><thead><tr><th scope="col">operand</th>{head}<th scope="col">parts</th>'
+        '<th scope="col" class="number">gain of the product</th></tr></thead>'
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
+    )
+
+
+def error_split(records: pd.DataFrame) -> ErrorSplit | None:
+    """Return the parts of the operands' errors; None if they were not recorded.
+
+    Args:
+        records: Tidy frame of records, with `quant/<slot>/dead_share`, `.../scale_share`, `.../grid_share`,
+            `.../sqnr_db` and `gemm/<product>/gain`.
+    """
+    columns = {**{part: _last_shares(records, f"{part}_share") for part in _PARTS}}
+    columns["sqnr_db"] = _last_shares(records, "sqnr_db")
+    if columns["dead"].empty:
+        return None
+    whole = columns.pop("dead").rename(columns={"value": "dead"})
+    for name, column in columns.items():
+        whole = whole.merge(column.rename(columns={"value": name}), "left", ["arm", "slot"])
+    gains = tables.chosen(
+        records,
+        lambda name: name.family == PRODUCTS and name.layer is None and name.metric == "gain",
+        product="slot",
+    )
+    found = tables.last(gains).groupby(["arm", "product"], sort=False)["value"].mean()
+    whole["gain"] = [
+        found.get((line.arm, str(line.slot).partition(".")[0]), math.nan) for line in whole.itertuples()
+    ]
+    arms = {arm: number for number, arm in enumerate(dict.fromkeys(whole["arm"]))}
+    keys = pd.DataFrame(
+        {"arm": whole["arm"].map(arms), "slot": whole["slot"].map(in_order(whole["slot"]).index)}
+    )
+    return ErrorSplit(
+        whole.loc[keys.sort_values(["arm", "slot"], kind="stable").index].reset_index(drop=True)
+    )
+
+
+def gradient_error(records: pd.DataFrame) -> Table | None:
+    """Return the table of variance and squared bias of each arm's gradient; None if they were not recorded.
+
+    Args:
+        records: Tidy frame of records, with `grad/variance` and `grad/squared_bias`.
+    """
+    rows: list[dict[str, Cell]] = []
+    parts = {name: tables.of(records, name) for name in (VARIANCE, SQUARED_BIAS)}
+    for arm in dict.fromkeys(parts[VARIANCE]["arm"]):
+        row: dict[str, Cell] = {"arm": str(arm)}
+        for name, title in ((VARIANCE, "variance"), (SQUARED_BIAS, "squared bias")):
+            values = parts[name].loc[parts[name]["arm"] == arm, "value"]
+            mean, error = float(values.mean()), float(values.std() / math.sqrt(len(values)))
+            spread = "" if math.isnan(error) or not error else f" ±{100 * error:.2g}"
+            row[title] = (f"{minus(f'{100 * mean:.3g}')}{spread} %", mean)
+        rows.append(row)
+    return Table.of("gradient-error", rows, _GRADIENT_NOTE) if rows else None
+
+
+_GRADIENT_NOTE = (
+    "Error of the gradient over the power of the unquantised one, mean over measured steps and seeds with its"
+    " standard error. Variance is what stochastic rounding adds and averages out over steps; bias stays."
+    " It is estimated from two draws of a step, and may come out below zero."
+)
 
 
 def _values(lines: pd.DataFrame) -> dict[tuple[str, str], float]:

@@ -72,14 +72,14 @@ class Growth:
     """Layer."""
     slot: str
     since: int
-    """Step, counted from 1, from which on it was `GROWTH` times as large as usual."""
-    usual: float
-    """Median over the recorded steps."""
+    """Step, counted from 1, from which on it was `GROWTH` times as large as ever before."""
+    before: float
+    """Largest magnitude before that step."""
     then: float
-    """Value at that step."""
+    """Magnitude at that step."""
 
     def __str__(self) -> str:
-        return f"{self.slot} of {self.name} at step {self.since} ({self.usual:.3g} to {self.then:.3g})"
+        return f"{self.slot} of {self.name} at step {self.since} ({self.before:.3g} to {self.then:.3g})"
 
 
 @dataclass(frozen=True)
@@ -419,8 +419,9 @@ def grown(
 ) -> tuple[Growth, ...]:
     """Return the operands whose largest magnitude grew by `GROWTH` first, the earliest first.
 
-    An operand has grown if it is, from some step to the last, that many times its median over the steps. So
-    gradients that are small in the first steps of a run, and then stay as they are, do not count.
+    An operand has grown from the first step on from which all its magnitudes are that many times the largest
+    before, if the last is also that many times the median over the steps. So gradients that are small in the
+    first steps of a run, and then stay as they are, do not count.
 
     Args:
         magnitudes: largest magnitude by layer and slot, by step (`Engine.magnitudes`).
@@ -429,17 +430,16 @@ def grown(
     """
     found = []
     for (name, slot), steps in magnitudes.items():
-        usual = sorted(steps.values())[(len(steps) - 1) // 2]
-        since = None
-        for step, value in steps.items():
-            if not GROWTH * usual <= value < math.inf:
-                since = None if value < GROWTH * usual else since
-            elif since is None and usual > 0:
-                since = step
-        if since is not None:
-            place = order.get((name, slot), len(order))
-            growth = Growth(name, slot, since + 1 + offset, usual, steps[since])
-            found.append(((since, place), growth))
+        values = [*steps.items()]
+        usual = sorted(steps.values())[(len(values) - 1) // 2]
+        for number in range(1, len(values)):
+            before = max(value for _, value in values[:number])
+            since, then = values[number]
+            least = min(value for _, value in values[number:])
+            if 0 < GROWTH * before <= least and GROWTH * usual <= values[-1][1] and then < math.inf:
+                growth = Growth(name, slot, since + 1 + offset, before, then)
+                found.append(((since, order.get((name, slot), len(order))), growth))
+                break
     return tuple(growth for _, growth in sorted(found, key=lambda each: each[0])[:_MOST_GROWN])
 
 

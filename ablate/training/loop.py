@@ -44,7 +44,14 @@ from ablate.training.fork_design import Forks, Window
 from ablate.training.guard import GuardDecision, Watch
 from ablate.training.hyperparameters import Training
 from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED
-from ablate.training.metrics import SlotErrors, gradient_noise, keep_casts, of_machine, oscillation
+from ablate.training.metrics import (
+    SlotErrors,
+    gradient_noise,
+    gradient_split,
+    keep_casts,
+    of_machine,
+    oscillation,
+)
 from ablate.training.models.transformer import Attention
 from ablate.training.optimizers import optimizer
 
@@ -452,12 +459,15 @@ class Loop:
             group["lr"] = self.rate(step) * self.watch.lr
         engine.clock.stream, engine.clock.step = self.stream, step
         reference = _timed(look, lambda: self._shadow(step)) if look.shadow else None
+        redrawn = _timed(look, lambda: self._redrawn(step)) if look.shadow else []
         errors = SlotErrors() if look.errors else None
         engine.listen(errors)
         total = self.gradient(step)
         engine.listen(None)
         if reference:
-            look.metrics |= _timed(look, lambda: gradient_noise(self._gradients(), reference))
+            drawn = self._gradients()
+            look.metrics |= _timed(look, lambda: gradient_noise(drawn, reference))
+            look.metrics |= _timed(look, lambda: gradient_split([drawn, *redrawn], reference))
         if errors:
             look.metrics |= errors.metrics()
         return _read(total, clip(self.parameters, self.watch.clip))
@@ -495,6 +505,22 @@ class Loop:
         with self.run.engine.high_precision():
             self.gradient(step)
         return [gradient.clone() for gradient in self._gradients()]
+
+    def _redrawn(self, step: int) -> list[list[Tensor]]:
+        """Return another draw of the step's gradient, a list of one; none if its recipe draws nothing.
+
+        Of products that another engine than the emulated one draws, nothing is drawn again.
+        """
+        engine, clock = self.run.engine, self.run.engine.clock
+        if not (engine.recipe.draws and all(layer.emulates for layer in engine.layers.values())):
+            return []
+        clock.stream = "redraw"
+        try:
+            with engine.again():
+                self.gradient(step)
+        finally:
+            clock.stream = self.stream
+        return [[gradient.clone() for gradient in self._gradients()]]
 
     def _gradients(self) -> list[Tensor]:
         """Return the gradients of all trained parameters; zeros for one that the loss does not depend on."""

@@ -57,6 +57,9 @@ LOSS, KL, EXTREME = QUANTITIES = ("loss", "kl", "extreme")
 distributions of the next token from those of bf16 on the same weights, nats a token; and the share of the
 data's tokens whose probability differs from bf16's by more than a factor of 2."""
 
+VARIANCE, SQUARED_BIAS = "grad/variance", "grad/squared_bias"
+"""Variance and squared bias of the gradient under random rounding, over the squared norm of the gradient
+without quantisation."""
 PRODUCTS = "gemm"
 """Family of the errors of products."""
 
@@ -68,6 +71,7 @@ _ADDED = frozenset(
     {"throughput", "memory", "quant", "weights", "grad", "nan", "flops", "evaluated", PRODUCTS}
 )
 _TRACKED_ERRORS = frozenset({"sqnr_db", "zero_frac"})
+_UNTRACKED = frozenset({PRODUCT_BITS, ARITHMETIC, VARIANCE, SQUARED_BIAS})
 _EVENTS = frozenset({"first_step", "steps_skipped"})
 _SO_FAR = frozenset({"nan/activation", "nan/steps_skipped"})
 _MOST_CACHED = 1 << 17
@@ -118,7 +122,7 @@ class Name:
     @property
     def for_tracker(self) -> bool:
         """Return True if MLflow gets this metric: all but per-layer series, most errors of slots,
-        readings of parts of the data, and how the processor computes.
+        readings of parts of the data, the parts of the gradient's error, and how the processor computes.
 
         The ledger keeps the rest. A run in MLflow then has fewer than 40 keys, which its page can still show.
         """
@@ -126,7 +130,7 @@ class Name:
             return self.slot is not None and self.layer is None and self.metric in _TRACKED_ERRORS
         if self.family == PRODUCTS:
             return self.layer is None
-        return self.family != EVALUATED and str(self) not in (PRODUCT_BITS, ARITHMETIC)
+        return self.family != EVALUATED and str(self) not in _UNTRACKED
 
     @property
     def of_window(self) -> bool:

@@ -22,7 +22,16 @@ from ablate.numerics.product import MODES, mode
 from ablate.numerics.quantize import Operand
 from ablate.recipes.recipe import Products
 from ablate.training.alarms import Alarm
-from ablate.training.metric_names import ARITHMETIC, PRODUCT_BITS, PRODUCTS, Name, each_layer, parse
+from ablate.training.metric_names import (
+    ARITHMETIC,
+    PRODUCT_BITS,
+    PRODUCTS,
+    SQUARED_BIAS,
+    VARIANCE,
+    Name,
+    each_layer,
+    parse,
+)
 from ablate.training.operand_metrics import OPERAND_METRICS
 
 
@@ -81,6 +90,39 @@ def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> d
         "grad/cosine_to_bf16": inner(gradient, reference) / (norm * reference_norm),
         "grad/noise_ratio": reference_norm / noise,
     }
+
+
+def gradient_split(draws: Sequence[Sequence[Tensor]], reference: Sequence[Tensor]) -> dict[str, float]:
+    """Return variance and squared bias of a gradient under its recipe's random rounding, apart.
+
+    For k independent draws g_i of the gradient of one batch, g without quantisation and d_i = g_i - g, with
+    A = sum |d_i|^2 and B = |sum d_i|^2, the estimates are U-statistics, unbiased at every k above 1:
+
+        variance      E|g_i - E g_i|^2   (A - B/k) / (k - 1)
+        squared bias  |E g_i - g|^2      (B - A) / (k (k - 1)): the mean of <d_i, d_j> over pairs i, j
+
+    They add up to A/k, the mean squared error. A small squared bias may come out below zero. More draws
+    average the variance out of an optimizer's step; nothing averages out the bias.
+
+    Args:
+        draws: gradients of all trained parameters, one list a draw; a single one is that of a recipe without
+            random rounding, whose variance is 0.
+        reference: the gradient without quantisation, in the same order and shapes.
+
+    Returns:
+        `grad/variance` and `grad/squared_bias`, both over |g|^2; {} if that or a result is not finite or 0.
+    """
+    k, sums, total, power = len(draws), 0.0, 0.0, 0.0
+    for own, *each in zip(reference, *draws, strict=True):
+        exact = own.double()
+        differences = [drawn.double() - exact for drawn in each]
+        sums += sum(float(difference.square().sum()) for difference in differences)
+        total += float(sum(differences, torch.zeros_like(exact)).square().sum())
+        power += float(exact.square().sum())
+    if not (0 < power < math.inf and math.isfinite(sums)):
+        return {}
+    variance = (sums - total / k) / (k - 1) if k > 1 else 0.0
+    return {VARIANCE: variance / power, SQUARED_BIAS: (sums / k - variance) / power}
 
 
 def _codes(cast: Operand) -> Tensor:

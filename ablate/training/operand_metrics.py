@@ -102,6 +102,21 @@ def blocks_saturated_frac(operand: Operand, seen: Census) -> float:
     return _fraction(seen.block_scaled > _largest_element(operand))
 
 
+def dead_share(operand: Operand, seen: Census) -> float:
+    """Return the share of the error's energy in elements that were quantised to zero (`parts_of_error`)."""
+    return seen.dead / seen.error if seen.error else math.nan
+
+
+def scale_share(operand: Operand, seen: Census) -> float:
+    """Return the share of the error's energy that other scales would remove (chance: 3/n of n elements)."""
+    return seen.scale_bias / seen.error if seen.error else math.nan
+
+
+def grid_share(operand: Operand, seen: Census) -> float:
+    """Return the rest of the error's energy: the distance to the points of the grid."""
+    return (seen.error - seen.dead - seen.scale_bias) / seen.error if seen.error else math.nan
+
+
 def crest(operand: Operand, seen: Census) -> float:
     """Return the median over blocks of largest |x| over root mean square, without blocks of zeros."""
     if not seen.power:
@@ -187,6 +202,9 @@ OPERAND_METRICS = {
     ),
     "saturated_frac": OperandMetric(saturated_frac),
     "blocks_saturated_frac": OperandMetric(blocks_saturated_frac),
+    "dead_share": OperandMetric(dead_share),
+    "scale_share": OperandMetric(scale_share),
+    "grid_share": OperandMetric(grid_share),
     "crest": OperandMetric(crest),
     "kurtosis": OperandMetric(kurtosis),
     "mean_share": OperandMetric(mean_share),
