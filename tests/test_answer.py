@@ -14,12 +14,14 @@ import pytest
 from support.books import ALIKE, BASE, LOOSE, SPEC, WORSE, add, learn, noisy, whole_grid
 from support.cases import every
 from support.experiments import ledger, problems, sweep, tiny, write
+from support.made_up import grid
 from support.made_up import member as finish
 from support.tables import cells
 
 from ablate.experiment.arms import label
 from ablate.experiment.recorded_spec import RecordedSpec
 from ablate.experiment.schema import Metric, Published
+from ablate.reports import answer_tables
 from ablate.reports.answer import Answer
 from ablate.reports.comparison_tables import summary_table
 from ablate.reports.figures import forest
@@ -30,6 +32,7 @@ from ablate.results.published import replications
 from ablate.results.subject import described, title
 from ablate.results.summary import UNLEARNED, Gaps, judge_learned, summaries
 from ablate.results.verdict_text import REASONS, needed_text
+from ablate.store.divergences import divergences
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 from ablate.training.workloads import context_free
@@ -760,3 +763,18 @@ def test_presets_are_compared_with_each_other_below_their_gaps(tmp_path):
         presets = ("recipe", '"mxfp8" instead of "nvfp4"', asked is not None)
         assert {*found} == gaps | {presets}
         assert found.index(presets) == (0 if asked else 2)
+
+
+def test_runs_that_diverged_have_their_place_and_the_baselines_fate(tmp_path):
+    book = grid(tmp_path / "sweeps")
+    (lost,) = divergences(book)
+    assert (lost.member.name, lost.member.seed, lost.baseline) == ("rht=false sr=false", 2, "done")
+    assert lost.of_baseline == "did not diverge"
+    (row,) = answer_tables.divergences_table(book).rows
+    assert (row["arm"], row["seed"], row["its baseline"]) == (lost.member.name, "2", lost.of_baseline)
+    (base,) = [member for member in book.members() if member.baseline is None and member.seed == 2]
+    book.settle(base.trial, "diverged", "non-finite loss or gradient at step 3: loss")
+    first, second = divergences(book)
+    assert (first.of_baseline, second.of_baseline) == ("it is the baseline", "diverged too")
+    assert str(first) == "non-finite loss or gradient at step 3: loss; it is the baseline"
+    book.close()
