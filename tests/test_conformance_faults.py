@@ -208,7 +208,7 @@ def test_codes_of_a_declared_order_are_read_back_in_this_order():
         ({"zero_block": "one"}, "'one' is no word; the words are 'scale (a/6) S', "),
         ({"*": "zero block 1, S/s"}, "'S/s' is no word"),
         ({"*": ""}, "'' is no word"),
-        ({"nan_visible": "zeros"}, "it takes 'tensor', 'block', 'saturated', 'zero'"),
+        ({"nan_visible": "zeros"}, "it takes 'tensor', 'block', 'element', 'saturated', 'zero'"),
         ({"zero_block": 1}, "zero_block is a int"),
     ],
 )
@@ -305,8 +305,8 @@ def test_several_faults_at_once_are_named_together():
     findings = conform(
         first_attempt, only=["element_ties", "order_of_scale", "order_of_factor", "amax_ladder"]
     )
-    assert "4 differ by one fault: elements ties toward zero, and order of operations: " in findings.text
-    assert findings.text.endswith("scale (a/6) S, elements S/s; nothing else differs.")
+    assert "4 differ by one fault: block scales rounded up from 0.505" in findings.text
+    assert findings.text.endswith("; ties of elements go not to even; nothing else differs.")
 
 
 def test_the_fixture_fails_a_test_with_the_fault(conform):

@@ -40,14 +40,18 @@ def test_a_control_equals_the_reference(name):
         ("nan_above_given_amax", "saturated_scales", "cast to E4M3 without clamp"),
         ("nan_for_128", "every_scale", "block scale 128 decoded as NaN"),
         ("no_subnormals", "small_tensor", "element code 0 decoded as 0.5, 0.5 decoded as 0.75"),
-        ("half_subnormals", "element_ties", "subnormal elements encoded half as large"),
+        ("half_subnormals", "element_ties", "scaled elements of magnitude 0.001953 to 0.01465 encoded 2^-1"),
         ("lost_carry", "adjacent_draws", "carry lost"),
         (
             "wrong_table",
             "orthogonal",
             "rotation not orthogonal: 16 entries have the wrong sign, from (12, 12)",
         ),
-        ("overlapping_parts", "forward_product", "parts of 16 of the contraction counted twice: y 9 of 10"),
+        (
+            "overlapping_parts",
+            "forward_product",
+            "y: terms 16 to 159 of 160 of the contraction counted twice; ",
+        ),
         ("unpadded_experts", "grouped_widths", "scales of w found at offsets without their padding"),
         ("scale_of_gate", "grouped_forward", "tensor scale of the first half of w's rows used for both"),
     ],
@@ -72,12 +76,16 @@ def cut_scales(bits: int) -> Subject:
 
 
 @pytest.mark.parametrize(
-    ("bits", "name"), [(10, "block scale rounded twice, through fp16 toward zero"), (11, "")]
+    ("bits", "name"),
+    [
+        (10, "block scale rounded twice, through fp16 toward zero"),
+        (11, "block scales within 2^-8 of a step of a midpoint"),
+    ],
 )
 def test_a_fault_is_not_named_by_a_computation_that_other_casts_refute(bits, name):
     """On the data of order_of_scale, both give what (a/6) S gives; on random data they do not."""
     only = ["random_fp32", "order_of_scale"]
     rows = conform(cut_scales(bits), only=only).rows
     assert [row.outcome for row in rows] == [Outcome.FAIL] * 2
-    assert {row.fault for row in rows} == {name}
+    assert all(row.fault.startswith(name) for row in rows)
     assert not any("declare" in row.detail for row in rows)

@@ -474,13 +474,7 @@ def _floored(before: Computation, least: float) -> Computation:
 
 
 def combined() -> Iterator[tuple[str, Computation]]:
-    """Yield every order of operations with another rounding of ties, or a floor of scales.
-
-    A first attempt often has several of these at once.
-    """
-    for rule, word in (("zero", "ties toward zero"), ("away", "ties away from zero")):
-        for name, computation in orders():
-            yield f"elements {word}, and {name}", replace(computation, element=partial(_ties, rule))
+    """Yield every order of operations with a floor of scales, as a first attempt often has them."""
     for least in (2.0**-6, 2.0**-9):
         for name, computation in orders():
             yield f"floor of block scales at {least:.3g}, and {name}", _floored(computation, least)

@@ -15,7 +15,7 @@ from ablate.verification.conformance.cast_faults import VARIANTS
 
 ALL = "*"
 FORMS = {
-    "nan_visible": ("tensor", "block", "saturated", "zero"),
+    "nan_visible": ("tensor", "block", "element", "saturated", "zero"),
     "infinity_visible": ("saturated",),
     "infinite_neighbours": ("nan",),
     "random_gradients": ("nearest",),

@@ -293,6 +293,8 @@ def weighed(computation: Computation, pair: Pair) -> Weighed | None:
         made = computation.run(pair.x, pair.quant, pair.previous)
     except NoComputationError:
         return None
+    except Exception:  # a suspected computation that cannot take what a subject was handed is not its own
+        return None
     got, deviates, length = pair.got, pair.difference, pair.quant.tile[1]
     if computation.of_bytes and got.codes is not None and got.scales is not None:
         got = replace(got, values=None)  # which the subject may have computed before it wrote the bytes

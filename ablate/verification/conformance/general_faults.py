@@ -1,4 +1,4 @@
-"""Families of wrong computations of a cast that no single report names: dtypes, groups and element tables.
+"""Families of wrong computations of a cast that no single report names: dtypes and groups.
 
 Each family varies one parameter of the recipe's computation over the values that implementations have used,
 so that a fault which was never reported in exactly this form is named as well.
@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.spec import Quant
 from ablate.verification.conformance.computation import (
     RECIPE,
@@ -103,10 +102,6 @@ def _in_memory(size: int, tiles: Tensor, quant: Quant) -> Tensor:
     return flat.amax(1).repeat_interleave(size)[: own.numel()].view(own.shape)
 
 
-def _partly(kept: Callable[[Tensor], Tensor], tiles: Tensor, quant: Quant) -> Tensor:
-    return RECIPE.block(kept(tiles), quant)
-
-
 def _shifted(by: int, tiles: Tensor, quant: Quant) -> Tensor:
     own = RECIPE.block(tiles, quant)
     if own.shape[2] < 2:
@@ -128,62 +123,11 @@ def groups() -> Iterator[tuple[str, Computation]]:
             replace(RECIPE, block=partial(_in_memory, size)),
         )
     yield "amax of the whole row as each block's", replace(RECIPE, block=partial(_grouped, 2, 0))
-    parts: dict[str, Callable[[Tensor], Tensor]] = {
-        "first half": lambda tiles: tiles[..., : tiles.shape[3] // 2],
-        "last half": lambda tiles: tiles[..., tiles.shape[3] // 2 :],
-        "even columns": lambda tiles: tiles[..., ::2],
-        "odd columns": lambda tiles: tiles[..., 1::2],
-        "positive elements": lambda tiles: tiles.clamp(min=0),
-    }
-    for word, kept in parts.items():
-        yield f"block amax of the {word} of a block only", replace(RECIPE, block=partial(_partly, kept))
     yield "block amax of the next block", replace(RECIPE, block=partial(_shifted, -1))
     yield "block amax of the block before", replace(RECIPE, block=partial(_shifted, 1))
 
 
-# --- elements below the smallest normal number, and the largest -----------------------------------
-
-
-def _small(change: Callable[[Tensor], Tensor], y: Tensor, quant: Quant) -> Tensor:
-    grid = ELEMENTS[quant.element]
-    return RECIPE.element(torch.where(y.abs() < 2.0**grid.emin, change(y), y), quant)
-
-
-def _small_results(change: Callable[[Tensor], Tensor], y: Tensor, quant: Quant) -> Tensor:
-    grid, made = ELEMENTS[quant.element], RECIPE.element(y, quant)
-    return torch.where(made.abs() < 2.0**grid.emin, change(made), made)
-
-
-def _limited(most: float, y: Tensor, quant: Quant) -> Tensor:
-    if most >= ELEMENTS[quant.element].max:
-        raise NoComputationError("the format's largest number")
-    return RECIPE.element(y.clamp(-most, most), quant)
-
-
-def _overflowed(value: float, y: Tensor, quant: Quant) -> Tensor:
-    grid = ELEMENTS[quant.element]
-    return torch.where(y.abs() > grid.max, torch.full_like(y, value).copysign(y), RECIPE.element(y, quant))
-
-
-def tables() -> Iterator[tuple[str, Computation]]:
-    """Yield other encodings of subnormal and of the largest elements."""
-    for word, change in (
-        ("flushed to zero", torch.zeros_like),
-        ("encoded half as large", lambda y: y / 2),
-        ("encoded twice as large", lambda y: y * 2),
-    ):
-        yield f"subnormal elements {word}", replace(RECIPE, element=partial(_small, change))
-        yield (
-            f"subnormal elements {word} after rounding",
-            replace(RECIPE, element=partial(_small_results, change)),
-        )
-    for most in (1.0, 3.0, 4.0, 240.0, 256.0):
-        yield f"elements saturate at {most:g}", replace(RECIPE, element=partial(_limited, most))
-    for value, word in ((0.0, "become zero"), (float("nan"), "become NaN")):
-        yield f"elements above the largest {word}", replace(RECIPE, element=partial(_overflowed, value))
-
-
 def general_faults() -> Iterator[tuple[str, Computation]]:
     """Yield all families."""
-    for family in (roundings, groups, tables):
+    for family in (roundings, groups):
         yield from family()

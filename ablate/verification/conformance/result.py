@@ -51,6 +51,8 @@ class Row:
 
 def counts(row: Row) -> str:
     """Return the number of compared numbers of a row, or of those that differ, in words."""
+    if not row.cases:
+        return "not compared"
     if not row.differing:
         return f"{row.cases:,} compared"
     if row.property in ("random_gradients", "grouped_random"):

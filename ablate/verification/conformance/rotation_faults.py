@@ -4,6 +4,9 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.hadamard import butterflies
+from ablate.verification.conformance import inputs
+from ablate.verification.conformance.examination import Examination
+from ablate.verification.conformance.stages.places import wrong_places
 
 NEAR = 1e-3
 """Relative difference within which a measured number is the named one."""
@@ -48,3 +51,26 @@ def matrix_fault(matrix: Tensor) -> str:
             f"rotation not orthogonal: {int(wrong.sum())} entries have the wrong sign, from ({row}, {column})"
         )
     return "rotation not orthogonal"
+
+
+def rotation_fault(bench: Examination) -> str:
+    """Return the fault that the rotation of unit vectors shows, or ''."""
+    size = bench.rotation.size
+    unit = torch.zeros(bench.rows(size), bench.columns(size))
+    unit[:size, :size] = torch.eye(size)
+    matrix = bench.call("rotate", bench.typed(unit)).detach().cpu()[:size, :size].double()
+    if fault := matrix_fault(matrix):
+        return fault
+    x = bench.typed(inputs.normal(bench.rows(16), bench.columns(4 * size), bench.seed))
+    turned = bench.call("rotate", x).detach().cpu()
+    if x.dtype == torch.bfloat16 and bool((turned.float() != turned.bfloat16().float()).any()):
+        return "rotated values not rounded to the dtype of x"
+    groups = x.double().view(-1, size)
+    off = ((turned.double().view(-1, size) - groups @ matrix) / groups.norm(dim=1, keepdim=True)).abs()
+    if not float(off.max()) > 2.0**-9:
+        return ""
+    if float(off.max()) < 2.0**-5:
+        return f"intermediate sums of the rotation rounded: off by up to {float(off.max()):.2g} of |x|"
+    return (
+        f"not the product with the rotation's matrix{wrong_places([(off > 2.0**-8).view(x.shape)], 'values')}"
+    )

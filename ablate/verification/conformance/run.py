@@ -11,6 +11,7 @@ from ablate.verification.conformance.diagnosis import (
     commonest_fault,
     diagnosed,
     hinted,
+    measured,
     relabelled,
     supported,
 )
@@ -106,7 +107,7 @@ def examined(bench: Examination, one: Property) -> Row:
         return Row(one.name, Outcome.NOT_APPLICABLE, detail=str(reason))
     except RefusedError as error:
         bench.refused.append(one.needs)
-        return Row(one.name, Outcome.FAIL, 1, 1, detail=str(error))
+        return Row(one.name, Outcome.FAIL, detail=str(error))
     bench.answered.add(one.needs)
     if row.outcome == Outcome.FAIL and row.block is None and not row.detail:
         return replace(row, detail=f"this does not hold: {one.promise}")
@@ -157,7 +158,8 @@ def conform(
                 shown += 1
     named = [diagnosed(bench, PROPERTIES[row.property], row) for row in rows]  # by all casts at once
     likely = commonest_fault(bench, named)
-    named = [hinted(bench, row) for row in supported(bench, relabelled(bench, named, likely))]
+    named = measured(bench, supported(bench, relabelled(bench, named, likely)))
+    named = [hinted(bench, row) for row in named]
     likely = likely if any(row.fault == likely for row in named) else ""
     if show is not None:
         for row in named[shown:]:

@@ -46,10 +46,10 @@ def _sizes(bench: Examination, wanted: tuple[int, ...]) -> list[int]:
 
 
 def given_experts(
-    bench: Examination, sizes: list[int], dy: Tensor | None = None, width: int = OUT
+    bench: Examination, sizes: list[int], dy: Tensor | None = None, width: int = OUT, inner: int = IN
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return x, w, dy and the int32 offsets of a layer of experts with these numbers of tokens."""
-    tokens, inner, out = sum(sizes), side(bench, IN), side(bench, width)
+    tokens, inner, out = sum(sizes), side(bench, inner), side(bench, width)
     if dy is None:
         products = products_of(bench)
         parts = [certain_gradient(bench, products, size, out) for size in sizes if size]

@@ -6,7 +6,7 @@ and for random gradients the interval that the reference's own draws give.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,9 @@ INTERVAL = "eight standard deviations of the reference's own 12 draws"
 REFERENCE_DRAWS, SIGMAS = 12, 8.0
 NAMES = ("y", "dx", "dw")
 TOKENS, IN, OUT = 96, 160, 144
+LONG = (2048,)
+CONTRACTIONS = (16, 48, 80, 272, 336, 528, 656, 784, 1104, 1168, 1552, 2320)
+"""Terms of a sum: on both sides of multiples of 32 to 512."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,10 @@ class Layer:
     x: Tensor
     w: Tensor
     dy: Tensor
+
+
+Summed = tuple[str, Layer, Tensor, Exact]
+"""`y`, `dx` or `dw`; its layer; the subject's result; the reference's."""
 
 
 def products_of(bench: Examination) -> Products:
@@ -98,9 +105,11 @@ def side(bench: Examination, wanted: int) -> int:
     return -(-wanted // step) * step
 
 
-def layer(bench: Examination, size: float = 1.0, seed: int = 0) -> Layer:
+def layer(
+    bench: Examination, size: float = 1.0, seed: int = 0, sizes: tuple[int, int, int] = (TOKENS, IN, OUT)
+) -> Layer:
     """Return a layer with random x and w, and a gradient whose rounding draws nothing."""
-    tokens, inner, out = (side(bench, wanted) for wanted in (TOKENS, IN, OUT))
+    tokens, inner, out = (side(bench, wanted) for wanted in sizes)
     dy = certain_gradient(bench, products_of(bench), tokens, out)
     return Layer(
         bench.typed(size * inputs.normal(tokens, inner, bench.seed + seed)),
@@ -299,25 +308,34 @@ def product_repeats(bench: Examination) -> Row:
     return Row("product_repeats", Outcome.FAIL if differ else Outcome.PASS, cases, differ)
 
 
-def long_products(bench: Examination) -> Iterator[tuple[str, Tensor, Exact]]:
-    """Yield y and dx of 2,048 terms of one sign: name, the subject's and the reference's result."""
+def summed(bench: Examination, lengths: Sequence[int]) -> Iterator[Summed]:
+    """Yield results whose contractions have these lengths: name, layer, the subject's and the reference's."""
     bench.function("product")
-    short, long = side(bench, 32), side(bench, 2048)
-    for key, inner, out in (("y", long, short), ("dx", short, long)):
-        dy = certain_gradient(bench, products_of(bench), short, out).abs()
-        x = bench.typed(inputs.normal(short, inner, bench.seed).abs())
-        w = bench.typed(0.02 * inputs.normal(out, inner, bench.seed + 1).abs())
-        given = Layer(x, w, bench.typed(dy))
-        got = call(bench, given.x, given.w, given.dy)
-        yield key, got[key], exact_products(products_of(bench), *_bf16(given))[key]
+    for length in lengths:
+        for key, sizes in (("y", (32, length, 32)), ("dx", (32, 32, length)), ("dw", (length, 32, 32))):
+            given = layer(bench, sizes=sizes)
+            if length in LONG:  # terms of one sign, whose partial sums grow
+                given = Layer(given.x.abs(), given.w.abs(), given.dy.abs())
+            got = call(bench, given.x, given.w, given.dy)
+            yield key, given, got[key], exact_products(products_of(bench), *_bf16(given))[key]
+
+
+def _of_lengths(bench: Examination, name: str, lengths: Sequence[int]) -> Row:
+    rows = [
+        judged(name, got, exact, f"{key} of {exact.terms:,} terms: ")
+        for key, _, got, exact in summed(bench, lengths)
+    ]
+    return worst(name, rows)
 
 
 def long_sums(bench: Examination) -> Row:
     """Sum 2,048 terms of one sign: partial sums that are rounded to bf16 differ by more than fp32's order."""
-    rows = [
-        judged("long_sums", got, exact, f"{key} of 2,048 terms: ") for key, got, exact in long_products(bench)
-    ]
-    return worst("long_sums", rows)
+    return _of_lengths(bench, "long_sums", LONG)
+
+
+def contraction_sizes(bench: Examination) -> Row:
+    """Sum other numbers of terms, most of which leave a part behind whole tiles of 32 to 256."""
+    return _of_lengths(bench, "contraction_sizes", CONTRACTIONS)
 
 
 def worst(name: str, rows: list[Row]) -> Row:
@@ -399,5 +417,13 @@ PROPERTIES = (
         "product",
         (16,),
         long_sums,
+    ),
+    Property(
+        "contraction_sizes",
+        "Sums of 16 to 2,320 terms are whole, also behind the last tile.",
+        BOUND,
+        "product",
+        (26, 27),
+        contraction_sizes,
     ),
 )

@@ -10,6 +10,7 @@ from ablate.verification.conformance import inputs
 from ablate.verification.conformance.examination import Examination, RefusedError
 from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.result import Outcome, Row
+from ablate.verification.conformance.stages.places import number_ranges
 
 
 def _rotate(bench: Examination, x: Tensor) -> Tensor:
@@ -113,8 +114,10 @@ def rotation_large(bench: Examination) -> Row:
     x = bench.typed(inputs.normal(rows, columns, bench.seed))
     step = bench.rows(64)
     parts = torch.cat([_rotate(bench, part.clone()) for part in x.split(step)])
-    differ = int((_rotate(bench, x) != parts).sum())
-    return Row("rotation_large", Outcome.FAIL if differ else Outcome.PASS, parts.numel(), differ)
+    wrong = _rotate(bench, x) != parts
+    outcome = Outcome.FAIL if wrong.any() else Outcome.PASS
+    detail = f"rows {number_ranges(wrong.any(1))} of {rows}" if wrong.any() else ""
+    return Row("rotation_large", outcome, parts.numel(), int(wrong.sum()), detail=detail)
 
 
 PROPERTIES = (

@@ -1,6 +1,9 @@
 """Block scales: every value of their format, its boundaries, and the second level."""
 
+from dataclasses import replace
+
 import torch
+from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS, SCALES
 from ablate.numerics.quantize import Outer
@@ -69,14 +72,26 @@ def saturated_scales(bench: Examination) -> Row:
     wanted = (
         torch.tensor([1.0, 448 / 448, 449 / 448, 464 / 448, 465 / 448, 480 / 448, 2.0, 1e3, 1e30]) * bound
     )
-    x = inputs.from_amaxes(wanted * top, bound * top, quant, bench.rows(16), bench.columns(64, quant))
-    x = bench.typed(x)
-    given = torch.tensor(bound * top)
-    static = quant.model_copy(update={"outer": Outer(statistic=f"static:{bound * top}", bound=bound)})
-    got = bench.cast(x, quant, "cast_given", amax=given)
+    rows, columns = bench.rows(16), bench.columns(64, quant)
+    x = inputs.from_amaxes(wanted * top, bound * top, quant, rows, columns)
+    random = inputs.normal(rows, columns, bench.seed)
+    pairs = [_given(bench, bench.typed(x), bound * top)]
+    for amax in (float(bench.typed(random).abs().max()), 1.5, 8.0, 1e-3, 1e4):
+        pairs.append(_given(bench, bench.typed(random), amax))
+    return bench.judged("saturated_scales", pairs)
+
+
+def _given(bench: Examination, x: Tensor, amax: float) -> Pair:
+    """Cast x with a given amax by the subject and by the recipe."""
+    quant = bench.nearest
+    assert quant.outer is not None
+    static = quant.model_copy(update={"outer": Outer(statistic=f"static:{amax!r}", bound=quant.outer.bound)})
+    previous, got = bench.last, bench.cast(x, quant, "cast_given", amax=torch.tensor(amax))
+    if got.values is None and got.outer is not None:  # the factor is a result of the amax as well
+        got = replace(got, values=got.dequantised(quant.tile[1]))
     expected = reference(x, static)
-    pair = Pair(x, got, expected, static, differences(got, expected, quant.tile[1]), "given amax")
-    return bench.judged("saturated_scales", [pair])
+    difference = differences(got, expected, quant.tile[1])
+    return Pair(x, got, expected, static, difference, f"amax given as {amax:.6g}", previous)
 
 
 def power_of_two_thresholds(bench: Examination) -> Row:
