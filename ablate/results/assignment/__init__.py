@@ -249,8 +249,8 @@ class Map:
         most = sum(sum(self._products(each).values()) for each in self.units(unit))
         found = {
             (round(each.share, 9), each.kept): each
-            for step in range(20, 0, -1)
-            for each in [self.assign(min(step / 20, most), unit=unit)]
+            for step in range(10, 0, -1)
+            for each in [self.assign(min(step / 10, most), unit=unit)]
         }
         return list(found.values())
 
