@@ -1,7 +1,10 @@
 """Promises of the group search: its error rate, what it finds, and that it is a function of its outcomes."""
 
+import csv
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +12,17 @@ import pytest
 from ablate.experiment.blame_design import BlameDesign, GroupRun
 from ablate.results.blame import Search, replay, smallest
 
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = BlameDesign(units=8, seeds=tuple(range(6)), budget=56)
+
+
+@pytest.fixture
+def simulation() -> Iterator[object]:
+    sys.path.insert(0, str(BENCHMARKS))
+    import blame_simulation
+
+    yield blame_simulation
+    sys.path.remove(str(BENCHMARKS))
 
 
 def searched(design: BlameDesign, harm: Callable[[GroupRun], float]) -> Search:
@@ -123,3 +136,19 @@ def test_a_search_that_cannot_work_says_what_would(design: BlameDesign, word: st
 def test_the_smallest_damage_falls_with_seeds_and_budget() -> None:
     more = BlameDesign(units=8, seeds=tuple(range(12)), budget=120)
     assert smallest(more) < smallest(SMALL) < smallest(BlameDesign(units=8, seeds=(0, 1, 2), budget=24)) < 64
+
+
+def test_the_committed_rates_are_reproduced_and_hold(simulation: object) -> None:
+    with (BENCHMARKS / "blame_simulation.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    cases = list(simulation.planted(20261128))  # type: ignore[attr-defined]
+    for case in (cases[1], cases[55], cases[65]):
+        for line in simulation.rates("planted", case, 1, 20261128):  # type: ignore[attr-defined]
+            assert dict(zip(lines[0], map(str, line), strict=True)) in lines
+    ours = [line for line in lines if line["kind"] == "rates" and line["method"] == "blame"]
+    assert len(ours) == len(simulation.SCENARIOS)  # type: ignore[attr-defined]
+    for line in ours:
+        cases_, false = int(line["cases"]), int(line["false_alarms"])
+        assert false / cases_ < 0.05 + 2 * math.sqrt(0.05 * 0.95 / cases_), line["scenario"]
+        if line["scenario"] == "smallest of the plan":
+            assert int(line["hits"]) / int(line["culprits"]) >= 0.8

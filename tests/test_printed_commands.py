@@ -95,6 +95,7 @@ OTHERS = {
     "python benchmarks/gpu_estimates.py": "test_gpu_estimates.py",
     "python benchmarks/simulated_truth.py": "test_simulated_truth.py",
     "python benchmarks/gate_loops.py": "test_proposals.py",
+    "python benchmarks/blame_simulation.py": "test_blame.py",
     "python -m pytest": "is this suite",
     "python docs/generate_conformance.py": "test_docs.py",
     "python docs/generate_reference.py": "test_docs.py",

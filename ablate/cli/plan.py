@@ -20,6 +20,7 @@ from ablate.engines.hardware import Machine, rented_machine
 from ablate.errors import InputError, one_line
 from ablate.execution.forecast import Forecast, TimeNeeded, forecast, time_needed
 from ablate.execution.machine_paces import MachinePaces
+from ablate.execution.sweep_facts import blame_facts
 from ablate.experiment.arms import Arm
 from ablate.experiment.edits import redefinition
 from ablate.experiment.forked_design import CALIBRATION
@@ -129,6 +130,10 @@ def _print_arms(screen: Console, experiment: Experiment, result: Forecast) -> No
         screen.print(f"\nand {search.trials} arms that {search.sampler} proposes{proposed} within:")
         for knob, dimension in experiment.space.items():
             screen.print(f"  {knob}: {one_line(_range(dimension))}")
+    if experiment.blamed:
+        from ablate.results.blame import planned  # scipy: only if there is such a search
+
+        screen.print(f"\n{one_line(planned(*experiment.blamed[::2]))}", soft_wrap=True)
 
 
 def _computation(experiment: Experiment, device: str) -> Iterator[str]:
@@ -286,6 +291,7 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
         "search": {"trials": experiment.keys.search.trials, "proposed": result.proposed}
         if experiment.keys.search
         else None,
+        "blame": blame_facts(experiment) or None,
         "to_run": result.trials,
         "to_run_later_at_most": result.later + result.grown,
         "done": result.done,

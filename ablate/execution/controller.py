@@ -262,8 +262,8 @@ class Controller:
         if self.scheduler.queue or self._halt or self._extended == now:
             return
         self._extended, search = now, self.experiment.keys.search
-        if self.experiment.keys.growth:
-            self.news += map(Routine, self.scheduler.grow())
+        if self.experiment.keys.growth or self.experiment.keys.blame:
+            self.news += map(Routine, (*self.scheduler.grow(), *self.scheduler.blame()))
         elif (
             search
             and search.confirm

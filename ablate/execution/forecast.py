@@ -110,6 +110,11 @@ def forecast(experiment: Experiment, state: Path, device: str, paces: MachinePac
         return result
     if experiment.keys.growth:
         result.grown = sum(max(0, experiment.keys.growth.most - len(seeds)) for _, seeds in recorded.arms)
+    if experiment.blamed:
+        each = Load.of(experiment.arms[-1], experiment, device)
+        result.later = max(0, experiment.blamed[0].runs - 2 * len(experiment.seeds) - recorded.grouped)
+        result.seconds += result.later * pace.seconds(each)
+        result.longest = max(result.longest, pace.seconds(each))
     asks = experiment.keys.search.trials - recorded.proposed if experiment.keys.search else 0
     for each, count in unproposed(experiment, asks, not recorded.confirmed, device).items():
         result.later += count
@@ -133,6 +138,8 @@ class _Recorded:
     """Ids of the finished trials of proposed arms, which `arms` leaves out."""
     pruned: set[str] = field(default_factory=set)
     """Ids of pruned trials."""
+    grouped: int = 0
+    """Number of finished runs of groups of units in a search for a cause."""
     confirmed: bool = False
     """The search has begun to confirm its winner."""
     ended: bool = False
@@ -161,6 +168,8 @@ def _add_ledger(
         members.setdefault(row.name, []).append(row)
     if experiment.keys.growth:
         recorded.arms = [(arm, _seeds(own, members.get(arm.name, []))) for arm, own in recorded.arms]
+    groups = {arm.arm for arm in ledger.arms() if arm.role in ("half", "alone")}
+    recorded.grouped = sum(row.arm in groups and store.finished(row.id) for row in rows)
     if not experiment.keys.search:
         return
     recorded.proposed = ledger.proposed()

@@ -131,7 +131,7 @@ class Scheduler:
                 self._refuse_other_versions(before)
         new = {(member.name, member.seed): member for member in self.ledger.members()}
         gone = {point.name for point in self.ledger.points() if point.repeats}  # once arms of their own
-        gone |= {name for (name, _), row in before.items() if row.role == "confirmed"}
+        gone |= {name for (name, _), row in before.items() if row.role in ("confirmed", "half", "alone")}
         keys = self.experiment.keys
         seeds = not keys.growth and not keys.search  # those add seeds to the file's
         return taken + edits(before, new, gone, seeds)
@@ -238,6 +238,28 @@ class Scheduler:
                 lines.append(f"{arm.name}: undecided after {counts[arm.name]} seeds, {len(seeds)} more")
                 self._more(baseline, seeds)
                 self._more(arm, seeds)
+        return lines
+
+    def blame(self) -> list[str]:
+        """Request the runs that the search for a cause wants next; return a line for each round. Nothing
+        without `blame`."""
+        from ablate.results.blame import news, replayed  # imports numpy: only for such a search
+
+        lines: list[str] = []
+        while self.experiment.blamed and not self.queue:  # after reused results more may be wanted
+            _, _, names = self.experiment.blamed
+            search = replayed(self.ledger)
+            seeds: dict[frozenset[int], list[int]] = {}
+            known = {(member.name, member.seed) for member in self.ledger.members()}
+            for units, seed in search.wanted:
+                if (names.arm(search.stage, units), seed) not in known:
+                    seeds.setdefault(units, []).append(seed)
+            if not seeds:
+                break
+            for units, own in seeds.items():
+                arm = self.experiment.group(names.arm(search.stage, units), units)
+                self.want(arm, seeds=own, role="half" if search.stage == "search" else "alone")
+            lines.append(f"blame: {news(search, names)}")
         return lines
 
     def confirm(self) -> list[str]:

@@ -8,6 +8,7 @@ from ablate import provenance
 from ablate.cache import key_of
 from ablate.errors import InputError, nearest
 from ablate.experiment.load import Experiment
+from ablate.files import Json
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
 from ablate.store.registration import register
@@ -30,12 +31,21 @@ def describe(ledger: Ledger, experiment: Experiment) -> None:
     with ledger.atomic():
         facts.name, facts.file, facts.text = experiment.name, experiment.file, experiment.text
         facts.question, facts.answer, facts.design = keys.question, keys.answer, keys.design
+        facts.blame = blame_facts(experiment)
         facts.interval = keys.growth.interval if keys.growth else "t"
         facts.search = keys.search.sampler if keys.search else ""
         facts.metric, facts.compared = experiment.metric, experiment.metrics
         facts.metrics = [metric.name for metric in experiment.metrics]
         facts.published, facts.covered = keys.published, covered
         facts.provenance, facts.diff, facts.ended = environment, diff, ""
+
+
+def blame_facts(experiment: Experiment) -> dict[str, Json]:
+    """Return the search for a cause as the ledger keeps it; empty without one."""
+    if experiment.blamed is None:
+        return {}
+    design, _, names = experiment.blamed
+    return {"design": dataclasses.asdict(design), "names": dataclasses.asdict(names)}
 
 
 def register_design(ledger: Ledger, experiment: Experiment, store: Store, device: str) -> None:
@@ -61,6 +71,7 @@ def register_design(ledger: Ledger, experiment: Experiment, store: Store, device
         experiment.keys.search.model_dump() if experiment.keys.search else None,
         [[knob, dataclasses.asdict(part)] for knob, part in experiment.space.items()],
         *([answer] if answer else []),
+        *([keys] if (keys := blame_facts(experiment)) else []),
     )
     ids = set(trials.values())
     parts = {

@@ -8,11 +8,12 @@
 `results/blame.py` has the search itself, and says why it is made so.
 """
 
+import json
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from itertools import count, islice
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 ROUND = 4
 """Pairs of a round, one on each of as many seeds."""
@@ -26,6 +27,11 @@ class GroupRun(NamedTuple):
 
     units: frozenset[int]
     seed: int
+
+
+_MOST_NAMED = 4
+"""Largest number of units that an arm's name lists."""
+Stage = Literal["gap", "search", "proof", "rest", "over"]
 
 
 @dataclass(frozen=True)
@@ -96,3 +102,28 @@ def _halves(units: int, number: int) -> tuple[frozenset[int], frozenset[int]]:
     order = sorted(range(units), key=lambda unit: sha256(f"{units}, {number}, {unit}".encode()).digest())
     cut = (units + number % 2) // 2
     return frozenset(order[:cut]), frozenset(order[cut:])
+
+
+@dataclass(frozen=True)
+class BlameNames:
+    """Names of units and arms, by which a ledger's runs are found again."""
+
+    units: tuple[str, ...]
+    baseline: str
+    whole: str
+    """Arm of the whole recipe."""
+
+    def arm(self, stage: Stage, units: frozenset[int]) -> str:
+        """Return the name of the arm that quantises some units in a stage of the search."""
+        if stage == "gap":
+            return self.whole if units else self.baseline
+        if stage == "rest":
+            return f"without {self._listed(frozenset(range(len(self.units))) - units)}"
+        return f"{'only' if stage == 'proof' else 'half:'} {self._listed(units)}"
+
+    def _listed(self, units: frozenset[int]) -> str:
+        names = [self.units[unit] for unit in sorted(units)]
+        if len(names) <= _MOST_NAMED:
+            return ", ".join(names)
+        digest = sha256(json.dumps(names).encode()).hexdigest()[:6]
+        return f"{', '.join(names[:_MOST_NAMED])} and {len(names) - _MOST_NAMED} more ({digest})"

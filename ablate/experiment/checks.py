@@ -14,6 +14,8 @@ from functools import cached_property
 from ablate.engines.hardware import Machine
 from ablate.errors import Problem, Reading, nearest
 from ablate.experiment.arms import Arm, StartingPoint
+from ablate.experiment.blame_design import FEWEST_SEEDS as FEWEST_PROOFS
+from ablate.experiment.blame_units import blamed
 from ablate.experiment.engine_selection import Choice, choose
 from ablate.experiment.expand import Against
 from ablate.experiment.forked_design import misfits, resolved
@@ -314,6 +316,24 @@ def _forks(draft: Draft) -> Iterator[Problem]:
         )
 
 
+def _blame(draft: Draft) -> Iterator[Problem]:
+    """Yield why there is no search for a cause: its units, its budget, or runs that it may request."""
+    if draft.file.blame is None:
+        return
+    try:
+        design, units, _ = blamed(draft.file, draft.arms)
+    except ValueError as error:
+        yield draft.document.problem(("blame",), str(error))
+        return
+    if design.problem:
+        few = len(design.seeds) < FEWEST_PROOFS
+        key = ("blame", "where") if design.units < 2 else ("seeds",) if few else ("blame", "budget")
+        yield draft.document.problem(key, design.problem)
+        return
+    for why in units.impossible(design):
+        yield draft.document.problem(("blame", "what"), why)
+
+
 def _size(draft: Draft) -> Iterator[Problem]:
     """Yield that there are too many trials."""
     if (trials := len(draft.file.first_seeds) * len(draft.arms)) > MOST_TRIALS:
@@ -366,6 +386,7 @@ CHECKS_OF_FILE: tuple[Check, ...] = (_constraints, _search)
 CHECKS: tuple[tuple[Check, ...], ...] = (
     (_answer,),
     (_forks,),
+    (_blame,),
     (_size, _published),
     (_kept_weights, _engine),
 )

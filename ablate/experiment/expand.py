@@ -33,7 +33,9 @@ def arms_and_ends(
     them, so that mistakes show before the search starts.
     """
     points: list[tuple[str | None, Knobs, dict[str, Path_]]]
-    if file.arms is not None:
+    if file.blame:
+        points = [(None, {}, {})]
+    elif file.arms is not None:
         yield from _wrong_names(file.arms, document)
         points = [
             (name, values, {knob: ("arms", name, knob) for knob in values})

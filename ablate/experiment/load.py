@@ -28,6 +28,8 @@ from pydantic import ValidationError
 from ablate.engines.hardware import Machine
 from ablate.errors import InputError, Problem, Reading, nearest, settled
 from ablate.experiment.arms import RECIPE_FILES, Arm, KnobError, Knobs, StartingPoint, keys
+from ablate.experiment.blame_design import BlameDesign, BlameNames
+from ablate.experiment.blame_units import Units, blamed
 from ablate.experiment.checks import CHECKS, CHECKS_OF_FILE, Draft, all_of
 from ablate.experiment.engine_selection import misfit
 from ablate.experiment.expand import (
@@ -112,6 +114,23 @@ class Experiment:
         """Largest number of arms that the search can propose: its trials, or all points of a smaller space; 0
         for a grid."""
         return size(self.space, self.keys.search.trials) if self.keys.search else 0
+
+    @cached_property
+    def blamed(self) -> tuple[BlameDesign, Units, BlameNames] | None:
+        """Search for the cause of the recipe's gap, its units and their names; None without `blame`."""
+        return blamed(self.keys, self.arms) if self.keys.blame else None
+
+    def group(self, name: str, units: frozenset[int]) -> Arm:
+        """Return the arm that quantises some units of the search for a cause.
+
+        Args:
+            name: the arm's name.
+            units: numbers of the units.
+        """
+        assert self.blamed is not None, "the file has `blame`"
+        _, parts, names = self.blamed
+        whole = next(arm for arm in self.arms if arm.name == names.whole)
+        return replace(whole, name=name, recipe=parts.recipe(units))
 
     def propose(self, knobs: Knobs) -> tuple[Arm, Arm]:
         """Build the arm that a sampler proposed, and its baseline.
@@ -225,6 +244,9 @@ def _draft(
     if file is None:
         return None
     base = yield from _base(file, document)
+    if file.blame and file.growth:
+        why = f"a search for a cause has a fixed number of seeds; write seeds: {file.growth.start}"
+        yield document.problem(("seeds",), why)
     if file.search and file.growth:  # its sampler compares means over fixed seeds
         why = f"a search runs its arms on a fixed number of seeds; write seeds: {file.growth.start}"
         yield document.problem(("seeds",), why)

@@ -2,9 +2,12 @@
 
 from typing import Literal
 
-Role = Literal["baseline", "listed", "searched", "refused", "confirmed", "null", "bad", "foreign"]
+Role = Literal[
+    "baseline", "listed", "searched", "refused", "confirmed", "null", "bad", "foreign", "half", "alone"
+]
 """Added as a baseline, listed in the file, proposed by a sampler, proposed but impossible, rerun of a
-search's winner, the baseline's twin, an arm that is known to be bad, or runs that were not started here."""
+search's winner, the baseline's twin, an arm that is known to be bad, or runs that were not started here. In a
+search for a cause: a random half of the units, or those that are proved, alone or left out."""
 
 NULL = "null: "
 """Name prefix of the baseline's twin. It is for readers; code reads the role."""

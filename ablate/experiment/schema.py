@@ -300,6 +300,33 @@ class Search(Spec):
     difference is called exploratory."""
 
 
+class Blame(Spec):
+    """Search for the parts of a recipe that cause its gap to the baseline, or its divergence.
+
+    Random halves of the units run in pairs, on seeds of their own; candidates are proved on `seeds`.
+    """
+
+    where: Literal["model", "blocks", "kinds", "layers"] = "blocks"
+    """Layers of a unit: all; those of a block; those with one name within their blocks; one."""
+    what: Literal["recipe", "products", "operands", "parts"] = "recipe"
+    """Operands of a unit: all six, those of a product, or one. `parts`: units are fields of the recipe in
+    which it differs from the baseline, which then has a quantised recipe too."""
+    budget: int = Field(60, ge=1, le=MOST_TRIALS)
+    """Largest number of runs, those of the recipe and of its baseline included."""
+    alpha: float = Field(0.05, gt=0, lt=0.5)
+    """Chance that any unit is named that does no damage beyond `metric.min_effect` (0 without it)."""
+    most: int = Field(2, ge=1, le=20)
+    """Largest number of candidates that are proved, each alone. With so few units there is no search."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> "Blame":
+        if self.what == "parts" and "where" in self.model_fields_set:
+            raise ValueError("what: parts has fields of a recipe as units, in all layers; leave out where")
+        if self.where == "model" and self.what == "recipe":
+            raise ValueError("where: model, what: recipe is one unit, which carries all of the gap")
+        return self
+
+
 SEVERAL = ("nsga2", "tpe", "gp", "random")
 """Samplers that take several objectives."""
 FEWEST_SEEDS = 5
@@ -449,6 +476,8 @@ class ExperimentFile(Spec):
     search: Search | None = None
     design: Design | None = None
     """Forks of a trunk in place of full runs."""
+    blame: Blame | None = None
+    """Search for what causes the gap of `recipe` to the baseline, in place of `ablate` and `arms`."""
     null: bool = False
     """Add an arm that is the baseline again and differs from it in nothing that matters: where a recipe draws
     random numbers, by other draws; else by one ulp of the starting weights."""

@@ -101,6 +101,11 @@ def spelled_out(document: Document) -> Reading[Document]:
 
 def space(file: ExperimentFile, document: Document) -> Reading[dict[str, Dimension]]:
     """Return the knobs of `ablate`, each after the knobs that it depends on."""
+    if file.blame:
+        for key in ("ablate", "arms", "search", "answer", "published"):
+            if getattr(file, key):
+                yield document.problem((key,), "does not go with blame, whose arms are parts of one recipe")
+        return {}
     if (file.ablate is None) == (file.arms is None):
         if file.ablate is not None or not any(
             document.value.get(key) is not None for key in ("ablate", "arms")

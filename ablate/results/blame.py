@@ -23,30 +23,34 @@ A divergence is searched in the same way: the outcome is 1 for a run that diverg
 sign test.
 
 `replay` is a function of the outcomes alone. It returns the runs that are wanted next, or the finding, so
-that a search which was interrupted continues as if it had not been. Refused: fewer than two units, and a
+that a search which was interrupted continues as if it had not been; `replayed` takes them from a ledger, by
+the names of arms. Refused: fewer than two units, and a
 budget that leaves fewer than `FEWEST_PAIRS` pairs.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 from scipy import special
 
-from ablate.experiment.blame_design import ROUND, BlameDesign, GroupRun
+from ablate.experiment.blame_design import ROUND, BlameDesign, BlameNames, GroupRun, Stage
+from ablate.experiment.schema import Metric
+from ablate.results.number_text import around, counted, number
+from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import OVER
 
 CHANCE = 0.8
 """Chance at which a culprit of the smallest size that is named is found."""
 _ENTRY = 0.1
 """Largest p-value, times the units left, of a candidate after the first."""
+_MOST_NAMED = 6
+"""Largest number of units that a plan lists."""
 _GATE = 0.2
 """Chance of searching where there is no gap. It saves runs; the proof alone bounds the error."""
 _ODDS = 20.0
 """Odds by which candidates must beat each other choice, times the units, for the search to end early."""
-
-Stage = Literal["gap", "search", "proof", "rest", "over"]
 
 
 Outcomes = Mapping[GroupRun, float]
@@ -184,13 +188,13 @@ def replay(design: BlameDesign, outcomes: Outcomes) -> Search:
     if not search.exceeds(effect(everything, _GATE)):
         return replace(search, stage="over")
     search = replace(search, candidates=tuple(range(design.units)))
-    for number in range(0, design.pairs, ROUND):
-        pairs = [design.halves(each) for each in range(number, min(number + ROUND, design.pairs))]
+    for place in range(0, design.pairs, ROUND):
+        pairs = [design.halves(each) for each in range(place, min(place + ROUND, design.pairs))]
         wanted = missing(test for pair in pairs for test in pair)
         search = replace(search, stage="search", runs=len(asked), wanted=wanted)
         if wanted:
             return search
-        evidence, settled = screen(design, outcomes, number + len(pairs), search)
+        evidence, settled = screen(design, outcomes, place + len(pairs), search)
         tests = tuple(test for pair in pairs for test in pair)
         evidence = replace(evidence, tests=tests)
         search = replace(search, rounds=(*search.rounds, evidence), candidates=evidence.candidates)
@@ -252,8 +256,8 @@ def diverged_more(pairs: Sequence[tuple[float, float]], tail: float) -> Effect:
 def screen(design: BlameDesign, outcomes: Outcomes, count: int, search: Search) -> tuple[Round, bool]:
     """Return the evidence of the first `count` pairs, and True if more pairs would hardly change it."""
     signs, contrasts = [], []
-    for number in range(count):
-        pair = design.halves(number)
+    for place in range(count):
+        pair = design.halves(place)
         one, other = (outcomes[test] for test in pair)
         if search.diverges:
             one, other = float(math.isinf(one)), float(math.isinf(other))
@@ -327,3 +331,167 @@ def _fit(matrix: np.ndarray, values: np.ndarray, units: Sequence[int]) -> tuple[
     coefficients = np.linalg.lstsq(part, values, rcond=None)[0]
     left = values - part @ coefficients
     return coefficients, float(left @ left)
+
+
+# From a ledger to the answer
+
+
+def names_of(ledger: Ledger) -> BlameNames:
+    """Return the names of units and arms of a ledger with a search for a cause."""
+    names = ledger.facts.blame["names"]
+    return BlameNames(tuple(names["units"]), names["baseline"], names["whole"])
+
+
+def replayed(ledger: Ledger) -> Search:
+    """Return the state of a sweep's search for a cause.
+
+    Args:
+        ledger: ledger of a sweep whose file has `blame`.
+    """
+    names, metric, harms = names_of(ledger), ledger.facts.metric, _harms(ledger)
+    declared = ledger.facts.blame["design"]
+    design = BlameDesign(**declared | {"seeds": tuple(declared["seeds"])})
+    design = replace(design, margin=_margin(metric, names, design, harms))
+    outcomes: dict[GroupRun, float] = {}
+    while True:
+        search = replay(design, outcomes)
+        keys = {run: (names.arm(search.stage, run.units), run.seed) for run in search.wanted}
+        over = {run: harms[key] for run, key in keys.items() if key in harms}
+        if not over:
+            return search
+        outcomes |= over
+
+
+def _harms(ledger: Ledger) -> dict[tuple[str, int], float]:
+    """Return the harm of each run that is over, by arm and seed: infinite if it diverged, NaN if it has no
+    value."""
+    metric = ledger.facts.metric
+    sign = 1 if metric.direction == "minimize" else -1
+    return {
+        (member.name, member.seed): math.inf
+        if member.status == "diverged"
+        else sign * ledger.last_values(member.trial).get(metric.name, math.nan)
+        if member.status == "done"
+        else math.nan
+        for member in ledger.members()
+        if member.status in OVER
+    }
+
+
+def _margin(
+    metric: Metric, names: BlameNames, design: BlameDesign, harms: dict[tuple[str, int], float]
+) -> float:
+    """Return the damage up to which a unit is no culprit: `min_effect` in the metric's unit, 0 without it."""
+    levels = [harms.get((names.baseline, seed), math.nan) for seed in design.seeds]
+    finite = [level for level in levels if math.isfinite(level)]
+    return metric.margin(math.fsum(finite) / len(finite) if finite else 0.0) or 0.0
+
+
+def planned(design: BlameDesign, names: BlameNames) -> str:
+    """Return what a search may do, its error rate and the smallest damage that it finds, before it runs."""
+    count, first, pairs = len(names.units), 2 * len(design.seeds), 2 * design.pairs
+    listed = ", ".join(names.units[:_MOST_NAMED]) + ", ..." * (count > _MOST_NAMED)
+    steps = [f"{names.whole} and {names.baseline} ({first} runs)"]
+    if design.searches:
+        steps.append(f"if there is a gap, up to {design.pairs} pairs of random halves ({pairs})")
+    tried = f"at most {design.most} candidates" if design.searches else "each unit"
+    proof = design.runs - first - pairs
+    steps.append(f"{tried} alone, and all others, on seeds that took no part in the search ({proof})")
+    return (
+        f"Blame: which of {count} units causes the gap: {listed}. {'; '.join(steps)}: at most"
+        f" {design.runs} runs. {_rate(design)} One with damage of {smallest(design):.2g} standard deviations"
+        f" between seeds is found with a chance of {CHANCE:.0%}.".replace("0%", "0 %")
+    )
+
+
+def _rate(design: BlameDesign) -> str:
+    """Return a sentence on the error rate."""
+    rate = f"{design.alpha:.3g}" if design.alpha < 0.01 else f"{100 * design.alpha:.3g} %"
+    return f"A unit without damage is named in at most {rate} of such searches."
+
+
+def news(search: Search, names: BlameNames) -> str:
+    """Return what a search does next, for a line of news."""
+    candidates = ", ".join(names.units[unit] for unit in search.candidates)
+    texts = {
+        "gap": f"{names.whole} and {names.baseline}",
+        "search": f"round {len(search.rounds) + 1} of random halves",
+        "proof": f"candidates alone on fresh seeds: {candidates}",
+        "rest": f"all units but {', '.join(names.units[unit] for unit in search.culprits)}",
+    }
+    runs = counted(len(search.wanted), "run")
+    return f"{texts[search.stage]}; {runs}, {search.runs} of at most {search.design.runs}"
+
+
+def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
+    """Return lead and text of the answer.
+
+    Args:
+        search: state of the search.
+        names: names of its units.
+        unit: unit of the metric; empty if it has no name.
+    """
+    total = counted(len(names.units), "unit")
+    if search.gap is None or search.stage != "over":
+        return (
+            "Not answered yet:",
+            f"the search has requested {search.runs} runs; it is at its {search.stage}.",
+        )
+    gap = f"{names.whole} against {names.baseline}: {_amount(search, search.gap, unit)}"
+    spent = f"{search.runs} of at most {search.design.runs} runs. {_rate(search.design)}"
+    if not search.candidates:
+        return "No gap.", f"{gap}, so there is nothing to blame. {spent}"
+    if not search.culprits:
+        return "No culprit found.", (
+            f"{gap}. No one of {total} is proved to cause it"
+            f"{_proofs(search, names, unit)}. {_findable(search, unit)} {spent}"
+        )
+    found = "; ".join(
+        f"{names.units[each]}: {_amount(search, search.proofs[each], unit)}"
+        for each in search.culprits
+        if search.proofs
+    )
+    share = ""
+    if search.proofs and not search.diverges and search.gap.mean > 0:
+        part = math.fsum(search.proofs[each].mean for each in search.culprits) / search.gap.mean
+        share = f", {part:.0%} of the gap".replace("%", " %")
+    lead = "Culprit:" if len(search.culprits) == 1 else "Culprits:"
+    return lead, f"{found}{share}. {gap}. {_rest(search, names, unit)}{_findable(search, unit)} {spent}"
+
+
+def _amount(search: Search, effect: Effect, unit: str) -> str:
+    """Return an effect with its interval: of damage, or of the share of runs that diverged."""
+    if search.diverges:
+        count = round(effect.mean * effect.pairs) if effect.pairs else 0
+        return f"diverges on {count} of {counted(effect.pairs, 'seed')}"
+    if not math.isfinite(effect.low):
+        return f"{number(effect.mean)} {unit}".strip() + ", without an interval"
+    level = f"{effect.level:.0%}".replace("%", " %")
+    return f"{around(effect.mean, effect.high - effect.mean)} {unit} ({level})".replace("  ", " ")
+
+
+def _proofs(search: Search, names: BlameNames, unit: str) -> str:
+    tried = [
+        f"{names.units[each]} {_amount(search, effect, unit)}"
+        for each, effect in (search.proofs or {}).items()
+    ]
+    return f" (tried alone: {'; '.join(tried)})" if tried else ""
+
+
+def _rest(search: Search, names: BlameNames, unit: str) -> str:
+    if search.rest is None:
+        return ""
+    left = _amount(search, search.rest, unit)
+    if search.exceeds(search.rest):
+        return f"Without {'it' if len(search.culprits) == 1 else 'them'} a gap is left: {left}. "
+    return f"Without {'it' if len(search.culprits) == 1 else 'them'}, no gap is resolved: {left}. "
+
+
+def _findable(search: Search, unit: str) -> str:
+    """Return a sentence on the smallest damage that the search finds; empty for a divergence."""
+    if search.diverges or not search.deviation > 0:
+        return ""
+    size = smallest(search.design) * search.deviation + search.design.margin
+    return f"A unit with damage of {number(size)} {unit} is found with a chance of {CHANCE:.0%}.".replace(
+        "%", " %"
+    ).replace("  ", " ")

@@ -15,6 +15,7 @@ from ablate.files import Json
 from ablate.results import answer_sentences
 from ablate.results.answer_sentences import NO_ANSWER, Compared, Setting
 from ablate.results.attribution import Effect, shown_value
+from ablate.results.blame import names_of, replayed, sentences
 from ablate.results.comparisons import Comparisons
 from ablate.results.gate import Check, checks
 from ablate.results.log_ratios import ratio
@@ -112,6 +113,8 @@ def _subject(sweep: Comparisons) -> str:
 
 def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
     """Return lead, text and verdicts of the comparisons that the question is about."""
+    if sweep.ledger.facts.blame:
+        return _of_blame(sweep)
     arms = sweep.grid.arms if sweep.grid and sweep.turned_knobs else sweep.arms
     if nothing_learned(arms):
         everywhere = nothing_learned(sweep.arms)
@@ -141,6 +144,14 @@ def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
     if asked or (sweep.family == "knobs" or (not sweep.family and sweep.turned_knobs)):
         return _of_effects(sweep, asked or sweep.main_effects, setting)
     return _of_arms(sweep, setting)
+
+
+def _of_blame(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
+    """Return lead, text and verdicts of a search for the units that cause a gap."""
+    search, names = replayed(sweep.ledger), names_of(sweep.ledger)
+    proved = {names.arm("proof", frozenset([unit])) for unit in search.culprits}
+    verdicts = [arm.verdict for arm in sweep.arms if arm.name in proved]
+    return *sentences(search, names, sweep.unit), verdicts
 
 
 def _of_effects(

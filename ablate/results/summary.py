@@ -162,6 +162,12 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
     ]
 
 
+def compared_rows(ledger: Ledger) -> list[ArmRow]:
+    """Return the rows of the arms that are compared: all but the halves of a search for a cause, each of
+    which ran once."""
+    return [row for row in ledger.arms() if row.role != "half"]
+
+
 def _mixed_pairs(ledger: Ledger, arms: list[ArmSummary]) -> dict[str, int]:
     """Return, by arm, the number of its pairs that two kinds of processors or versions of torch computed."""
     numbers = [ledger.largest(name) for name in (ARITHMETIC, PRODUCT_BITS)]
@@ -169,7 +175,7 @@ def _mixed_pairs(ledger: Ledger, arms: list[ArmSummary]) -> dict[str, int]:
         return {}
     kinds: dict[str, dict[int, list[float | None]]] = {arm.name: {} for arm in arms}
     for member in ledger.members():
-        kinds[member.name][member.seed] = [each.get(member.trial) for each in numbers]
+        kinds.setdefault(member.name, {})[member.seed] = [each.get(member.trial) for each in numbers]
     values = {arm.name: arm.values for arm in arms}
     return {
         arm.name: sum(
@@ -191,14 +197,15 @@ def _family(role: Role) -> str:
 
 def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
     """Return one summary for each arm, without the verdicts on gaps."""
-    arms = {arm.arm: arm for arm in ledger.arms()}
+    arms = {arm.arm: arm for arm in compared_rows(ledger)}
     always = {metric.name, LOSS, FIRST_NONFINITE}
     lasts = ledger.finals(lambda name: name.metric == _SQNR or name.of_window or str(name) in always)
     speeds = ledger.rates("throughput/tokens_per_s")
     peaks = ledger.largest("memory/rss") | ledger.largest("memory/peak_allocated")
     members: dict[int, list[Member]] = {number: [] for number in arms}
     for member in ledger.members():
-        members[member.arm].append(member)
+        if member.arm in members:
+            members[member.arm].append(member)
     if (target := target_of(metric.name)) is not None:
         for trial, values_of in lasts.items():
             values_of[metric.name] = steps_to(ledger.series(trial, LOSS), target)
@@ -379,7 +386,7 @@ class Gaps:
 
     @cached_property
     def _rows(self) -> dict[int, ArmRow]:
-        return {row.arm: row for row in self._ledger.arms()}
+        return {row.arm: row for row in compared_rows(self._ledger)}
 
     @cached_property
     def _roles(self) -> dict[int, Role]:

@@ -113,6 +113,8 @@ class SweepFacts:
     """All metrics by which arms are compared, or none in a ledger of one; read `all_metrics`."""
     metrics: Fact[Sequence[str]] = _json("metrics", "[]")
     """Names of these metrics."""
+    blame: Fact[dict[str, Any]] = _json("blame", "{}")
+    """Design of the search for a cause, and the names of its units and arms; empty without one."""
     published: "Fact[Sequence[Published]]" = _parts("published", "Published")
     """Published figures that the file quotes."""
     covered: Fact[float | None] = Fact(
