@@ -87,7 +87,7 @@ def run(
     once = partial(_timed, work, begun + 60 * minutes)
     with path.open("a+") as file, (pool or _processes)(workers) as executor:
         file.seek(0)
-        if not file.read().endswith("\n"):
+        if (content := file.read()) and not content.endswith("\n"):
             file.write("\n")  # after a line that was cut off
         for future in as_completed([executor.submit(once, job) for job in left]):
             if (line := future.result()) is None:

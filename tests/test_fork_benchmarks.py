@@ -150,6 +150,7 @@ def squared(job):
 def test_jobs_begin_in_order_on_forked_processes_until_the_time_is_over(tmp_path):
     path, jobs = tmp_path / "pool.jsonl", [Squared(number) for number in range(6)]
     assert fork_pool.run(path, jobs[:4], squared, 2) == 0
+    assert path.read_text().count("\n") == 4
     assert sorted((row["number"], row["square"]) for row in fork_pool.rows(path)) == [
         (0, 0), (1, 1), (2, 4), (3, 9)
     ]  # fmt: skip
