@@ -22,9 +22,8 @@ import optuna
 from ablate.experiment.schema import Metric
 from ablate.results.decomposition import correlation
 from ablate.results.forked import Views, qualified
-from ablate.results.inference import wilcoxon
 from ablate.results.intervals import ALPHA, Interval
-from ablate.results.paired_stats import Difference, Verdict, judge, paired_difference, seeds_needed
+from ablate.results.paired_stats import Difference, Verdict, judge, paired_difference, seeds_needed, wilcoxon
 from ablate.results.search_effects import knob_effects
 from ablate.results.summary import ArmSummary, summaries
 from ablate.store.ledger import Ledger

@@ -119,10 +119,10 @@ REFUSED = {
         "4:24: ablate.workload.lr.0: -1.0: input should be greater than 0",
     ),
     "empty grid": ("ablate: {}", "4:1: ablate: is empty: name at least one knob"),
-    "no grid": ("ablate:", "1:1: give either `ablate` (knobs and their values) or `arms`"),
+    "no grid": ("ablate:", "1:1: give one of `ablate` (knobs and their values), `arms`"),
     "both": (
         "ablate: {rht: [true]}\narms: {a: {sr: true}}",
-        "1:1: give either `ablate` (knobs and their values) or `arms`",
+        "1:1: give one of `ablate` (knobs and their values), `arms`",
     ),
     "no arms": ("arms: {}", "4:1: arms: is empty: name at least one arm"),
     "empty list": (

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ablate.results.inference import wilcoxon
 from ablate.results.intervals import Interval
-from ablate.results.paired_stats import equivalence, holm, p_value, paired_difference
+from ablate.results.paired_stats import equivalence, holm, p_value, paired_difference, wilcoxon
 
 
 def by_seed(values) -> dict[int, float]:

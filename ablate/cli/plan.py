@@ -140,6 +140,12 @@ def _computation(experiment: Experiment, device: str) -> Iterator[str]:
     """Yield lines on how trials are computed: forks, engine, ranks, products, layers and memory."""
     if experiment.keys.design and (first := experiment.forks(experiment.arms[0])):
         yield f"\nForks: {one_line(_windows(first))}."
+    if asked := experiment.keys.map:
+        alone = sum("recipe.layers" in arm.knobs for arm in experiment.arms)
+        yield (
+            f"\nMap: {alone} cells, each alone in {experiment.base.preset} and all else in bf16, with"
+            f" {asked.times:g} times the error."
+        )
     if stacks := experiment.base.config.stacks:
         yield f"\nRecipes: each arm's is exported to {' and '.join(stacks)}, and read back."
         yield from _commands(experiment, device)

@@ -31,7 +31,7 @@ def describe(ledger: Ledger, experiment: Experiment) -> None:
     with ledger.atomic():
         facts.name, facts.file, facts.text = experiment.name, experiment.file, experiment.text
         facts.question, facts.answer, facts.design = keys.question, keys.answer, keys.design
-        facts.blame = blame_facts(experiment)
+        facts.blame, facts.map = blame_facts(experiment), keys.map
         facts.interval = keys.growth.interval if keys.growth else "t"
         facts.search = keys.search.sampler if keys.search else ""
         facts.metric, facts.compared = experiment.metric, experiment.metrics

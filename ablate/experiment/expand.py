@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 from ablate.errors import Problem, Reading, nearest, settled
 from ablate.experiment.arms import Arm, KnobError, Knobs, NoSuchKnob, StartingPoint
+from ablate.experiment.mapped_cells import cell_knobs
 from ablate.experiment.roles import BAD, CONFIRM, NULL
 from ablate.experiment.schema import MOST_ARMS, ExperimentFile
 from ablate.experiment.search_space import Dimension, conditions, grid, values_at
@@ -41,6 +42,9 @@ def arms_and_ends(
             (name, values, {knob: ("arms", name, knob) for knob in values})
             for name, values in file.arms.items()
         ]
+    elif file.map is not None:
+        named = yield from cell_knobs(file.map, base, document)
+        points = [(name, values, dict.fromkeys(values, ("map",))) for name, values in named.items()]
     elif file.search or not all(dimension.ends() for dimension in knobs.values()):
         return (), (yield from _ends(base, knobs, document))
     else:

@@ -93,8 +93,10 @@ def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield names of arms whose layer policies select the same layers, and one line for each part of the
     policy.
 
-    Arms without a layer policy, and checks beside the file's arms, are left out.
+    Arms without a layer policy, checks beside the file's arms, and the cells of a map are left out.
     """
+    if experiment.keys.map:
+        return
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
         if arm.recipe.layers != Layers() and arm.config.linear_layers and not arm.outside:

@@ -21,6 +21,7 @@ from ablate.errors import nearest
 from ablate.files import Json
 from ablate.numerics.spec import Spec
 from ablate.recipes import KNOBS, PRESETS, Recipe
+from ablate.recipes.cells import What, Where
 from ablate.training.rank_layout import Layout
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.base import Workload
@@ -247,6 +248,22 @@ class Design(Spec):
         return self
 
 
+class Map(Spec):
+    """Parts of the recipe that are trained alone, each an arm: where in the model its damage comes from.
+
+    A cell is a group of layers and a group of operands; everything else stays in high precision. The error of
+    a cell is amplified, since that of the recipe itself is too small to be seen in one cell.
+    """
+
+    layers: Where | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "blocks"
+    """Groups of layers: model, blocks, kinds (the same layer of all blocks), layers; or a list of globs on
+    names, each a group, for a model that only your own code knows."""
+    operands: What = "products"
+    """Groups of operands: recipe (all six), products, operands."""
+    times: float = Field(4.0, ge=1, le=16)
+    """Factor of the error; 1: the recipe's own."""
+
+
 class Asked(Spec):
     """The comparison that the question is about.
 
@@ -459,6 +476,9 @@ class ExperimentFile(Spec):
     only those that differ from it."""
     ablate: dict[str, Plain] | None = Field(None, max_length=MOST_KNOBS)
     arms: dict[str, dict[str, Plain]] | None = Field(None, max_length=MOST_ARMS)
+    map: Map | None = None
+    """Cells of the recipe in place of `ablate` and `arms`. Without `design` they are windows of a fifth of
+    the steps, and without `seeds` 8 of each."""
     against: Plain = "bf16"
     """Baseline. A preset, or knobs: applied at each arm's own workload values, except those that the knobs
     set. The name of an arm, or exactly its knobs: that arm, for all others."""
@@ -496,6 +516,13 @@ class ExperimentFile(Spec):
     telemetry: TelemetryKeys = TelemetryKeys()
     constraints: Annotated[tuple[Constraint, ...], Field(strict=False)] = ()
     """Limits for the arms of a search; the sampler learns where they hold."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_map(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("map") is not None:
+            return {"design": {"positions": 1, "window": 0.2, "horizons": [1]}, "seeds": 8} | data
+        return data
 
     @property
     def first_seeds(self) -> tuple[int, ...]:

@@ -102,21 +102,21 @@ def spelled_out(document: Document) -> Reading[Document]:
 def space(file: ExperimentFile, document: Document) -> Reading[dict[str, Dimension]]:
     """Return the knobs of `ablate`, each after the knobs that it depends on."""
     if file.blame:
-        for key in ("ablate", "arms", "search", "answer", "published"):
+        for key in ("ablate", "arms", "map", "search", "answer", "published"):
             if getattr(file, key):
                 yield document.problem((key,), "does not go with blame, whose arms are parts of one recipe")
         return {}
-    if (file.ablate is None) == (file.arms is None):
-        if file.ablate is not None or not any(
-            document.value.get(key) is not None for key in ("ablate", "arms")
-        ):  # else a problem of theirs is known
+    given = [key for key in ("ablate", "arms", "map") if getattr(file, key) is not None]
+    if len(given) != 1:
+        if given or not any(document.value.get(key) is not None for key in ("ablate", "arms", "map")):
+            # else a problem of theirs is known
             yield document.problem(
-                (), "give either `ablate` (knobs and their values) or `arms` (arms by name)"
+                (), "give one of `ablate` (knobs and their values), `arms` (arms by name) and `map` (cells)"
             )
         return {}
-    if file.search and file.arms is not None:
+    if file.search and file.ablate is None:
         yield document.problem(
-            ("search",), "a search turns the knobs of `ablate`; `arms` lists points one by one"
+            ("search",), "a search turns the knobs of `ablate`; `arms` and `map` list points one by one"
         )
     if file.ablate is not None and not file.ablate:
         yield document.problem(("ablate",), "is empty: name at least one knob, such as rht: [true, false]")

@@ -12,8 +12,9 @@ So plans, trials, exports and reports take it as they take any recipe. Torch-fre
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
+from ablate.numerics.spec import Error
 from ablate.recipes.layers import Layer, Match, block_name, blocks_in, select
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Layers, Products, Recipe, Rule
 
@@ -21,6 +22,9 @@ Where = Literal["model", "blocks", "kinds", "layers"]
 """Groups of layers: all; those of a block; those with one name within their blocks (`attn.qkv`); each."""
 What = Literal["recipe", "products", "operands"]
 """Groups of operands: all six; the two of a product; each."""
+
+
+P = TypeVar("P", bound=Products)
 
 
 class Cell(NamedTuple):
@@ -80,7 +84,39 @@ def _quantised(recipe: Recipe, layers: Sequence[Layer]) -> dict[str, set[str]]:
     }
 
 
-def within(recipe: Recipe, layers: Sequence[Layer], cells: Iterable[Cell]) -> Recipe:
+def named(recipe: Recipe, globs: Sequence[str], what: What) -> dict[str, Cell]:
+    """Return the cells of layers that are known by globs on their names alone, as `grid` does."""
+    return grid(recipe, [Layer(glob, 0, frozenset()) for glob in globs], "layers", what)
+
+
+def amplified(products: P, times: float) -> P:
+    """Return products, or a whole recipe with its rules, whose quantisation errors are `times` as large."""
+    update: dict[str, object] = {}
+    for name in DIRECTIONS["all"]:
+        product = getattr(products, name)
+        quants = {operand: quant for operand in product.operands if (quant := getattr(product, operand))}
+        update[name] = product.model_copy(
+            update={
+                operand: quant.model_copy(update={"error": Error(times=times)})
+                for operand, quant in quants.items()
+            }
+        )
+    if isinstance(products, Recipe):
+        rules = tuple(
+            rule.model_copy(update={"use": rule.use and amplified(rule.use, times)})
+            for rule in products.layers.rules
+        )
+        update["layers"] = products.layers.model_copy(update={"rules": rules})
+    return products.model_copy(update=update) if times != 1 else products
+
+
+def within(
+    recipe: Recipe,
+    layers: Sequence[Layer],
+    cells: Iterable[Cell],
+    times: float = 1.0,
+    globs: bool = False,
+) -> Recipe:
     """Return the recipe in these cells alone; high precision elsewhere.
 
     An operand whose forward copy lies in no cell is quantised from the original, and a product none of whose
@@ -90,20 +126,33 @@ def within(recipe: Recipe, layers: Sequence[Layer], cells: Iterable[Cell]) -> Re
         recipe: The whole recipe.
         layers: All layers of the model.
         cells: The cells; those that overlap are joined.
+        times: Factor of the quantisation error in them.
+        globs: The cells are of `named`, and `layers` is empty.
     """
+    cells = list(cells)
+    if globs:
+        names = dict.fromkeys(name for cell in cells for name in cell.layers)
+        layers = [Layer(name, 0, frozenset()) for name in names]
     wanted: dict[str, set[str]] = {layer.name: set() for layer in layers}
     for cell in cells:
         for name in cell.layers:
             wanted[name] |= set(cell.slots)
-    if _whole(recipe, layers, wanted):
-        return recipe
+    if not globs and _whole(recipe, layers, wanted):
+        return amplified(recipe, times)
     groups: dict[Products | None, list[Layer]] = {}
     for placed in recipe.placements(layers):
         for layer in placed.layers:
             products = placed.products and placed.products.with_slots(
                 [slot for slot in SLOTS if slot not in wanted[layer.name]], Products()
             )
-            groups.setdefault(None if products is None or products.plain else products, []).append(layer)
+            quantised = None if products is None or products.plain else amplified(products, times)
+            groups.setdefault(quantised, []).append(layer)
+    if globs:
+        rules = [
+            Rule(match=Match(name=each.name), use=use) for use, own in groups.items() if use for each in own
+        ]
+        rules.append(Rule(match=Match(name="*"), use=None))
+        return recipe.model_copy(update={"layers": Layers(rules=tuple(rules))})
     return recipe.model_copy(update={"layers": _shortest(groups, recipe.products, layers)})
 
 

@@ -24,6 +24,7 @@ from ablate.reports.change_table import change_table, values_table
 from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
 from ablate.reports.elsewhere import method_text
+from ablate.reports.figures.sensitivity_map import map_parts
 from ablate.reports.foremost import foremost
 from ablate.reports.image_rows import FILE, image_rows
 from ablate.reports.knob_columns import by_knobs
@@ -36,6 +37,7 @@ from ablate.results.doses import doses
 from ablate.results.forked import estimand
 from ablate.results.number_text import counted
 from ablate.results.paired_stats import FEWEST_DISTINCT
+from ablate.results.sensitivity import sensitivity
 from ablate.results.subject import described
 from ablate.results.summary import summaries
 from ablate.results.unpaired import pairing
@@ -169,6 +171,10 @@ class Answer(VerdictSentences):
     def doses(self) -> list[Part]:
         """Return what each value of an ordered knob does: a picture and a sentence for each knob."""
         return dose_parts(doses(self), self.metric, self.unit, self.answer.valid)
+
+    def map(self) -> list[Part]:
+        """Return the map of the recipe's cells: a picture, and what it does and does not show."""
+        return map_parts(sensitivity(self), self.metric, self.unit, self.answer.valid and not self.running)
 
     def components(self) -> Table | None:
         """Return the table of leave-one-out differences and Shapley shares of a grid of components."""

@@ -15,14 +15,15 @@ from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects, shares
 from ablate.results.decomposition import correlation, damages
 from ablate.results.forked import difference_word
-from ablate.results.inference import FEWEST_RANKED, wilcoxon
 from ablate.results.number_text import interval, percents
 from ablate.results.paired_stats import (
+    FEWEST_RANKED,
     Verdict,
     common,
     deviation_range,
     holm,
     paired_difference,
+    wilcoxon,
 )
 from ablate.results.published import replications
 from ablate.results.summary import ArmSummary

@@ -9,6 +9,7 @@ on a metric without a `min_effect` has no threshold to name.
 """
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from ablate.files import Json
 from ablate.results.attribution import Effect
 from ablate.results.number_text import counted, minus, percent, signed
 from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, Verdict
+from ablate.results.sensitivity import Sensitivity
 from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import KINDS, NO_ANSWER, NOT_YET, REASONS
 
@@ -117,6 +119,28 @@ def lead_of(verdicts: Sequence[Verdict], setting: Setting) -> str:
     if decided == len(verdicts):
         return "Answered."
     return f"Answered in part, {decided} of {len(verdicts)}." if decided else NOT_YET
+
+
+# A map
+
+
+def of_map(found: Sensitivity, setting: Setting) -> tuple[str, str]:
+    """Return first words and sentence on a map of cells."""
+    known = [each.agreement for each in found.rankings.values() if not math.isnan(each.agreement)]
+    lead = f"Mapped{f', {setting.scope}' if setting.scope else ''}."
+    if found.first is None:
+        why = "too few cells or seeds" if not known else f"they agree by {minus(f'{max(known):.2f}')} at most"
+        return "No ranking:", f"disjoint halves of the seeds do not order the cells alike ({why})."
+    first, times = found.first, f", with {found.times:g} times the error" if found.times > 1 else ""
+    damage = setting.amount(first.total.mean, first.total, True, True)
+    ends = (setting.amount(end, first.total, True, False) for end in (first.total.low, first.total.high))
+    whole = setting.amount(found.everything.mean, found.everything, True, False) if found.everything else ""
+    share = f" of {whole} for all cells" if whole else ""
+    resolved = sum(cell.resolved for cell in found.cells)
+    return lead, (
+        f"{first.name} costs most: {damage} (95 % CI {' to '.join(ends)}){share}{times}."
+        f" {resolved} of {counted(len(found.cells), 'cell')} are told from zero."
+    )
 
 
 # One effect

@@ -22,6 +22,7 @@ from ablate.results.log_ratios import ratio
 from ablate.results.next_runs import Settling, seeds_to_settle
 from ablate.results.number_text import counted, number
 from ablate.results.paired_stats import FEWEST_DISTINCT, Verdict
+from ablate.results.sensitivity import sensitivity
 from ablate.results.subject import subject
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.store.judged import Judged
@@ -131,6 +132,8 @@ def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
     asked, setting = sweep.asked_effects, _setting(sweep)
     if sweep.one_seed and not all(arm.diverged for arm in sweep.arms):
         return _no_comparison(sweep, setting)
+    if cells := sensitivity(sweep):
+        return *answer_sentences.of_map(cells, setting), [cell.verdict for cell in cells.cells if cell.ranked]
     if sweep.relative and (found := _of_tensors(sweep, replace(setting, relative=True))):
         return found
     if sweep.asked and not sweep.family and not asked:

@@ -46,6 +46,8 @@ MOST_SEEDS = 200
 FEWEST_DISTINCT = 3
 """Smallest number of distinct differences for an interval. Fewer have no usable spread: equal counts on two
 seeds would give an interval of width zero."""
+FEWEST_RANKED = 6
+"""Fewest pairs of Wilcoxon's test: two-sided, Wilcoxon's smallest p-value is 2 / 2^n: .0625 from 5 pairs."""
 _PRIOR = 1.0
 """Standard deviation of the prior over effects in `seeds_needed`, in units of min_effect."""
 _RESOLUTION = 1e-9
@@ -141,6 +143,27 @@ def common(arm: Mapping[int, float], baseline: Mapping[int, float]) -> list[int]
         for seed in arm.keys() & baseline.keys()
         if math.isfinite(arm[seed]) and math.isfinite(baseline[seed])
     )
+
+
+def wilcoxon(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
+    """Return the two-sided p-value of Wilcoxon's signed-rank test on paired differences.
+
+    Args:
+        arm: Value of the metric by seed.
+        baseline: The same of the other arm.
+
+    Raises:
+        ValueError: There are fewer than 6 pairs, so p cannot fall below 5 %.
+    """
+    seeds = common(arm, baseline)
+    if len(seeds) < FEWEST_RANKED:
+        raise ValueError(
+            f"Wilcoxon's test cannot decide with {len(seeds)} pairs: two-sided its p is at least"
+            f" {2 / 2 ** len(seeds):.3g}, above {ALPHA}; it takes {FEWEST_RANKED}"
+        )
+    from scipy import stats  # takes most of a second, and few reports rank
+
+    return float(stats.wilcoxon([arm[seed] - baseline[seed] for seed in seeds], method="auto").pvalue)
 
 
 def paired_difference(

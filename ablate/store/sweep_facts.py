@@ -15,10 +15,20 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
-    from ablate.experiment.schema import Asked, Design, Metric, Published
+    from ablate.experiment.schema import Asked, Design, Map, Metric, Published
 
 T = TypeVar("T")
-IN_MLFLOW = ("name", "question", "metric", "metrics", "interval", "search", "design", "provenance.json")
+IN_MLFLOW = (
+    "name",
+    "question",
+    "metric",
+    "metrics",
+    "interval",
+    "search",
+    "design",
+    "map",
+    "provenance.json",
+)
 """Keys of the rows that MLflow gets too, so that a ledger can be filled from there."""
 
 
@@ -102,6 +112,8 @@ class SweepFacts:
     """Sampler; empty for a grid."""
     design: "Fact[Design | None]" = _part("design", "Design")
     """Design of the forks; None for full runs."""
+    map: "Fact[Map | None]" = _part("map", "Map")
+    """Cells that the file maps; None for another kind of experiment."""
     answer: "Fact[Asked | None]" = _part("answer", "Asked")
     """The comparison, or family, that the file says its question is about; None if it does not say."""
     metric: "Fact[Metric]" = Fact(
