@@ -7,8 +7,11 @@ from itertools import product
 
 import pytest
 from support.commands import here
+from support.experiments import tiny
+from support.made_up import member
 
 from ablate.errors import InputError
+from ablate.execution.sweep_facts import describe
 from ablate.experiment.load import load
 from ablate.experiment.recipe_source import load as recipe_of
 from ablate.recipes import PRESETS
@@ -16,6 +19,7 @@ from ablate.recipes.cells import fp4_share, grid, within
 from ablate.recipes.layers import located
 from ablate.results.assignment import Map, Measured
 from ablate.results.assignment.check import CLOSE, RANDOM, controls
+from ablate.store.ledger import Ledger
 
 KINDS = ("attn.qkv", "mlp.up")
 NVFP4 = PRESETS["nvfp4"]()
@@ -178,3 +182,27 @@ def test_the_command_writes_a_recipe_file_and_the_experiment_that_checks_it(tmp_
 @pytest.mark.parametrize("options", [(), ("--fp4-share", "0.5", "--damage", "1")])
 def test_exactly_one_bound_is_given(tmp_path, options):
     assert here("recipe", "assign", "map.csv", "-x", "x.yaml", *options).returncode == 2
+
+
+def test_a_sweep_with_a_map_is_assigned_by_its_name(tmp_path, monkeypatch):
+    """Block 1 has a third of the damage of the others, so it stays in FP4."""
+    monkeypatch.chdir(tmp_path)
+    experiment = tiny(tmp_path, "m", {"layers": 3}, ablate=None, seeds=4, map={"operands": "recipe"})
+    book = Ledger(tmp_path / "runs" / "sweeps" / "m" / "ledger.db")
+    describe(book, experiment)
+    sizes = {"block 0": 0.03, "block 1": 0.01, "block 2": 0.03}
+    base = None
+    for arm in experiment.arms:
+        number = book.add_arm(arm.name, dict(arm.knobs), base, None, "listed" if base else "baseline")
+        base = base or number
+        for seed in range(4):
+            spec = experiment.spec(arm, seed, "cpu").wire
+            loss = 3 + sizes.get(arm.name, 0) + 0.001 * seed * (number % 3)
+            member(book, number, seed, [(4, {"val/loss": loss})], spec=spec)
+    book.close()
+    done = here("recipe", "assign", "m", "--fp4-share", "0.3")
+    assert done.returncode == 0, done.stderr
+    placed = recipe_of(tmp_path / "assigned.yaml").placements(experiment.base.config.linear_layers)
+    assert {layer.block for each in placed if each.products for layer in each.layers} == {1}
+    assert "neither a sweep" in here("recipe", "assign", "other", "--fp4-share", "0.3").stderr
+    assert here("recipe", "assign", "x.csv", "--fp4-share", "0.3").returncode == 2

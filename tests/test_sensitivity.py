@@ -172,5 +172,6 @@ def test_a_map_is_run_and_drawn(tmp_path):
     page = answer.show("", *answer.map()).html()
     assert page.count('<td class="number') == 6
     assert len((tmp_path / "out" / "map.csv").read_text().splitlines()) == 7
+    assert all(cell.total.pairs == 4 for cell in found.cells)
     assert ledger(tmp_path / "state").facts.map == experiment.keys.map
     assert json.loads(answer.ledger.facts.map.model_dump_json())["times"] == 4

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -18,10 +18,10 @@ from rich.text import Text
 from ablate.cli.common import console, program
 from ablate.cli.option_groups import App
 from ablate.cli.options import Flags
-from ablate.errors import InputError
+from ablate.errors import InputError, nearest
 from ablate.experiment import recipe_source
 from ablate.experiment.arms import RECIPE_FILES, KnobError, StartingPoint
-from ablate.experiment.load import load
+from ablate.experiment.load import Experiment, load
 from ablate.experiment.yaml_document import as_text, scalar
 from ablate.numerics.own import shown
 from ablate.numerics.spec import Quant, own_words
@@ -38,8 +38,12 @@ from ablate.recipes.recipe_text import (
     rest,
     rounding,
 )
+from ablate.store.checked_ledger import open_ledger
 from ablate.store.named_arms import members_of
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
+
+if TYPE_CHECKING:  # which imports scipy
+    from ablate.results.assignment import Map
 
 app = App(
     help="Show a recipe, diff two, export one to a training stack, import one, audit a job's, assign layers.",
@@ -160,11 +164,18 @@ def print_differences(
 @app.command()
 def assign(
     source: Annotated[
-        Path, typer.Argument(metavar="MAP", help="CSV or JSON of cells: cell, damage[, times, exponent].")
+        str,
+        typer.Argument(
+            metavar="MAP", help="Sweep with `map`; or CSV or JSON of cells: cell, damage[, times, exponent]."
+        ),
     ],
+    flags: Flags,
     file: Annotated[
-        Path, typer.Option("--experiment", "-x", help="Experiment whose recipe and model the map is of.")
-    ],
+        Path | None,
+        typer.Option(
+            "--experiment", "-x", help="Experiment whose recipe and model the cells of a file are of."
+        ),
+    ] = None,
     share: Annotated[
         float | None, typer.Option("--fp4-share", min=0, max=1, help="Least share of the FLOPs in FP4.")
     ] = None,
@@ -188,11 +199,9 @@ def assign(
     """
     if (share is None) == (damage is None):
         raise InputError(["give either --fp4-share or --damage"])
-    from ablate.results.assignment import Map, check  # imports scipy
+    from ablate.results.assignment import check  # imports scipy
 
-    experiment = load(file)
-    start = experiment.base.arm({})
-    measured = Map.of(source, start.recipe, start.config.linear_layers)
+    experiment, measured = _map_of(source, file, flags)
     best = measured.assign(share, damage, unit)
     screen, table = console(), _table("in FP4", "damage", "in high precision")
     for row in sorted({*measured.frontier(unit), best}, key=lambda each: -each.share):
@@ -210,6 +219,28 @@ def assign(
     for name in {"last layers", "both ends"} - {*others}:
         screen.print(f"{name}: the same choice")
     screen.print(f"Predicted, not measured. Check it: {program('ablate')} sweep {beside}")
+
+
+def _map_of(source: str, file: Path | None, flags: Flags) -> tuple[Experiment, "Map"]:
+    """Return a map of a file or of a sweep, and the experiment whose recipe it is of."""
+    from ablate.results.assignment import Map
+    from ablate.results.comparisons import Comparisons
+
+    if Path(source).suffix in (".csv", ".json"):
+        if file is None:
+            raise InputError([f"{source}: give the experiment whose recipe it maps, as -x X.yaml"])
+        experiment = load(file)
+        start = experiment.base.arm({})
+        return experiment, Map.of(Path(source), start.recipe, start.config.linear_layers)
+    state, name = flags.settings().state, source.removesuffix(".yaml").rpartition("/")[2]
+    if name not in (known := [path.parent.name for path in state.glob("sweeps/*/ledger.db")]):
+        raise InputError(
+            [f"{source}: neither a sweep in {state} nor a .csv or .json of cells; {nearest(name, known)}"]
+        )
+    sweep = Comparisons(open_ledger(state, name))
+    experiment = load(file or Path(sweep.ledger.facts.file))
+    start = experiment.base.arm({})
+    return experiment, Map.of_sweep(sweep, start.recipe, start.config.linear_layers)
 
 
 def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recipe:

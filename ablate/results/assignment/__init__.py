@@ -29,9 +29,12 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from ablate.errors import InputError, nearest
+from ablate.experiment.mapped_cells import cells
 from ablate.recipes.cells import WHAT, WHERE, Cell, fp4_share, grid, within
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Products, Recipe
+from ablate.results.comparisons import Comparisons
+from ablate.results.sensitivity import sensitivity
 
 Unit = Literal["layer", "product"]
 """Smallest part that is decided: whole layers, which more training stacks take, or single products too."""
@@ -137,6 +140,33 @@ class Map:
         if problems:
             raise InputError(problems)
         return cls(recipe, tuple(layers), tuple(found)).checked(str(file))
+
+    @classmethod
+    def of_sweep(cls, sweep: Comparisons, recipe: Recipe, layers: Sequence[Layer]) -> "Map":
+        """Return the map that a sweep with `map` measured, its damages pulled towards their product's mean.
+
+        Args:
+            sweep: Its comparisons.
+            recipe: The recipe that was measured.
+            layers: All layers of the model.
+
+        Raises:
+            InputError: The sweep maps nothing, or has no two cells with two pairs yet; nothing is in FP4.
+        """
+        name, asked = sweep.ledger.name, sweep.ledger.facts.map
+        if asked is None:
+            raise InputError(
+                [f"{name}: is not a map; write `map:` in its experiment, or give a CSV of cells"]
+            )
+        if isinstance(asked.layers, tuple):
+            raise InputError([f"{name}: maps globs, whose layers and sizes are not known here"])
+        found = sensitivity(sweep)
+        if found is None:
+            raise InputError([f"{name}: no two cells have finished on two seeds; run its sweep to the end"])
+        known = cells(asked, tuple(layers), recipe)
+        scale = found.times**EXPONENT
+        measured = (Measured(each.name, known[each.name], each.shrunk / scale) for each in found.cells)
+        return cls(recipe, tuple(layers), tuple(measured)).checked(name)
 
     def checked(self, source: str) -> "Map":
         """Return this map; InputError if no programme can be built from it.
