@@ -337,7 +337,7 @@ def overhanging_tile() -> Subject:
 
 
 def by_search() -> Subject:
-    """Compute NVFP4 block column by block column in numpy, by searching tables of midpoints; a code a byte."""
+    """Compute NVFP4 by columns of blocks in numpy, by searching tables of midpoints; a code a byte."""
     codes = numpy.arange(127)
     scales = numpy.where(codes < 8, codes / 512, (8 + codes % 8) * 2.0 ** (codes // 8 - 10))
     grid = numpy.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

@@ -2,12 +2,14 @@
 
     python benchmarks/conformance_mutants.py --direct      # compare each with the reference on chosen data
     python benchmarks/conformance_mutants.py > benchmarks/conformance_mutants.csv
+    python benchmarks/conformance_mutants.py --set fourth  # that set alone
 
-A mutant is a published numerical fault of an FP4 or MX library, rebuilt on the reference so that nothing else
-differs. Each has its source, what went wrong, the name of the fault, and data that show it; some faults need
-a particular shape, magnitude, stride or earlier call. The names were written down before the kit's properties
-were read. A control is correct but written otherwise, and equals the reference bit for bit. The second and
-third sets (conformance_held_out.py, conformance_third.py) were committed before the kit was run on them.
+A mutant is a published numerical fault of an FP4 or MX library, or in the fourth set perhaps a plausible one,
+rebuilt so that nothing else differs. Each has its source, what went wrong, the name of the fault, and data
+that show it; some faults need a particular shape, magnitude, stride or earlier call. The names were written
+down before the kit's properties were read. A control is correct but written otherwise, and equals the
+reference bit for bit. The later sets (conformance_held_out.py, conformance_third.py, conformance_fourth.py)
+were committed before the kit was run on them.
 
 A mutant is seen if a row of the kit failed; whether it was also named is for a person to judge, from the
 columns `fault`, `named_by_kit` and `said`. What fails on a control is a false alarm.
@@ -20,6 +22,7 @@ from collections.abc import Iterator
 
 import conformance_subjects as subjects
 import torch
+from conformance_fourth import FOURTH, FOURTH_CONTROLS
 from conformance_held_out import HELD_OUT, HELD_OUT_CONTROLS
 from conformance_subjects import (
     ALL,
@@ -227,6 +230,7 @@ SETS = {
     "first": (MUTANTS, CONTROLS),
     "second": (HELD_OUT, HELD_OUT_CONTROLS),
     "third": (THIRD, THIRD_CONTROLS),
+    "fourth": (FOURTH, FOURTH_CONTROLS),
 }
 QUANTS = {"nvfp4": NVFP4, "mxfp4": MXFP4, "mxfp8": MXFP8, "four_over_six": OVER_SIX}
 
@@ -329,11 +333,11 @@ def biased(subject: Subject, x: Tensor, draws: int = 400) -> str:
 def compare() -> bool:
     """Print how each subject differs from the reference; return True if all is as the registry says."""
     right = True
-    for name, mutant in (MUTANTS | HELD_OUT | THIRD).items():
+    for name, mutant in (MUTANTS | HELD_OUT | THIRD | FOURTH).items():
         shown, hidden = compared(mutant)
         right &= bool(shown) and not hidden
         print(f"{name}: {shown or 'NO DIFFERENCE'}{hidden and f'; ordinary data: {hidden}'}")
-    for name, control in (CONTROLS | HELD_OUT_CONTROLS | THIRD_CONTROLS).items():
+    for name, control in (CONTROLS | HELD_OUT_CONTROLS | THIRD_CONTROLS | FOURTH_CONTROLS).items():
         for function, wrong in deviations(control).items():
             right &= not wrong
             print(f"{name}: {function}: {wrong or 'equal'}")
@@ -372,9 +376,9 @@ def said(row: Row) -> str:
     return ": ".join(filter(None, texts))
 
 
-def table() -> Iterator[dict[str, str]]:
-    """Run the kit on each subject and yield a row of the table."""
-    for number, (mutants, controls) in SETS.items():
+def table(sets: dict[str, tuple[dict[str, Mutant], dict[str, Control]]]) -> Iterator[dict[str, str]]:
+    """Run the kit on each subject of these sets and yield a row of the table."""
+    for number, (mutants, controls) in sets.items():
         for name, one in (mutants | controls).items():
             failed = [row for row in findings(one.subject(), one.recipe) if row.outcome == Outcome.FAIL]
             mutant = isinstance(one, Mutant)
@@ -396,17 +400,19 @@ def main() -> None:
     """Compare with the reference, or run the kit and write a row for each subject."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--direct", action="store_true", help="compare with the reference, without the kit")
+    parser.add_argument("--set", choices=SETS, help="only this set")
     asked = parser.parse_args()
     if asked.direct:
         sys.exit(not compare())
     out = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n")
     out.writeheader()
-    seen = {(number, kind): 0 for number in SETS for kind in ("mutant", "control")}
-    for row in table():
+    sets = {asked.set: SETS[asked.set]} if asked.set else SETS
+    seen = {(number, kind): 0 for number in sets for kind in ("mutant", "control")}
+    for row in table(sets):
         out.writerow(row)
         sys.stdout.flush()
         seen[row["set"], row["kind"]] += row["seen"] == "yes"
-    for number, (mutants, controls) in SETS.items():
+    for number, (mutants, controls) in sets.items():
         print(
             f"{number} set: seen {seen[number, 'mutant']} of {len(mutants)};"
             f" false alarms {seen[number, 'control']} of {len(controls)}",
