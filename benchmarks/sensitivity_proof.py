@@ -3,6 +3,8 @@
     python benchmarks/sensitivity_proof.py run --workers 16 --minutes 8 --out FOLDER    # resumable
     python benchmarks/sensitivity_proof.py analyse --rows FOLDER/rows.jsonl
 
+The rows of the page on benchmarks are in benchmarks/sensitivity_proof_rows.jsonl.gz.
+
 The damage of one cell of NVFP4 is far below what seeds differ by. With errors amplified by a = 4 it is seen,
 and a map of cells is then an extrapolation. It is right only if damage at a = 4 orders cells as damage at
 a = 1 does, if the damages of parts add up, and if the map shows more than the size of the errors.
@@ -25,6 +27,8 @@ weights in its own precision minus the loss of the bf16 fork of the same seed an
 its own loss minus that of the same weights in bf16; the rest is *learnt*.
 
 Jobs start stage by stage, all seeds of a stage before the next, so that a cut leaves whole stages.
+
+Added after the outcomes were read: the table of `later_table`, and the map at a = 2 against itself.
 """
 
 import argparse
@@ -380,6 +384,8 @@ def cell_tables(damages: Damages) -> None:
             both = np.stack([own[:count], values[:count]], axis=1) if count else np.empty((0, 2, 1))
             whole = "-" if name == "itself" else bootstrapped(both, correlation)
             lines.append([part, name, f"{count}", split_correlation(own, values), whole])
+        low = damages.of(part, *amplified[2.0])
+        lines.append([part, "a = 2 against itself", f"{len(low)}", split_correlation(low, low), "-"])
     head = ("part", "a = 4 against", "seeds", "rank correlation, disjoint halves of seeds", "of all seeds")
     table("do maps agree?", head, lines)
     values = damages.of("total", *amplified[4.0])
@@ -423,6 +429,21 @@ def control_tables(damages: Damages) -> None:
     table("placebo, a = 4", ("group", "part", "permuted errors", "errors", "permuted / own"), lines)
 
 
+def later_table(damages: Damages) -> None:
+    """Print damage at a = 4 over 16 against that at a = 1, and all forward cells against the product."""
+    lines = []
+    for group in LARGE:
+        pair = damages.of("total", condition(group), condition(group, 1.0)) / (16, 1)
+        ratio = bootstrapped(pair, lambda v: float(v[:, 0].mean() / v[:, 1].mean()))
+        lines.append([f"{group}: a = 4 over 16, a = 1", *(paired(column) for column in pair.T), ratio])
+    for a in (2.0, 4.0):
+        cells = damages.of("total", *(condition(name, a) for name in (*CELLS, "fprop")))
+        pair = np.stack([cells[:, :-1].sum(1), cells[:, -1]], axis=1)
+        ratio = bootstrapped(pair, lambda v: float(v[:, 0].mean() / v[:, 1].mean()))
+        lines.append([f"sum of cells, fprop: a = {a:g}", *(paired(column) for column in pair.T), ratio])
+    table("added after the outcomes", ("total damage", "first", "second", "first / second"), lines)
+
+
 def analyse(path: Path) -> None:
     """Print all tables from a pool's lines."""
     lines = rows(path)
@@ -435,6 +456,7 @@ def analyse(path: Path) -> None:
     additivity_tables(damages)
     cell_tables(damages)
     control_tables(damages)
+    later_table(damages)
 
 
 def main() -> int:

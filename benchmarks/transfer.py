@@ -47,7 +47,8 @@ best rule, with an interval (seeds and factors) of the difference above 0. Secon
 more column of that rule, add pairs? Goal of precision: half-width of the headline at most .1.
 
 Changed after the losses were read: published repeats differ by .00001, so they are no other runs; the noise
-of a published loss is estimated from how unevenly losses fall with length (`length_deviation`).
+of a published loss is estimated from how unevenly losses fall with length (`length_deviation`). Added after
+the outcomes: operand error less the best rule, and less the headline.
 """
 
 import argparse

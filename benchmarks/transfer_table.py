@@ -295,6 +295,9 @@ def tables(machines: Sequence[Sequence[Mapping]], path: Path, window: int) -> It
         yield "| " + " | ".join(_cells(one, truth, random, apart)) + " |"
     yield ""
     yield from _claims(headline, best, truth)
+    for error in (one for one in of_runs if one.name == "operand error"):
+        yield from _less(error, best, truth)
+        yield from _less(error, headline, truth)
     yield ""
     yield from _left_out(truth)
     yield ""
@@ -335,16 +338,21 @@ def _claims(headline: Reading, best: Reading, truth: Values) -> Iterator[str]:
 
     joint = Reading(f"{best.name} and {headline.name}", headline.table, both)
     for one in (headline, joint):
-        difference = right(one.order, truth) - right(best.order, truth)
-        for weigh, over in ((False, "seeds"), (True, "seeds and factors")):
-            low, high = interval(one.draws(truth, weigh) - best.draws(truth, weigh))
-            yield (
-                f"{one.name} less {best.name}: {difference:+.3f} ({low:+.3f} to {high:+.3f} over {over})"
-                f", {right(one.order, truth) * len(PAIRS):g} pairs"
-            )
+        yield from _less(one, best, truth)
     for weigh, over in ((False, "seeds"), (True, "seeds and factors")):
         low, high = interval(headline.draws(truth, weigh))
         yield f"Half-width of {headline.name} over {over}: {(high - low) / 2:.3f}"
+
+
+def _less(one: Reading, other: Reading, truth: Values) -> Iterator[str]:
+    """Yield the difference of two readings' shares with both intervals."""
+    difference = right(one.order, truth) - right(other.order, truth)
+    for weigh, over in ((False, "seeds"), (True, "seeds and factors")):
+        low, high = interval(one.draws(truth, weigh) - other.draws(truth, weigh))
+        yield (
+            f"{one.name} less {other.name}: {difference:+.3f} ({low:+.3f} to {high:+.3f} over {over})"
+            f", {right(one.order, truth) * len(PAIRS):g} pairs"
+        )
 
 
 def _left_out(truth: Values) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The scripts behind the figures of forks: their designs load, their line is that of an independent method."""
 
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -255,6 +256,12 @@ def test_the_analysis_finds_planted_exponents_shares_and_interactions(capsys):
     printed = capsys.readouterr().out
     assert "| total | blocks | +0.00800" in printed
     assert "| total | kinds | +0.0000" in printed
+    proof.later_table(damages)
+    printed = capsys.readouterr().out
+    ratios = dict(re.findall(r"^\| (\w+)[ :].* \| ([\d.]+) \([\d. to]+\) \|$", printed, re.MULTILINE))
+    assert {name: float(value) for name, value in ratios.items()} == pytest.approx(
+        dict.fromkeys((*proof.LARGE, "sum"), 1.0) | {"dgrad": 0.25}, abs=0.011
+    )  # printed with two digits
 
 
 def test_a_fork_of_the_proof_is_worse_if_errors_are_amplified(tmp_path, monkeypatch):

@@ -92,6 +92,7 @@ OTHERS = {
     "python benchmarks/planted_divergences.py": "by hand; test_first_nonfinite.py has such faults",
     "python benchmarks/assignment.py": "test_assignment.py tests what it calls",
     "python benchmarks/transfer.py": "test_transfer_benchmark.py",
+    "python benchmarks/sensitivity_proof.py": "test_fork_benchmarks.py",
     "python benchmarks/fork_designs.py": "test_fork_benchmarks.py",
     "python benchmarks/fuzz_yaml.py": "test_fuzz.py",
     "python benchmarks/fuzz_runs.py": "test_foreign_sources.py",
