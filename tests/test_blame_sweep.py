@@ -10,6 +10,7 @@ from ablate.execution.controller import Controller
 from ablate.execution.progress import Progress
 from ablate.execution.workers import Inline
 from ablate.experiment.load import load
+from ablate.reports.answer import Answer
 from ablate.results.blame import names_of, planned, replayed
 from ablate.results.comparisons import Comparisons
 from ablate.results.headline import headline_of
@@ -50,6 +51,15 @@ def test_a_planted_quantiser_is_named_and_nothing_is_left_without_it(found):
     assert answer.text.startswith("mlp.up: +0.1")
     assert all(verdict.kind == "worse" for verdict in answer.verdicts)
     book.close()
+
+
+def test_the_page_shows_the_evidence_on_each_unit_by_round(found, tmp_path):
+    answer = Answer.open(found, "tiny", tmp_path)
+    page = answer.show("", *answer.blame()).html()
+    search = replayed(answer.ledger)
+    assert page.count('<td class="number less"') == len(search.rounds) * search.design.units > 0
+    assert page.count("+0.1") >= 1
+    assert len((tmp_path / "search.csv").read_text().splitlines()) == 1 + search.design.units
 
 
 def test_random_halves_are_no_arms_of_the_answer(found):

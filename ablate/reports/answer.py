@@ -24,6 +24,7 @@ from ablate.reports.change_table import change_table, values_table
 from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
 from ablate.reports.elsewhere import method_text
+from ablate.reports.figures.blame_search import search_parts
 from ablate.reports.figures.sensitivity_map import map_parts
 from ablate.reports.foremost import foremost
 from ablate.reports.image_rows import FILE, image_rows
@@ -33,6 +34,7 @@ from ablate.reports.run_tables import recipes_table, runs_table
 from ablate.reports.search_parts import effects_parts, front_parts
 from ablate.reports.table import Table
 from ablate.reports.table_notes import reading
+from ablate.results.blame import names_of, replayed
 from ablate.results.doses import doses
 from ablate.results.forked import estimand
 from ablate.results.number_text import counted
@@ -171,6 +173,12 @@ class Answer(VerdictSentences):
     def doses(self) -> list[Part]:
         """Return what each value of an ordered knob does: a picture and a sentence for each knob."""
         return dose_parts(doses(self), self.metric, self.unit, self.answer.valid)
+
+    def blame(self) -> list[Part]:
+        """Return the picture of a search for the units that cause a gap; empty for another experiment."""
+        if not self.ledger.facts.blame:
+            return []
+        return search_parts(replayed(self.ledger), names_of(self.ledger), self.unit)
 
     def map(self) -> list[Part]:
         """Return the map of the recipe's cells: a picture, and what it does and does not show."""

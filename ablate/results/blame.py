@@ -437,7 +437,7 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
             "Not answered yet:",
             f"the search has requested {search.runs} runs; it is at its {search.stage}.",
         )
-    gap = f"{names.whole} against {names.baseline}: {_amount(search, search.gap, unit)}"
+    gap = f"{names.whole} against {names.baseline}: {amount(search, search.gap, unit)}"
     spent = f"{search.runs} of at most {search.design.runs} runs. {_rate(search.design)}"
     if not search.candidates:
         return "No gap.", f"{gap}, so there is nothing to blame. {spent}"
@@ -447,7 +447,7 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
             f"{_proofs(search, names, unit)}. {_findable(search, unit)} {spent}"
         )
     found = "; ".join(
-        f"{names.units[each]}: {_amount(search, search.proofs[each], unit)}"
+        f"{names.units[each]}: {amount(search, search.proofs[each], unit)}"
         for each in search.culprits
         if search.proofs
     )
@@ -459,7 +459,7 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
     return lead, f"{found}{share}. {gap}. {_rest(search, names, unit)}{_findable(search, unit)} {spent}"
 
 
-def _amount(search: Search, effect: Effect, unit: str) -> str:
+def amount(search: Search, effect: Effect, unit: str) -> str:
     """Return an effect with its interval: of damage, or of the share of runs that diverged."""
     if search.diverges:
         count = round(effect.mean * effect.pairs) if effect.pairs else 0
@@ -472,7 +472,7 @@ def _amount(search: Search, effect: Effect, unit: str) -> str:
 
 def _proofs(search: Search, names: BlameNames, unit: str) -> str:
     tried = [
-        f"{names.units[each]} {_amount(search, effect, unit)}"
+        f"{names.units[each]} {amount(search, effect, unit)}"
         for each, effect in (search.proofs or {}).items()
     ]
     return f" (tried alone: {'; '.join(tried)})" if tried else ""
@@ -481,7 +481,7 @@ def _proofs(search: Search, names: BlameNames, unit: str) -> str:
 def _rest(search: Search, names: BlameNames, unit: str) -> str:
     if search.rest is None:
         return ""
-    left = _amount(search, search.rest, unit)
+    left = amount(search, search.rest, unit)
     if search.exceeds(search.rest):
         return f"Without {'it' if len(search.culprits) == 1 else 'them'} a gap is left: {left}. "
     return f"Without {'it' if len(search.culprits) == 1 else 'them'}, no gap is resolved: {left}. "
