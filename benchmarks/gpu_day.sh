@@ -7,6 +7,10 @@
 # C compiler (gcc) and Python.h for the compiled quantisers when they run.
 set -eu
 cd "$(dirname "$0")/.."
+case " $* " in *" --help "*)
+    sed -n '2,/^set/{s/^# \{0,1\}//p;}' benchmarks/gpu_day.sh
+    exit ;;
+esac
 VENV=${VENV:-.venv}
 
 modern() { command -v "$1" >/dev/null 2>&1 && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; }

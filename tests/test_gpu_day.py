@@ -91,6 +91,15 @@ def test_a_dry_run_passes_without_a_gpu(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_help_makes_no_environment(tmp_path):
+    command = ["sh", str(ROOT / "benchmarks" / "gpu_day.sh"), "--help"]
+    env = environment(VENV=str(tmp_path / "venv"))
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--only STEP" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("name", "right", "wrong"),
     [

@@ -137,7 +137,12 @@ def _sentences(found: Sensitivity, unit: str) -> Iterator[str]:
     if found.everything and found.excess:
         yield (
             f"All cells at once cost {minus(interval(found.everything))}{word}. The sum of the cells differs"
-            f" from that by {minus(interval(found.excess))}: within this, damage adds up."
+            f" from that by {minus(interval(found.excess))}"
+            + (
+                ": within this, damage adds up."
+                if found.excess.low <= 0 <= found.excess.high
+                else ", so damage does not add up."
+            )
         )
     if math.isfinite(found.smallest):
         yield f"A cell would be seen, with a chance of 80 %, from {found.smallest:.2g}{word} on." + (
@@ -148,5 +153,6 @@ def _sentences(found: Sensitivity, unit: str) -> Iterator[str]:
     if found.times > 1:
         yield (
             "It does not show that a small cell is harmless (a biased error shows late), how products compare"
-            " at the recipe's own error, or that the order holds for another model, checkpoint or length."
+            " or how large any damage is at the recipe's own error, more than the size of errors, or that the"
+            " order holds for another model, checkpoint or length."
         )

@@ -34,7 +34,7 @@ from ablate.recipes.cells import WHAT, WHERE, Cell, fp4_share, grid, within
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Products, Recipe
 from ablate.results.comparisons import Comparisons
-from ablate.results.sensitivity import sensitivity
+from ablate.results.sensitivity import ALL_PRODUCTS, EXPONENTS, sensitivity
 
 Unit = Literal["layer", "product"]
 """Smallest part that is decided: whole layers, which more training stacks take, or single products too."""
@@ -164,8 +164,14 @@ class Map:
         if found is None:
             raise InputError([f"{name}: no two cells have finished on two seeds; run its sweep to the end"])
         known = cells(asked, tuple(layers), recipe)
-        scale = found.times**EXPONENT
-        measured = (Measured(each.name, known[each.name], each.shrunk / scale) for each in found.cells)
+        measured = (
+            Measured(
+                each.name,
+                known[each.name],
+                each.shrunk / found.times ** EXPONENTS.get(each.product, ALL_PRODUCTS),
+            )
+            for each in found.cells
+        )
         return cls(recipe, tuple(layers), tuple(measured)).checked(name)
 
     def checked(self, source: str) -> "Map":
