@@ -15,7 +15,7 @@ from ablate.recipes.recipe import Run
 from ablate.training.workloads.gpt import Gpt
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").rglob("*.yaml"))
-SHAPE = Gpt(layers=2, width=64, heads=2, context=32, batch=2, steps=10, eval_tokens=64, eval_batch=2)
+SHAPE = Gpt(layers=3, width=64, heads=2, context=32, batch=2, steps=10, eval_tokens=64, eval_batch=2)
 
 
 def operands(recipe: Recipe) -> list[tuple[str, Operand]]:

@@ -209,6 +209,7 @@ EXCEPTIONS = {
     ("cli/bench.py", "dtype"): "the two baselines' presets",
     ("verification/bench_runs.py", "dtype"): "the two baselines' presets",
     ("verification/linear_layers.py", "dtype"): "formats that a GPU has a peak for",
+    ("verification/conformance/stages/casts.py", "granularity"): "those whose stages a cast is measured by",
 }
 """Modules outside the registries that list words, and why they may: the fewer, the better."""
 
