@@ -10,7 +10,7 @@ import pytest
 from support.cases import every
 
 import ablate
-from ablate.experiment.schema import Asked, Design, Metric, Published
+from ablate.experiment.schema import Asked, Design, Map, Metric, Published
 from ablate.store import ledger_schema
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Intervention
@@ -41,6 +41,7 @@ def test_facts_are_set_and_set_again(book):
 FACTS = {name: fact for name, fact in vars(SweepFacts).items() if isinstance(fact, Fact)}
 VALUES = {
     "design": Design(bad="mxfp4", horizons=(1, 2)),
+    "map": Map(layers="kinds", times=3.0),
     "answer": Asked(knob="rht"),
     "metric": Metric(name="train/x", min_effect="1%"),
     "compared": [Metric(), Metric(name="train/x", direction="maximize")],
