@@ -240,7 +240,7 @@ def test_the_analysis_finds_planted_exponents_shares_and_interactions(capsys):
         total += 0.004 if job.group in ("block 0", "block 1") else 0.0
         own = 2.0 + 0.01 * job.seed + total + 1e-6 * random.normal() * bool(names)
         losses = {"loss": own, "loss_bf16": own - total / 2}
-        lines.append({**job._asdict(), **losses, "seconds": 1.0})
+        lines.append({**dict(zip(type(job).__annotations__, job, strict=True)), **losses, "seconds": 1.0})
     damages = proof.Damages(lines)
     fprop = damages.of("total", *(proof.condition("fprop", a) for a in (2.0, 2.8, 4.0)))
     dgrad = damages.of("learnt", *(proof.condition("dgrad", a) for a in (2.0, 2.8, 4.0)))
