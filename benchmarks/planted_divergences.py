@@ -167,7 +167,7 @@ KINDS: dict[str, tuple[Plant | None, Right]] = {
     "learning rate": (None, weights_grew),
     "infinity in data": (None, lambda origin, case: origin.kind == "data"),
 }
-"""How each kind is planted, and what is right for it."""
+"""Planting of each kind, and the answer that is right for it."""
 
 
 def drawn(seed: int) -> list[Case]:

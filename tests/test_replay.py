@@ -69,7 +69,7 @@ def test_every_preset_as_the_emulator_computes_it_is_right(preset):
 
 
 def test_a_right_product_of_heavy_tailed_operands_is_right_and_one_of_another_size_is_not():
-    """Of elements with a tail of 1.5, a few decide how far four draws lie apart: this product is further."""
+    """A few elements of a tail of 1.5 decide how far four draws lie apart: this product is further."""
     generator, own = torch.Generator().manual_seed(13), {}
     for name, shape in (("x", (64, 96)), ("w", (64, 96)), ("dy", (64, 64))):
         normal, uniform = torch.randn(shape, generator=generator), torch.rand(shape, generator=generator)

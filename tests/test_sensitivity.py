@@ -61,14 +61,14 @@ def test_what_does_not_add_up_shows(tmp_path):
 
 @pytest.mark.parametrize(("cells", "seeds"), [(3, 4), (3, 8), (4, 8), (9, 16)])
 def test_noise_is_not_ranked(cells, seeds):
-    """Of 150 tables without any damage at most 5 % are ranked."""
+    """At most 5 % of 150 tables without any damage are ranked."""
     draw = np.random.default_rng([cells, seeds])
     ranked = sum(ranking(draw.normal(size=(cells, seeds))).holds for _ in range(150))
     assert stats.binomtest(ranked, 150, 0.05, "greater").pvalue > 0.001
 
 
 def test_the_agreement_is_the_median_rank_correlation_of_halves():
-    """Of four seeds there are three pairs of halves; their median, by scipy's Spearman."""
+    """Four seeds have three pairs of halves; their median, by scipy's Spearman."""
     table = np.random.default_rng(5).normal(size=(6, 4)) + np.arange(6)[:, None]
     halves = ([0, 1], [2, 3]), ([0, 2], [1, 3]), ([0, 3], [1, 2])
     by_hand = [
@@ -84,7 +84,7 @@ def test_the_agreement_is_the_median_rank_correlation_of_halves():
 
 
 def test_no_leader_is_named_of_two_that_are_equal():
-    """Of 150 tables at most 5 % name one."""
+    """At most 5 % of 150 tables name one."""
     draw = np.random.default_rng(3)
     means = np.array([3.0, 3.0, 0.0, 0.0])[:, None]
     named = sum(ranking(means + draw.normal(size=(4, 8))).has_leader for _ in range(150))

@@ -48,7 +48,7 @@ _SPLITS, _SEED = 200, 20261128
 
 
 class Ranking(NamedTuple):
-    """What supports an order of cells."""
+    """Support of an order of cells."""
 
     agreement: float
     """Rank correlation over two disjoint halves of the seeds, the median of 200 splits; NaN with too few

@@ -1,4 +1,4 @@
-"""What is wrong in a product of right operands, measured: factors, places, and terms of its sum.
+"""Faults of a product of right operands, measured: factors, places, and terms of its sum.
 
 A product is linear in the terms of its sum, so that a wrong sum shows its weights: the least squares
 
