@@ -43,7 +43,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 schema: $(VENV)/.installed
-	$(BIN)/ablate schema > experiments/schema.json
+	$(BIN)/ablate init --schema > experiments/schema.json
 
 # docs/reference/recipes.md, from the presets and the short knobs.
 pages: $(VENV)/.installed

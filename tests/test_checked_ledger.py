@@ -53,7 +53,6 @@ OTHERS = {
     "init": "reads no ledger",
     "check": "reads no ledger",
     "doctor": "reads no ledger",
-    "schema": "reads no ledger",
     "recipe": "reads no ledger",
     "data": "reads no ledger",
     "bench": "reads ledgers of its own alone",

@@ -79,7 +79,7 @@ def table(output: str) -> list[str]:
 @pytest.mark.parametrize("words", [("--help",), ("-h",), ()])
 def test_help_names_every_verb(words):
     done = here(*words)
-    assert all(f" {verb} " in done.stdout for verb in ("sweep", "plan", "schema", "recipe"))
+    assert all(f" {verb} " in done.stdout for verb in ("sweep", "plan", "data", "recipe"))
     assert done.returncode == (0 if words else 2)
 
 
@@ -126,7 +126,7 @@ def test_the_shell_completes_verbs_options_presets_and_sweeps(words, found, tmp_
 
 
 def test_schema_prints_a_json_schema():
-    Draft202012Validator.check_schema(json.loads(here("schema").stdout))
+    Draft202012Validator.check_schema(json.loads(here("init", "--schema").stdout))
 
 
 @pytest.mark.parametrize("words", [["ablate.sweep"], ["ablate", "plan"]], ids=" ".join)

@@ -59,7 +59,6 @@ VERBS = {
     "ablate recipe show": "test_recipe_command.py",
     "ablate report": "test_report.py",
     "ablate run-task": "test_job_array.py",
-    "ablate schema": "test_commands.py",
     "ablate show": "test_export.py",
     "ablate status": "test_status.py",
     "ablate stop": "test_stop.py",

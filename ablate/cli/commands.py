@@ -45,7 +45,6 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "conform": ("conform", "Find out if a quantiser computes a recipe; name its fault."),
         "bench": ("bench", "Time quantisers, layers and training steps."),
         "data": ("data", "Prepare text for training, or describe a source."),
-        "schema": ("init", "Print the JSON Schema of an experiment, for editors."),
     },
     "": {
         "run-task": ("jobs", "Run the next trials of a job array."),

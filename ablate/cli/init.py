@@ -1,4 +1,4 @@
-"""`ablate init`: write an experiment, and on request a training file, to start from. `ablate schema`."""
+"""`ablate init`: write an experiment, and on request a training file, to start from."""
 
 import json
 from pathlib import Path
@@ -154,9 +154,18 @@ def init(
         bool,
         typer.Option("--rounding", help="Compare a rounding of your own, NAME_rounding.py, with nearest."),
     ] = False,
+    schema: Annotated[
+        bool,
+        typer.Option("--schema", help="Print the JSON Schema of an experiment, for editors; write nothing."),
+    ] = False,
     folder: Annotated[Path, typer.Option(help="Folder to write to.")] = Path(),
 ) -> None:
     """Write NAME.yaml, a commented experiment to start from. Existing files are never overwritten."""
+    if schema:
+        from ablate.experiment.schema import json_schema
+
+        print(json.dumps(json_schema(), indent=2))
+        return
     sweep_name(Path(f"{name}.yaml"))
     chosen = [stack for stack, on in (("torchtitan", torchtitan), ("megatron", megatron), ("hf", hf)) if on]
     named = [*chosen, *(word for word, on in (("training", training), ("rounding", rounding)) if on)]
@@ -193,10 +202,3 @@ def experiment_text(name: str, training: bool, rounding: bool = False) -> str:
     seeds, effect, design = (5, "10%", "") if training else (8, 0.001, _FORKS.format())
     parts = {"workload": workload, "knob": knob, "seeds": seeds, "effect": effect, "design": design}
     return (_COMPARISON if rounding else _EXPERIMENT).format(name=name, **parts)
-
-
-def schema() -> None:
-    """Print the JSON Schema of an experiment file, for editors."""
-    from ablate.experiment.schema import json_schema
-
-    print(json.dumps(json_schema(), indent=2))
