@@ -492,6 +492,6 @@ def _findable(search: Search, unit: str) -> str:
     if search.diverges or not search.deviation > 0:
         return ""
     size = smallest(search.design) * search.deviation + search.design.margin
-    return f"A unit with damage of {number(size)} {unit} is found with a chance of {CHANCE:.0%}.".replace(
+    return f"A unit with damage of {size:.2g} {unit} is found with a chance of {CHANCE:.0%}.".replace(
         "%", " %"
     ).replace("  ", " ")
