@@ -5,7 +5,9 @@ import json
 import random
 from itertools import product
 
+import numpy as np
 import pytest
+import scipy.stats
 from support.commands import here
 from support.experiments import tiny
 from support.made_up import member
@@ -19,6 +21,7 @@ from ablate.recipes.cells import fp4_share, grid, within
 from ablate.recipes.layers import located
 from ablate.results.assignment import Map, Measured
 from ablate.results.assignment.check import CLOSE, RANDOM, controls
+from ablate.results.comparisons import Comparisons
 from ablate.store.ledger import Ledger
 
 KINDS = ("attn.qkv", "mlp.up")
@@ -184,25 +187,63 @@ def test_exactly_one_bound_is_given(tmp_path, options):
     assert here("recipe", "assign", "map.csv", "-x", "x.yaml", *options).returncode == 2
 
 
-def test_a_sweep_with_a_map_is_assigned_by_its_name(tmp_path, monkeypatch):
-    """Block 1 has a third of the damage of the others, so it stays in FP4."""
-    monkeypatch.chdir(tmp_path)
-    experiment = tiny(tmp_path, "m", {"layers": 3}, ablate=None, seeds=4, map={"operands": "recipe"})
-    book = Ledger(tmp_path / "runs" / "sweeps" / "m" / "ledger.db")
+def mapped(folder, experiment, damage):
+    """Write the ledger of a map whose arms have a known damage; `damage`: of an arm's name and a seed."""
+    book, base = Ledger(folder / "runs" / "sweeps" / "m" / "ledger.db"), None
     describe(book, experiment)
-    sizes = {"block 0": 0.03, "block 1": 0.01, "block 2": 0.03}
-    base = None
     for arm in experiment.arms:
         number = book.add_arm(arm.name, dict(arm.knobs), base, None, "listed" if base else "baseline")
         base = base or number
         for seed in range(4):
-            spec = experiment.spec(arm, seed, "cpu").wire
-            loss = 3 + sizes.get(arm.name, 0) + 0.001 * seed * (number % 3)
-            member(book, number, seed, [(4, {"val/loss": loss})], spec=spec)
-    book.close()
+            loss = {"val/loss": 3 + damage(arm.name, seed)}
+            member(book, number, seed, [(4, loss)], spec=experiment.spec(arm, seed, "cpu").wire)
+    return book
+
+
+def test_a_sweep_with_a_map_is_assigned_by_its_name(tmp_path, monkeypatch):
+    """Block 1 has a third of the damage of the others, so it stays in FP4."""
+    monkeypatch.chdir(tmp_path)
+    experiment = tiny(tmp_path, "m", {"layers": 3}, ablate=None, seeds=4, map={"operands": "recipe"})
+    sizes = {"block 0": 0.03, "block 1": 0.01, "block 2": 0.03}
+    places = {arm.name: place for place, arm in enumerate(experiment.arms)}
+    mapped(
+        tmp_path, experiment, lambda arm, seed: sizes.get(arm, 0) + 0.001 * seed * (places[arm] % 3)
+    ).close()
     done = here("recipe", "assign", "m", "--fp4-share", "0.3")
     assert done.returncode == 0, done.stderr
     placed = recipe_of(tmp_path / "assigned.yaml").placements(experiment.base.config.linear_layers)
     assert {layer.block for each in placed if each.products for layer in each.layers} == {1}
+    assert "Damage at the recipe's own error is not measured" in done.stdout
+    assert "±" in done.stdout
     assert "neither a sweep" in here("recipe", "assign", "other", "--fp4-share", "0.3").stderr
     assert here("recipe", "assign", "x.csv", "--fp4-share", "0.3").returncode == 2
+
+
+def test_a_map_of_noise_is_no_ground_for_a_choice(tmp_path):
+    """Damages alternate in sign over seeds, so none is told from zero."""
+    experiment = tiny(tmp_path, "m", {"layers": 3}, ablate=None, seeds=4, map={"operands": "recipe"})
+    book = mapped(tmp_path, experiment, lambda arm, seed: 0.01 * (-1) ** seed * (arm != "bf16"))
+    config = experiment.base.config
+    with pytest.raises(InputError, match="told from zero"):
+        Map.of_sweep(Comparisons(book), NVFP4, config.linear_layers)
+
+
+def test_the_interval_of_an_assignment_is_that_of_the_sum_over_seeds(tmp_path):
+    experiment = tiny(
+        tmp_path, "m", {"layers": 3}, ablate=None, seeds=4, map={"operands": "recipe", "times": 1}
+    )
+    noise = np.random.default_rng(2).normal(0.02, 0.002, (3, 4))
+    noise[:, :] -= np.array([[0], [0.01], [0.015]])
+
+    def damage(arm, seed):
+        return noise[int(arm[-1]), seed] if arm.startswith("block") else 0.0
+
+    measured = Map.of_sweep(
+        Comparisons(mapped(tmp_path, experiment, damage)), NVFP4, experiment.base.config.linear_layers
+    )
+    best = measured.assign(share=0.6)
+    assert best.kept == ("block 0",)
+    interval = scipy.stats.t.interval(
+        0.95, 3, *[(total := noise[1] + noise[2]).mean(), scipy.stats.sem(total)]
+    )
+    assert best.half == pytest.approx((interval[1] - interval[0]) / 2)

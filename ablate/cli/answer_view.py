@@ -22,6 +22,7 @@ from ablate.reports.comparison_tables import (
     summary_table,
 )
 from ablate.reports.effect_table import Line, lines
+from ablate.reports.figures.sensitivity_map import grid_table
 from ablate.reports.plain_text import wrapped
 from ablate.reports.table import Column, Table
 from ablate.reports.table_notes import emulated, reading
@@ -32,6 +33,7 @@ from ablate.results.gate import Check
 from ablate.results.headline import Headline, headline_of
 from ablate.results.number_text import interval
 from ablate.results.published import replications
+from ablate.results.sensitivity import sensitivity
 from ablate.results.summary import ArmSummary, summaries
 from ablate.results.unmet_phases import never_began
 from ablate.store.ledger import Ledger
@@ -148,6 +150,9 @@ def _few_rows(compared: Comparisons, valid: bool, most: int, width: int) -> Rich
         asked = [line for line in lines(compared) if line.asked]
         colours = [line.verdict.kind for line in asked] if valid else []
         return Table("asked", asked, _ASKED, "", colours).first(most).terminal(width, cut=True)
+    if found := sensitivity(compared):
+        recipe = next(arm.name for arm in reversed(compared.arms) if arm.role == "listed")
+        return grid_table(found, recipe).first(most).terminal(width, cut=True)
     arms, widest = _in_order(compared.arms, compared.metric, compared.ledger), width // 5
     columns = [
         replace(one, name=one.name if len(one.name) < widest else f"…{one.name[1 - widest :]}")

@@ -115,7 +115,7 @@ def placements(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
             what = f"layers.rules.{decider}, {recipe.layers.rules[decider].match}"
         else:
             what = (
-                "the recipe's own products"
+                "as the recipe says"
                 if decider == "own"
                 else ", ".join(f"layers.{name} {n:g}" for name, n in counts.items())
             )

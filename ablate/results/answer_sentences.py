@@ -18,7 +18,7 @@ from ablate.files import Json
 from ablate.results.attribution import Effect
 from ablate.results.number_text import counted, minus, percent, signed
 from ablate.results.paired_stats import FEWEST_DISTINCT, Difference, Verdict
-from ablate.results.sensitivity import Sensitivity
+from ablate.results.sensitivity import FEWEST_CELLS, FEWEST_SEEDS, Sensitivity
 from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import KINDS, NO_ANSWER, NOT_YET, REASONS
 
@@ -129,18 +129,24 @@ def of_map(found: Sensitivity, setting: Setting) -> tuple[str, str]:
     known = [each.agreement for each in found.rankings.values() if not math.isnan(each.agreement)]
     lead = f"Mapped{f', {setting.scope}' if setting.scope else ''}."
     if found.first is None:
-        why = "too few cells or seeds" if not known else f"they agree by {minus(f'{max(known):.2f}')} at most"
-        return "No ranking:", f"disjoint halves of the seeds do not order the cells alike ({why})."
+        if not known:
+            why = f"an order takes {FEWEST_CELLS} cells of a product and {FEWEST_SEEDS} seeds"
+        else:
+            why = f"halves of the seeds order them alike by {minus(f'{max(known):.2f}')} at most, 1 is alike"
+        return "No ranking:", f"no cell is told from all others ({why}). {_told(found)}"
     first, times = found.first, f", with {found.times:g} times the error" if found.times > 1 else ""
     damage = setting.amount(first.total.mean, first.total, True, True)
     ends = (setting.amount(end, first.total, True, False) for end in (first.total.low, first.total.high))
     whole = setting.amount(found.everything.mean, found.everything, True, False) if found.everything else ""
     share = f" of {whole} for all cells" if whole else ""
-    resolved = sum(cell.resolved for cell in found.cells)
     return lead, (
-        f"{first.name} costs most: {damage} (95 % CI {' to '.join(ends)}){share}{times}."
-        f" {resolved} of {counted(len(found.cells), 'cell')} are told from zero."
+        f"{first.name} costs most: {damage} (95 % CI {' to '.join(ends)}){share}{times}. {_told(found)}"
     )
+
+
+def _told(found: Sensitivity) -> str:
+    resolved = sum(cell.resolved for cell in found.cells)
+    return f"{resolved} of {counted(len(found.cells), 'cell')} are told from zero."
 
 
 # One effect

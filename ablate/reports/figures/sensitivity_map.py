@@ -95,6 +95,23 @@ class MapPicture:
         return Table.of("map", rows)
 
 
+def grid_table(found: Sensitivity, recipe: str) -> Table:
+    """Return the map as a table for a terminal: groups of layers down, operands across.
+
+    Args:
+        found: The map.
+        recipe: Name of the recipe.
+    """
+    rows: dict[str, dict[str, Cell]] = {group: {"layers": group or _ALL} for group in found.groups}
+    for cell in found.cells:
+        rows[cell.group][cell.part or _ALL] = _sortable(cell.total)
+    wholes = {"all cells": found.everything, f"{recipe}, its own error": found.recipe}
+    together: list[dict[str, Cell]] = [
+        {"layers": name, "together": _sortable(whole)} for name, whole in wholes.items() if whole
+    ]
+    return Table.of("map", [*rows.values(), *together])
+
+
 def _sortable(difference: Difference) -> Cell:
     return minus(interval(difference)), difference.mean
 

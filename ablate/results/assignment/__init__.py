@@ -18,6 +18,7 @@ seeds. Refused: cells that overlap, and maps of a recipe without a product in FP
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,7 +35,9 @@ from ablate.recipes.cells import WHAT, WHERE, Cell, fp4_share, grid, within
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Products, Recipe
 from ablate.results.comparisons import Comparisons
-from ablate.results.sensitivity import ALL_PRODUCTS, EXPONENTS, sensitivity
+from ablate.results.intervals import SINGLE_LOOK
+from ablate.results.paired_stats import FEWEST_DISTINCT
+from ablate.results.sensitivity import ALL_PRODUCTS, EXPONENTS, Sensitivity, sensitivity
 
 Unit = Literal["layer", "product"]
 """Smallest part that is decided: whole layers, which more training stacks take, or single products too."""
@@ -53,6 +56,8 @@ class Measured(NamedTuple):
     cell: Cell
     damage: float
     """Damage of the recipe in this cell alone, at its own errors (a = 1), in the metric's unit."""
+    values: tuple[float, ...] = ()
+    """The same by seed, as measured; empty if only the mean is known."""
 
 
 class Joined(NamedTuple):
@@ -87,6 +92,8 @@ class Assignment:
     """Share of the layers' FLOPs in FP4, in [0, 1]."""
     damage: float
     """Predicted damage: the sum over the units."""
+    half: float
+    """Half-width of the 95 % interval of the sum over seeds; NaN if seeds are not known."""
     kept: tuple[str, ...]
     """Names of the units in high precision."""
 
@@ -99,6 +106,8 @@ class Map:
     layers: tuple[Layer, ...]
     """All layers of the model, with their sizes."""
     cells: tuple[Measured, ...]
+    doubts: tuple[str, ...] = ()
+    """Sentences on how its numbers came about, and on what they do not show."""
 
     @classmethod
     def of(cls, file: Path, recipe: Recipe, layers: Sequence[Layer]) -> "Map":
@@ -163,16 +172,16 @@ class Map:
         found = sensitivity(sweep)
         if found is None:
             raise InputError([f"{name}: no two cells have finished on two seeds; run its sweep to the end"])
-        known = cells(asked, tuple(layers), recipe)
-        measured = (
-            Measured(
-                each.name,
-                known[each.name],
-                each.shrunk / found.times ** EXPONENTS.get(each.product, ALL_PRODUCTS),
-            )
-            for each in found.cells
-        )
-        return cls(recipe, tuple(layers), tuple(measured)).checked(name)
+        if not any(each.resolved for each in found.cells):
+            why = f"none of its {len(found.cells)} cells has a damage that is told from zero"
+            way = "so there is nothing to choose by; give its file more seeds, or coarser cells"
+            raise InputError([f"{name}: {why}, {way}"])
+        known, measured = cells(asked, tuple(layers), recipe), []
+        for each in found.cells:
+            scale = found.times ** EXPONENTS.get(each.product, ALL_PRODUCTS)
+            values = tuple(value / scale for value in each.total.values)
+            measured.append(Measured(each.name, known[each.name], each.shrunk / scale, values))
+        return cls(recipe, tuple(layers), tuple(measured), tuple(_doubts(found))).checked(name)
 
     def checked(self, source: str) -> "Map":
         """Return this map; InputError if no programme can be built from it.
@@ -277,6 +286,7 @@ class Map:
             recipe,
             fp4_share(recipe, self.layers),
             sum(each.damage for each in names.values()),
+            _half([cell.values for each in names.values() for cell in each.cells]),
             tuple(each.name for each in units if each.name not in names),
         )
 
@@ -289,6 +299,29 @@ class Map:
             for each in [self.assign(min(step / 10, most), unit=unit)]
         }
         return list(found.values())
+
+
+def _half(values: Sequence[Sequence[float]]) -> float:
+    """Return the half-width of the 95 % t interval of a sum of cells, by their values by seed."""
+    seeds = len(values[0]) if values else 0
+    if seeds < FEWEST_DISTINCT or any(len(each) != seeds for each in values):
+        return math.nan
+    deviation = float(np.array(values).sum(axis=0).std(ddof=1))
+    return SINGLE_LOOK.half_width(seeds) * deviation
+
+
+def _doubts(found: Sensitivity) -> Iterator[str]:
+    """Yield how a map's damages were scaled down, and which of its cells are not ranked."""
+    if found.times > 1:
+        powers = ", ".join(f"{power} in {name}" for name, power in EXPONENTS.items())
+        yield (
+            f"Damage at the recipe's own error is not measured: that at {found.times:g} times the error,"
+            f" pulled towards its product's mean, is divided by {found.times:g} to a power ({powers};"
+            f" {ALL_PRODUCTS} for all together)."
+        )
+    unranked = [name or "all products" for name, each in found.rankings.items() if not each.holds]
+    if unranked:
+        yield f"Cells are not ranked within {', '.join(unranked)}, so another choice may be as good."
 
 
 def _lines(file: Path) -> Iterator[tuple[str, Mapping[str, str | float]]]:
