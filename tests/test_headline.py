@@ -136,6 +136,13 @@ def test_the_file_to_start_from_names_its_answer_and_what_matters(training, tmp_
     assert (keys.design is None) == training
 
 
+def test_the_map_to_start_from_has_a_cell_for_each_product_of_each_block(tmp_path):
+    ablate("init", "mine", "--folder", tmp_path, "--map")
+    experiment = load(tmp_path / "mine.yaml", device="cpu")
+    assert experiment.keys.map
+    assert len(experiment.arms) == 1 + 4 * 3 + 2
+
+
 def test_a_short_name_of_a_workloads_knob_may_be_asked_for(tmp_path):
     path = write(
         tmp_path,

@@ -1,6 +1,7 @@
 """`ablate init`: write an experiment, and on request a training file, to start from."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -47,6 +48,23 @@ seeds: {seeds}                       # runs of each arm; a verdict needs 3, smal
 # ablate sweep {name}.yaml               runs the comparison, or continues it
 # So few steps show noise at once and bias late, which favours nearest. To confirm the answer by full runs,
 # copy this file to {name}_full.yaml, without `design` and with more steps: ablate sweep {name}_full.yaml
+"""
+_MAP = """\
+schema: 1
+question: Which layers does the damage of nvfp4 come from, and which should stay in bf16?
+workload:                      # gpt, mae or finetune; for python list globs on names as `layers` of the map
+  gpt: {{layers: 4, width: 64, heads: 2, batch: 2, steps: 300, lr: 1.0e-3}}
+recipe: nvfp4                  # a preset (docs/reference/recipes.md), or a file: my_recipe.yaml
+map:                           # each part alone in the recipe, everything else in bf16
+  layers: blocks               #   or kinds (the same layer of all blocks), layers, model
+  operands: products           #   or recipe (whole layers), operands
+  times: 4                     #   its error is amplified, or one part could not be seen
+against: bf16                  # the baseline, at the same seeds
+seeds: 8                       # at least 4; parts with small damage need more
+metric: {{name: val/loss, direction: minimize}}
+
+# ablate sweep {name}.yaml       runs it, or continues it
+# ablate recipe assign {name} --fp4-share 0.75 --check {name}_check.yaml   the layers to keep in bf16
 """
 _ROUNDING = '''\
 """A rounding of my own, for `rounding` of a recipe's operand (docs/use/own_numerics.md)."""
@@ -154,6 +172,9 @@ def init(
         bool,
         typer.Option("--rounding", help="Compare a rounding of your own, NAME_rounding.py, with nearest."),
     ] = False,
+    by_map: Annotated[
+        bool, typer.Option("--map", help="Map which layers a recipe's damage comes from.")
+    ] = False,
     schema: Annotated[
         bool,
         typer.Option("--schema", help="Print the JSON Schema of an experiment, for editors; write nothing."),
@@ -168,10 +189,12 @@ def init(
         return
     sweep_name(Path(f"{name}.yaml"))
     chosen = [stack for stack, on in (("torchtitan", torchtitan), ("megatron", megatron), ("hf", hf)) if on]
-    named = [*chosen, *(word for word, on in (("training", training), ("rounding", rounding)) if on)]
+    kinds = {"training": training, "rounding": rounding, "map": by_map}
+    named = [*chosen, *(word for word, on in kinds.items() if on)]
     if len(named) > 1:
         raise InputError([f"--{' and --'.join(named)} write different files; give one of them"])
-    files = {f"{name}.yaml": experiment_text(name, training, rounding)}
+    text = _MAP.format(name=name) if by_map else experiment_text(name, training, rounding)
+    files = {f"{name}.yaml": text}
     files |= {f"{name}_train.py": _TRAINING} if training else {}
     files |= {f"{name}_rounding.py": _ROUNDING} if rounding else {}
     if chosen:
@@ -179,20 +202,24 @@ def init(
             why = "is part of the job's command; use letters, digits, '-', '_' and '.'"
             raise InputError([f"{name!r}: the name {why}"])
         files = STACKS[chosen[0]].files(name)
-    if existing := [
-        f"{folder / file}: exists already; give another name" for file in files if (folder / file).exists()
-    ]:
-        raise InputError(existing)
+    _write(folder, files)
+    screen = console()
+    screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
+    subject = f"{name}_rounding.py:mine" if rounding else f"{name}.yaml"
+    screen.print(f"Next: ablate {'check' if training or rounding else 'plan'} {folder / subject}")
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write files by name; InputError if one exists already, or cannot be written."""
+    there = [folder / file for file in files if (folder / file).exists()]
+    if there:
+        raise InputError([f"{file}: exists already; give another name" for file in there])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             (folder / file).write_text(text)
     except OSError as error:
         raise InputError([f"{error.filename}: {error.strerror}"]) from None
-    screen = console()
-    screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
-    subject = f"{name}_rounding.py:mine" if rounding else f"{name}.yaml"
-    screen.print(f"Next: ablate {'check' if training or rounding else 'plan'} {folder / subject}")
 
 
 def experiment_text(name: str, training: bool, rounding: bool = False) -> str:
