@@ -5,7 +5,6 @@ What `show --yaml` and `--json` print are recipe files, which `show`, `diff` and
 
 import inspect
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -201,7 +200,6 @@ def assign(
     if (share is None) == (damage is None):
         raise InputError(["give either --fp4-share or --damage"])
     from ablate.results.assignment import check  # imports scipy
-    from ablate.results.number_text import around
 
     experiment, measured = _map_of(source, file, flags)
     best = measured.assign(share, damage, unit)
@@ -209,8 +207,7 @@ def assign(
     for row in sorted({*measured.frontier(unit), best}, key=lambda each: -each.share):
         kept = ", ".join(row.kept) or "nothing"
         style = "bold" if row == best else ""
-        damage_text = around(row.damage, row.half) if math.isfinite(row.half) else f"{row.damage:.2g}"
-        table.add_row(f"{row.share:.1%}", damage_text, Text(kept), style=style)
+        table.add_row(f"{row.share:.1%}", row.predicted, Text(kept), style=style)
     screen.print(table, "", *(Text(line) for line in placements(best.recipe, measured.layers)), sep="\n")
     screen.print(*measured.doubts, sep="\n")
     out.write_text(as_text(check.file_of(best.recipe)))

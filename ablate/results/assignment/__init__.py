@@ -18,7 +18,6 @@ seeds. Refused: cells that overlap, and maps of a recipe without a product in FP
 
 import csv
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -36,6 +35,7 @@ from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Products, Recipe
 from ablate.results.comparisons import Comparisons
 from ablate.results.intervals import SINGLE_LOOK
+from ablate.results.number_text import around
 from ablate.results.paired_stats import FEWEST_DISTINCT
 from ablate.results.sensitivity import ALL_PRODUCTS, EXPONENTS, Sensitivity, sensitivity
 
@@ -92,10 +92,15 @@ class Assignment:
     """Share of the layers' FLOPs in FP4, in [0, 1]."""
     damage: float
     """Predicted damage: the sum over the units."""
-    half: float
-    """Half-width of the 95 % interval of the sum over seeds; NaN if seeds are not known."""
+    half: float | None
+    """Half-width of the 95 % interval of the sum over seeds; None if the values by seed are not known."""
     kept: tuple[str, ...]
     """Names of the units in high precision."""
+
+    @property
+    def predicted(self) -> str:
+        """Predicted damage as text, with its interval if there is one."""
+        return f"{self.damage:.2g}" if self.half is None else around(self.damage, self.half)
 
 
 @dataclass(frozen=True)
@@ -301,11 +306,11 @@ class Map:
         return list(found.values())
 
 
-def _half(values: Sequence[Sequence[float]]) -> float:
+def _half(values: Sequence[Sequence[float]]) -> float | None:
     """Return the half-width of the 95 % t interval of a sum of cells, by their values by seed."""
     seeds = len(values[0]) if values else 0
     if seeds < FEWEST_DISTINCT or any(len(each) != seeds for each in values):
-        return math.nan
+        return None
     deviation = float(np.array(values).sum(axis=0).std(ddof=1))
     return SINGLE_LOOK.half_width(seeds) * deviation
 
