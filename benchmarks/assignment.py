@@ -20,9 +20,8 @@ import fork_pool
 import numpy as np
 
 import ablate
-from ablate.numerics.spec import Error
 from ablate.recipes.cells import Cell, What, Where, fp4_share, grid, within
-from ablate.recipes.recipe import DIRECTIONS, Products, Recipe
+from ablate.recipes.recipe import Recipe
 from ablate.results.assignment import Map, Measured, Unit
 from ablate.results.assignment.check import ASSIGNED, controls
 from ablate.results.intervals import Interval
@@ -49,25 +48,6 @@ class Job(NamedTuple):
     seed: int
 
 
-def amplified(recipe: Recipe, times: float) -> Recipe:
-    """Return a recipe whose operands have so many times their error, in all its rules."""
-
-    def of(products: Products) -> Products:
-        for slot, quant in products.quantised():
-            product, operand = slot.split(".")
-            changed = quant.model_copy(update={"error": Error(times=times)})
-            one = getattr(products, product).model_copy(update={operand: changed})
-            products = products.model_copy(update={product: one})
-        return products
-
-    rules = [rule.model_copy(update={"use": rule.use and of(rule.use)}) for rule in recipe.layers.rules]
-    own = of(recipe.products)
-    return recipe.model_copy(
-        update={name: getattr(own, name) for name in DIRECTIONS["all"]}
-        | {"layers": recipe.layers.model_copy(update={"rules": tuple(rules)})}
-    )
-
-
 def cells(unit: Unit) -> dict[str, Cell]:
     """Return the cells of a map: every layer, or every product of every block."""
     by: tuple[Where, What] = ("layers", "recipe") if unit == "layer" else ("blocks", "products")
@@ -77,9 +57,7 @@ def cells(unit: Unit) -> dict[str, Cell]:
 def map_arms() -> dict[str, Recipe]:
     """Return the recipes of the maps: bf16, and each cell alone with amplified errors."""
     both = cells("layer") | cells("product")
-    alone = {
-        name: amplified(within(NVFP4, WORKLOAD.linear_layers, [cell]), TIMES) for name, cell in both.items()
-    }
+    alone = {name: within(NVFP4, WORKLOAD.linear_layers, [cell], TIMES) for name, cell in both.items()}
     return {"bf16": ablate.recipe("bf16"), **alone}
 
 

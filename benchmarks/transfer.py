@@ -66,9 +66,9 @@ from fork_pool import SILENT, fork, rows, run
 from transfer_schemes import SCHEMES
 
 import ablate
-from ablate.numerics.spec import Error
 from ablate.provenance import environment
-from ablate.recipes.recipe import DIRECTIONS, SLOTS, Recipe
+from ablate.recipes.cells import amplified
+from ablate.recipes.recipe import DIRECTIONS, SLOTS
 from ablate.training.loop import Telemetry
 from ablate.training.workloads.gpt import Gpt
 
@@ -148,25 +148,6 @@ def jobs(plan: Sequence[Round] = PLAN) -> Iterator[Fork]:
     yield from forks
 
 
-def amplified(recipe: Recipe, times: int) -> Recipe:
-    """Return a recipe whose quantised operands are x + times (q(x) - x)."""
-    if times == 1:
-        return recipe
-    error = Error(times=float(times))
-    products = {}
-    for name in DIRECTIONS["all"]:
-        product = getattr(recipe, name)
-        operands = {operand: getattr(product, operand) for operand in product.operands}
-        products[name] = product.model_copy(
-            update={
-                operand: quant.model_copy(update={"error": error})
-                for operand, quant in operands.items()
-                if quant is not None
-            }
-        )
-    return recipe.model_copy(update=products)
-
-
 def work(trunks: Path, job: Fork) -> dict[str, object]:
     """Train one fork and return its losses; of a fork of one step, what was measured in it, too."""
     recipe = ablate.recipe(BF16) if job.arm == BF16 else amplified(SCHEMES[job.arm].recipe, job.times)
@@ -177,9 +158,7 @@ def work(trunks: Path, job: Fork) -> dict[str, object]:
         return {"loss": None, "loss_bf16": None}
     values = {name: round(metrics[name], 7) for name in ("loss", "loss_bf16")}
     if job.window == 1:
-        values["products"] = sum(
-            metrics.get(f"gemm/{name}/rel_l2", 0) ** 2 for name in ("fprop", "dgrad", "wgrad")
-        )
+        values["products"] = sum(metrics.get(f"gemm/{name}/rel_l2", 0) ** 2 for name in DIRECTIONS["all"])
         values["operands"] = sum(metrics.get(f"quant/{slot}/rel_mse", 0) for slot in SLOTS)
         values["gradient"] = 1 - metrics.get("grad/cosine_to_bf16", 1)
     return values
