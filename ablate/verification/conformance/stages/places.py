@@ -4,6 +4,7 @@ A rule is read from masks and matrices of several casts, and has to hold in all 
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ MODULI = (2, 4, 8, 16, 32, 64, 128)
 
 
 def times(factor: float) -> str:
+    """Return a factor as text, by its name in `FACTORS` if it has one."""
     for value, word in FACTORS.items():
         if abs(factor / value - 1) < 1e-5:
             return word
@@ -38,25 +40,34 @@ def times(factor: float) -> str:
 
 
 def word(value: Tensor | float) -> str:
+    """Return a number as text with four digits."""
     return "NaN" if float(value) != float(value) else f"{float(value):.4g}"
 
 
 def unequal(one: Tensor, other: Tensor) -> Tensor:
+    """Return a mask of the numbers that differ; two NaNs do not."""
     return (one != other) & ~(one.isnan() & other.isnan())
 
 
 def example(what: str, got: Tensor, right: Tensor, wrong: Tensor, where: str) -> str:
-    """Return a stage without a description of what it computes."""
-    if bool((got[wrong] == 0).all()):
-        return f"{what}s are zero{where}"
-    if bool(got[wrong].isnan().all()):
-        return f"{what}s are NaN{where}"
+    """Return how many numbers are wrong, and one of them, for a stage whose rule was not found.
+
+    Args:
+        what: Name of one number.
+        got: Numbers of the subject.
+        right: Numbers of the recipe, of the same shape.
+        wrong: Mask of the wrong ones, of the same shape, with one at least.
+        where: Their places in words, or ''.
+    """
+    if text := nothing(what, got, wrong, where):
+        return text
     share = float(wrong.double().mean())
     one, other = got[wrong][0], right[wrong][0]
     return f"{what}s wrong in {100 * share:.2g} % of all{where}, such as {word(one)}, not {word(other)}"
 
 
 def nothing(what: str, got: Tensor, wrong: Tensor, where: str) -> str:
+    """Return that all wrong numbers are zero or NaN, or ''; arguments as in `example`."""
     for word, hit in (("zero", got[wrong] == 0), ("NaN", got[wrong].isnan())):
         if bool(hit.all()):
             return f"{what}s are {word}{where}"
@@ -64,6 +75,7 @@ def nothing(what: str, got: Tensor, wrong: Tensor, where: str) -> str:
 
 
 def residues(values: set[int]) -> str:
+    """Return residues as text: `1 to 3`, `0 and 4`."""
     listed = sorted(values)
     if len(listed) > 2 and listed == list(range(listed[0], listed[-1] + 1)):
         return f"{listed[0]} to {listed[-1]}"
@@ -83,7 +95,12 @@ def number_ranges(hit: Tensor, most: int = 4) -> str:
 
 
 def wrong_places(masks: Sequence[Tensor], what: str) -> str:
-    """Return the rows or columns in which all wrong numbers lie, as ', in ... only'; '' if in all."""
+    """Return the rows or columns in which all wrong numbers lie, as ', in ... only'; '' if in all.
+
+    Args:
+        masks: Mask of the wrong numbers of each matrix, [rows, columns], each with one at least.
+        what: Name of the numbers; `blocks` are counted along the row.
+    """
     for axis, word in enumerate(("rows", "columns")):
         hits = [mask.any(1 - axis) for mask in masks]
         places = [(hit.nonzero()[:, 0], len(hit)) for hit in hits if hit.any()]
@@ -110,7 +127,12 @@ def wrong_places(masks: Sequence[Tensor], what: str) -> str:
 
 
 def moved(seen: Sequence[tuple[Tensor, Tensor]], what: str) -> str:
-    """Return where numbers are found, if they are right ones in other places; of (got, right) matrices."""
+    """Return the places of numbers, if they are right ones in other places, or ''.
+
+    Args:
+        seen: Matrices of the subject and of the recipe, [rows, columns] each, that differ.
+        what: Name of one number.
+    """
     got, right = seen[-1] if seen[-1][0].shape[0] > 1 else seen[0]
     distinct = [pair for pair in seen if len(pair[1].unique()) > 2 and pair[1].shape[0] > 1]
     if not distinct:
@@ -150,69 +172,40 @@ def _same(got: Tensor, right: Tensor, moved: Tensor | None) -> bool:
 
 
 def _orders() -> Iterator[tuple[str, Callable[[Tensor], Tensor | None]]]:
-    """Yield permutations of a matrix with their words; NaN where a place is undefined."""
+    """Yield permutations of a matrix with their words: NaN where a place is undefined, None for a matrix of
+    another size."""
     nan = float("nan")
+
+    def columns(size: int, change: Callable[[Tensor], Tensor], z: Tensor) -> Tensor | None:
+        return None if z.shape[1] % size else change(z.reshape(len(z), -1, size)).reshape(z.shape)
+
+    def rows(size: int, change: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
+        whole = len(z) // size * size
+        made = torch.full_like(z, nan)
+        made[:whole] = change(z[:whole].reshape(-1, size, z.shape[1])).reshape(whole, z.shape[1])
+        return made
+
+    def shifted(by: int, axis: int, z: Tensor) -> Tensor:
+        moved = z.roll(by, axis)
+        moved.transpose(0, axis)[slice(by) if by > 0 else slice(by, None)] = nan
+        return moved
+
     for size in (2, 4, 8, 16, 32):
-
-        def flipped(z: Tensor, size: int = size) -> Tensor | None:
-            return None if z.shape[1] % size else z.reshape(len(z), -1, size).flip(2).reshape(z.shape)
-
-        def halves(z: Tensor, size: int = size) -> Tensor | None:
-            return None if z.shape[1] % size else z.reshape(len(z), -1, 2, size // 2).flip(2).reshape(z.shape)
-
-        def woven(z: Tensor, size: int = size) -> Tensor | None:
-            if z.shape[1] % size or size < 4:
-                return None
-            return z.reshape(len(z), -1, 2, size // 2).transpose(2, 3).reshape(z.shape)
-
-        def unwoven(z: Tensor, size: int = size) -> Tensor | None:
-            if z.shape[1] % size:
-                return None
-            return z.reshape(len(z), -1, size // 2, 2).transpose(2, 3).reshape(z.shape)
-
-        yield f"the order of every {size} columns is reversed", flipped
-        yield f"the halves of every {size} columns are swapped", halves
-        yield f"the halves of every {size} columns are interleaved", woven
-        yield f"even and odd columns of every {size} are apart", unwoven
+        for word, change in (
+            ("the order of every {} columns is reversed", lambda z: z.flip(2)),
+            ("the halves of every {} columns are swapped", lambda z: z.unflatten(2, (2, -1)).flip(2)),
+            ("the halves of every {} columns are interleaved", lambda z: z.unflatten(2, (2, -1)).mT),
+            ("even and odd columns of every {} are apart", lambda z: z.unflatten(2, (-1, 2)).mT),
+        ):
+            yield word.format(size), partial(columns, size, change)
     for by in (1, -1, 2, -2, 4, -4, 8, -8, 16, -16):
-
-        def right(z: Tensor, by: int = by) -> Tensor:
-            moved = z.roll(by, 1).clone()
-            moved[:, : by if by > 0 else 0] = nan
-            if by < 0:
-                moved[:, by:] = nan
-            return moved
-
-        def down(z: Tensor, by: int = by) -> Tensor:
-            moved = z.roll(by, 0).clone()
-            moved[: by if by > 0 else 0] = nan
-            if by < 0:
-                moved[by:] = nan
-            return moved
-
         word = "before" if by > 0 else "after"
-        yield f"it is that of {abs(by)} columns {word}", right
-        yield f"it is that of {abs(by)} rows {word}", down
+        yield f"it is that of {abs(by)} columns {word}", partial(shifted, by, 1)
+        yield f"it is that of {abs(by)} rows {word}", partial(shifted, by, 0)
     for size in (2, 4, 8, 16, 32, 128):
-
-        def turned(z: Tensor, size: int = size) -> Tensor | None:
-            rows = len(z) // size * size
-            if not rows:
-                return None
-            made = torch.full_like(z, nan)
-            made[:rows] = z[:rows].reshape(-1, size, z.shape[1]).transpose(1, 2).reshape(rows, z.shape[1])
-            return made
-
-        def rows_reversed(z: Tensor, size: int = size) -> Tensor | None:
-            rows = len(z) // size * size
-            if not rows:
-                return None
-            made = torch.full_like(z, nan)
-            made[:rows] = z[:rows].reshape(-1, size, z.shape[1]).flip(1).reshape(rows, -1)
-            return made
-
-        yield f"every {size} rows are stored transposed (column by column)", turned
-        yield f"the order of every {size} rows is reversed", rows_reversed
+        turned, backwards = (lambda z: z.transpose(1, 2)), (lambda z: z.flip(1))
+        yield f"every {size} rows are stored transposed (column by column)", partial(rows, size, turned)
+        yield f"the order of every {size} rows is reversed", partial(rows, size, backwards)
     yield "the matrix is stored transposed", lambda z: z.t().reshape(z.shape)
     yield "it is that of the first row", lambda z: z[:1].expand_as(z)
     yield "it is that of the first column", lambda z: z[:, :1].expand_as(z)
@@ -223,6 +216,10 @@ def left_out(seen: Sequence[tuple[Tensor, float]], what: str) -> str:
 
     An element above the used maximum was left out; those that are equal to it were not. A rule has to hold
     for all tensors.
+
+    Args:
+        seen: Elements, [rows, columns], and the largest magnitude that the subject used for them.
+        what: Name of the maximum.
     """
     out, kept = [], []
     for x, own in seen:
@@ -260,7 +257,8 @@ def left_out(seen: Sequence[tuple[Tensor, float]], what: str) -> str:
 def _bounded(out: Sequence[Tensor], kept: Sequence[Tensor], what: str, powers: bool) -> str:
     """Return the first or last rows, columns or elements that a maximum leaves out, or ''.
 
-    `powers` admits bounds that are powers of two only."""
+    `powers` admits only bounds that are powers of two.
+    """
     for word, place in _places():
         outside, inside = ([place(mask) for mask in masks] for masks in (out, kept))
         for first, last, tail in (
