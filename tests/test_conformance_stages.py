@@ -22,6 +22,7 @@ from ablate.verification.conformance.properties import PROPERTIES
 from ablate.verification.conformance.result import Outcome, Row
 from ablate.verification.conformance.run import conform
 from ablate.verification.conformance.stages.casts import wrong_stages
+from ablate.verification.conformance.stages.places import left_out
 from ablate.verification.conformance.subject import Subject
 
 
@@ -75,6 +76,11 @@ def test_the_recipe_has_no_wrong_stage():
     bench = Examination(Subject("s", cast=nvfp4), PRESETS["nvfp4"]())
     pairs = [bench.pair(bench.typed(inputs.spread(33, 256, 16, seed)), bench.nearest) for seed in range(2)]
     assert wrong_stages(pairs) == ""
+
+
+def test_blocks_of_one_row_without_a_rule_have_no_description():
+    blocks = [(torch.tensor([row]), 2.0) for row in ((4.0, 2.0, 1.0), (2.0, 4.0, 1.0))]
+    assert left_out(blocks, "amax of a block") == ""
 
 
 def test_terms_that_a_product_subtracts_are_counted():

@@ -237,6 +237,8 @@ def left_out(seen: Sequence[tuple[Tensor, float]], what: str) -> str:
     if text := _bounded(out, kept, what, powers=True):
         return text
     for axis, word in enumerate(("rows", "columns")):
+        if any(mask.shape[axis] < 2 for mask in out):
+            continue  # blocks have one row
         for number, part in enumerate(("first", "last")):
             above, equal = ([mask.chunk(2, axis)[number].any() for mask in masks] for masks in (out, kept))
             if all(equal) and not any(above):
