@@ -32,7 +32,7 @@ def wrong_stages(pairs: Sequence[Pair]) -> str:
     """Return what is wrong in the stages of some casts of one quantiser, joined; '' if nothing was found.
 
     Args:
-        pairs: Casts that differ from the recipe, and perhaps others.
+        pairs: Casts of one quantiser, at least one, that differ from the recipe, and perhaps others.
     """
     quant = pairs[0].quant
     if quant.scale is None or quant.scale.micro_exponents or quant.draws or quant.range.prescale != 1:
@@ -56,13 +56,13 @@ def wrong_stages(pairs: Sequence[Pair]) -> str:
 
 def _amax(made: Sequence[Parts], least: int) -> str:
     """Return what is wrong with the second level."""
-    rows = [one for one in made if one.amax is not None and not one.amax.ndim]
-    pairs = [
-        (float(one.amax), float(one.pair.expected.amax), one)  # type: ignore[arg-type]
-        for one in rows
-        if one.pair.expected.amax is not None and not one.pair.expected.amax.ndim
-    ]
-    pairs = [(own, right, one) for own, right, one in pairs if 0 < right < float("inf")]
+    pairs = list[tuple[float, float, Parts]]()
+    for one in made:
+        used, wanted = one.amax, one.pair.expected.amax
+        if used is None or wanted is None or used.ndim or wanted.ndim:
+            continue
+        if 0 < float(wanted) < float("inf"):
+            pairs.append((float(used), float(wanted), one))
     wrong = [(own, right, one) for own, right, one in pairs if abs(own / right - 1) > NEAR]
     if not wrong:
         return ""
@@ -87,7 +87,7 @@ def _amax_rule(
     )
     if stale > 0.7 * len(wrong):  # a property may have called the subject between two compared casts
         return "amax of the tensor is that of the call before"
-    if text := _limits([(own, right) for own, right, _ in pairs], "amax of the tensor"):
+    if text := _limits([(own, right) for own, right, _ in pairs]):
         return text
     if all(abs(one - 1) < 0.13 for one in ratios) and (text := _rounded_amax(wrong)):
         return text
@@ -98,15 +98,14 @@ def _amax_rule(
     return f"second level of a {size} amax than the tensor's: {own:.6g}, where it is {right:.6g}"
 
 
-def _limits(pairs: Sequence[tuple[float, float]], what: str) -> str:
-    """Return the limits that numbers are clamped to, of (used, right) pairs."""
+def _limits(pairs: Sequence[tuple[float, float]]) -> str:
+    """Return the limits that the amax is clamped to, of (used, right) pairs."""
     wrong = [(own, right) for own, right in pairs if abs(own / right - 1) > NEAR]
-    if (
-        len(wrong) > 1
-        and len({right for _, right in wrong}) > 1
-        and max(o for o, _ in pairs) < min(o for o, _ in pairs) * (1 + 1e-5)
-    ):
-        return f"{what} is a constant, {wrong[0][0]:.6g} (factor {wrong[0][0] / 2688:.4g})"
+    if len(wrong) < 2:
+        return ""
+    owns = [own for own, _ in pairs]
+    if len({right for _, right in wrong}) > 1 and max(owns) < min(owns) * (1 + 1e-5):
+        return f"amax of the tensor is a constant, {wrong[0][0]:.6g} (factor {wrong[0][0] / 2688:.4g})"
     texts = []
     for word, sign in (("at least", 1), ("at most", -1)):
         side = [own for own, right in wrong if sign * (own - right) > 0]
@@ -115,12 +114,11 @@ def _limits(pairs: Sequence[tuple[float, float]], what: str) -> str:
         limit = side[0]
         if any(abs(own / limit - 1) > 1e-5 for own in side):
             return ""
-        if any(
-            sign * (right - limit) < -1e-5 * limit for own, right in pairs if abs(own / right - 1) <= NEAR
-        ):
+        kept = [right for own, right in pairs if abs(own / right - 1) <= NEAR]
+        if any(sign * (right - limit) < -1e-5 * limit for right in kept):
             return ""
         texts.append(f"{word} {limit:.6g} (factor {limit / 2688:.4g})")
-    return f"{what} clamped to {' and '.join(texts)}" if len(wrong) > 1 else ""
+    return f"amax of the tensor clamped to {' and '.join(texts)}"
 
 
 def _rounded_amax(wrong: Sequence[tuple[float, float, Parts]]) -> str:
@@ -145,10 +143,17 @@ def _rounded_amax(wrong: Sequence[tuple[float, float, Parts]]) -> str:
 
 # --- values -----
 
+_LEVELS = {
+    2: "the second level inverted",
+    1: "the second level left out",
+    -1: "the second level applied twice",
+}
+"""Faults of the values' second level, by the power of 2688/amax that they multiply the values by."""
+
 
 def _values(made: Sequence[Parts], least: int) -> str:
     """Return what is wrong with the values, given the subject's codes, scales and second level."""
-    used: list[Parts] = []
+    amaxes: list[Tensor | None] = []
     gots, rights, keys, masks = (list[Tensor]() for _ in range(4))
     for one in made:
         got, quant = one.pair.got, one.pair.quant
@@ -165,35 +170,19 @@ def _values(made: Sequence[Parts], least: int) -> str:
         mask &= ~(got.values.isnan() & unit.isnan())
         assert one.pair.expected.values is not None
         mask &= far(got.values, one.pair.expected.values, got.dtype)  # right ones, of codes stored wrongly
-        used.append(one)
+        amaxes.append(one.amax)
         for values, z in ((gots, got.values), (rights, unit), (keys, spread), (masks, mask)):
             values.append(z)
     wrong = torch.cat([mask.flatten() for mask in masks]) if masks else torch.zeros(0)
     if int(wrong.sum()) < least:
         return ""
-    shown = [mask for mask in masks if mask.any()]
-    where = wrong_places(shown, "values")
-    got, right, s = (torch.cat([z.flatten() for z in zs]) for zs in (gots, rights, keys))
     what = "values are not code x scale x outer of what is stored"
-    factors: list[tuple[float, float]] = []
-    for one, mask, unit in zip(used, masks, rights, strict=True):
-        if mask.any() and one.amax is not None and not one.amax.ndim:
-            quotient = (one.pair.got.values / unit)[mask & (unit != 0)]  # type: ignore[operator]
-            if not len(quotient) or not bool(((quotient / quotient.median() - 1).abs() < 2.0**-7).all()):
-                factors = []
-                break
-            factors.append((float(quotient.median()), 2688.0 / float(one.amax)))
-    if len(factors) > 1 and max(f for f, _ in factors) > 1.01 * min(f for f, _ in factors):
-        for power, words in (
-            (2, "the second level inverted"),
-            (1, "the second level left out"),
-            (-1, "the second level applied twice"),
-        ):
-            if all(abs(factor / level**power - 1) < 0.01 for factor, level in factors):
-                return f"values are code x scale with {words}"
-        return f"{what}: another factor for each tensor"
+    if text := _value_level(amaxes, gots, rights, masks):
+        return f"values are code x scale with {text}" if text in _LEVELS.values() else f"{what}: {text}"
+    where = wrong_places([mask for mask in masks if mask.any()], "values")
+    got, right, s = (torch.cat([z.flatten() for z in zs]) for zs in (gots, rights, keys))
     ratio = (got / right)[wrong & (right != 0)]
-    if len(ratio) and bool(((ratio / ratio.median() - 1).abs() < 2.0**-7).all()):
+    if _constant(ratio):
         return f"{what}, but {times(float(ratio.median()))} times that{of_scales(s, wrong)}{where}"
     if bool((got[wrong] == 0).all()):
         return f"{what}, but zero{of_scales(s, wrong)}{where}"
@@ -201,3 +190,30 @@ def _values(made: Sequence[Parts], least: int) -> str:
     if off < 2.0**-6:
         return f"{what}, but rounded: typically off by {off:.2g} of each{of_scales(s, wrong)}{where}"
     return f"{what}{of_scales(s, wrong)}{where}"
+
+
+def _value_level(
+    amaxes: Sequence[Tensor | None],
+    gots: Sequence[Tensor],
+    rights: Sequence[Tensor],
+    masks: Sequence[Tensor],
+) -> str:
+    """Return the fault of `_LEVELS` that the values have, or that each tensor has another factor, or ''."""
+    factors: list[tuple[float, float]] = []
+    for amax, got, right, mask in zip(amaxes, gots, rights, masks, strict=True):
+        if mask.any() and amax is not None and not amax.ndim:
+            ratio = (got / right)[mask & (right != 0)]
+            if not _constant(ratio):
+                return ""
+            factors.append((float(ratio.median()), 2688.0 / float(amax)))
+    if len(factors) < 2 or max(f for f, _ in factors) <= 1.01 * min(f for f, _ in factors):
+        return ""
+    for power, words in _LEVELS.items():
+        if all(abs(factor / level**power - 1) < 0.01 for factor, level in factors):
+            return words
+    return "another factor for each tensor"
+
+
+def _constant(ratio: Tensor) -> bool:
+    """Return True if there are ratios, and all are the same but for roundings to bf16."""
+    return len(ratio) > 0 and bool(((ratio / ratio.median() - 1).abs() < 2.0**-7).all())

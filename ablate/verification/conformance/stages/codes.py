@@ -6,12 +6,10 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS
-from ablate.numerics.scaling import element_scales
 from ablate.numerics.spec import Quant
 from ablate.numerics.stored import pack
 from ablate.verification.conformance.computation import RECIPE
 from ablate.verification.conformance.inputs import grid
-from ablate.verification.conformance.numbers import over_elements
 from ablate.verification.conformance.stages.parts import Parts
 from ablate.verification.conformance.stages.places import (
     FACTORS,
@@ -25,7 +23,15 @@ from ablate.verification.conformance.stages.places import (
 
 
 def codes(made: Sequence[Parts], least: int) -> str:
-    """Return what is wrong with the codes, given the subject's second level and block scales."""
+    """Return what is wrong with the codes, given the subject's second level and block scales.
+
+    Args:
+        made: Casts of one quantiser.
+        least: Smallest number of wrong codes for which anything is returned.
+
+    Returns:
+        The rule in words, or ''.
+    """
     ys, gots, rights, steps, masks = (list[Tensor]() for _ in range(5))
     parts = [one for one in made if one.codes is not None and one.scales is not None]
     if not parts:
@@ -34,14 +40,11 @@ def codes(made: Sequence[Parts], least: int) -> str:
     for one in parts:
         assert one.scales is not None
         assert one.codes is not None
-        spread = over_elements(one.scales, quant.tile[1], one.x.shape[1])
-        y = one.x * element_scales(spread, one.outer)
-        right = RECIPE.element(y, quant)
+        spread, y, right = one.elements(one.scales)
         live = (spread != 0) & spread.isfinite()
         wrong = unequal(one.codes, right) & live
         if (one.scales != one.wanted).any():  # codes of the right scales, which are stored wrongly
-            spread = over_elements(one.wanted, quant.tile[1], one.x.shape[1])
-            wrong &= unequal(one.codes, RECIPE.element(one.x * element_scales(spread, one.outer), quant))
+            wrong &= unequal(one.codes, one.elements(one.wanted)[2])
         masks.append(wrong)
         for values, z in ((ys, y), (gots, one.codes), (rights, right)):
             values.append(z)
@@ -90,16 +93,10 @@ def _table(y: Tensor, got: Tensor, right: Tensor, wrong: Tensor, quant: Quant, w
     units = size / step
     tie = (units - units.floor() - 0.5).abs() < 1e-6
     if bool(tie[bad].all()):
-        toward = (
-            "zero"
-            if bool((code < expected)[bad].all())
-            else "away"
-            if bool((code > expected)[bad].all())
-            else ""
-        )
-        rule = {"zero": "toward zero", "away": "away from zero", "": "not to even"}[toward]
+        rules = {"toward zero": code < expected, "away from zero": code > expected}
+        rule = next((words for words, hit in rules.items() if bool(hit[bad].all())), "not to even")
         return f"ties of elements go {rule}{where}"
-    spans: list[tuple[float, float, float, float, int]] = []
+    whole: list[tuple[float, float, float, float]] = []
     for point in expected.unique().tolist():
         own = expected == point
         mine = own & bad
@@ -112,10 +109,9 @@ def _table(y: Tensor, got: Tensor, right: Tensor, wrong: Tensor, quant: Quant, w
         values = code[mine].unique()
         if len(values) > 2:
             return ""
-        spans.append((low, high, point, float(values[0]), int(mine.sum())))
-    if not spans:
+        whole.append((low, high, point, float(values[0])))
+    if not whole:
         return ""
-    whole = [(low, high, point, value) for low, high, point, value, _ in spans]
     values = {value for *_, value in whole}
     low, high = min(one[0] for one in whole), max(one[1] for one in whole)
     if len(whole) > 1 and len(values) == 1:
@@ -160,14 +156,12 @@ def _other_factor(
         low, high = torch.where(size > 0, low, 0.0), torch.where(size > 0, high, float("inf"))
         low, high = low.nan_to_num(0.0), high.nan_to_num(float("inf"))
         wide, columns = quant.tile[1], y.shape[1]
-        edge = (0, -columns % wide)
-        low = torch.nn.functional.pad(low, edge).view(len(y), -1, wide).amax(2)
-        high = torch.nn.functional.pad(high, edge, value=float("inf")).view(len(y), -1, wide).amin(2)
-        lows.append(low.flatten())
-        highs.append(high.flatten())
+        edge, blocks = (0, -columns % wide), (len(y), -1, wide)
+        lows.append(torch.nn.functional.pad(low, edge).view(blocks).amax(2).flatten())
+        highs.append(torch.nn.functional.pad(high, edge, value=float("inf")).view(blocks).amin(2).flatten())
         stored.append(one.scales.flatten())
         exact.append(one.exact.flatten())
-        bad.append(torch.nn.functional.pad(mask, edge).view(len(y), -1, wide).any(2).flatten())
+        bad.append(torch.nn.functional.pad(mask, edge).view(blocks).any(2).flatten())
     low, high, s, t, wrong = (torch.cat(z) for z in (lows, highs, stored, exact, bad))
     possible = low <= high * (1 + 1e-6)
     if float(possible[wrong].double().mean()) < MOST:
@@ -177,10 +171,8 @@ def _other_factor(
     if not tight.any():
         return ""
     unrounded = s / t
-    if (
-        float(((low <= unrounded * (1 + 1e-5)) & (high >= unrounded * (1 - 1e-5)))[wrong].double().mean())
-        > MOST
-    ):
+    fits = (low <= unrounded * (1 + 1e-5)) & (high >= unrounded * (1 - 1e-5))
+    if float(fits[wrong].double().mean()) > MOST:
         return f"elements divided by the block scale before it is rounded{where}"
     common_low, common_high = float(low[tight].quantile(0.99)), float(high[tight].quantile(0.01))
     factor = float(middle[tight].median())
@@ -198,6 +190,12 @@ def _other_factor(
 
 
 def of_scales(s: Tensor, wrong: Tensor) -> str:
+    """Return the range of block scales in which all numbers are wrong, as ' where ...'; '' if in all.
+
+    Args:
+        s: Block scales, in any shape.
+        wrong: Mask of the same shape.
+    """
     low, high = float(s[wrong].min()), float(s[wrong].max())
     right = s[~wrong]
     if not ((right >= low) & (right <= high)).any() and len(right):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS, SCALES
 from ablate.numerics.quantize import pad
-from ablate.numerics.scaling import encode_scale
+from ablate.numerics.scaling import element_scales, encode_scale
 from ablate.numerics.select import scales as candidates
 from ablate.verification.conformance.computation import RECIPE, exact_scale
 from ablate.verification.conformance.examination import Pair
@@ -36,7 +36,20 @@ class Parts:
     wanted: Tensor
     """Block scale of the subject's S, [rows, blocks]."""
     scales: Tensor | None
+    """Block scale of the subject, [rows, blocks]; None: not returned."""
     codes: Tensor | None
+    """Element codes of the subject as numbers, [rows, columns]; None: not returned."""
+
+    def elements(self, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the scale of each element, the scaled elements, and their right codes, [rows, columns] each.
+
+        Args:
+            scales: Block scales, [rows, blocks].
+        """
+        quant = self.pair.quant
+        spread = over_elements(scales, quant.tile[1], self.x.shape[1])
+        scaled = self.x * element_scales(spread, self.outer)
+        return spread, scaled, RECIPE.element(scaled, quant)
 
 
 def apart(pair: Pair) -> Parts | None:
@@ -92,7 +105,7 @@ def _own_amax(pair: Pair) -> Tensor | None:
         return wanted
     own = outer.double() * (ELEMENTS[quant.element].max * quant.outer.bound)
     if not wanted.ndim and own.ndim and bool((own == own[0]).all()):
-        own = own[0, 0]
+        own = own.flatten()[0]
     same = bool(((own / wanted - 1).abs() <= NEAR).all())
     magnitudes = pair.x.float().abs().flatten()
     if not same and not own.ndim:  # the element that it came from, without the rounding of the division

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.formats import SCALES
-from ablate.numerics.scaling import element_scales
 from ablate.numerics.spec import Quant
 from ablate.verification.conformance.computation import RECIPE
 from ablate.verification.conformance.numbers import over_elements
@@ -27,7 +26,15 @@ from ablate.verification.conformance.stages.places import (
 
 
 def scales(made: Sequence[Parts], least: int) -> str:
-    """Return what is wrong with the block scales, given the subject's second level."""
+    """Return what is wrong with the block scales, given the subject's second level.
+
+    Args:
+        made: Casts of one quantiser.
+        least: Smallest number of wrong scales for which anything is returned.
+
+    Returns:
+        The rule in words, or ''.
+    """
     parts = [one for one in made if one.scales is not None]
     if not parts:
         return ""
@@ -100,27 +107,20 @@ def _scale_limits(s: Tensor, e: Tensor) -> str:
 
 def _stored_elsewhere(parts: Sequence[Parts], masks: Sequence[Tensor], where: str) -> str:
     """Return that the stored scales are at fault, if the codes are those of the right ones."""
-    same = cases = 0
-    shown = found = 0
+    alike = cases = known = stored = 0
     for one, mask in zip(parts, masks, strict=True):
         if one.codes is None:
             return ""
         if not mask.any():
             continue
         assert one.scales is not None
-        quant = one.pair.quant
-        wide, columns = quant.tile[1], one.x.shape[1]
-        spread = over_elements(one.wanted, wide, columns)
-        right = unequal(one.codes, RECIPE.element(one.x * element_scales(spread, one.outer), quant)) & (
-            spread != 0
-        )
-        bad = over_elements(mask, wide, columns)
-        same, cases = same + int((bad & ~right).sum()), cases + int(bad.sum())
-        known = {*one.wanted.unique().tolist(), 0.0}
-        values = one.scales[mask]
-        found += sum(value in known for value in values.tolist())
-        shown += len(values)
-    if not cases or same < MOST * cases or found < 0.9 * shown:
+        spread, _, right = one.elements(one.wanted)
+        unlike = unequal(one.codes, right) & (spread != 0)
+        bad = over_elements(mask, one.pair.quant.tile[1], one.x.shape[1])
+        alike, cases = alike + int((bad & ~unlike).sum()), cases + int(bad.sum())
+        wanted, values = {*one.wanted.unique().tolist(), 0.0}, one.scales[mask].tolist()
+        known, stored = known + sum(value in wanted for value in values), stored + len(values)
+    if not cases or alike < MOST * cases or known < 0.9 * stored:
         return ""
     return f"codes are made with the right block scales, which are stored at or read from other places{where}"
 
@@ -219,7 +219,7 @@ def _scale_elements(parts: Sequence[Parts], masks: Sequence[Tensor], where: str)
 
 
 def choice(made: Sequence[Parts], least: int) -> str:
-    """Return how two candidates of a block are chosen, if not as the recipe does."""
+    """Return how two candidates of a block are chosen if not by the recipe; arguments as in `scales`."""
     first = made[0].pair.quant.select
     if first is None:
         return ""
@@ -239,11 +239,7 @@ def choice(made: Sequence[Parts], least: int) -> str:
         return (
             f"the other candidate chosen in {share}: nearly equal errors, added in another order or precision"
         )
-    small = (
-        f"{first.map_to[1]:g}"
-        if fours > MOST * wrong
-        else f"{first.map_to[0]:g}"
-        if fours < 0.02 * wrong
-        else ""
-    )
-    return f"the other candidate chosen in {share}" + f", always {small}" * bool(small)
+    if 0.02 * wrong <= fours <= MOST * wrong:
+        return f"the other candidate chosen in {share}"
+    six, four = first.map_to
+    return f"the other candidate chosen in {share}, always {four if fours > MOST * wrong else six:g}"
