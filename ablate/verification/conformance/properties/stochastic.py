@@ -6,6 +6,7 @@ right implementation leaves once in 1.7 million cases. The recipe's 8 random bit
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -137,15 +138,18 @@ def exact_values_kept(bench: Examination) -> Row:
     return Row("exact_values_kept", Outcome.FAIL if differ else Outcome.PASS, CALLS * x.numel(), differ)
 
 
-def mean_of_draws(bench: Examination) -> Row:
-    """Compare the share of draws that round up with the element's position between its neighbours."""
-    made = draws(bench)
-    worst, text, cases = 0.0, "", 0
+def _by_position(made: Draws) -> Iterator[tuple[float, Tensor]]:
+    """Yield each of `POSITIONS` that has draws, with them: 1 for those that rounded up."""
     for position in POSITIONS:
         hit = (made.position - position).abs() < 1e-6
-        ups = torch.cat([drawn[hit] for drawn in made.drawn])
-        if not len(ups):
-            continue
+        if hit.any():
+            yield position, torch.cat([drawn[hit] for drawn in made.drawn])
+
+
+def mean_of_draws(bench: Examination) -> Row:
+    """Compare the share of draws that round up with the element's position between its neighbours."""
+    worst, text, cases = 0.0, "", 0
+    for position, ups in _by_position(draws(bench)):
         cases += len(ups)
         allowed = 2.0**-bench.stochastic.bits + SIGMAS * math.sqrt(position * (1 - position) / len(ups))
         off = abs(float(ups.mean()) - position) / allowed
@@ -159,13 +163,8 @@ def mean_of_draws(bench: Examination) -> Row:
 
 def variance_of_draws(bench: Examination) -> Row:
     """Compare the variance of draws with f (1 - f) step^2."""
-    made = draws(bench)
     worst, text, cases = 0.0, "", 0
-    for position in POSITIONS:
-        hit = (made.position - position).abs() < 1e-6
-        ups = torch.cat([drawn[hit] for drawn in made.drawn])
-        if not len(ups):
-            continue
+    for position, ups in _by_position(draws(bench)):
         cases += len(ups)
         square = float((ups - position).square().mean())
         expected = position * (1 - position)
@@ -231,37 +230,35 @@ def independent_draws(bench: Examination) -> Row:
         "rows 16 apart": (16, 0),
         "the two halves of the tensor": (rows // 2, 0),
     }
+    looks: list[tuple[str, list[tuple[Tensor, Tensor]]]] = [
+        (what, [(one[: rows - down, : columns - across], one[down:, across:]) for one in residual])
+        for what, (down, across) in shifts.items()
+        if down < rows and across < columns
+    ]
+    looks += [("two seeds", [(residual[a], residual[b])]) for a in range(CALLS) for b in range(a)]
     worst, text, cases = 1.0, "", 0
-    for what, (down, across) in shifts.items():
-        if down >= rows or across >= columns:
+    for what, pairs in looks:
+        ratio, number = _correlation(pairs)
+        if number < 64:
             continue
-        pairs = [(one[: rows - down, : columns - across], one[down:, across:]) for one in residual]
-        worst, text, cases = _correlated(pairs, what, worst, text, cases)
-    between = [(residual[a], residual[b]) for a in range(CALLS) for b in range(a)]
-    for pair in between:
-        worst, text, cases = _correlated([pair], "two seeds", worst, text, cases)
+        cases += number
+        # The 28 pairs of seeds and 8 shifts are 36 looks at five standard deviations. The bits' floor shifts
+        # each residual by up to 2^-bits, which correlates by its square.
+        size = abs(ratio) / (SIGMAS / math.sqrt(number) + 2.0**-8)
+        if size > worst:
+            worst, text = size, f"draws of {what} correlate: {ratio:.3f}"
     outcome = Outcome.FAIL if text else Outcome.PASS
     return Row("independent_draws", outcome, cases, int(bool(text)), detail=text)
 
 
-def _correlated(
-    pairs: list[tuple[Tensor, Tensor]], what: str, worst: float, text: str, cases: int
-) -> tuple[float, str, int]:
-    """Return the worst correlation in units of its limit, and the sentence about it."""
+def _correlation(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, int]:
+    """Return the correlation of residuals about zero, and the number of pairs in which neither is zero."""
     one = torch.cat([a.flatten() for a, _ in pairs])
     other = torch.cat([b.flatten() for _, b in pairs])
     both = (one != 0) & (other != 0)
-    one, other, number = one[both], other[both], int(both.sum())
-    if number < 64:
-        return worst, text, cases
+    one, other = one[both], other[both]
     power = math.sqrt(float(one.square().sum()) * float(other.square().sum()))
-    ratio = float((one * other).sum()) / power if power else 0.0
-    # The 28 pairs of seeds and 8 shifts are 36 looks at five standard deviations. The bits' floor shifts
-    # each residual by up to 2^-bits, which correlates by its square.
-    size = abs(ratio) / (SIGMAS / math.sqrt(number) + 2.0**-8)
-    if size > worst:
-        return size, f"draws of {what} correlate: {ratio:.3f}", cases + number
-    return worst, text, cases + number
+    return float((one * other).sum()) / power if power else 0.0, int(both.sum())
 
 
 def calls_differ(bench: Examination) -> Row:
