@@ -263,6 +263,14 @@ def test_a_gradient_without_random_rounding_has_bias_alone():
     assert gradient_split([[torch.ones(2)]], [torch.zeros(2)]) == {}
 
 
+def test_a_gradient_of_many_elements_is_split_in_parts_that_leave_none_out():
+    reference = torch.ones(2**22 + 3)
+    drawn = reference.clone()
+    drawn[0] = drawn[-1] = 3.0
+    found = gradient_split([[drawn]], [reference])
+    assert found == {"grad/variance": 0.0, "grad/squared_bias": pytest.approx(8 / (2**22 + 3), rel=1e-12)}
+
+
 def test_gradient_noise_is_that_of_numpy(generator):
     reference = [torch.randn(shape, generator=generator) for shape in ((8, 4), (5,), (2, 3, 4))]
     gradient = [r + 0.3 * torch.randn(r.shape, generator=generator) for r in reference]

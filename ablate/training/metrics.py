@@ -92,6 +92,10 @@ def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> d
     }
 
 
+_PART = 1 << 22
+"""Elements of a gradient that are in fp64 at the same time: an embedding may have hundreds of millions."""
+
+
 def gradient_split(draws: Sequence[Sequence[Tensor]], reference: Sequence[Tensor]) -> dict[str, float]:
     """Return variance and squared bias of a gradient under its recipe's random rounding, apart.
 
@@ -112,13 +116,14 @@ def gradient_split(draws: Sequence[Sequence[Tensor]], reference: Sequence[Tensor
     Returns:
         `grad/variance` and `grad/squared_bias`, both over |g|^2; {} if that or a result is not finite or 0.
     """
-    k, sums, total, power = len(draws), 0.0, 0.0, 0.0
-    for own, *each in zip(reference, *draws, strict=True):
-        exact = own.double()
-        differences = [drawn.double() - exact for drawn in each]
-        sums += sum(float(difference.square().sum()) for difference in differences)
-        total += float(sum(differences, torch.zeros_like(exact)).square().sum())
-        power += float(exact.square().sum())
+    k, parts = len(draws), []
+    for tensors in zip(reference, *draws, strict=True):
+        for exact, *drawn in zip(*(x.flatten().split(_PART) for x in tensors), strict=True):
+            own = exact.double()
+            differences = torch.stack([each.double() - own for each in drawn])
+            energies = differences.square(), differences.sum(0).square(), own.square()
+            parts.append(torch.stack([each.sum() for each in energies]))
+    sums, total, power = torch.stack(parts).sum(0).cpu().tolist()
     if not (0 < power < math.inf and math.isfinite(sums)):
         return {}
     variance = (sums - total / k) / (k - 1) if k > 1 else 0.0
