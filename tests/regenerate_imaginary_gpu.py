@@ -1,4 +1,4 @@
-"""Write tests/golden/imaginary_gpu.json anew: what a training step of each preset asks of a GPU.
+"""Write tests/golden/imaginary_gpu.json anew: what a training step of each recipe asks of a GPU.
 
     python tests/regenerate_imaginary_gpu.py
 
@@ -15,7 +15,7 @@ COUNTED = ("kernels", "bytes", "waits", "copies")
 
 
 def main() -> None:
-    """Count every preset's step, and write the sums of a block and of the rest."""
+    """Count every recipe's step, and write the sums of a block and of the rest."""
     steps = printed("preset_cases")
     rows = (
         f'  {json.dumps(name)}: {{"block": {json.dumps(step["block"])},\n    "rest": {json.dumps(step["rest"])}}}'

@@ -34,18 +34,18 @@ def test_the_process_of_the_tests_has_no_imaginary_gpu():
 
 @pytest.fixture(scope="module")
 def steps() -> dict[str, dict]:
-    """Counts of a plain training step by each preset."""
+    """Counts of a plain training step by each preset, and by NVFP4 with altered errors."""
     pytest.importorskip("triton")
     return printed("preset_cases")
 
 
-def test_every_preset_takes_a_step_without_mixed_devices(steps):
-    assert steps.keys() == PRESETS.keys()
+def test_every_recipe_takes_a_step_without_mixed_devices(steps):
+    assert steps.keys() == json.loads(TABLE.read_text()).keys() >= PRESETS.keys()
     assert {name: step["error"] for name, step in steps.items() if "error" in step} == {}
 
 
 @pytest.mark.parametrize("part", ["block", "rest"])
-def test_no_preset_asks_more_of_the_device_than_the_table_says(steps, part):
+def test_no_recipe_asks_more_of_the_device_than_the_table_says(steps, part):
     allowed = json.loads(TABLE.read_text())
     risen = {
         (name, quantity): (step[part][quantity], allowed[name][part][quantity], step["places"][quantity])

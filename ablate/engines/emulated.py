@@ -286,6 +286,7 @@ class Engine:
 
         Of one step, forward operands come first, in the model's order, then backward ones in the reverse.
         """
+        self.nonfinite()  # reads the counts of all layers at once
         seen = []
         for number, (name, layer) in enumerate(self.layers.items()):
             if first := layer.nonfinite.first:

@@ -7,6 +7,7 @@ and the magnitudes of the steps before it, are known whenever somebody asks, and
 
 from collections import deque
 from collections.abc import Iterable
+from functools import lru_cache
 from itertools import islice
 from typing import NamedTuple
 
@@ -36,12 +37,11 @@ class NonfiniteCount:
     """Number of operands with a NaN or an infinity; `int` of it waits for the device."""
 
     def __init__(self, number: int = 0) -> None:
-        self._number: Tensor | int = number
-        self._unread: list[Magnitude] = []
-        self._first = _NEVER
-        """Moment of the first such operand, of those looked at here: step times 8, plus place of the slot."""
-        self._on_device: Tensor | None = None
+        self._number, self._first = number, _NEVER
+        """Number, and moment of the first such operand: step times 8, plus place of the slot."""
+        self._on_device: tuple[Tensor, Tensor] | None = None
         """The same, of those looked at on the device."""
+        self._unread: list[Magnitude] = []
         self.recent: deque[Magnitude] = deque(maxlen=_RECENT)
         """Magnitudes of the last operands, oldest first."""
 
@@ -58,38 +58,37 @@ class NonfiniteCount:
         self._unread.append(magnitude)
         if not evaluates:
             self.recent.append(magnitude)
-        if len(self._unread) >= _MOST_UNREAD:
-            self.number()
+        self._look()
 
     def include(self, other: "NonfiniteCount") -> None:
         """Add another count, of later operands, to this one."""
-        self._number = self.number() + other.number()
-        self._first = min(self._first, other._first)
+        self._number, self._first = self._number + other._number, min(self._first, other._first)
         if other._on_device is not None:
-            self._note(other._on_device)
+            self._note(*other._on_device)
+        self._unread += other._unread
         self.recent.extend(other.recent)
+        self._look()
 
-    def number(self) -> Tensor | int:
-        """Return the count, as a tensor on the operands' device once there are any."""
-        if self._unread:
+    def _look(self) -> None:
+        """Look at all magnitudes on the device once there are many, without a wait."""
+        if len(self._unread) >= _MOST_UNREAD:
             values = torch.stack([each.largest for each in self._unread])
-            bad = ~values.isfinite()
-            moments = torch.tensor([_moment(each) for each in self._unread], device=values.device)
-            self._number = self._number + bad.sum()
-            self._note(torch.where(bad, moments, _NEVER).min())
+            bad, begin = ~values.isfinite(), _moment(self._unread[0])
+            moments = _on(values.device, tuple(_moment(each) - begin for each in self._unread)) + begin
+            self._note(bad.sum(), torch.where(bad, moments, _NEVER).min())
             self._unread = []
-        return self._number
 
-    def _note(self, moment: Tensor) -> None:
-        self._on_device = moment if self._on_device is None else torch.minimum(self._on_device, moment)
+    def _note(self, number: Tensor, first: Tensor) -> None:
+        if self._on_device is not None:
+            number, first = number + self._on_device[0], torch.minimum(first, self._on_device[1])
+        self._on_device = number, first
 
     @property
     def first(self) -> tuple[int, str] | None:
         """Step and slot of the first operand with a NaN or an infinity; None: there was none. Waits for the
-        device."""
-        self.number()
-        moment = self._first if self._on_device is None else min(self._first, int(self._on_device))
-        return None if moment == _NEVER else (moment >> 3, _PLACES[moment & 7])
+        device, unless `total` has looked at all operands."""
+        int(self)
+        return None if self._first == _NEVER else (self._first >> 3, _PLACES[self._first & 7])
 
     def __int__(self) -> int:
         return total([self])
@@ -99,17 +98,27 @@ def _moment(magnitude: Magnitude) -> int:
     return magnitude.step << 3 | _PLACES.index(magnitude.slot)
 
 
+@lru_cache(maxsize=1024)
+def _on(device: torch.device, moments: tuple[int, ...]) -> Tensor:
+    """Return moments after the first of them on a device.
+
+    The copy waits for a GPU. Training repeats a few patterns of slots and steps; each is copied once.
+    """
+    return torch.tensor(moments, device=device)
+
+
 def total(counts: Iterable[NonfiniteCount]) -> int:
     """Return the sum of counts on one device, which looks at all of them at once; waits for the device."""
     counts = list(counts)
     unread = [each.largest for count in counts for each in count._unread]
     flags = iter((~torch.stack(unread).isfinite()).cpu().tolist() if unread else ())
-    numbers = [count._number for count in counts if isinstance(count._number, Tensor)]
-    known = iter(torch.stack(numbers).cpu().tolist() if numbers else ())
+    looked = [each for count in counts for each in count._on_device or ()]
+    numbers = iter(torch.stack(looked).cpu().tolist() if looked else ())
     for count in counts:
-        number = next(known) if isinstance(count._number, Tensor) else count._number
+        number, first = (0, _NEVER) if count._on_device is None else (next(numbers), next(numbers))
         bad = list(islice(flags, len(count._unread)))
         moments = [_moment(each) for each, flag in zip(count._unread, bad, strict=True) if flag]
-        count._first = min([count._first, *moments])
-        count._number, count._unread = number + sum(bad), []
-    return sum(int(count._number) for count in counts)
+        count._number += number + sum(bad)
+        count._first = min([count._first, first, *moments])
+        count._on_device, count._unread = None, []
+    return sum(count._number for count in counts)

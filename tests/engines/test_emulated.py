@@ -721,6 +721,7 @@ def test_counts_of_all_layers_are_read_by_as_many_operations_as_one(operands):
                 count.add(torch.tensor(math.nan if operand < number else 1.0), operand, "fprop.x")
         with Operations() as here:
             assert total(counts) == sum(number + min(number, operands) for number in range(layers))
+            assert [bool(count.first) for count in counts] == [min(n, operands) > 0 for n in range(layers)]
         operations.append(here.done)
         assert [int(count) for count in counts] == [
             number + min(number, operands) for number in range(layers)

@@ -1,13 +1,15 @@
 """Counts of what a program asks of the imaginary GPU: kernels, bytes, copies and waits, by line of ours.
 
 CUDA tensors are FakeTensors, which know shape, dtype and device and refuse mixed devices. An ATen operation
-that computes counts as one kernel. Values read from the device are 1, so no result is a number to compare.
+that computes counts as one kernel. Values read from the device are 1, or NaN and False in the files that
+`not_finite` names, so no result is a number to compare.
 """
 
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import cycle
+from math import nan
 from pathlib import Path
 
 import torch
@@ -62,6 +64,8 @@ class Counts(TorchDispatchMode):
         super().__init__()
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self._rounds: dict[torch.Size, tuple[Counter, Counter]] = {}
+        self.not_finite: tuple[str, ...] = ()
+        """Files of the package, relative to it, that read values which are not finite."""
         self.reset()
 
     def reset(self) -> None:
@@ -120,11 +124,15 @@ class Counts(TorchDispatchMode):
         name, place = func.overloadpacket.__name__, _place()
         if name in READS:
             self.waits[place] += 1
-            return (bool if here[0].dtype == torch.bool else float if here[0].is_floating_point() else int)(1)
+            return self._read(here[0].dtype, place)
+        if name == "nonzero":
+            self.waits[place] += 1  # for the number of rows: one here
+            return here[0].new_zeros((1, here[0].ndim), dtype=torch.int64)
         others = [x for x in tensors if x.device.type == "cpu"]
         if here and device == "cpu":
             self.waits[place] += 1
-            return torch.ones(here[0].shape, dtype=kwargs.get("dtype") or here[0].dtype)
+            dtype = kwargs.get("dtype") or here[0].dtype
+            return torch.full(here[0].shape, self._read(dtype, place), dtype=dtype)
         if name == "copy_" and others:
             self.waits[place] += isinstance(args[1], FakeTensor)
             self.copies[place] += not isinstance(args[1], FakeTensor)
@@ -144,6 +152,13 @@ class Counts(TorchDispatchMode):
             self.kernels[place] += 1
             self.bytes[place] += sum(x.numel() * x.element_size() for x in (*here, *_tensors((out,))))
         return out
+
+    def _read(self, dtype: torch.dtype, place: str) -> float:
+        """Return the value of every element that this place reads."""
+        finite = not place.startswith(self.not_finite)
+        if dtype.is_floating_point:
+            return 1.0 if finite else nan
+        return finite if dtype == torch.bool else int(finite)
 
     def _faked(self, x: Tensor) -> Tensor:
         return x if isinstance(x, FakeTensor) else self.fake.from_tensor(x)

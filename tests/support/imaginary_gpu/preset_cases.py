@@ -1,9 +1,13 @@
-"""Counts of a training step of a tiny gpt by each preset, or its error: of one block, and of the rest, as JSON."""
+"""Counts of a training step of a tiny gpt by each recipe, or its error: of one block, and of the rest, as JSON.
+
+Recipes are the presets, and NVFP4 with errors that are amplified or permuted.
+"""
 
 import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -23,6 +27,22 @@ PLAIN = Telemetry(every=1000, shadow=1000, log=1000)
 def quantised_everywhere(recipe: Recipe) -> Recipe:
     """Return a recipe without the rules that keep some layers in bf16: the first and last blocks, attention."""
     return recipe.model_copy(update={"layers": Layers()})
+
+
+def altered(error: dict) -> Recipe:
+    """Return NVFP4 with an `error` in each of its operands."""
+    document = PRESETS["nvfp4"]().model_dump(mode="json")
+    for slot, _ in PRESETS["nvfp4"]().quantised():
+        product, operand = slot.split(".")
+        document[product][operand]["error"] = error
+    return Recipe.model_validate(document)
+
+
+RECIPES: dict[str, Callable[[], Recipe]] = {
+    **PRESETS,
+    "nvfp4, errors times 4": lambda: altered({"times": 4}),
+    "nvfp4, errors permuted": lambda: altered({"permuted": True}),
+}
 
 
 def remembers(recipe: Recipe) -> bool:
@@ -55,9 +75,9 @@ def rest(dtype: str, shards: str) -> dict[str, Counter]:
     return outside
 
 
-def counted(preset: str, shards: str) -> dict:
+def counted(name: str, shards: str) -> dict:
     """Return the counts of a block, that of the only layer, and of the rest of a step."""
-    recipe = quantised_everywhere(PRESETS[preset]())
+    recipe = quantised_everywhere(RECIPES[name]())
     outside = rest(recipe.dtype, shards)
     whole = step(recipe, shards, 1).by_place()
     return {
@@ -74,9 +94,9 @@ if __name__ == "__main__":
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         shards = write_shards(Path(folder))
-        for preset in sys.argv[1:] or PRESETS:
+        for recipe in sys.argv[1:] or RECIPES:
             try:
-                results[preset] = counted(preset, shards)
-            except Exception as error:  # of whatever class: the test says which preset fails
-                results[preset] = {"error": f"{type(error).__name__}: {error}"[:300]}
+                results[recipe] = counted(recipe, shards)
+            except Exception as error:  # of whatever class: the test says which recipe fails
+                results[recipe] = {"error": f"{type(error).__name__}: {error}"[:300]}
     print(json.dumps(results))

@@ -12,10 +12,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import ablate
-from ablate.recipes import PRESETS
+from ablate.engines.nonfinite import NonfiniteCount
+from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.cells import grid, within
+from ablate.recipes.recipe import SLOTS
 from ablate.training.fork_design import Forks
 from ablate.training.forked_training import train_forks
 from ablate.training.loop import Loop, Telemetry
+from ablate.training.metrics import gradient_split
 from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.python import Python
 from support.corpus import write_shards
@@ -25,6 +29,7 @@ from support.workloads import SMALL
 
 NVFP4 = PRESETS["nvfp4"]()
 OFTEN = Telemetry(every=2, shadow=2, log=1, checkpoint=0)
+SELDOM = Telemetry(every=1000, shadow=1000, log=1, checkpoint=0)
 TRAINED = [name for name in SMALL if name not in ("idle", "python", "command")]
 SHORTER = {
     "gpt": {"steps": 2, "eval_every": 2, "accumulate": 1, "layers": 1},
@@ -104,32 +109,94 @@ def function(folder: Path) -> None:
 
 @on_the_device
 def convert(folder: Path) -> None:
-    """Train and evaluate a converted model of the user's own."""
+    """Train and evaluate a converted model of the user's own, and search its step.
+
+    Raises:
+        AssertionError: the last step, of which nothing is measured, waits for the device.
+    """
     model = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])}).to("cuda")
-    engine = ablate.convert(model, "nvfp4", steps=2, blocks="*")
+    engine = ablate.convert(model, "nvfp4", steps=3, blocks="*")
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(2):
+
+    def backward() -> None:
+        y = torch.ones(4, 32, device="cuda")
+        for layer in model["blocks"]:
+            y = layer(y)
+        y.square().mean().backward()
+
+    for _ in range(3):
+        COUNTS.reset()
         with engine.step():
-            y = torch.ones(4, 32, device="cuda")
-            for layer in model["blocks"]:
-                y = layer(y)
-            y.square().mean().backward()
+            backward()
             optimizer.step()
             optimizer.zero_grad()
+            if engine.steps_done == 0:
+                engine.first_nonfinite(backward)
+    assert not COUNTS.waits, COUNTS.waits
+    assert not COUNTS.copies, COUNTS.copies
+    engine.alarms()
+
+
+@on_the_device
+def operands(folder: Path) -> None:
+    """Count operands of many steps; AssertionError if that waits for the device once slots repeat."""
+    count, largest = NonfiniteCount(), torch.ones((), device="cuda")
+    for step in range(64):
+        if step == 32:
+            COUNTS.reset()
+        for slot in SLOTS:
+            count.add(largest, step, slot)
+    assert COUNTS.kernels, "nothing was looked at"
+    assert not COUNTS.waits, COUNTS.waits
+    assert not COUNTS.copies, COUNTS.copies
+
+
+@on_the_device
+def split(folder: Path) -> None:
+    """Split the error of a gradient of several parameters; AssertionError unless it waits once."""
+    gradients = [torch.ones(8, 4, device="cuda"), torch.ones(3, device="cuda")]
+    COUNTS.reset()
+    gradient_split([gradients, gradients], gradients)
+    assert COUNTS.waits.total() == 1, COUNTS.waits
+
+
+@on_the_device
+def diverged(folder: Path) -> None:
+    """Search the first value that is not finite: a search that finds none, and one that finds it at once."""
+    config, loop = gpt(write_shards(folder), layers=1, steps=1), "training/loop.py"
+    for kind, files in {"unknown": (loop,), "parameter": (loop, "training/first_nonfinite.py")}.items():
+        COUNTS.not_finite = files
+        *_, last = config.records(TrialRun(NVFP4, 0, "emulated", "cuda", SELDOM))
+        assert last.origin is not None, last
+        assert last.origin.kind == kind, last.origin
+
+
+def _windows(recipe: Recipe, shards: str) -> None:
+    """Train a trunk of bf16 and a window of the recipe from it."""
+    config = gpt(shards, layers=1)
+    forks = Forks(trunk=PRESETS["bf16"](), positions=(1,), windows=(1,))
+    list(
+        train_forks(
+            lambda each: config.prepare(each, 0, "cuda"),
+            config,
+            TrialRun(recipe, 0, "emulated", "cuda", OFTEN, forks=forks),
+        )
+    )
 
 
 @on_the_device
 def forked(folder: Path) -> None:
     """Train a trunk and a window from it."""
-    config = gpt(write_shards(folder), layers=1)
-    forks = Forks(trunk=PRESETS["bf16"](), positions=(1,), windows=(1,))
-    list(
-        train_forks(
-            lambda recipe: config.prepare(recipe, 0, "cuda"),
-            config,
-            TrialRun(NVFP4, 0, "emulated", "cuda", OFTEN, forks=forks),
-        )
-    )
+    _windows(NVFP4, write_shards(folder))
+
+
+@on_the_device
+def mapped(folder: Path) -> None:
+    """Fork an arm of a map: one product in one kind of layer, whose errors are four times as large."""
+    shards = write_shards(folder)
+    layers = gpt(shards, layers=1).linear_layers
+    cell = grid(NVFP4, layers, "kinds", "products")["mlp.up wgrad"]
+    _windows(within(NVFP4, layers, [cell], times=4.0), shards)
 
 
 @on_the_device
@@ -146,7 +213,11 @@ def resumed(folder: Path) -> None:
 CASES: dict[str, Callable[[Path], None]] = {
     **{name: lambda folder, name=name: workload(name, folder) for name in TRAINED},
     "convert": convert,
+    "operands": operands,
+    "split": split,
+    "diverged": diverged,
     "forked": forked,
+    "mapped": mapped,
     "resumed": resumed,
     "python": function,  # the last, since its counting does not end
 }
@@ -160,6 +231,7 @@ if __name__ == "__main__":
     for name in sys.argv[1:] or CASES:
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
             COUNTS.reset()
+            COUNTS.not_finite = ()
             try:
                 CASES[name](Path(folder))
                 error = ""
