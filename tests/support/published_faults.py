@@ -437,7 +437,10 @@ MUTANTS: dict[str, Mutant] = {
         "mxfp4",
     ),
     "half of the rows": Mutant(
-        22, cast(amax=lambda x: x[: max(1, len(x) // 2)].abs().amax()), "true_amax", "amax of the first half"
+        22,
+        cast(amax=lambda x: x[: max(1, len(x) // 2)].abs().amax()),
+        "true_amax",
+        "amax of the tensor is that of the first half of the rows",
     ),
     "raced amax": Mutant(22, cast(amax=raced), "repeats"),
     "stale amax": Mutant(23, cast(amax=Remembering()), "stale_scales", "amax of the call before"),

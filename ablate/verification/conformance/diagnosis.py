@@ -122,7 +122,9 @@ def _fault(bench: Examination, one: Property, row: Row) -> str:
         pair = bench.pair(bench.typed(zeros), bench.nearest)
         wrong = [one for pairs in bench.failed.values() for one in pairs if one.quant == bench.nearest]
         # Numbers below the smallest normal one of fp32 are not judged by a cast, and show in this row alone.
-        return cast_fault(bench, [pair]) if pair.difference.count else decode_fault(_spread(wrong, 16))
+        if pair.difference.count:
+            return cast_fault(bench, [pair]) or wrong_stages([pair])
+        return decode_fault(_spread(wrong, 16))
     if one.name == "square_transpose":
         quant, rows = bench.square, bench.rows(64)
         x = bench.typed(inputs.normal(rows, bench.columns(64, quant), bench.seed))
@@ -297,7 +299,7 @@ def _factor_fault(bench: Examination) -> str:
     made = [bench.typed(2.5e-3 * inputs.normal(rows, columns, bench.seed + number)) for number in range(8)]
     pairs = [bench.pair(x, quant) for x in made]
     if wrong := [pair for pair in pairs if pair.difference.count]:
-        return cast_fault(bench, wrong)
+        return cast_fault(bench, wrong) or wrong_stages(wrong)
     got, expected = pairs[0].got.outer, pairs[0].expected.outer
     if got is None or expected is None or got.ndim:
         return ""

@@ -102,13 +102,6 @@ def _in_memory(size: int, tiles: Tensor, quant: Quant) -> Tensor:
     return flat.amax(1).repeat_interleave(size)[: own.numel()].view(own.shape)
 
 
-def _shifted(by: int, tiles: Tensor, quant: Quant) -> Tensor:
-    own = RECIPE.block(tiles, quant)
-    if own.shape[2] < 2:
-        raise NoComputationError("one block")
-    return own.roll(by, 2)
-
-
 def groups() -> Iterator[tuple[str, Computation]]:
     """Yield amaxes of groups of elements that are not the block."""
     for size in (2, 4, 8):
@@ -123,8 +116,6 @@ def groups() -> Iterator[tuple[str, Computation]]:
             replace(RECIPE, block=partial(_in_memory, size)),
         )
     yield "amax of the whole row as each block's", replace(RECIPE, block=partial(_grouped, 2, 0))
-    yield "block amax of the next block", replace(RECIPE, block=partial(_shifted, -1))
-    yield "block amax of the block before", replace(RECIPE, block=partial(_shifted, 1))
 
 
 def general_faults() -> Iterator[tuple[str, Computation]]:
