@@ -36,7 +36,7 @@ import math
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -122,8 +122,8 @@ def recipe_of(job: Job) -> Recipe:
     return within(Recipe.model_validate(content), MODELS[job.model].linear_layers, chosen)
 
 
-def stages() -> Iterator[list[Job]]:
-    """Yield the jobs of one seed of each stage, the most important first, with seed 0 in the seed's place."""
+def stages() -> dict[str, list[Job]]:
+    """Return the jobs of one seed by stage, the most important first, with seed 0 in the seed's place."""
 
     def forks(
         groups: Sequence[str],
@@ -135,28 +135,37 @@ def stages() -> Iterator[list[Job]]:
         return [Job(model, 0, group, a, permuted, window) for a in times for group in groups]
 
     halves = [f"half {number}{side}" for number in range(HALVES) for side in ("", " rest")]
-    yield [job for model in MODELS for job in forks(("bf16",), (1.0,), model)]
-    yield forks((*GROUPS, *CELLS), (4.0,))
-    yield forks(GROUPS, (2.0, 2.8)) + forks(LARGE, (1.0,))
-    yield forks(CELLS, (2.0,))
-    yield forks(halves[: len(halves) // 2], (4.0,))
-    yield forks((*CELLS, "all", *PRODUCTS), (4.0,), permuted=True)
-    yield forks(halves[len(halves) // 2 :], (4.0,))
-    yield forks(("all", *PRODUCTS), (2.0, 4.0), "free")
-    yield forks(PRODUCTS, (4.0, 2.0, 1.0), "other")
-    yield forks(("bf16", "all", *PRODUCTS), (4.0,), window=2 * WINDOW)
-    yield forks(CELLS, (2.8,))
-    yield forks(("bf16", "all", *PRODUCTS), (4.0,), window=4 * WINDOW)
-    yield forks(("bf16", *CELLS), (1.0,), window=1)
-    yield forks([f"{block} {product}" for block in BLOCKS for product in PRODUCTS[1:]], (4.0,))
-    yield forks(BLOCKS, (4.0,), window=2 * WINDOW) + forks(BLOCKS, (4.0,), window=4 * WINDOW)
+    return {
+        "bf16": [job for model in MODELS for job in forks(("bf16",), (1.0,), model)],
+        "a = 4": forks((*GROUPS, *CELLS), (4.0,)),
+        "groups": forks(GROUPS, (2.0, 2.8)) + forks(LARGE, (1.0,)),
+        "a = 2": forks(CELLS, (2.0,)),
+        "halves": forks(halves[: len(halves) // 2], (4.0,)),
+        "placebo": forks((*CELLS, "all", *PRODUCTS), (4.0,), permuted=True),
+        "other halves": forks(halves[len(halves) // 2 :], (4.0,)),
+        "no clipping": forks(("all", *PRODUCTS), (2.0, 4.0), "free"),
+        "other model": forks(PRODUCTS, (4.0, 2.0, 1.0), "other"),
+        "120 steps": forks(("bf16", "all", *PRODUCTS), (4.0,), window=2 * WINDOW),
+        "a = 2.8": forks(CELLS, (2.8,)),
+        "240 steps": forks(("bf16", "all", *PRODUCTS), (4.0,), window=4 * WINDOW),
+        "one step": forks(("bf16", *CELLS), (1.0,), window=1),
+        "backward": forks([f"{block} {product}" for block in BLOCKS for product in PRODUCTS[1:]], (4.0,)),
+        "blocks": forks(BLOCKS, (4.0,), window=2 * WINDOW) + forks(BLOCKS, (4.0,), window=4 * WINDOW),
+    }
 
 
-def design(seeds: Sequence[int] = SEEDS) -> list[Job]:
-    """Return all jobs in the order in which they start; the second model has every other seed."""
+def design(seeds: Sequence[int] = SEEDS, first: Sequence[str] = ()) -> list[Job]:
+    """Return all jobs in the order in which they start; the second model has every other seed.
+
+    Args:
+        seeds: seeds of the trunks.
+        first: stages that start before all others; the jobs are the same.
+    """
+    ordered = stages()
+    ordered = {name: ordered[name] for name in first} | ordered
     return [
         job._replace(seed=seed)
-        for stage in stages()
+        for stage in ordered.values()
         for seed in seeds
         for job in stage
         if job.model != "other" or seed % 2 == 0
@@ -164,14 +173,18 @@ def design(seeds: Sequence[int] = SEEDS) -> list[Job]:
 
 
 def work(trunks: Path, job: Job) -> dict[str, float | None]:
-    """Return the losses of one fork's weights in its own precision and in bf16; None: a guard stopped it."""
+    """Return the text's digest and the losses of one fork's weights, in its own precision and in bf16.
+
+    A loss is None if a guard stopped the fork.
+    """
+    text = MODELS[job.model].corpus.fingerprint
     try:
         ended = fork(
             MODELS[job.model], recipe_of(job._replace(seed=0)), job.seed, POSITION, job.window, trunks
         )
     except ArithmeticError:
-        return {"loss": None, "loss_bf16": None}
-    return {name: round(ended[name], 8) for name in ("loss", "loss_bf16")}
+        return {"loss": None, "loss_bf16": None, "text": text}
+    return {name: round(ended[name], 8) for name in ("loss", "loss_bf16")} | {"text": text}
 
 
 # --- analysis -------------------------------------------------------------------------------------
@@ -468,6 +481,7 @@ def main() -> int:
     running.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     running.add_argument("--minutes", type=float, default=math.inf, help="no fork starts later than that")
     running.add_argument("--seeds", type=int, default=len(SEEDS), help="number of seeds")
+    running.add_argument("--first", nargs="*", default=[], choices=[*stages()], help="stages to start with")
     reading = commands.add_parser("analyse", help="print the tables")
     reading.add_argument("--rows", type=Path, required=True)
     given = parser.parse_args()
@@ -475,9 +489,13 @@ def main() -> int:
         analyse(given.rows)
         return 0
     given.out.mkdir(parents=True, exist_ok=True)
-    for model in MODELS.values():
-        _ = model.corpus
-    jobs = design(SEEDS[: given.seeds])
+    texts = {line.get("text") for line in rows(given.out / "rows.jsonl")}
+    if texts - {model.corpus.fingerprint for model in MODELS.values()}:
+        parser.error(
+            f"{given.out / 'rows.jsonl'} has forks of another text than this Python's standard library;"
+            " damage subtracts the bf16 fork of the same text, so take a new folder"
+        )
+    jobs = design(SEEDS[: given.seeds], given.first)
     for job in jobs:
         recipe_of(job._replace(seed=0))
     left = run(
