@@ -8,8 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 import scipy.stats
+import torch
 from support.commands import here
-from support.experiments import tiny
+from support.experiments import sweep, tiny
 from support.made_up import member
 
 from ablate.errors import InputError
@@ -19,10 +20,11 @@ from ablate.experiment.recipe_source import load as recipe_of
 from ablate.recipes import PRESETS
 from ablate.recipes.cells import fp4_share, grid, within
 from ablate.recipes.layers import located
-from ablate.results.assignment import Map, Measured
+from ablate.results.assignment import Map, Measured, recorded_layers
 from ablate.results.assignment.check import CLOSE, RANDOM, controls
 from ablate.results.comparisons import Comparisons
 from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 
 KINDS = ("attn.qkv", "mlp.up")
 NVFP4 = PRESETS["nvfp4"]()
@@ -247,3 +249,64 @@ def test_the_interval_of_an_assignment_is_that_of_the_sum_over_seeds(tmp_path):
         0.95, 3, *[(total := noise[1] + noise[2]).mean(), scipy.stats.sem(total)]
     )
     assert best.half == pytest.approx((interval[1] - interval[0]) / 2)
+
+
+def test_a_map_of_own_code_is_assigned_by_the_layers_that_its_trials_recorded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert here("init", "mine", "--training").returncode == 0
+    code = (tmp_path / "mine_train.py").read_text()
+    load_and_fall = (
+        "    model.load_state_dict(torch.load(trial.start, weights_only=True))\n    trial.checkpoint",
+        "        optimizer.param_groups[0]['lr'] = trial.config.lr * trial.lr_factor\n        with trial.step",
+    )
+    code = code.replace("    trial.checkpoint", load_and_fall[0]).replace(
+        "        with trial.step", load_and_fall[1]
+    )
+    (tmp_path / "mine_train.py").write_text(code)
+    space: dict = {}
+    exec(code, space)
+    torch.manual_seed(0)
+    torch.save(space["Net"](32).state_dict(), tmp_path / "start.pt")
+    globs = ["blocks.[01].*", "blocks.[23].*"]
+    keys = {
+        "schema": 1,
+        "question": "Where?",
+        "workload": {
+            "python": {
+                "file": "mine_train.py",
+                "steps": 24,
+                "start": "start.pt",
+                "config": {"width": 32, "lr": 3e-3},
+            }
+        },
+        "recipe": "nvfp4",
+        "map": {"layers": globs, "operands": "recipe", "times": 16},
+        "design": {"trunk": "start", "window": 0.5, "horizons": [1]},
+        "seeds": 4,
+        "metric": {"name": "val/loss", "direction": "minimize"},
+    }
+    (tmp_path / "mine.yaml").write_text(json.dumps(keys))
+    state = tmp_path / "runs"
+    sweep(load(tmp_path / "mine.yaml"), state)
+    done = here("recipe", "assign", "mine", "--fp4-share", "0.5", "--check", "check.yaml")
+    assert done.returncode == 0, done.stderr
+    book = Ledger(state / "sweeps" / "mine" / "ledger.db")
+    layers = recorded_layers(book, Store(state))
+    assert [layer.name for layer in layers] == [
+        f"blocks.{n}.{kind}" for n in range(4) for kind in ("up", "down")
+    ]
+    assert {layer.weights for layer in layers} == {32 * 128}
+    best = Map.of_sweep(Comparisons(book), NVFP4, layers).assign(share=0.5)
+    for path in state.glob("trials/*/result.json"):
+        result = json.loads(path.read_text())
+        path.unlink()
+        Store(state).commit(result["id"], {k: v for k, v in result.items() if k not in ("layers", "sha256")})
+    with pytest.raises(InputError, match="--seeds 5"):
+        recorded_layers(book, Store(state))
+    assert best.share == 0.5
+    assert len(best.kept) == 1
+    assert {*best.kept} < {*globs}
+    assert fp4_share(recipe_of(tmp_path / "assigned.yaml"), layers) == 0.5
+    assert {"assignment", "random 1", "all in nvfp4"} <= {
+        arm.name for arm in load(tmp_path / "check.yaml").arms
+    }

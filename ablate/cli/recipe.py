@@ -40,6 +40,7 @@ from ablate.recipes.recipe_text import (
 )
 from ablate.store.checked_ledger import open_ledger
 from ablate.store.named_arms import members_of
+from ablate.store.trial_store import Store
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
 if TYPE_CHECKING:  # which imports scipy
@@ -225,7 +226,7 @@ def assign(
 
 def _map_of(source: str, file: Path | None, flags: Flags) -> tuple[Experiment, "Map"]:
     """Return a map of a file or of a sweep, and the experiment whose recipe it is of."""
-    from ablate.results.assignment import Map
+    from ablate.results.assignment import Map, recorded_layers
     from ablate.results.comparisons import Comparisons
 
     if Path(source).suffix in (".csv", ".json"):
@@ -242,7 +243,8 @@ def _map_of(source: str, file: Path | None, flags: Flags) -> tuple[Experiment, "
     sweep = Comparisons(open_ledger(state, name))
     experiment = load(file or Path(sweep.ledger.facts.file))
     start = experiment.base.arm({})
-    return experiment, Map.of_sweep(sweep, start.recipe, start.config.linear_layers)
+    layers = start.config.linear_layers or recorded_layers(sweep.ledger, Store(state))
+    return experiment, Map.of_sweep(sweep, start.recipe, layers)
 
 
 def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recipe:

@@ -44,8 +44,8 @@ _RESULT_KEYS = {"id", "status", "reason", "seconds", "started", "steps", "record
 
 Event = dict[str, Any]
 """Records of a trial at one step: `step`, `time` (seconds since 1970), `metrics` (value by name), and
-optionally `events` (texts on interventions), `resumed` (step that the attempt resumed from) and `origin` (the
-first value that was not finite)."""
+optionally `events` (texts on interventions), `resumed` (step that the attempt resumed from), `origin` (the
+first value that was not finite) and `layers` ([name, block, elements] of each converted layer)."""
 Result = dict[str, Any]
 """Content of a finished trial's result.json: at least `id`, `status`, `reason`, `seconds`, `started`, `steps`
 and `records`, number and digest of the trial's records."""

@@ -30,14 +30,17 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.mapped_cells import cells
+from ablate.experiment.schema import Map as Asked
 from ablate.recipes.cells import WHAT, WHERE, Cell, fp4_share, grid, within
-from ablate.recipes.layers import Layer
+from ablate.recipes.layers import Layer, Match, select
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Products, Recipe
 from ablate.results.comparisons import Comparisons
 from ablate.results.intervals import SINGLE_LOOK
 from ablate.results.number_text import around
 from ablate.results.paired_stats import FEWEST_DISTINCT
 from ablate.results.sensitivity import ALL_PRODUCTS, EXPONENTS, Sensitivity, sensitivity
+from ablate.store.ledger import Ledger
+from ablate.store.trial_store import Store
 
 Unit = Literal["layer", "product"]
 """Smallest part that is decided: whole layers, which more training stacks take, or single products too."""
@@ -172,8 +175,6 @@ class Map:
             raise InputError(
                 [f"{name}: is not a map; write `map:` in its experiment, or give a CSV of cells"]
             )
-        if isinstance(asked.layers, tuple):
-            raise InputError([f"{name}: maps globs, whose layers and sizes are not known here"])
         found = sensitivity(sweep)
         if found is None:
             raise InputError([f"{name}: no two cells have finished on two seeds; run its sweep to the end"])
@@ -181,7 +182,7 @@ class Map:
             why = f"none of its {len(found.cells)} cells has a damage that is told from zero"
             way = "so there is nothing to choose by; give its file more seeds, or coarser cells"
             raise InputError([f"{name}: {why}, {way}"])
-        known, measured = cells(asked, tuple(layers), recipe), []
+        known, measured = _cells(asked, tuple(layers), recipe), []
         for each in found.cells:
             scale = found.times ** EXPONENTS.get(each.product, ALL_PRODUCTS)
             values = tuple(value / scale for value in each.total.values)
@@ -304,6 +305,36 @@ class Map:
             for each in [self.assign(min(step / 10, most), unit=unit)]
         }
         return list(found.values())
+
+
+def recorded_layers(ledger: Ledger, store: Store) -> tuple[Layer, ...]:
+    """Return the layers of a model that only the user's code knows, as a finished trial recorded them.
+
+    Args:
+        ledger: Ledger of a sweep of such code.
+        store: Its trials.
+
+    Raises:
+        InputError: No trial of the sweep has recorded any.
+    """
+    members = ledger.members()
+    for member in members:
+        if layers := (store.result(member.id) or {}).get("layers"):
+            return tuple(Layer(name, block, frozenset(), weights) for name, block, weights in layers)
+    more = f"ablate sweep {ledger.facts.file} --seeds {len({member.seed for member in members}) + 1}"
+    why = "no finished trial has recorded the layers of the model that your code converts"
+    raise InputError([f"{ledger.name}: {why}; a new one does: {more}"])
+
+
+def _cells(asked: Asked, layers: tuple[Layer, ...], recipe: Recipe) -> dict[str, Cell]:
+    """Return the cells of a map by name; those of globs hold the layers that each selects."""
+    found = dict(cells(asked, layers, recipe))
+    if isinstance(asked.layers, tuple):
+        every = {glob: select(Match(name=glob), layers).layers for glob in asked.layers}
+        for name, cell in found.items():
+            names = (layer.name for glob in cell.layers for layer in every[glob])
+            found[name] = Cell(tuple(names), cell.slots)
+    return found
 
 
 def _half(values: Sequence[Sequence[float]]) -> float | None:

@@ -425,7 +425,9 @@ class Trial:
             metrics["nan/activation"] = conversion.metrics()["nan/activation"]
         metrics |= of_machine(self.device)
         self._recorded, self._last_record = self._done, time.monotonic()
-        self._emit(Record(self._done + self._before, metrics, origin=origin))
+        layers = (layer for conversion in self._conversions for layer in conversion.engine.placed)
+        step = self._done + self._before
+        self._emit(Record(step, metrics, origin=origin, layers=tuple(layers) if last else ()))
 
 
 def emitted(work: Callable[[Callable[[Record], None]], None]) -> Iterator[Record]:
