@@ -27,6 +27,21 @@ QWEN = {
     "num_key_value_heads": 1,
 }
 QWEN |= {"intermediate_size": 64, "head_dim": 16}
+LLAMA4 = {
+    "model_type": "llama4_text",
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 64,
+    "intermediate_size_mlp": 64,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 1,
+    "interleave_moe_layer_step": 1,
+    "vocab_size": 64,
+}
+"""A model that multiplies by a stack of experts itself."""
 EXPERTS = {name: value for name, value in QWEN.items() if name != "head_dim"} | {
     "model_type": "qwen3_moe",
     "num_experts": 8,
@@ -98,25 +113,31 @@ def test_the_knobs_of_a_search_are_tried_at_their_ends(tmp_path):
 
 
 def test_the_share_of_the_matrices_that_a_recipe_reaches_is_that_of_the_models_own_parameters():
-    """Check a model of experts in one stack of matrices, of which little is covered, and the plain one, all but its head."""
-    for model, left in ((EXPERTS, "model.layers.0.mlp.experts.gate_up_proj"), (QWEN, "lm_head.weight")):
+    """Check a plain model, one of experts, and one whose experts are in a stack that does not say how."""
+    stack = "model.layers.0.feed_forward.experts.gate_up_proj"
+    for model, left in ((QWEN, "lm_head.weight"), (EXPERTS, "lm_head.weight"), (LLAMA4, stack)):
         found = outlined(model, 64)  # what `outline` remembers
         built = build(model, 64, 0, torch.device("cpu"))
         matrices = {
             name: p.numel() for name, p in built.named_parameters() if p.ndim > 1 and "embed" not in name
         }
-        reached = sum(matrices[f"{layer.name}.weight"] for layer in found.layers)
+        reached = sum(matrices.get(f"{layer.name}.weight", 0) for layer in found.layers)
+        packed = sum(count for name, count in matrices.items() if "experts" in name)
+        assert len([layer for layer in found.layers if "experts" in layer.name]) == (
+            2 * EXPERTS["num_experts"] * EXPERTS["num_hidden_layers"] if model is EXPERTS else 0
+        )
+        reached += packed if model is EXPERTS else 0
         assert found.covered == pytest.approx(reached / sum(matrices.values()))
         name, _, why = found.largest_uncovered.partition(": ")
         assert name == left
-        assert ("packed into one tensor" if model is EXPERTS else "outside of the blocks") in why
+        assert ("packed into one tensor" if model is LLAMA4 else "outside of the blocks") in why
     tied = outlined(QWEN | {"tie_word_embeddings": True}, 64)
     assert (tied.covered, tied.largest_uncovered) == (1, None)
 
 
 def test_a_model_that_a_recipe_hardly_reaches_is_remarked_in_plan_and_sweep(tmp_path):
     path = write(
-        tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": EXPERTS, "steps": 1}}, seeds=1
+        tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": LLAMA4, "steps": 1}}, seeds=1
     )
     said = "of its matrix weights, without embeddings, are in layers that a recipe quantises. "
     said += "The largest of the others stays in high precision, "
@@ -124,11 +145,14 @@ def test_a_model_that_a_recipe_hardly_reaches_is_remarked_in_plan_and_sweep(tmp_
         done = here(*words, "--state", tmp_path / "runs")
         assert done.returncode == 0, done.stderr + done.stdout
         (note,) = [line for line in done.stdout.splitlines() if line.startswith("Note: ")]
-        assert f"{said}model.layers.0.mlp.experts.gate_up_proj: the experts' weights, packed into one" in note
+        assert (
+            f"{said}model.layers.0.feed_forward.experts.gate_up_proj: the experts' weights, packed into one"
+            in note
+        )
     shown = " ".join(done.stdout.split())
     assert re.search(r"Mind: a recipe quantises \d+% of the model's matrix weights", shown)
     method = here("show", "tiny", "--state", tmp_path / "runs").stdout
-    assert "gpt (model qwen3_moe, layers 2, width 32, context 16" in method
+    assert "gpt (model llama4_text, layers 2, width 32, context 16" in method
     plain = tiny(tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": QWEN}})
     assert list(remarks(plain)) == []
 

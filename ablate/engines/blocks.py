@@ -20,6 +20,7 @@ from typing import NamedTuple
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ablate.engines import experts
 from ablate.engines.emulated import BlockOf
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.errors import nearest
@@ -102,7 +103,8 @@ def layer_table(model: nn.Module, blocks: Sequence[str], left_out: Collection[st
                 type(module).__name__.startswith("Conv") and weight.ndim > 2
             )
             thin = min(weight.shape, default=0) < 2 and not isinstance(module, nn.Linear)
-            if weight.ndim < 2 or known or thin or id(weight) in seen:
+            bias = parameter.endswith("_bias") and experts.is_packed(module)
+            if weight.ndim < 2 or known or thin or bias or id(weight) in seen:
                 continue
             seen.add(id(weight))
             path = name if isinstance(module, nn.Linear) else f"{name}.{parameter}".lstrip(".")
@@ -119,14 +121,14 @@ def why_left(module: nn.Module, block: str | None) -> str:
         block: name of the block that it lies in, None for none.
     """
     kind = type(module).__name__
-    if isinstance(module, EmulatedLinear):
+    if isinstance(module, EmulatedLinear) or experts.is_attached(module):
         return ""
     if isinstance(module, nn.MultiheadAttention):
         return "nn.MultiheadAttention multiplies by its parameters itself; give it nn.Linear projections"
     if kind == "Conv1D":
         return "transformers' Conv1D, whose weight is [in, out], is not supported; use nn.Linear"
     if "expert" in kind.lower() and not isinstance(module, nn.Linear):
-        return f"the experts' weights, packed into one tensor by {kind}, are not converted yet"
+        return f"the experts' weights, packed into one tensor by {kind}, which does not describe its layout"
     if isinstance(module, nn.Linear) and block is None:
         return "outside of the blocks"
     if isinstance(module, nn.Linear):
@@ -135,7 +137,7 @@ def why_left(module: nn.Module, block: str | None) -> str:
 
 
 def _linears(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Linear) for part in module.modules())
+    return any(isinstance(part, nn.Linear) or experts.is_packed(part) for part in module.modules())
 
 
 def _holders(parent: nn.Module, prefix: str) -> dict[str, nn.Module]:

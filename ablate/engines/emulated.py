@@ -39,7 +39,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
-from ablate.engines.emulated_layer import HIGH, UNSET, Context, EmulatedLinear, NotInForce
+from ablate.engines import experts
+from ablate.engines.emulated_layer import HIGH, UNSET, Context, EmulatedLinear, NotInForce, work_of
 from ablate.engines.nonfinite import NonfiniteCount, total
 from ablate.engines.products import DTYPES, Probe
 from ablate.engines.ranks import Divided, Sharded
@@ -47,6 +48,7 @@ from ablate.engines.weights import RulesState, WeightRules
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand
+from ablate.recipes.experts import Experts
 from ablate.recipes.layers import LISTS, Layer, Match, block_name, block_of, located, select
 from ablate.recipes.recipe import SLOTS, Decider, Products, Recipe, Run, Trigger
 
@@ -98,6 +100,10 @@ class Engine:
         self.tripped: set[Trigger] = set()
         self._fp4 = self._work = 0
         self.weights = WeightRules(recipe.weights, model, self.layers)
+        self.experts = experts.attached(model)
+        """Forward passes of the modules of experts, by name."""
+        if recipe.experts != Experts() and not self.experts:
+            raise ValueError("the recipe's field experts has no effect: the model has no experts to quantise")
         every = {name for names in self.names.values() for name in names}
         self.placed = described(
             model, (name for name, _ in model.named_modules(remove_duplicate=False) if name in every), block
@@ -133,8 +139,8 @@ class Engine:
         for name, layer in self.layers.items():
             layer.products = self._in_force(recipe, name)
         for name, layer in self.layers.items() if counted else ():
-            fp4, products = layer.products.fp4(layer.weight.requires_grad)
-            size = layer.weight.numel() * len(self.names[name])
+            fp4, products = layer.products.fp4(layer.owner.requires_grad)
+            size = layer.work * len(self.names[name])
             self._fp4 += fp4 * size
             self._work += products * size
         return recipe
@@ -329,6 +335,8 @@ class Engine:
 
         A layer whose number of rows is not a multiple of the number of ranks keeps its whole weight.
         """
+        if self.experts:
+            raise ValueError("a model with experts cannot be sharded over ranks; leave sharding out")
         even = [layer for layer in self.layers.values() if layer.out_features % mesh.size() == 0]
         for layer in even:
             layer.sharded = Sharded(layer, mesh)
@@ -415,7 +423,7 @@ def described(model: nn.Module, names: Iterable[str], block: BlockOf = block_nam
     return located(
         {name: _classes(model, name) for name in names},
         block,
-        lambda name: model.get_submodule(name).weight.numel(),
+        lambda name: work_of(model.get_submodule(name)),
     )
 
 
@@ -433,7 +441,7 @@ def convert(
     block: BlockOf = block_name,
     wanted: Callable[[str, nn.Module], bool] = lambda name, linear: True,
 ) -> Engine:
-    """Replace every nn.Linear inside a transformer block, in place, and return the engine that drives them.
+    """Replace every nn.Linear inside a transformer block, and the matrices of packed experts there, in place.
 
     Parameter names, values, state dicts and hooks stay as they are. Linears outside the blocks (the output
     head) are left alone. A layer that is registered under several names is replaced under all of them. Until
@@ -444,7 +452,8 @@ def convert(
         recipe: the recipe to apply. `recipe.dtype` is the dtype of the products that it does not quantise.
         clock: seed, step and micro-batch of all random draws; advance it as training advances.
         block: returns the name of the block that a module lies in, None for none; by default, its name tells.
-        wanted: returns False for a layer, given its name and itself, that is to be left alone.
+        wanted: returns False for a layer, or a module of experts, given its name and itself, that is to be
+            left alone.
 
     Returns:
         The engine. Call `Engine.at` before each step.
@@ -453,8 +462,13 @@ def convert(
         ValueError: a layer cannot be replaced (see `quantisable`), nothing of the model would be replaced, or
             the recipe does not fit the model's layers.
     """
+    dtype = DTYPES[recipe.dtype]
     first = [name for name in quantisable(model, block) if wanted(name, model.get_submodule(name))]
-    replaced(model, first, lambda linear, name: EmulatedLinear(linear, name, clock, DTYPES[recipe.dtype]))
+    stacks = {n: module for n, module in experts.packed(model).items() if block(n) and wanted(n, module)}
+    for name, module in stacks.items():
+        experts.attach(module, name, clock, dtype, recipe.experts)
+    if first or not stacks:
+        replaced(model, first, lambda linear, name: EmulatedLinear(linear, name, clock, dtype))
     return Engine(model, recipe, clock, block)
 
 

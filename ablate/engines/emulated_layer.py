@@ -62,6 +62,11 @@ from ablate.recipes.recipe import SLOTS, Products
 HIGH = Products()
 
 
+def work_of(layer: nn.Linear) -> int:
+    """Return the elements of a layer's weight that a token is multiplied by, on average."""
+    return layer.work if isinstance(layer, EmulatedLinear) else layer.in_features * layer.out_features
+
+
 class NotInForce(Products):
     """Products of a converted layer outside of every step: a call of the layer raises an error.
 
@@ -131,6 +136,25 @@ class EmulatedLinear(Replacement):
         self._sites = {slot: site(name, slot) for slot in SLOTS}
         # One site for both operands of a product: their rotations must cancel in it.
         self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}
+
+    @property
+    def owner(self) -> nn.Parameter:
+        """The parameter that an optimizer updates, of which the weight is all, or a view."""
+        return self.weight
+
+    def part(self, like: Tensor) -> Tensor:
+        """Return this layer's part of a tensor like `owner`, such as a gradient or a moment; a view."""
+        return like
+
+    @property
+    def work(self) -> int:
+        """Elements of the weight that a token is multiplied by, on average."""
+        return self.in_features * self.out_features
+
+    @property
+    def divided(self) -> Divided | None:
+        """Division of the layer's tokens among ranks; None if this rank quantises all of them."""
+        return self.context.divided
 
     def redrawn(self) -> "Redrawn":
         """Return an emulated layer that rounds by other random bits, for calls at the same moment.
@@ -249,7 +273,7 @@ class EmulatedLinear(Replacement):
             or (rows.g and rows.g.transform)
             or (columns.g and columns.g.transform)
             or self.context.probe
-            or self.context.divided
+            or self.divided
         )
         if dx and dw and rows.g and columns.g and not apart:
             sites = self._sites["dgrad.g"], self._sites["wgrad.g"]
@@ -330,7 +354,7 @@ class EmulatedLinear(Replacement):
                 history=self.histories[slot] if how is main else None,
                 target=self._target(slot, how) if how is main else None,
                 keep=keep or (self.context.probe is not None and "source"),
-                partition=self.context.divided.shares.get(slot) if self.context.divided else None,
+                partition=self.divided.shares.get(slot) if self.divided else None,
                 **self.draws_at(slot),
             )
         except OwnFunctionError as error:

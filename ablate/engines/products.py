@@ -103,6 +103,9 @@ class Casting(Protocol):
     @property
     def context(self) -> "Observed": ...
 
+    @property
+    def divided(self) -> Divided | None: ...
+
     def end_call(self, micro_batch: int) -> None: ...
 
     def operand(
@@ -249,7 +252,7 @@ def backward(
     if needs[1]:
         wgrad = products.wgrad
         xt = layer.operand(x.t(), "wgrad.x", wgrad.x, wgrad.hadamard)
-        divided = layer.context.divided
+        divided = layer.divided
         total = _product(layer, "wgrad", gt, xt, torch.float32 if divided else DTYPES[wgrad.dw])
         dw = _through(
             divided.total(total, DTYPES[wgrad.dw]) if divided else total,

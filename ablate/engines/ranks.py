@@ -60,7 +60,7 @@ class Divided:
     """
 
     def __init__(self, index: int, count: int, group: dist.ProcessGroup | None) -> None:
-        self.index, self.group = index, group
+        self.index, self.count, self.group = index, count, group
         self.shares = {slot: Partition(axis, index, count, group) for slot, axis in TOKEN_AXES.items()}
 
     def total(self, dw: Tensor, dtype: torch.dtype) -> Tensor:

@@ -44,6 +44,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ablate.engines import experts
 from ablate.engines.emulated import Engine, quantisable, replaced
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.hardware import Machine, scaled_refusal, this_machine
@@ -292,6 +293,7 @@ def convert(
     )
     if reason:
         raise ValueError(f"engine {engine_name(native.backend)}: {reason}")
+    experts.refuse(model, engine_name(native.backend))
     replaced(
         model,
         quantisable(model),

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ablate.engines import experts
 from ablate.engines.emulated import Engine, quantisable, replaced
 from ablate.engines.emulated_layer import EmulatedLinear, NotInForce
 from ablate.engines.hardware import refusal, stray_switch, this_machine
@@ -285,6 +286,7 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
             f"engine transformer_engine: {stray} is set and changes numbers whatever the recipe is; unset it"
         )
     draws = Draws(clock)
+    experts.refuse(model, "transformer_engine")
     layers = quantisable(model)
     for name in layers:
         linear = model.get_submodule(name)

@@ -17,9 +17,14 @@ from ablate.recipes.recipe import OsciReset, Products, QEma, QRamping, Run, Weig
 class QuantisedLayer(Protocol):
     """The interface of a quantised layer that the rules use."""
 
-    weight: nn.Parameter
     products: Products
     target: Tensor | None
+
+    @property
+    def weight(self) -> Tensor: ...
+    @property
+    def owner(self) -> nn.Parameter: ...
+    def part(self, like: Tensor) -> Tensor: ...
 
     def quantised_weight(self) -> Tensor: ...
 
@@ -101,7 +106,7 @@ def _updated(
 ) -> dict[str, QuantisedLayer]:
     """Return the layers whose weights this optimizer updates: a model may have several optimizers."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return {name: layer for name, layer in layers.items() if id(layer.weight) in mine}
+    return {name: layer for name, layer in layers.items() if id(layer.owner) in mine}
 
 
 def _travelled(travels: dict[str, Travel]) -> dict[str, dict[str, Tensor]]:
@@ -157,14 +162,15 @@ class Ramping:
             self.travels |= {name: Travel(layer) for name, layer in updated.items()}
         self.kept = {}
         for name, layer in updated.items():
-            if layer.weight.grad is None:  # the optimizer leaves such a weight as it is
+            if layer.owner.grad is None:  # the optimizer leaves such a weight as it is
                 continue
-            self.sums[name] += layer.weight.grad
+            gradient = layer.part(layer.owner.grad)
+            self.sums[name] += gradient
             self.counts[name] += 1  # not the wait, which `_measure` may have changed since the last update
-            layer.weight.grad = self.sums[name] / self.counts[name]
-            state = optimizer.state.get(layer.weight, {})
+            gradient.copy_(self.sums[name] / self.counts[name])
+            state = optimizer.state.get(layer.owner, {})
             moments = [
-                state[key].clone() if state else torch.zeros_like(layer.weight)
+                layer.part(state[key]).clone() if state else torch.zeros_like(self.sums[name])
                 for key in ("exp_avg", "exp_avg_sq")
             ]
             self.kept[name] = [layer.weight.detach().clone(), *moments]
@@ -180,11 +186,12 @@ class Ramping:
         for name, (w, *moments) in self.kept.items():
             layer, count = self.layers[name], self.counts[name]
             due = (step + 1) % self.waits[name] == 0
-            decayed = w * decays[id(layer.weight)]
+            decayed = w * decays[id(layer.owner)]
             layer.weight.copy_(torch.where(due, decayed + count * (layer.weight - decayed), decayed))
-            state = optimizer.state[layer.weight]
+            state = optimizer.state[layer.owner]
             for key, old in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
-                state[key].copy_(torch.where(due, state[key], old))
+                moment = layer.part(state[key])
+                moment.copy_(torch.where(due, moment, old))
             for collected in (self.sums[name], count):
                 collected.masked_fill_(due, 0)
         self._measure(step, _updated(optimizer, self.layers))

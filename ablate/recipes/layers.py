@@ -45,7 +45,8 @@ class Layer(NamedTuple):
     classes: frozenset[str]
     """Class names of the modules around it, and `Linear`."""
     weights: int = 0
-    """Elements of its weight, to which the FLOPs of each of its products are proportional; 0: not known."""
+    """Elements of its weight that a token is multiplied by, on average, to which the FLOPs of each of its
+    products are proportional; 0: not known."""
 
 
 def located(

@@ -24,12 +24,13 @@ import math
 import re
 from collections.abc import Collection, Iterator, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, model_validator
 
 from ablate.numerics.choices import DTYPES, GEMM_OUTPUTS, SIGNS
 from ablate.numerics.spec import Hadamard, Quant, Spec, argument, tag
+from ablate.recipes.experts import Experts
 from ablate.recipes.layers import Layer, Match, blocks_in, select
 from ablate.recipes.weight_noise import Noise
 
@@ -491,9 +492,11 @@ class Weights(Spec):
 class Recipe(Products):
     """Complete recipe. `dtype` is the type of activations and of unquantised operands."""
 
+    LATER: ClassVar[frozenset[str]] = frozenset({"experts"})
     dtype: Dtype = "bf16"
     layers: Layers = Layers()
     weights: Weights = Weights()
+    experts: Experts = Experts()
     schedule: tuple[Phase, ...] = Field((), strict=False)
     """Phases; if several are active, the last in this list decides."""
 

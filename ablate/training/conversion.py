@@ -39,11 +39,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ablate.engines import emulated
+from ablate.engines import emulated, experts
 from ablate.engines.autograd import in_backward
 from ablate.engines.blocks import LayerRow, block_finder, find_blocks, layer_table
 from ablate.engines.compiled import operator
 from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.experts import EmulatedExpert
 from ablate.engines.ranks import whole
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import statistic_of
@@ -120,7 +121,7 @@ class Conversion:
         self._hooks = self._optimizer_hooks()
         engine.context.called, engine.context.returned = self._begin_call, self._end_call
         for layer in engine.layers.values():
-            layer.compiled = operator(layer)
+            layer.compiled = None if isinstance(layer, EmulatedExpert) else operator(layer)
         engine.end(_OUTSIDE.format(self._handle))
 
     def __repr__(self) -> str:
@@ -395,12 +396,16 @@ class Conversion:
         model = self.model if copied is None else copied
         for names in self.engine.names.values():
             layer = model.get_submodule(names[0])
+            if isinstance(layer, EmulatedExpert):
+                continue
             if not isinstance(layer, EmulatedLinear):
                 raise ValueError(f"{names[0]} is a plain layer: this is no copy of the converted model")
             plain = layer.plain()
             for alias in names:
                 parent, _, child = alias.rpartition(".")
                 setattr(model.get_submodule(parent), child, plain)
+        for name in self.engine.experts:
+            experts.detach(model.get_submodule(name))
         if copied is not None:
             return copied
         for hook in self._hooks:
@@ -492,7 +497,7 @@ class Conversion:
             raise RuntimeError(
                 f"a recipe with rules for weights needs optimizer.step() inside `with {self._handle}.step():`"
             )
-        quantised = (layer.weight for layer in self.engine.layers.values())
+        quantised = (layer.owner for layer in self.engine.layers.values())
         if (
             weights.q_ramping
             and not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)

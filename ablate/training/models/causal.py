@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ablate.engines import experts
 from ablate.engines.blocks import why_left
 from ablate.engines.emulated import described, quantisable
 from ablate.engines.gpu_access import without_gpus
@@ -53,7 +54,9 @@ def outlined(source: ModelSource, vocab: int | None) -> Outline:
         )
     with torch.device("meta"):
         model = _from_config(config)
-    names = quantisable(model)
+    linears = quantisable(model)
+    every = {*linears, *experts.outlined(model)}
+    names = [name for name, _ in model.named_modules() if name in every]
     if not names:
         _, left = _coverage(model, names)
         raise ValueError(
@@ -90,10 +93,17 @@ def _coverage(model: nn.Module, names: Sequence[str]) -> tuple[float, str | None
     nor does a head that shares its matrix with one.
     """
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    matrices = {name: p.numel() for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in tables}
-    others = {
-        name: count for name, count in matrices.items() if name not in {f"{layer}.weight" for layer in names}
+    matrices = {
+        f"{name}.{own}": parameter.numel()
+        for name, module in model.named_modules()
+        for own, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim > 1
+        and id(parameter) not in tables
+        and not (own.endswith("_bias") and experts.is_packed(module))
     }
+    covered = {f"{layer}.weight" for layer in names}
+    covered |= {f"{name}.{own}" for name, call in experts.attached(model).items() for own in call.parameters}
+    others = {name: count for name, count in matrices.items() if name not in covered}
     share = 1 - sum(others.values()) / sum(matrices.values())
     if not others:
         return share, None

@@ -1,0 +1,553 @@
+"""Experts whose weights one tensor holds, as quantised layers: `attach` and `ExpertsForward`.
+
+The problem. A mixture of experts sends each token to a few of many small MLPs. Models hold the matrices of
+all experts of a layer in one parameter [experts, out, in], and multiply them in one grouped product, so there
+is no nn.Linear that a recipe could replace. Yet each expert has scales, blocks and random bits of its own.
+
+The idea. A module of experts says how its parameters are laid out (`is_packed`, the attributes that
+transformers' `use_experts_implementation` sets). Each matrix of each expert gets an `EmulatedExpert`: a layer
+without a parameter, whose weight is a view of the packed one. It is a child of the module, so it has a name
+that rules, telemetry and state find, as `model.layers.0.mlp.experts.3.down`. The module's `forward` is
+replaced by an `ExpertsForward`, which sorts tokens by expert and calls one autograd function for each grouped
+product; that calls the same `forward` and `backward` of products.py for each expert as a layer would.
+
+    for experts in packed(model):
+        attach(experts, name, clock, dtype, Experts())     # parameters and state dict stay as they are
+    detach(experts)                                        # the module's own forward again
+
+Without quantisation the result equals transformers' own, bit for bit, whether it adds up experts with one sum
+(`grouped_mm`) or one after the other (`eager`).
+
+Refused: expert parallelism, and a module whose forward was replaced already. An expert without tokens is not
+multiplied; its gradient is zero. Ranks that divide the tokens of a quantised layer gather them first, and
+each computes all experts, so that the scales are those of all tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.products import Kept, backward, forward
+from ablate.engines.ranks import Divided
+from ablate.numerics.partition import gather
+from ablate.numerics.philox import Clock, site
+from ablate.numerics.product import first_order, linear, multiplies_bf16
+from ablate.recipes.experts import Experts
+from ablate.recipes.layers import block_name
+from ablate.recipes.recipe import SLOTS, Products
+
+_LAYOUT = (
+    "num_experts",
+    "has_gate",
+    "has_bias",
+    "is_transposed",
+    "is_concatenated",
+    "has_post_expert_norm",
+    "down_proj",
+)
+"""Attributes of a module of experts with packed weights."""
+
+
+class Routing(Protocol):
+    """Receives, and may change, where tokens go."""
+
+    def route(self, name: str, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return index and weights to use.
+
+        Args:
+            name: name of the module of experts.
+            index: expert of each token, int64 [tokens, k].
+            weights: weight of each, [tokens, k].
+        """
+        ...
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Return True for a module of experts that says how its packed weights are laid out."""
+    return all(hasattr(module, name) for name in _LAYOUT)
+
+
+def parameters_of(module: nn.Module) -> tuple[str, str]:
+    """Return the names of the parameters that the two grouped products multiply by."""
+    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
+
+
+def chosen_experts(module: nn.Module) -> int:
+    """Return the number of experts that each token is sent to, by the configuration; all if it is unknown."""
+    sources = (module, getattr(module, "config", None))
+    names = ("num_experts_per_tok", "top_k", "moe_topk", "top_k_experts")
+    known = (getattr(source, name, None) for source in sources for name in names)
+    return next((number for number in known if isinstance(number, int)), module.num_experts)
+
+
+class Expert(nn.Module):
+    """Container of the layers of one expert, without parameters."""
+
+
+class EmulatedExpert(EmulatedLinear):
+    """One matrix of one expert, whose weight [out, in] is a view of the parameter that holds all experts'.
+
+    Args:
+        module: the module that owns the parameter.
+        parameter: name of the parameter in it.
+        expert: number of the expert.
+        part: `all`, or the rows of `gate` or `up` within gate and up.
+        name: qualified name of the layer.
+        clock: as in `EmulatedLinear`.
+        dtype: as in `EmulatedLinear`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameter: str,
+        expert: int,
+        part: str,
+        name: str,
+        clock: Clock,
+        dtype: torch.dtype,
+    ) -> None:
+        rows, columns = _matrix(getattr(module, parameter), module, expert, part).shape
+        super().__init__(nn.Linear(columns, rows, bias=False, device="meta"), name, clock, dtype)
+        del self._parameters["weight"]
+        # Not registered: the module is the parent of this layer.
+        self.__dict__.update(module=module, parameter=parameter, expert=expert, rows=part)
+
+    @property
+    def owner(self) -> nn.Parameter:
+        """The parameter that holds the weights of all experts, which optimizers update."""
+        if "module" not in self.__dict__:
+            raise AttributeError("the layer is not complete")
+        return getattr(self.module, self.parameter)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """The weight [out, in], a view of `owner`."""
+        return self.part(self.owner)
+
+    def part(self, packed: Tensor) -> Tensor:
+        """Return this layer's matrix [out, in] of a tensor like `owner`, such as its gradient; a view."""
+        return _matrix(packed, self.module, self.expert, self.rows)
+
+    @property
+    def work(self) -> int:
+        """Elements of the weight that a token of the model is multiplied by, on average over experts."""
+        chosen = chosen_experts(self.module)
+        return self.in_features * self.out_features * chosen // self.module.num_experts
+
+    @property
+    def divided(self) -> None:
+        """None: ranks gather the tokens of experts, and each quantises all of them."""
+
+    def share_state(self, name: str) -> None:
+        """Draw random words by the site of another name, that of all experts of the module."""
+        self._sites = {slot: site(name, slot) for slot in SLOTS}
+        self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}
+
+
+def _matrix(packed: Tensor, module: nn.Module, expert: int, part: str) -> Tensor:
+    matrix = packed[expert].t() if module.is_transposed else packed[expert]
+    if part == "all":
+        return matrix
+    if module.is_concatenated:
+        half = matrix.shape[0] // 2
+        return matrix[:half] if part == "gate" else matrix[half:]
+    return matrix[0::2] if part == "gate" else matrix[1::2]
+
+
+class Group:
+    """The layers of all experts that one grouped product multiplies by.
+
+    Args:
+        layers: one layer of each expert, alike.
+    """
+
+    def __init__(self, layers: Sequence[EmulatedExpert]) -> None:
+        self.layers = list(layers)
+
+    def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the products of each expert's rows with its weight.
+
+        Args:
+            rows: tokens sorted by expert [rows, in].
+            counts: number of rows of each expert.
+
+        Returns:
+            [rows, out] in the dtype of `rows`, without a bias.
+        """
+        batches = [layer.begin_call() for layer in self.layers]
+        first = self.layers[0]
+        packed = first.owner
+        if all(layer.products.plain for layer in self.layers):
+            return self._unquantised(rows.to(first.dtype), packed, counts).to(rows.dtype)
+        return GroupedCall.apply(
+            rows, packed, self.layers, [layer.products for layer in self.layers], batches, counts
+        )
+
+    def _unquantised(self, rows: Tensor, packed: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the grouped product in the dtype of `rows`."""
+        first = self.layers[0]
+        weight = packed.to(rows.dtype)
+        if first.rows != "all":
+            weight = torch.stack([layer.part(weight) for layer in self.layers])
+        elif first.module.is_transposed:
+            weight = weight.transpose(-2, -1)
+        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=rows.device)
+        if rows.dtype != torch.bfloat16 or rows.is_cuda or multiplies_bf16():
+            return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
+        return F.grouped_mm(rows.float(), weight.float().transpose(-2, -1), offs=ends).to(rows.dtype)
+
+
+class GroupedCall(torch.autograd.Function):
+    """The autograd function of a grouped product: what `products.Call` computes, for one expert after the
+    other."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        packed: Tensor,
+        layers: Sequence[EmulatedExpert],
+        products: Sequence[Products],
+        batches: Sequence[int],
+        counts: Sequence[int],
+    ) -> Tensor:
+        y = rows.new_empty(len(rows), layers[0].out_features)
+        kept: list[Tensor | None] = []
+        for number, (begin, end) in enumerate(_spans(counts)):
+            layer, of_layer = layers[number], products[number]
+            if begin == end:
+                kept += (None, None, None, None)
+                continue
+            x, w = rows[begin:end], layer.part(packed)
+            if of_layer.plain:
+                y[begin:end] = linear(x.to(layer.dtype), w.to(layer.dtype))
+                kept += (x, w, None, None)
+                continue
+            with layer.clock.within(batches[number]):
+                y[begin:end], of_expert = forward(layer, of_layer, x, w)
+            kept += of_expert
+        ctx.save_for_backward(*kept)
+        ctx.layers, ctx.products, ctx.batches, ctx.counts = layers, products, batches, counts
+        ctx.like, ctx.dtype = (packed.shape, packed.dtype), rows.dtype
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        needs = ctx.needs_input_grad[:2]
+        saved, layers = ctx.saved_tensors, ctx.layers
+        dx = dy.new_zeros(len(dy), layers[0].in_features, dtype=ctx.dtype) if needs[0] else None
+        shape, dtype = ctx.like
+        dw = dy.new_zeros(shape, dtype=dtype) if needs[1] else None
+        with torch.autocast(dy.device.type, enabled=False):
+            for number, (begin, end) in enumerate(_spans(ctx.counts)):
+                layer = layers[number]
+                if begin < end:
+                    kept = saved[4 * number : 4 * number + 4]
+                    with layer.clock.within(ctx.batches[number]):
+                        of_x, of_w = _gradients(layer, ctx.products[number], kept, dy[begin:end], needs)
+                    if dx is not None:
+                        dx[begin:end] = of_x
+                    if dw is not None:
+                        layer.part(dw).copy_(of_w)
+                layer.end_call(ctx.batches[number])
+        divided = layers[0].context.divided
+        if dw is not None and divided is not None and divided.index:
+            dw.zero_()  # every rank has the whole one, and they are added later
+        return dx, dw, None, None, None, None
+
+
+def _gradients(
+    layer: EmulatedExpert, products: Products, kept: Kept, dy: Tensor, needs: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return dx and dw of one expert; None for one that is not needed."""
+    if not products.plain:
+        return backward(layer, products, kept, dy, needs)
+    x, w, _, _ = kept
+    assert x is not None
+    assert w is not None
+    dy = dy.to(layer.dtype)
+    return (
+        linear(dy, w.to(layer.dtype).t()) if needs[0] else None,
+        linear(dy.t(), x.to(layer.dtype).t()) if needs[1] else None,
+    )
+
+
+def _spans(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Return first row and end of each expert."""
+    return pairwise(accumulate(counts, initial=0))
+
+
+class ExpertsForward:
+    """The forward pass of a module of experts, by a recipe: `forward` of the instance.
+
+    Args:
+        module: the module.
+        name: its qualified name.
+        groups: the grouped products before the activation, and the one behind it.
+        experts: the recipe's treatment of experts.
+    """
+
+    def __init__(
+        self, module: nn.Module, name: str, groups: tuple[Sequence[Group], Group], experts: Experts
+    ) -> None:
+        self.module, self.name, self.experts = module, name, experts
+        self.up, self.down = groups
+        self.implementation: str | None = getattr(
+            getattr(module, "config", None), "_experts_implementation", None
+        )
+        """Implementation that transformers would use; None: the module is not one of its own."""
+        self.routing: Routing | None = None
+
+    @property
+    def layers(self) -> list[EmulatedExpert]:
+        """All layers of all experts."""
+        return [layer for group in (*self.up, self.down) for layer in group.layers]
+
+    @property
+    def parameters(self) -> tuple[str, str]:
+        """Names of the module's parameters that hold the layers' weights."""
+        return parameters_of(self.module)
+
+    @property
+    def quantised(self) -> bool:
+        """True if a product in force is quantised."""
+        return not all(layer.products.plain for layer in self.layers)
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted sum of each token's experts.
+
+        Args:
+            hidden_states: [tokens, width].
+            top_k_index: expert of each token, int64 [tokens, k].
+            top_k_weights: weight of each, [tokens, k].
+
+        Returns:
+            [tokens, width] in the dtype of `hidden_states`.
+
+        Raises:
+            ValueError: the experts are divided among ranks.
+        """
+        module = self.module
+        if getattr(module, "_is_expert_parallel", False):
+            raise ValueError(f"{self.name}: expert parallelism is not supported; use data parallelism")
+        if self.routing is not None:
+            top_k_index, top_k_weights = self.routing.route(self.name, top_k_index, top_k_weights)
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            divided = self._divided()
+            if divided is None:
+                return self._mixed(hidden_states, top_k_index, top_k_weights)
+            tensors = (hidden_states, top_k_index, top_k_weights)
+            if module.has_post_expert_norm:
+                raise ValueError(f"{self.name}: a norm behind each expert is not supported on several ranks")
+            return _Own.apply(self._mixed(*(_Gathered.apply(each, divided) for each in tensors)), divided)
+
+    def _divided(self) -> Divided | None:
+        """Return the division of the tokens among ranks if a quantised product needs all of them."""
+        return self.layers[0].context.divided if self.quantised else None
+
+    def _mixed(self, hidden_states: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        module, (tokens, k) = self.module, index.shape
+        pairs = torch.arange(tokens * k, device=index.device)
+        sources, targets, factors = pairs // k, index.reshape(-1), weights.reshape(-1)
+        if self.quantised and self.experts.padding != "zeros":
+            sources, targets, factors = self._padded(index, sources, factors)
+        targets, order = self._sorted(sources, targets, k)
+        rows, counts = sources[order], torch.bincount(targets, minlength=module.num_experts).tolist()
+        x = hidden_states[rows]
+        y = self._biased([group(x, counts) for group in self.up], self.parameters[0], targets)
+        y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
+        y = self._biased([self.down(y, counts)], "down_proj", targets)
+        if module.has_post_expert_norm:
+            y = module.post_expert_norm(y)
+        y = y * factors[order].unsqueeze(-1)
+        if self.implementation == "eager":
+            total = torch.zeros_like(hidden_states)
+            return total.index_add_(0, rows, y.to(total.dtype))
+        places = torch.empty_like(order)
+        places[order] = torch.arange(len(order), device=order.device)
+        return y[places[: tokens * k]].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+
+    def _sorted(self, sources: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the experts of all pairs in ascending order, and the pairs in that order.
+
+        Quantised tokens of an expert keep their order, which decides what shares a block. Unquantised ones
+        are added up in the order that transformers adds them in.
+        """
+        if self.quantised or self.implementation is None:
+            order = torch.argsort(targets * len(sources) + sources, stable=True)
+            return targets[order], order
+        if self.implementation != "eager":
+            return torch.sort(targets)
+        by_choice = torch.arange(len(targets), device=targets.device).view(-1, k).t().reshape(-1)
+        targets, order = torch.sort(targets[by_choice], stable=True)
+        return targets, by_choice[order]
+
+    def _biased(self, parts: Sequence[Tensor], parameter: str, experts: Tensor) -> Tensor:
+        """Return gate and up as one matrix, as the module has them, with the bias of each row's expert."""
+        module = self.module
+        if len(parts) == 1:
+            y = parts[0]
+        elif module.is_concatenated:
+            y = torch.cat(list(parts), -1)
+        else:
+            places = torch.arange(2 * parts[0].shape[-1], device=experts.device)
+            y = torch.cat(list(parts), -1).index_select(-1, places.view(2, -1).t().reshape(-1))
+        if not module.has_bias:
+            return y
+        bias, divided = getattr(module, f"{parameter}_bias"), self._divided()
+        bias = bias if divided is None else _Once.apply(bias, divided)
+        return (y + bias[experts]).to(y.dtype)
+
+    def _padded(self, index: Tensor, sources: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return token, expert and weight of all pairs, those that fill experts with weight 0 at the end."""
+        multiple, count = int(self.experts.padding.partition(":")[2]), self.module.num_experts
+        routed = torch.zeros(len(index), count, dtype=torch.bool, device=index.device)
+        routed.scatter_(1, index, True)
+        lacking = -routed.sum(0) % multiple
+        free = ~routed
+        token, expert = (free & (free.cumsum(0) <= lacking)).nonzero(as_tuple=True)
+        filling = weights.new_zeros(len(expert))
+        return (
+            torch.cat((sources, token)),
+            torch.cat((index.reshape(-1), expert)),
+            torch.cat((weights, filling)),
+        )
+
+
+class _Gathered(torch.autograd.Function):
+    """Autograd function that returns all ranks' tokens, of which each rank has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, divided: Divided) -> Tensor:
+        ctx.divided = divided
+        return _all_ranks(tokens, divided)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, whole: Tensor) -> tuple[Tensor, None]:
+        return whole.chunk(ctx.divided.count)[ctx.divided.index], None
+
+
+class _Own(torch.autograd.Function):
+    """Autograd function that returns this rank's tokens, and gathers all ranks' gradients of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, divided: Divided) -> Tensor:
+        ctx.divided = divided
+        return whole.chunk(divided.count)[divided.index]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, own: Tensor) -> tuple[Tensor, None]:
+        return _all_ranks(own, ctx.divided), None
+
+
+class _Once(torch.autograd.Function):
+    """Autograd function that returns its argument, whose gradient the first rank alone gets: all ranks have
+    computed the same one, and ranks' gradients are added later."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, divided: Divided) -> Tensor:
+        ctx.divided = divided
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient if ctx.divided.index == 0 else torch.zeros_like(gradient), None
+
+
+def _all_ranks(tokens: Tensor, divided: Divided) -> Tensor:
+    return torch.cat(list(gather(tokens, divided.count, divided.group)))
+
+
+def packed(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of experts with packed weights, by name."""
+    return {name: module for name, module in model.named_modules() if is_packed(module)}
+
+
+def outlined(model: nn.Module) -> list[str]:
+    """Give every module of packed experts in a numbered block its layers, for a description of the model.
+
+    Returns the names of the layers.
+    """
+    for name, module in packed(model).items():
+        if block_name(name):
+            attach(module, name, Clock(seed=0), torch.float32, Experts())
+    return [name for name, module in model.named_modules() if isinstance(module, EmulatedExpert)]
+
+
+def refuse(model: nn.Module, engine: str) -> None:
+    """Raise ValueError for a model with packed experts, which an engine would leave in high precision."""
+    for name in packed(model):
+        raise ValueError(
+            f"engine {engine}: {name} packs its experts' weights into one tensor, which only engine emulated"
+            " quantises; choose engine: emulated"
+        )
+
+
+def is_attached(module: nn.Module) -> bool:
+    """Return True for a module of experts that `attach` has changed."""
+    return isinstance(vars(module).get("forward"), ExpertsForward)
+
+
+def attached(model: nn.Module) -> dict[str, ExpertsForward]:
+    """Return the forward passes that `attach` has given to modules of a model, by name."""
+    return {name: module.forward for name, module in model.named_modules() if is_attached(module)}
+
+
+def attach(module: nn.Module, name: str, clock: Clock, dtype: torch.dtype, experts: Experts) -> None:
+    """Give a module of experts a layer for each matrix of each expert, and a forward pass that calls them.
+
+    Its parameters, and the state dict, stay as they are.
+
+    Args:
+        module: the module; `is_packed` holds.
+        name: its qualified name.
+        clock: clock of the layers.
+        dtype: dtype of products that are not quantised.
+        experts: the recipe's treatment of experts.
+
+    Raises:
+        ValueError: its forward was replaced, or its experts are divided among ranks.
+    """
+    if "forward" in vars(module):
+        raise ValueError(
+            f"{name}: its forward was replaced, which a quantised layer would bypass; convert first"
+        )
+    if getattr(module, "_is_expert_parallel", False):
+        raise ValueError(f"{name}: expert parallelism is not supported; use data parallelism")
+    up, down = parameters_of(module)
+    halves = ("gate", "up") if module.has_gate and experts.gate_up == "split" else ("all",)
+    children = [Expert() for _ in range(module.num_experts)]
+
+    def group(parameter: str, part: str) -> Group:
+        child = part if part != "all" else parameter.removesuffix("_proj")
+        layers = []
+        for number, holder in enumerate(children):
+            path = f"{name}.{number}.{child}"
+            layer = EmulatedExpert(module, parameter, number, part, path, clock, dtype)
+            if experts.rounding_state == "shared":
+                layer.share_state(f"{name}.{child}")
+            holder.add_module(child, layer)
+            layers.append(layer)
+        return Group(layers)
+
+    groups = tuple(group(up, part) for part in halves), group(down, "all")
+    for number, holder in enumerate(children):
+        module.add_module(str(number), holder)
+    module.forward = ExpertsForward(module, name, groups, experts)
+
+
+def detach(module: nn.Module) -> None:
+    """Undo `attach`: remove the layers, and give the module its own forward pass again."""
+    del module.forward
+    for number in range(module.num_experts):
+        delattr(module, str(number))

@@ -1,0 +1,45 @@
+"""Treatment of mixtures of experts by a recipe, in which training stacks differ. Torch-free.
+
+    experts: {padding: "routed:128", gate_up: split, rounding_state: shared}
+
+The rest of a recipe applies to each matrix of each expert as to any other layer: an outer scale belongs to
+one expert, and blocks and rotations do not cross its tokens. Zero rows that pad an expert to a multiple of
+the block are not modelled: they change no scale and no product.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
+
+from ablate.numerics.spec import Spec
+
+
+def _padding(value: str) -> str:
+    """Return a padding in canonical spelling; ValueError if it is none."""
+    word, _, number = value.partition(":")
+    if value == "zeros":
+        return value
+    multiple = int(number or 128) if number.isdecimal() or value == "routed" else 0
+    if word != "routed" or not 2 <= multiple <= 4096:
+        raise ValueError(
+            "must be 'zeros', or 'routed:n': tokens fill each expert to a multiple of n, from 2 to 4096"
+        )
+    return f"routed:{multiple}"
+
+
+class Experts(Spec):
+    """Differences between training stacks in how they quantise experts."""
+
+    padding: Annotated[str, AfterValidator(_padding)] = "zeros"
+    """`zeros`, as Transformer Engine and torchao pad; `routed:n`, as Megatron-LM with
+    `--moe-router-padding-for-quantization`: the first tokens that are not routed to an expert fill it to a
+    multiple of n with probability 0, so they take part in its scales and blocks. An expert without tokens
+    stays empty."""
+    gate_up: Literal["fused", "split"] = "fused"
+    """`fused`: gate and up are one matrix with one outer scale, as they are stored; `split`: two."""
+    rounding_state: Literal["own", "shared"] = "own"
+    """`own`: each expert draws its own random words; `shared`: all experts of a layer draw the same words at
+    the same place of their matrices, as kernels do that are launched with one state."""
+    routing: Literal["free", "replay"] = "free"
+    """`free`: tokens go where the router sends them; `replay`: where the unquantised training from the same
+    checkpoint sent them at the same step, with weights of the present router. In forks alone."""

@@ -1,0 +1,316 @@
+"""Experts with packed weights compute what one converted linear layer per expert computes, bit for bit."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ablate
+from ablate.engines.emulated import convert
+from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.experts import EmulatedExpert
+from ablate.engines.products import DTYPES
+from ablate.numerics.philox import Clock
+from ablate.numerics.quantize import quantize
+from ablate.recipes.experts import Experts
+from ablate.recipes.layers import Match
+from ablate.recipes.presets import PRESETS
+from ablate.recipes.recipe import Layers, Recipe, Rule, Run
+
+WIDTH, HIDDEN = 32, 48
+SIZES = (0, 1, 15, 16, 17, 40)
+"""Tokens of each expert: none, one, and around one block."""
+
+
+class PackedExperts(nn.Module):
+    """Experts in the layouts that transformers has, with a plain loop as forward pass."""
+
+    def __init__(
+        self,
+        experts: int = len(SIZES),
+        gate: bool = True,
+        transposed: bool = False,
+        interleaved: bool = False,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.has_gate, self.is_transposed = experts, gate, transposed
+        self.is_concatenated, self.has_bias, self.has_post_expert_norm = not interleaved, bias, False
+        shapes = {("gate_up_proj" if gate else "up_proj"): (HIDDEN * (1 + gate), WIDTH)}
+        shapes |= {"down_proj": (WIDTH, HIDDEN)}
+        generator = torch.Generator().manual_seed(3)
+        for name, shape in shapes.items():
+            weight = torch.randn(experts, *shape, generator=generator) / shape[1] ** 0.5
+            stored = weight.transpose(-2, -1).contiguous() if transposed else weight
+            self.register_parameter(name, nn.Parameter(stored))
+            if bias:
+                biases = torch.randn(experts, shape[0], generator=generator)
+                self.register_parameter(f"{name}_bias", nn.Parameter(biases))
+
+    def _apply_gate(self, y: Tensor) -> Tensor:
+        gate, up = y.chunk(2, -1) if self.is_concatenated else (y[..., 0::2], y[..., 1::2])
+        return F.silu(gate) * up
+
+    def act_fn(self, y: Tensor) -> Tensor:
+        return F.relu(y).square()
+
+    def matrices(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return the two matrices [out, in] of an expert."""
+        first = self.gate_up_proj if self.has_gate else self.up_proj
+        return tuple(w[number].t() if self.is_transposed else w[number] for w in (first, self.down_proj))
+
+    def biases(self, number: int) -> tuple[Tensor | float, Tensor | float]:
+        """Return the two biases of an expert, zeros without."""
+        if not self.has_bias:
+            return 0.0, 0.0
+        first = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+        return first[number], self.down_proj_bias[number]
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        total = torch.zeros_like(hidden_states)
+        for number in range(self.num_experts):
+            (up, down), (b, c) = self.matrices(number), self.biases(number)
+            token, choice = (top_k_index == number).nonzero(as_tuple=True)
+            y = F.linear(hidden_states[token], up) + b
+            y = self._apply_gate(y) if self.has_gate else self.act_fn(y)
+            y = F.linear(y, down) + c
+            total = total.index_add(0, token, y * top_k_weights[token, choice, None])
+        return total
+
+
+class Model(nn.Module):
+    """One block of experts."""
+
+    def __init__(self, **layout: bool | int) -> None:
+        super().__init__()
+        block = nn.Module()
+        block.experts = PackedExperts(**layout)
+        self.blocks = nn.ModuleList([block])
+
+    @property
+    def experts(self) -> PackedExperts:
+        return self.blocks[0].experts
+
+    def forward(self, *arguments: Tensor) -> Tensor:
+        return self.experts(*arguments)
+
+
+def routed(sizes: tuple[int, ...] = SIZES) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, the one expert of each, in mixed order, and its weight."""
+    generator = torch.Generator().manual_seed(5)
+    index = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    index = index[torch.randperm(len(index), generator=generator)]
+    x = torch.randn(len(index), WIDTH, generator=generator)
+    return x, index[:, None], torch.rand(len(index), 1, generator=generator) + 0.5
+
+
+def relative_error(layer: EmulatedLinear, rows: slice = slice(None)) -> float:
+    """Return the relative L2 error of the rows of a layer's quantised weight."""
+    weight = layer.weight.detach()[rows]
+    return float((layer.quantised_weight()[rows] - weight).norm() / weight.norm())
+
+
+def results(model: nn.Module, batch: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return output and gradients of a model for one batch."""
+    x = batch[0].clone().requires_grad_()
+    model.zero_grad()
+    y = model(x, *batch[1:])
+    generator = torch.Generator().manual_seed(7)
+    y.backward(torch.randn(y.shape, generator=generator).to(y.dtype))
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {"y": y.detach(), "dx": x.grad.clone(), **gradients}
+
+
+def converted(model: Model, recipe: Recipe, seed: int = 11) -> Model:
+    """Return the model, converted, at the first of ten steps."""
+    convert(model, recipe, Clock(seed=seed)).at(0, Run(10))
+    return model
+
+
+def by_linears(model: Model, recipe: Recipe, batch: tuple[Tensor, Tensor, Tensor]) -> dict[str, Tensor]:
+    """Return what `results` does, from one converted linear layer for each matrix of each expert."""
+    source, clock = model.experts, Clock(seed=11)
+    x, index, weights = batch
+    x = x.clone().requires_grad_()
+    total = torch.zeros_like(x)
+    layers: dict[tuple[int, int], EmulatedLinear] = {}
+    for number in range(source.num_experts):
+        for place, (child, matrix) in enumerate(
+            zip(("gate_up", "down"), source.matrices(number), strict=True)
+        ):
+            linear = nn.Linear(matrix.shape[1], matrix.shape[0], bias=False)
+            linear.weight = nn.Parameter(matrix.detach().clone())
+            name = f"blocks.0.experts.{number}.{child}"
+            layers[number, place] = EmulatedLinear(linear, name, clock, DTYPES[recipe.dtype])
+            layers[number, place].products = recipe.at(0, Run(10)).products
+        token = (index[:, 0] == number).nonzero()[:, 0]
+        if len(token):
+            y = layers[number, 1](source._apply_gate(layers[number, 0](x[token])))
+            total = total.index_add(0, token, y * weights[token])
+    generator = torch.Generator().manual_seed(7)
+    total.backward(torch.randn(total.shape, generator=generator))
+
+    def stacked(place: int) -> Tensor:
+        of_experts = (layers[number, place].weight for number in range(source.num_experts))
+        return torch.stack([torch.zeros_like(w) if w.grad is None else w.grad for w in of_experts])
+
+    names = ("blocks.0.experts.gate_up_proj", "blocks.0.experts.down_proj")
+    return {"y": total.detach(), "dx": x.grad, **{n: stacked(place) for place, n in enumerate(names)}}
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+@pytest.mark.parametrize("sizes", [SIZES, (0, 0, 89, 0, 0, 0)], ids=["mixed", "all_to_one"])
+def test_a_grouped_product_is_a_loop_of_converted_linears(preset, sizes):
+    recipe, batch = PRESETS[preset](), routed(sizes)
+    recipe = recipe.model_copy(update={"layers": Recipe().layers})
+    expected = by_linears(Model(), recipe, batch)
+    seen = results(converted(Model(), recipe), batch)
+    assert {name: torch.equal(value, expected[name]) for name, value in seen.items()} == dict.fromkeys(
+        seen, True
+    )
+
+
+@pytest.mark.parametrize("gate_up", ["fused", "split"])
+@pytest.mark.parametrize(
+    "layout",
+    [{}, {"gate": False}, {"transposed": True}, {"interleaved": True}, {"bias": True},
+     {"transposed": True, "interleaved": True, "bias": True}],
+    ids=lambda layout: "_".join(layout) or "plain",
+)  # fmt: skip
+def test_every_layout_computes_what_a_loop_over_experts_computes_in_fp64(layout, gate_up):
+    batch = routed()
+    exact = results(
+        Model(**layout).double(), tuple(t.double() if t.is_floating_point() else t for t in batch)
+    )
+    recipe = Recipe(dtype="fp32", experts=Experts(gate_up=gate_up))
+    seen = results(converted(Model(**layout), recipe), batch)
+    for name, value in seen.items():
+        # fp32 sums of at most 96 terms of size 1.
+        torch.testing.assert_close(value.double(), exact[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_split_quantises_gate_and_up_by_scales_of_their_own(interleaved):
+    model = Model(interleaved=interleaved)
+    with torch.no_grad():  # the gate is 100 times as large as the up projection
+        gate = model.experts.gate_up_proj
+        (gate[:, 0::2] if interleaved else gate[:, :HIDDEN]).mul_(100)
+    errors = {}
+    for gate_up in ("fused", "split"):
+        recipe = PRESETS["nvfp4"]().model_copy(update={"experts": Experts(gate_up=gate_up)})
+        engine = convert(deepcopy(model), recipe, Clock(seed=0))
+        engine.at(0, Run(10))
+        errors[gate_up] = {name: relative_error(layer) for name, layer in engine.layers.items()}
+    assert "blocks.0.experts.5.up" in errors["split"]
+    assert "blocks.0.experts.5.gate_up" in errors["fused"]
+    if interleaved:  # rows of both share 16x16 tiles: those of up are lost beside those of gate
+        fused, split = errors["fused"]["blocks.0.experts.5.gate_up"], errors["split"]["blocks.0.experts.5.up"]
+        assert split < 0.15
+        recipe = PRESETS["nvfp4"]()
+        engine = convert(deepcopy(model), recipe, Clock(seed=0))
+        engine.at(0, Run(10))
+        layer = engine.layers["blocks.0.experts.5.gate_up"]
+        assert relative_error(layer, slice(1, None, 2)) > 0.5
+        assert fused < 0.15
+
+
+def test_padding_by_routed_tokens_uses_the_first_that_go_elsewhere():
+    recipe = PRESETS["nvfp4"]()
+    routed_recipe = recipe.model_copy(update={"experts": Experts(padding="routed:16")})
+    batch = routed((0, 1, 15, 16, 17, 40))
+    free = results(converted(Model(), recipe), batch)
+    padded = results(converted(Model(), routed_recipe), batch)
+    down = "blocks.0.experts.down_proj"
+    same = [torch.equal(free[down][e], padded[down][e]) for e in range(6)]
+    assert same[0]  # an empty expert stays empty
+    assert same[3]  # a full one is not padded
+    assert not any(same[e] for e in (1, 2, 4, 5))
+    # By hand: expert 1 gets its one token and the first 15 others, whose gradient is zero.
+    x, index, weights = batch
+    first = torch.cat(((index[:, 0] == 1).nonzero()[:, 0], (index[:, 0] != 1).nonzero()[:15, 0]))
+    by_hand = (x[first.sort().values], torch.ones(16, 1, dtype=torch.long), torch.zeros(16, 1))
+    at = (first.sort().values == first[0]).nonzero()[0, 0]
+    by_hand[2][at] = weights[first[0]]
+    model = converted(Model(), recipe)
+    rows = by_hand[0].clone().requires_grad_()
+    generator = torch.Generator().manual_seed(7)
+    dy = torch.randn(len(x), WIDTH, generator=generator)[first.sort().values]
+    model(rows, *by_hand[1:]).backward(dy)
+    assert torch.equal(model.experts.down_proj.grad[1], padded[down][1])
+
+
+@pytest.mark.parametrize("multiple", [32, 128])
+def test_rows_of_zeros_behind_an_experts_tokens_change_nothing(multiple):
+    nearest = PRESETS["nvfp4"]()
+    quant = nearest.wgrad.x
+    x = torch.randn(17, WIDTH, generator=torch.Generator().manual_seed(1)).bfloat16()
+    rotation, clock = nearest.wgrad.hadamard, Clock(seed=0)
+    few = quantize(F.pad(x, (0, 0, 0, 15)).t(), quant, rotation=rotation, clock=clock)
+    many = quantize(F.pad(x, (0, 0, 0, multiple - 17)).t(), quant, rotation=rotation, clock=clock)
+    assert torch.equal(few.values[:, :32], many.values[:, :32])
+    assert not many.values[:, 32:].any()
+    assert torch.equal(few.amax, many.amax)
+
+
+def test_experts_that_share_a_rounding_state_draw_the_same_words():
+    same = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(2))
+    batch = (same.repeat(2, 1), torch.arange(2).repeat_interleave(16)[:, None], torch.ones(32, 1))
+    gradients = {}
+    for state in ("own", "shared"):
+        model = Model(experts=2)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight[1] = weight[0]
+        recipe = PRESETS["nvfp4"]().model_copy(update={"experts": Experts(rounding_state=state)})
+        converted(model, recipe)
+        dy = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(4)).repeat(2, 1)
+        model(*batch).backward(dy)
+        gradients[state] = model.experts.down_proj.grad
+    assert torch.equal(*gradients["shared"])
+    assert not torch.equal(*gradients["own"])
+
+
+def test_conversion_leaves_parameters_and_restores_the_modules_own_forward():
+    model, batch = Model(bias=True), routed()
+    keys, before = list(model.state_dict()), results(model, batch)
+    parameters = [id(p) for p in model.parameters()]
+    run = ablate.convert(model, "nvfp4", seed=0, steps=4)
+    assert (list(model.state_dict()), [id(p) for p in model.parameters()]) == (keys, parameters)
+    assert sum(isinstance(m, EmulatedExpert) for m in model.modules()) == 2 * len(SIZES)
+    copied = deepcopy(model)
+    with run.step(), torch.no_grad():
+        assert torch.equal(copied(*batch), model(*batch))
+        for weight in copied.parameters():
+            weight.zero_()
+        assert not copied(*batch).any()
+        assert model(*batch).any()
+    run.restore(copied)
+    run.restore()
+    after = results(model, batch)
+    assert all(torch.equal(value, before[name]) for name, value in after.items())
+    assert not any(isinstance(m, EmulatedLinear) for m in (*model.modules(), *copied.modules()))
+
+
+def test_expert_parallelism_and_a_field_without_experts_are_refused():
+    model = Model()
+    model.experts._is_expert_parallel = True
+    with pytest.raises(ValueError, match=r"blocks\.0\.experts: expert parallelism is not supported"):
+        ablate.convert(model, "nvfp4", seed=0, steps=4)
+    dense = nn.Module()
+    dense.blocks = nn.ModuleList([nn.Linear(16, 16) for _ in range(2)])
+    recipe = PRESETS["nvfp4"]().model_copy(update={"experts": Experts(gate_up="split")})
+    with pytest.raises(ValueError, match="the model has no experts"):
+        convert(dense, recipe, Clock(seed=0), block=lambda name: "blocks")
+
+
+def test_a_rule_keeps_one_experts_matrix_in_high_precision():
+    kept_rule = Layers(rules=(Rule(match=Match(name="*.experts.4.down")),))
+    recipe = PRESETS["nvfp4"]().model_copy(update={"layers": kept_rule})
+    batch = routed()
+    model, plain, full = (converted(Model(), r) for r in (recipe, Recipe(), PRESETS["nvfp4"]()))
+    kept, exact, quantised = (results(m, batch)["blocks.0.experts.down_proj"] for m in (model, plain, full))
+    assert torch.equal(kept[3], quantised[3])
+    assert not torch.equal(kept[4], quantised[4])
+    assert kept[4].sub(exact[4]).norm() < quantised[4].sub(exact[4]).norm()
