@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 from ablate.engines import experts
 from ablate.engines.emulated import BlockOf
 from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.exempt import exempt
 from ablate.errors import nearest
 from ablate.recipes.layers import block_name
 
@@ -108,18 +109,20 @@ def layer_table(model: nn.Module, blocks: Sequence[str], left_out: Collection[st
                 continue
             seen.add(id(weight))
             path = name if isinstance(module, nn.Linear) else f"{name}.{parameter}".lstrip(".")
-            reason = "left out by the filter" if name in left_out else why_left(module, block(name))
+            reason = "left out by the filter" if name in left_out else why_left(model, name, block(name))
             rows.append(LayerRow(path, tuple(weight.shape), weight.numel(), block(name), not reason, reason))
     return rows
 
 
-def why_left(module: nn.Module, block: str | None) -> str:
+def why_left(model: nn.Module, name: str, block: str | None) -> str:
     """Return why the matrices of a module stay in high precision; "" if they do not.
 
     Args:
-        module: the module that has them as parameters of its own.
+        model: the model.
+        name: qualified name of the module that has them as parameters of its own.
         block: name of the block that it lies in, None for none.
     """
+    module = model.get_submodule(name)
     kind = type(module).__name__
     if isinstance(module, EmulatedLinear) or experts.is_attached(module):
         return ""
@@ -131,6 +134,8 @@ def why_left(module: nn.Module, block: str | None) -> str:
         return f"the experts' weights, packed into one tensor by {kind}, which does not describe its layout"
     if isinstance(module, nn.Linear) and block is None:
         return "outside of the blocks"
+    if isinstance(module, nn.Linear) and block and (reason := exempt(model, name, block)):
+        return reason
     if isinstance(module, nn.Linear):
         return f"a subclass of nn.Linear ({kind}), which may compute something else"
     return f"a parameter of {kind}, which is no nn.Linear"

@@ -36,11 +36,11 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 from torch.utils.checkpoint import checkpoint
 
 from ablate.engines import experts
 from ablate.engines.emulated_layer import HIGH, UNSET, Context, EmulatedLinear, NotInForce, work_of
+from ablate.engines.exempt import altered, exempt
 from ablate.engines.nonfinite import NonfiniteCount, total
 from ablate.engines.products import DTYPES, Probe
 from ablate.engines.ranks import Divided, Sharded
@@ -500,10 +500,10 @@ def _names(model: nn.Module, kind: type[nn.Module]) -> dict[str, list[str]]:
 
 
 def quantisable(model: nn.Module, block: BlockOf = block_name) -> list[str]:
-    """Return the names of the layers that `convert` replaces: every nn.Linear in a block.
+    """Return the names of the layers that `convert` replaces: every nn.Linear in a block, but for those that
+    are `exempt`, such as routers.
 
-    Subclasses of nn.Linear, such as the routers of experts, are not among them. A layer that has several
-    names is listed by its first.
+    Subclasses of nn.Linear are not among them. A layer that has several names is listed by its first.
 
     Raises:
         ValueError: the weight of a layer is computed before each call, or its `forward` was replaced, which
@@ -513,9 +513,13 @@ def quantisable(model: nn.Module, block: BlockOf = block_name) -> list[str]:
     for name, names in _names(model, nn.Linear).items():
         inside = [alias for alias in names if block(alias) is not None]
         module = model.get_submodule(name)
-        if not inside or isinstance(module, EmulatedLinear):
+        if (
+            not inside
+            or isinstance(module, EmulatedLinear)
+            or exempt(model, inside[0], block(inside[0]) or "")
+        ):
             continue
-        if why := _altered(module):
+        if why := altered(module):
             raise ValueError(f"{inside[0]}: {why}")
         if type(module) is nn.Linear:
             if outside := sorted(set(names) - set(inside)):
@@ -525,25 +529,6 @@ def quantisable(model: nn.Module, block: BlockOf = block_name) -> list[str]:
                 )
             result.append(name)
     return result
-
-
-def _altered(linear: nn.Linear) -> str | None:
-    """Return the reason why a layer cannot be replaced by one that has its parameters; None if it can."""
-    if is_parametrized(linear):
-        chains = linear.parametrizations.values()
-        kinds = sorted({type(step).__name__.lstrip("_") for chain in chains for step in chain})
-        return (
-            f"its parameters are parametrized ({', '.join(kinds)}), which a quantised layer would bypass;"
-            " call torch.nn.utils.parametrize.remove_parametrizations first"
-        )
-    if type(linear) is nn.Linear and "weight" not in linear._parameters:
-        return (
-            "a hook (weight_norm, spectral_norm or pruning) computes its weight,"
-            " which a quantised layer would bypass; remove it first"
-        )
-    if type(linear) is nn.Linear and "forward" in vars(linear):
-        return "its forward was replaced, which a quantised layer would bypass; convert the model first"
-    return None
 
 
 def _unknown_lists(model: nn.Module) -> list[str]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ablate.engines.blocks import block_finder, find_blocks, layer_table
 from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.nonfinite import NonfiniteCount, total
@@ -407,6 +408,53 @@ def test_convert_leaves_layers_outside_the_blocks_alone():
     assert set(engine.layers) == {
         f"blocks.{block}.{part}" for block, part in itertools.product((0, 1), (0, 2))
     }
+
+
+class MambaMixer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.in_proj, self.dt_proj = nn.Linear(32, 32), nn.Linear(32, 32)
+
+
+def mixture(number: int, **modules: nn.Module) -> nn.Module:
+    """A block with experts, a gate for each of `number` experts, and further modules."""
+    block = nn.Module()
+    for name, module in {
+        "experts": nn.ModuleList([nn.Linear(32, 32) for _ in range(number)]),
+        "gate": nn.Linear(32, 4),
+        **modules,
+    }.items():
+        block.add_module(name, module)
+    return block
+
+
+EXEMPT = {
+    "a gate beside experts": (mixture(4), {"gate"}),
+    "a gate of another number of outputs": (mixture(3), set()),
+    "a module of gates": (mixture(4, gate=nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 4))), {"gate.1"}),
+    "routers": (
+        mixture(3, router=nn.Sequential(nn.Linear(32, 32)), router_gate=nn.Linear(32, 8)),
+        {"router.0", "router_gate"},
+    ),
+    "the scale of a shared expert": (mixture(3, shared_expert_gate=nn.Linear(32, 1)), {"shared_expert_gate"}),
+    "a weight that its module uses": (mixture(3, mamba=MambaMixer()), {"mamba.dt_proj"}),
+    "not of Mamba": (mixture(3, mlp=nn.ModuleDict({"dt_proj": nn.Linear(32, 32)})), set()),
+}
+
+
+@pytest.mark.parametrize("case", EXEMPT)
+def test_routers_and_weights_that_a_module_multiplies_by_itself_stay_in_high_precision(case):
+    """The name of the list of blocks says nothing about the layers in it."""
+    block, expected = EXEMPT[case]
+    model = nn.ModuleDict({"router": nn.ModuleDict({"layers": nn.ModuleList([block])})})
+    names = {name for name, module in block.named_modules() if type(module) is nn.Linear}
+    table = {row.name: row for row in layer_table(model, find_blocks(model))}
+    prefix = "router.layers.0."
+    assert {name for name in names if "stays in" in table[prefix + name].reason} | {
+        name for name in names if "multiplies by its weight" in table[prefix + name].reason
+    } == expected
+    converted = convert(deepcopy(model), NVFP4, Clock(0), block_finder(find_blocks(model))).layers
+    assert {name.removeprefix(prefix) for name in converted} == names - expected
 
 
 @pytest.mark.parametrize(

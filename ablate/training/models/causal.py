@@ -109,7 +109,7 @@ def _coverage(model: nn.Module, names: Sequence[str]) -> tuple[float, str | None
         return share, None
     largest = max(others, key=lambda name: others[name])
     owner = largest.rpartition(".")[0]
-    return share, f"{largest}: {why_left(model.get_submodule(owner), block_name(owner))}"
+    return share, f"{largest}: {why_left(model, owner, block_name(owner))}"
 
 
 def _from_config(config: "PreTrainedConfig", **options: object) -> PreTrainedModel:

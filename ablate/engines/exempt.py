@@ -1,0 +1,62 @@
+"""Linear layers inside blocks that stay in high precision by design, `exempt`, or cannot be replaced, `altered`.
+
+Two kinds of nn.Linear are not what a recipe means by a layer of a block. A router sends tokens to experts,
+and the rounding of its few outputs would send them elsewhere; every training stack keeps it in high
+precision. Some modules multiply by the weight of a layer themselves and never call it, so a layer in its
+place would quantise nothing:
+
+    blocks.0.mlp.router.classifier      any layer of a module whose name says router
+    blocks.0.mlp.gate                   beside experts, with one output for each of them
+    blocks.0.mlp.shared_expert_gate     the scale of a shared expert, with one output
+    blocks.0.mamba.dt_proj              of transformers' mixers of Mamba's first version
+"""
+
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+
+
+def exempt(model: nn.Module, name: str, block: str) -> str:
+    """Return why a layer inside a block stays in high precision; "" if a recipe applies to it.
+
+    Args:
+        model: the model.
+        name: qualified name of the nn.Linear.
+        block: name of the block that it lies in.
+    """
+    path = name.split(".")
+    parts = path[block.count(".") + 1 :] or path[-1:]  # without the names of the lists of blocks
+    parent = type(model.get_submodule(".".join(path[:-1]))).__name__
+    if parts[-1] == "dt_proj" and "Mamba" in parent:
+        return f"{parent} multiplies by its weight itself"
+    if any("router" in part for part in parts) or ("gate" in parts and _chooses(model, path)):
+        return "a router of experts, which stays in high precision"
+    if parts[-1] == "shared_expert_gate":
+        return "the scale of a shared expert, which stays in high precision"
+    return ""
+
+
+def _chooses(model: nn.Module, path: list[str]) -> bool:
+    """Return True for a layer of a module `gate` beside `experts`, of which it has an output for each."""
+    beside = model.get_submodule(".".join(path[: path.index("gate")]))
+    experts = getattr(beside, "experts", None)
+    count = len(experts) if isinstance(experts, nn.ModuleList) else getattr(experts, "num_experts", None)
+    return getattr(model.get_submodule(".".join(path)), "out_features", 0) == count
+
+
+def altered(linear: nn.Linear) -> str | None:
+    """Return the reason why a layer cannot be replaced by one that has its parameters; None if it can."""
+    if is_parametrized(linear):
+        chains = linear.parametrizations.values()
+        kinds = sorted({type(step).__name__.lstrip("_") for chain in chains for step in chain})
+        return (
+            f"its parameters are parametrized ({', '.join(kinds)}), which a quantised layer would bypass;"
+            " call torch.nn.utils.parametrize.remove_parametrizations first"
+        )
+    if type(linear) is nn.Linear and "weight" not in linear._parameters:
+        return (
+            "a hook (weight_norm, spectral_norm or pruning) computes its weight,"
+            " which a quantised layer would bypass; remove it first"
+        )
+    if type(linear) is nn.Linear and "forward" in vars(linear):
+        return "its forward was replaced, which a quantised layer would bypass; convert the model first"
+    return None
