@@ -4,6 +4,7 @@ import gc
 import hashlib
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,9 @@ gc.disable()  # until all tests are imported: modules are no garbage, and each c
 torch.set_num_threads(1)
 # Commands under test as well: with all cores for each, two test processes wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Hundreds of processes import a thousand modules each, and each would compile this package again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Times of tests' trials belong to no estimate of the user's. Checks that passed and empty databases are kept here too.
 os.environ.setdefault("ABLATE_CACHE", str(Path(tempfile.gettempdir()) / f"ablate-tests-{os.getuid()}"))
 if (
