@@ -5,15 +5,18 @@ from typing import Any
 
 import pytest
 from support.experiments import ledger, problems, sweep, tiny, values, write
+from support.made_up import member
 
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Progress
+from ablate.execution.sweep_facts import describe
 from ablate.execution.workers import Inline
 from ablate.experiment.load import load
 from ablate.reports.answer import Answer
 from ablate.results.blame import names_of, planned, replayed
 from ablate.results.comparisons import Comparisons
 from ablate.results.headline import headline_of
+from ablate.store.ledger import Ledger
 
 CUT = {"transform": {"clamp": 0.1, "residual": False}}
 """Quantiser that cuts nearly all values off."""
@@ -73,6 +76,35 @@ def test_random_halves_are_no_arms_of_the_answer(found):
         "without mlp.up",
     }
     assert set(replayed(book).design.search_seeds) == {m.seed for m in book.members() if m.name in halves}
+    book.close()
+
+
+def test_a_culprit_is_worse_in_the_table_of_arms_too(tmp_path):
+    """Proved at 5 % one-sided, t = 2.6; Holm's correction over the table of arms would leave it undecided."""
+    keys = {"seeds": 4, "blame": {"where": "kinds", "budget": 30, "most": 1}}
+    experiment = tiny(tmp_path, ablate=None, recipe="nvfp4", **keys)
+    book = Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")
+    describe(book, experiment)
+    culprit, arms = experiment.blamed[2].units.index("mlp.up"), {}
+    spread = [0.01 + 0.01 * 2 / 2.6 * z for z in (-1.1619, -0.3873, 0.3873, 1.1619)]
+    while (search := replayed(book)).wanted:
+        for units, seed in search.wanted:
+            name = names_of(book).arm(search.stage, units)
+            role = {"gap": "listed" if units else "baseline", "search": "half"}.get(search.stage, "alone")
+            if name not in arms:
+                arms[name] = book.add_arm(name, {}, arms.get("bf16"), None, role)
+            harm = spread[seed % 4] if culprit in units else 1e-4 * (seed % 3) if units else 0.0
+            member(
+                book,
+                arms[name],
+                seed,
+                [(4, {"val/loss": 3 + harm})],
+                spec=experiment.spec(experiment.arms[0], seed, "cpu").wire,
+            )
+    assert [names_of(book).units[unit] for unit in replayed(book).culprits] == ["mlp.up"]
+    verdicts = {arm.name: arm.verdict.kind for arm in Comparisons(book).arms if arm.gap}
+    assert verdicts == {"nvfp4": "undecided", "only mlp.up": "worse", "without mlp.up": "undecided"}
+    assert [verdict.kind for verdict in headline_of(Comparisons(book)).verdicts] == ["worse"]
     book.close()
 
 

@@ -259,6 +259,11 @@ class Answer(VerdictSentences):
             " min_effect or more is rejected; at most 2.5 %. Undecided: neither. Fewer than"
             f" {FEWEST_DISTINCT} distinct differences give no verdict."
         )
+        if self.ledger.facts.blame:
+            rules += (
+                " A culprit's verdict is that of the search, whose own error rate covers all units: it is not"
+                " corrected again."
+            )
         specs = [member.resolved for member in self.ledger.members()]
         seeds = sorted({arm.seeds for arm in self.arms if arm.role != "refused"})
         number_of_seeds = (

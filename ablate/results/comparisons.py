@@ -6,10 +6,12 @@ Terminal, status, notes and reports read them here. Nothing of it needs pandas.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
+from typing import Any
 
 from ablate.experiment.arms import label
 from ablate.experiment.schema import Asked, Metric
 from ablate.results.attribution import Effect, Grid, grid, held_effects, interactions, main_effects
+from ablate.results.blame import names_of, replayed
 from ablate.results.contrasts import Contrast, contrasts
 from ablate.results.forked import sharpened, views
 from ablate.results.log_ratios import Change, changes
@@ -41,8 +43,15 @@ class Comparisons:
     def arms(self) -> list[ArmSummary]:
         """Every arm, by the main metric.
 
-        One that the file asks for has the verdict of its own family, as it has wherever it is stated.
+        One that the file asks for has the verdict of its own family, as it has wherever it is stated; so has
+        the culprit of a search for a cause, which proves it at an error rate of its own.
         """
+        if self.ledger.facts.blame:
+            proved: dict[str, Any] = {"kind": "worse", "reason": None, "alone": None, "planned": None}
+            return [
+                replace(arm, verdict=replace(arm.verdict, **proved)) if arm.name in self._culprits else arm
+                for arm in self._arms
+            ]
         if self.relative:
             verdicts = {change.arm: change.verdict for change in self.relative_changes[0]}
             return [replace(arm, verdict=verdicts.get(arm.name, arm.verdict)) for arm in self._arms]
@@ -57,6 +66,12 @@ class Comparisons:
             else arm
             for arm in self._arms
         ]
+
+    @cached_property
+    def _culprits(self) -> set[str]:
+        """Names of the arms of the units that a search for a cause has proved."""
+        names = names_of(self.ledger)
+        return {names.arm("proof", frozenset([unit])) for unit in replayed(self.ledger).culprits}
 
     @cached_property
     def _arms(self) -> list[ArmSummary]:

@@ -153,8 +153,7 @@ def _of_blame(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
     """Return lead, text and verdicts of a search for the units that cause a gap."""
     search, names = replayed(sweep.ledger), names_of(sweep.ledger)
     proved = {names.arm("proof", frozenset([unit])) for unit in search.culprits}
-    # The search has an error rate of its own, which Holm's over the table of arms would correct again.
-    verdicts = [replace(arm.verdict, kind="worse", reason=None) for arm in sweep.arms if arm.name in proved]
+    verdicts = [arm.verdict for arm in sweep.arms if arm.name in proved]
     return *sentences(search, names, sweep.unit), verdicts
 
 
