@@ -3,6 +3,7 @@
 import csv
 import json
 import random
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -205,14 +206,15 @@ def mapped(folder, experiment, damage):
 def test_a_sweep_with_a_map_is_assigned_by_its_name(tmp_path, monkeypatch):
     """Block 1 has a third of the damage of the others, so it stays in FP4."""
     monkeypatch.chdir(tmp_path)
-    experiment = tiny(tmp_path, "m", {"layers": 3}, ablate=None, seeds=4, map={"operands": "recipe"})
+    experiment = tiny(tmp_path, "m", {"layers": 3}, ablate=None, seeds=2, map={"operands": "recipe"})
     sizes = {"block 0": 0.03, "block 1": 0.01, "block 2": 0.03}
     places = {arm.name: place for place, arm in enumerate(experiment.arms)}
     mapped(
         tmp_path, experiment, lambda arm, seed: sizes.get(arm, 0) + 0.001 * seed * (places[arm] % 3)
     ).close()
-    done = here("recipe", "assign", "m", "--fp4-share", "0.3")
+    done = here("recipe", "assign", "m", "--fp4-share", "0.3", "--check", "check.yaml")
     assert done.returncode == 0, done.stderr
+    assert not {*load(tmp_path / "check.yaml").seeds} & {0, 1, 2, 3}  # two of which `--seeds` added
     placed = recipe_of(tmp_path / "assigned.yaml").placements(experiment.base.config.linear_layers)
     assert {layer.block for each in placed if each.products for layer in each.layers} == {1}
     assert "Damage at the recipe's own error is not measured" in done.stdout
@@ -249,6 +251,10 @@ def test_the_interval_of_an_assignment_is_that_of_the_sum_over_seeds(tmp_path):
         0.95, 3, *[(total := noise[1] + noise[2]).mean(), scipy.stats.sem(total)]
     )
     assert best.half == pytest.approx((interval[1] - interval[0]) / 2)
+    # An evaluation's error of 0.003 in each of two cells is one of 0.006 in their sum, at any number of seeds.
+    evaluated = replace(measured, cells=tuple(each._replace(error=0.003) for each in measured.cells))
+    error = np.hypot(scipy.stats.sem(total), 0.006)
+    assert evaluated.assign(share=0.6).half == pytest.approx(scipy.stats.t.isf(0.025, 3) * error)
 
 
 def test_a_map_of_own_code_is_assigned_by_the_layers_that_its_trials_recorded(tmp_path, monkeypatch):

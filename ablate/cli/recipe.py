@@ -217,7 +217,7 @@ def assign(
     if beside is None:
         return
     others = check.controls(measured, best, unit)
-    beside.write_text(check.check_of(experiment, best.recipe, others, best.share))
+    beside.write_text(check.check_of(experiment, best.recipe, others, best.share, measured.seeds))
     load(beside)
     for name in {"last layers", "both ends"} - {*others}:
         screen.print(f"{name}: the same choice")

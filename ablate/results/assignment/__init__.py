@@ -18,6 +18,7 @@ seeds. Refused: cells that overlap, and maps of a recipe without a product in FP
 
 import csv
 import json
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -61,6 +62,8 @@ class Measured(NamedTuple):
     """Damage of the recipe in this cell alone, at its own errors (a = 1), in the metric's unit."""
     values: tuple[float, ...] = ()
     """The same by seed, as measured; empty if only the mean is known."""
+    error: float = 0.0
+    """Standard error of the evaluation, which all seeds and cells share."""
 
 
 class Joined(NamedTuple):
@@ -116,6 +119,8 @@ class Map:
     cells: tuple[Measured, ...]
     doubts: tuple[str, ...] = ()
     """Sentences on how its numbers came about, and on what they do not show."""
+    seeds: frozenset[int] = frozenset()
+    """Seeds that it was measured on; empty if they are not known."""
 
     @classmethod
     def of(cls, file: Path, recipe: Recipe, layers: Sequence[Layer]) -> "Map":
@@ -186,8 +191,10 @@ class Map:
         for each in found.cells:
             scale = found.times ** EXPONENTS.get(each.product, ALL_PRODUCTS)
             values = tuple(value / scale for value in each.total.values)
-            measured.append(Measured(each.name, known[each.name], each.shrunk / scale, values))
-        return cls(recipe, tuple(layers), tuple(measured), tuple(_doubts(found))).checked(name)
+            error = each.total.shared_error / scale
+            measured.append(Measured(each.name, known[each.name], each.shrunk / scale, values, error))
+        seeds = frozenset(member.seed for member in sweep.ledger.members())
+        return cls(recipe, tuple(layers), tuple(measured), tuple(_doubts(found)), seeds).checked(name)
 
     def checked(self, source: str) -> "Map":
         """Return this map; InputError if no programme can be built from it.
@@ -292,7 +299,7 @@ class Map:
             recipe,
             fp4_share(recipe, self.layers),
             sum(each.damage for each in names.values()),
-            _half([cell.values for each in names.values() for cell in each.cells]),
+            _half([cell for each in names.values() for cell in each.cells]),
             tuple(each.name for each in units if each.name not in names),
         )
 
@@ -337,13 +344,17 @@ def _cells(asked: Asked, layers: tuple[Layer, ...], recipe: Recipe) -> dict[str,
     return found
 
 
-def _half(values: Sequence[Sequence[float]]) -> float | None:
-    """Return the half-width of the 95 % t interval of a sum of cells, by their values by seed."""
-    seeds = len(values[0]) if values else 0
-    if seeds < FEWEST_DISTINCT or any(len(each) != seeds for each in values):
+def _half(cells: Sequence[Measured]) -> float | None:
+    """Return the half-width of the 95 % t interval of a sum of cells, by their values by seed.
+
+    Errors of the evaluation add up as they are, since all cells are evaluated on the same data.
+    """
+    seeds = len(cells[0].values) if cells else 0
+    if seeds < FEWEST_DISTINCT or any(len(each.values) != seeds for each in cells):
         return None
-    deviation = float(np.array(values).sum(axis=0).std(ddof=1))
-    return SINGLE_LOOK.half_width(seeds) * deviation
+    deviation = float(np.array([each.values for each in cells]).sum(axis=0).std(ddof=1))
+    shared = sum(each.error for each in cells)
+    return SINGLE_LOOK.half_width(seeds) * math.hypot(deviation, math.sqrt(seeds) * shared)
 
 
 def _doubts(found: Sensitivity) -> Iterator[str]:

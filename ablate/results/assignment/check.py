@@ -5,7 +5,7 @@ its own errors and on seeds that the map has not, with what people do without a 
 ends in high precision; and with random choices, which show what any choice of that share is worth.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -79,7 +79,13 @@ def _kept(measured: Map, order: Sequence[Sequence[Part]], share: float) -> set[P
     return kept
 
 
-def check_of(experiment: Experiment, recipe: Recipe, others: Mapping[str, Recipe], share: float) -> str:
+def check_of(
+    experiment: Experiment,
+    recipe: Recipe,
+    others: Mapping[str, Recipe],
+    share: float,
+    used: Collection[int] = (),
+) -> str:
     """Return the experiment that compares an assignment with its controls, on seeds that the map has not.
 
     Workload, design and engine are the experiment's; without a design, workloads that can be forked are.
@@ -89,12 +95,13 @@ def check_of(experiment: Experiment, recipe: Recipe, others: Mapping[str, Recipe
         recipe: The assignment's recipe, which has other layers than the experiment's, and else the same.
         others: Recipes of the controls by name.
         share: Share of FLOPs in FP4, for the question.
+        used: Seeds that the map has beside the experiment's, as by `--seeds`.
     """
     config, keys = experiment.base.config, experiment.keys
     design = keys.design.model_dump(mode="json", exclude_defaults=True) if keys.design else {}
     whole = f"all in {experiment.base.preset}"
     forked = keys.design or (config.forks and not config.own_code)
-    first = max(experiment.seeds) + 1
+    first = max([*experiment.seeds, *used]) + 1
     base = experiment.base.arm({}).recipe
     arms: dict[str, Json] = {
         ASSIGNED: _knobs(recipe, base),
