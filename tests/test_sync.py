@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import threading
 from collections import Counter
 from contextlib import ExitStack, contextmanager
@@ -16,7 +14,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 from support.commands import INLINE, here
-from support.experiments import ablate, end, environment, ledger, start, sweep, tiny, until, write
+from support.experiments import ablate, end, ledger, start, sweep, tiny, until, write
 from support.gates import Gate
 from support.mlflow_runs import histories, runs
 from support.processes import HOLD_LOCK, ready_process
@@ -26,7 +24,7 @@ from ablate.execution.tracking import database, follower, shown
 from ablate.files import lock
 from ablate.store.databases import url
 from ablate.verification import audit
-from ablate.verification.services import free_port
+from ablate.verification.services import free_port, mlflow
 
 pytestmark = [
     pytest.mark.services,
@@ -44,41 +42,14 @@ def server(folder, port: int):
     """MLflow's own server on a SQLite database, until the block ends; gives a client of it."""
     from mlflow import MlflowClient
 
-    address, store = f"http://127.0.0.1:{port}", f"sqlite:///{folder / 'server.db'}"
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--workers",
-        "1",
-    ]
-    command += ["--backend-store-uri", store, "--artifacts-destination", str(folder / "artifacts")]
-    quiet = environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false", MLFLOW_DISABLE_TELEMETRY="true")
-    with (folder / "server.txt").open("a") as output:
-        running = subprocess.Popen(command, stdout=output, stderr=output, env=quiet, start_new_session=True)
+    log, store = folder / "server.txt", f"sqlite:///{folder / 'server.db'}"
+    running, address = mlflow(store, folder / "artifacts", log, port)
     try:
-        until(lambda: answers(address) or running.poll() is not None, 180, every=0.2)
-        assert running.poll() is None, (folder / "server.txt").read_text()
+        until(lambda: running.ready() or running.process.poll() is not None, 180, every=0.2)
+        assert running.process.poll() is None, log.read_text()
         yield MlflowClient(address)
     finally:
-        os.killpg(running.pid, 9)
-        running.wait(timeout=300)
-
-
-def answers(address: str) -> bool:
-    import urllib.error
-    import urllib.request
-
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5):
-            return True
-    except (urllib.error.URLError, OSError):
-        return False
+        running.close()
 
 
 @pytest.fixture(scope="module")

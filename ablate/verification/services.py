@@ -170,10 +170,13 @@ def _other_user() -> str | None:
     return None if os.getuid() else next(name for name in ("postgres", "nobody") if name in users)
 
 
-def mlflow(store: str, folder: Path, log: Path) -> tuple[Server, str]:
-    """Start an MLflow server with a store and a new folder for artifacts; return it and its address."""
+def mlflow(store: str, folder: Path, log: Path, port: int | None = None) -> tuple[Server, str]:
+    """Start an MLflow server with a store and a new folder for artifacts; return it and its address.
+
+    `port` is one of 127.0.0.1; None takes a free one.
+    """
     folder.mkdir()
-    port = free_port()
+    port = port or free_port()
     address = f"http://127.0.0.1:{port}"
     command = [
         sys.executable,
