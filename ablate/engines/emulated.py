@@ -27,16 +27,12 @@ are left alone. emulated_layer.py computes the products of one layer.
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from copy import copy
-from dataclasses import replace
+from contextlib import contextmanager
 from difflib import get_close_matches
-from functools import partial
-from typing import TYPE_CHECKING, TypedDict, TypeVar
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ablate.engines import experts
 from ablate.engines.emulated_layer import HIGH, UNSET, Context, EmulatedLinear, NotInForce, work_of
@@ -56,7 +52,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-Output = TypeVar("Output")
 BlockOf = Callable[[str], str | None]
 """Returns the name of the block that a module lies in, given the module's name; None for none."""
 
@@ -112,9 +107,10 @@ class Engine:
         self._refuse_idle_rules()
         self._deciders = recipe.layers.deciders(self.placed)
         self._fallback: tuple[frozenset[str], Callable[[Products], Products]] | None = None
+        made = self._made(recipe, self._deciders)
         for name, layer in self.layers.items():
             layer.context = self.context
-            self._in_force(recipe, name)  # raises now, instead of at the first step
+            self._in_force(made, name)  # raises now, instead of at the first step
             if not recipe.plain:
                 layer.products = UNSET
 
@@ -136,10 +132,13 @@ class Engine:
             The recipe as it is at that step, with the phases of its schedule applied.
         """
         recipe = self.recipe.at(step, run, self.tripped)
+        made = self._made(recipe, self._deciders)
         for name, layer in self.layers.items():
-            layer.products = self._in_force(recipe, name)
+            layer.products = self._in_force(made, name)
+        shares: dict[tuple[int, bool], tuple[int, int]] = {}  # many layers have the same products
         for name, layer in self.layers.items() if counted else ():
-            fp4, products = layer.products.fp4(layer.owner.requires_grad)
+            key = id(layer.products), layer.owner.requires_grad
+            fp4, products = shares[key] = shares.get(key) or layer.products.fp4(key[1])
             size = layer.work * len(self.names[name])
             self._fp4 += fp4 * size
             self._work += products * size
@@ -168,13 +167,20 @@ class Engine:
             safer,
         )
 
-    def _in_force(self, recipe: Recipe, name: str) -> Products:
-        products = self._agreed(recipe, self._deciders, name)
+    def _in_force(self, made: Mapping[Decider, Products], name: str) -> Products:
+        products = self._agreed(made, self._deciders, name)
         return self._fallback[1](products) if self._fallback and name in self._fallback[0] else products
 
-    def _agreed(self, recipe: Recipe, deciders: Mapping[str, Decider], name: str) -> Products:
+    @staticmethod
+    def _made(recipe: Recipe, deciders: Mapping[str, Decider]) -> dict[Decider, Products]:
+        """Return the products that each decider assigns: one object for all layers that share it."""
+        return {decider: recipe.decided(decider) or HIGH for decider in set(deciders.values())}
+
+    def _agreed(
+        self, made: Mapping[Decider, Products], deciders: Mapping[str, Decider], name: str
+    ) -> Products:
         """Return the products that a recipe gives to all names of a layer."""
-        products, *others = (recipe.decided(deciders[alias]) or HIGH for alias in self.names[name])
+        products, *others = (made[deciders[alias]] for alias in self.names[name])
         if any(other != products for other in others):
             raise ValueError(
                 f"{' and '.join(self.names[name])} are one layer, and the recipe quantises them differently;"
@@ -272,7 +278,8 @@ class Engine:
         before = {
             name: (layer.products, layer.histories, layer.target) for name, layer in self.layers.items()
         }
-        products = {name: self._agreed(recipe, deciders, name) for name in self.layers}
+        made = self._made(recipe, deciders)
+        products = {name: self._agreed(made, deciders, name) for name in self.layers}
         try:
             with self.unrecorded():
                 for name, layer in self.layers.items():
@@ -558,27 +565,4 @@ def _nearest(lists: Sequence[str]) -> str:
     return (
         f"the blocks in {lists[0]!r}, since that is no name of a list of blocks;"
         f" rename it, the nearest: {', '.join(near)}"
-    )
-
-
-def recompute(model: nn.Module, engine: Engine) -> None:
-    """Checkpoint the activations of every block: keep its input alone and recompute it in the backward pass.
-
-    The same bits, for less memory and more time.
-    """
-    for name in {block_name(name) for name in engine.layers}:
-        block = model.get_submodule(name)
-        block.forward = partial(_recomputed, block.forward, engine)
-
-
-def _recomputed(forward: Callable[..., Output], engine: Engine, *args: object, **kwargs: object) -> Output:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    moment = replace(engine.clock, calls=copy(engine.clock.calls))
-    return checkpoint(
-        forward,
-        *args,
-        use_reentrant=False,
-        context_fn=lambda: (nullcontext(), engine.again(moment)),
-        **kwargs,
     )

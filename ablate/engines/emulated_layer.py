@@ -340,7 +340,7 @@ class EmulatedLinear(Replacement):
 
     def _count(self, slot: str, parts: Iterable[Operand]) -> None:
         for largest in (part.largest for part in parts if part.largest is not None):
-            self.nonfinite.add(largest, self.clock.step, slot, self.clock.stream == "evaluation")
+            self.observed(slot, largest)
 
     def _part(self, part: Part, slot: str, rotation: Hadamard | None, main: Quant, keep: Keep) -> Operand:
         x, how = part.values, part.quant
@@ -363,6 +363,14 @@ class EmulatedLinear(Replacement):
         if self.context.probe is not None and how is main and x.numel():
             self.context.probe.operand(self.name, slot, result.cast or result)
         return result
+
+    def where(self, slot: str) -> int:
+        """Return the draw site of an operand."""
+        return self._sites[slot]
+
+    def observed(self, slot: str, largest: Tensor) -> None:
+        """Count an operand by its largest magnitude, fp32 scalar."""
+        self.nonfinite.add(largest, self.clock.step, slot, self.clock.stream == "evaluation")
 
     def draws_at(self, slot: str) -> DrawArguments:
         """Return the clock and sites that determine an operand's random bits, as keywords of `quantize`."""

@@ -1,4 +1,4 @@
-"""Linear layers inside blocks that stay in high precision by design, `exempt`, or cannot be replaced, `altered`.
+"""Linear layers inside blocks that stay in high precision (`exempt`) or cannot be replaced (`altered`).
 
 Two kinds of nn.Linear are not what a recipe means by a layer of a block. A router sends tokens to experts,
 and the rounding of its few outputs would send them elsewhere; every training stack keeps it in high

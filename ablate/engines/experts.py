@@ -31,6 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ablate.engines import grouped
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.products import Kept, backward, forward
 from ablate.engines.ranks import Divided
@@ -217,6 +218,16 @@ class GroupedCall(torch.autograd.Function):
         batches: Sequence[int],
         counts: Sequence[int],
     ) -> Tensor:
+        ctx.layers, ctx.products, ctx.batches, ctx.counts = layers, products, batches, counts
+        ctx.like, ctx.dtype = (packed.shape, packed.dtype), rows.dtype
+        ctx.grouped = _in_one_tensor(layers, batches) and grouped.covers(layers, rows)
+        if ctx.grouped:
+            with layers[0].clock.within(batches[0]):
+                made = grouped.forward(layers, rows, packed, counts)
+            if made is not None:
+                ctx.save_for_backward(*made[1], rows, packed)
+                return made[0]
+            ctx.grouped = False
         y = rows.new_empty(len(rows), layers[0].out_features)
         kept: list[Tensor | None] = []
         for number, (begin, end) in enumerate(_spans(counts)):
@@ -233,8 +244,6 @@ class GroupedCall(torch.autograd.Function):
                 y[begin:end], of_expert = forward(layer, of_layer, x, w)
             kept += of_expert
         ctx.save_for_backward(*kept)
-        ctx.layers, ctx.products, ctx.batches, ctx.counts = layers, products, batches, counts
-        ctx.like, ctx.dtype = (packed.shape, packed.dtype), rows.dtype
         return y
 
     @staticmethod
@@ -242,6 +251,17 @@ class GroupedCall(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         needs = ctx.needs_input_grad[:2]
         saved, layers = ctx.saved_tensors, ctx.layers
+        if ctx.grouped:
+            kept, (rows, packed) = grouped.Kept(*saved[:3]), saved[3:]
+            with layers[0].clock.within(ctx.batches[0]), torch.autocast(dy.device.type, enabled=False):
+                made = grouped.backward(layers, kept, dy, ctx.counts, needs, ctx.products[0])
+            if made is not None:
+                for layer in layers:
+                    layer.end_call(ctx.batches[0])
+                return _returned(layers, *made, ctx.dtype, ctx.like[1])
+            each = zip(layers, _spans(ctx.counts), strict=True)
+            pairs = ((rows[begin:end].to(torch.bfloat16), layer.part(packed)) for layer, (begin, end) in each)
+            saved = [tensor for x, w in pairs for tensor in (x, w, None, None)]
         dx = dy.new_zeros(len(dy), layers[0].in_features, dtype=ctx.dtype) if needs[0] else None
         shape, dtype = ctx.like
         dw = dy.new_zeros(shape, dtype=dtype) if needs[1] else None
@@ -257,10 +277,35 @@ class GroupedCall(torch.autograd.Function):
                     if dw is not None:
                         layer.part(dw).copy_(of_w)
                 layer.end_call(ctx.batches[number])
-        divided = layers[0].context.divided
-        if dw is not None and divided is not None and divided.index:
-            dw.zero_()  # every rank has the whole one, and they are added later
-        return dx, dw, None, None, None, None
+        return _returned(layers, dx, dw, ctx.dtype, dtype)
+
+
+def _in_one_tensor(layers: Sequence[EmulatedExpert], batches: Sequence[int]) -> bool:
+    """Return True if the layers' weights are the packed tensor, and nothing observes a single layer."""
+    first = layers[0]
+    whole = first.rows == "all" and not first.module.is_transposed
+    return whole and first.context.probe is None and all(batch == batches[0] for batch in batches)
+
+
+def _returned(
+    layers: Sequence[EmulatedExpert],
+    dx: Tensor | None,
+    dw: Tensor | None,
+    of_rows: torch.dtype,
+    of_weights: torch.dtype,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of the arguments of `GroupedCall`."""
+    divided = layers[0].context.divided
+    if dw is not None and divided is not None and divided.index:
+        dw.zero_()  # every rank has the whole one, and they are added later
+    return (
+        None if dx is None else dx.to(of_rows),
+        None if dw is None else dw.to(of_weights),
+        None,
+        None,
+        None,
+        None,
+    )
 
 
 def _gradients(

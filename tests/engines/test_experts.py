@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import ablate
+from ablate.engines import grouped
 from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.experts import EmulatedExpert
@@ -18,6 +19,7 @@ from ablate.recipes.experts import Experts
 from ablate.recipes.layers import Match
 from ablate.recipes.presets import PRESETS
 from ablate.recipes.recipe import Layers, Recipe, Rule, Run
+from ablate.training.metrics import SlotErrors
 
 WIDTH, HIDDEN = 32, 48
 SIZES = (0, 1, 15, 16, 17, 40)
@@ -314,3 +316,33 @@ def test_a_rule_keeps_one_experts_matrix_in_high_precision():
     assert torch.equal(kept[3], quantised[3])
     assert not torch.equal(kept[4], quantised[4])
     assert kept[4].sub(exact[4]).norm() < quantised[4].sub(exact[4]).norm()
+
+
+def test_the_grouped_path_covers_the_usual_recipe_and_the_loop_covers_what_is_observed():
+    model, batch = converted(Model(), PRESETS["nvfp4"]()), routed()
+    layers = model.experts.forward.up[0].layers
+    assert grouped.covers(layers, batch[0])
+    fast = results(model, batch)
+    telemetry = SlotErrors()
+    layers[0].context.probe = telemetry  # the loop gives each operand of each expert to the probe
+    slow = results(model, batch)
+    assert all(torch.equal(value, slow[name]) for name, value in fast.items())
+    assert any("experts.5.gate_up" in name for name in telemetry.metrics())
+
+
+def test_an_expert_whose_token_is_not_finite_is_counted_once_as_the_loop_counts_it():
+    x, index, weights = routed()
+    x[(index[:, 0] == 4).nonzero()[0, 0], 3] = float("nan")
+    counts = {}
+    for how in ("grouped", "loop"):
+        model = Model()
+        engine = convert(model, PRESETS["nvfp4"](), Clock(seed=0))
+        engine.at(0, Run(10))
+        if how == "loop":
+            engine.listen(SlotErrors())
+        results(model, (x, index, weights))
+        counts[how] = {name: int(layer.nonfinite) for name, layer in engine.layers.items()}
+    assert counts["grouped"] == counts["loop"]
+    assert {name for name, count in counts["loop"].items() if count} == {
+        "blocks.0.experts.4.gate_up", "blocks.0.experts.4.down"
+    }  # fmt: skip

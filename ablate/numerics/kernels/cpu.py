@@ -4,7 +4,7 @@ They take NVIDIA's forms: E2M1 elements, E4M3 scales to nearest, one amax a tens
 blocks of 16 or 16x16. All else is the reference's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -132,6 +132,53 @@ def quantize(
     )
     largest = amax if statistic is None else torch.tensor(spec.largest, dtype=torch.float32)
     return Made(values[: x.shape[0]], amax, scales, largest, source if keep else None)
+
+
+class Part(NamedTuple):
+    """Rows of a matrix that are quantised by themselves: the first, their number, and their draw site."""
+
+    begin: int
+    rows: int
+    where: int
+
+
+def quantize_parts(
+    memory: Tensor, kernel: str, quant: Quant, parts: Sequence[Part], clock: Clock, signs: int | None = None
+) -> tuple[Tensor, Tensor] | None:
+    """Quantise parts of one matrix, each as `quantize` would.
+
+    Args:
+        memory: bf16 [rows, columns], contiguous, with a multiple of 16 columns.
+        kernel: key of TILES: `columns` quantises the transpose of each part.
+        quant: Quantiser that `forms.nvidia` accepts, with statistic amax.
+        parts: The parts; for `columns` and `tiles`, multiples of 16 rows. One of 0 rows is left out.
+        clock: Seed, stream, step and micro-batch.
+        signs: Signs of a rotation down the columns, as `sign_word` has them; None: no rotation.
+
+    Returns:
+        Values, bf16 like `memory` (undefined outside of the parts), and the largest magnitude of each part,
+        fp32 [parts], 0 for one left out; None if one is not finite.
+    """
+    assert quant.outer is not None
+    values = torch.empty_like(memory)
+    rows, columns = TILES[kernel]
+    most = max((part.rows for part in parts), default=0)
+    scales = torch.empty(max(1, most // rows), memory.shape[1] // columns, dtype=torch.float32)
+    spec = CastArguments(bound=quant.outer.bound, headroom=quant.range.headroom, bf16=True)
+    if quant.rounding == "stochastic":
+        spec.stochastic, spec.key[:] = True, philox_key(clock)
+    if signs is not None:
+        spec.rotated, spec.signs = True, signs
+    run, source, target, width = getattr(builds.built(), kernel), memory.data_ptr(), values.data_ptr(), 2
+    amaxes = [0.0] * len(parts)
+    for number, (begin, count, where) in enumerate(parts):
+        if count:
+            spec.amax, spec.clock[:] = -1.0, (clock.step, clock.micro_batch, where)
+            offset = begin * memory.shape[1] * width
+            if not run(source + offset, count, memory.shape[1], spec, target + offset, scales.data_ptr()):
+                return None
+            amaxes[number] = spec.amax
+    return values, torch.tensor(amaxes, dtype=torch.float32)
 
 
 def _turned(memory: Tensor, signs: int) -> Tensor:

@@ -156,7 +156,7 @@ class Trained(Training, Workload):
         import torch
 
         from ablate.engines import converter
-        from ablate.engines.emulated import recompute
+        from ablate.engines.recomputation import recompute
         from ablate.numerics.philox import Clock
         from ablate.training.distributed import shard
         from ablate.training.loop import PreparedRun
