@@ -3,7 +3,8 @@
     python benchmarks/sensitivity_proof.py run --workers 16 --minutes 8 --out FOLDER    # resumable
     python benchmarks/sensitivity_proof.py analyse --rows FOLDER/rows.jsonl
 
-The rows of the page on benchmarks are in benchmarks/sensitivity_proof_rows.jsonl.gz.
+The rows of the page on benchmarks are in benchmarks/sensitivity_proof_rows.jsonl.gz, and those of a second
+run, on another text, in benchmarks/sensitivity_proof_second.jsonl.gz. Each has its own bf16 forks.
 
 The damage of one cell of NVFP4 is far below what seeds differ by. With errors amplified by a = 4 it is seen,
 and a map of cells is then an extrapolation. It is right only if damage at a = 4 orders cells as damage at

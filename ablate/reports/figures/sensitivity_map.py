@@ -170,6 +170,8 @@ def _sentences(found: Sensitivity, unit: str) -> Iterator[str]:
     if found.times > 1:
         yield (
             "It does not show that a small cell is harmless (a biased error shows late), how products compare"
-            " or how large any damage is at the recipe's own error, more than the size of errors, or that the"
-            " order holds for another model, checkpoint or length."
+            " (in one trial, damage of dgrad and wgrad grew twice as fast with the window as that of fprop),"
+            " how large any damage is at the recipe's own error, what is particular to its errors (errors"
+            " that change places in their operand gave the same order), or that the order holds for another"
+            " model, checkpoint or length."
         )
