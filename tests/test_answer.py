@@ -364,6 +364,8 @@ def test_a_report_names_the_model_that_was_trained_and_not_the_fields_that_it_re
         "finetune (model org/name, steps 5)",
     )
     assert title(RecordedSpec.of({"workload": {"gpt": of_run}})) == "gpt 4x128, 300 steps"
+    mixed = of_run | {"experts": {"count": 8, "top_k": 2}}
+    assert title(RecordedSpec.of({"workload": {"gpt": mixed}})) == "gpt 4x128 with 8 experts, 300 steps"
     small = "gpt (layers 4, width 128, context 32, steps 300, data"
     for data, name in (("fineweb", "fineweb"), ({"train": "/x/a.bin", "val": "/x/b.bin"}, "a.bin")):
         shown = described(RecordedSpec.of({"workload": {"gpt": of_run | {"data": data}}}))

@@ -183,6 +183,7 @@ def test_one_arm_that_it_cannot_compute_moves_all_arms_to_the_emulator():
         ({"hidden": 100}, "workload.hidden is 100, and"),
         ({"compile": True}, "workload.compile true: not yet"),
         ({"recompute": True}, "workload.recompute true: not yet"),
+        ({"experts": {"count": 4}}, "the model packs experts' weights into one tensor, which only engine"),
         (
             {"guard": {"policy": "fallback", "fallback": {"precision": "fp8", "slots": ["fprop.x"]}}},
             "arm 'nvfp4': after workload.guard.fallback fprop: Transformer Engine multiplies two operands of one kind, and fprop.x and",
@@ -446,6 +447,10 @@ def test_an_arm_that_flashinfer_cannot_write_is_refused_and_a_workload_without_a
         choose("scaled_mm:cutlass", own, "cuda", machine=machine)
     assert engine_selection.misfit("scaled_mm:cutlass", own[0], Layout()).startswith("wgrad.dw fp32")
     assert engine_selection.misfit("scaled_mm", own[0], Layout()) is None
+    mixed = StartingPoint("gpt", {"experts": {"count": 4}}, "nvfp4").arm({})
+    assert engine_selection.misfit("scaled_mm", mixed, Layout()).startswith(
+        "the model packs experts' weights"
+    )
     assert choose("scaled_mm", own, "cuda", machine=machine) == Choice("scaled_mm")
     with pytest.raises(ValueError, match="workload tensors: it is computed by the emulator alone"):
         choose("scaled_mm", [StartingPoint("tensors", {}, "nvfp4").arm({})], "cuda", machine=machine)

@@ -534,6 +534,21 @@ def test_a_condition_that_can_never_hold_is_refused(tmp_path):
         ("{mlp: gelu}", "3:18: workload.gpt.mlp: 'gelu': input should be 'swiglu' or 'relu2'"),
         ("{width: 100, heads: 3}", "3:30: workload.gpt.heads: 3: 3 does not divide width 100"),
         ("{heads: 4, kv_heads: 3}", "3:28: workload.gpt.kv_heads: 3: 3 does not divide heads 4"),
+        ("{experts: {top_k: 2}}", "3:18: workload.gpt.experts.count: is missing"),
+        ("{experts: {count: 1}}", "3:28: workload.gpt.experts.count: 1: input should be greater than or "),
+        ("{experts: {count: 8, topk: 1}}", "3:38: workload.gpt.experts.topk: 1: no such key; 'top_k' is the"),
+        (
+            "{experts: {count: 4, top_k: 5}}",
+            "3:38: workload.gpt.experts.top_k: 5: a token cannot be sent to 5 of 4 experts",
+        ),
+        (
+            "{hidden: 64, experts: {count: 4, hidden: 32}}",
+            "3:18: workload.gpt.hidden: 64: has no effect, since experts.hidden sets the width of an expert",
+        ),
+        (
+            "{compile: true, experts: {count: 4}}",
+            "3:18: workload.gpt.compile: true: true needs equal shapes in all steps, and experts get ",
+        ),
         (
             "{layers: 2147483648}",
             "3:18: workload.gpt.layers: 2147483648: input should be less than or equal to 1024",

@@ -118,6 +118,22 @@ def test_ranks_record_what_one_records(name, ranks, sharded, shared):
             assert all(mine[k] == its[k] or math.isnan(mine[k]) for k in mine if not k.startswith(tuple(own)))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("auxiliary", "shared"), [(0.01, True), (0.0, False)])
+@pytest.mark.parametrize("name", ["bf16", "nvfp4"])
+def test_ranks_train_experts_as_one_rank_does(name, auxiliary, shared):
+    shape = (SHARED if shared else SPLIT) | {"experts": {"count": 4, "auxiliary": auxiliary}}
+    wanted = records(variants()[name], **shape)
+    found, other = in_ranks(2, lambda: records(variants()[name], **shape))
+    compared = {"train/loss", "val/loss"} | ({"train/imbalance"} if auxiliary else set())
+    assert compared <= wanted[-1][1].keys()
+    for (step, mine), (own_step, its) in zip(found, wanted, strict=True):
+        assert step == own_step
+        for metric in compared & its.keys():
+            assert mine[metric] == pytest.approx(its[metric], rel=2e-4)
+    assert found[-1][1]["val/loss"] == other[-1][1]["val/loss"]
+
+
 def gradient(recipe: Recipe, sharded: bool, **shape: Any) -> dict[str, torch.Tensor]:
     """Every parameter's gradient in the second step; the first one's is zero behind a head that starts at zero."""
     be(sharded)
@@ -506,6 +522,13 @@ def laid_out(recipe: Recipe, layout: Layout, engine: str = "emulated", **changes
             {"batch": 2, "context": 24},
             "24 tokens, which cuts a block of recipe.wgrad.x",
         ),
+        (
+            Layout(2),
+            Recipe(),
+            SPLIT | {"experts": {"count": 4}},
+            "the loss of this workload is of whole batches",
+        ),
+        (Layout(2, True), Recipe(), SHARED | {"experts": {"count": 4}}, "its experts' weights are packed;"),
         (
             Layout(2, True),
             Recipe(),

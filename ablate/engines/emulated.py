@@ -72,6 +72,13 @@ class EngineState(TypedDict):
     weights: RulesState | None
 
 
+class Muted(Probe):
+    """Probe that records nothing, in force while a block that a probe measured is recomputed.
+
+    Experts save other tensors with a probe than without, and a recomputed block must save the same ones.
+    """
+
+
 class Engine:
     """A model's quantised layers under one recipe: follows its schedule and collects measurements.
 
@@ -412,7 +419,7 @@ class Engine:
             self.clock.micro_batch, self.clock.calls = moment.micro_batch, moment.calls
         probe = self.context.probe
         counts = self._count_apart()
-        self.listen(None)
+        self.listen(probe and Muted())
         try:
             yield
         finally:

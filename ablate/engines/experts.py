@@ -37,7 +37,7 @@ from ablate.engines.products import Kept, backward, forward
 from ablate.engines.ranks import Divided
 from ablate.numerics.partition import gather
 from ablate.numerics.philox import Clock, site
-from ablate.numerics.product import first_order, linear, multiplies_bf16
+from ablate.numerics.product import first_order, linear
 from ablate.recipes.experts import Experts
 from ablate.recipes.layers import block_name
 from ablate.recipes.recipe import SLOTS, Products
@@ -191,17 +191,17 @@ class Group:
         )
 
     def _unquantised(self, rows: Tensor, packed: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the grouped product in the dtype of `rows`."""
+        """Return the product that torch's grouped_mm computes, which takes rows of whole 16 bytes alone."""
         first = self.layers[0]
         weight = packed.to(rows.dtype)
         if first.rows != "all":
             weight = torch.stack([layer.part(weight) for layer in self.layers])
         elif first.module.is_transposed:
             weight = weight.transpose(-2, -1)
-        ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=rows.device)
-        if rows.dtype != torch.bfloat16 or rows.is_cuda or multiplies_bf16():
+        if rows.is_cuda and not any(size * rows.element_size() % 16 for size in weight.shape[1:]):
+            ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=rows.device)
             return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
-        return F.grouped_mm(rows.float(), weight.float().transpose(-2, -1), offs=ends).to(rows.dtype)
+        return torch.cat([linear(x, w) for x, w in zip(rows.split(list(counts)), weight, strict=True)])
 
 
 class GroupedCall(torch.autograd.Function):

@@ -30,6 +30,7 @@ NATIVE = "transformer_engine"
 UNPROVEN = (
     f"Transformer Engine's kernels have not been compared with it here; `{parity_record.COMMAND}` does that"
 )
+_EXPERTS = "the model packs experts' weights into one tensor, which only engine emulated quantises"
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ def _scaled_arm_refusals(engine: str, arm: Arm, layout: Layout) -> Iterator[str]
         yield f"workload {type(arm.config).__name__.lower()}: it is computed by the emulator alone"
         return
     yield from layout.misfits(training, arm.recipe, engine)
+    if arm.config.has_experts:
+        yield _EXPERTS
     backend = backend_of(engine)
     fp4 = scaled_mapping.families(arm.recipe, backend) & {*scaled_mapping.FP4}
     if backend in scaled_mapping.FLASHINFER and fp4 and layout.splits(training.accumulate) > 1:
@@ -231,7 +234,9 @@ def _workload_refusals(config: Workload, plain: bool) -> Iterator[str]:
         yield "workload.compile true: not yet on Transformer Engine; leave it out"
     if training.recompute:
         yield "workload.recompute true: not yet on Transformer Engine; leave it out"
-    if plain:
+    if config.has_experts:
+        yield _EXPERTS
+    if plain or config.has_experts:
         return
     for what, extent in training.extents.items():
         if extent % MULTIPLE:

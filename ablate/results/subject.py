@@ -31,8 +31,8 @@ def _model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def title(spec: RecordedSpec) -> str:
-    """Return workload, size and steps of a trial: `gpt 3x96, 300 steps`, `gpt llama 2x64, 60 steps from a
-    checkpoint of a run of 300`.
+    """Return workload, size and steps of a trial: `gpt 3x96 with 8 experts, 300 steps`, `gpt llama 2x64, 60
+    steps from a checkpoint of a run of 300`.
 
     Args:
         spec: the trial's spec.
@@ -40,6 +40,8 @@ def title(spec: RecordedSpec) -> str:
     config = spec.config
     name, sizes = _model(config)
     size = "x".join(str(sizes[key]) for key in _OF_MODEL) if len(sizes) == len(_OF_MODEL) else ""
+    if experts := config.get("experts"):
+        size += f" with {experts['count']} experts"
     steps = f", {config['steps']} steps" if "steps" in config else ""
     if spec.forks:
         steps = (

@@ -44,7 +44,7 @@ from ablate.training.first_nonfinite import Finder, Origin
 from ablate.training.fork_design import Forks, Window
 from ablate.training.guard import GuardDecision, Watch
 from ablate.training.hyperparameters import Training
-from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED
+from ablate.training.metric_names import ENDINGS, FIRST_NONFINITE, GUARD_STOPPED, IMBALANCE
 from ablate.training.metrics import (
     SlotErrors,
     gradient_noise,
@@ -53,7 +53,7 @@ from ablate.training.metrics import (
     of_machine,
     oscillation,
 )
-from ablate.training.models.transformer import Attention
+from ablate.training.models.transformer import Attention, Transformer
 from ablate.training.optimizers import optimizer
 
 T = TypeVar("T")
@@ -334,6 +334,8 @@ class Loop:
         """Seconds spent in steps so far."""
         self.measured: list[dict[str, float]] = []
         """Metrics of the last two steps that telemetry measured."""
+        self.imbalance: Tensor | None = None
+        """This rank's part of the last step's mean load-balancing loss; None if the model trains none."""
         self.over = False
 
     def state(self, step: int) -> RunState:
@@ -445,8 +447,11 @@ class Loop:
         return Record(done + self.counted, metrics, verdict if diverges else None) if metrics else None
 
     def _seen(self, done: int) -> dict[str, float]:
-        """Return the engine's counts so far: non-finite activations, and bytes of gathered weights."""
+        """Return the engine's counts so far, non-finite activations and bytes of gathered weights, and the
+        load-balancing loss of the last step."""
         metrics = {"nan/activation": self.world.sums(self.run.engine.nonfinite())[0]}
+        if self.imbalance is not None:
+            metrics[IMBALANCE] = self.world.sums(self.imbalance.item())[0]
         gathered, in_bf16 = self.run.engine.traffic()
         if in_bf16:
             metrics |= {"comm/gather_bytes": gathered / done, "comm/gather_saved": 1 - gathered / in_bf16}
@@ -492,6 +497,7 @@ class Loop:
         """
         self.optimizer.zero_grad()
         total, part = torch.zeros((), dtype=torch.float64, device=self.device), self.part
+        model, self.imbalance = self.run.model, None
         with self.run.engine.still_weights(), part.divided():
             for micro_batch in part.micro_batches:
                 self.run.engine.clock.begin(micro_batch)
@@ -501,6 +507,9 @@ class Loop:
                     )
                     loss.backward()
                 total += loss.detach().to(total).view(())
+                if isinstance(model, Transformer) and model.imbalance is not None:
+                    own = model.imbalance.to(total) / (self.config.accumulate * part.splits)
+                    self.imbalance = own if self.imbalance is None else self.imbalance + own
         return part.total(total, step)
 
     def _shadow(self, step: int) -> list[Tensor]:

@@ -57,6 +57,10 @@ LOSS, KL, EXTREME = QUANTITIES = ("loss", "kl", "extreme")
 distributions of the next token from those of bf16 on the same weights, nats a token; and the share of the
 data's tokens whose probability differs from bf16's by more than a factor of 2."""
 
+IMBALANCE = "train/imbalance"
+"""Load-balancing loss of the last step, unweighted, as the mean over blocks: 1 if all experts have equal
+loads."""
+
 VARIANCE, SQUARED_BIAS = "grad/variance", "grad/squared_bias"
 """Variance and squared bias of the gradient under random rounding, over the squared norm of the gradient
 without quantisation."""

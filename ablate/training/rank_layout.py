@@ -106,8 +106,8 @@ def _sharding_misfits(config: Training, recipe: Recipe, engine: str) -> Iterator
         yield f"sharded: engine {engine} keeps whole weights; leave sharded out"
     if not config.shardable:
         yield (
-            "sharded: this workload leaves a model or pictures, "
-            "made by one rank of whole weights; leave sharded out"
+            "sharded: this workload leaves a model or pictures, made by one rank of whole weights, "
+            "or its experts' weights are packed; leave sharded out"
         )
     if config.optimizer == "muon":
         yield "sharded: optimizer muon orthogonalises whole matrices; use adamw, or leave sharded out"

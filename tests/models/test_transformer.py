@@ -26,7 +26,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(SquaredReLU(width, hidden) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = self.router(x).softmax(-1)
+        weights = self.router(x.float()).softmax(-1).to(x.dtype)
         return sum(weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
 
 

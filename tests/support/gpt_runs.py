@@ -52,7 +52,7 @@ def facts(records: list[Record]) -> str:
     return repr(
         [
             (step, {k: v for k, v in sorted(m.items()) if not k.startswith(PLACES)}, events)
-            for step, m, events, _ in records
+            for step, m, events, *_ in records
         ]
     )
 

@@ -1,7 +1,7 @@
 """A decoder-only transformer in plain nn.Linear; engines convert it like any other model.
 
-RMSNorm before each branch, rotary positions, QK-norm, grouped-query attention, SwiGLU or squared ReLU, untied
-head, no biases.
+RMSNorm before each branch, rotary positions, QK-norm, grouped-query attention, SwiGLU or squared ReLU, or a
+mixture of experts of either (mixture.py), untied head, no biases.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,20 @@ from torch import Tensor, nn
 
 from ablate.numerics.product import linear
 from ablate.training import cuda_arithmetic
+from ablate.training.models.mixture import Experts, Mixture, Router
+
+
+class MixtureShape(Protocol):
+    """Numbers of a mixture of experts, as `workloads.gpt.MixtureOfExperts` has them."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def top_k(self) -> int: ...
+    @property
+    def shared(self) -> int: ...
+    @property
+    def auxiliary(self) -> float: ...
 
 
 class TransformerShape(Protocol):
@@ -30,6 +44,10 @@ class TransformerShape(Protocol):
     def mlp(self) -> str: ...
     @property
     def hidden_width(self) -> int: ...
+    @property
+    def experts(self) -> MixtureShape | None: ...
+    @property
+    def expert_width(self) -> int: ...
     @property
     def context(self) -> int: ...
     @property
@@ -125,14 +143,36 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
+class MixtureBlock(Block):
+    """Block whose MLP is a `Mixture`; returns the load-balancing loss beside the activations."""
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, rotation: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x), rotation)
+        y, imbalance = self.mlp(self.mlp_norm(x))
+        return x + y, imbalance
+
+
 def block_of(shape: TransformerShape) -> Block:
-    """Return a block with the attention and the MLP that the shape names."""
+    """Return a block with the attention, and the MLP or mixture of experts, that the shape names."""
     attention = Attention(shape.width, shape.heads, shape.kv_heads or shape.heads, shape.deterministic)
-    return Block(shape.width, attention, MLPS[shape.mlp](shape.width, shape.hidden_width))
+    if shape.experts is None:
+        return Block(shape.width, attention, MLPS[shape.mlp](shape.width, shape.hidden_width))
+    count, top_k, shared = shape.experts.count, shape.experts.top_k, shape.experts.shared
+    mixture = Mixture(
+        Router(shape.width, count, top_k),
+        Experts(shape.width, shape.expert_width, count, top_k, gated=shape.mlp == "swiglu"),
+        MLPS[shape.mlp](shape.width, shared * shape.expert_width) if shared else None,
+    )
+    return MixtureBlock(shape.width, attention, mixture)
 
 
 class Transformer(nn.Module):
     """The model: tokens and targets, int64 [batch, context], to the mean cross-entropy in nats.
+
+    With experts, the gradient of what it returns is that of the cross-entropy plus `auxiliary` times the sum
+    of the blocks' load-balancing losses; its value is the cross-entropy alone.
 
     Args:
         shape: width, heads, layers and so on, as a `Gpt` workload has them.
@@ -155,15 +195,30 @@ class Transformer(nn.Module):
         self.norm = Norm(shape.width)
         self.head = nn.Linear(shape.width, vocab, bias=False)
         self.angles = (shape.context, shape.width // shape.heads, shape.rope_theta)
+        self.auxiliary = shape.experts.auxiliary if shape.experts else 0.0
+        self.imbalance: Tensor | None = None
+        """Mean of the blocks' load-balancing losses in the last computed loss, without a graph; None without
+        an auxiliary loss."""
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return the mean loss in nats; without targets, the logits [batch * tokens, vocabulary]."""
         rotation = rotary_table(*self.angles, tokens.device)
         x = self.embedding(tokens).to(self.dtype)
+        imbalances = []
         for block in self.blocks:
             x = block(x, rotation)
+            if isinstance(x, tuple):
+                x, imbalance = x
+                imbalances.append(imbalance)
         logits = linear(self.norm(x), self.head.weight.to(self.dtype)).flatten(0, 1)
-        return logits if targets is None else F.cross_entropy(logits.float(), targets.flatten())
+        if targets is None:
+            return logits
+        loss = F.cross_entropy(logits.float(), targets.flatten())
+        if not self.auxiliary:
+            return loss
+        total = torch.stack(imbalances).sum()
+        self.imbalance = total.detach() / len(imbalances)
+        return loss + self.auxiliary * (total - total.detach())
 
 
 def logits(model: Transformer, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -204,8 +259,8 @@ def initialise(model: Transformer, seed: int, device: torch.device) -> Transform
     """Draw the weights of a model built on the meta device, from the seed alone, and return it.
 
     Linears have standard deviation 1/2 fan_in^-1/2, divided by (2 depth)^1/2 if they write to the residual
-    stream: an attention's `out`, and every `down` of an MLP. Norms are one. The head is zero, so that the
-    first loss is log(vocab). Weights are drawn on the CPU in order of name.
+    stream: an attention's `out`, and every `down` of an MLP or an expert. Norms are one. The head is zero, so
+    that the first loss is log(vocab). Weights are drawn on the CPU in order of name.
 
     Args:
         model: a model on the meta device, changed in place.
@@ -230,5 +285,5 @@ def _deviation(name: str, parameter: Tensor, depth: int) -> float:
         return 0.0
     if name == "embedding.weight":
         return 0.5
-    residual = name.endswith(("attention.out.weight", ".down.weight"))
-    return 0.5 * parameter.shape[1] ** -0.5 * ((2 * depth) ** -0.5 if residual else 1.0)
+    residual = name.endswith(("attention.out.weight", ".down.weight", ".down_proj"))
+    return 0.5 * parameter.shape[-1] ** -0.5 * ((2 * depth) ** -0.5 if residual else 1.0)

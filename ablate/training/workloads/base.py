@@ -97,6 +97,11 @@ class Workload(Spec):
         return tuple(layer.name for layer in self.linear_layers)
 
     @property
+    def has_experts(self) -> bool:
+        """Return True if layers are matrices of experts that a model packs into one tensor."""
+        return any("Expert" in layer.classes for layer in self.linear_layers)
+
+    @property
     def blocks(self) -> int:
         """Return the number of transformer blocks, which a layer policy counts."""
         return blocks_in(self.linear_layers)

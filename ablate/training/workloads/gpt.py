@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import Field
 
 from ablate.files import Json
+from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer, located
 from ablate.recipes.recipe import Recipe
 from ablate.training.hyperparameters import MOST_LAYERS, MOST_WIDTH
@@ -24,17 +25,36 @@ if TYPE_CHECKING:
     from ablate.numerics.philox import Clock
     from ablate.training.models.source import Outline
 
-_LINEARS = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
-_AROUND = ("Transformer", "ModuleList", "Block", "Linear")
 _MLPS = {"swiglu": "SwiGLU", "relu2": "SquaredReLU"}
-_SHAPE = ("layers", "width", "heads", "kv_heads", "mlp", "hidden", "rope_theta")
+_SHAPE = ("layers", "width", "heads", "kv_heads", "mlp", "hidden", "experts", "rope_theta")
 """Fields that do not apply to a model of `transformers`."""
+_MOST_EXPERTS = 512
+
+
+class MixtureOfExperts(Spec):
+    """Experts in place of the MLP of each block (`models.mixture`)."""
+
+    count: int = Field(ge=2, le=_MOST_EXPERTS)
+    """Number of experts."""
+    top_k: int = Field(2, ge=1, le=_MOST_EXPERTS)
+    """Experts that each token is sent to."""
+    hidden: int | None = Field(None, ge=16, le=1 << 48)
+    """Width of one expert; null: the MLP's width divided by top_k + shared, rounded up to a multiple of 32,
+    so that a token costs as much as without experts."""
+    shared: int = Field(0, ge=0, le=_MOST_EXPERTS)
+    """Further experts that every token passes through, as one MLP."""
+    auxiliary: float = Field(0.01, ge=0)
+    """Weight of the load-balancing loss of Switch Transformer, added up over blocks; 0: none.
+
+    It is trained beside the cross-entropy and recorded apart, as the mean over blocks: train/imbalance.
+    """
 
 
 class Gpt(TextWorkload):
     """Shape of the model, its data, and the training run."""
 
     VERSION: ClassVar[int] = 1
+    LATER: ClassVar[frozenset[str]] = frozenset({"experts"})
     NAMES: ClassVar[tuple[str, ...]] = ("model",)
 
     model: Architecture | None = None
@@ -51,6 +71,8 @@ class Gpt(TextWorkload):
     mlp: Literal["swiglu", "relu2"] = "swiglu"
     hidden: int | None = Field(None, ge=16, le=1 << 48)
     """Width of the MLP; null: 8/3 of the width for swiglu (rounded up to a multiple of 32), 4 for relu2."""
+    experts: MixtureOfExperts | None = None
+    """Mixture of experts in place of each MLP, such as {count: 8}; null: none."""
     rope_theta: float = Field(10000.0, gt=1)
 
     @property
@@ -66,30 +88,57 @@ class Gpt(TextWorkload):
         return None if self.model is None else outlined(self.model, self.corpus)
 
     @property
+    def expert_width(self) -> int:
+        """Return the width of one expert; 0 without experts."""
+        if self.experts is None:
+            return 0
+        parts = self.experts.top_k + self.experts.shared
+        return self.experts.hidden or -(-self.hidden_width // (32 * parts)) * 32
+
+    @property
     def linear_layers(self) -> tuple[Layer, ...]:
         """Return the layers that a recipe applies to.
 
-        They are those of the given model, or four in each block of this package's transformer.
+        They are those of the given model, or of this package's transformer: four in each block, or two for
+        each expert in place of those of the MLP. An expert's counts as many weights as a token is multiplied
+        by on average: top_k / count of its elements.
         """
         if outline := self.outline:
             return outline.layers
-        kinds = {"attention": "Attention", "mlp": _MLPS[self.mlp]}
-        around = {name: {*_AROUND, kinds[name.partition(".")[0]]} for name in _LINEARS}
+        sizes = self._features
+        block = "Block" if self.experts is None else "MixtureBlock"
+        around = {name: {"Transformer", "ModuleList", block, "Linear", *self._within(name)} for name in sizes}
+        weights = {name: self.width * features for name, features in sizes.items()}
+        if self.experts is not None:
+            chosen, count = self.experts.top_k, self.experts.count
+            weights |= {name: n * chosen // count for name, n in weights.items() if ".experts." in name}
         return located(
-            {
-                f"blocks.{block}.{name}": classes
-                for block in range(self.layers)
-                for name, classes in around.items()
-            },
-            weights=lambda name: self.width * self._features[name.split(".", 2)[2]],
+            {f"blocks.{number}.{name}": around[name] for number in range(self.layers) for name in sizes},
+            weights=lambda name: weights[name.split(".", 2)[2]],
         )
 
     @property
     def _features(self) -> dict[str, int]:
-        """Return the number of input or output features of each layer that is not the model's width."""
+        """Return the features, in or out, of each layer of a block that are not the model's width."""
         keys = (self.kv_heads or self.heads) * (self.width // self.heads)
-        up = (2 if self.mlp == "swiglu" else 1) * self.hidden_width
-        return dict(zip(_LINEARS, (self.width + 2 * keys, self.width, up, self.hidden_width), strict=True))
+        features = {"attention.qkv": self.width + 2 * keys, "attention.out": self.width}
+        gates = 2 if self.mlp == "swiglu" else 1
+        if self.experts is None:
+            return features | {"mlp.up": gates * self.hidden_width, "mlp.down": self.hidden_width}
+        first, width = "gate_up" if gates == 2 else "up", self.expert_width
+        for expert in range(self.experts.count):
+            features[f"mlp.experts.{expert}.{first}"] = gates * width
+            features[f"mlp.experts.{expert}.down"] = width
+        shared = self.experts.shared * width
+        return features | ({"mlp.shared.up": gates * shared, "mlp.shared.down": shared} if shared else {})
+
+    def _within(self, name: str) -> tuple[str, ...]:
+        """Return the classes of the modules of a block that contain a layer, by its name in the block."""
+        if name.startswith("attention"):
+            return ("Attention",)
+        if self.experts is None:
+            return (_MLPS[self.mlp],)
+        return ("Mixture", *(("Experts", "Expert") if ".experts." in name else (_MLPS[self.mlp],)))
 
     @property
     def imports(self) -> tuple[str, ...]:
@@ -122,6 +171,20 @@ class Gpt(TextWorkload):
             )
         if self.heads % (self.kv_heads or self.heads):
             yield "kv_heads", f"{self.kv_heads} does not divide heads {self.heads}"
+        if self.experts is not None:
+            yield from self._misrouted(self.experts)
+
+    def _misrouted(self, experts: MixtureOfExperts) -> Iterator[tuple[str, str]]:
+        if experts.top_k > experts.count:
+            yield "experts.top_k", f"a token cannot be sent to {experts.top_k} of {experts.count} experts"
+        if self.hidden is not None and experts.hidden is not None:
+            yield "hidden", "has no effect, since experts.hidden sets the width of an expert; leave one out"
+        if self.compile:
+            yield (
+                "compile",
+                "true needs equal shapes in all steps, and experts get other numbers of tokens in each; "
+                "leave out compile or experts",
+            )
 
     @property
     def extents(self) -> dict[str, int]:
@@ -138,16 +201,17 @@ class Gpt(TextWorkload):
 
     @property
     def divisible(self) -> bool:
-        """Return True for this package's own transformer.
+        """Return True for this package's own transformer, but not with a load-balancing loss.
 
-        A model of `transformers` may use dropout, whose masks are drawn for whole batches.
+        That is a product of means over a batch. A model of `transformers` may use dropout, whose masks are
+        drawn for whole batches.
         """
-        return self.model is None
+        return self.model is None and not (self.experts and self.experts.auxiliary)
 
     @property
     def shardable(self) -> bool:
-        """Return True: this workload leaves no files at its end."""
-        return True
+        """Return True, since this workload leaves no files at its end, but not with experts."""
+        return not self.has_experts
 
     def identity(self) -> dict[str, Json]:
         """Return the fields that determine the numbers."""
@@ -169,14 +233,22 @@ class Gpt(TextWorkload):
         """Return the number of weights in the blocks' matrices; of all weights of a `transformers` model."""
         if outline := self.outline:
             return outline.parameters
-        return self.layers * self.width * sum(self._features.values())
+        routers = self.experts.count if self.experts else 0
+        return self.layers * self.width * (sum(self._features.values()) + routers)
 
     def cost(self, quantised: bool) -> float:
         """Return rough seconds of one trial on one CPU core."""
-        elements = self.layers * (8 * self.width + 3 * self.hidden_width)
         if self.model is not None:  # a block with 12 n^2 weights has 16 n activations per token
             elements = 16 * (self.parameters() * self.blocks / 12) ** 0.5
-        return self.seconds(self.parameters(), elements, self.blocks, quantised)
+            return self.seconds(self.parameters(), elements, self.blocks, quantised)
+        experts = self.experts
+        hidden = self.expert_width * (experts.top_k + experts.shared) if experts else self.hidden_width
+        elements = self.layers * (8 * self.width + 3 * hidden)
+        layers = self.linear_layers
+        multiplied = sum(layer.weights for layer in layers)
+        return self.seconds(
+            multiplied, elements, len(layers) // 4, quantised
+        )  # of the four layers of a block
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
         """Return the transformer and windows of the text."""

@@ -44,7 +44,7 @@ class MemoryEstimate(NamedTuple):
 def estimate(config: Workload, recipe: Recipe, device: str) -> MemoryEstimate | None:
     """Return the memory of a trial on one device; None where it is not known.
 
-    It is known of this package's transformer, not compiled, and without `recompute`.
+    It is known of this package's transformer without experts, not compiled, and without `recompute`.
 
     Args:
         config: the workload.
@@ -52,6 +52,8 @@ def estimate(config: Workload, recipe: Recipe, device: str) -> MemoryEstimate | 
         device: `cpu` or `cuda`; on a CPU attention is computed in fp32.
     """
     if not isinstance(config, Gpt) or config.model is not None or config.recompute or config.compile:
+        return None
+    if config.experts is not None:
         return None
     matrices, vocab = config.parameters(), config.corpus.vocab
     heads = config.width // config.heads
