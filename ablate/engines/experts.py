@@ -23,7 +23,7 @@ multiplied; its gradient is zero. Ranks that divide the tokens of a quantised la
 each computes all experts, so that the scales are those of all tokens.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
@@ -52,6 +52,9 @@ _LAYOUT = (
     "down_proj",
 )
 """Attributes of a module of experts with packed weights."""
+
+_WIDE_SUMS = ("Inkling2Experts", "NemotronHExperts")
+"""Modules of transformers whose `eager` adds up experts in the dtype of the weighted tokens."""
 
 
 class Routing(Protocol):
@@ -405,16 +408,17 @@ class ExpertsForward:
             sources, targets, factors = self._padded(index, sources, factors)
         targets, order = self._sorted(sources, targets, k)
         rows, counts = sources[order], torch.bincount(targets, minlength=module.num_experts).tolist()
-        x = hidden_states[rows]
+        x = self._by_expert(hidden_states.__getitem__, rows, counts)
         y = self._biased([group(x, counts) for group in self.up], self.parameters[0], targets)
         y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
         y = self._biased([self.down(y, counts)], "down_proj", targets)
         if module.has_post_expert_norm:
-            y = module.post_expert_norm(y)
+            y = self._by_expert(module.post_expert_norm, y, counts)
         y = y * factors[order].unsqueeze(-1)
         if self.implementation == "eager":
-            total = torch.zeros_like(hidden_states)
-            return total.index_add_(0, rows, y.to(total.dtype))
+            wide = type(module).__name__ in _WIDE_SUMS
+            total = torch.zeros_like(hidden_states, dtype=y.dtype if wide else None)
+            return total.index_add_(0, rows, y.to(total.dtype)).to(hidden_states.dtype)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
         return y[places[: tokens * k]].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
@@ -434,6 +438,16 @@ class ExpertsForward:
         targets, order = torch.sort(targets[by_choice], stable=True)
         return targets, by_choice[order]
 
+    def _by_expert(self, function: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return `function` of rows sorted by expert; as `eager` calls it, for one expert after the other.
+
+        The result is the same. The gradient of what the function multiplies by, or takes rows of, is not: it
+        is added up in bf16 in another order.
+        """
+        if self.implementation != "eager" or not len(x):
+            return function(x)
+        return torch.cat([function(part) for part in x.split(list(counts)) if len(part)])
+
     def _biased(self, parts: Sequence[Tensor], parameter: str, experts: Tensor) -> Tensor:
         """Return gate and up as one matrix, as the module has them, with the bias of each row's expert."""
         module = self.module
@@ -448,7 +462,11 @@ class ExpertsForward:
             return y
         bias, divided = getattr(module, f"{parameter}_bias"), self._divided()
         bias = bias if divided is None else _Once.apply(bias, divided)
-        return (y + bias[experts]).to(y.dtype)
+        if self.implementation != "eager":
+            return (y + bias[experts]).to(y.dtype)
+        counts = torch.bincount(experts, minlength=len(bias)).tolist()
+        each = [row.expand(count, -1) for row, count in zip(bias, counts, strict=True)]
+        return (y + torch.cat(each)).to(y.dtype)
 
     def _padded(self, index: Tensor, sources: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return token, expert and weight of all pairs, those that fill experts with weight 0 at the end."""
