@@ -18,9 +18,10 @@ product; that calls the same `forward` and `backward` of products.py for each ex
 Without quantisation the result equals transformers' own, bit for bit, whether it adds up experts with one sum
 (`grouped_mm`) or one after the other (`eager`).
 
-Refused: expert parallelism, and a module whose forward was replaced already. An expert without tokens is not
-multiplied; its gradient is zero. Ranks that divide the tokens of a quantised layer gather them first, and
-each computes all experts, so that the scales are those of all tokens.
+Llama 4's experts, each of which receives all tokens, are known by their class. Refused: expert parallelism,
+and a module whose forward was replaced already. An expert without tokens is not multiplied; its gradient is
+zero. Ranks that divide the tokens of a quantised layer gather them first, and each computes all experts, so
+that the scales are those of all tokens.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +35,7 @@ from torch import Tensor, nn
 from ablate.engines import grouped
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.products import Kept, backward, forward
-from ablate.engines.ranks import Divided
-from ablate.numerics.partition import gather
+from ablate.engines.ranks import Divided, FirstRanks, GatheredTokens, OwnTokens
 from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import first_order, linear
 from ablate.recipes.experts import Experts
@@ -55,6 +55,8 @@ _LAYOUT = (
 
 _WIDE_SUMS = ("Inkling2Experts", "NemotronHExperts")
 """Modules of transformers whose `eager` adds up experts in the dtype of the weighted tokens."""
+_DENSE = {"Llama4TextExperts": dict(zip(_LAYOUT[1:6], (True, False, True, True, False), strict=True))}
+"""Layout of modules whose experts each receive all tokens, scaled by the router before, by class."""
 
 
 class Routing(Protocol):
@@ -72,8 +74,8 @@ class Routing(Protocol):
 
 
 def is_packed(module: nn.Module) -> bool:
-    """Return True for a module of experts that says how its packed weights are laid out."""
-    return all(hasattr(module, name) for name in _LAYOUT)
+    """Return True for a module of experts that says how its packed weights are laid out, or is known."""
+    return type(module).__name__ in _DENSE or all(hasattr(module, name) for name in _LAYOUT)
 
 
 def parameters_of(module: nn.Module) -> tuple[str, str]:
@@ -84,7 +86,7 @@ def parameters_of(module: nn.Module) -> tuple[str, str]:
 def chosen_experts(module: nn.Module) -> int:
     """Return the number of experts that each token is sent to, by the configuration; all if it is unknown."""
     sources = (module, getattr(module, "config", None))
-    names = ("num_experts_per_tok", "top_k", "moe_topk", "top_k_experts")
+    names = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_k", "top_k_experts")
     known = (getattr(source, name, None) for source in sources for name in names)
     return next((number for number in known if isinstance(number, int)), module.num_experts)
 
@@ -394,7 +396,9 @@ class ExpertsForward:
             tensors = (hidden_states, top_k_index, top_k_weights)
             if module.has_post_expert_norm:
                 raise ValueError(f"{self.name}: a norm behind each expert is not supported on several ranks")
-            return _Own.apply(self._mixed(*(_Gathered.apply(each, divided) for each in tensors)), divided)
+            return OwnTokens.apply(
+                self._mixed(*(GatheredTokens.apply(each, divided) for each in tensors)), divided
+            )
 
     def _divided(self) -> Divided | None:
         """Return the division of the tokens among ranks if a quantised product needs all of them."""
@@ -441,8 +445,7 @@ class ExpertsForward:
     def _by_expert(self, function: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int]) -> Tensor:
         """Return `function` of rows sorted by expert; as `eager` calls it, for one expert after the other.
 
-        The result is the same. The gradient of what the function multiplies by, or takes rows of, is not: it
-        is added up in bf16 in another order.
+        The order decides how gradients are added up in bf16.
         """
         if self.implementation != "eager" or not len(x):
             return function(x)
@@ -461,7 +464,7 @@ class ExpertsForward:
         if not module.has_bias:
             return y
         bias, divided = getattr(module, f"{parameter}_bias"), self._divided()
-        bias = bias if divided is None else _Once.apply(bias, divided)
+        bias = bias if divided is None else FirstRanks.apply(bias, divided)
         if self.implementation != "eager":
             return (y + bias[experts]).to(y.dtype)
         counts = torch.bincount(experts, minlength=len(bias)).tolist()
@@ -484,51 +487,25 @@ class ExpertsForward:
         )
 
 
-class _Gathered(torch.autograd.Function):
-    """Autograd function that returns all ranks' tokens, of which each rank has the whole gradient."""
+class DenseForward(ExpertsForward):
+    """The forward pass of Llama 4's experts: each receives all tokens, those of other experts as zeros.
 
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, divided: Divided) -> Tensor:
-        ctx.divided = divided
-        return _all_ranks(tokens, divided)
+    A block along tokens is of all of them, zeros included, as the module multiplies them.
+    """
 
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, whole: Tensor) -> tuple[Tensor, None]:
-        return whole.chunk(ctx.divided.count)[ctx.divided.index], None
+    def __call__(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
+        """Return the outputs of all experts for tokens sorted by expert, [experts * tokens, width].
 
-
-class _Own(torch.autograd.Function):
-    """Autograd function that returns this rank's tokens, and gathers all ranks' gradients of theirs."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, divided: Divided) -> Tensor:
-        ctx.divided = divided
-        return whole.chunk(divided.count)[divided.index]
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, own: Tensor) -> tuple[Tensor, None]:
-        return _all_ranks(own, ctx.divided), None
-
-
-class _Once(torch.autograd.Function):
-    """Autograd function that returns its argument, whose gradient the first rank alone gets: all ranks have
-    computed the same one, and ranks' gradients are added later."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, divided: Divided) -> Tensor:
-        ctx.divided = divided
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient if ctx.divided.index == 0 else torch.zeros_like(gradient), None
-
-
-def _all_ranks(tokens: Tensor, divided: Divided) -> Tensor:
-    return torch.cat(list(gather(tokens, divided.count, divided.group)))
+        Raises:
+            ValueError: a quantised product needs the tokens of other ranks.
+        """
+        if self._divided() is not None:
+            raise ValueError(f"{self.name}: experts that each receive all tokens need to be on one rank")
+        module, experts = self.module, self.module.num_experts
+        counts = experts * [len(hidden_states) // experts]
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            gate, up = torch.cat([group(hidden_states, counts) for group in self.up], -1).chunk(2, -1)
+            return self.down(up * module.act_fn(gate), counts)
 
 
 def packed(model: nn.Module) -> dict[str, nn.Module]:
@@ -587,6 +564,11 @@ def attach(module: nn.Module, name: str, clock: Clock, dtype: torch.dtype, exper
         )
     if getattr(module, "_is_expert_parallel", False):
         raise ValueError(f"{name}: expert parallelism is not supported; use data parallelism")
+    flags = _DENSE.get(type(module).__name__, {})
+    if flags and (experts.padding, experts.routing) != ("zeros", "free"):
+        raise ValueError(f"{name}: each of its experts receives all tokens; leave padding and routing out")
+    for flag, value in flags.items():
+        setattr(module, flag, value)
     up, down = parameters_of(module)
     halves = ("gate", "up") if module.has_gate and experts.gate_up == "split" else ("all",)
     children = [Expert() for _ in range(module.num_experts)]
@@ -606,7 +588,7 @@ def attach(module: nn.Module, name: str, clock: Clock, dtype: torch.dtype, exper
     groups = tuple(group(up, part) for part in halves), group(down, "all")
     for number, holder in enumerate(children):
         module.add_module(str(number), holder)
-    module.forward = ExpertsForward(module, name, groups, experts)
+    module.forward = (DenseForward if flags else ExpertsForward)(module, name, groups, experts)
 
 
 def detach(module: nn.Module) -> None:
@@ -614,3 +596,5 @@ def detach(module: nn.Module) -> None:
     del module.forward
     for number in range(module.num_experts):
         delattr(module, str(number))
+    for flag in _DENSE.get(type(module).__name__, {}):
+        delattr(module, flag)

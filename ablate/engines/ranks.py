@@ -187,3 +187,50 @@ def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, partitio
     except ValueError:
         return False
     return partition.misfit(part.shape[0], part.shape[1], quant, rotation) is None
+
+
+class GatheredTokens(torch.autograd.Function):
+    """Autograd function that returns all ranks' tokens, of which each rank has the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, divided: Divided) -> Tensor:
+        ctx.divided = divided
+        return _all_ranks(tokens, divided)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, whole: Tensor) -> tuple[Tensor, None]:
+        return whole.chunk(ctx.divided.count)[ctx.divided.index], None
+
+
+class OwnTokens(torch.autograd.Function):
+    """Autograd function that returns this rank's tokens, and gathers all ranks' gradients of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, divided: Divided) -> Tensor:
+        ctx.divided = divided
+        return whole.chunk(divided.count)[divided.index]
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, own: Tensor) -> tuple[Tensor, None]:
+        return _all_ranks(own, ctx.divided), None
+
+
+class FirstRanks(torch.autograd.Function):
+    """Autograd function that returns its argument, whose gradient the first rank alone gets: all ranks have
+    computed the same one, and ranks' gradients are added later."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, divided: Divided) -> Tensor:
+        ctx.divided = divided
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @first_order
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient if ctx.divided.index == 0 else torch.zeros_like(gradient), None
+
+
+def _all_ranks(tokens: Tensor, divided: Divided) -> Tensor:
+    return torch.cat(list(gather(tokens, divided.count, divided.group)))
