@@ -212,6 +212,40 @@ def test_a_model_with_a_converted_part_is_refused():
     trained(model, ablate.convert(model, "mxfp8"), last=1)
 
 
+LEFT_OUT = {"from": "nvfp4", "layers": {"rules": [{"match": {"name": "*.1.down"}}]}}
+
+
+def test_a_quantised_layer_whose_weight_its_module_multiplies_by_is_refused_before_the_first_update():
+    """As transformers' Mamba does with `out_proj`, where a fused kernel exists."""
+
+    def bypassing() -> Net:
+        model = net()
+        block = model.trunk[1]
+        block.forward = lambda x: x + nn.functional.linear(block.up(x).relu(), block.down.weight)
+        return model
+
+    model = bypassing()
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r'^trunk\.1\.down: its module .* \{match: \{name: "\*\.down"\}\}'):
+        trained(model, ablate.convert(model, "nvfp4"))
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    for recipe in (LEFT_OUT, "bf16"):
+        trained(model := bypassing(), ablate.convert(model, recipe))
+    never_used = net()
+    never_used.trunk[1].forward = lambda x: x
+    trained(never_used, ablate.convert(never_used, "nvfp4"))
+
+
+def test_a_trial_refuses_a_quantised_layer_whose_weight_its_module_multiplies_by():
+    config = Gpt(**SMALL | {"steps": 2, "eval_every": 2})  # the gradient of the first step is zero
+    run = config.prepare(PRESETS["nvfp4"](), seed=0, device="cpu")
+    (block, *_) = run.model.blocks
+    weight = block.mlp.down.weight
+    block.mlp.forward = lambda x: (block.mlp.up(x).chunk(2, -1)[0] @ weight.t().to(x.dtype)).to(x.dtype)
+    with pytest.raises(ValueError, match=r"^blocks\.0\.mlp\.down: its module"):
+        list(train(run, config, NEVER))
+
+
 def test_a_rule_that_begins_at_a_fraction_of_the_run_needs_its_length():
     recipe = {"from": "nvfp4", "weights": {"osci_reset": {"start": 0.25, "period": 4, "window": 3}}}
     with pytest.raises(ValueError, match=r"osci_reset starts after a fraction .* give steps"):

@@ -119,6 +119,8 @@ class EmulatedLinear(Replacement):
         self.name, self.clock, self.dtype = name, clock, dtype
         self.context = Context()
         self.products = HIGH
+        self.begun = False
+        """True once a forward pass has begun."""
         self.target = None
         """Values that decide the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
         self.histories = {slot: History() for slot in SLOTS}
@@ -189,6 +191,7 @@ class EmulatedLinear(Replacement):
                 f"{self.name}: no step of the recipe is in force, so nothing would be quantised;"
                 f" {self.products.remedy}"
             )
+        self.begun = True
         called = self.context.called
         return self.clock.called(self.name) if called is None else called(self)
 

@@ -9,10 +9,17 @@ place would quantise nothing:
     blocks.0.mlp.gate                   beside experts, with one output for each of them
     blocks.0.mlp.shared_expert_gate     the scale of a shared expert, with one output
     blocks.0.mamba.dt_proj              of transformers' mixers of Mamba's first version
+    blocks.0.attn.weights_proj          what a model of transformers keeps in fp32, whatever its dtype is
 """
 
+from collections.abc import Collection
+from fnmatch import fnmatchcase
+
+import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
+
+from ablate.engines.emulated_layer import EmulatedLinear
 
 
 def exempt(model: nn.Module, name: str, block: str) -> str:
@@ -30,9 +37,17 @@ def exempt(model: nn.Module, name: str, block: str) -> str:
         return f"{parent} multiplies by its weight itself"
     if any("router" in part for part in parts) or ("gate" in parts and _chooses(model, path)):
         return "a router of experts, which stays in high precision"
+    if kept_in_fp32(model, name):
+        return "transformers keeps it in fp32"
     if parts[-1] == "shared_expert_gate":
         return "the scale of a shared expert, which stays in high precision"
     return ""
+
+
+def kept_in_fp32(model: nn.Module, name: str) -> bool:
+    """Return True for a module or parameter that a model of transformers has in fp32, loaded as bf16 too."""
+    patterns = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(fnmatchcase(f".{name}.", f"*.{pattern}.*") for pattern in patterns)
 
 
 def _chooses(model: nn.Module, path: list[str]) -> bool:
@@ -60,3 +75,31 @@ def altered(linear: nn.Linear) -> str | None:
     if type(linear) is nn.Linear and "forward" in vars(linear):
         return "its forward was replaced, which a quantised layer would bypass; convert the model first"
     return None
+
+
+def refuse_bypassed(layers: Collection[EmulatedLinear]) -> None:
+    """Refuse a quantised layer whose weight has a gradient, though no forward pass of the layer ever began.
+
+    Its module multiplies by the weight itself, so nothing of it is quantised. Call it after a backward pass.
+    Several ranks are not checked, since another rank may have called the layer.
+
+    Args:
+        layers: all layers of a model, with the products of the step.
+
+    Raises:
+        ValueError: there is such a layer.
+    """
+    if all(layer.begun for layer in layers) or (dist.is_initialized() and dist.get_world_size() > 1):
+        return
+    begun = {id(layer.owner) for layer in layers if layer.begun}
+    if not begun:  # a whole graph of torch.compile, or an engine whose layers do not report
+        return
+    for layer in layers:
+        gradient = layer.owner.grad
+        if id(layer.owner) in begun or layer.products.plain or gradient is None or not gradient.any():
+            continue
+        last = layer.name.rpartition(".")[2]
+        raise ValueError(
+            f"{layer.name}: its module multiplies by its weight without calling the layer, so nothing of it"
+            f' would be quantised; leave it out by a rule, {{match: {{name: "*.{last}"}}}} in layers.rules'
+        )

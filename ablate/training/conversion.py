@@ -44,6 +44,7 @@ from ablate.engines.autograd import in_backward
 from ablate.engines.blocks import LayerRow, block_finder, find_blocks, layer_table
 from ablate.engines.compiled import operator
 from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.exempt import refuse_bypassed
 from ablate.engines.experts import EmulatedExpert
 from ablate.engines.ranks import whole
 from ablate.numerics.philox import Clock
@@ -487,6 +488,8 @@ class Conversion:
         return self.steps_done if self._within else max(0, self.steps_done - 1)
 
     def _before_update(self, optimizer: "Optimizer") -> None:
+        if self._within == "step":
+            refuse_bypassed(self.engine.layers.values())
         if self._measuring and self._within == "step":
             # One of several optimizers: what all of them flip is counted from the first one's step on.
             self._casts = self._casts or keep_casts(self.engine.weight_casts())
@@ -498,11 +501,8 @@ class Conversion:
                 f"a recipe with rules for weights needs optimizer.step() inside `with {self._handle}.step():`"
             )
         quantised = (layer.owner for layer in self.engine.layers.values())
-        if (
-            weights.q_ramping
-            and not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
-            and _updates(optimizer, quantised)
-        ):
+        adam = isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW)
+        if weights.q_ramping and not adam and _updates(optimizer, quantised):
             raise RuntimeError(
                 f"weights.q_ramping changes Adam's moments, and {type(optimizer).__name__} has none;"
                 " use Adam or AdamW"

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from ablate.engines import makes_operands
 from ablate.engines.emulated import Engine
+from ablate.engines.exempt import refuse_bypassed
 from ablate.engines.ranks import whole
 from ablate.engines.weight_noise import NormNoise
 from ablate.numerics.spec import Spec
@@ -483,6 +484,7 @@ class Loop:
     def _update(self, step: int, look: "Look") -> None:
         """Apply the optimizer's step and the recipe's weight rules before and after it."""
         engine = self.run.engine
+        refuse_bypassed(engine.layers.values())
         casts = _timed(look, lambda: keep_casts(engine.weight_casts())) if look.errors else {}
         engine.weights.before(self.optimizer, step, self.plan)
         self.optimizer.step()

@@ -438,6 +438,14 @@ EXEMPT = {
     ),
     "the scale of a shared expert": (mixture(3, shared_expert_gate=nn.Linear(32, 1)), {"shared_expert_gate"}),
     "a weight that its module uses": (mixture(3, mamba=MambaMixer()), {"mamba.dt_proj"}),
+    "kept in fp32": (
+        mixture(
+            3,
+            indexer=nn.ModuleDict({"fp32_proj": nn.Linear(32, 32), "fp32_proj_2": nn.Linear(32, 32)}),
+            mlp=nn.ModuleDict({"up": nn.ModuleDict({"kept": nn.Linear(32, 32)}), "mine": nn.Linear(32, 32)}),
+        ),
+        {"indexer.fp32_proj", "mlp.up.kept"},
+    ),
     "not of Mamba": (mixture(3, mlp=nn.ModuleDict({"dt_proj": nn.Linear(32, 32)})), set()),
 }
 
@@ -447,12 +455,12 @@ def test_routers_and_weights_that_a_module_multiplies_by_itself_stay_in_high_pre
     """The name of the list of blocks says nothing about the layers in it."""
     block, expected = EXEMPT[case]
     model = nn.ModuleDict({"router": nn.ModuleDict({"layers": nn.ModuleList([block])})})
+    model._keep_in_fp32_modules_strict = ["fp32_proj", "mlp.*kept", "_proj"]
     names = {name for name, module in block.named_modules() if type(module) is nn.Linear}
     table = {row.name: row for row in layer_table(model, find_blocks(model))}
     prefix = "router.layers.0."
-    assert {name for name in names if "stays in" in table[prefix + name].reason} | {
-        name for name in names if "multiplies by its weight" in table[prefix + name].reason
-    } == expected
+    plain = "a subclass of nn.Linear (Linear), which may compute something else"
+    assert {name for name in names if table[prefix + name].reason != plain} == expected
     converted = convert(deepcopy(model), NVFP4, Clock(0), block_finder(find_blocks(model))).layers
     assert {name.removeprefix(prefix) for name in converted} == names - expected
 
