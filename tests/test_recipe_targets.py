@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -674,6 +675,91 @@ def test_torchtitan_gets_the_blocks_that_are_quantised(monkeypatch):
     assert run(TARGETS["torchtitan"].write(PRESETS["bf16"](), Model("it", 20)))["CONVERTERS"] == []
     with pytest.raises(Lost, match="would then convert every layer"):
         TARGETS["torchtitan"].write(resolve("nvfp4", ["skip_last=20"]), Model("it", 20))
+
+
+# Experts
+
+
+MIXED = tuple(
+    Layer(f"layers.{block}.{part}", block, frozenset({"Linear", *kinds}))
+    for block in range(BLOCKS)
+    for part, kinds in (
+        ("attn.q", ()),
+        *(
+            (f"mlp.experts.{number}.{name}", ("Experts", "Expert"))
+            for number in (0, 1)
+            for name in ("up", "down")
+        ),
+    )
+)
+"""Layers of a model with two experts a block."""
+ALIGNED = {"nvfp4": 128, "mxfp8": 32, "fp8_current": 16}
+"""Multiples of `get_align_size_for_quantization`, megatron-core 0.16.1 to 0.19.1."""
+
+
+@every(name=ALIGNED)
+def test_routed_padding_is_megatrons_if_the_multiple_is(name):
+    recipe = resolve(name, [f"recipe.experts.padding=routed:{ALIGNED[name]}"])
+    text = TARGETS["megatron"].write(recipe, Model(name, BLOCKS))
+    assert "    --moe-router-padding-for-quantization\n    --moe-grouped-gemm\n" in text
+    script = re.search(r"PRECISION_ARGS=\((.*?)\)", text, re.DOTALL)
+    assert read([script[1]], {}).experts == recipe.experts
+    old = script[1].replace("-for-quantization", "-for-fp8")  # the option's name of before
+    assert read([old], {}).experts == recipe.experts
+    for turned in (f"routed:{2 * ALIGNED[name]}", "routed:8"):
+        with pytest.raises(Lost, match=f"experts.padding {turned}: Megatron-LM has routed:{ALIGNED[name]}"):
+            TARGETS["megatron"].write(
+                resolve(name, [f"recipe.experts.padding={turned}"]), Model(name, BLOCKS)
+            )
+    with pytest.raises(ValueError, match="does not start without --fp4-format"):
+        read(["--bf16 --moe-router-padding-for-quantization"], {})
+
+
+@every(
+    target=TARGETS, field=("padding=routed:128", "gate_up=split", "rounding_state=shared", "routing=replay")
+)
+def test_every_other_field_of_experts_is_refused(target, field):
+    if (target, field) == ("megatron", "padding=routed:128"):
+        return
+    with pytest.raises(Lost) as lost:
+        TARGETS[target].write(resolve("nvfp4", [f"recipe.experts.{field}"]), Model("it", BLOCKS))
+    name = field.partition("=")[0]
+    assert any(reason.startswith(f"experts.{name} ") for reason in lost.value.reasons)
+
+
+@every(target=TARGETS)
+def test_a_model_with_experts_is_written_by_stacks_that_quantise_them_alone(target):
+    model = Model("it", layers=MIXED)
+    if target in ("megatron", "bridge"):
+        text = TARGETS[target].write(PRESETS["nvfp4"](), model)
+        assert ("--moe-grouped-gemm" in text) is (target == "megatron")
+        return
+    with pytest.raises(Lost) as lost:
+        TARGETS[target].write(PRESETS["nvfp4"](), model)
+    assert any("layers.0.mlp.experts.0.up: the model packs" in reason for reason in lost.value.reasons)
+
+
+@every(target=("te", "megatron", "te-debug", "fouroversix"), known=(False, True))
+def test_a_rule_for_one_expert_is_refused_by_its_number(target, known):
+    model = Model("it", layers=MIXED) if known else Model("it", BLOCKS)
+    for name, refused in (("*.experts.1.*", True), ("*.experts.*", False)):
+        rules = [{"match": {"blocks": "0-1"}, "use": None}, {"match": {"name": name}, "use": None}]
+        recipe = resolve("nvfp4", [f"recipe.layers.rules={json.dumps(rules)}"])
+        try:
+            TARGETS[target].write(recipe, model)
+            reasons = []
+        except Lost as lost:
+            reasons = lost.reasons
+        assert any("layers.rules.1 " in why and "one module for all" in why for why in reasons) is refused
+
+
+def test_megatrons_file_on_single_layers_names_the_modules_of_all_experts():
+    rule = '[{match: {name: "*.experts.*"}, use: null}]'
+    recipe = resolve("nvfp4", [f"recipe.layers.rules={rule}"])
+    text = TARGETS["megatron"].write(recipe, Model("it", layers=MIXED))
+    assert '    pattern: "*.experts.*"' in text
+    with pytest.raises(Lost, match="selects none of Megatron's layers"):
+        TARGETS["megatron"].write(recipe, Model("it", BLOCKS))
 
 
 # What is lost

@@ -26,6 +26,7 @@ from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Sele
 from ablate.recipes.changes import as_data, as_word, changes
 from ablate.recipes.layers import Match, block_name
 from ablate.recipes.recipe import Dgrad, Fprop, Layers, Products, Recipe, Rule, Wgrad
+from ablate.recipes.targets.experts import unreached
 from ablate.recipes.targets.model import Lost, Model, confirmed, unheld
 
 _MXFP4 = Quant(block="1x32", scale=BlockScale(format="e8m0", rounding="ceil"), outer=None)
@@ -74,7 +75,10 @@ _WHY = "fouroversix's nearest configuration has"
 def write(recipe: Recipe, model: Model) -> str:
     """Return JSON that `ModelQuantizationConfig(**json.load(file))` takes; Lost for what it cannot say."""
     counts = recipe.layers.model_dump(exclude={"rules"}, exclude_defaults=True)
-    reasons = [*unheld(recipe, "fouroversix", rules=True)]
+    reasons = [
+        *unheld(recipe, model, "fouroversix", rules=True),
+        *unreached(recipe, model.layers, "fouroversix", "replaces nn.Linear alone"),
+    ]
     if recipe.layers.rules and not model.layers:
         reasons.append("layers.rules: the layers that they select are not known; give --model")
     if counts and not model.layers:

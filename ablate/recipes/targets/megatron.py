@@ -11,8 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ablate.errors import nearest
+from ablate.recipes.experts import Experts
 from ablate.recipes.recipe import DIRECTIONS, Layers, Products, Recipe
 from ablate.recipes.targets import megatron_precision
+from ablate.recipes.targets.experts import has_experts, multiple
 from ablate.recipes.targets.model import Lost, Model, confirmed, skipped, unheld
 from ablate.recipes.te_import import TERecipe, recipe_of
 from ablate.recipes.te_mapping import Builtin, canonical, recipe_refusals, te_recipe
@@ -60,8 +62,14 @@ _GATHERED = ("--fp8-param-gather", "--fp4-param-gather")
 """Switches that keep quantised weights between steps. They change no number: TE casts the master weights to
 bf16 first, as without them (Transformer Engine 2.20.2, `quantize_master_weights`).
 """
-_SWITCHES = ("--bf16", "--first-last-layers-bf16", "--no-fp8-wgrad", *_GATHERED)
-_ALIASES = {"--disable-fp8-wgrad": "--no-fp8-wgrad"}
+_ROUTED = "--moe-router-padding-for-quantization"
+"""Switch that fills each expert with tokens that the router sends elsewhere (`moe_utils.pad_routing_map`)."""
+_GROUPED = "--moe-grouped-gemm"
+"""Switch that multiplies all experts of a block at once. It changes no expert's scales, so it is written and
+not read.
+"""
+_SWITCHES = ("--bf16", "--first-last-layers-bf16", "--no-fp8-wgrad", _ROUTED, *_GATHERED)
+_ALIASES = {"--disable-fp8-wgrad": "--no-fp8-wgrad", "--moe-router-padding-for-fp8": _ROUTED}
 """Other names of the same options."""
 _REFUSED = (
     "--fp16",
@@ -90,6 +98,7 @@ def write(recipe: Recipe, model: Model) -> str:
         f"# Precision of {model.label} for megatron-core 0.16 to 0.19, Transformer Engine 2.20.2.",
         '# Source it, then: torchrun ... pretrain_gpt.py "${PRECISION_ARGS[@]}" ...',
         "# Megatron gives TE's recipe few arguments: these variables are the others.",
+        *(("# Routed padding: --moe-token-dispatcher-type alltoall or flex.",) if _ROUTED in flags else ()),
         *_environment(options),
         *(_heredoc(layers) if layers else ()),
         "PRECISION_ARGS=(",
@@ -156,6 +165,8 @@ def read(
     for name in _GATHERED:
         if name in said and (form := _format_of(name)) not in said:
             raise ValueError(f"{name}: Megatron does not start without {form}; give it, or leave {name} out")
+    if _ROUTED in said and not {"--fp8-format", "--fp4-format"} & said.keys():
+        raise ValueError(f"{_ROUTED}: Megatron does not start without --fp4-format or --fp8-format")
     for name in _REFUSED:
         if name in said:
             raise ValueError(f"{name}: a configuration of its own, which is not read here; leave it out")
@@ -253,7 +264,8 @@ def _counted(said: Mapping[str, str | None], environment: Mapping[str, str]) -> 
     recipe = recipe_of(standing_in(_CLASSES[name], options))
     if "--no-fp8-wgrad" in said and name == "delayed":
         recipe = recipe.model_copy(update={"wgrad": recipe.wgrad.high_precision()})
-    return recipe.model_copy(update={"layers": layers})
+    padding = f"routed:{multiple(recipe.products)}" if _ROUTED in said else "zeros"
+    return recipe.model_copy(update={"layers": layers, "experts": Experts(padding=padding)})
 
 
 def _format_name(word: str) -> str:
@@ -327,7 +339,8 @@ def confirm(
     """
     made = read(arguments, environment, file)
     if recipe.layers.rules and model.depth is not None:
-        model = Model(model.label, model.depth, megatron_precision.modules(model.depth))
+        layers = megatron_precision.modules(model.depth, has_experts(model.layers))
+        model = Model(model.label, model.depth, layers)
     confirmed(_read_back(recipe), made, model, what)
 
 
@@ -355,7 +368,7 @@ def _configured(
         target: name of the stack, for the sentences.
         rules: True if the target has that file.
     """
-    reasons = [*unheld(recipe, target, rules=rules)]
+    reasons = [*unheld(recipe, model, target, rules=rules, routed=rules)]
     reasons += [reason for reason in recipe_refusals(recipe) if not reason.startswith("weights.")]
     depth, own, uses = model.depth, recipe.products, [rule.use for rule in recipe.layers.rules if rule.use]
     if recipe.layers.rules and rules and depth is None:
@@ -375,6 +388,7 @@ def _configured(
         raise Lost(list(dict.fromkeys(reasons)))
     variables = _variables(builtins)
     flags = ["--bf16", *_flags(next(iter(_builtin(own, target)), None)), *_bf16_layers(first, last)]
+    flags += [*_of_experts(recipe, model)]
     text, file = "", []
     if recipe.layers.rules:
         assert depth is not None
@@ -382,7 +396,8 @@ def _configured(
         def fields(products: Products) -> dict[str, object]:
             return _fields_of(next(iter(_builtin(products, target)), None))
 
-        text = megatron_precision.written(recipe, depth, fields)
+        modules = megatron_precision.modules(depth, has_experts(model.layers))
+        text = megatron_precision.written(recipe, modules, fields)
         file = [f"--te-precision-config-file {FILE}"]
     confirm(recipe, model, [*flags, *file], variables, lambda _: text, f"{target}'s file")
     return builtins, flags, text
@@ -439,6 +454,19 @@ def _flags(description: Builtin | None) -> Iterator[str]:
         return
     yield f"--fp8-format {str(dict(description.options)['fp8_format']).lower()}"
     yield f"--fp8-recipe {word}"
+
+
+def _of_experts(recipe: Recipe, model: Model) -> Iterator[str]:
+    """Yield the switches about experts, if the recipe or the model has any; Lost for another multiple."""
+    padding = recipe.experts.padding
+    if padding != "zeros":
+        takes = f"routed:{multiple(recipe.products)}"
+        if recipe.products.plain or padding != takes:
+            here = "does not pad experts in bf16; write zeros" if recipe.products.plain else f"has {takes}"
+            raise Lost([f"experts.padding {padding}: Megatron-LM {here}"])
+        yield _ROUTED
+    if padding != "zeros" or has_experts(model.layers):
+        yield _GROUPED
 
 
 def _bf16_layers(first: int, last: int) -> Iterator[str]:

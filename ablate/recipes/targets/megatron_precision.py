@@ -22,6 +22,8 @@ from ablate.recipes.targets.stack_yaml import load
 
 _TYPE = "transformer_engine_config_type"
 _PARAMS = "TEQuantizationParams"
+_EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
+"""Modules of all experts of a block (`TEGroupedMLP`)."""
 _MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
 _BLOCK_GLOB = re.compile(r"\*layers\.(\d+)\.\*")
 _FIELDS: Mapping[str, object] = {
@@ -45,21 +47,26 @@ FromFields = Callable[[Mapping[str, object]], Products]
 """The inverse; raises ValueError."""
 
 
-def modules(blocks: int) -> tuple[Layer, ...]:
-    """Return the linear layers of a dense Megatron model by their module paths."""
+def modules(blocks: int, experts: bool = False) -> tuple[Layer, ...]:
+    """Return the linear layers of a Megatron model by their module paths.
+
+    Args:
+        blocks: number of its blocks.
+        experts: True for a model some of whose blocks have experts.
+    """
     return tuple(
         Layer(f"decoder.layers.{block}.{name}", block, frozenset())
         for block in range(blocks)
-        for name in _MODULES
+        for name in (*_MODULES, *(_EXPERTS if experts else ()))
     )
 
 
-def written(recipe: Recipe, blocks: int, to_fields: ToFields) -> str:
+def written(recipe: Recipe, layers: tuple[Layer, ...], to_fields: ToFields) -> str:
     """Return the file for a recipe's layer rules; Lost for each rule that it cannot say.
 
     Args:
         recipe: the recipe.
-        blocks: number of the model's blocks.
+        layers: the model's linear layers, from `modules`.
         to_fields: see ToFields.
     """
     reasons: list[str] = []
@@ -68,7 +75,7 @@ def written(recipe: Recipe, blocks: int, to_fields: ToFields) -> str:
     for number, rule in enumerate(recipe.layers.rules):
         where = f"layers.rules.{number}"
         try:
-            patterns = [*_patterns(rule.match, blocks)]
+            patterns = [*_patterns(rule.match, layers)]
             fields = {} if rule.use is None or rule.use.plain else to_fields(rule.use)
         except Lost as lost:
             reasons += [f"{where}.{reason}" for reason in lost.reasons]
@@ -100,7 +107,7 @@ def _lines(configs: Mapping[str, Mapping[str, object]], matchers: list[tuple[str
         yield "    enabled: true"
 
 
-def _patterns(match: Match, blocks: int) -> Iterator[str]:
+def _patterns(match: Match, layers: tuple[Layer, ...]) -> Iterator[str]:
     """Yield globs on module paths that select what a rule does; Lost if there are none."""
     if match.within is not None:
         raise Lost(
@@ -109,7 +116,6 @@ def _patterns(match: Match, blocks: int) -> Iterator[str]:
                 " --set 'recipe.layers.rules=[{match: {name: \"*.self_attention.*\"}}]' for attention"
             ]
         )
-    layers = modules(blocks)
     if not (selected := select(match, layers).layers):
         example = layers[-1].name if layers else "decoder.layers.0.mlp.linear_fc1"
         raise Lost([f"match {match}: selects none of Megatron's layers, whose names are such as {example!r}"])

@@ -5,11 +5,14 @@ from dataclasses import dataclass
 
 from ablate.numerics.spec import Spec, own_words
 from ablate.recipes.changes import as_data, as_word, changes
+from ablate.recipes.experts import Experts
 from ablate.recipes.layers import Layer, Match, blocks_in
 from ablate.recipes.recipe import DIRECTIONS, Layers, Phase, Products, Recipe, Rule, Weights
+from ablate.recipes.targets.experts import rules_for_one, unheld_experts
 
 _WRITTEN: Mapping[type[Spec], tuple[str, ...]] = {
-    Recipe: (*DIRECTIONS["all"], "dtype", "layers", "weights", "schedule"),
+    Recipe: (*DIRECTIONS["all"], "dtype", "layers", "weights", "experts", "schedule"),
+    Experts: ("padding", "gate_up", "rounding_state", "routing"),
     Layers: ("skip_first", "skip_last", "last_fraction", "rules"),
     Rule: ("match", "use"),
     Match: ("blocks", "name", "within"),
@@ -52,21 +55,33 @@ class Model:
         return blocks_in(self.layers) if self.layers else self.blocks
 
 
-def unheld(recipe: Recipe, target: str, schedule: bool = False, rules: bool = False) -> Iterator[str]:
+def unheld(
+    recipe: Recipe,
+    model: Model,
+    target: str,
+    *,
+    schedule: bool = False,
+    rules: bool = False,
+    routed: bool = False,
+) -> Iterator[str]:
     """Yield the fields beside the products that a target cannot hold.
 
     Args:
         recipe: the recipe.
+        model: facts of the model.
         target: name of the stack, for the sentences.
         schedule: True if the target holds phases that start at a counted step.
         rules: True if the target holds rules for single layers, or does when it knows the model.
+        routed: True if the target pads experts with tokens.
 
     Raises:
         Lost: an operand calls a function of the user's, which no target has.
     """
     if own := [f"{path} {word}: {target} cannot call your function" for path, word in own_words(recipe)]:
         raise Lost(own)
-    yield from _unwritten(recipe, target)
+    unwritten = [*_unwritten(recipe, target)]
+    yield from unwritten
+    yield from unheld_experts(recipe, target, routed)
     usual = type(recipe.weights)()
     for name in type(recipe.weights).model_fields:
         if (value := getattr(recipe.weights, name)) != getattr(usual, name):
@@ -82,7 +97,9 @@ def unheld(recipe: Recipe, target: str, schedule: bool = False, rules: bool = Fa
             )
         elif phase.trigger:
             yield f"schedule.{number}.start {phase.start}: {target} measures no noise; use step:n"
-    if not rules:
+    if rules and not unwritten:  # rules with an unknown field may select other layers
+        yield from rules_for_one(recipe, model.layers, target)
+    elif not rules:
         for number, rule in enumerate(recipe.layers.rules):
             yield f"layers.rules.{number} {rule.match}: {target} has no rules for single layers; write []"
 
@@ -109,7 +126,11 @@ def skipped(recipe: Recipe, model: Model, target: str) -> tuple[int, int]:
 
 def _unwritten(recipe: Recipe, target: str) -> Iterator[str]:
     """Yield the fields around the products that no target knows, such as those added to recipes later."""
-    parts: list[tuple[str, type[Spec], Spec]] = [("", Recipe, recipe), ("layers.", Layers, recipe.layers)]
+    parts: list[tuple[str, type[Spec], Spec]] = [
+        ("", Recipe, recipe),
+        ("layers.", Layers, recipe.layers),
+        ("experts.", Experts, recipe.experts),
+    ]
     for number, rule in enumerate(recipe.layers.rules):
         parts.append((f"layers.rules.{number}.", Rule, rule))
         parts.append((f"layers.rules.{number}.match.", Match, rule.match))

@@ -24,6 +24,7 @@ from itertools import combinations
 from ablate.recipes.layers import LISTS, Layer
 from ablate.recipes.presets import fp8_current, mxfp8, nvfp4
 from ablate.recipes.recipe import DIRECTIONS, Products, Recipe
+from ablate.recipes.targets.experts import unreached
 from ablate.recipes.targets.megatron import standing_in
 from ablate.recipes.targets.model import Lost, Model, confirmed, placed, skipped, unheld
 from ablate.recipes.targets.stack_yaml import load
@@ -46,7 +47,10 @@ _WRAPPED = "which the debug tools wrap; what they then compute was not checked"
 
 def write(recipe: Recipe, model: Model) -> str:
     """Return the configuration file; Lost for what the tools cannot switch."""
-    reasons = [*unheld(recipe, _TARGET, rules=True)]
+    reasons = [
+        *unheld(recipe, model, _TARGET, rules=True),
+        *unreached(recipe, model.layers, _TARGET, "names layers that are modules; leave --model out"),
+    ]
     if recipe.layers.rules and not model.layers:
         reasons.append("layers.rules: the layers that they select are not known; give --model")
     reasons += [reason for reason in recipe_refusals(recipe) if not reason.startswith("weights.")]

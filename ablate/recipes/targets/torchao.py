@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from ablate.recipes.changes import as_data, as_word, changes
 from ablate.recipes.presets import fp8_current, mxfp8, nvfp4
 from ablate.recipes.recipe import Products, Recipe
+from ablate.recipes.targets.experts import unreached
 from ablate.recipes.targets.model import Lost, Model, skipped, unheld
 
 SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
@@ -150,7 +151,10 @@ def _held(
     """Return which of the target's recipes this one is, None for bf16, and the blocks that stay in high
     precision.
     """
-    reasons = [*unheld(recipe, target)]
+    reasons = [
+        *unheld(recipe, model, target),
+        *unreached(recipe, model.layers, target, "converts linear layers alone"),
+    ]
     if recipe.products.plain and not reasons:
         return None, 0, 0
     name = next((name for name, preset in presets.items() if preset().products == recipe.products), None)

@@ -13,6 +13,7 @@ from itertools import product
 
 from ablate.numerics.spec import argument, tag
 from ablate.recipes.recipe import Phase, Products, Recipe
+from ablate.recipes.targets.experts import unreached
 from ablate.recipes.targets.megatron import standing_in
 from ablate.recipes.targets.model import Lost, Model, confirmed, unheld
 from ablate.recipes.te_import import recipe_of
@@ -53,6 +54,9 @@ def swap(model):
     inside = [(name, each) for name, each in linears if within.search(name)]
     if not inside:
         raise ValueError("the model has no nn.Linear inside of numbered blocks, such as layers.0.up")
+    for name, weight in model.named_parameters():
+        if weight.ndim == 3 and ".experts." in name and within.search(name):
+            raise ValueError(f"{name}: packed experts stay in bf16; build them of te.GroupedLinear")
     for name, linear in inside:
         if sum(getattr(each, "weight", None) is linear.weight for each in model.modules()) > 1:
             raise ValueError(f"{name}: its weight is shared, and a copy would train on its own")
@@ -76,7 +80,16 @@ _QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 def write(recipe: Recipe, model: Model) -> str:
     """Return Python code that makes the recipe of each layer and step; Lost for what TE does not compute."""
-    reasons = [*unheld(recipe, "Transformer Engine", schedule=True, rules=True)]
+    reasons = [
+        *unheld(recipe, model, "Transformer Engine", schedule=True, rules=True),
+        *unreached(
+            recipe,
+            model.layers,
+            "the file's swap(model)",
+            "replaces nn.Linear alone; leave --model out, and build the experts of te.GroupedLinear, which"
+            " take the same recipe objects",
+        ),
+    ]
     reasons += [
         reason
         for reason in recipe_refusals(recipe)

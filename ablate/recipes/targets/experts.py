@@ -1,0 +1,108 @@
+"""Fields of a recipe about mixtures of experts that a target cannot hold, and models whose experts it cannot
+reach.
+
+Transformer Engine's GroupedLinear, and Megatron-LM's experts that are made of it, quantise each expert's
+tokens and weight by scales of their own, blocks and rotations inside of an expert, as the emulator does. A
+target that replaces nn.Linear alone leaves packed experts in bf16.
+
+| field            | Transformer Engine 2.20.2 | megatron-core 0.16.1 to 0.19.1                       |
+|------------------|---------------------------|------------------------------------------------------|
+| `padding`        | zeros                     | zeros, or `routed`: 128 (FP4), 32 (MXFP8), 16 (FP8)  |
+| `gate_up`        | as the model is built     | fused (`linear_fc1`)                                 |
+| `rounding_state` | the kernel's              | the kernel's                                         |
+
+Read in Transformer Engine's `module/grouped_linear.py`, in Megatron's `moe_utils.pad_routing_map`,
+`get_align_size_for_quantization` and `TEGroupedMLP`. torchtitan 0.3.0 converts linear layers alone to NVFP4;
+its NVFP4GroupedExpertsConverter is a proposal (pytorch/torchtitan#4821).
+"""
+
+from collections.abc import Iterator, Sequence
+
+from ablate.recipes.experts import Experts
+from ablate.recipes.layers import Layer, select
+from ablate.recipes.recipe import Products, Recipe
+from ablate.recipes.te_mapping import families
+
+
+def has_experts(layers: Sequence[Layer]) -> bool:
+    """Return True if some of a model's layers are matrices of experts that it packs into one tensor."""
+    return any("Expert" in layer.classes for layer in layers)
+
+
+def multiple(products: Products) -> int:
+    """Return the number whose multiples megatron-core 0.16.1 to 0.19.1 pads experts to.
+
+    `get_align_size_for_quantization`: 128 for FP4, 32 for MXFP8, 16 for other FP8.
+    """
+    used = families([products])
+    return 128 if "nvfp4" in used else 32 if "mxfp8" in used else 16
+
+
+def unheld_experts(recipe: Recipe, target: str, routed: bool) -> Iterator[str]:
+    """Yield the fields of `experts` that a target cannot hold.
+
+    Args:
+        recipe: the recipe.
+        target: name of the stack, for the sentences.
+        routed: True if the target pads experts with tokens, by Megatron's multiple.
+    """
+    experts, usual = recipe.experts, Experts()
+    if experts.padding != usual.padding and not routed:
+        yield f"experts.padding {experts.padding}: {target} gets no such setting; write zeros"
+    if experts.gate_up != usual.gate_up:
+        yield (
+            f"experts.gate_up {experts.gate_up}: in {target} the model decides it, and one matrix is usual;"
+            " write fused"
+        )
+    if experts.rounding_state != usual.rounding_state:
+        yield (
+            f"experts.rounding_state {experts.rounding_state}: {target} leaves random words to its kernels;"
+            " write own"
+        )
+    if experts.routing != usual.routing:
+        yield f"experts.routing {experts.routing}: {target} does not replay a router's choices; write free"
+
+
+def rules_for_one(recipe: Recipe, layers: Sequence[Layer], target: str) -> Iterator[str]:
+    """Yield a reason for each layer rule that selects some experts of a module and not others.
+
+    Args:
+        recipe: the recipe.
+        layers: the model's linear layers; empty if they are not known, when the rule's glob decides.
+        target: name of the stack, for the sentences.
+    """
+    for number, rule in enumerate(recipe.layers.rules):
+        if layers:
+            split = _divides(layers, {layer.name for layer in select(rule.match, layers).layers})
+        else:
+            after = (rule.match.name or "").partition("experts.")[2]
+            split = after[:1].isdigit() or after[:1] == "["
+        if split:
+            yield (
+                f"layers.rules.{number} {rule.match}: {target} has one module for all experts of a block, and"
+                " the rule selects some of them; select all, as by '*.experts.*'"
+            )
+
+
+def _divides(layers: Sequence[Layer], selected: set[str]) -> bool:
+    """Return True if the selected layers are some, but not all, experts of a module."""
+    stacks: dict[tuple[str, str], list[bool]] = {}
+    for layer in layers:
+        if "Expert" in layer.classes:
+            stack, _, part = layer.name.rsplit(".", 2)
+            stacks.setdefault((stack, part), []).append(layer.name in selected)
+    return any(any(chosen) and not all(chosen) for chosen in stacks.values())
+
+
+def unreached(recipe: Recipe, layers: Sequence[Layer], target: str, why: str) -> Iterator[str]:
+    """Yield the reason why a target leaves a model's experts in high precision, if it has any to quantise.
+
+    Args:
+        recipe: the recipe.
+        layers: the model's linear layers; empty if they are not known.
+        target: name of the stack, for the sentence.
+        why: what the target converts instead, and the remedy.
+    """
+    first = next((layer.name for layer in layers if "Expert" in layer.classes), None)
+    if first is not None and not recipe.plain:
+        yield f"layers {first}: the model packs its experts' weights into one tensor, and {target} {why}"
