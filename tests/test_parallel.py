@@ -225,11 +225,15 @@ QWEN = {
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
 }
+EXPERTS = QWEN | {
+    "model_type": "qwen3_moe", "head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48
+}  # fmt: skip
 FIELDS = {
     "recompute, sequences": ({**SPLIT, "recompute": True}, False),
     "recompute, sharded": ({**SHARED, "recompute": True}, True),
     "a model of transformers": ({**SHARED, "model": QWEN | {"intermediate_size": 64, "head_dim": 32}}, False),
     "the same, sharded": ({**SHARED, "model": QWEN | {"intermediate_size": 64, "head_dim": 32}}, True),
+    "experts": ({**SHARED, "model": EXPERTS}, False),
     "muon": ({**SHARED, "optimizer": "muon"}, False),
     "moments in bf16, sharded": ({**SHARED, "optimizer_state": "bf16"}, True),
 }

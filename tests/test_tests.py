@@ -55,6 +55,9 @@ def test_an_import_of_a_test_module_would_be_seen(source):
 
 
 FOREIGN = {
+    "_apply_gate": "transformers' modules of experts",
+    "_is_expert_parallel": "transformers' modules of experts",
+    "_keep_in_fp32_modules_strict": "transformers' models",
     "_apply_rht": "Transformer Engine's reference",
     "_columnwise_data": "Transformer Engine's tensors",
     "_columnwise_scale_inv": "Transformer Engine's tensors",

@@ -4,7 +4,9 @@ from copy import deepcopy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from support.ranks import in_ranks
 from torch import Tensor, nn
 
 import ablate
@@ -13,6 +15,7 @@ from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.experts import EmulatedExpert
 from ablate.engines.products import DTYPES
+from ablate.engines.ranks import Divided
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.recipes.experts import Experts
@@ -346,3 +349,33 @@ def test_an_expert_whose_token_is_not_finite_is_counted_once_as_the_loop_counts_
     assert {name for name, count in counts["loop"].items() if count} == {
         "blocks.0.experts.4.gate_up", "blocks.0.experts.4.down"
     }  # fmt: skip
+
+
+def on_ranks(bias: bool) -> list[list[list[float]]]:
+    """Return output and gradients of this rank's half of the tokens, gradients added over ranks."""
+    x, index, weights = routed((0, 1, 15, 16, 17, 39))
+    rank, model = dist.get_rank(), Model(bias=bias)
+    engine = convert(model, PRESETS["nvfp4"](), Clock(seed=11))
+    engine.at(0, Run(10))
+    own = x.chunk(2)[rank].clone().requires_grad_()
+    dy = torch.randn(x.shape, generator=torch.Generator().manual_seed(7))
+    with engine.divided(Divided(rank, 2, dist.group.WORLD)):
+        y = model(own, index.chunk(2)[rank], weights.chunk(2)[rank])
+        y.backward(dy.chunk(2)[rank])
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+    tensors = (y.detach(), own.grad, *(parameter.grad for parameter in model.parameters()))
+    return [tensor.tolist() for tensor in tensors]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_two_ranks_compute_what_one_computes_bit_for_bit(bias):
+    batch = routed((0, 1, 15, 16, 17, 39))
+    seen = results(converted(Model(bias=bias), PRESETS["nvfp4"]()), batch)
+    first, second = in_ranks(2, on_ranks, bias)
+    for number, (name, value) in enumerate(seen.items()):
+        joined = torch.tensor(first[number] + second[number] if number < 2 else first[number])
+        if name.endswith("_bias"):  # each rank's rows are added in fp32
+            torch.testing.assert_close(joined, value, rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(joined, value), name
