@@ -19,6 +19,8 @@ from ablate.training.metric_names import (
     ENDINGS,
     PRODUCT_BITS,
     SQUARED_BIAS,
+    TOKENS_MEDIAN,
+    TOKENS_MIN,
     VARIANCE,
     Name,
     parse,
@@ -30,7 +32,7 @@ from ablate.training.workloads.gpt import Gpt
 ROOT = Path(metric_names.__file__).parent
 FAMILIES = {
     *("train", "val", "grad", "nan", "guard", "weights", "comm", "flops", "throughput", "memory"),
-    *("quant", "gemm", "mean", "gap"),
+    *("quant", "gemm", "mean", "gap", "routing"),
 }
 PART = st.text("abz_.*", max_size=6) | st.sampled_from(sorted(FAMILIES)) | st.just("a/b")
 
@@ -142,6 +144,8 @@ def test_parts_that_would_parse_to_others_are_refused(parts):
         ("quant/fprop.x/blocks/0/sqnr_db", ""),
         ("quant/sqnr_db", ""),
         ("gemm/wgrad/rel_mse", "for_tracker"),
+        ("routing/flipped", "for_tracker"),
+        ("routing/tokens_min", ""),
     ]
 )
 def test_a_name_says_what_follows_from_it(text, facts):
@@ -151,7 +155,14 @@ def test_a_name_says_what_follows_from_it(text, facts):
 
 def test_a_tracker_gets_two_metrics_of_each_quantiser_and_all_others():
     """The oracle is the rule on the text of a name."""
-    for text in set(recorded()) - {PRODUCT_BITS, ARITHMETIC, SQUARED_BIAS, VARIANCE}:
+    for text in set(recorded()) - {
+        PRODUCT_BITS,
+        ARITHMETIC,
+        SQUARED_BIAS,
+        VARIANCE,
+        TOKENS_MEDIAN,
+        TOKENS_MIN,
+    }:
         sent = not text.startswith("quant/") or (
             text.count("/") == 2 and text.endswith(("/sqnr_db", "/zero_frac"))
         )

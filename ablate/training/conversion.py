@@ -47,6 +47,7 @@ from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.exempt import refuse_bypassed
 from ablate.engines.experts import EmulatedExpert
 from ablate.engines.ranks import whole
+from ablate.engines.routing import recorded
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import statistic_of
 from ablate.recipes.readings import reading
@@ -63,6 +64,7 @@ from ablate.training.metrics import (
     gradient_noise,
     keep_casts,
     oscillation,
+    routes,
 )
 
 if TYPE_CHECKING:
@@ -253,16 +255,17 @@ class Conversion:
 
         Returns:
             `grad/cosine_to_bf16`, and `grad/noise_ratio`, the norm of the gradient over that of the
-            difference; {} if a norm is 0 or not finite. They are also in `metrics()`.
+            difference; {} if a norm is 0 or not finite. `metrics()` has them too, and `routing/...`.
 
         Raises:
             RuntimeError: called outside of `step()`.
         """
         with self._replayed("compare_gradient", closure) as gradient, self.engine.unrecorded():
-            with self.engine.high_precision():
+            with self.engine.high_precision(), recorded(self.engine) as exact:
                 reference = gradient()
-            found = gradient_noise(gradient(), reference)
-        self._metrics_of_step |= found
+            with recorded(self.engine) as own:
+                found = gradient_noise(gradient(), reference)
+        self._metrics_of_step |= found | routes(own, exact)
         return found
 
     def first_nonfinite(self, closure: Callable[[], object]) -> Origin:
@@ -334,8 +337,7 @@ class Conversion:
     def alarms(self) -> list[Alert | Origin]:
         """Return the alarms of `metrics()`: values beyond which something is wrong. `str` is the sentence.
 
-        The last is the first operand of the run with a NaN or an infinity, if there is one, or what
-        `first_nonfinite` found.
+        The last is what `origin` returns, if anything.
         """
         origin = self.origin()
         return [*alerts(self.metrics(), ALARMS), *([origin] if origin else [])]

@@ -33,6 +33,7 @@ from ablate.engines import makes_operands
 from ablate.engines.emulated import Engine
 from ablate.engines.exempt import refuse_bypassed
 from ablate.engines.ranks import whole
+from ablate.engines.routing import Recorder, recorded
 from ablate.engines.weight_noise import NormNoise
 from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer
@@ -53,6 +54,7 @@ from ablate.training.metrics import (
     keep_casts,
     of_machine,
     oscillation,
+    routes,
 )
 from ablate.training.models.transformer import Attention, Transformer
 from ablate.training.optimizers import optimizer
@@ -470,9 +472,13 @@ class Loop:
         reference = _timed(look, lambda: self._shadow(step)) if look.shadow else None
         redrawn = _timed(look, lambda: self._redrawn(step)) if look.shadow else []
         errors = SlotErrors() if look.errors else None
+        exact = _timed(look, lambda: self._routed(step)) if look.errors and engine.experts else None
         engine.listen(errors)
-        total = self.gradient(step)
+        with recorded(engine) if exact else nullcontext() as own:
+            total = self.gradient(step)
         engine.listen(None)
+        if exact and own:
+            look.metrics |= routes(own, exact, self.config.accumulate, self.world.sums)
         if reference:
             drawn = self._gradients()
             look.metrics |= _timed(look, lambda: gradient_noise(drawn, reference))
@@ -519,6 +525,16 @@ class Loop:
         with self.run.engine.high_precision():
             self.gradient(step)
         return [gradient.clone() for gradient in self._gradients()]
+
+    def _routed(self, step: int) -> Recorder:
+        """Return the experts of the step's tokens without quantisation."""
+        engine, noise = self.run.engine, self.noise
+        with torch.no_grad(), engine.again(), engine.high_precision(), recorded(engine) as routed:
+            for micro_batch in self.part.micro_batches:
+                engine.clock.begin(micro_batch)
+                with noise.added(self.plan.steps) if noise else nullcontext():
+                    self.loss(*self.part.of(self.run.batch(step, micro_batch)))
+        return routed
 
     def _redrawn(self, step: int) -> list[list[Tensor]]:
         """Return another draw of the step's gradient, a list of one; none if its recipe draws nothing.

@@ -72,10 +72,12 @@ _WITH_SLOTS = frozenset({"quant", PRODUCTS, "mean"})
 _OF_DATA = frozenset({"train", "val"})
 _OF_MACHINE = frozenset({"throughput", "memory"})
 _ADDED = frozenset(
-    {"throughput", "memory", "quant", "weights", "grad", "nan", "flops", "evaluated", PRODUCTS}
+    {"throughput", "memory", "quant", "weights", "grad", "nan", "flops", "evaluated", "routing", PRODUCTS}
 )
 _TRACKED_ERRORS = frozenset({"sqnr_db", "zero_frac"})
-_UNTRACKED = frozenset({PRODUCT_BITS, ARITHMETIC, VARIANCE, SQUARED_BIAS})
+TOKENS_MEDIAN, TOKENS_MIN = "routing/tokens_median", "routing/tokens_min"
+"""Tokens of an expert per micro-batch, over the experts of all layers."""
+_UNTRACKED = frozenset({PRODUCT_BITS, ARITHMETIC, VARIANCE, SQUARED_BIAS, TOKENS_MEDIAN, TOKENS_MIN})
 _EVENTS = frozenset({"first_step", "steps_skipped"})
 _SO_FAR = frozenset({"nan/activation", "nan/steps_skipped"})
 _MOST_CACHED = 1 << 17

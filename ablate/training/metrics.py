@@ -6,8 +6,9 @@ layer has its function and its entry in operand_metrics.py.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 
 import psutil
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from ablate import provenance
 from ablate.engines.product_errors import ProductError, of_gradients, of_output
 from ablate.engines.products import Casting, Kept, Probe
+from ablate.engines.routing import Recorder
 from ablate.numerics.census import census
 from ablate.numerics.formats import element_format
 from ablate.numerics.product import MODES, mode
@@ -27,6 +29,8 @@ from ablate.training.metric_names import (
     PRODUCT_BITS,
     PRODUCTS,
     SQUARED_BIAS,
+    TOKENS_MEDIAN,
+    TOKENS_MIN,
     VARIANCE,
     Name,
     each_layer,
@@ -181,6 +185,54 @@ def oscillation(before: Casts, after: Iterable[tuple[str, tuple[Tensor, Operand]
     return {"weights/flipped": flipped / elements} | (
         {"weights/oscillation": quantised_way / way} if way else {}
     )
+
+
+def routes(
+    own: Recorder,
+    exact: Recorder,
+    micro_batches: int = 1,
+    sums: Callable[..., Sequence[float]] = lambda *numbers: numbers,
+) -> dict[str, float]:
+    """Compare the experts of a step's tokens with those of the same batches without quantisation.
+
+    Args:
+        own: experts by the step's recipe.
+        exact: experts without quantisation, on the same weights.
+        micro_batches: micro-batches of the step, over all ranks.
+        sums: returns each number's sum over the ranks.
+
+    Returns:
+        `routing/flipped`, the share of pairs of a token and one of its experts that differ, whatever their
+        order; `routing/tokens_flipped`, the share of tokens with such a pair in any layer; `routing/load`,
+        the largest load of an expert over the mean, of the worst layer; and `routing/tokens_median` and
+        `routing/tokens_min`, over the experts of all layers, the tokens of an expert per micro-batch.
+    """
+    if not own.index:
+        return {}
+    pairs: list[Tensor] = []
+    tokens: dict[tuple[int, int, int], Tensor] = {}
+    loads: dict[str, Tensor] = {}
+    for (micro_batch, name, call), index in own.index.items():
+        other = exact.index[micro_batch, name, call]
+        flipped = (index.unsqueeze(2) != other.unsqueeze(1)).all(2)
+        pairs.append(flipped.flatten())
+        batch = micro_batch, call, len(index)
+        tokens[batch] = flipped.any(1) | tokens.get(batch, flipped.any(1))
+        count = own.engine.experts[name].module.num_experts
+        loads[name] = torch.bincount(index.flatten(), minlength=count) + loads.get(name, 0)
+    differing = torch.cat(pairs), torch.cat([*tokens.values()])
+    counts = torch.cat([torch.stack([each.sum() for each in differing]), *loads.values()]).tolist()
+    of_pairs, of_tokens, every_pair, every_token, *experts = sums(
+        *counts[:2], *map(len, differing), *counts[2:]
+    )
+    layers = torch.tensor(experts, dtype=torch.float64).split([len(load) for load in loads.values()])
+    return {
+        "routing/flipped": of_pairs / every_pair,
+        "routing/tokens_flipped": of_tokens / every_token,
+        "routing/load": max((layer.max() / layer.mean()).item() for layer in layers),
+        TOKENS_MEDIAN: median(experts) / micro_batches,
+        TOKENS_MIN: min(experts) / micro_batches,
+    }
 
 
 ALARMS = (
