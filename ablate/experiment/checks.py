@@ -31,6 +31,7 @@ from ablate.experiment.schema import (
 )
 from ablate.experiment.search_space import Dimension, twins
 from ablate.experiment.yaml_document import Document, display
+from ablate.recipes.experts import ONLY_IN_FORKS
 from ablate.training.metric_names import target_of
 from ablate.training.workloads.base import Workload
 
@@ -276,6 +277,10 @@ def _forks(draft: Draft) -> Iterator[Problem]:
     """Yield what cannot be forked, each reason once."""
     file, base, document = draft.file, draft.base, draft.document
     if file.design is None:
+        replaying = (arm for arm in (*draft.arms, *draft.ends) if arm.recipe.experts.replays)
+        for arm in itertools.islice(replaying, 1):
+            why = f"is missing: arm {arm.name!r}: recipe.experts.routing replay {ONLY_IN_FORKS}"
+            yield document.problem(("design",), why)
         return
     shown, shapes = set(), dict[tuple[object, ...], str]()
     for arm in (*draft.arms, *draft.ends):

@@ -83,6 +83,12 @@ def misfits(design: Design, config: Workload, recipe: Recipe) -> Iterator[tuple[
             " give its file or folder as start, and load trial.start",
         )
         return
+    if config.own_code and recipe.experts.replays:
+        yield (
+            "recipe.experts.routing",
+            "replay follows an unquantised training of the same trial, which code of your own does not run;"
+            " use free",
+        )
     if config.training and config.training.time_budget is not None:
         yield (
             "workload.time_budget",

@@ -27,6 +27,13 @@ def _padding(value: str) -> str:
     return f"routed:{multiple}"
 
 
+ONLY_IN_FORKS = (
+    "follows an unquantised training from the same checkpoint, which only forks have; add a design to the"
+    " file, or use free"
+)
+"""Reason for which routes cannot be replayed in a whole run."""
+
+
 class Experts(Spec):
     """Differences between training stacks in how they quantise experts."""
 
@@ -42,4 +49,10 @@ class Experts(Spec):
     the same place of their matrices, as kernels do that are launched with one state."""
     routing: Literal["free", "replay"] = "free"
     """`free`: tokens go where the router sends them; `replay`: where the unquantised training from the same
-    checkpoint sent them at the same step, with weights of the present router. In forks alone."""
+    checkpoint sent them at the same step, with weights of the present router. The trial trains that first.
+    Evaluations route freely. In forks of one rank alone, not compiled."""
+
+    @property
+    def replays(self) -> bool:
+        """True if tokens go where an unquantised training sent them."""
+        return self.routing == "replay"

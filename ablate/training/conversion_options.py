@@ -37,7 +37,7 @@ class ConversionOptions:
         return replace(self, steps=int(steps) if 0 < steps < math.inf else None)
 
     def refuse_unknown_length(self) -> None:
-        """Raise ValueError if the recipe needs facts of the run that are not given."""
+        """Raise ValueError if the recipe needs facts of the run that are not given, or a workload's loop."""
         recipe, run = self.recipe, self.run
         for phase in recipe.schedule:
             kind = tag(phase.start)
@@ -51,6 +51,11 @@ class ConversionOptions:
                     f"the recipe's schedule has a phase that starts at {phase.start};"
                     f" give {lacking} to convert"
                 )
+        if recipe.experts.replays:
+            raise ValueError(
+                "experts.routing replay: a training loop of your own has no unquantised training to follow;"
+                " use free, or train by a workload such as gpt, in forks"
+            )
         if recipe.weights.noise:
             raise ValueError(
                 "weights.noise: in a training loop of your own it is not in force; leave it out,"

@@ -8,22 +8,28 @@ An interrupted trial goes on in the window in which it was. What earlier windows
 checkpoint.
 """
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from statistics import fmean
 
+from ablate.engines.routing import Routes
 from ablate.recipes.recipe import Recipe
 from ablate.training.checkpoints import Checkpoints, Readings, RunState
 from ablate.training.distributed import world
 from ablate.training.fork_design import Forks, Window, parts_of
 from ablate.training.hyperparameters import Training
-from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Twin
+from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Telemetry, Twin
 from ablate.training.metric_names import ENDINGS, part_metric, plain_metric
 from ablate.training.trial_run import TrialRun
 
 _TRAIN_LOSSES = frozenset({"train/loss", "train/recent_loss"})
 """Not recorded within windows, as no metric of an evaluation is: at a falling rate, and with a jump from each
 window to the next, a curve of them says nothing."""
+
+_BEAT_SECONDS = 5.0
+"""Seconds between empty records while routes are recorded: a trial without records is taken for hung."""
+_NEVER = Telemetry(every=1 << 30, shadow=1 << 30, log=1 << 30)
 
 
 class Trunk:
@@ -117,15 +123,25 @@ def train_forks(
     for window in left:
         own = state if state and state["step"] > window.begun else None
         origin = None
-        if forks.trunk and own is None and (origin := trunk.read(window.position)) is None:
+        replays = run.recipe.experts.replays
+        needs_trunk = forks.trunk and (own is None or replays)
+        if needs_trunk and (origin := trunk.read(window.position)) is None:
             begun = max(begun, window.begun)  # its file was removed or damaged
             yield from to_positions([window.position])
             if (origin := trunk.read(window.position)) is None:
                 raise OSError(
                     f"the state of the trunk after step {window.position} can be written but not read"
                 )
+        routes = Routes()
+        if replays:
+            unquantised = prepare(_unquantised(run.recipe))
+            for _ in _recorded(routes, unquantised, config, (forks, window), deepcopy(origin)):
+                yield Record(max(begun, window.begun), {})
+            del unquantised
         loop = Loop(prepare(run.recipe), config, run.telemetry, (forks, window), twin)
         first = _begin(loop, window, own, origin, twin)
+        if replays:
+            routes.replay(loop.run.engine, loop.run.model)
         state = own = origin = None  # as large as the model and its moments
         for step in range(first, loop.last):
             counted = step + loop.counted
@@ -145,6 +161,35 @@ def train_forks(
                 record = record._replace(metrics=_without_levels(record.metrics, loop.evaluated))
             yield from filter(None, [_ended(record, window, readings, forks) if loop.over else record])
         del loop  # before the next window's is made: two models may not fit
+
+
+def _unquantised(recipe: Recipe) -> Recipe:
+    """Return the plain recipe of the same dtype."""
+    return Recipe(dtype=recipe.dtype)
+
+
+def _recorded(
+    routes: Routes, run: PreparedRun, config: Training, window: tuple[Forks, Window], origin: RunState | None
+) -> Iterator[None]:
+    """Train a window without quantisation, record its routes, and yield every few seconds.
+
+    An interrupted trial records them again: they are a function of the trunk's state.
+    """
+    loop = Loop(run, config, _NEVER, window)
+    first, end = _begin(loop, window[1], None, origin, None), loop.last
+    loop.last += 1  # no step of it is the last, which is measured and evaluated
+    routes.record(run.engine, run.model)
+    beat = time.monotonic()
+    for step in range(first, end):
+        loop.step(step)
+        if loop.over:
+            raise ValueError(
+                f"experts.routing replay: the guard stopped the unquantised training at step {step}, so there"
+                " are no routes to replay; use routing: free"
+            )
+        if time.monotonic() - beat >= _BEAT_SECONDS:
+            beat = time.monotonic()
+            yield
 
 
 def _missing(trunk: Trunk, left: Sequence[Window]) -> list[int]:

@@ -254,6 +254,8 @@ class Training(Spec):
             )
         if self.compile and (needed := recipe.products.backward_needs):
             yield "compile", f"true keeps x and w alone for the backward pass; needed is {needed}"
+        if self.compile and recipe.experts.replays:
+            yield "compile", "true leaves no call of torch.topk to replace, which routing: replay does"
         if self.compile and self.recompute:
             yield "recompute", "true has no part in a compiled graph; leave out compile or recompute"
         if self.optimizer == "muon" and recipe.weights.q_ramping:

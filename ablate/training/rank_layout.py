@@ -51,6 +51,8 @@ class Layout:
             engine: name of the engine that computes it.
         """
         splits = self.splits(config.accumulate)
+        if recipe.experts.replays:
+            yield f"recipe.experts.routing replay is for one rank; use 1 instead of {self.ranks}, or free"
         if config.compile:
             yield f"workload.compile compiles for one rank; leave it out, or use 1 instead of {self.ranks}"
         if self.groups(config.accumulate) > 1 and (

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ablate.files import Json
 from ablate.numerics.spec import Spec
+from ablate.recipes.experts import ONLY_IN_FORKS
 from ablate.recipes.layers import Layer, blocks_in
 from ablate.recipes.recipe import Recipe, Run
 from ablate.training.hyperparameters import Training
@@ -213,6 +214,8 @@ class Workload(Spec):
         for needed, ability in ((run.forks, "forks"), (run.twin, "twins")):
             if needed and not getattr(self, ability):
                 raise ValueError(f"workload {type(self).__name__.lower()} has no {ability}")
+        if run.recipe.experts.replays and not run.forks:
+            raise ValueError(f"recipe.experts.routing replay {ONLY_IN_FORKS}")
         return self.compute(run)
 
     @abstractmethod
