@@ -10,8 +10,8 @@ The idea. Write codes, block scales and outer scale as the recipe's own forward 
     modelopt             L.weight (uint8), L.weight_scale    L.weight_scale_2 = amax / (6 bound)
 
 Two codes share a byte, the even column in the low nibble; `weight_scale` is E4M3 [out, in / 16]. Square
-blocks of 16x16 are written as rows that repeat their scale. Facts: compressed-tensors 0.20.0, nvidia-modelopt
-0.47.0.
+blocks of 16x16 are written as rows that repeat their scale. Experts: packed_experts.py. Facts:
+compressed-tensors 0.20.0, nvidia-modelopt 0.47.0.
 
 Refused: weights that the layout cannot hold (other elements, scales and blocks than NVFP4's, rotated ones),
 and sharded models. Not written: tokenizers, and anything of activations unless `calibrate` measures them.
@@ -30,9 +30,11 @@ from torch import Tensor, nn
 
 from ablate import provenance
 from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.experts import EmulatedExpert
 from ablate.files import Json, write
 from ablate.numerics.stored import Packed, packed, unpack
 from ablate.training.conversion import Conversion
+from ablate.training.packed_experts import expert_tensors, named, require_whole
 
 Format = Literal["compressed-tensors", "modelopt"]
 FORMATS: tuple[Format, ...] = ("compressed-tensors", "modelopt")
@@ -99,25 +101,23 @@ def export_model(
                 f"{split[0]}: fprop.x.transform: a serving stack quantises inputs whole;"
                 " leave calibrate out, and inputs stay as they are"
             )
+        experts = require_whole(run.engine.experts, casts)
+        if experts and calibrate:
+            raise ValueError(
+                f"{min(experts)}: inputs of packed experts are not measured; leave calibrate out, and inputs"
+                " stay as they are"
+            )
         amaxes = _calibrated(layers, casts, calibrate) if calibrate else {}
     if not casts:
         raise ValueError(
             "no layer's weight is quantised by the recipe of the last step; there is nothing to pack"
         )
-    tensors = dict(_others(run.model, casts, dtype))
-    for name, cast in casts.items():
-        tensors |= {
-            f"{name}.{key}": value for key, value in packed_tensors(cast, to, amaxes.get(name)).items()
-        }
+    made = {name: packed_tensors(cast, to, amaxes.get(name)) for name, cast in casts.items()}
+    tensors, rest = _named(run, made, experts, dtype)
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     weights = target / "model.safetensors"
     _write(tensors, weights)
-    rest = [
-        name
-        for name, module in run.model.named_modules()
-        if isinstance(module, nn.Linear) and name not in casts
-    ]
     files = [weights]
     for name, content in _configurations(run.model, to, rest, bool(amaxes)).items():
         write(target / name, content)
@@ -233,11 +233,43 @@ def _watched(layer: nn.Module) -> Iterator[list[float]]:
         hook.remove()
 
 
-def _others(
-    model: nn.Module, casts: Mapping[str, Packed], dtype: torch.dtype
-) -> Iterator[tuple[str, Tensor]]:
+def _named(
+    run: Conversion, made: Mapping[str, Mapping[str, Tensor]], experts: set[str], dtype: torch.dtype
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Return all tensors of an export by name, and the names of the layers that are not packed.
+
+    Args:
+        run: handle of the model.
+        made: tensors of each packed layer.
+        experts: parameters of experts that are packed.
+        dtype: dtype of all other floating-point tensors.
+    """
+    model = run.model
+    others = dict(_others(model, {f"{name}.weight" for name in made} | experts, dtype))
+    rename = named(model) if experts else None
+    if rename is None:  # names of the state dict; those of experts are their layers'
+        whole = {f"{name}.{key}": value for name, keys in made.items() for key, value in keys.items()}
+        modules = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear))
+        return others | whole, [name for name, _ in modules if name not in made]
+    tensors = rename(others)
+    for name, keys in made.items():
+        if not isinstance(run.engine.layers[name], EmulatedExpert):
+            for key, value in keys.items():
+                [place] = rename({f"{name}.weight": value})
+                tensors[f"{place.removesuffix('weight')}{key}"] = value
+    tables = {name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+    high = [name.removesuffix(".weight") for name, value in tensors.items() if _is_matrix(name, value)]
+    tensors |= dict(expert_tensors(run.engine.experts, made, rename))
+    return tensors, [name for name in high if name not in tables]
+
+
+def _is_matrix(name: str, value: Tensor) -> bool:
+    """Return True for the weight of a layer in high precision."""
+    return name.endswith(".weight") and value.ndim == 2 and value.is_floating_point()
+
+
+def _others(model: nn.Module, skipped: set[str], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield all entries of a state dict but the packed weights, each in memory of its own."""
-    skipped = {f"{name}.weight" for name in casts}
     for name, value in model.state_dict().items():
         if name not in skipped:
             plain = value.detach().to(dtype if value.is_floating_point() else value.dtype)
