@@ -26,7 +26,7 @@ PAGES = [
     if page.parent.name != "upstream"
 ]
 """Pages for readers of this project. The texts in docs/upstream are for those of other libraries."""
-GENERATED = ("recipes.md", "experiment.md", "conformance.md")
+GENERATED = ("recipes.md", "experiment.md", "conformance.md", "families.md")
 
 
 @pytest.mark.parametrize("script", ["generate_reference.py", "generate_conformance.py"])

@@ -86,6 +86,7 @@ OTHERS = {
     "python benchmarks/corruption.py": "test_damaged_state.py tests its corruptions",
     "python benchmarks/demo_design.py": "test_fork_benchmarks.py",
     "python benchmarks/equal_compute.py": "test_fork_benchmarks.py",
+    "python benchmarks/expert_families.py": "engines/test_expert_families.py",
     "python docker/cloud/rent.py": "test_cloud.py",
     "python benchmarks/validity.py": "test_fork_benchmarks.py",
     "python benchmarks/planted_divergences.py": "by hand; test_first_nonfinite.py has such faults",
