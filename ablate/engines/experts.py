@@ -382,7 +382,7 @@ class ExpertsForward:
             [tokens, width] in the dtype of `hidden_states`.
 
         Raises:
-            ValueError: the experts are divided among ranks.
+            ValueError: the experts are divided among ranks, or the router names one that does not exist.
         """
         module = self.module
         if getattr(module, "_is_expert_parallel", False):
@@ -408,6 +408,8 @@ class ExpertsForward:
         module, (tokens, k) = self.module, index.shape
         pairs = torch.arange(tokens * k, device=index.device)
         sources, targets, factors = pairs // k, index.reshape(-1), weights.reshape(-1)
+        if len(pairs) and not 0 <= int(targets.min()) <= int(targets.max()) < module.num_experts:
+            raise ValueError(f"{self.name}: the router's indices must lie from 0 to {module.num_experts - 1}")
         if self.quantised and self.experts.padding != "zeros":
             sources, targets, factors = self._padded(index, sources, factors)
         targets, order = self._sorted(sources, targets, k)
@@ -425,7 +427,7 @@ class ExpertsForward:
             return total.index_add_(0, rows, y.to(total.dtype)).to(hidden_states.dtype)
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
-        return y[places[: tokens * k]].view(tokens, k, -1).sum(1).to(hidden_states.dtype)
+        return y[places[: tokens * k]].view(tokens, k, y.shape[-1]).sum(1).to(hidden_states.dtype)
 
     def _sorted(self, sources: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the experts of all pairs in ascending order, and the pairs in that order.
@@ -465,7 +467,7 @@ class ExpertsForward:
             return y
         bias, divided = getattr(module, f"{parameter}_bias"), self._divided()
         bias = bias if divided is None else FirstRanks.apply(bias, divided)
-        if self.implementation != "eager":
+        if self.implementation not in ("eager", None):  # in bf16 on a CPU, its gradient is added up in bf16
             return (y + bias[experts]).to(y.dtype)
         counts = torch.bincount(experts, minlength=len(bias)).tolist()
         each = [row.expand(count, -1) for row, count in zip(bias, counts, strict=True)]
@@ -476,15 +478,11 @@ class ExpertsForward:
         multiple, count = int(self.experts.padding.partition(":")[2]), self.module.num_experts
         routed = torch.zeros(len(index), count, dtype=torch.bool, device=index.device)
         routed.scatter_(1, index, True)
-        lacking = -routed.sum(0) % multiple
+        lacking = -torch.bincount(index.reshape(-1), minlength=count) % multiple
         free = ~routed
         token, expert = (free & (free.cumsum(0) <= lacking)).nonzero(as_tuple=True)
-        filling = weights.new_zeros(len(expert))
-        return (
-            torch.cat((sources, token)),
-            torch.cat((index.reshape(-1), expert)),
-            torch.cat((weights, filling)),
-        )
+        weights = torch.cat((weights, weights.new_zeros(len(expert))))
+        return torch.cat((sources, token)), torch.cat((index.reshape(-1), expert)), weights
 
 
 class DenseForward(ExpertsForward):

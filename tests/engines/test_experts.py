@@ -246,6 +246,45 @@ def test_padding_by_routed_tokens_uses_the_first_that_go_elsewhere():
     assert torch.equal(model.experts.down_proj.grad[1], padded[down][1])
 
 
+def test_padding_counts_a_token_that_chooses_an_expert_twice_as_two_rows():
+    recipe = PRESETS["nvfp4"]()
+    padded_recipe = recipe.model_copy(update={"experts": Experts(padding="routed:16")})
+    x, weights = torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(2)), torch.full((20, 2), 0.5)
+    index = torch.tensor([[0, 0]] * 8 + [[1, 2]] * 12)  # 16 rows of expert 0: full
+    free = results(converted(Model(experts=3), recipe), (x, index, weights))
+    padded = results(converted(Model(experts=3), padded_recipe), (x, index, weights))
+    down = "blocks.0.experts.down_proj"
+    assert torch.equal(free[down][0], padded[down][0])
+    assert not torch.equal(free[down][1], padded[down][1])
+
+
+def test_gradients_of_biases_in_bf16_are_added_up_in_fp32():
+    model = converted(Model(experts=2, bias=True).bfloat16(), PRESETS["nvfp4"]())
+    generator = torch.Generator().manual_seed(2)
+    x, index = torch.randn(2000, WIDTH, generator=generator).bfloat16(), torch.arange(2000)[:, None] % 2
+    dy = (torch.rand(2000, WIDTH, generator=generator) + 0.5).bfloat16()
+    model(x, index, torch.ones_like(x[:, :1])).backward(dy)
+    exact = torch.stack([dy[index[:, 0] == number].double().sum(0) for number in range(2)])
+    # A sum in bf16 stops growing at 256: 1000 gradients of about 1 would be far off.
+    assert torch.equal(model.experts.down_proj_bias.grad, exact.float().bfloat16())
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "bf16"])
+def test_a_batch_without_tokens_gives_no_outputs_and_zero_gradients(recipe):
+    empty = torch.zeros(0, WIDTH), torch.zeros(0, 2, dtype=torch.long), torch.zeros(0, 2)
+    got = results(converted(Model(bias=True), PRESETS[recipe]()), empty)
+    assert got.pop("y").shape == got.pop("dx").shape == (0, WIDTH)
+    assert not any(gradient.any() for gradient in got.values())
+
+
+@pytest.mark.parametrize("expert", [-1, len(SIZES)])
+def test_an_index_of_no_expert_is_refused(expert):
+    x, index, weights = routed()
+    index[3] = expert
+    with pytest.raises(ValueError, match=r"blocks\.0\.experts: the router's indices must lie from 0 to 5"):
+        converted(Model(), PRESETS["nvfp4"]())(x, index, weights)
+
+
 @pytest.mark.parametrize("multiple", [32, 128])
 def test_rows_of_zeros_behind_an_experts_tokens_change_nothing(multiple):
     nearest = PRESETS["nvfp4"]()
