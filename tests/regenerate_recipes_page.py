@@ -14,6 +14,9 @@ INTRODUCTION = """# Recipes
 This page is generated (`make pages`). A recipe says how each operand of the three products of a linear layer is quantised, in
 which layers, and until when. `ablate recipe show NAME` prints one, `ablate recipe diff A B` compares two. [numerics.md](numerics.md)
 defines what the words in the tables compute. `x` are activations, `w` weights and `g` output gradients.
+
+Every preset treats [experts](experiment.md#experts) as Megatron-LM does, which builds them of Transformer Engine's GroupedLinear:
+each has scales of its own, gate and up are one matrix, and zeros pad its tokens.
 """
 HEADER = "| operand | element | block | block scale | outer scale | rounding | more |\n|---|---|---|---|---|---|---|"
 

@@ -317,7 +317,6 @@ def nvfp4_dequantised() -> Recipe:
     """`nvfp4` forward; the backward products in bf16, on the forward pass's quantised x and w.
 
     Transformer Engine's `NVFP4BlockScaling(backward_override="dequantized")`, used in reinforcement learning.
-    Not modelled: grouped layers of experts, to which Transformer Engine applies it as well.
     """
     return _dequantised(_nvfp4().fprop)
 
@@ -325,8 +324,6 @@ def nvfp4_dequantised() -> Recipe:
 def nvfp4_1d_weight() -> Recipe:
     """`nvfp4` with weights in blocks of 1x16; dgrad's weight is quantised from its forward copy (Transformer
     Engine's example).
-
-    Not modelled: grouped layers of experts, to which Transformer Engine applies it as well.
     """
     products = _nvfp4()
     return Recipe(
@@ -340,8 +337,7 @@ def mxfp8_fwd_nvfp4_bwd() -> Recipe:
     """MXFP8 forward, NVFP4 backward (Transformer Engine's example of a mixed recipe).
 
     Gradients are rounded stochastically, wgrad is rotated, and dgrad's weight is quantised in 1x16 blocks
-    from its MXFP8 copy. Not modelled: grouped layers of experts, to which Transformer Engine
-    applies it as well.
+    from its MXFP8 copy.
     """
     products = _nvfp4()
     return Recipe(
@@ -354,17 +350,12 @@ def mxfp8_fwd_nvfp4_bwd() -> Recipe:
 def mxfp8_fwd_high_precision_bwd() -> Recipe:
     """MXFP8 forward; the backward products in bf16, on the forward pass's quantised x and w (Transformer
     Engine's example, and its `backward_override="dequantized"`).
-
-    Not modelled: grouped layers of experts, to which Transformer Engine applies it as well.
     """
     return _dequantised(mxfp8().fprop)
 
 
 def high_precision_fwd_mxfp8_bwd() -> Recipe:
-    """Forward in bf16; the backward products in MXFP8 (Transformer Engine's example).
-
-    Not modelled: grouped layers of experts, to which Transformer Engine applies it as well.
-    """
+    """Forward in bf16; the backward products in MXFP8 (Transformer Engine's example)."""
     return Recipe.of(mxfp8().products.high_precision("forward"))
 
 
@@ -383,8 +374,6 @@ def nvfp4_row_scaled_fwd_mxfp8_bwd() -> Recipe:
 def nvfp4_row_scaled_fwd_high_precision_bwd() -> Recipe:
     """Row-scaled NVFP4 forward; the backward products in bf16, on the forward pass's quantised x and w
     (Transformer Engine's example).
-
-    Not modelled: grouped layers of experts, to which Transformer Engine applies it as well.
     """
     return _dequantised(_BY_ROWS)
 
@@ -503,7 +492,7 @@ def nemotron3_super() -> Recipe:
     """Nemotron 3 Super (arXiv 2604.12374): the part of its recipe that applies to a dense transformer.
 
     `nvfp4` with the last 15 % of the blocks and all linear layers of attention in bf16. Not modelled: what a
-    dense transformer lacks: its latent projections in bf16, its Mamba out-projections in MXFP8, and experts.
+    dense transformer lacks: its latent projections in bf16 and its Mamba out-projections in MXFP8.
     """
     attention = Rule(match=Match(within="*Attention*"))
     return Recipe.of(_nvfp4(), layers=Layers(last_fraction=0.15, rules=(attention,)))

@@ -26,8 +26,13 @@ from ablate.training.workloads.gpt import Gpt
 NVFP4 = PRESETS["nvfp4"]()
 BASELINES = ("bf16", "fp32", "mxfp8", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4")
 """Formats rather than recipes: nothing of theirs is left out."""
+ENGINES = (
+    *("nvfp4", "nvfp4_dequantised", "nvfp4_1d_weight", "mxfp8_fwd_nvfp4_bwd"),
+    *("mxfp8_fwd_high_precision_bwd", "high_precision_fwd_mxfp8_bwd"),
+    "nvfp4_row_scaled_fwd_high_precision_bwd",
+)
 VARIANTS = {
-    "nvfp4": "left as Transformer Engine has it",
+    **dict.fromkeys(ENGINES, "left as Transformer Engine has it"),
     "healing": "`nvfp4` and `fp8_current`, which say it",
 }
 """Presets that refuse nothing beyond what all refuse, and why."""
