@@ -304,6 +304,37 @@ def test_the_emulator_is_what_was_asked_for_wherever():
     assert choose("emulated", arms("ue5m3"), "cuda", machine=B200) == Choice("emulated")
 
 
+MIXTURE = {
+    "model_type": "qwen3_moe",
+    **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64),
+    "vocab_size": 256,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+
+
+@pytest.mark.parametrize(
+    "fields", [{"experts": {"count": 4}}, {"model": MIXTURE}], ids=["own", "transformers"]
+)
+def test_auto_leaves_a_model_with_experts_to_the_emulator_and_says_why(fields):
+    """Whatever was compared on this machine: other engines would refuse each trial."""
+    arms_with_experts = [StartingPoint("gpt", fields, "nvfp4").arm({})]
+    for _ in range(2):
+        made = choose("auto", arms_with_experts, "cuda", machine=B200)
+        assert made.engine == "emulated"
+        assert "the model packs experts' weights into one tensor" in made.why
+        parity_record.keep(compared(families={"nvfp4": "agrees"}), B200)
+    for engine in ("transformer_engine", "scaled_mm"):
+        with pytest.raises(ValueError, match="which only engine emulated quantises"):
+            choose(engine, arms_with_experts, "cuda", machine=B200)
+    with pytest.raises(ValueError, match="scales in tiles of its own, of 128 rows by 4 blocks"):
+        choose("scaled_mm", arms_with_experts, "cuda", machine=B200)
+
+
 FILE = "schema: 1\nquestion: Is it?\nworkload: {gpt: {steps: 3}}\nablate: {rht: [true, false]}\n"
 
 
