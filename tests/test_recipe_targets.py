@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatch
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import get_args
@@ -31,6 +32,7 @@ from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Run
 from ablate.recipes.targets import TARGETS, Lost, Model
+from ablate.recipes.targets.experts import FUSED, SWITCHES, grouped_switches
 from ablate.recipes.targets.megatron import VARIABLES, from_environment, read, standing_in, without_effect
 from ablate.recipes.targets.torchao import SIGNS
 from ablate.recipes.te_import import recipe_of
@@ -760,6 +762,45 @@ def test_megatrons_file_on_single_layers_names_the_modules_of_all_experts():
     assert '    pattern: "*.experts.*"' in text
     with pytest.raises(Lost, match="selects none of Megatron's layers"):
         TARGETS["megatron"].write(recipe, Model("it", BLOCKS))
+
+
+GROUPED = [
+    ("nvfp4", {}, "1", "at once on SM 10.0 to 11.0"),
+    ("mxfp8", {}, "1", "at once on SM 10.0 to 11.0"),
+    ("bf16", {}, "1", "at once, in high precision"),
+    ("nvfp4", {}, "0", "quantises and multiplies expert by expert"),
+    ("nvfp4_dequantised", {}, "1", "all the same: backward_override is dequantized"),
+    ("nvfp4", {"rht": False}, "1", "all the same: NVFP4 needs its rotation"),
+    ("nvfp4_1d_weight", {}, "1", "all the same: the recipe is not one of Transformer Engine's classes"),
+    ("ue5m3", {}, "1", "all the same: the recipe is not one of Transformer Engine's classes"),
+    ("nvfp4", {}, "yes", "does not start"),
+]
+
+
+@every(case=GROUPED)
+def test_the_path_of_grouped_products_is_that_of_transformer_engine(case):
+    name, turned, value, said = case
+    recipe = resolve(name, [f"{key}={json.dumps(change)}" for key, change in turned.items()])
+    (sentence,) = grouped_switches({FUSED: value}, recipe)
+    assert said in sentence
+
+
+def test_the_audit_names_variables_about_grouped_products_and_counts_none_as_a_difference():
+    done = here(
+        *("recipe", "audit", "nvfp4", "--te", "NVFP4BlockScaling"),
+        **{FUSED: "1", "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1", "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{FUSED}=1: te.GroupedLinear multiplies all experts at once" in done.stdout
+    assert "NVTE_CUTEDSL_FUSED_GROUPED_MLP=1 lets te.ops" in done.stdout
+    assert "SINGLE_PARAM" not in done.stdout
+
+
+@pytest.mark.skipif(find_spec("transformer_engine") is None, reason="Transformer Engine is not installed")
+def test_the_variables_are_all_that_the_installed_transformer_engine_reads():
+    folder = Path(find_spec("transformer_engine").submodule_search_locations[0]) / "pytorch"
+    text = "".join(path.read_text() for path in folder.rglob("*.py"))
+    assert {*re.findall(r"\bNVTE_\w*GROUPED\w*", text)} == {FUSED, *SWITCHES}
 
 
 # What is lost

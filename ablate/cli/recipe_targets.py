@@ -18,6 +18,7 @@ from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Layers, Products
 from ablate.recipes.recipe_text import differences
 from ablate.recipes.targets import TARGETS, Lost, Model
+from ablate.recipes.targets.experts import grouped_switches
 from ablate.recipes.targets.jobs import Job
 from ablate.recipes.targets.megatron import VARIABLES
 from ablate.recipes.targets.model import skipped
@@ -164,7 +165,8 @@ def audit(
     for name, (_, option, default) in VARIABLES.items():
         if made is None and fouroversix is None and variables.get(name, default) != default:
             screen.print(f"{name}={variables[name]} sets {option}", soft_wrap=True, markup=False)
-    for sentence in job.ignored():
+    switches = grouped_switches(variables, found) if made is None and fouroversix is None else ()
+    for sentence in (*switches, *job.ignored()):
         screen.print(sentence, soft_wrap=True, markup=False)
     stray = stray_switch(variables)
     if stray:

@@ -16,12 +16,12 @@ Read in Transformer Engine's `module/grouped_linear.py`, in Megatron's `moe_util
 its NVFP4GroupedExpertsConverter is a proposal (pytorch/torchtitan#4821).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from ablate.recipes.experts import Experts
 from ablate.recipes.layers import Layer, select
 from ablate.recipes.recipe import Products, Recipe
-from ablate.recipes.te_mapping import families
+from ablate.recipes.te_mapping import Builtin, families, refusals, te_recipe
 
 
 def has_experts(layers: Sequence[Layer]) -> bool:
@@ -106,3 +106,59 @@ def unreached(recipe: Recipe, layers: Sequence[Layer], target: str, why: str) ->
     first = next((layer.name for layer in layers if "Expert" in layer.classes), None)
     if first is not None and not recipe.plain:
         yield f"layers {first}: the model packs its experts' weights into one tensor, and {target} {why}"
+
+
+FUSED = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"
+SWITCHES = {
+    "NVTE_GROUPED_LINEAR_SINGLE_PARAM": "lets te.GroupedLinear keep all experts' weights in one parameter",
+    "NVTE_CUTEDSL_FUSED_GROUPED_MLP": "lets te.ops fuse a grouped MLP's activation with its casts on SM 10.x",
+    "NVTE_CUTEDSL_FUSED_GROUPED_MLP_FC1_GLU_RHT_AMAX_TMEM": "chooses where that MLP takes the rotated amax",
+    "NVTE_DISABLE_CUTEDSL_WGRAD_FUSED_GROUPED_MLP": "takes wgrad out of that fusion",
+}
+"""Effects of Transformer Engine 2.20.2's other variables about grouped products."""
+
+
+def grouped_switches(environment: Mapping[str, str], recipe: Recipe) -> Iterator[str]:
+    """Yield a sentence for each of Transformer Engine's variables about grouped products that is set.
+
+    The paths quantise each expert alone, so that scales are the same; random words differ. The conditions are
+    those of `is_module_grouped_tensor_path_supported` and `GroupedLinear`, Transformer Engine 2.20.2.
+
+    Args:
+        environment: variables of the job.
+        recipe: the recipe that it trains by.
+    """
+    if (value := environment.get(FUSED)) is not None:
+        yield f"{FUSED}={value}: te.GroupedLinear {_path(value, recipe.products)}"
+    for name, effect in SWITCHES.items():
+        if environment.get(name, "0") != "0":
+            yield f"{name}={environment[name]} {effect}"
+
+
+def _path(value: str, products: Products) -> str:
+    """Return which of GroupedLinear's paths a value of FUSED puts in force for a recipe."""
+    loop = "quantises and multiplies expert by expert"
+    if not value.strip().lstrip("-").isdecimal():
+        return "does not start: the variable must be an integer"
+    if not int(value):
+        return loop
+    description = None if next(refusals(products), None) else te_recipe(products)
+    options = dict(description.options) if isinstance(description, Builtin) else {}
+    if products.plain:
+        return "multiplies all experts at once, in high precision, on SM 9.0 to 11.0 with cuBLASLt 13.3"
+    why = (
+        "the recipe is not one of Transformer Engine's classes"
+        if not isinstance(description, Builtin)
+        else "delayed scaling has no grouped cast"
+        if description.name == "DelayedScaling"
+        else f"backward_override is {options['backward_override']}"
+        if options.get("backward_override")
+        else "NVFP4 needs its rotation for it"
+        if options.get("disable_rht")
+        else "it has no scales by rows"
+        if options.get("row_scaled_activation")
+        else ""
+    )
+    if why:
+        return f"{loop} all the same: {why}"
+    return "multiplies all experts at once on SM 10.0 to 11.0 with cuBLASLt 13.3, elsewhere expert by expert"
