@@ -1,5 +1,6 @@
 """Tests of the parts of a gap and of the worth of pairing: identities on a real sweep, SciPy's own figures, planted damage."""
 
+import json
 import math
 
 import numpy as np
@@ -9,7 +10,10 @@ from support.experiments import sweep, tiny
 
 import ablate
 from ablate.reports.answer import Answer
-from ablate.results.decomposition import correlation, damages
+from ablate.reports.answer_tables import routes_table
+from ablate.results.comparisons import Comparisons
+from ablate.results.decomposition import correlation, damages, routed
+from ablate.results.headline import headline_of
 from ablate.results.summary import summaries
 from ablate.store.ledger import Ledger
 
@@ -139,3 +143,43 @@ def test_a_correlation_of_too_little_is_none():
     three = correlation(dict(enumerate([1.0, 2, 4])), dict(enumerate([1.0, 3, 4])))
     assert three.value == pytest.approx(np.corrcoef([1, 2, 4], [1, 3, 4])[0, 1])
     assert math.isnan(three.low)
+
+
+def test_a_gap_with_experts_is_rounding_plus_flipped_routes_at_every_seed(tmp_path):
+    """Arms of one recipe, free and replayed, beside others: each part is SciPy's interval of its differences."""
+    rng = np.random.default_rng(0)
+    base = rng.normal(3, 0.02, 6)
+    ends = {"bf16": base, "free": base + rng.normal(0.01, 2e-3, 6), "held": base + rng.normal(0.006, 2e-3, 6)}
+    ends["other"] = base + 0.02
+    recipes = {"bf16": {"name": "bf16"}, "free": {"name": "nvfp4"}, "other": {"name": "mxfp4"}}
+    recipes["held"] = {"name": "nvfp4", "experts": {"routing": "replay"}}
+    ledger = planted(tmp_path, {}, {})
+    first = None
+    for name, values in ends.items():
+        arm = ledger.add_arm(name, {}, first, None)
+        first = first or arm
+        for seed, value in enumerate(values[: 5 if name == "held" else 6]):  # one seed is not finished
+            spec = {"workload": {"gpt": {"steps": 2}}, "recipe": recipes[name], "seed": seed}
+            trial = ledger.add_member(arm, seed, f"{name}/{seed}", json.dumps(spec))
+            ledger.record(trial, [{"step": 2, "time": 0.0, "metrics": {"val/loss": value}}])
+            ledger.settle(trial, "done")
+    arms = summaries(ledger)
+    (parts,) = routed(ledger, arms)
+    assert (parts.arm, parts.held, parts.gap.pairs) == ("free", "held", 5)
+    for part, (one, other) in {
+        parts.gap: ("free", "bf16"),
+        parts.rounding: ("held", "bf16"),
+        parts.flips: ("free", "held"),
+    }.items():
+        values = (ends[one] - ends[other])[:5]
+        low, high = scipy.stats.t.interval(0.95, 4, values.mean(), scipy.stats.sem(values))
+        assert (part.mean, part.low, part.high) == pytest.approx((values.mean(), low, high), rel=1e-9)
+    assert parts.rounding.mean + parts.flips.mean == pytest.approx(parts.gap.mean, abs=1e-7)
+    (row,) = routes_table(ledger, arms).rows
+    assert row["flipped routes"][1] == parts.flips.mean
+    sentence = headline_of(Comparisons(ledger)).text
+    assert "Of free's gap, +0.0099 ±0.0028, rounding with routes held makes +0.0040 ±0.0020" in sentence
+    assert sentence.endswith(f"flipped routes {row['flipped routes'][0]}.")
+    assert routed(ledger, [arm for arm in arms if arm.name != "held"]) == []
+    assert routes_table(ledger, [arm for arm in arms if arm.name != "held"]) is None
+    ledger.close()

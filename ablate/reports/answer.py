@@ -192,6 +192,10 @@ class Answer(VerdictSentences):
         """Return the table of what each gap is made of: the cast of the last weights, and the training."""
         return answer_tables.damage_table(self.ledger, self.shown, self.metric)
 
+    def routes(self) -> Table | None:
+        """Return the table of gaps with experts: by rounding, and by flipped routes."""
+        return answer_tables.routes_table(self.ledger, self.shown)
+
     def windows(self) -> Table | None:
         """Return the table of damage at every horizon and position of a forked design."""
         return answer_tables.windows_table(self.shown)

@@ -13,7 +13,7 @@ from ablate.reports.elsewhere import sources_table
 from ablate.reports.table import Cell, Column, Table
 from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects, shares
-from ablate.results.decomposition import correlation, damages
+from ablate.results.decomposition import correlation, damages, routed
 from ablate.results.forked import difference_word
 from ablate.results.number_text import interval, percents
 from ablate.results.paired_stats import (
@@ -195,6 +195,25 @@ def damage_table(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> 
         + (", and lack the error of the evaluation, which the first column's has." if forked else ".")
     )
     return Table.of("damage", rows, caption) if rows else None
+
+
+def routes_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
+    """Return the table of gaps by rounding and by flipped routes; None without an arm that replays routes."""
+    rows: list[dict[str, Cell]] = [
+        {
+            "arm": part.arm,
+            "difference": (interval(part.gap), part.gap.mean),
+            "rounding with routes held": (interval(part.rounding), part.rounding.mean),
+            "flipped routes": (interval(part.flips), part.flips.mean),
+        }
+        for part in routed(ledger, arms)
+    ]
+    caption = (
+        "Rounding with routes held: the arm whose tokens went, in training, to the experts that unquantised"
+        " training chose, minus the baseline. Flipped routes: the arm minus that one. The two add up to the"
+        " difference at every seed; intervals are not corrected, and have the spread over seeds alone."
+    )
+    return Table.of("routes", rows, caption) if rows else None
 
 
 def windows_table(arms: Sequence[ArmSummary]) -> Table | None:

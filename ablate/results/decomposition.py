@@ -11,9 +11,14 @@ precision (`val/loss_bf16`). So the gap splits, seed by seed, into two parts tha
 
 The direct part has little of the noise between runs, which is in both readings of the same weights.
 
+The gap of an arm with experts splits in another way, if a second arm has the same recipe with
+`experts.routing: replay`: that arm's gap is of rounding, with routes held during training; the rest is of
+flipped routes.
+
 Not given: verdicts on the parts. They are described, and the verdict is on the gap.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
+from ablate.recipes.experts import Experts
 from ablate.results.forked import sharpened
 from ablate.results.paired_stats import Difference, common, paired_difference
 from ablate.results.summary import ArmSummary
@@ -91,6 +97,47 @@ def _damage(
         paired_difference(cast[arm.name], cast[arm.baseline], arm.interval),
         paired_difference(high[arm.name], high[arm.baseline], arm.interval),
     )
+
+
+@dataclass(frozen=True)
+class RoutedDamage:
+    """The gap of an arm with experts, over the seeds of it, of the arm that replays routes, and of the
+    baseline, and the two parts that add up to it seed by seed."""
+
+    arm: str
+    held: str
+    """The arm of the same recipe that replays the routes of unquantised training."""
+    gap: Difference
+    rounding: Difference
+    """Gap of the arm that replays routes."""
+    flips: Difference
+    """Difference of the two arms."""
+
+
+def routed(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[RoutedDamage]:
+    """Return the parts of the gap of each arm that another arm with replayed routes is like."""
+    specs = {member.name: member.resolved for member in ledger.members()}
+    by_name = {arm.name: arm for arm in arms}
+    free: dict[str, ArmSummary] = {}
+    held: dict[str, ArmSummary] = {}
+    for arm in arms:
+        recipe = dict(specs[arm.name].recipe or {}) if arm.name in specs else {}
+        experts = Experts.model_validate(recipe.pop("experts", {}))
+        alike = recipe, Experts.model_validate(experts.model_dump(exclude={"routing"})).model_dump()
+        if recipe and arm.baseline in by_name:
+            key = json.dumps([*alike, specs[arm.name].config, arm.baseline], sort_keys=True)
+            (held if experts.replays else free).setdefault(key, arm)
+    parts = []
+    for key in free.keys() & held.keys():
+        arm, other = free[key], held[key]
+        base = by_name[str(arm.baseline)].values
+        seeds = sorted({*arm.values} & {*other.values} & {*base})
+        a, h, b = ({seed: values[seed] for seed in seeds} for values in (arm.values, other.values, base))
+        pairs = ((a, b), (h, b), (a, h))
+        if seeds:
+            differences = (paired_difference(x, y, arm.interval) for x, y in pairs)
+            parts.append(RoutedDamage(arm.name, other.name, *differences))
+    return sorted(parts, key=lambda each: list(by_name).index(each.arm))
 
 
 def correlation(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Correlation:

@@ -17,10 +17,12 @@ from ablate.results.answer_sentences import NO_ANSWER, Compared, Setting
 from ablate.results.attribution import Effect, shown_value
 from ablate.results.blame import names_of, replayed, sentences
 from ablate.results.comparisons import Comparisons
+from ablate.results.decomposition import routed
+from ablate.results.forked import difference_word
 from ablate.results.gate import Check, checks
 from ablate.results.log_ratios import ratio
 from ablate.results.next_runs import Settling, seeds_to_settle
-from ablate.results.number_text import counted, number
+from ablate.results.number_text import counted, interval, minus, number
 from ablate.results.paired_stats import FEWEST_DISTINCT, Verdict
 from ablate.results.sensitivity import sensitivity
 from ablate.results.subject import subject
@@ -88,6 +90,7 @@ def headline_of(sweep: Comparisons) -> Headline:
         sweep: its comparisons.
     """
     lead, text, verdicts = _answer(sweep)
+    text += _by_routes(sweep) if verdicts else ""
     found = tuple(checks(sweep.ledger, sweep.arms))
     valid = not any(check.kind == "failed" for check in found)
     search = bool(sweep.ledger.facts.search)
@@ -104,6 +107,17 @@ def headline_of(sweep: Comparisons) -> Headline:
         _simplest(sweep) if open_ and verdicts else "",
         _subject(sweep),
     )
+
+
+def _by_routes(sweep: Comparisons) -> str:
+    """Return a sentence on the parts of a gap with experts; empty if no arm replays routes."""
+    for part in routed(sweep.ledger, sweep.arms):
+        gap, rounding, flips = map(minus, map(interval, (part.gap, part.rounding, part.flips)))
+        return (
+            f" Of {part.arm}'s {difference_word(sweep.arms)}, {gap}, rounding with routes held makes"
+            f" {rounding} and flipped routes {flips}."
+        )
+    return ""
 
 
 def _subject(sweep: Comparisons) -> str:
