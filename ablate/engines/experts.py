@@ -370,6 +370,7 @@ class ExpertsForward:
         """True if a product in force is quantised."""
         return not all(layer.products.plain for layer in self.layers)
 
+    @torch.compiler.disable  # the numbers of tokens are data; one graph break instead of many
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
 
