@@ -405,6 +405,24 @@ def measured(family: str) -> Row:
 
 _HEAD = """# Mixtures of experts
 
+Experts whose weights one tensor holds are layers like others: `model.layers.0.mlp.experts.3.gate_up` and
+`.down`. Layer rules, telemetry, alarms, maps and packed checkpoints see each of them. An expert has scales of
+its own, and blocks and rotations do not cross its tokens; one without tokens is not multiplied. Routers stay
+in high precision.
+
+- The package's transformer has them by `gpt: {{experts: {{count: 8, top_k: 2}}}}`; a model of transformers
+  by `gpt: {{model: {{model_type: qwen3_moe, ...}}}}`, `finetune` or, in your own loop, `ablate.convert`.
+- A module of your own is reached if it has the attributes that `use_experts_implementation` of transformers
+  sets (`num_experts`, `has_gate`, `has_bias`, `is_transposed`, `is_concatenated`, `has_post_expert_norm`),
+  its parameters (`gate_up_proj` [experts, 2 hidden, width], `down_proj` [experts, width, hidden]), a method
+  `_apply_gate`, and a forward pass of hidden states [tokens, width], index and weights [tokens, k].
+- [`recipe.experts`](experiment.md) has what training stacks do differently: `padding`, `gate_up`,
+  `rounding_state`, and `routing: replay`, which sends tokens where unquantised training sends them.
+- Refused: expert parallelism, sharded weights, and tensor cores (`engine: emulated` runs on a GPU).
+  `torch.compile` leaves experts out of its graphs.
+
+## Families
+
 See how much of a model of `transformers` {version} a recipe reaches. Made by
 `python benchmarks/expert_families.py`.
 
