@@ -70,11 +70,13 @@ def test_what_determines_the_numbers_is_in_the_id(tmp_path, monkeypatch):
 
 
 def without_later(content: Any) -> Any:
-    """Leave out `own` and `error` of quantisers, later fields, which have their defaults."""
+    """Leave out `own` and `error` of quantisers and `experts`, later fields, which have their defaults."""
     if not isinstance(content, dict):
         return content
     assert content.get("own") is None
-    return {name: without_later(part) for name, part in content.items() if name not in ("own", "error")}
+    return {
+        name: without_later(part) for name, part in content.items() if name not in ("own", "error", "experts")
+    }
 
 
 @pytest.mark.parametrize(("device", "left_out"), [("cpu", {"deterministic"}), ("cuda", set())])
@@ -83,7 +85,7 @@ def test_an_id_is_the_hash_of_its_domain_and_of_the_spec_as_it_is_stored(tmp_pat
     content = json.loads(trial.wire)
     known = content.pop("id")
     fields = content["workload"]["gpt"]
-    for name in {"recompute", "token_budget"} | left_out:
+    for name in {"recompute", "token_budget", "experts"} | left_out:
         del fields[name]
     fields["data"] = {
         name: value for name, value in fields["data"].items() if name not in ("train", "val")

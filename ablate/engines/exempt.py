@@ -81,7 +81,8 @@ def refuse_bypassed(layers: Collection[EmulatedLinear]) -> None:
     """Refuse a quantised layer whose weight has a gradient, though no forward pass of the layer ever began.
 
     Its module multiplies by the weight itself, so nothing of it is quantised. Call it after a backward pass.
-    Several ranks are not checked, since another rank may have called the layer.
+    Several ranks are not checked, since another rank may have called the layer, nor are layers of tensor
+    cores, which do not report their calls.
 
     Args:
         layers: all layers of a model, with the products of the step.
@@ -89,14 +90,16 @@ def refuse_bypassed(layers: Collection[EmulatedLinear]) -> None:
     Raises:
         ValueError: there is such a layer.
     """
-    if all(layer.begun for layer in layers) or (dist.is_initialized() and dist.get_world_size() > 1):
+    divided = dist.is_initialized() and dist.get_world_size() > 1
+    if divided or all(layer.begun or not layer.emulates for layer in layers):
         return
     begun = {id(layer.owner) for layer in layers if layer.begun}
     if not begun:  # a whole graph of torch.compile, or an engine whose layers do not report
         return
     for layer in layers:
         gradient = layer.owner.grad
-        if id(layer.owner) in begun or layer.products.plain or gradient is None or not gradient.any():
+        called = id(layer.owner) in begun or not layer.emulates
+        if called or layer.products.plain or gradient is None or not gradient.any():
             continue
         last = layer.name.rpartition(".")[2]
         raise ValueError(
