@@ -244,14 +244,15 @@ def test_an_experiment_says_what_it_costs_and_a_page_and_the_log_list_it(path):
     assert f"`{path.stem}`" in (ROOT / "experiments" / "LOG.md").read_text()
 
 
-def test_arms_that_keep_layers_in_bf16_are_named_by_their_share_of_the_flops():
-    experiment = load(ROOT / "experiments" / "keep_in_bf16.yaml")
+@pytest.mark.parametrize(("name", "count", "kept"), [("keep_in_bf16", 7, True), ("experts_only", 4, False)])
+def test_arms_are_named_by_the_share_of_the_flops_in_bf16_or_in_fp4(name, count, kept):
+    experiment = load(ROOT / "experiments" / f"{name}.yaml")
     shares = {
-        arm.name: 1 - fp4_share(arm.recipe, arm.config.linear_layers)
+        arm.name: abs(kept - fp4_share(arm.recipe, arm.config.linear_layers))
         for arm in experiment.arms
         if not arm.outside
     }
-    assert len(shares) == 7
+    assert len(shares) == count
     assert [
         name for name, share in shares.items() if not name.endswith(f" ({share:.0%})".replace("%", " %"))
     ] == []
