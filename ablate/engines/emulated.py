@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, TypedDict
 import torch
 from torch import Tensor, nn
 
-from ablate.engines import experts
+from ablate.engines import experts, experts_check
 from ablate.engines.emulated_layer import HIGH, UNSET, Context, EmulatedLinear, NotInForce, work_of
 from ablate.engines.exempt import altered, exempt
 from ablate.engines.nonfinite import NonfiniteCount, total
@@ -481,6 +481,7 @@ def convert(
     stacks = {n: module for n, module in experts.packed(model).items() if block(n) and wanted(n, module)}
     for name, module in stacks.items():
         experts.attach(module, name, clock, dtype, recipe.experts)
+        experts_check.refuse_other(module, name)
     if first or not stacks:
         replaced(model, first, lambda linear, name: EmulatedLinear(linear, name, clock, dtype))
     return Engine(model, recipe, clock, block)

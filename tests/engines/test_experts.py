@@ -418,3 +418,21 @@ def test_two_ranks_compute_what_one_computes_bit_for_bit(bias):
             torch.testing.assert_close(joined, value, rtol=1e-5, atol=1e-5)
         else:
             assert torch.equal(joined, value), name
+
+
+class Doubled(PackedExperts):
+    """Experts whose forward pass does more than its layout says."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return 2 * super().forward(hidden_states, top_k_index, top_k_weights)
+
+
+@pytest.mark.parametrize("wrong", ["is_transposed", "has_bias", "has_post_expert_norm", "doubled"])
+def test_a_module_that_computes_something_else_than_its_layout_says_is_refused(wrong):
+    model = Model()
+    if wrong == "doubled":
+        model.blocks[0].experts = Doubled()
+    else:
+        setattr(model.experts, wrong, True)
+    with pytest.raises(ValueError, match=r"^blocks\.0\.experts: its .*docs/reference/families\.md"):
+        ablate.convert(model, "nvfp4", seed=0, steps=4)

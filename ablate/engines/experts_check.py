@@ -1,0 +1,46 @@
+"""Comparison of a module of experts with what its layout says that it computes: `refuse_other`.
+
+The quantised forward pass takes the place of a module's own, which may do more: scale its result, or lay its
+weights out otherwise than its attributes say. Both are called once, unquantised, on the same random tokens.
+"""
+
+import torch
+from torch import nn
+
+_TOKENS = 8
+_MOST = 0.05
+"""Largest relative L2 distance: ten times what rounding operands to bf16 makes."""
+
+
+def refuse_other(module: nn.Module, name: str) -> None:
+    """Raise ValueError if a module that is not transformers' own computes something else than its experts.
+
+    Args:
+        module: the module, whose instance has the new forward pass, with products in high precision.
+        name: its qualified name.
+    """
+    weight = module.down_proj
+    if type(module).__module__.startswith("transformers.") or weight.is_meta:
+        return
+    generator = torch.Generator().manual_seed(0)
+    width = weight.shape[2 if module.is_transposed else 1]
+    x = torch.randn(_TOKENS, width, generator=generator).to(weight)
+    index = (torch.arange(_TOKENS, device=weight.device) % module.num_experts)[:, None]
+    factors = (torch.rand(_TOKENS, 1, generator=generator) + 0.5).to(weight)
+    advice = (
+        "its attributes must say how its weights are laid out, and its forward pass must add up gate, up and"
+        " down of each token's experts and nothing else (docs/reference/families.md)"
+    )
+    try:
+        with torch.no_grad():
+            own = type(module).forward(module, x, index, factors).double()
+            other = module.forward(x, index, factors).double()
+            distance = float((other - own).norm() / own.norm().clamp_min(1e-30))
+    except (AttributeError, RuntimeError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(
+            f"{name}: its experts cannot be computed ({str(error).splitlines()[0]}); {advice}"
+        ) from None
+    if own.any() and not distance <= _MOST:
+        raise ValueError(
+            f"{name}: its own forward pass differs by {distance:.2g} of its result from its experts; {advice}"
+        )
