@@ -24,6 +24,7 @@ from ablate.engines import experts
 from ablate.engines.emulated import BlockOf
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.exempt import exempt
+from ablate.engines.expert_layers import is_packed
 from ablate.errors import nearest
 from ablate.recipes.layers import block_name
 
@@ -104,7 +105,7 @@ def layer_table(model: nn.Module, blocks: Sequence[str], left_out: Collection[st
                 type(module).__name__.startswith("Conv") and weight.ndim > 2
             )
             thin = min(weight.shape, default=0) < 2 and not isinstance(module, nn.Linear)
-            bias = parameter.endswith("_bias") and experts.is_packed(module)
+            bias = parameter.endswith("_bias") and is_packed(module)
             if weight.ndim < 2 or known or thin or bias or id(weight) in seen:
                 continue
             seen.add(id(weight))
@@ -142,7 +143,7 @@ def why_left(model: nn.Module, name: str, block: str | None) -> str:
 
 
 def _linears(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Linear) or experts.is_packed(part) for part in module.modules())
+    return any(isinstance(part, nn.Linear) or is_packed(part) for part in module.modules())
 
 
 def _holders(parent: nn.Module, prefix: str) -> dict[str, nn.Module]:

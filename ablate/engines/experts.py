@@ -24,39 +24,20 @@ zero. Ranks that divide the tokens of a quantised layer gather them first, and e
 that the scales are those of all tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ablate.engines import grouped
-from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.engines.products import Kept, backward, forward
+from ablate.engines.expert_layers import DENSE, EmulatedExpert, Group, is_packed, loads, parameters_of
 from ablate.engines.ranks import Divided, FirstRanks, GatheredTokens, OwnTokens
-from ablate.numerics.philox import Clock, site
-from ablate.numerics.product import first_order, linear
+from ablate.numerics.philox import Clock
 from ablate.recipes.experts import Experts
 from ablate.recipes.layers import block_name
-from ablate.recipes.recipe import SLOTS, Products
-
-_LAYOUT = (
-    "num_experts",
-    "has_gate",
-    "has_bias",
-    "is_transposed",
-    "is_concatenated",
-    "has_post_expert_norm",
-    "down_proj",
-)
-"""Attributes of a module of experts with packed weights."""
 
 _WIDE_SUMS = ("Inkling2Experts", "NemotronHExperts")
 """Modules of transformers whose `eager` adds up experts in the dtype of the weighted tokens."""
-_DENSE = {"Llama4TextExperts": dict(zip(_LAYOUT[1:6], (True, False, True, True, False), strict=True))}
-"""Layout of modules whose experts each receive all tokens, scaled by the router before, by class."""
 
 
 class Routing(Protocol):
@@ -73,265 +54,8 @@ class Routing(Protocol):
         ...
 
 
-def is_packed(module: nn.Module) -> bool:
-    """Return True for a module of experts that says how its packed weights are laid out, or is known."""
-    return type(module).__name__ in _DENSE or all(hasattr(module, name) for name in _LAYOUT)
-
-
-def parameters_of(module: nn.Module) -> tuple[str, str]:
-    """Return the names of the parameters that the two grouped products multiply by."""
-    return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"
-
-
-def chosen_experts(module: nn.Module) -> int:
-    """Return the number of experts that each token is sent to, by the configuration; all if it is unknown."""
-    sources = (module, getattr(module, "config", None))
-    names = ("num_experts_per_tok", "num_experts_per_token", "top_k", "moe_topk", "moe_k", "top_k_experts")
-    known = (getattr(source, name, None) for source in sources for name in names)
-    return next((number for number in known if isinstance(number, int)), module.num_experts)
-
-
 class Expert(nn.Module):
     """Container of the layers of one expert, without parameters."""
-
-
-class EmulatedExpert(EmulatedLinear):
-    """One matrix of one expert, whose weight [out, in] is a view of the parameter that holds all experts'.
-
-    Args:
-        module: the module that owns the parameter.
-        parameter: name of the parameter in it.
-        expert: number of the expert.
-        part: `all`, or the rows of `gate` or `up` within gate and up.
-        name: qualified name of the layer.
-        clock: as in `EmulatedLinear`.
-        dtype: as in `EmulatedLinear`.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        parameter: str,
-        expert: int,
-        part: str,
-        name: str,
-        clock: Clock,
-        dtype: torch.dtype,
-    ) -> None:
-        rows, columns = _matrix(getattr(module, parameter), module, expert, part).shape
-        super().__init__(nn.Linear(columns, rows, bias=False, device="meta"), name, clock, dtype)
-        del self._parameters["weight"]
-        # Not registered: the module is the parent of this layer.
-        self.__dict__.update(module=module, parameter=parameter, expert=expert, rows=part)
-
-    @property
-    def owner(self) -> nn.Parameter:
-        """The parameter that holds the weights of all experts, which optimizers update."""
-        if "module" not in self.__dict__:
-            raise AttributeError("the layer is not complete")
-        return getattr(self.module, self.parameter)
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        """The weight [out, in], a view of `owner`."""
-        return self.part(self.owner)
-
-    def part(self, packed: Tensor) -> Tensor:
-        """Return this layer's matrix [out, in] of a tensor like `owner`, such as its gradient; a view."""
-        return _matrix(packed, self.module, self.expert, self.rows)
-
-    @property
-    def work(self) -> int:
-        """Elements of the weight that a token of the model is multiplied by, on average over experts."""
-        chosen = chosen_experts(self.module)
-        return self.in_features * self.out_features * chosen // self.module.num_experts
-
-    @property
-    def divided(self) -> None:
-        """None: ranks gather the tokens of experts, and each quantises all of them."""
-
-    def share_state(self, name: str) -> None:
-        """Draw random words by the site of another name, that of all experts of the module."""
-        self._sites = {slot: site(name, slot) for slot in SLOTS}
-        self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}
-
-
-def _matrix(packed: Tensor, module: nn.Module, expert: int, part: str) -> Tensor:
-    matrix = packed[expert].t() if module.is_transposed else packed[expert]
-    if part == "all":
-        return matrix
-    if module.is_concatenated:
-        half = matrix.shape[0] // 2
-        return matrix[:half] if part == "gate" else matrix[half:]
-    return matrix[0::2] if part == "gate" else matrix[1::2]
-
-
-class Group:
-    """The layers of all experts that one grouped product multiplies by.
-
-    Args:
-        layers: one layer of each expert, alike.
-    """
-
-    def __init__(self, layers: Sequence[EmulatedExpert]) -> None:
-        self.layers = list(layers)
-
-    def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the products of each expert's rows with its weight.
-
-        Args:
-            rows: tokens sorted by expert [rows, in].
-            counts: number of rows of each expert.
-
-        Returns:
-            [rows, out] in the dtype of `rows`, without a bias.
-        """
-        batches = [layer.begin_call() for layer in self.layers]
-        first = self.layers[0]
-        packed = first.owner
-        if all(layer.products.plain for layer in self.layers):
-            return self._unquantised(rows.to(first.dtype), packed, counts).to(rows.dtype)
-        return GroupedCall.apply(
-            rows, packed, self.layers, [layer.products for layer in self.layers], batches, counts
-        )
-
-    def _unquantised(self, rows: Tensor, packed: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the product that torch's grouped_mm computes, which takes rows of whole 16 bytes alone."""
-        first = self.layers[0]
-        weight = packed.to(rows.dtype)
-        if first.rows != "all":
-            weight = torch.stack([layer.part(weight) for layer in self.layers])
-        elif first.module.is_transposed:
-            weight = weight.transpose(-2, -1)
-        if rows.is_cuda and not any(size * rows.element_size() % 16 for size in weight.shape[1:]):
-            ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=rows.device)
-            return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)
-        return torch.cat([linear(x, w) for x, w in zip(rows.split(list(counts)), weight, strict=True)])
-
-
-class GroupedCall(torch.autograd.Function):
-    """The autograd function of a grouped product: what `products.Call` computes, for one expert after the
-    other."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        packed: Tensor,
-        layers: Sequence[EmulatedExpert],
-        products: Sequence[Products],
-        batches: Sequence[int],
-        counts: Sequence[int],
-    ) -> Tensor:
-        ctx.layers, ctx.products, ctx.batches, ctx.counts = layers, products, batches, counts
-        ctx.like, ctx.dtype = (packed.shape, packed.dtype), rows.dtype
-        ctx.grouped = _in_one_tensor(layers, batches) and grouped.covers(layers, rows)
-        if ctx.grouped:
-            with layers[0].clock.within(batches[0]):
-                made = grouped.forward(layers, rows, packed, counts)
-            if made is not None:
-                ctx.save_for_backward(*made[1], rows, packed)
-                return made[0]
-            ctx.grouped = False
-        y = rows.new_empty(len(rows), layers[0].out_features)
-        kept: list[Tensor | None] = []
-        for number, (begin, end) in enumerate(_spans(counts)):
-            layer, of_layer = layers[number], products[number]
-            if begin == end:
-                kept += (None, None, None, None)
-                continue
-            x, w = rows[begin:end], layer.part(packed)
-            if of_layer.plain:
-                y[begin:end] = linear(x.to(layer.dtype), w.to(layer.dtype))
-                kept += (x, w, None, None)
-                continue
-            with layer.clock.within(batches[number]):
-                y[begin:end], of_expert = forward(layer, of_layer, x, w)
-            kept += of_expert
-        ctx.save_for_backward(*kept)
-        return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad[:2]
-        saved, layers = ctx.saved_tensors, ctx.layers
-        if ctx.grouped:
-            kept, (rows, packed) = grouped.Kept(*saved[:3]), saved[3:]
-            with layers[0].clock.within(ctx.batches[0]), torch.autocast(dy.device.type, enabled=False):
-                made = grouped.backward(layers, kept, dy, ctx.counts, needs, ctx.products[0])
-            if made is not None:
-                for layer in layers:
-                    layer.end_call(ctx.batches[0])
-                return _returned(layers, *made, ctx.dtype, ctx.like[1])
-            each = zip(layers, _spans(ctx.counts), strict=True)
-            pairs = ((rows[begin:end].to(torch.bfloat16), layer.part(packed)) for layer, (begin, end) in each)
-            saved = [tensor for x, w in pairs for tensor in (x, w, None, None)]
-        dx = dy.new_zeros(len(dy), layers[0].in_features, dtype=ctx.dtype) if needs[0] else None
-        shape, dtype = ctx.like
-        dw = dy.new_zeros(shape, dtype=dtype) if needs[1] else None
-        with torch.autocast(dy.device.type, enabled=False):
-            for number, (begin, end) in enumerate(_spans(ctx.counts)):
-                layer = layers[number]
-                if begin < end:
-                    kept = saved[4 * number : 4 * number + 4]
-                    with layer.clock.within(ctx.batches[number]):
-                        of_x, of_w = _gradients(layer, ctx.products[number], kept, dy[begin:end], needs)
-                    if dx is not None:
-                        dx[begin:end] = of_x
-                    if dw is not None:
-                        layer.part(dw).copy_(of_w)
-                layer.end_call(ctx.batches[number])
-        return _returned(layers, dx, dw, ctx.dtype, dtype)
-
-
-def _in_one_tensor(layers: Sequence[EmulatedExpert], batches: Sequence[int]) -> bool:
-    """Return True if the layers' weights are the packed tensor, and nothing observes a single layer."""
-    first = layers[0]
-    whole = first.rows == "all" and not first.module.is_transposed
-    return whole and first.context.probe is None and all(batch == batches[0] for batch in batches)
-
-
-def _returned(
-    layers: Sequence[EmulatedExpert],
-    dx: Tensor | None,
-    dw: Tensor | None,
-    of_rows: torch.dtype,
-    of_weights: torch.dtype,
-) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the arguments of `GroupedCall`."""
-    divided = layers[0].context.divided
-    if dw is not None and divided is not None and divided.index:
-        dw.zero_()  # every rank has the whole one, and they are added later
-    return (
-        None if dx is None else dx.to(of_rows),
-        None if dw is None else dw.to(of_weights),
-        None,
-        None,
-        None,
-        None,
-    )
-
-
-def _gradients(
-    layer: EmulatedExpert, products: Products, kept: Kept, dy: Tensor, needs: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return dx and dw of one expert; None for one that is not needed."""
-    if not products.plain:
-        return backward(layer, products, kept, dy, needs)
-    x, w, _, _ = kept
-    assert x is not None
-    assert w is not None
-    dy = dy.to(layer.dtype)
-    return (
-        linear(dy, w.to(layer.dtype).t()) if needs[0] else None,
-        linear(dy.t(), x.to(layer.dtype).t()) if needs[1] else None,
-    )
-
-
-def _spans(counts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Return first row and end of each expert."""
-    return pairwise(accumulate(counts, initial=0))
 
 
 class ExpertsForward:
@@ -368,7 +92,8 @@ class ExpertsForward:
     @property
     def quantised(self) -> bool:
         """True if a product in force is quantised."""
-        return not all(layer.products.plain for layer in self.layers)
+        in_force = {id(layer.products): layer.products for layer in self.layers}  # few, of many layers
+        return not all(products.plain for products in in_force.values())
 
     @torch.compiler.disable  # the numbers of tokens are data; one graph break instead of many
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -409,16 +134,16 @@ class ExpertsForward:
         module, (tokens, k) = self.module, index.shape
         pairs = torch.arange(tokens * k, device=index.device)
         sources, targets, factors = pairs // k, index.reshape(-1), weights.reshape(-1)
-        if len(pairs) and not 0 <= int(targets.min()) <= int(targets.max()) < module.num_experts:
-            raise ValueError(f"{self.name}: the router's indices must lie from 0 to {module.num_experts - 1}")
+        counts = self._counts(targets)
         if self.quantised and self.experts.padding != "zeros":
-            sources, targets, factors = self._padded(index, sources, factors)
+            sources, targets, factors = self._padded(index, sources, factors, counts)
+            counts = self._counts(targets)
         targets, order = self._sorted(sources, targets, k)
-        rows, counts = sources[order], torch.bincount(targets, minlength=module.num_experts).tolist()
+        rows = sources[order]
         x = self._by_expert(hidden_states.__getitem__, rows, counts)
-        y = self._biased([group(x, counts) for group in self.up], self.parameters[0], targets)
+        y = self._biased([group(x, counts) for group in self.up], self.parameters[0], targets, counts)
         y = module._apply_gate(y) if module.has_gate else module.act_fn(y)
-        y = self._biased([self.down(y, counts)], "down_proj", targets)
+        y = self._biased([self.down(y, counts)], "down_proj", targets, counts)
         if module.has_post_expert_norm:
             y = self._by_expert(module.post_expert_norm, y, counts)
         y = y * factors[order].unsqueeze(-1)
@@ -429,6 +154,17 @@ class ExpertsForward:
         places = torch.empty_like(order)
         places[order] = torch.arange(len(order), device=order.device)
         return y[places[: tokens * k]].view(tokens, k, y.shape[-1]).sum(1).to(hidden_states.dtype)
+
+    def _counts(self, targets: Tensor) -> list[int]:
+        """Return the number of rows of each expert; waits for a GPU, once.
+
+        ValueError if the router names an expert that does not exist.
+        """
+        counts: list[int] = loads(targets, self.module.num_experts).tolist()
+        if sum(counts) != len(targets):
+            most = self.module.num_experts - 1
+            raise ValueError(f"{self.name}: the router's indices must lie from 0 to {most}")
+        return counts
 
     def _sorted(self, sources: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the experts of all pairs in ascending order, and the pairs in that order.
@@ -454,7 +190,9 @@ class ExpertsForward:
             return function(x)
         return torch.cat([function(part) for part in x.split(list(counts)) if len(part)])
 
-    def _biased(self, parts: Sequence[Tensor], parameter: str, experts: Tensor) -> Tensor:
+    def _biased(
+        self, parts: Sequence[Tensor], parameter: str, experts: Tensor, counts: Sequence[int]
+    ) -> Tensor:
         """Return gate and up as one matrix, as the module has them, with the bias of each row's expert."""
         module = self.module
         if len(parts) == 1:
@@ -470,16 +208,17 @@ class ExpertsForward:
         bias = bias if divided is None else FirstRanks.apply(bias, divided)
         if self.implementation not in ("eager", None):  # in bf16 on a CPU, its gradient is added up in bf16
             return (y + bias[experts]).to(y.dtype)
-        counts = torch.bincount(experts, minlength=len(bias)).tolist()
         each = [row.expand(count, -1) for row, count in zip(bias, counts, strict=True)]
         return (y + torch.cat(each)).to(y.dtype)
 
-    def _padded(self, index: Tensor, sources: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _padded(
+        self, index: Tensor, sources: Tensor, weights: Tensor, counts: Sequence[int]
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return token, expert and weight of all pairs, those that fill experts with weight 0 at the end."""
         multiple, count = int(self.experts.padding.partition(":")[2]), self.module.num_experts
         routed = torch.zeros(len(index), count, dtype=torch.bool, device=index.device)
         routed.scatter_(1, index, True)
-        lacking = -torch.bincount(index.reshape(-1), minlength=count) % multiple
+        lacking = torch.tensor([-rows % multiple for rows in counts], device=index.device)
         free = ~routed
         token, expert = (free & (free.cumsum(0) <= lacking)).nonzero(as_tuple=True)
         weights = torch.cat((weights, weights.new_zeros(len(expert))))
@@ -563,7 +302,7 @@ def attach(module: nn.Module, name: str, clock: Clock, dtype: torch.dtype, exper
         )
     if getattr(module, "_is_expert_parallel", False):
         raise ValueError(f"{name}: expert parallelism is not supported; use data parallelism")
-    flags = _DENSE.get(type(module).__name__, {})
+    flags = DENSE.get(type(module).__name__, {})
     if flags and (experts.padding, experts.routing) != ("zeros", "free"):
         raise ValueError(f"{name}: each of its experts receives all tokens; leave padding and routing out")
     for flag, value in flags.items():
@@ -595,5 +334,5 @@ def detach(module: nn.Module) -> None:
     del module.forward
     for number in range(module.num_experts):
         delattr(module, str(number))
-    for flag in _DENSE.get(type(module).__name__, {}):
+    for flag in DENSE.get(type(module).__name__, {}):
         delattr(module, flag)

@@ -6,7 +6,7 @@ calls of separate layers they spend more time in Python than in arithmetic.
 The idea. Tokens of all experts lie in one matrix, each expert's padded to whole blocks of 16 rows, and the
 weights in another. One call of a compiled kernel for each expert writes into one result, the tensor scales of
 all experts are one vector, and each product is written in its place. The numbers are those of
-experts.GroupedCall, which is the loop over layers, bit for bit.
+expert_layers.GroupedCall, which is the loop over layers, bit for bit.
 
 Covered: NVIDIA's forms on a CPU whose products are bf16, in the shape of preset nvfp4 and its variants
 (`covers`). All else takes the loop: telemetry, rotations with drawn signs, other formats, GPUs.

@@ -159,16 +159,25 @@ def order_statistic(x: Tensor, k: int) -> Tensor:
     if x.dtype != torch.bfloat16:
         return x.reshape(-1).abs().kthvalue(k).values.to(torch.float32)
     magnitudes = x.reshape(-1).view(torch.int16) & 0x7FFF
-    counts = torch.bincount(magnitudes, minlength=2**15) if x.device.type == "cpu" else histogram(magnitudes)
+    counts = (
+        torch.bincount(magnitudes, minlength=2**15)
+        if x.device.type == "cpu"
+        else histogram(magnitudes, 2**15)
+    )
     smaller = (counts.cumsum(0) < k).sum()
     return smaller.to(torch.int16).view(torch.bfloat16).to(torch.float32)
 
 
-def histogram(magnitudes: Tensor) -> Tensor:
-    """Return the number of each of 32,768 integers in `magnitudes`, int64, without a wait for a GPU."""
-    ones = torch.ones((), dtype=torch.int64, device=magnitudes.device).expand(magnitudes.shape)
-    counts = torch.zeros(2**15, dtype=torch.int64, device=magnitudes.device)
-    return counts.scatter_add_(0, magnitudes.to(torch.int64), ones)
+def histogram(values: Tensor, size: int) -> Tensor:
+    """Return the number of each integer from 0 to size - 1 in `values`, int64, without a wait for a GPU.
+
+    Args:
+        values: integers of any type [n], all in that range.
+        size: length of the result.
+    """
+    ones = torch.ones((), dtype=torch.int64, device=values.device).expand(values.shape)
+    counts = torch.zeros(size, dtype=torch.int64, device=values.device)
+    return counts.scatter_add_(0, values.to(torch.int64), ones)
 
 
 def delayed(

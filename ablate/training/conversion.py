@@ -45,7 +45,7 @@ from ablate.engines.blocks import LayerRow, block_finder, find_blocks, layer_tab
 from ablate.engines.compiled import operator
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.exempt import refuse_bypassed
-from ablate.engines.experts import EmulatedExpert
+from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.ranks import whole
 from ablate.engines.routing import recorded
 from ablate.numerics.philox import Clock

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ablate import provenance
+from ablate.engines.expert_layers import loads as loads_of
 from ablate.engines.product_errors import ProductError, of_gradients, of_output
 from ablate.engines.products import Casting, Kept, Probe
 from ablate.engines.routing import Recorder
@@ -219,7 +220,7 @@ def routes(
         batch = micro_batch, call, len(index)
         tokens[batch] = flipped.any(1) | tokens.get(batch, flipped.any(1))
         count = own.engine.experts[name].module.num_experts
-        loads[name] = torch.bincount(index.flatten(), minlength=count) + loads.get(name, 0)
+        loads[name] = loads_of(index, count) + loads.get(name, 0)
     differing = torch.cat(pairs), torch.cat([*tokens.values()])
     counts = torch.cat([torch.stack([each.sum() for each in differing]), *loads.values()]).tolist()
     of_pairs, of_tokens, every_pair, every_token, *experts = sums(

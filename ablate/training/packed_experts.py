@@ -23,7 +23,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor, nn
 
-from ablate.engines.experts import EmulatedExpert, ExpertsForward
+from ablate.engines.expert_layers import EmulatedExpert
+from ablate.engines.experts import ExpertsForward
 
 Named = Callable[[dict[str, Tensor]], dict[str, Tensor]]
 """Return tensors of a model's parameters, of any last dimension, as its checkpoints have them."""

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from ablate import provenance
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.engines.experts import EmulatedExpert
+from ablate.engines.expert_layers import EmulatedExpert
 from ablate.files import Json, write
 from ablate.numerics.stored import Packed, packed, unpack
 from ablate.training.conversion import Conversion

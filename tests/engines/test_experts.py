@@ -13,7 +13,7 @@ import ablate
 from ablate.engines import grouped
 from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.engines.experts import EmulatedExpert
+from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.products import DTYPES
 from ablate.engines.ranks import Divided
 from ablate.numerics.philox import Clock

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.emulated import convert
-from ablate.engines.experts import EmulatedExpert, GroupedCall
+from ablate.engines.expert_layers import EmulatedExpert, GroupedCall
 from ablate.engines.products import Probe
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand
@@ -35,6 +35,12 @@ class OneProduct(nn.Module):
         super().__init__()
         self.num_experts = len(w)
         self.up_proj, self.down_proj = nn.Parameter(w.transpose(1, 2).contiguous()), nn.Parameter(w)
+        self.act_fn = nn.ReLU()
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        up, down = (packed[top_k_index[:, 0]] for packed in (self.up_proj, self.down_proj))
+        hidden = self.act_fn(up @ hidden_states[:, :, None])
+        return (down @ hidden)[:, :, 0] * top_k_weights
 
 
 class Silent(Probe):

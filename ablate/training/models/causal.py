@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ablate.engines import experts
 from ablate.engines.blocks import why_left
 from ablate.engines.emulated import described, quantisable
+from ablate.engines.expert_layers import is_packed
 from ablate.engines.gpu_access import without_gpus
 from ablate.numerics.philox import Clock
 from ablate.recipes.layers import block_name
@@ -100,7 +101,7 @@ def _coverage(model: nn.Module, names: Sequence[str]) -> tuple[float, str | None
         for own, parameter in module.named_parameters(recurse=False)
         if parameter.ndim > 1
         and id(parameter) not in tables
-        and not (own.endswith("_bias") and experts.is_packed(module))
+        and not (own.endswith("_bias") and is_packed(module))
     }
     covered = {f"{layer}.weight" for layer in names}
     covered |= {f"{name}.{own}" for name, call in experts.attached(model).items() for own in call.parameters}

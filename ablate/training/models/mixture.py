@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ablate.engines.expert_layers import loads
 from ablate.numerics.product import linear
 
 
@@ -66,7 +67,7 @@ def imbalance(probabilities: Tensor, index: Tensor) -> Tensor:
         index: experts of each token, int64 [tokens, top_k].
     """
     count = probabilities.shape[1]
-    load = torch.bincount(index.flatten(), minlength=count) / index.numel()
+    load = loads(index, count) / index.numel()
     return count * (load * probabilities.mean(0)).sum()
 
 
@@ -106,7 +107,7 @@ class Experts(nn.Module):
         """
         chosen = top_k_index.flatten()
         order = chosen.argsort(stable=True)
-        counts = chosen.bincount(minlength=self.num_experts).tolist()
+        counts = loads(chosen, self.num_experts).tolist()
         hidden = self._grouped(
             hidden_states[order // top_k_index.shape[1]], getattr(self, self.first), counts
         )

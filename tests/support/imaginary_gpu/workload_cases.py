@@ -210,12 +210,24 @@ def resumed(folder: Path) -> None:
     second.step(second.restore(state))
 
 
+@on_the_device
+def experts(folder: Path) -> None:
+    """Train a gpt with experts, and measure a step.
+
+    Numbers that are read from the device are 1, so each of the 8 tokens has an expert of its own.
+    """
+    size = {"layers": 1, "steps": 2, "context": 4, "eval_batch": 2, "eval_tokens": 8}
+    config = gpt(write_shards(folder), **size, experts={"count": 8, "top_k": 1})
+    list(config.records(TrialRun(NVFP4, 0, "emulated", "cuda", OFTEN)))
+
+
 CASES: dict[str, Callable[[Path], None]] = {
     **{name: lambda folder, name=name: workload(name, folder) for name in TRAINED},
     "convert": convert,
     "operands": operands,
     "split": split,
     "diverged": diverged,
+    "experts": experts,
     "forked": forked,
     "mapped": mapped,
     "resumed": resumed,
