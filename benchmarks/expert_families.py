@@ -412,10 +412,9 @@ in high precision.
 
 - The package's transformer has them by `gpt: {{experts: {{count: 8, top_k: 2}}}}`; a model of transformers
   by `gpt: {{model: {{model_type: qwen3_moe, ...}}}}`, `finetune` or, in your own loop, `ablate.convert`.
-- A module of your own is reached if it has the attributes that `use_experts_implementation` of transformers
-  sets (`num_experts`, `has_gate`, `has_bias`, `is_transposed`, `is_concatenated`, `has_post_expert_norm`),
-  its parameters (`gate_up_proj` [experts, 2 hidden, width], `down_proj` [experts, width, hidden]), a method
-  `_apply_gate`, and a forward pass of hidden states [tokens, width], index and weights [tokens, k].
+- A module of your own is reached if its attributes say how its parameters are laid out:
+  [docs/examples/own_experts.py](../examples/own_experts.py). Its forward pass is replaced; one that does more
+  than add up its experts is refused.
 - [`recipe.experts`](experiment.md) has what training stacks do differently: `padding`, `gate_up`,
   `rounding_state`, and `routing: replay`, which sends tokens where unquantised training sends them.
 - Refused: expert parallelism, sharded weights, and tensor cores (`engine: emulated` runs on a GPU).

@@ -234,7 +234,7 @@ def _map_of(source: str, file: Path | None, flags: Flags) -> tuple[Experiment, "
             raise InputError([f"{source}: give the experiment whose recipe it maps, as -x X.yaml"])
         experiment = load(file)
         start = experiment.base.arm({})
-        return experiment, Map.of(Path(source), start.recipe, start.config.linear_layers)
+        return experiment, Map.of(Path(source), start.recipe, start.layers)
     state, name = flags.settings().state, source.removesuffix(".yaml").rpartition("/")[2]
     if name not in (known := [path.parent.name for path in state.glob("sweeps/*/ledger.db")]):
         raise InputError(
@@ -243,7 +243,7 @@ def _map_of(source: str, file: Path | None, flags: Flags) -> tuple[Experiment, "
     sweep = Comparisons(open_ledger(state, name))
     experiment = load(file or Path(sweep.ledger.facts.file))
     start = experiment.base.arm({})
-    layers = start.config.linear_layers or recorded_layers(sweep.ledger, Store(state))
+    layers = start.layers or recorded_layers(sweep.ledger, Store(state))
     return experiment, Map.of_sweep(sweep, start.recipe, layers)
 
 

@@ -142,6 +142,22 @@ def why_left(model: nn.Module, name: str, block: str | None) -> str:
     return f"a parameter of {kind}, which is no nn.Linear"
 
 
+def converted_share(rows: Sequence[LayerRow]) -> float:
+    """Return the share of the matrices' weights that are converted."""
+    return sum(row.weights for row in rows if row.converted) / max(1, sum(row.weights for row in rows))
+
+
+def summary(rows: Sequence[LayerRow]) -> str:
+    """Describe rows: numbers of converted layers and stacks of experts, their share, and what is left."""
+    done = [row for row in rows if row.converted]
+    stacks = [row for row in done if len(row.shape) > 2]
+    parts = [f"{len(done) - len(stacks)} layers"] if len(done) > len(stacks) or not stacks else []
+    parts += [f"{len(stacks)} stacks of {stacks[0].shape[0]} experts"] if stacks else []
+    head = f"{' and '.join(parts)} converted, {converted_share(rows):.1%} of the weights"
+    others = [f"  {row.name} {list(row.shape)}: {row.reason}" for row in rows if not row.converted]
+    return "\n".join((head, *(["not converted:", *others] if others else ())))
+
+
 def _linears(module: nn.Module) -> bool:
     return any(isinstance(part, nn.Linear) or is_packed(part) for part in module.modules())
 

@@ -24,7 +24,7 @@ from ablate.numerics.own import FOLDER
 from ablate.numerics.spec import Spec, own_words
 from ablate.numerics.words import NEAR
 from ablate.recipes import KNOBS, PRESETS, Recipe, Turn
-from ablate.recipes.layers import select
+from ablate.recipes.layers import Layer, select
 from ablate.recipes.recipe import Layers
 from ablate.training.data import located
 from ablate.training.workloads import WORKLOADS
@@ -58,6 +58,11 @@ class Arm:
     """True for a second run of the baseline, which differs in nothing that matters."""
     known_bad: bool = False
     """True for an arm that was added as the design's known-bad one."""
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Layers that the arm's recipe applies to, as it divides them."""
+        return self.recipe.experts.matrices(self.config.linear_layers)
 
     @property
     def outside(self) -> bool:
@@ -342,7 +347,7 @@ def _contradictions(config: Workload, recipe: Recipe, paths: _Paths) -> Iterator
     if problems:  # the checks below need the layers of a model that may not exist
         return
     ruled = paths.knob_of("recipe.layers.rules") or "recipe.layers.rules"
-    layers = config.linear_layers if recipe.layers != Layers() else ()
+    layers = recipe.experts.matrices(config.linear_layers) if recipe.layers != Layers() else ()
     for number, rule in enumerate(recipe.layers.rules):
         if layers and (unmatched := select(rule.match, layers).reason):
             yield ruled, f"{number}.match: {unmatched}"

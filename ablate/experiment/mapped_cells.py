@@ -50,7 +50,7 @@ def cell_knobs(asked: Map, base: StartingPoint, document: Document) -> Reading[d
     """
     try:
         arm = base.arm({})
-        found = cells(asked, arm.config.linear_layers, arm.recipe)
+        found = cells(asked, arm.layers, arm.recipe)
     except KnobError:
         return {base.preset: {}}  # whose problem is found as that arm is built
     except ValueError as error:
@@ -58,7 +58,7 @@ def cell_knobs(asked: Map, base: StartingPoint, document: Document) -> Reading[d
         path = ("map", "layers") if field == "layers" else ("map",)
         yield document.problem(path, why if field == "layers" else str(error))
         return {}
-    globs, layers = isinstance(asked.layers, tuple), arm.config.linear_layers
+    globs, layers = isinstance(asked.layers, tuple), arm.layers
     recipes = {name: within(arm.recipe, layers, [cell], asked.times, globs) for name, cell in found.items()}
     if len(recipes) > 1:
         recipes[EVERYTHING] = amplified(arm.recipe, asked.times)

@@ -99,10 +99,8 @@ def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
         return
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
-        if arm.recipe.layers != Layers() and arm.config.linear_layers and not arm.outside:
-            arms.setdefault(tuple(placements(arm.recipe, arm.config.linear_layers)), []).append(
-                one_line(arm.name)
-            )
+        if arm.recipe.layers != Layers() and arm.layers and not arm.outside:
+            arms.setdefault(tuple(placements(arm.recipe, arm.layers)), []).append(one_line(arm.name))
     for lines, names in arms.items():
         yield ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3), lines
 

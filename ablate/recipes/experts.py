@@ -7,11 +7,13 @@ one expert, and blocks and rotations do not cross its tokens. Zero rows that pad
 the block are not modelled: they change no scale and no product.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator
 
 from ablate.numerics.spec import Spec
+from ablate.recipes.layers import Layer
 
 
 def _padding(value: str) -> str:
@@ -25,6 +27,14 @@ def _padding(value: str) -> str:
             "must be 'zeros', or 'routed:n': tokens fill each expert to a multiple of n, from 2 to 4096"
         )
     return f"routed:{multiple}"
+
+
+def _halves(layer: Layer) -> tuple[Layer, ...]:
+    """Return gate and up of an expert's layer that holds both; any other layer as it is."""
+    stem, _, own = layer.name.rpartition(".")
+    if own != "gate_up" or "Expert" not in layer.classes:
+        return (layer,)
+    return tuple(layer._replace(name=f"{stem}.{n}", weights=layer.weights // 2) for n in ("gate", "up"))
 
 
 ONLY_IN_FORKS = (
@@ -51,6 +61,12 @@ class Experts(Spec):
     """`free`: tokens go where the router sends them; `replay`: where the unquantised training from the same
     checkpoint sent them at the same step, with weights of the present router. The trial trains that first.
     Evaluations route freely. In forks of one rank alone, not compiled."""
+
+    def matrices(self, layers: Sequence[Layer]) -> tuple[Layer, ...]:
+        """Return a described model's layers as this recipe quantises them: gate and up apart, if they are."""
+        if self.gate_up == "fused":
+            return tuple(layers)
+        return tuple(part for layer in layers for part in _halves(layer))
 
     @property
     def replays(self) -> bool:

@@ -41,7 +41,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ablate.engines import emulated, experts
 from ablate.engines.autograd import in_backward
-from ablate.engines.blocks import LayerRow, block_finder, find_blocks, layer_table
+from ablate.engines.blocks import LayerRow, block_finder, converted_share, find_blocks, layer_table, summary
 from ablate.engines.compiled import operator
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.exempt import refuse_bypassed
@@ -129,11 +129,7 @@ class Conversion:
 
     def __repr__(self) -> str:
         """Return the number of converted layers and their share of the weights, and the layers left out."""
-        done = [row for row in self.layers if row.converted]
-        others = [f"  {row.name} {list(row.shape)}: {row.reason}" for row in self.layers if not row.converted]
-        share = f"{_share(self.layers):.1%} of the weights of {len(self.layers)} layers"
-        head = f"{len(done)} layers converted, {share}"
-        return "\n".join((head, *(["not converted:", *others] if others else ())))
+        return summary(self.layers)
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Raise TypeError: a copy of the model follows this handle; a second handle would contradict it."""
@@ -546,7 +542,7 @@ def convert(model: nn.Module, options: ConversionOptions, handle: str = "run") -
 
     engine = emulated.convert(model, options.recipe, Clock(options.seed), block_finder(found), chosen)
     layers = layer_table(model, found, left_out)
-    if (share := _share(layers)) < _LEAST:
+    if (share := converted_share(layers)) < _LEAST:
         others = sorted((row for row in layers if not row.converted), key=lambda row: -row.weights)
         listed = "; ".join(f"{row.name} {list(row.shape)}: {row.reason}" for row in others[:_LISTED])
         warnings.warn(
@@ -571,11 +567,6 @@ def _updates(optimizer: "Optimizer", parameters: Iterable[nn.Parameter]) -> bool
     """Return True if an optimizer updates one of these parameters."""
     mine = {id(p) for p in parameters}
     return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
-
-
-def _share(layers: Sequence[LayerRow]) -> float:
-    """Return the share of the matrices' weights that are converted."""
-    return sum(row.weights for row in layers if row.converted) / max(1, sum(row.weights for row in layers))
 
 
 def _rank() -> int:

@@ -54,6 +54,19 @@ def example(name: str):
     return module
 
 
+def test_packed_experts_of_ones_own_are_converted_and_train(capsys):
+    module = example("own_experts")
+    torch.manual_seed(0)
+    model, x = nn.ModuleDict({"blocks": nn.ModuleList([module.Block(), module.Block()])}), torch.randn(64, 32)
+    losses = module.train(model, x, x.roll(1, 0), 5)
+    assert losses[-1] < losses[0] / 2
+    assert capsys.readouterr().out.startswith("4 stacks of 4 experts converted, 99.5% of the weights")
+    assert {name for name, _ in model.named_modules()} >= {
+        "blocks.0.experts.3.gate_up",
+        "blocks.1.experts.0.down",
+    }
+
+
 class Subject:
     """The built-in workload: its model, data and numbers."""
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS
+from ablate.recipes.experts import Experts as Treatment
 from ablate.training.models.mixture import Experts, Mixture, Router, imbalance
 from ablate.training.models.transformer import MLPS, Transformer, initialise
 
@@ -197,6 +198,12 @@ def test_a_load_balancing_loss_evens_out_the_loads(shards):
 @every(mlp=[*MLPS], shared=[0, 2])
 def test_a_plan_lists_the_layers_that_a_recipe_is_applied_to(mlp, shared, shards):
     config = gpt(shards, mlp=mlp, experts={"count": 3, "shared": shared})
+    split = NVFP4.model_copy(update={"experts": Treatment(gate_up="split")})
+    _, engine = converted(config, split, Clock(0))
+    planned = [
+        (layer.name, layer.block, layer.classes) for layer in split.experts.matrices(config.linear_layers)
+    ]
+    assert planned == [(layer.name, layer.block, layer.classes) for layer in engine.placed]
     model, engine = converted(config, NVFP4, Clock(0))
     assert sorted(config.linear_layers) == sorted(engine.placed)
     first = "gate_up" if mlp == "swiglu" else "up"

@@ -102,3 +102,14 @@ def test_a_sweep_over_experts_runs_in_forks_and_a_recipe_may_leave_them_in_bf16(
     with closing(ledger(state)) as book:
         configs = [json.loads(member.spec)["workload"]["gpt"]["experts"] for member in book.members()]
     assert configs == [{"count": 4, "top_k": 2, "hidden": None, "shared": 0, "auxiliary": 0.01}] * 6
+
+
+@pytest.mark.parametrize(("gate_up", "status"), [("split", 0), ("fused", 2)])
+def test_a_rule_names_gate_and_up_as_the_recipe_has_them(gate_up, status, tmp_path):
+    arms = {
+        "kept": {"recipe.experts.gate_up": gate_up, "recipe.layers.rules": [{"match": "*.experts.*.gate"}]}
+    }
+    path = write(tmp_path, shape={"experts": {"count": 4}}, ablate=None, recipe="nvfp4", arms=arms)
+    done = here("plan", path)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert ("selects no layer" in done.stderr) == (status == 2)
