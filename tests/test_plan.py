@@ -27,21 +27,9 @@ QWEN = {
     "num_key_value_heads": 1,
 }
 QWEN |= {"intermediate_size": 64, "head_dim": 16}
-LLAMA4 = {
-    "model_type": "llama4_text",
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 64,
-    "intermediate_size_mlp": 64,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 1,
-    "interleave_moe_layer_step": 1,
-    "vocab_size": 64,
-}
-"""A model that multiplies by a stack of experts itself."""
+JETMOE = {"model_type": "jetmoe", "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 1}
+JETMOE |= {"kv_channels": 16, "intermediate_size": 64, "num_local_experts": 8, "vocab_size": 64}
+"""A model whose stack of experts does not say how it is laid out."""
 EXPERTS = {name: value for name, value in QWEN.items() if name != "head_dim"} | {
     "model_type": "qwen3_moe",
     "num_experts": 8,
@@ -114,8 +102,8 @@ def test_the_knobs_of_a_search_are_tried_at_their_ends(tmp_path):
 
 def test_the_share_of_the_matrices_that_a_recipe_reaches_is_that_of_the_models_own_parameters():
     """Check a plain model, one of experts, and one whose experts are in a stack that does not say how."""
-    stack = "model.layers.0.feed_forward.experts.gate_up_proj"
-    for model, left in ((QWEN, "lm_head.weight"), (EXPERTS, "lm_head.weight"), (LLAMA4, stack)):
+    stack = "model.layers.0.mlp.input_linear.weight"
+    for model, left in ((QWEN, "lm_head.weight"), (EXPERTS, "lm_head.weight"), (JETMOE, stack)):
         found = outlined(model, 64)  # what `outline` remembers
         built = build(model, 64, 0, torch.device("cpu"))
         matrices = {
@@ -130,14 +118,14 @@ def test_the_share_of_the_matrices_that_a_recipe_reaches_is_that_of_the_models_o
         assert found.covered == pytest.approx(reached / sum(matrices.values()))
         name, _, why = found.largest_uncovered.partition(": ")
         assert name == left
-        assert ("packed into one tensor" if model is LLAMA4 else "outside of the blocks") in why
+        assert ("packed into one tensor" if model is JETMOE else "outside of the blocks") in why
     tied = outlined(QWEN | {"tie_word_embeddings": True}, 64)
     assert (tied.covered, tied.largest_uncovered) == (1, None)
 
 
 def test_a_model_that_a_recipe_hardly_reaches_is_remarked_in_plan_and_sweep(tmp_path):
     path = write(
-        tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": LLAMA4, "steps": 1}}, seeds=1
+        tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": JETMOE, "steps": 1}}, seeds=1
     )
     said = "of its matrix weights, without embeddings, are in layers that a recipe quantises. "
     said += "The largest of the others stays in high precision, "
@@ -145,14 +133,11 @@ def test_a_model_that_a_recipe_hardly_reaches_is_remarked_in_plan_and_sweep(tmp_
         done = here(*words, "--state", tmp_path / "runs")
         assert done.returncode == 0, done.stderr + done.stdout
         (note,) = [line for line in done.stdout.splitlines() if line.startswith("Note: ")]
-        assert (
-            f"{said}model.layers.0.feed_forward.experts.gate_up_proj: the experts' weights, packed into one"
-            in note
-        )
+        assert f"{said}model.layers.0.mlp.input_linear.weight: the experts' weights, packed into one" in note
     shown = " ".join(done.stdout.split())
     assert re.search(r"Mind: a recipe quantises \d+% of the model's matrix weights", shown)
     method = here("show", "tiny", "--state", tmp_path / "runs").stdout
-    assert "gpt (model llama4_text, layers 2, width 32, context 16" in method
+    assert "gpt (model jetmoe, layers 2, width 32, context 16" in method
     plain = tiny(tmp_path, workload={"gpt": RUN | {"data": shards(tmp_path), "model": QWEN}})
     assert list(remarks(plain)) == []
 

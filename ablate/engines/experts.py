@@ -25,7 +25,7 @@ that the scales are those of all tokens.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,8 @@ class ExpertsForward:
         experts: the recipe's treatment of experts.
     """
 
+    _untraced: ClassVar[Callable[..., Tensor]]
+
     def __init__(
         self, module: nn.Module, name: str, groups: tuple[Sequence[Group], Group], experts: Experts
     ) -> None:
@@ -78,6 +80,9 @@ class ExpertsForward:
         )
         """Implementation that transformers would use; None: the module is not one of its own."""
         self.routing: Routing | None = None
+        # The numbers of tokens are data: one graph break instead of many. As a decorator it would import the
+        # compiler with this module, and of the instance it would be the same function in a copy.
+        ExpertsForward._untraced = staticmethod(torch.compiler.disable(ExpertsForward._computed))
 
     @property
     def layers(self) -> list[EmulatedExpert]:
@@ -95,7 +100,6 @@ class ExpertsForward:
         in_force = {id(layer.products): layer.products for layer in self.layers}  # few, of many layers
         return not all(products.plain for products in in_force.values())
 
-    @torch.compiler.disable  # the numbers of tokens are data; one graph break instead of many
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts.
 
@@ -110,6 +114,9 @@ class ExpertsForward:
         Raises:
             ValueError: the experts are divided among ranks, or the router names one that does not exist.
         """
+        return self._untraced(self, hidden_states, top_k_index, top_k_weights)
+
+    def _computed(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         module = self.module
         if getattr(module, "_is_expert_parallel", False):
             raise ValueError(f"{self.name}: expert parallelism is not supported; use data parallelism")

@@ -12,20 +12,21 @@ from ablate.numerics.kernels import builds
 from ablate.numerics.quantize import Operand
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import Run
-from ablate.training.workloads.gpt import Gpt
+from ablate.training.workloads.gpt import Gpt, MixtureOfExperts
 
 EXPERIMENTS = sorted((Path(__file__).parents[2] / "experiments").rglob("*.yaml"))
 SHAPE = Gpt(layers=3, width=64, heads=2, context=32, batch=2, steps=10, eval_tokens=64, eval_batch=2)
+MIXTURE = SHAPE.model_copy(update={"experts": MixtureOfExperts(count=4, hidden=64)})
 
 
-def operands(recipe: Recipe) -> list[tuple[str, Operand]]:
+def operands(recipe: Recipe, shape: Gpt) -> list[tuple[str, Operand]]:
     """Every quantised operand of the first step, in order."""
-    run = SHAPE.prepare(recipe, 0, "cpu")
+    run = shape.prepare(recipe, 0, "cpu")
     with torch.no_grad():
         run.model.head.weight.normal_(
             generator=torch.Generator().manual_seed(1)
         )  # zero at first, and with it every gradient
-    run.engine.at(0, Run(SHAPE.steps, SHAPE.tokens_per_step))
+    run.engine.at(0, Run(shape.steps, shape.tokens_per_step))
     seen = []
     run.engine.listen(Each(lambda layer, slot, operand: seen.append((f"{layer} {slot}", operand))))
     run.model(*run.batch(0, 0)).backward()
@@ -37,11 +38,12 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def differences(recipe: Recipe) -> list[tuple[str, str]]:
+def differences(recipe: Recipe, mixture: bool) -> list[tuple[str, str]]:
     """Return layer, slot and part of each operand that is not the reference's; many experiments share a recipe."""
-    mine = operands(recipe)
+    shape = MIXTURE if mixture else SHAPE
+    mine = operands(recipe, shape)
     with builds.using(None):
-        theirs = operands(recipe)
+        theirs = operands(recipe, shape)
     assert [where for where, _ in mine] == [where for where, _ in theirs]
     found = []
     for (where, a), (_, b) in zip(mine, theirs, strict=True):
@@ -57,5 +59,7 @@ def differences(recipe: Recipe) -> list[tuple[str, str]]:
 @pytest.mark.skipif(builds.build() is None, reason="the package was installed without compiled quantisers")
 @pytest.mark.parametrize("path", EXPERIMENTS, ids=lambda path: path.stem)
 def test_every_operand_of_an_experiment_is_the_references(path):
-    recipes = {arm.recipe.model_dump_json(): arm.recipe for arm in load(path).arms}
-    assert {name: found for name, recipe in recipes.items() if (found := differences(recipe))} == {}
+    arms = load(path).arms
+    recipes = {arm.recipe.model_dump_json(): arm.recipe for arm in arms}
+    mixture = any(getattr(arm.config, "experts", None) for arm in arms)
+    assert {name: found for name, recipe in recipes.items() if (found := differences(recipe, mixture))} == {}
