@@ -8,7 +8,7 @@ weights in another. One call of a compiled kernel for each expert writes into on
 all experts are one vector, and each product is written in its place. The numbers are those of
 expert_layers.GroupedCall, which is the loop over layers, bit for bit.
 
-Covered: NVIDIA's forms on a CPU whose products are bf16, in the shape of preset nvfp4 and its variants
+Covered: NVIDIA's forms on a CPU, with products that write bf16, in the shape of preset nvfp4 and its variants
 (`covers`). All else takes the loop: telemetry, rotations with drawn signs, other formats, GPUs.
 """
 
@@ -24,7 +24,7 @@ from ablate.numerics.choices import SIGNS
 from ablate.numerics.hadamard import signs
 from ablate.numerics.kernels import builds, cpu, cuda, forms
 from ablate.numerics.philox import Clock
-from ablate.numerics.product import multiplies_bf16
+from ablate.numerics.product import NATIVE_MODE, mode, multiplies_bf16
 from ablate.numerics.quantize import Operand
 from ablate.numerics.spec import Quant
 from ablate.recipes.recipe import SLOTS, Products
@@ -63,7 +63,7 @@ def covers(layers: Sequence[Layer], rows: Tensor) -> bool:
         and first.in_features % 16 == first.out_features % 16 == 0
         and all((layer.products is products or layer.products == products) for layer in layers)
         and all(layer.target is None for layer in layers)
-        and multiplies_bf16()
+        and mode() == NATIVE_MODE  # a mode that the CPU lacks may add in an order of the operands' layout
         and builds.build() is not None
     )
 
@@ -274,7 +274,9 @@ def _factors(amax: Tensor, other: Tensor, first: Quant, second: Quant) -> Tensor
 
 def _multiply(left: Tensor, right: Tensor, factor: float, y: Tensor) -> None:
     """Write factor * left right, rounded once, into y, as `product.product` does."""
-    if factor == 0:
+    if not multiplies_bf16():
+        torch.mul(left.to(torch.float32) @ right.to(torch.float32), factor, out=y)
+    elif factor == 0:
         y.zero_()
     else:
         torch.addmm(y, left, right, beta=0, alpha=factor, out=y)

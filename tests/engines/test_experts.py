@@ -17,6 +17,7 @@ from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.products import DTYPES
 from ablate.engines.ranks import Divided
 from ablate.numerics.philox import Clock
+from ablate.numerics.product import MODE_VARIABLE
 from ablate.numerics.quantize import quantize
 from ablate.recipes.experts import Experts
 from ablate.recipes.layers import Match
@@ -360,7 +361,8 @@ def test_a_rule_keeps_one_experts_matrix_in_high_precision():
     assert kept[4].sub(exact[4]).norm() < quantised[4].sub(exact[4]).norm()
 
 
-def test_the_grouped_path_covers_the_usual_recipe_and_the_loop_covers_what_is_observed():
+def test_the_grouped_path_covers_the_usual_recipe_and_the_loop_covers_what_is_observed(monkeypatch):
+    monkeypatch.delenv(MODE_VARIABLE, raising=False)
     model, batch = converted(Model(), PRESETS["nvfp4"]()), routed()
     layers = model.experts.forward.up[0].layers
     assert grouped.covers(layers, batch[0])
