@@ -183,7 +183,7 @@ def test_one_arm_that_it_cannot_compute_moves_all_arms_to_the_emulator():
         ({"hidden": 100}, "workload.hidden is 100, and"),
         ({"compile": True}, "workload.compile true: not yet"),
         ({"recompute": True}, "workload.recompute true: not yet"),
-        ({"experts": {"count": 4}}, "the model packs experts' weights into one tensor, which only engine"),
+        ({"experts": {"count": 4}}, "the model packs experts' weights into one tensor, which engines"),
         (
             {"guard": {"policy": "fallback", "fallback": {"precision": "fp8", "slots": ["fprop.x"]}}},
             "arm 'nvfp4': after workload.guard.fallback fprop: Transformer Engine multiplies two operands of one kind, and fprop.x and",
@@ -320,19 +320,21 @@ MIXTURE = {
 @pytest.mark.parametrize(
     "fields", [{"experts": {"count": 4}}, {"model": MIXTURE}], ids=["own", "transformers"]
 )
-def test_auto_leaves_a_model_with_experts_to_the_emulator_and_says_why(fields):
-    """Whatever was compared on this machine: other engines would refuse each trial."""
+def test_auto_leaves_a_model_with_experts_to_the_emulator_or_to_scaled_mm_and_says_why(fields):
+    """Whatever was compared of Transformer Engine on this machine: it would refuse each trial."""
     arms_with_experts = [StartingPoint("gpt", fields, "nvfp4").arm({})]
     for _ in range(2):
         made = choose("auto", arms_with_experts, "cuda", machine=B200)
         assert made.engine == "emulated"
         assert "the model packs experts' weights into one tensor" in made.why
+        assert "scaled_mm would multiply NVFP4 on tensor cores" in made.why
         parity_record.keep(compared(families={"nvfp4": "agrees"}), B200)
-    for engine in ("transformer_engine", "scaled_mm"):
-        with pytest.raises(ValueError, match="which only engine emulated quantises"):
-            choose(engine, arms_with_experts, "cuda", machine=B200)
-    with pytest.raises(ValueError, match="scales in tiles of its own, of 128 rows by 4 blocks"):
-        choose("scaled_mm", arms_with_experts, "cuda", machine=B200)
+    with pytest.raises(ValueError, match="which engines emulated and scaled_mm quantise"):
+        choose("transformer_engine", arms_with_experts, "cuda", machine=B200)
+    assert choose("scaled_mm", arms_with_experts, "cuda", machine=B200) == Choice("scaled_mm")
+    assert engine_selection.misfit("scaled_mm", arms_with_experts[0], Layout()) is None
+    agreed(B200)
+    assert choose("auto", arms_with_experts, "cuda", machine=B200) == Choice("scaled_mm")
 
 
 FILE = "schema: 1\nquestion: Is it?\nworkload: {gpt: {steps: 3}}\nablate: {rht: [true, false]}\n"
@@ -478,10 +480,6 @@ def test_an_arm_that_flashinfer_cannot_write_is_refused_and_a_workload_without_a
         choose("scaled_mm:cutlass", own, "cuda", machine=machine)
     assert engine_selection.misfit("scaled_mm:cutlass", own[0], Layout()).startswith("wgrad.dw fp32")
     assert engine_selection.misfit("scaled_mm", own[0], Layout()) is None
-    mixed = StartingPoint("gpt", {"experts": {"count": 4}}, "nvfp4").arm({})
-    assert engine_selection.misfit("scaled_mm", mixed, Layout()).startswith(
-        "the model packs experts' weights"
-    )
     assert choose("scaled_mm", own, "cuda", machine=machine) == Choice("scaled_mm")
     with pytest.raises(ValueError, match="workload tensors: it is computed by the emulator alone"):
         choose("scaled_mm", [StartingPoint("tensors", {}, "nvfp4").arm({})], "cuda", machine=machine)

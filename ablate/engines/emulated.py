@@ -29,6 +29,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
+from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
 import torch
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from ablate.engines import experts, experts_check
 from ablate.engines.emulated_layer import HIGH, UNSET, Context, EmulatedLinear, NotInForce, work_of
 from ablate.engines.exempt import altered, exempt
+from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.nonfinite import NonfiniteCount, total
 from ablate.engines.products import DTYPES, Probe
 from ablate.engines.ranks import Divided, Sharded
@@ -478,13 +480,26 @@ def convert(
     """
     dtype = DTYPES[recipe.dtype]
     first = [name for name in quantisable(model, block) if wanted(name, model.get_submodule(name))]
-    stacks = {n: module for n, module in experts.packed(model).items() if block(n) and wanted(n, module)}
-    for name, module in stacks.items():
-        experts.attach(module, name, clock, dtype, recipe.experts)
-        experts_check.refuse_other(module, name)
+    make = partial(EmulatedExpert, clock=clock, dtype=dtype)
+    stacks = attached(model, recipe.experts, make, block, wanted)
     if first or not stacks:
         replaced(model, first, lambda linear, name: EmulatedLinear(linear, name, clock, dtype))
     return Engine(model, recipe, clock, block)
+
+
+def attached(
+    model: nn.Module,
+    how: Experts,
+    make: experts.MakeExpert,
+    block: BlockOf = block_name,
+    wanted: Callable[[str, nn.Module], bool] = lambda name, experts: True,
+) -> list[str]:
+    """Give packed experts inside the blocks their layers, by `make`; return the names of their modules."""
+    stacks = {n: module for n, module in experts.packed(model).items() if block(n) and wanted(n, module)}
+    for name, module in stacks.items():
+        experts.attach(module, name, make, how)
+        experts_check.refuse_other(module, name)
+    return [*stacks]
 
 
 def replaced(

@@ -264,9 +264,10 @@ class GroupedCall(torch.autograd.Function):
 
 
 def _in_one_tensor(layers: Sequence[EmulatedExpert], batches: Sequence[int]) -> bool:
-    """Return True if the layers' weights are the packed tensor, and nothing observes a single layer."""
+    """Return True if the layers' weights are the packed tensor, and nothing observes a single layer, or
+    multiplies for it."""
     first = layers[0]
-    whole = first.rows == "all" and not first.module.is_transposed
+    whole = first.rows == "all" and not first.module.is_transposed and first.emulates
     return whole and first.context.probe is None and all(batch == batches[0] for batch in batches)
 
 

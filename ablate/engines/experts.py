@@ -12,7 +12,7 @@ replaced by an `ExpertsForward`, which sorts tokens by expert and calls one auto
 product; that calls the same `forward` and `backward` of products.py for each expert as a layer would.
 
     for experts in packed(model):
-        attach(experts, name, clock, dtype, Experts())     # parameters and state dict stay as they are
+        attach(experts, name, make, Experts())             # parameters and state dict stay as they are
     detach(experts)                                        # the module's own forward again
 
 Without quantisation the result equals transformers' own, bit for bit, whether it adds up experts with one sum
@@ -25,6 +25,7 @@ that the scales are those of all tokens.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
@@ -38,6 +39,9 @@ from ablate.recipes.layers import block_name
 
 _WIDE_SUMS = ("Inkling2Experts", "NemotronHExperts")
 """Modules of transformers whose `eager` adds up experts in the dtype of the weighted tokens."""
+
+MakeExpert = Callable[[nn.Module, str, int, str, str], EmulatedExpert]
+"""Makes a layer of an expert, given the first five arguments of `EmulatedExpert`."""
 
 
 class Routing(Protocol):
@@ -263,9 +267,10 @@ def outlined(model: nn.Module) -> list[str]:
 
     Returns the names of the layers.
     """
+    make = partial(EmulatedExpert, clock=Clock(seed=0), dtype=torch.float32)
     for name, module in packed(model).items():
         if block_name(name):
-            attach(module, name, Clock(seed=0), torch.float32, Experts())
+            attach(module, name, make, Experts())
     return [name for name, module in model.named_modules() if isinstance(module, EmulatedExpert)]
 
 
@@ -273,8 +278,8 @@ def refuse(model: nn.Module, engine: str) -> None:
     """Raise ValueError for a model with packed experts, which an engine would leave in high precision."""
     for name in packed(model):
         raise ValueError(
-            f"engine {engine}: {name} packs its experts' weights into one tensor, which only engine emulated"
-            " quantises; choose engine: emulated"
+            f"engine {engine}: {name} packs its experts' weights into one tensor, which engines emulated and"
+            " scaled_mm quantise; choose engine: scaled_mm or emulated"
         )
 
 
@@ -288,7 +293,7 @@ def attached(model: nn.Module) -> dict[str, ExpertsForward]:
     return {name: module.forward for name, module in model.named_modules() if is_attached(module)}
 
 
-def attach(module: nn.Module, name: str, clock: Clock, dtype: torch.dtype, experts: Experts) -> None:
+def attach(module: nn.Module, name: str, make: MakeExpert, experts: Experts) -> None:
     """Give a module of experts a layer for each matrix of each expert, and a forward pass that calls them.
 
     Its parameters, and the state dict, stay as they are.
@@ -296,8 +301,7 @@ def attach(module: nn.Module, name: str, clock: Clock, dtype: torch.dtype, exper
     Args:
         module: the module; `is_packed` holds.
         name: its qualified name.
-        clock: clock of the layers.
-        dtype: dtype of products that are not quantised.
+        make: returns a layer.
         experts: the recipe's treatment of experts.
 
     Raises:
@@ -323,7 +327,7 @@ def attach(module: nn.Module, name: str, clock: Clock, dtype: torch.dtype, exper
         layers = []
         for number, holder in enumerate(children):
             path = f"{name}.{number}.{child}"
-            layer = EmulatedExpert(module, parameter, number, part, path, clock, dtype)
+            layer = make(module, parameter, number, part, path)
             if experts.rounding_state == "shared":
                 layer.share_state(f"{name}.{child}")
             holder.add_module(child, layer)

@@ -30,6 +30,10 @@ The name of the engine says which library multiplies FP4: `scaled_mm` is torch's
 NVFP4, CUTLASS kernels of MSLK for MXFP4), `scaled_mm:cudnn` and `scaled_mm:cutlass` are those of FlashInfer's
 `mm_fp4`.
 
+Of packed experts, each matrix of each expert is a layer, and each of its products one call. The tokens of an
+expert are padded with rows of zeros, like those of any layer (`encoded.ROWS`), which change no scale. An
+expert without tokens is not multiplied.
+
 On a CPU, torch multiplies FP8 alone, and the engine takes recipes that need nothing else. Refused, with a
 ValueError: a device that lacks a family which the recipe needs, and what FlashInfer cannot write.
 docs/project/status.md says what has run on a GPU.
@@ -38,15 +42,17 @@ docs/project/status.md says what has run on a GPU.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ablate.engines import experts
-from ablate.engines.emulated import Engine, quantisable, replaced
+from ablate.engines.emulated import Engine, attached, quantisable, replaced
 from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.hardware import Machine, scaled_refusal, this_machine
 from ablate.engines.products import DTYPES
 from ablate.numerics.encoded import COLUMNS, Encoded, Family, encode
@@ -187,26 +193,14 @@ def _column(factor: Tensor, part: Encoded) -> Tensor:
     return column
 
 
-class ScaledLinear(EmulatedLinear):
-    """A layer whose products are multiplied by tensor cores where its operands fit.
-
-    Args:
-        linear: the layer to replace.
-        name: qualified name in the model.
-        clock: the clock that the layer draws by.
-        dtype: dtype of the products that are not quantised.
-        native: the functions that multiply.
-    """
+class ScaledProducts(EmulatedLinear):
+    """A layer whose products are multiplied by tensor cores where its operands fit."""
 
     emulates = False
-
-    def __init__(
-        self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype, native: Native
-    ) -> None:
-        super().__init__(linear, name, clock, dtype)
-        self.native = native
-        self.emulated = False
-        """True while the emulation computes this layer."""
+    emulated = False
+    """True while the emulation computes this layer."""
+    native: Native
+    """The functions that multiply."""
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
         """Return the product a b^T of two operands, each given as its parts, rounded once to `out`.
@@ -242,13 +236,39 @@ class ScaledLinear(EmulatedLinear):
         )
 
 
+class ScaledLinear(ScaledProducts):
+    """A linear layer of the engine.
+
+    Args:
+        linear: the layer to replace.
+        name: qualified name in the model.
+        clock: the clock that the layer draws by.
+        dtype: dtype of the products that are not quantised.
+        native: the functions that multiply.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype, native: Native
+    ) -> None:
+        super().__init__(linear, name, clock, dtype)
+        self.native = native
+
+
+class ScaledExpert(ScaledProducts, EmulatedExpert):
+    """One matrix of one expert. The arguments are those of `EmulatedExpert`, then `native`."""
+
+    def __init__(self, *place: Any, native: Native, **how: Any) -> None:
+        EmulatedExpert.__init__(self, *place, **how)
+        self.native = native
+
+
 class ScaledEngine(Engine):
-    """An engine of `ScaledLinear` layers."""
+    """An engine of `ScaledLinear` and `ScaledExpert` layers."""
 
     @contextmanager
     def reading(self, recipe: Recipe) -> Iterator[None]:
         """Inside this context, emulate the forward pass of another recipe, which this device may lack."""
-        layers = [layer for layer in self.layers.values() if isinstance(layer, ScaledLinear)]
+        layers = [layer for layer in self.layers.values() if isinstance(layer, ScaledProducts)]
         try:
             for layer in layers:
                 layer.emulated = True
@@ -268,7 +288,7 @@ def convert(
     native: Native | None = None,
     machine: Machine | None = None,
 ) -> ScaledEngine:
-    """Replace every nn.Linear inside a transformer block, in place, and return the engine that drives them.
+    """Replace every nn.Linear inside a transformer block, and the matrices of packed experts there, in place.
 
     Args:
         model: a model whose blocks are numbered; changed in place. Names and state dicts stay. Its device
@@ -293,12 +313,10 @@ def convert(
     )
     if reason:
         raise ValueError(f"engine {engine_name(native.backend)}: {reason}")
-    experts.refuse(model, engine_name(native.backend))
-    replaced(
-        model,
-        quantisable(model),
-        lambda linear, name: ScaledLinear(linear, name, clock, DTYPES[recipe.dtype], native),
-    )
+    dtype, first = DTYPES[recipe.dtype], quantisable(model)
+    make = partial(ScaledExpert, clock=clock, dtype=dtype, native=native)
+    if not attached(model, recipe.experts, make) or first:
+        replaced(model, first, lambda linear, name: ScaledLinear(linear, name, clock, dtype, native))
     return ScaledEngine(model, recipe, clock)
 
 

@@ -30,12 +30,7 @@ NATIVE = "transformer_engine"
 UNPROVEN = (
     f"Transformer Engine's kernels have not been compared with it here; `{parity_record.COMMAND}` does that"
 )
-_EXPERTS = "the model packs experts' weights into one tensor, which only engine emulated quantises"
-_GROUPED = "; torch's grouped product needs each expert's scales in tiles of its own, of 128 rows by 4 blocks"
-"""Layout that `torch.nn.functional.scaled_grouped_mm` takes: rows of fprop and dgrad padded to 128 for each
-expert, tokens of wgrad to 64 (torch 2.13, `_check_scales_blocked` in GroupedBlas.cpp). The engine packs one
-matrix at a time.
-"""
+_EXPERTS = "the model packs experts' weights into one tensor, which engines emulated and scaled_mm quantise"
 
 
 @dataclass(frozen=True)
@@ -159,8 +154,6 @@ def _scaled_arm_refusals(engine: str, arm: Arm, layout: Layout) -> Iterator[str]
         yield f"workload {type(arm.config).__name__.lower()}: it is computed by the emulator alone"
         return
     yield from layout.misfits(training, arm.recipe, engine)
-    if arm.config.has_experts:
-        yield _EXPERTS + _GROUPED
     backend = backend_of(engine)
     fp4 = scaled_mapping.families(arm.recipe, backend) & {*scaled_mapping.FP4}
     if backend in scaled_mapping.FLASHINFER and fp4 and layout.splits(training.accumulate) > 1:

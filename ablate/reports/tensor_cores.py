@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from ablate.engines import SCALED, backend_of, makes_operands, module_name
 from ablate.errors import one_line
+from ablate.experiment.arms import Arm
 from ablate.experiment.load import Experiment
 from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
@@ -16,6 +17,7 @@ from ablate.recipes.scaled_mapping import (
     Verdict,
     emulated,
     entirely_native,
+    families,
     not_in_fp4,
     parts,
 )
@@ -23,6 +25,7 @@ from ablate.recipes.te_mapping import recipe_refusals
 
 _SHOWN = 3
 """Names of arms that a line shows."""
+OF_EXPERTS = "experts: a product for each that has tokens, padded to a multiple of 32 with zeros"
 _BACKENDS: tuple[Backend, ...] = ("cublaslt", "cudnn", "cutlass")
 
 
@@ -33,7 +36,12 @@ def multiplied(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
     """
     if module_name(experiment.engine) == SCALED:
         backend = backend_of(experiment.engine)
-        yield from _alike(experiment, lambda recipe: tuple(lines(recipe, backend)))
+        yield from _alike(experiment, lambda arm: (*lines(arm.recipe, backend), *_of_experts(arm, backend)))
+
+
+def _of_experts(arm: Arm, backend: Backend) -> tuple[str, ...]:
+    """Return a line on the products of experts, if an arm has some on tensor cores."""
+    return (OF_EXPERTS,) * bool(arm.config.has_experts and families(arm.recipe, backend))
 
 
 def on_reference_lines(experiment: Experiment, device: str) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -42,18 +50,18 @@ def on_reference_lines(experiment: Experiment, device: str) -> Iterator[tuple[st
     """
     if device == "cuda" and makes_operands(experiment.engine):
         yield from _alike(
-            experiment, lambda recipe: (str(on_reference(recipe)),) * bool(on_reference(recipe)[0])
+            experiment, lambda arm: (str(on_reference(arm.recipe)),) * bool(on_reference(arm.recipe)[0])
         )
 
 
 def _alike(
-    experiment: Experiment, said: Callable[[Recipe], tuple[str, ...]]
+    experiment: Experiment, said: Callable[[Arm], tuple[str, ...]]
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield names of arms with equal lines, and the lines. Arms that quantise nothing, and checks beside
     the file's arms, are left out."""
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
-        if not (arm.recipe.plain or arm.outside) and (words_of := said(arm.recipe)):
+        if not (arm.recipe.plain or arm.outside) and (words_of := said(arm)):
             arms.setdefault(words_of, []).append(one_line(arm.name))
     for words_of, names in arms.items():
         more = f" and {len(names) - _SHOWN} more" * (len(names) > _SHOWN)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from support.cases import every
 from support.linears import drawn, run
-from support.tensor_cores import FAULTS, Broken, TensorCores
+from support.tensor_cores import FAULTS, Broken, TensorCores, exact_product
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -119,15 +119,6 @@ def compared(
         bound = 2.0**-7 * expected.double().abs() + 1e-5 * expected.double().abs().max()
         assert (far <= bound).all(), name
     return counts
-
-
-def exact_product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-    """An fp64 product of the emulator's operands, times the emulator's alpha in fp32, rounded once."""
-    width = max(a.values.shape[1], b.values.shape[1])
-    left, right = (F.pad(part.values.double(), (0, width - part.values.shape[1])) for part in (a, b))
-    scale = alpha(a, b)
-    whole = (left @ right.t()).float()
-    return (whole if scale is None else whole * scale).to(out)
 
 
 # --- the bytes, the factor and the result of every preset -----------------------------------------

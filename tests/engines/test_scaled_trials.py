@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.cases import every
 from support.commands import here
 from support.experiments import shards, write
 from support.ranks import in_ranks
 
-from ablate.engines.scaled_mm import ScaledLinear
+from ablate.engines.scaled_mm import ScaledExpert, ScaledLinear
 from ablate.execution.trial_runner import run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS, Recipe
+from ablate.reports.tensor_cores import OF_EXPERTS
 from ablate.store.trial_store import Store
 from ablate.training import distributed
 from ablate.training.fork_design import Forks
@@ -36,6 +38,7 @@ SIZE = {
     "eval_batch": 2,
     "lr": 3e-3,
 }
+EXPERTS = {"experts": {"count": 4}}
 FORKS = Forks(trunk=PRESETS["bf16"](), positions=(3, 5), windows=(2,))
 OFTEN = {"log": 1, "every": 100, "shadow": 100, "checkpoint": 0}
 CLOCKS = ("throughput/", "memory/", "comm/")
@@ -54,9 +57,10 @@ def records(
     return [{k: v for k, v in one.metrics.items() if not k.startswith(CLOCKS)} for one in told]
 
 
-def test_a_trial_has_the_emulators_metrics_and_losses(tmp_path):
+@every(fields=({}, EXPERTS))
+def test_a_trial_has_the_emulators_metrics_and_losses(fields, tmp_path):
     """Telemetry of operands included: they are the same, as long as the weights are."""
-    gpt = config(tmp_path, evaluate=["nvfp4"])
+    gpt = config(tmp_path, evaluate=["nvfp4"], **fields)
     mine, its = records(gpt), records(gpt, "emulated")
     assert [sorted(one) for one in mine] == [sorted(one) for one in its]
     for a, b in zip(mine, its, strict=True):
@@ -67,8 +71,9 @@ def test_a_trial_has_the_emulators_metrics_and_losses(tmp_path):
 
 
 def test_the_layers_of_a_trial_are_the_engines(tmp_path):
-    prepared = config(tmp_path).prepare(PRESETS["fp8_current"](), 0, "cpu", "scaled_mm")
-    assert {type(layer) for layer in prepared.engine.layers.values()} == {ScaledLinear}
+    for fields, kinds in (({}, {ScaledLinear}), (EXPERTS, {ScaledLinear, ScaledExpert})):
+        prepared = config(tmp_path, **fields).prepare(PRESETS["fp8_current"](), 0, "cpu", "scaled_mm")
+        assert {type(layer) for layer in prepared.engine.layers.values()} == kinds
 
 
 def test_a_cpu_refuses_a_trial_in_fp4(tmp_path):
@@ -95,9 +100,10 @@ def own(events: Any) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("forks", [None, FORKS], ids=["full", "forked"])
-def test_a_trial_that_is_ended_half_way_goes_on_as_if_undisturbed(forks, tmp_path):
+@pytest.mark.parametrize("fields", [{}, EXPERTS], ids=["dense", "experts"])
+def test_a_trial_that_is_ended_half_way_goes_on_as_if_undisturbed(fields, forks, tmp_path):
     """Amax histories and the states of a trunk included."""
-    trial = spec(tmp_path, forks=forks)
+    trial = spec(tmp_path, forks=forks, config=config(tmp_path, **fields))
     alone = own(run(trial, Store(tmp_path / "alone"), 1, OFTEN))
     store = Store(tmp_path / "runs")
     for _ in range(trial.steps + 1):
@@ -170,6 +176,9 @@ def test_the_plan_names_products_on_tensor_cores_and_why_others_are_not(tmp_path
     assert sorted(str(one) for one in runs.values()) == sorted(
         str([dict.fromkeys(("fprop", "dgrad", "wgrad"), word)]) for word in ("bf16", "native", "emulated")
     )
+    assert OF_EXPERTS not in plain.stdout
+    mixed = write(tmp_path, "mixed", EXPERTS, recipe="fp8_current", engine="scaled_mm")
+    assert here("plan", mixed, "--device", "cpu").stdout.count(OF_EXPERTS) == 1
     emulated = write(
         tmp_path, "other", recipe="fp8_current", ablate=ablate, against="bf16", engine="emulated"
     )

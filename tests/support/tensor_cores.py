@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ablate.numerics.product import alpha
+from ablate.numerics.quantize import Operand
 from ablate.numerics.stored import unswizzle
 
 KIND, SWIZZLE = F.ScalingType, F.SwizzleType
@@ -145,6 +147,15 @@ class TensorCores:
         call = Call(left, right_values, alpha, out_dtype, (a, b, a_descale, b_descale), {"backend": backend})
         self.calls.append(call)
         return _product(call)
+
+
+def exact_product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
+    """An fp64 product of the emulator's operands, times the emulator's alpha in fp32, rounded once."""
+    width = max(a.values.shape[1], b.values.shape[1])
+    left, right = (F.pad(part.values.double(), (0, width - part.values.shape[1])) for part in (a, b))
+    scale = alpha(a, b)
+    whole = (left @ right.t()).float()
+    return (whole if scale is None else whole * scale).to(out)
 
 
 FAULTS = ("nibbles", "plain scales", "alpha twice", "no alpha", "upside down")
