@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import ablate
+from ablate.engines import scaled_mm
+from ablate.engines.hardware import Machine
 from ablate.engines.nonfinite import NonfiniteCount
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.cells import grid, within
@@ -55,6 +57,7 @@ def moved(module: nn.Module, *args: object, **kwargs: object) -> nn.Module:
 
 
 TO, nn.Module.to = nn.Module.to, moved
+scaled_mm.this_machine = lambda: Machine(capability=(10, 0), torch=torch.__version__)
 
 
 def on_the_device(case: Callable[[Path], None]) -> Callable[[Path], None]:
@@ -212,13 +215,16 @@ def resumed(folder: Path) -> None:
 
 @on_the_device
 def experts(folder: Path) -> None:
-    """Train a gpt with experts, and measure a step.
+    """Train a gpt with experts, and measure a step; on tensor cores, by the shape functions of torch's products.
 
     Numbers that are read from the device are 1, so each of the 8 tokens has an expert of its own.
     """
     size = {"layers": 1, "steps": 2, "context": 4, "eval_batch": 2, "eval_tokens": 8}
     config = gpt(write_shards(folder), **size, experts={"count": 8, "top_k": 1})
-    list(config.records(TrialRun(NVFP4, 0, "emulated", "cuda", OFTEN)))
+    for engine in ("emulated", "scaled_mm"):
+        list(config.records(TrialRun(NVFP4, 0, engine, "cuda", OFTEN)))
+        native = [place for place in COUNTS.by_place()["kernels"] if "engines/scaled_mm.py" in place]
+        assert bool(native) == (engine == "scaled_mm"), native
 
 
 CASES: dict[str, Callable[[Path], None]] = {
