@@ -183,7 +183,7 @@ def test_one_arm_that_it_cannot_compute_moves_all_arms_to_the_emulator():
         ({"hidden": 100}, "workload.hidden is 100, and"),
         ({"compile": True}, "workload.compile true: not yet"),
         ({"recompute": True}, "workload.recompute true: not yet"),
-        ({"experts": {"count": 4}}, "the model packs experts' weights into one tensor, which engines"),
+        ({"experts": {"count": 4, "hidden": 48}}, "workload.experts.hidden is 48, and"),
         (
             {"guard": {"policy": "fallback", "fallback": {"precision": "fp8", "slots": ["fprop.x"]}}},
             "arm 'nvfp4': after workload.guard.fallback fprop: Transformer Engine multiplies two operands of one kind, and fprop.x and",
@@ -317,24 +317,47 @@ MIXTURE = {
 }
 
 
+def test_the_plan_names_the_multiple_that_te_pads_experts_to(tmp_path):
+    (tmp_path / "x.yaml").write_text(
+        FILE.replace("steps: 3", "steps: 3, experts: {count: 4}") + "engine: transformer_engine\n"
+    )
+    command = "plan", tmp_path / "x.yaml", "--capability", "10.0", "--state", tmp_path
+    assert "fill each one's tokens to a multiple of 128 for te.GroupedLinear" in " ".join(
+        here(*command).stdout.split()
+    )
+
+
 @pytest.mark.parametrize(
     "fields", [{"experts": {"count": 4}}, {"model": MIXTURE}], ids=["own", "transformers"]
 )
-def test_auto_leaves_a_model_with_experts_to_the_emulator_or_to_scaled_mm_and_says_why(fields):
-    """Whatever was compared of Transformer Engine on this machine: it would refuse each trial."""
+def test_a_model_with_experts_runs_on_either_engine_of_tensor_cores(fields):
     arms_with_experts = [StartingPoint("gpt", fields, "nvfp4").arm({})]
-    for _ in range(2):
-        made = choose("auto", arms_with_experts, "cuda", machine=B200)
-        assert made.engine == "emulated"
-        assert "the model packs experts' weights into one tensor" in made.why
-        assert "scaled_mm would multiply NVFP4 on tensor cores" in made.why
-        parity_record.keep(compared(families={"nvfp4": "agrees"}), B200)
-    with pytest.raises(ValueError, match="which engines emulated and scaled_mm quantise"):
-        choose("transformer_engine", arms_with_experts, "cuda", machine=B200)
-    assert choose("scaled_mm", arms_with_experts, "cuda", machine=B200) == Choice("scaled_mm")
-    assert engine_selection.misfit("scaled_mm", arms_with_experts[0], Layout()) is None
+    for engine in ("transformer_engine", "scaled_mm"):
+        assert choose(engine, arms_with_experts, "cuda", machine=B200) == Choice(engine)
+        assert engine_selection.misfit(engine, arms_with_experts[0], Layout()) is None
+    assert choose("auto", arms_with_experts, "cuda", machine=B200) == Choice("emulated", UNPROVEN)
     agreed(B200)
-    assert choose("auto", arms_with_experts, "cuda", machine=B200) == Choice("scaled_mm")
+    parity_record.keep(compared(families={"nvfp4": "agrees"}), B200)
+    assert choose("auto", arms_with_experts, "cuda", machine=B200) == Choice("transformer_engine")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ({"recipe": "fp8_delayed"}, "outer.statistic delayed"),
+        ({"recipe.experts.rounding_state": "shared"}, "experts.rounding_state shared"),
+        (
+            {"recipe.layers": {"rules": [{"match": {"name": "*.experts.1.*"}, "use": None}]}},
+            "layers.rules.0",
+        ),
+    ],
+)
+def test_what_te_does_not_compute_of_experts_is_left_to_scaled_mm(recipe, why):
+    mixed = [StartingPoint("gpt", {"experts": {"count": 4}}, "nvfp4").arm(recipe)]
+    with pytest.raises(ValueError, match=why):
+        choose("transformer_engine", mixed, "cuda", machine=B200)
+    agreed(B200)
+    assert choose("auto", mixed, "cuda", machine=B200).engine == "scaled_mm"
 
 
 FILE = "schema: 1\nquestion: Is it?\nworkload: {gpt: {steps: 3}}\nablate: {rht: [true, false]}\n"

@@ -96,7 +96,7 @@ class EmulatedExpert(EmulatedLinear):
         clock: Clock,
         dtype: torch.dtype,
     ) -> None:
-        rows, columns = _matrix(getattr(module, parameter), module, expert, part).shape
+        rows, columns = _matrices(getattr(module, parameter), module, part)[expert].shape
         super().__init__(nn.Linear(columns, rows, bias=False, device="meta"), name, clock, dtype)
         del self._parameters["weight"]
         # Not registered: the module is the parent of this layer.
@@ -116,7 +116,11 @@ class EmulatedExpert(EmulatedLinear):
 
     def part(self, packed: Tensor) -> Tensor:
         """Return this layer's matrix [out, in] of a tensor like `owner`, such as its gradient; a view."""
-        return _matrix(packed, self.module, self.expert, self.rows)
+        return _matrices(packed[self.expert], self.module, self.rows)
+
+    def group(self, layers: Sequence["EmulatedExpert"]) -> "Group":
+        """Return the grouped product of the layers of all experts, of which this is one."""
+        return Group(layers)
 
     @property
     def work(self) -> int:
@@ -134,14 +138,15 @@ class EmulatedExpert(EmulatedLinear):
         self._turns = {slot: site(name, slot.partition(".")[0]) for slot in SLOTS}
 
 
-def _matrix(packed: Tensor, module: nn.Module, expert: int, part: str) -> Tensor:
-    matrix = packed[expert].t() if module.is_transposed else packed[expert]
+def _matrices(packed: Tensor, module: nn.Module, part: str) -> Tensor:
+    """Return the matrix [..., out, in] of one expert, or of all, as a view."""
+    whole = packed.mT if module.is_transposed else packed
     if part == "all":
-        return matrix
+        return whole
     if module.is_concatenated:
-        half = matrix.shape[0] // 2
-        return matrix[:half] if part == "gate" else matrix[half:]
-    return matrix[0::2] if part == "gate" else matrix[1::2]
+        half = whole.shape[-2] // 2
+        return whole[..., :half, :] if part == "gate" else whole[..., half:, :]
+    return whole[..., 0 if part == "gate" else 1 :: 2, :]
 
 
 class Group:
@@ -166,21 +171,21 @@ class Group:
         """
         batches = [layer.begin_call() for layer in self.layers]
         first = self.layers[0]
-        packed = first.owner
         if all(layer.products.plain for layer in self.layers):
-            return self._unquantised(rows.to(first.dtype), packed, counts).to(rows.dtype)
+            return self._unquantised(rows.to(first.dtype), counts).to(rows.dtype)
         return GroupedCall.apply(
-            rows, packed, self.layers, [layer.products for layer in self.layers], batches, counts
+            rows, first.owner, self.layers, [layer.products for layer in self.layers], batches, counts
         )
 
-    def _unquantised(self, rows: Tensor, packed: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the product that torch's grouped_mm computes, which takes rows of whole 16 bytes alone."""
+    def weights(self, dtype: torch.dtype) -> Tensor:
+        """Return the matrices of all experts in a dtype, [experts, out, in]."""
         first = self.layers[0]
-        weight = packed.to(rows.dtype)
-        if first.rows != "all":
-            weight = torch.stack([layer.part(weight) for layer in self.layers])
-        elif first.module.is_transposed:
-            weight = weight.transpose(-2, -1)
+        matrices = _matrices(first.owner.to(dtype), first.module, first.rows)
+        return matrices if first.rows == "all" else matrices.contiguous()
+
+    def _unquantised(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the product that torch's grouped_mm computes, which takes rows of whole 16 bytes alone."""
+        weight = self.weights(rows.dtype)
         if rows.is_cuda and not any(size * rows.element_size() % 16 for size in weight.shape[1:]):
             ends = torch.tensor(list(accumulate(counts)), dtype=torch.int32, device=rows.device)
             return F.grouped_mm(rows, weight.transpose(-2, -1), offs=ends)

@@ -274,15 +274,6 @@ def outlined(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, EmulatedExpert)]
 
 
-def refuse(model: nn.Module, engine: str) -> None:
-    """Raise ValueError for a model with packed experts, which an engine would leave in high precision."""
-    for name in packed(model):
-        raise ValueError(
-            f"engine {engine}: {name} packs its experts' weights into one tensor, which engines emulated and"
-            " scaled_mm quantise; choose engine: scaled_mm or emulated"
-        )
-
-
 def is_attached(module: nn.Module) -> bool:
     """Return True for a module of experts that `attach` has changed."""
     return isinstance(vars(module).get("forward"), ExpertsForward)
@@ -332,7 +323,7 @@ def attach(module: nn.Module, name: str, make: MakeExpert, experts: Experts) -> 
                 layer.share_state(f"{name}.{child}")
             holder.add_module(child, layer)
             layers.append(layer)
-        return Group(layers)
+        return layers[0].group(layers)
 
     groups = tuple(group(up, part) for part in halves), group(down, "all")
     for number, holder in enumerate(children):

@@ -1,15 +1,16 @@
 """The hardware engine: a model's linear layers computed by Transformer Engine (TE), each by its own recipe.
 
-Like the emulated engine it keeps parameter names and state dicts. TE is imported at the first quantised
+Like the emulated engine it keeps parameter names and state dicts. A layer is a te.Linear; the matrices of all
+packed experts that one product multiplies by are a te.GroupedLinear. TE is imported at the first quantised
 product. Refused, with a ValueError: every recipe that TE does not compute exactly (te_mapping.py), and
 machines without the hardware for it (hardware.py). Not modelled: the random bits that a GPU draws for
 stochastic rounding. Not measured: errors and codes of operands, which TE does not show.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from types import SimpleNamespace
 from typing import Any, TypeAlias
@@ -17,9 +18,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ablate.engines import experts
-from ablate.engines.emulated import Engine, quantisable, replaced
+from ablate.engines.emulated import Engine, attached, quantisable, replaced
 from ablate.engines.emulated_layer import EmulatedLinear, NotInForce
+from ablate.engines.expert_layers import EmulatedExpert, Group
 from ablate.engines.hardware import refusal, stray_switch, this_machine
 from ablate.engines.products import DTYPES
 from ablate.numerics.history import History
@@ -29,7 +30,8 @@ from ablate.numerics.quantize import Operand
 from ablate.numerics.scaling import encode_scale
 from ablate.numerics.spec import Outer, Quant
 from ablate.recipes.reasons import all_of
-from ablate.recipes.recipe import Products, Recipe, Run
+from ablate.recipes.recipe import Recipe, Run
+from ablate.recipes.targets.experts import expert_refusals, multiple
 from ablate.recipes.te_mapping import (
     MULTIPLE,
     TE_ELEMENTS,
@@ -46,6 +48,8 @@ from ablate.recipes.te_mapping import (
 
 TeObject: TypeAlias = Any
 """Object of Transformer Engine, which has no type annotations: a recipe, a quantiser, a quantised tensor."""
+Built: TypeAlias = dict[Description, tuple[nn.Module, TeObject]]
+"""Modules of TE that compute one layer, each with its recipe object."""
 
 
 class Draws:
@@ -131,7 +135,7 @@ class Once(torch.autograd.Function):
 class Seen:
     """One call of a layer, for the probe: its operands, and the output's gradient when there is one."""
 
-    def __init__(self, layer: "NativeLinear", x: Tensor, w: Tensor) -> None:
+    def __init__(self, layer: EmulatedLinear, x: Tensor, w: Tensor) -> None:
         self.layer, self.x, self.w, self.dy = layer, x.detach(), w.detach(), None
         self.products, self.micro_batch = layer.products, layer.clock.micro_batch
 
@@ -169,8 +173,7 @@ class NativeLinear(EmulatedLinear):
         self.draws = draws
         self.emulated = False
         """True while the emulation computes this layer."""
-        self._mapped: tuple[Products, Description] = (self.products, None)
-        self.built: dict[Description, tuple[nn.Module, TeObject]] = {}
+        self.built: Built = {}
         for row, column in TENSORS.values():
             self.histories[column] = self.histories[row]  # TE makes both copies by one cast
 
@@ -181,9 +184,7 @@ class NativeLinear(EmulatedLinear):
         """
         if self.emulated or isinstance(self.products, NotInForce):  # the emulated layer raises for the latter
             return super().forward(x)
-        if self._mapped[0] is not self.products:
-            self._mapped = self.products, te_recipe(self.products)
-        description = self._mapped[1]
+        description = described(self.products)
         if description is None:
             return super().forward(x)
         rows = x.reshape(-1, self.in_features).to(torch.bfloat16).contiguous()
@@ -203,23 +204,13 @@ class NativeLinear(EmulatedLinear):
         return y.view(*x.shape[:-1], self.out_features)
 
     def _product(self, description: Builtin | Custom, x: Tensor, w: Tensor) -> Tensor:
-        """Return x w^T under a TE recipe, differentiable in both; RuntimeError if TE has used another."""
-        te = library()
+        """Return x w^T under a TE recipe, differentiable in both."""
         if description not in self.built:
-            layer = te.Linear(
+            layer = library().te.Linear(
                 self.in_features, self.out_features, bias=False, params_dtype=torch.bfloat16, device="meta"
             )
             self.built[description] = layer, self._recipe(description)
-        layer, recipe = self.built[description]
-        with te.autocast(enabled=True, recipe=recipe):
-            y = torch.func.functional_call(layer, {"weight": w}, (x,))
-        applied = layer.fp8 and all(
-            getattr(layer.fp8_meta.get(key), "recipe", None) is recipe
-            for key in ("scaling_fwd", "scaling_bwd")
-        )
-        if not applied:
-            raise RuntimeError(f"{self.name}: Transformer Engine did not apply the recipe in force, {recipe}")
-        return y
+        return multiplied(self.name, *self.built[description], {"weight": w}, x)
 
     def _recipe(self, description: Builtin | Custom) -> TeObject:
         """Return TE's recipe object: shared by all layers, or this layer's own if it has amax histories."""
@@ -230,6 +221,93 @@ class NativeLinear(EmulatedLinear):
             for tensor, slots in TENSORS.items()
         }
         return library().recipes.CustomRecipe(qfactory=factory(description, delayed), backward_override=None)
+
+
+class NativeExpert(EmulatedExpert):
+    """One matrix of one expert, which `NativeGroup` multiplies with those of the other experts.
+
+    The arguments are those of `EmulatedExpert`, then `draws`.
+    """
+
+    emulates = False
+    emulated = False
+    """True while the emulation computes this layer."""
+
+    def __init__(self, *place: Any, draws: Draws, **how: Any) -> None:
+        super().__init__(*place, **how)
+        self.draws = draws
+
+    def group(self, layers: Sequence[EmulatedExpert]) -> "NativeGroup":
+        """Return the grouped product of the layers of all experts, of which this is one."""
+        return NativeGroup(layers, self)
+
+
+class NativeGroup(Group):
+    """The layers of all experts that one te.GroupedLinear multiplies by, one for each TE recipe in force.
+
+    Each expert has scales, blocks and rotations of its own there, as in the emulator. TE takes its rows in
+    multiples (`multiple`), so rows of zeros are appended, which change no amax and no block. TE leaves out an
+    expert without rows, and makes its gradient zero (`te_general_grouped_gemm`, TE 2.20).
+    """
+
+    def __init__(self, layers: Sequence[EmulatedExpert], first: NativeExpert) -> None:
+        super().__init__(layers)
+        self.first = first
+        self.built: Built = {}
+
+    def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the products of each expert's rows with its weight; see `Group`.
+
+        ValueError if experts have different products in force.
+        """
+        first, products = self.first, self.first.products
+        if first.emulated or not len(rows) or all(layer.products.plain for layer in self.layers):
+            return super().__call__(rows, counts)
+        for layer in self.layers:
+            if layer.products is not products and layer.products != products:
+                raise ValueError(
+                    f"{layer.name} and {first.name} are quantised differently, and te.GroupedLinear has one"
+                    " recipe for all experts; use engine: scaled_mm or emulated"
+                )
+        description, whole = described(products), multiple(products)
+        assert description is not None
+        if description not in self.built:
+            module = library().te.GroupedLinear(
+                len(self.layers),
+                first.in_features,
+                first.out_features,
+                bias=False,
+                params_dtype=torch.bfloat16,
+                device="meta",
+                use_grouped_tensor=False,  # None: an environment variable would select other kernels
+            )
+            self.built[description] = module, build(description)
+        first.draws.at(rows.device)
+        x, w = Once.apply(rows.to(torch.bfloat16), self.weights(torch.bfloat16).contiguous())
+        parts, weights = list(x.split(list(counts))), list(w.unbind())
+        seen: dict[int, Seen] = {}
+        for number, layer in enumerate(self.layers) if first.context.probe else ():
+            if counts[number]:
+                seen[number] = each = Seen(layer, parts[number], weights[number])
+                parts[number], weights[number] = Once.apply(parts[number], weights[number], each)
+        zeros = x.new_zeros(whole, x.shape[1])
+        sizes = [size for count in counts for size in (count, -count % whole)]
+        y = multiplied(
+            first.name,
+            *self.built[description],
+            {f"weight{number}": weight for number, weight in enumerate(weights)},
+            torch.cat([piece for part in parts for piece in (part, zeros[: -len(part) % whole])]),
+            torch.tensor(sizes).view(-1, 2).sum(1),
+        )
+        outputs = list(y.split(sizes)[::2])
+        evaluates = first.clock.stream == "evaluation"
+        for number, (layer, count) in enumerate(zip(self.layers, counts, strict=True)):
+            if number in seen:
+                outputs[number] = seen[number].output(outputs[number])
+            if count:
+                largest = outputs[number].detach().abs().amax().float()
+                layer.nonfinite.add(largest, layer.clock.step, "output", evaluates)
+        return torch.cat(outputs).to(rows.dtype)
 
 
 class NativeEngine(Engine):
@@ -263,7 +341,7 @@ class NativeEngine(Engine):
 
 
 def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
-    """Replace every nn.Linear inside a transformer block, in place, and return the engine that drives them.
+    """Replace every nn.Linear inside a transformer block, and the matrices of packed experts there, in place.
 
     Args:
         model: a model on a GPU, whose blocks are numbered; changed in place. Names and state dicts stay.
@@ -285,20 +363,21 @@ def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
         raise ValueError(
             f"engine transformer_engine: {stray} is set and changes numbers whatever the recipe is; unset it"
         )
-    draws = Draws(clock)
-    experts.refuse(model, "transformer_engine")
-    layers = quantisable(model)
-    for name in layers:
-        linear = model.get_submodule(name)
-        if not recipe.plain and (linear.in_features % MULTIPLE or linear.out_features % MULTIPLE):
+    draws, dtype = Draws(clock), DTYPES[recipe.dtype]
+    make = partial(NativeExpert, clock=clock, dtype=dtype, draws=draws)
+    stacks = attached(model, recipe.experts, make)
+    if (layers := quantisable(model)) or not stacks:
+        replaced(model, layers, lambda linear, name: NativeLinear(linear, name, clock, dtype, draws))
+    engine = NativeEngine(model, recipe, clock)
+    for name, layer in {} if recipe.plain else engine.layers.items():
+        if layer.in_features % MULTIPLE or layer.out_features % MULTIPLE:
             raise ValueError(
-                f"{name}: {linear.in_features} to {linear.out_features} features,"
+                f"{name}: {layer.in_features} to {layer.out_features} features,"
                 f" and Transformer Engine takes multiples of {MULTIPLE}; use engine: emulated"
             )
-    replaced(
-        model, layers, lambda linear, name: NativeLinear(linear, name, clock, DTYPES[recipe.dtype], draws)
-    )
-    return NativeEngine(model, recipe, clock)
+    if stacks and (reason := all_of(expert_refusals(recipe, engine.placed))):
+        raise ValueError(f"engine transformer_engine: {reason}; or use engine: scaled_mm or emulated")
+    return engine
 
 
 # --- a description as TE's objects ----------------------------------------------------------------
@@ -310,7 +389,28 @@ def library() -> SimpleNamespace:
     import transformer_engine.common.recipe as recipes
     import transformer_engine.pytorch as te
 
-    return SimpleNamespace(recipes=recipes, te=te, Linear=te.Linear, autocast=te.autocast)
+    return SimpleNamespace(recipes=recipes, te=te)
+
+
+described = lru_cache(maxsize=256)(te_recipe)
+"""`te_recipe`, computed once for equal products."""
+
+
+def multiplied(
+    name: str, module: nn.Module, recipe: TeObject, weights: dict[str, Tensor], *inputs: Tensor
+) -> Tensor:
+    """Return the output of a module of TE with given weights under a recipe, differentiable in both.
+
+    RuntimeError if TE has used another recipe.
+    """
+    with library().te.autocast(enabled=True, recipe=recipe):
+        y = torch.func.functional_call(module, weights, inputs)
+    applied = module.fp8 and all(
+        getattr(module.fp8_meta.get(key), "recipe", None) is recipe for key in ("scaling_fwd", "scaling_bwd")
+    )
+    if not applied:
+        raise RuntimeError(f"{name}: Transformer Engine did not apply the recipe in force, {recipe}")
+    return y
 
 
 @lru_cache(maxsize=256)

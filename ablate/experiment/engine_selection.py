@@ -22,6 +22,7 @@ from ablate.experiment.arms import Arm
 from ablate.recipes import scaled_mapping
 from ablate.recipes.reasons import all_of, grouped
 from ablate.recipes.recipe import Products, Recipe
+from ablate.recipes.targets.experts import expert_refusals
 from ablate.recipes.te_mapping import MULTIPLE, Family, families, recipe_refusals, refusals, variants
 from ablate.training.rank_layout import Layout
 from ablate.training.workloads.base import Workload
@@ -30,7 +31,6 @@ NATIVE = "transformer_engine"
 UNPROVEN = (
     f"Transformer Engine's kernels have not been compared with it here; `{parity_record.COMMAND}` does that"
 )
-_EXPERTS = "the model packs experts' weights into one tensor, which engines emulated and scaled_mm quantise"
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,8 @@ def _arm_refusals(arm: Arm, layout: Layout) -> Iterator[str]:
         for why in grouped(refusals(products))
     )
     yield from _workload_refusals(arm.config, arm.recipe.plain)
+    if arm.config.has_experts:
+        yield from expert_refusals(arm.recipe, arm.recipe.experts.matrices(arm.config.linear_layers))
     if arm.config.training:
         yield from layout.misfits(arm.config.training, arm.recipe, NATIVE)
 
@@ -232,9 +234,7 @@ def _workload_refusals(config: Workload, plain: bool) -> Iterator[str]:
         yield "workload.compile true: not yet on Transformer Engine; leave it out"
     if training.recompute:
         yield "workload.recompute true: not yet on Transformer Engine; leave it out"
-    if config.has_experts:
-        yield _EXPERTS
-    if plain or config.has_experts:
+    if plain:
         return
     for what, extent in training.extents.items():
         if extent % MULTIPLE:

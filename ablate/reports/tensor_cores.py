@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from ablate.engines import SCALED, backend_of, makes_operands, module_name
 from ablate.errors import one_line
 from ablate.experiment.arms import Arm
+from ablate.experiment.engine_selection import NATIVE
 from ablate.experiment.load import Experiment
 from ablate.files import Json
 from ablate.recipes import PRESETS, Recipe
@@ -21,7 +22,8 @@ from ablate.recipes.scaled_mapping import (
     not_in_fp4,
     parts,
 )
-from ablate.recipes.te_mapping import recipe_refusals
+from ablate.recipes.targets.experts import multiple
+from ablate.recipes.te_mapping import recipe_refusals, variants
 
 _SHOWN = 3
 """Names of arms that a line shows."""
@@ -30,18 +32,30 @@ _BACKENDS: tuple[Backend, ...] = ("cublaslt", "cudnn", "cutlass")
 
 
 def multiplied(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Yield names of arms with equal plans and a line for each part of the plan, on an engine `scaled_mm`.
+    """Yield names of arms with equal plans and a line for each part of the plan, on an engine `scaled_mm`; on
+    Transformer Engine a line on experts alone.
 
-    Arms that quantise nothing are left out. Other engines yield nothing.
+    Arms that quantise nothing are left out. The emulator yields nothing.
     """
     if module_name(experiment.engine) == SCALED:
         backend = backend_of(experiment.engine)
         yield from _alike(experiment, lambda arm: (*lines(arm.recipe, backend), *_of_experts(arm, backend)))
+    elif experiment.engine == NATIVE and experiment.base.config.has_experts:
+        yield from _alike(experiment, lambda arm: (_padded(arm.recipe),))
 
 
 def _of_experts(arm: Arm, backend: Backend) -> tuple[str, ...]:
     """Return a line on the products of experts, if an arm has some on tensor cores."""
     return (OF_EXPERTS,) * bool(arm.config.has_experts and families(arm.recipe, backend))
+
+
+def _padded(recipe: Recipe) -> str:
+    """Return the rule by which Transformer Engine pads the tokens of experts."""
+    multiples = {multiple(products) for products in variants(recipe) if not products.plain}
+    return (
+        "experts: rows of zeros, which change no amax and no block, fill each one's tokens to a multiple of"
+        f" {' or '.join(map(str, sorted(multiples)))} for te.GroupedLinear"
+    )
 
 
 def on_reference_lines(experiment: Experiment, device: str) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -80,6 +80,8 @@ def install() -> ModuleType:
     for name, members in _ENUMS.items():
         setattr(extension, name, enum.IntEnum(name, members))
     extension.generic_gemm = _multiplied
+    extension.te_general_grouped_gemm = _multiplied_in_groups
+    extension.split_quantize = _quantised_apart
     extension.quantize = scaled
     extension.fused_amax_and_scale_update_after_reduction = _moved_on
     extension.get_cublasLt_version = lambda: 130200
@@ -98,12 +100,19 @@ def install() -> ModuleType:
     from transformer_engine.pytorch.cpp_extensions import gemm
     from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingTensorRef
     from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4TensorRef
+    from transformer_engine.pytorch.module import _split_quantization
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
     from transformer_engine.pytorch.quantization import DelayedScalingRecipeState
-    from transformer_engine.pytorch.tensor import float8_tensor, mxfp8_tensor, nvfp4_tensor
+    from transformer_engine.pytorch.tensor import (
+        IdentityQuantizer,
+        float8_tensor,
+        mxfp8_tensor,
+        nvfp4_tensor,
+    )
 
     NATIVE.update(NVFP4=nvfp4_tensor.NVFP4Quantizer, MXFP8=mxfp8_tensor.MXFP8Quantizer)
     for kind in (NVFP4TensorRef, CurrentScalingTensorRef):
+        kind.size = lambda made, *dimension: torch.empty(made.original_shape, device="meta").size(*dimension)
         for native, its in _NATIVE_NAMES[kind.__name__].items():
             setattr(kind, native, property(lambda made, its=its: getattr(made, its)))
     CurrentScalingTensorRef.get_data_tensors = lambda _: ()
@@ -121,7 +130,10 @@ def install() -> ModuleType:
     TransformerEngineBaseModule.prepare_forward = _on_a_gpu(TransformerEngineBaseModule.prepare_forward)
     DelayedScalingRecipeState.__init__ = _on_this(DelayedScalingRecipeState.__init__)
     torch.Tensor.cuda = lambda self, *_, **__: self
-    gemm.get_cublas_workspace = lambda *_: torch.empty(0)
+    gemm.get_cublas_workspace = lambda *_: torch.empty(1, 0)
+    _split_quantization._supports_native_split_quantize = lambda quantiser: (
+        type(quantiser) is not IdentityQuantizer
+    )
     nvfp4_tensor.NVFP4Quantizer = te.NVFP4Quantizer = reference
     return te
 
@@ -243,6 +255,30 @@ def _multiplied(a, a_turned, b, b_turned, *_, **__):
     (b, b_scale), (a, a_scale) = _codes(b), _codes(a)
     product = (b.t() if b_turned else b) @ (a.t() if a_turned else a)
     return product if a_scale is None else (product * (b_scale * a_scale)).bfloat16(), None, None, None
+
+
+def _quantised_apart(tensor, rows, quantisers, **_):
+    """TE's cast of each expert's rows by its own quantiser; one without rows has a cast without rows."""
+    casts = []
+    for part, cast in zip(tensor.split(list(rows)), quantisers, strict=True):
+        casts.append(cast(part if len(part) else part.new_zeros(128, part.shape[1])))
+        if not len(part):
+            casts[-1].original_shape = part.shape
+            casts[-1].dequantize = lambda *, dtype, part=part: part
+    return casts
+
+
+def _multiplied_in_groups(a, a_turned, b, b_turned, out, kind, rows, bias, bias_kind, single, gelu, grad, *_):
+    """TE's products of operands in pairs: written one below the other into the only output, or each into its own, zeros where one is empty."""
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    layout = ("T" if a_turned else "N") + ("T" if b_turned else "N")
+    for left, right, place in zip(a, b, out[0].split(rows) if single else out, strict=True):
+        if 0 in (*left.size(), *right.size()):
+            place.zero_()
+        else:
+            place.copy_(general_gemm(left, right, place.dtype, layout=layout, grad=grad)[0])
+    return bias
 
 
 def _codes(operand):

@@ -19,12 +19,14 @@ class PackedExperts(nn.Module):
         transposed: bool = False,
         interleaved: bool = False,
         bias: bool = False,
+        width: int = WIDTH,
+        hidden: int = HIDDEN,
     ) -> None:
         super().__init__()
         self.num_experts, self.has_gate, self.is_transposed = experts, gate, transposed
         self.is_concatenated, self.has_bias, self.has_post_expert_norm = not interleaved, bias, False
-        shapes = {("gate_up_proj" if gate else "up_proj"): (HIDDEN * (1 + gate), WIDTH)}
-        shapes |= {"down_proj": (WIDTH, HIDDEN)}
+        shapes = {("gate_up_proj" if gate else "up_proj"): (hidden * (1 + gate), width)}
+        shapes |= {"down_proj": (width, hidden)}
         generator = torch.Generator().manual_seed(3)
         for name, shape in shapes.items():
             weight = torch.randn(experts, *shape, generator=generator) / shape[1] ** 0.5

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from ablate.recipes.experts import Experts
 from ablate.recipes.layers import Layer, select
 from ablate.recipes.recipe import Products, Recipe
-from ablate.recipes.te_mapping import Builtin, families, refusals, te_recipe
+from ablate.recipes.te_mapping import Builtin, families, refusals, te_recipe, variants
 
 
 def has_experts(layers: Sequence[Layer]) -> bool:
@@ -30,9 +30,10 @@ def has_experts(layers: Sequence[Layer]) -> bool:
 
 
 def multiple(products: Products) -> int:
-    """Return the number whose multiples megatron-core 0.16.1 to 0.19.1 pads experts to.
+    """Return the number whose multiples training stacks pad an expert's tokens to.
 
-    `get_align_size_for_quantization`: 128 for FP4, 32 for MXFP8, 16 for other FP8.
+    128 for FP4, 32 for MXFP8, 16 for other FP8: `get_align_size_for_quantization` of megatron-core 0.16.1 to
+    0.19.1, and of Transformer Engine 2.20.2 for its own recipes.
     """
     used = families([products])
     return 128 if "nvfp4" in used else 32 if "mxfp8" in used else 16
@@ -92,6 +93,26 @@ def _divides(layers: Sequence[Layer], selected: set[str]) -> bool:
             stack, _, part = layer.name.rsplit(".", 2)
             stacks.setdefault((stack, part), []).append(layer.name in selected)
     return any(any(chosen) and not all(chosen) for chosen in stacks.values())
+
+
+def expert_refusals(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
+    """Yield every reason why the engine `transformer_engine` cannot compute a model's experts by a recipe.
+
+    Args:
+        recipe: the recipe, which Transformer Engine can compute in other layers.
+        layers: the model's linear layers.
+    """
+    if recipe.experts.rounding_state != "own":
+        yield (
+            f"experts.rounding_state {recipe.experts.rounding_state}: Transformer Engine's kernels decide"
+            " which experts share random words; write own"
+        )
+    if "fp8_delayed" in families(variants(recipe)):
+        yield (
+            "outer.statistic delayed: the engine keeps no amax histories for te.GroupedLinear, which"
+            " multiplies experts; use amax"
+        )
+    yield from rules_for_one(recipe, layers, "Transformer Engine")
 
 
 def unreached(recipe: Recipe, layers: Sequence[Layer], target: str, why: str) -> Iterator[str]:

@@ -192,11 +192,10 @@ class Gpt(TextWorkload):
         if self.model is not None:
             return extents(self.model, self)
         keys = (self.kv_heads or self.heads) * (self.width // self.heads)
-        widths = {
-            "workload.width": self.width,
-            "workload.hidden": self.hidden_width,
-            "the width of workload.kv_heads": keys,
-        }
+        hidden, where = self.hidden_width, "workload.hidden"
+        if self.experts is not None:
+            hidden, where = self.expert_width, "workload.experts.hidden"
+        widths = {"workload.width": self.width, where: hidden, "the width of workload.kv_heads": keys}
         return {"workload.context": self.context} | widths
 
     @property
