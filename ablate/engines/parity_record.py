@@ -16,7 +16,7 @@ from ablate.files import Json, write
 from ablate.numerics.spec import VERSION
 from ablate.provenance import driver
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Raise by hand when the comparison covers more, so that earlier records no longer count."""
 SWITCHES = ("NVTE_ENABLE_CUTEDSL_BACKEND", "NVTE_DISABLE_NVRTC")
 """Environment variables that select other TE kernels for the same casts; a record holds for one setting."""

@@ -9,6 +9,7 @@ import importlib.machinery
 import os
 import sys
 from copy import copy
+from functools import cache
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -183,13 +184,20 @@ def current(fp8_dtype, device=None, *, force_pow_2_scales=False, amax_epsilon=0.
     """TE's reference of FP8 with one scale a tensor, by the arguments of its native quantiser."""
     from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingQuantizerRef
 
-    named = type("Float8CurrentScalingQuantizer", (CurrentScalingQuantizerRef,), {})
-    made = named(_fp8(fp8_dtype), pow_2_scales=force_pow_2_scales, eps=amax_epsilon)
+    made = _named("Float8CurrentScalingQuantizer", CurrentScalingQuantizerRef)(
+        _fp8(fp8_dtype), pow_2_scales=force_pow_2_scales, eps=amax_epsilon
+    )
     made.copy = lambda: copy(made)
     made.qgemm = lambda qx, qw, params, dtype, sx, sw, *_, **__: (qx.float() @ qw.float().t() * (sx * sw)).to(
         dtype
     )
     return made
+
+
+@cache
+def _named(name: str, parent: type) -> type:
+    """A subclass with the native class's name: one, since a group's quantisers have to be of one."""
+    return type(name, (parent,), {})
 
 
 def _fp8(kind: int) -> torch.dtype:
@@ -233,7 +241,7 @@ def microscaled(fp8_dtype, *, with_2d_quantization=False, **_) -> object:
             return wide(self.data, self.scale).to(dtype)
 
     kind = _fp8(fp8_dtype)
-    made = type("MXFP8Quantizer", (CurrentScalingQuantizerRef,), {})(kind)
+    made = _named("MXFP8Quantizer", CurrentScalingQuantizerRef)(kind)
     made.quantize = quantize
     made.copy = lambda: copy(made)
     made.qgemm = lambda qx, qw, params, dtype, sx, sw, *_, **__: (wide(qx, sx) @ wide(qw, sw).t()).to(dtype)

@@ -147,6 +147,20 @@ def multiplied(change: Callable) -> contextlib.AbstractContextManager:
     return patch.object(REF, "qgemm", changed)
 
 
+def added() -> contextlib.AbstractContextManager:
+    """Products of experts, of which the second's dw is added to the first's."""
+    native = sys.modules["transformer_engine_torch"]
+    whole = native.te_general_grouped_gemm
+
+    def changed(a, a_turned, b, b_turned, out, kind, rows, bias, bias_kind, single, *more):
+        made = whole(a, a_turned, b, b_turned, out, kind, rows, bias, bias_kind, single, *more)
+        if not single:
+            out[0].add_(out[1])
+        return made
+
+    return patch.object(native, "te_general_grouped_gemm", changed)
+
+
 def weights_in_rows() -> contextlib.AbstractContextManager:
     """Weights whose blocks are 1x16, whatever the recipe says."""
     whole = te_double.reference
@@ -218,6 +232,7 @@ def wrong() -> dict[str, list[str]]:
             patch.object(REF, "_apply_rht", _one_side),
             exact_products,
         ),
+        "an expert's dw added to another's": (added(), exact_products),
         "dgrad of the wrong sign, in training": (
             multiplied(lambda z, which: -z if which == "dgrad" else z),
             short_training,

@@ -1,4 +1,4 @@
-"""Comparison of te.Linear with the emulated layer, forward and backward, with rounding to nearest.
+"""Comparison of te.Linear and te.GroupedLinear with emulated layers, forward and backward, to nearest.
 
 Both round y, dx and dw to bf16 once, after sums of the same exact products. Two numbers may therefore differ
 by two effects:
@@ -16,7 +16,7 @@ FP8 on Hopper uses TE's fast mode in fprop, which accumulates with 14 bits: 2^-1
 of 2^-23 for each product.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.engines.transformer_engine import Draws, NativeLinear
+from ablate.engines.expert_layers import EmulatedExpert
+from ablate.engines.transformer_engine import Draws, NativeExpert, NativeLinear
 from ablate.numerics.philox import Clock
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes.recipe import Products
@@ -34,6 +35,8 @@ from ablate.verification.parity.bench import Bench, recipes
 
 STEP = 2.0**-7
 """Relative step of bf16 at the lower end of a binade."""
+EXPERTS = (0, 17, 128, 200)
+"""Tokens of each expert that te.GroupedLinear multiplies."""
 
 
 class Sample(NamedTuple):
@@ -46,22 +49,53 @@ class Sample(NamedTuple):
     dy: Tensor
 
 
+class Case(NamedTuple):
+    """Results of the emulator and of TE: y, dx and dw of one layer, or of one expert."""
+
+    name: str
+    sample: Sample
+    ours: dict[str, Tensor]
+    theirs: dict[str, Tensor]
+
+
 def exact_products(bench: Bench, family: Family) -> Iterator[Check]:
-    """Yield a check for each recipe of a family: y, dx and dw over all shapes."""
+    """Yield two checks for each recipe of a family: y, dx and dw of layers, and of experts, over all shapes.
+
+    Experts have no delayed scaling on this engine.
+    """
     for recipe_family, name, products in recipes(bench.families):
-        if recipe_family == family:
-            yield Check(
-                "te.Linear, forward and backward", partial(_compared, bench, name, products), title=name
-            )
+        if recipe_family != family:
+            continue
+        check = partial(_compared, bench, products)
+        cases = _layers(bench, products)
+        yield Check("te.Linear, forward and backward", partial(check, name, cases), title=name)
+        if "fp8_delayed" not in families([products]):
+            title, cases = f"{name}, experts", _experts(bench, products)
+            yield Check("te.GroupedLinear, forward and backward", partial(check, title, cases), title=title)
 
 
-def _compared(bench: Bench, name: str, products: Products) -> Iterator[Row]:
-    worst, shares, limits, worst_case = 0.0, [], [], ""
+def _layers(bench: Bench, products: Products) -> Iterator[Case]:
     for number, shape in enumerate(bench.products):
         sample = draw_sample(shape, number, bench.device)
         ours, theirs = (computed(layer, sample) for layer in pair(sample, products))
+        yield Case(" x ".join(map(str, shape)), sample, ours, theirs)
+
+
+def _experts(bench: Bench, products: Products) -> Iterator[Case]:
+    for inputs, outputs in sorted({shape[1:] for shape in bench.products}):
+        samples = [draw_sample((tokens, inputs, outputs), tokens, bench.device) for tokens in EXPERTS]
+        results = (grouped(samples, products, kind) for kind in (EmulatedExpert, NativeExpert))
+        for sample, ours, theirs in zip(samples, *results, strict=True):
+            yield Case(f"expert of {len(sample.x)} x {inputs} x {outputs}", sample, ours, theirs)
+
+
+def _compared(bench: Bench, products: Products, name: str, cases: Iterator[Case]) -> Iterator[Row]:
+    worst, shares, limits, worst_case = 0.0, [], [], ""
+    for case, sample, ours, theirs in cases:
         for what, (limit, usual) in reach(bench, sample, products).items():
             a, b = ours[what].double(), theirs[what].double()
+            if not a.numel():
+                continue
             tolerance = STEP * torch.maximum(a.abs(), b.abs()) + limit
             excess = float(
                 ((a - b).abs() / tolerance.clamp(min=torch.finfo(torch.float32).tiny))
@@ -71,7 +105,7 @@ def _compared(bench: Bench, name: str, products: Products) -> Iterator[Row]:
             shares.append(float((a != b).double().mean()))
             limits.append(float((usual / (STEP / 2 * a.abs()).clamp(min=1e-300)).clamp(max=1).mean()))
             if excess > worst:
-                worst, worst_case = excess, f"{what}, {' x '.join(map(str, shape))}"
+                worst, worst_case = excess, f"{what}, {case}"
     crossed = [(share, limit) for share, limit in zip(shares, limits, strict=True) if share > limit]
     share, limit = max(crossed or zip(shares, limits, strict=True))
     summary = f"{worst:.2g} of the tolerance ({worst_case}), {100 * share:.2g} % differ"
@@ -110,6 +144,28 @@ def computed(layer: EmulatedLinear, sample: Sample) -> dict[str, Tensor]:
         y = layer(x)
         y.backward(sample.dy)
     return {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad}
+
+
+def grouped(
+    samples: Sequence[Sample], products: Products, kind: type[EmulatedExpert]
+) -> list[dict[str, Tensor]]:
+    """Return y, dx and dw of experts, a sample each, whose weights one tensor holds."""
+    module, clock = nn.Module(), Clock(0)
+    module.is_transposed = False
+    module.packed = nn.Parameter(torch.stack([sample.w for sample in samples]).float())
+    own = {"draws": Draws(clock)} if kind is NativeExpert else {}
+    layers = [
+        kind(module, "packed", number, "all", f"blocks.0.a.{number}.up", clock, torch.bfloat16, **own)
+        for number in range(len(samples))
+    ]
+    for layer in layers:
+        layer.products = products
+    counts = [len(sample.x) for sample in samples]
+    x = torch.cat([sample.x for sample in samples]).requires_grad_()
+    y = layers[0].group(layers)(x, counts)
+    y.backward(torch.cat([sample.dy for sample in samples]))
+    each = zip(y.detach().split(counts), x.grad.split(counts), module.packed.grad, strict=True)
+    return [dict(zip(("y", "dx", "dw"), of_one, strict=True)) for of_one in each]
 
 
 def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, tuple[Tensor, Tensor]]:
