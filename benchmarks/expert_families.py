@@ -417,8 +417,7 @@ in high precision.
   than add up its experts is refused.
 - [`recipe.experts`](experiment.md) has what training stacks do differently: `padding`, `gate_up`,
   `rounding_state`, and `routing: replay`, which sends tokens where unquantised training sends them.
-- Refused: expert parallelism, sharded weights, and `engine: transformer_engine`.
-  `torch.compile` leaves experts out of its graphs.
+- Refused: expert parallelism and sharded weights. `torch.compile` leaves experts out of its graphs.
 
 ## Families
 

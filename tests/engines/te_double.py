@@ -82,7 +82,6 @@ def install() -> ModuleType:
         setattr(extension, name, enum.IntEnum(name, members))
     extension.generic_gemm = _multiplied
     extension.te_general_grouped_gemm = _multiplied_in_groups
-    extension.split_quantize = _quantised_apart
     extension.quantize = scaled
     extension.fused_amax_and_scale_update_after_reduction = _moved_on
     extension.get_cublasLt_version = lambda: 130200
@@ -99,18 +98,16 @@ def install() -> ModuleType:
     transformer_engine.common.load_framework_extension = lambda _: None
     import transformer_engine.pytorch as te
     from transformer_engine.pytorch.cpp_extensions import gemm
-    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import CurrentScalingTensorRef
-    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4TensorRef
-    from transformer_engine.pytorch.module import _split_quantization
+    from transformer_engine.pytorch.custom_recipes.reference_current_scaling import (
+        CurrentScalingQuantizerRef,
+        CurrentScalingTensorRef,
+    )
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef, NVFP4TensorRef
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
     from transformer_engine.pytorch.quantization import DelayedScalingRecipeState
-    from transformer_engine.pytorch.tensor import (
-        IdentityQuantizer,
-        float8_tensor,
-        mxfp8_tensor,
-        nvfp4_tensor,
-    )
+    from transformer_engine.pytorch.tensor import float8_tensor, mxfp8_tensor, nvfp4_tensor
 
+    NVFP4QuantizerRef.__call__ = CurrentScalingQuantizerRef.__call__ = _cast
     NATIVE.update(NVFP4=nvfp4_tensor.NVFP4Quantizer, MXFP8=mxfp8_tensor.MXFP8Quantizer)
     for kind in (NVFP4TensorRef, CurrentScalingTensorRef):
         kind.size = lambda made, *dimension: torch.empty(made.original_shape, device="meta").size(*dimension)
@@ -132,9 +129,6 @@ def install() -> ModuleType:
     DelayedScalingRecipeState.__init__ = _on_this(DelayedScalingRecipeState.__init__)
     torch.Tensor.cuda = lambda self, *_, **__: self
     gemm.get_cublas_workspace = lambda *_: torch.empty(1, 0)
-    _split_quantization._supports_native_split_quantize = lambda quantiser: (
-        type(quantiser) is not IdentityQuantizer
-    )
     nvfp4_tensor.NVFP4Quantizer = te.NVFP4Quantizer = reference
     return te
 
@@ -265,15 +259,13 @@ def _multiplied(a, a_turned, b, b_turned, *_, **__):
     return product if a_scale is None else (product * (b_scale * a_scale)).bfloat16(), None, None, None
 
 
-def _quantised_apart(tensor, rows, quantisers, **_):
-    """TE's cast of each expert's rows by its own quantiser; one without rows has a cast without rows."""
-    casts = []
-    for part, cast in zip(tensor.split(list(rows)), quantisers, strict=True):
-        casts.append(cast(part if len(part) else part.new_zeros(128, part.shape[1])))
-        if not len(part):
-            casts[-1].original_shape = part.shape
-            casts[-1].dequantize = lambda *, dtype, part=part: part
-    return casts
+def _cast(quantiser, x):
+    """A cast; one of no rows, which the reference refuses, has no rows either."""
+    if len(x):
+        return quantiser.quantize(x)
+    made = quantiser.quantize(x.new_zeros(128, x.shape[1]))
+    made.original_shape, made.dequantize = x.shape, lambda *, dtype: x
+    return made
 
 
 def _multiplied_in_groups(a, a_turned, b, b_turned, out, kind, rows, bias, bias_kind, single, gelu, grad, *_):

@@ -79,21 +79,21 @@ def differ(products: Products, **layout: bool | str) -> list[float]:
 
 
 def padded() -> dict[str, list[list[int]]]:
-    """The rows of each expert that TE is given, by recipe."""
-    found: dict[str, list[list[int]]] = {}
+    """The rows of each expert in the products that TE is given, by recipe."""
     import transformer_engine_torch as extension
 
-    whole = extension.split_quantize
+    found: dict[str, list[list[int]]] = {}
+    whole = extension.te_general_grouped_gemm
     for name in ("not rotated", "mxfp8", "fp8_current"):
         seen: list[list[int]] = found.setdefault(name, [])
 
-        def noted(tensor, rows, *more, seen=seen, **options):
-            seen.append(list(rows))
-            return whole(tensor, rows, *more, **options)
+        def noted(*arguments, seen=seen):
+            seen.append(list(arguments[6]))
+            return whole(*arguments)
 
-        extension.split_quantize = noted
+        extension.te_general_grouped_gemm = noted
         computed(*groups(GROUPED[name])[1][0])
-    extension.split_quantize = whole
+    extension.te_general_grouped_gemm = whole
     return found
 
 
