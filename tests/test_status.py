@@ -312,6 +312,22 @@ def test_a_trials_pace_is_that_of_its_last_records_in_this_attempt(book, tmp_pat
     assert flight.silent_s == pytest.approx(22 - 59 / 5, abs=1)
 
 
+def test_a_trial_of_forks_counts_its_windows_and_no_time_left_is_negative(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_status, "holder", lambda folder: "pid 1 on here")
+    forks = {"trunk": None, "positions": [0], "windows": [40, 80]}
+    spec = {"workload": {"gpt": {"steps": 100}}, "forks": forks}
+    now = time.time()
+    with closing(Ledger(tmp_path / "sweeps" / "hand" / "ledger.db")) as made:
+        made.describe(metrics="[]", mlflow="digest")
+        made.trial = made.add_member(made.add_arm("a", {}, None, None), 0, "0123", json.dumps(spec))
+        made.start_attempt(made.trial, 1, now - 1000)
+        for last, left in ((110, 2.0), (130, 0.0)):
+            record(made, range(last - 10, last + 1), now - 40, 5.0)
+            (flight,) = read(tmp_path / "sweeps" / "hand", Store(tmp_path)).running
+            assert (flight.step, flight.steps) == (last, 120)
+            assert flight.seconds_left == pytest.approx(left, rel=1e-4)
+
+
 def test_a_status_asks_as_little_of_many_trials_as_of_few(tmp_path, monkeypatch):
     asked, opened = [], Ledger.__init__
 

@@ -20,6 +20,7 @@ from ablate.store.ledger_integrity import flaw
 from ablate.store.ledger_progress import Attempt, last_attempt, pace, running_attempts
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
+from ablate.training.fork_design import Forks
 from ablate.training.workloads import WORKLOADS
 
 _LOG_LINES = 5
@@ -168,7 +169,8 @@ def _running_trial(
     ledger: Ledger, store: Store, member: Member, attempt: Attempt, now: float
 ) -> RunningTrialStatus:
     spec = member.resolved
-    steps = WORKLOADS[spec.workload].model_validate_json(json.dumps(spec.config)).steps
+    whole = WORKLOADS[spec.workload].model_validate_json(json.dumps(spec.config))
+    steps = Forks.model_validate_json(json.dumps(spec.forks)).steps if spec.forks else whole.steps
     speed = pace(ledger, member.trial, attempt.started)
     last = ledger.last_record(member.trial, "throughput/tokens_per_s")
     lock = store.folder(member.id) / "lock"
@@ -184,7 +186,7 @@ def _running_trial(
         steps_per_s=speed.steps_per_s,
         tokens_per_s=None if last is None or math.isnan(last[1]) else last[1],
         silent_s=max(0.0, now - max(speed.moment, attempt.started)),
-        seconds_left=(steps - speed.step) / speed.steps_per_s if speed.steps_per_s else None,
+        seconds_left=max(0, steps - speed.step) / speed.steps_per_s if speed.steps_per_s else None,
     )
 
 
