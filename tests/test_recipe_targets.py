@@ -732,13 +732,29 @@ def test_every_other_field_of_experts_is_refused(target, field):
 @every(target=TARGETS)
 def test_a_model_with_experts_is_written_by_stacks_that_quantise_them_alone(target):
     model = Model("it", layers=MIXED)
-    if target in ("megatron", "bridge"):
+    if target in ("megatron", "bridge", "te"):
         text = TARGETS[target].write(PRESETS["nvfp4"](), model)
         assert ("--moe-grouped-gemm" in text) is (target == "megatron")
+        assert ("packed experts would stay in bf16" in text) is (target == "te")
         return
     with pytest.raises(Lost) as lost:
         TARGETS[target].write(PRESETS["nvfp4"](), model)
     assert any("layers.0.mlp.experts.0.up: the model packs" in reason for reason in lost.value.reasons)
+
+
+@every(target=("te", "te-debug"))
+def test_a_model_whose_experts_all_stay_in_bf16_is_written(target):
+    rules = '[{match: {name: "*.experts.*"}, use: null}]'
+    recipe = resolve("nvfp4", [f"recipe.layers.rules={rules}"])
+    text = TARGETS[target].write(recipe, Model("it", layers=MIXED))
+    assert "packed experts" not in text
+    for name in ("*.experts.*.up", "*.attn.*"):
+        others = resolve("nvfp4", [f'recipe.layers.rules=[{{match: {{name: "{name}"}}, use: null}}]'])
+        if target == "te":
+            assert "packed experts would stay" in TARGETS[target].write(others, Model("it", layers=MIXED))
+            continue
+        with pytest.raises(Lost, match="packs its experts' weights"):
+            TARGETS[target].write(others, Model("it", layers=MIXED))
 
 
 @every(target=("te", "megatron", "te-debug", "fouroversix"), known=(False, True))

@@ -116,7 +116,7 @@ def expert_refusals(recipe: Recipe, layers: Sequence[Layer]) -> Iterator[str]:
 
 
 def unreached(recipe: Recipe, layers: Sequence[Layer], target: str, why: str) -> Iterator[str]:
-    """Yield the reason why a target leaves a model's experts in high precision, if it has any to quantise.
+    """Yield the reason why a target leaves a model's experts in high precision, if any are to be quantised.
 
     Args:
         recipe: the recipe.
@@ -124,9 +124,19 @@ def unreached(recipe: Recipe, layers: Sequence[Layer], target: str, why: str) ->
         target: name of the stack, for the sentence.
         why: what the target converts instead, and the remedy.
     """
-    first = next((layer.name for layer in layers if "Expert" in layer.classes), None)
-    if first is not None and not recipe.plain:
+    if first := quantised_expert(recipe, layers):
         yield f"layers {first}: the model packs its experts' weights into one tensor, and {target} {why}"
+
+
+def quantised_expert(recipe: Recipe, layers: Sequence[Layer]) -> str | None:
+    """Return the name of the first matrix of an expert that a recipe quantises; None if there is none."""
+    experts = {layer.name for layer in layers if "Expert" in layer.classes}
+    rules = recipe.layers.rules
+    for name, decider in recipe.layers.deciders(layers).items() if experts else ():
+        use = rules[decider].use if isinstance(decider, int) else recipe.products
+        if name in experts and decider != "skipped" and use is not None and not use.plain:
+            return name
+    return None
 
 
 FUSED = "NVTE_GROUPED_LINEAR_USE_FUSED_GROUPED_GEMM"

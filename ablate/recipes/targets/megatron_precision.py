@@ -112,13 +112,19 @@ def _patterns(match: Match, layers: tuple[Layer, ...]) -> Iterator[str]:
     if match.within is not None:
         raise Lost(
             [
-                f"match within {match.within}: Megatron matches names, not classes; write a name, such as"
-                " --set 'recipe.layers.rules=[{match: {name: \"*.self_attention.*\"}}]' for attention"
+                f"match within {match.within}: Megatron matches names, not classes; write its names, such as"
+                " --set 'recipe.layers.rules=[{match: {name: \"*.self_attention.*\"}}]' for attention, or"
+                ' "*.experts.*" for experts'
             ]
         )
     if not (selected := select(match, layers).layers):
         example = layers[-1].name if layers else "decoder.layers.0.mlp.linear_fc1"
-        raise Lost([f"match {match}: selects none of Megatron's layers, whose names are such as {example!r}"])
+        raise Lost(
+            [
+                f"match {match}: selects none of Megatron's layers, whose names are such as {example!r};"
+                " for those of experts give --model"
+            ]
+        )
     if match.name is not None and any(character in match.name for character in "\"'\\\n"):
         raise Lost([f"match {match}: a quoting character in a name"])
     if match.blocks is None:

@@ -49,7 +49,14 @@ def write(recipe: Recipe, model: Model) -> str:
     """Return the configuration file; Lost for what the tools cannot switch."""
     reasons = [
         *unheld(recipe, model, _TARGET, rules=True),
-        *unreached(recipe, model.layers, _TARGET, "names layers that are modules; leave --model out"),
+        *unreached(
+            recipe,
+            model.layers,
+            _TARGET,
+            "name layers that are modules, so they cannot hold layer rules of such a model; write []"
+            if recipe.layers.rules
+            else "name layers that are modules; leave --model out",
+        ),
     ]
     if recipe.layers.rules and not model.layers:
         reasons.append("layers.rules: the layers that they select are not known; give --model")

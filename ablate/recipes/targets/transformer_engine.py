@@ -13,7 +13,7 @@ from itertools import product
 
 from ablate.numerics.spec import argument, tag
 from ablate.recipes.recipe import Phase, Products, Recipe
-from ablate.recipes.targets.experts import unreached
+from ablate.recipes.targets.experts import has_experts, quantised_expert
 from ablate.recipes.targets.megatron import standing_in
 from ablate.recipes.targets.model import Lost, Model, confirmed, unheld
 from ablate.recipes.te_import import recipe_of
@@ -54,10 +54,7 @@ def swap(model):
     inside = [(name, each) for name, each in linears if within.search(name)]
     if not inside:
         raise ValueError("the model has no nn.Linear inside of numbered blocks, such as layers.0.up")
-    for name, weight in model.named_parameters():
-        if weight.ndim == 3 and ".experts." in name and within.search(name):
-            raise ValueError(f"{name}: packed experts stay in bf16; build them of te.GroupedLinear")
-    for name, linear in inside:
+{experts}    for name, linear in inside:
         if sum(getattr(each, "weight", None) is linear.weight for each in model.modules()) > 1:
             raise ValueError(f"{name}: its weight is shared, and a copy would train on its own")
     for name, linear in inside:
@@ -75,21 +72,21 @@ def swap(model):
         setattr(model.get_submodule(parent), child, made)
 """
 """Function of the file that makes te.Linear of nn.Linear."""
+_REFUSED = """\
+    for name, weight in model.named_parameters():
+        if weight.ndim == 3 and ".experts." in name and within.search(name):
+            raise ValueError(
+                f"{name}: packed experts would stay in bf16; build the model with te.GroupedLinear in their"
+                " place, and call it inside autocast(...)"
+            )
+"""
+"""What that function refuses, unless the recipe leaves all experts in high precision."""
 _QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
 def write(recipe: Recipe, model: Model) -> str:
     """Return Python code that makes the recipe of each layer and step; Lost for what TE does not compute."""
-    reasons = [
-        *unheld(recipe, model, "Transformer Engine", schedule=True, rules=True),
-        *unreached(
-            recipe,
-            model.layers,
-            "the file's swap(model)",
-            "replaces nn.Linear alone; leave --model out, and build the experts of te.GroupedLinear, which"
-            " take the same recipe objects",
-        ),
-    ]
+    reasons = [*unheld(recipe, model, "Transformer Engine", schedule=True, rules=True)]
     reasons += [
         reason
         for reason in recipe_refusals(recipe)
@@ -102,6 +99,7 @@ def write(recipe: Recipe, model: Model) -> str:
         reasons.append(f"schedule: {len(recipe.schedule)} phases; {_MOST_PHASES} at most are written out")
     if reasons:
         raise Lost(list(dict.fromkeys(reasons)))
+    stay = has_experts(model.layers) and quantised_expert(recipe, model.layers) is None
     objects = _Objects()
     own = _by_phase(recipe.products, recipe.schedule, objects)
     rules = [
@@ -120,7 +118,7 @@ def write(recipe: Recipe, model: Model) -> str:
             "",
             *objects.text(),
             *_functions(recipe, model, own, rules),
-            _SWAP,
+            _SWAP.replace("{experts}", "" if stay else _REFUSED),
         ]
     )
 
