@@ -26,7 +26,7 @@ from support.experiments import (
     until,
     write,
 )
-from support.gates import Gate, customised
+from support.gates import customised
 
 from ablate import numerics
 from ablate.verification import audit
@@ -114,17 +114,30 @@ def swept(address: str, *sweeps: tuple[Path, Path], ranks: tuple[int, ...] = (1,
     return process.returncode, said
 
 
+CLIENT_PORT = port()
+"""Port of the head's server of Ray's client."""
+
+
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
+def hidden(tmp_path_factory) -> Path:
+    """A folder that no part of the cluster sees, if one can be hidden here."""
+    return tmp_path_factory.mktemp("hidden")
+
+
+@pytest.fixture(scope="module")
+def address(hidden) -> Iterator[str]:
     """A head for all tests of this file: what one does must not harm the next. It counts a node as lost after 5 s, not 15."""
-    with head(**OPEN, RAY_health_check_period_ms="1000") as found:
+    hiding = {"hide": hidden} if can_hide() else {}
+    with head(
+        f"--ray-client-server-port {CLIENT_PORT}", **hiding, **OPEN, RAY_health_check_period_ms="1000"
+    ) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
-def standing(address, tmp_path_factory) -> Iterator[Pair]:
+def standing(address, hidden, tmp_path_factory) -> Iterator[Pair]:
     """Two nodes for all tests below the first that asks for them; those above have the cluster for nodes of their own."""
-    found = Pair(address, tmp_path_factory.mktemp("pair"), NOT_FOR_WORKERS)
+    found = Pair(address, tmp_path_factory.mktemp("pair"), hidden, NOT_FOR_WORKERS)
     try:
         yield found
     finally:
@@ -298,18 +311,15 @@ def stream(folder: Path, trials: int) -> Path:
     return write(folder, "stream", **keys | {"seeds": trials})
 
 
-def test_a_gang_starts_in_a_stream_of_small_trials_and_both_end(address, tmp_path):
-    """Gangs on several nodes: test_shares.py.
-
-    The gang's process is there before the stream begins: it asks for its places while many small trials wait, however slow its start.
+def test_a_gang_starts_in_a_stream_of_small_trials_and_both_end(pair, tmp_path):
+    """The gang's process is there before the stream begins: it asks for its places while many small trials wait, however slow its start.
     The last of these waits for the gang's end, and holds a place that the gang would need if it began only then."""
-    gate, trials, one = Gate(tmp_path), 5, {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1}
+    trials, one = 5, {"ablate": {"rht": [True]}, "against": {"rht": True}, "seeds": 1}
     state, other = tmp_path / "state", tmp_path / "other"
-    gate.shut(trials - 1)
+    pair.gate.shut(trials - 1)
     with (
-        node(address, 2, **OPEN, **gate.environment),
-        sweeping(address, (write(tmp_path, **one), state), ranks=(2,)) as big,
-        sweeping(address, (stream(tmp_path, trials), other), most=1) as small,
+        sweeping(pair.address, (write(tmp_path, **one), state), ranks=(2,)) as big,
+        sweeping(pair.address, (stream(tmp_path, trials), other), most=1) as small,
     ):
         assert (big.stdout.readline(), small.stdout.readline()) == ("ready\n", "ready\n")
         print("", file=small.stdin, flush=True)
@@ -317,7 +327,7 @@ def test_a_gang_starts_in_a_stream_of_small_trials_and_both_end(address, tmp_pat
         output, _ = big.communicate("\n", timeout=600)
         assert big.returncode == 0, output
         assert small.poll() is None, small.communicate()
-        gate.open()
+        pair.gate.open()
         said, _ = small.communicate(timeout=600)
     assert small.returncode == 0, said
     assert set(statuses(state).values()) == set(statuses(other, "stream").values()) == {"done"}
@@ -451,27 +461,18 @@ def test_a_dead_server_of_rays_client_is_asked_for_again_within_a_limit():
 
 
 @apart
-def test_a_sweep_from_outside_runs_by_one_rank_and_by_a_gang(tmp_path):
+def test_a_sweep_from_outside_runs_by_one_rank_and_by_a_gang(pair, tmp_path):
     """By Ray's client, whose cluster sees nothing of this machine's folders. Not among what tests install: its server dies now and then."""
     pytest.importorskip("grpc", reason="ray:// takes Ray's client: pip install 'ray[client]'")
-    number, hidden = port(), tmp_path / "hidden"
-    hidden.mkdir()
-    path, hiding = (
-        write(tmp_path, seeds=1, ablate={"rht": [True]}, against={"rht": True}),
-        {"hide": hidden, **OPEN},
-    )
-    with (
-        head(0, f"--include-dashboard false --ray-client-server-port {number}", **hiding) as address,
-        nodes(address, hiding, hiding),
-    ):
-        for ranks in (1,), (2,):
-            state = hidden / f"state{ranks[0]}"
-            status, said = swept(f"ray://127.0.0.1:{number}", (path, state), ranks=ranks)
-            if "5 times in a row" in said:
-                pytest.skip(said.splitlines()[-1])
-            assert status == 0, said
-            assert "do not see" in said
-            assert set(statuses(state).values()) == {"done"}
+    path = write(tmp_path, seeds=1, ablate={"rht": [True]}, against={"rht": True})
+    for ranks in (1,), (2,):
+        state = pair.hidden / f"outside{ranks[0]}"
+        status, said = swept(f"ray://127.0.0.1:{CLIENT_PORT}", (path, state), ranks=ranks)
+        if "5 times in a row" in said:
+            pytest.skip(said.splitlines()[-1])
+        assert status == 0, said
+        assert "do not see" in said
+        assert set(statuses(state).values()) == {"done"}
 
 
 # SLURM

@@ -146,7 +146,7 @@ class Suite:
             scratch = Path(tempfile.mkdtemp(prefix="af"))
             self._stack.callback(shutil.rmtree, scratch, ignore_errors=True)
             scratch.chmod(0o755)
-            content = experiment(self.folder)
+            content = experiment(self.folder, self._faults)
             # The reference runs in parallel with the first faults.
             reference = self._begin(content, "undisturbed", "none", "inline")
             address = self._serve(scratch)

@@ -106,10 +106,10 @@ def ray_start(
 
 
 @contextlib.contextmanager
-def head(cpus: int = 0, words: str = "--include-dashboard false", **keys: str) -> Iterator[str]:
-    """A head with so many logical CPUs; its address."""
+def head(words: str = "", **keys: Any) -> Iterator[str]:
+    """A head without CPUs; its address."""
     number = port()
-    with ray_start(f"--head --port {number} --num-cpus {cpus} {words}", **keys):
+    with ray_start(f"--head --port {number} --num-cpus 0 --include-dashboard false {words}", **keys):
         yield f"127.0.0.1:{number}"
 
 
@@ -126,9 +126,8 @@ class Pair:
     """Two nodes of one CPU each, which do not see the folder `hidden`, cannot import some modules, leave their temporary files in
     `scratch`, and wait at `gate`. A test may end one; `complete` starts another."""
 
-    def __init__(self, address: str, folder: Path, without: Iterable[str] = ()) -> None:
-        self.address, self.hidden, self.scratch = address, folder / "hidden", folder / "scratch"
-        self.hidden.mkdir()
+    def __init__(self, address: str, folder: Path, hidden: Path, without: Iterable[str] = ()) -> None:
+        self.address, self.hidden, self.scratch = address, hidden, folder / "scratch"
         self.scratch.mkdir()
         self.gate = Gate(folder, blocking(*without))
         self.environment = self.gate.environment | {"TMPDIR": str(self.scratch)} | OPEN
