@@ -21,6 +21,7 @@ from support.corpus import write_shards
 from support.gpt_runs import gpt
 from support.imaginary_gpu.counting import Counts
 
+COUNTS = Counts()
 PLAIN = Telemetry(every=1000, shadow=1000, log=1000)
 
 
@@ -50,24 +51,24 @@ def remembers(recipe: Recipe) -> bool:
     return any(name in repr(recipe) for name in ("delayed:", "hold:"))
 
 
-def step(recipe: Recipe, shards: str, layers: int) -> Counts:
-    """Return the counts of a plain step, the second of a run."""
+def step(recipe: Recipe, shards: str, layers: int) -> dict[str, Counter]:
+    """Return the counts by place of a plain step, the second of a run."""
     workload = gpt(shards, layers=layers, width=64, context=32, eval_every=1000)
-    with Counts() as counts:
+    with COUNTS:
         run = workload.prepare(recipe, 0, "cuda")
         loop = Loop(run, workload, PLAIN)
         with nullcontext() if remembers(recipe) else run.engine.high_precision():
             loop.step(1)  # makes the optimizer's state, which is all that others need of it
-        counts.reset()
+        COUNTS.reset()
         loop.step(2)
-    return counts
+    return COUNTS.by_place()
 
 
 @cache
 def rest(dtype: str, shards: str) -> dict[str, Counter]:
     """Return the counts of a step outside its blocks, from two models without quantisation."""
     recipe = PRESETS["bf16" if dtype == "bf16" else "fp32"]()
-    one, two = (step(recipe, shards, layers).by_place() for layers in (1, 2))
+    one, two = (step(recipe, shards, layers) for layers in (1, 2))
     outside = {name: one[name].copy() for name in one}
     for name, counter in outside.items():
         counter.subtract(two[name])
@@ -79,7 +80,7 @@ def counted(name: str, shards: str) -> dict:
     """Return the counts of a block, that of the only layer, and of the rest of a step."""
     recipe = quantised_everywhere(RECIPES[name]())
     outside = rest(recipe.dtype, shards)
-    whole = step(recipe, shards, 1).by_place()
+    whole = step(recipe, shards, 1)
     return {
         "block": {name: whole[name].total() - outside[name].total() for name in whole},
         "rest": {name: outside[name].total() for name in whole},

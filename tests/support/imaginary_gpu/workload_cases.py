@@ -217,10 +217,10 @@ def resumed(folder: Path) -> None:
 def experts(folder: Path) -> None:
     """Train a gpt with experts, and measure a step; on tensor cores, by the shape functions of torch's products.
 
-    Numbers that are read from the device are 1, so each of the 8 tokens has an expert of its own.
+    Numbers that are read from the device are 1, so each of the 2 tokens has an expert of its own.
     """
-    size = {"layers": 1, "steps": 2, "context": 4, "eval_batch": 2, "eval_tokens": 8}
-    config = gpt(write_shards(folder), **size, experts={"count": 8, "top_k": 1})
+    size = {"layers": 1, "steps": 2, "batch": 1, "context": 2, "eval_batch": 1, "eval_tokens": 2}
+    config = gpt(write_shards(folder), **size, experts={"count": 2, "top_k": 1})
     for engine in ("emulated", "scaled_mm"):
         list(config.records(TrialRun(NVFP4, 0, engine, "cuda", OFTEN)))
         native = [place for place in COUNTS.by_place()["kernels"] if "engines/scaled_mm.py" in place]
