@@ -24,9 +24,13 @@ from ablate.engines import experts
 from ablate.engines.emulated import BlockOf
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.exempt import exempt
-from ablate.engines.expert_layers import is_packed
+from ablate.engines.expert_layers import incomplete, is_packed
 from ablate.errors import nearest
-from ablate.recipes.layers import block_name
+from ablate.recipes.layers import Layer, block_name
+from ablate.recipes.recipe import Placement
+
+_NAMED = 5
+"""Layers in high precision by one part of a recipe that `summary` names."""
 
 
 class LayerRow(NamedTuple):
@@ -131,6 +135,8 @@ def why_left(model: nn.Module, name: str, block: str | None) -> str:
         return "nn.MultiheadAttention multiplies by its parameters itself; give it nn.Linear projections"
     if kind == "Conv1D":
         return "transformers' Conv1D, whose weight is [in, out], is not supported; use nn.Linear"
+    if reason := incomplete(module):
+        return reason
     if "expert" in kind.lower() and not isinstance(module, nn.Linear):
         return f"the experts' weights, packed into one tensor by {kind}, which does not describe its layout"
     if isinstance(module, nn.Linear) and block is None:
@@ -147,15 +153,32 @@ def converted_share(rows: Sequence[LayerRow]) -> float:
     return sum(row.weights for row in rows if row.converted) / max(1, sum(row.weights for row in rows))
 
 
-def summary(rows: Sequence[LayerRow]) -> str:
-    """Describe rows: numbers of converted layers and stacks of experts, their share, and what is left."""
+def summary(rows: Sequence[LayerRow], placements: Sequence[Placement]) -> str:
+    """Describe a converted model: numbers of layers and stacks of experts, their share, and what is left.
+
+    Args:
+        rows: all matrices of the model.
+        placements: its converted layers, by the part of the recipe that decides about them.
+    """
     done = [row for row in rows if row.converted]
     stacks = [row for row in done if len(row.shape) > 2]
     parts = [f"{len(done) - len(stacks)} layers"] if len(done) > len(stacks) or not stacks else []
     parts += [f"{len(stacks)} stacks of {stacks[0].shape[0]} experts"] if stacks else []
     head = f"{' and '.join(parts)} converted, {converted_share(rows):.1%} of the weights"
     others = [f"  {row.name} {list(row.shape)}: {row.reason}" for row in rows if not row.converted]
-    return "\n".join((head, *(["not converted:", *others] if others else ())))
+    kept = [
+        f"  {len(part.layers)} layer{'s' * (len(part.layers) > 1)} by"
+        f" {'counts of blocks' if part.decider == 'skipped' else 'a rule'}: {_shortened(part.layers)}"
+        for part in placements
+        if part.products is None
+    ]
+    kept = ["in high precision:", *kept] if kept else []
+    return "\n".join((head, *kept, *(["not converted:", *others] if others else ())))
+
+
+def _shortened(layers: Sequence[Layer]) -> str:
+    more = f" and {len(layers) - _NAMED} more" if len(layers) > _NAMED else ""
+    return ", ".join(layer.name for layer in layers[:_NAMED]) + more
 
 
 def _linears(module: nn.Module) -> bool:

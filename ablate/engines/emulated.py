@@ -499,6 +499,7 @@ def attached(
     for name, module in stacks.items():
         experts.attach(module, name, make, how)
         experts_check.refuse_other(module, name)
+    experts_check.refuse_parts(stacks, wanted)
     return [*stacks]
 
 

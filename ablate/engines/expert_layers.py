@@ -60,6 +60,24 @@ def is_packed(module: nn.Module) -> bool:
     return type(module).__name__ in DENSE or all(hasattr(module, name) for name in _LAYOUT)
 
 
+def incomplete(module: nn.Module) -> str:
+    """Return which attributes a module with packed experts' weights lacks; "" if it has none or all.
+
+    Modules of transformers, which nobody could complete, have "".
+    """
+    if type(module).__module__.startswith("transformers."):
+        return ""
+    weights = (getattr(module, name, None) for name in ("gate_up_proj", "up_proj", "down_proj"))
+    lacking = [name for name in _LAYOUT if not hasattr(module, name)]
+    packed = any(isinstance(weight, nn.Parameter) and weight.ndim == 3 for weight in weights)
+    if not packed or not lacking or len(lacking) == len(_LAYOUT):
+        return ""
+    return (
+        f"declares {len(_LAYOUT) - len(lacking)} of {len(_LAYOUT)} attributes of experts;"
+        f" {', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing (docs/examples/own_experts.py)"
+    )
+
+
 def parameters_of(module: nn.Module) -> tuple[str, str]:
     """Return the names of the parameters that the two grouped products multiply by."""
     return ("gate_up_proj" if module.has_gate else "up_proj"), "down_proj"

@@ -1,11 +1,15 @@
-"""Comparison of a module of experts with what its layout says that it computes: `refuse_other`.
+"""Checks of modules of experts that have their layers: `refuse_other` and `refuse_parts`.
 
 The quantised forward pass takes the place of a module's own, which may do more: scale its result, or lay its
 weights out otherwise than its attributes say. Both are called once, unquantised, on the same random tokens.
 """
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import nn
+
+from ablate.engines import experts
 
 _MOST = 0.05
 """Largest relative L2 distance: ten times what rounding operands to bf16 makes."""
@@ -44,3 +48,25 @@ def refuse_other(module: nn.Module, name: str) -> None:
         raise ValueError(
             f"{name}: its own forward pass differs by {distance:.2g} of its result from its experts; {advice}"
         )
+
+
+def refuse_parts(stacks: Mapping[str, nn.Module], wanted: Callable[[str, nn.Module], bool]) -> None:
+    """Raise ValueError if a filter takes a stack of experts and leaves out layers of it, which it cannot do.
+
+    The stacks are as before their conversion then.
+
+    Args:
+        stacks: the modules of experts that it takes, with their layers, by name.
+        wanted: the filter, as in `emulated.convert`.
+    """
+    for name, module in stacks.items():
+        left = [layer.name for layer in module.forward.layers if not wanted(layer.name, layer)]
+        if left:
+            for stack in stacks.values():
+                experts.detach(stack)
+            more = f" and {len(left) - 1} more" * (len(left) > 1)
+            raise ValueError(
+                f"the filter leaves out {left[0]}{more} of a stack that it takes; leave out {name}, or keep"
+                f' single experts in high precision by a layer rule: {{match: {{name: "{left[0]}"}}}}'
+                " in recipe.layers.rules"
+            )

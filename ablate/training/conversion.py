@@ -128,8 +128,8 @@ class Conversion:
         engine.end(_OUTSIDE.format(self._handle))
 
     def __repr__(self) -> str:
-        """Return the number of converted layers and their share of the weights, and the layers left out."""
-        return summary(self.layers)
+        """Return the number of converted layers, their share, and those in high precision or left out."""
+        return summary(self.layers, self.recipe.placements(self.engine.placed))
 
     def __deepcopy__(self, memo: object) -> NoReturn:
         """Raise TypeError: a copy of the model follows this handle; a second handle would contradict it."""

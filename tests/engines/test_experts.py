@@ -342,3 +342,55 @@ def test_a_module_that_computes_something_else_than_its_layout_says_is_refused(w
         setattr(model.experts, wrong, True)
     with pytest.raises(ValueError, match=r"^blocks\.0\.experts: its .*docs/reference/families\.md"):
         ablate.convert(model, "nvfp4", seed=0, steps=4)
+
+
+def of_two_blocks(**layout: bool | int) -> nn.ModuleDict:
+    return nn.ModuleDict({"blocks": nn.ModuleList([Model(**layout).blocks[0] for _ in range(2)])})
+
+
+@pytest.mark.parametrize(
+    ("leaves_out", "listed"),
+    [
+        (lambda name: name == "blocks.1.experts.2.down", "2.down of"),
+        (lambda name: name.startswith("blocks.1.experts."), "0.gate_up and 11 more of"),
+    ],
+)
+def test_a_filter_that_leaves_out_layers_of_a_stack_is_refused_and_leaves_the_model_as_it_was(
+    leaves_out, listed
+):
+    model = of_two_blocks()
+    names = [name for name, _ in model.named_modules()]
+    with pytest.raises(ValueError, match=rf"^the filter leaves out blocks\.1\.experts\.{listed} a stack"):
+        ablate.convert(model, "nvfp4", filter=lambda name, layer: not leaves_out(name))
+    assert [name for name, _ in model.named_modules()] == names
+    taken = ablate.convert(model, "nvfp4", filter=lambda name, layer: name != "blocks.1.experts")
+    assert {row.name for row in taken.layers if row.converted} == {
+        "blocks.0.experts.gate_up_proj",
+        "blocks.0.experts.down_proj",
+    }
+
+
+def test_print_lists_the_layers_that_a_recipe_keeps_in_high_precision():
+    rules = [{"match": {"name": "blocks.1.experts.2.down"}}, {"match": {"name": "blocks.0.*.down"}}]
+    run = ablate.convert(of_two_blocks(), "nvfp4", set={"recipe.layers.rules": rules})
+    several = ", ".join(f"blocks.0.experts.{number}.down" for number in range(5))
+    assert str(run).splitlines()[1:] == [
+        "in high precision:",
+        "  1 layer by a rule: blocks.1.experts.2.down",
+        f"  6 layers by a rule: {several} and 1 more",
+    ]
+    skipped = ablate.convert(of_two_blocks(), "nvfp4", set={"skip_last": 1})
+    assert "\n  12 layers by counts of blocks: blocks.1.experts.0.gate_up, " in str(skipped)
+    assert "in high precision" not in str(ablate.convert(of_two_blocks(), "nvfp4"))
+
+
+def test_a_module_that_lacks_attributes_of_experts_names_them():
+    model = of_two_blocks()
+    model["blocks"].append(nn.ModuleDict({"up": nn.Linear(512, 512)}))
+    del model["blocks"][1].experts.is_concatenated
+    run = ablate.convert(model, "nvfp4")
+    assert {row.name: row.reason for row in run.layers if not row.converted} == {
+        f"blocks.1.experts.{parameter}": "declares 6 of 7 attributes of experts; is_concatenated is missing"
+        " (docs/examples/own_experts.py)"
+        for parameter in ("gate_up_proj", "down_proj")
+    }
