@@ -412,7 +412,9 @@ in high precision.
 
 - The package's transformer has them by `gpt: {{experts: {{count: 8, top_k: 2}}}}`; a model of transformers
   by `gpt: {{model: {{model_type: qwen3_moe, ...}}}}`, `finetune` or, in your own loop, `ablate.convert`.
-- A module of your own is reached if its attributes say how its parameters are laid out:
+- A module of your own has `forward(tokens [n, width], index [n, k], weights [n, k])`, `num_experts`, one of
+  `gate_up_proj` and `up_proj`, and `down_proj`, each [experts, out, in] (transposed: [experts, in, out]). The
+  router stays outside. Attributes say how the parameters are laid out:
   [docs/examples/own_experts.py](../examples/own_experts.py). Its forward pass is replaced; one that does more
   than add up its experts is refused.
 - [`recipe.experts`](experiment.md) has what training stacks do differently: `padding`, `gate_up`,

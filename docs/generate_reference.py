@@ -86,7 +86,8 @@ makes that arm the baseline of all others.
 | [`command`](#command) | any command: [a training process](../use/command_workload.md) | what it logs |
 | [`idle`](#idle) | nothing, to try a cluster | `val/loss` |
 
-Recipes apply to every `nn.Linear` in a model's numbered blocks; [layer rules](layers.md) select among them.
+Recipes apply to every `nn.Linear` and every matrix of packed experts in a model's numbered blocks;
+[layer rules](layers.md) select among them. Attention's projections are layers, QK^T and PV are not.
 """
 
 TEXTS = {

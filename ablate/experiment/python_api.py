@@ -51,7 +51,8 @@ def convert(
         tokens_per_step: tokens of one step, for a schedule by tokens.
         decay_start: first step of the learning rate's decay, for a schedule that begins there.
         blocks: glob on the names of the modules that are the blocks, if structure finds the wrong ones.
-        filter: returns False for a layer, given its name and itself, that is to stay in high precision.
+        filter: returns False for a layer, or a whole stack of experts, given its name and itself, that is to
+            stay in high precision.
         measure_every: steps between measurements of the operands' errors; 0: never.
 
     Returns:

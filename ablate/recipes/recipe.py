@@ -321,7 +321,7 @@ class Placement(NamedTuple):
 
 
 class Layers(Spec):
-    """Layers that differ. Embeddings, norms, attention and the head stay in high precision."""
+    """Layers that differ. Embeddings, norms, the head and attention's QK^T and PV stay in high precision."""
 
     skip_first: int = Field(0, ge=0)
     """Transformer blocks at the input in high precision."""

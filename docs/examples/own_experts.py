@@ -1,7 +1,8 @@
 """Steps of a model with packed experts of one's own in NVFP4; lines marked `# ablate` are what it adds.
 
-Attributes say how the parameters are laid out. Others: without has_gate, up_proj and act_fn; is_transposed,
-[in, out]; not is_concatenated, rows of gate and up in turn; has_bias, down_proj_bias [experts, out] etc.
+Experts have forward(tokens [n, width], index [n, k], weights [n, k]), num_experts, gate_up_proj or up_proj,
+and down_proj, each [experts, out, in] (is_transposed: [experts, in, out]). The router stays outside. Others:
+no has_gate: act_fn; no is_concatenated: rows of gate and up in turn; has_bias: down_proj_bias [experts, out].
 """
 
 import torch
