@@ -10,7 +10,7 @@ from support.experiments import sweep, tiny
 
 import ablate
 from ablate.reports.answer import Answer
-from ablate.reports.answer_tables import routes_table
+from ablate.reports.answer_tables import alarms_table, flipped_table, routes_table
 from ablate.results.comparisons import Comparisons
 from ablate.results.decomposition import correlation, damages, routed
 from ablate.results.headline import headline_of
@@ -182,4 +182,72 @@ def test_a_gap_with_experts_is_rounding_plus_flipped_routes_at_every_seed(tmp_pa
     assert sentence.endswith(f"flipped routes {row['flipped routes'][0]}.")
     assert routed(ledger, [arm for arm in arms if arm.name != "held"]) == []
     assert routes_table(ledger, [arm for arm in arms if arm.name != "held"]) is None
+    ledger.close()
+
+
+def test_flipped_tokens_and_pairs_are_means_over_windows_then_over_finished_seeds(tmp_path):
+    """A trunk's zeros would halve the shares; a seed that has not finished would move them."""
+    ledger = planted(tmp_path, {}, {})
+    forks = {"trunk": {}, "positions": [10, 20], "windows": [5]}
+    first = None
+    for name in ("bf16", "nvfp4", "without"):
+        arm = ledger.add_arm(name, {}, first, None)
+        first = first or arm
+        for seed in range(3):
+            spec = {"workload": {"gpt": {"steps": 30}}, "recipe": {"name": name}, "forks": forks}
+            trial = ledger.add_member(arm, seed, f"{name}/{seed}", json.dumps(spec))
+            for step in (1, 20, 21, 30):
+                share = (1 + seed) * step / 500 if step > 20 and name == "nvfp4" else 0.0
+                values = {"routing/flipped": share, "routing/tokens_flipped": 4 * share}
+                metrics = {"val/loss": 3.0} | (values if name != "without" else {})
+                ledger.record(trial, [{"step": step, "time": 0.0, "metrics": metrics}])
+            if seed < 2:
+                ledger.settle(trial, "done")
+    arms = summaries(ledger)
+    bf16, nvfp4 = flipped_table(ledger, arms).rows
+    assert (bf16["arm"], bf16["tokens flipped"], bf16["seeds"]) == ("bf16", ("0.00 %", 0.0), ("2", 2))
+    pairs = np.mean([[0.042, 0.060], [0.084, 0.120]])
+    assert (nvfp4["arm"], nvfp4["seeds"]) == ("nvfp4", ("2", 2))
+    assert nvfp4["pairs flipped"] == ("7.65 %", pytest.approx(pairs))
+    assert nvfp4["tokens flipped"] == ("30.60 %", pytest.approx(4 * pairs))
+    assert flipped_table(ledger, [arm for arm in arms if arm.name == "without"]) is None
+    ledger.close()
+
+
+def test_alarms_are_listed_by_arm_and_operand_with_the_worst_first(tmp_path):
+    """With any of them a sweep is not called healthy."""
+
+    def zeros(fprop: float, dgrad: float, layer: int) -> dict[str, float]:
+        shares = {"fprop.x": fprop, "dgrad.g": dgrad}
+        return {f"quant/{slot}/blocks.{layer}.up/zero_frac": share for slot, share in shares.items()}
+
+    ledger = planted(tmp_path, {}, {})
+    first = None
+    for name in ("bf16", "coarse"):
+        arm = ledger.add_arm(name, {}, first, None)
+        first = first or arm
+        for seed in range(3):
+            spec = {"workload": {"gpt": {"steps": 30}}, "recipe": {"name": name}}
+            trial = ledger.add_member(arm, seed, f"{name}/{seed}", json.dumps(spec))
+            for step in (10, 20, 30):
+                metrics = {"val/loss": 3.0}
+                if name == "coarse":
+                    wrong = seed < 2 and step > 10
+                    metrics |= zeros(0.5, 0.5, 0) | zeros(0.59 + seed / 100 if wrong else 0.1, 0.1, 1)
+                    metrics |= zeros(0.1, 0.71 if (seed, step) == (2, 10) else 0.1, 2)
+                ledger.record(trial, [{"step": step, "time": 0.0, "metrics": metrics}])
+            ledger.settle(trial, "done")
+    answer = Answer(ledger)
+    verdict, *parts = answer.health(answer.records("quant/*/sqnr_db"))
+    assert verdict.lead == "To look at."
+    (table,) = parts
+    lines = [[cell[0] if isinstance(cell, tuple) else cell for cell in row.values()] for row in table.rows]
+    assert lines == [
+        ["coarse", "71% of the elements rounded to zero", "dgrad.g", "blocks.2.up", "1", "10", "1"],
+        ["coarse", "60% of the elements rounded to zero", "fprop.x", "blocks.1.up", "1", "20", "2"],
+    ]
+    ledger.db.execute("DELETE FROM records WHERE value > 0.5 AND value < 1")
+    assert alarms_table(ledger) is None
+    verdict, *parts = answer.health(answer.records("quant/*/sqnr_db"))
+    assert (verdict.lead, parts) == ("Healthy.", [])
     ledger.close()

@@ -20,7 +20,6 @@ from ablate.recipes.recipe import Run
 from ablate.training.alarms import alerts
 from ablate.training.metric_names import parse
 from ablate.training.metrics import (
-    ALARMS,
     SlotErrors,
     gradient_noise,
     gradient_split,
@@ -28,7 +27,7 @@ from ablate.training.metrics import (
     oscillation,
     quantisation,
 )
-from ablate.training.operand_metrics import OPERAND_METRICS
+from ablate.training.operand_metrics import ALARMS, OPERAND_METRICS
 
 ROOM = Range(headroom=17 / 16)
 

@@ -20,6 +20,7 @@ from ablate.files import Busy, Damaged, Json, full, write
 from ablate.store.trial_store import Store, Tally, line
 from ablate.training.alarms import alerts
 from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED, NAMING, recordable
+from ablate.training.operand_metrics import ALARMS
 from ablate.training.own_code.user_errors import UserError, described
 
 if TYPE_CHECKING:
@@ -360,7 +361,6 @@ def within_memory(events: Iterator[Event], device: str) -> Iterator[Event]:
 
 def _events(spec: TrialSpec, telemetry: TelemetrySettings, checkpoints: "Checkpoints") -> Iterator[Event]:
     from ablate.training.loop import Telemetry
-    from ablate.training.metrics import ALARMS
 
     marked, refused = False, set[str]()
     for record in spec.records(Telemetry.model_validate(telemetry), checkpoints):

@@ -192,9 +192,10 @@ class Answer(VerdictSentences):
         """Return the table of what each gap is made of: the cast of the last weights, and the training."""
         return answer_tables.damage_table(self.ledger, self.shown, self.metric)
 
-    def routes(self) -> Table | None:
-        """Return the table of gaps with experts: by rounding, and by flipped routes."""
-        return answer_tables.routes_table(self.ledger, self.shown)
+    def routes(self) -> list[Part | None]:
+        """Return the tables of gaps with experts, by rounding and by flipped routes, and of what flipped."""
+        arguments = self.ledger, self.shown
+        return [answer_tables.routes_table(*arguments), answer_tables.flipped_table(*arguments)]
 
     def windows(self) -> Table | None:
         """Return the table of damage at every horizon and position of a forked design."""

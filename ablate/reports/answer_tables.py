@@ -13,7 +13,7 @@ from ablate.reports.elsewhere import sources_table
 from ablate.reports.table import Cell, Column, Table
 from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects, shares
-from ablate.results.decomposition import correlation, damages, routed
+from ablate.results.decomposition import correlation, damages, flipped, routed
 from ablate.results.forked import difference_word
 from ablate.results.number_text import interval, percents
 from ablate.results.paired_stats import (
@@ -35,7 +35,9 @@ from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Intervention
 from ablate.store.records import frame
 from ablate.store.registration import registered_text
-from ablate.training.metric_names import DAMAGE
+from ablate.training.alarms import Alarm
+from ablate.training.metric_names import DAMAGE, FLIPPED, TOKENS_FLIPPED, parse
+from ablate.training.operand_metrics import ALARMS
 
 _FEWEST_SHARED = 3
 """Fewest knobs for Shapley shares: of two, the contrasts say the same."""
@@ -43,6 +45,8 @@ _LOSSES = ("train/loss", "train/recent_loss", "val/loss", "val/loss_bf16")
 """Metrics whose curves fall with the tokens seen, so that a gap can be expressed in tokens."""
 _MOST_LOST = 8
 """Diverged runs that are listed."""
+_MOST_ALARMS = 12
+"""Alarms that are listed, of one arm and operand each."""
 
 
 def arms_table(
@@ -216,6 +220,25 @@ def routes_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
     return Table.of("routes", rows, caption) if rows else None
 
 
+def flipped_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
+    """Return the table of what quantisation sends to other experts; None if no arm recorded it."""
+    rows: list[dict[str, Cell]] = [
+        {
+            "arm": arm,
+            "tokens flipped": (f"{100 * shares[TOKENS_FLIPPED]:.2f} %", shares[TOKENS_FLIPPED]),
+            "pairs flipped": (f"{100 * shares[FLIPPED]:.2f} %", shares[FLIPPED]),
+            "seeds": (str(seeds), seeds),
+        }
+        for arm, shares, seeds in flipped(ledger, arms)
+    ]
+    caption = (
+        "Flipped: tokens, and pairs of a token and an expert, that the arm's quantisation sends to other"
+        " experts than unquantised products on the same weights. Means over the measured steps"
+        f"{' of the windows' if difference_word(arms) == DAMAGE else ''} and over seeds."
+    )
+    return Table.of("flipped", rows, caption) if rows else None
+
+
 def windows_table(arms: Sequence[ArmSummary]) -> Table | None:
     """Return the table of every comparison at each horizon and each position; None for full runs."""
     rows: list[dict[str, Cell]] = []
@@ -382,6 +405,39 @@ def interventions_table(ledger: Ledger) -> Table | None:
         if len(events) > 1 or (arm, seed) not in lost
     ]
     return Table.of("interventions", rows, "Interventions of guards, by run.") if rows else None
+
+
+def alarms_table(ledger: Ledger) -> Table | None:
+    """Return the table of alarms, by arm and operand: the worst layer, how many there are, the first step and
+    the seeds. The worst are first; None without any."""
+    names = [(text, parse(text)) for text in ledger.names().values()]
+    found: dict[tuple[Alarm, str, str | None], list[tuple[float, str, int, int]]] = {}
+    for alarm in ALARMS:
+        for text, name in names:
+            if name.like([alarm.pattern]):
+                for arm, seed, step, value in ledger.beyond(text, alarm.limit, alarm.side == "above"):
+                    found.setdefault((alarm, arm, name.slot), []).append(
+                        (value, name.layer or "", seed, step)
+                    )
+    rows: list[tuple[float, dict[str, Cell]]] = []
+    for (alarm, arm, slot), each in found.items():
+        value, layer, *_ = (max if alarm.side == "above" else min)(each)
+        ends = (value, alarm.limit) if alarm.side == "above" else (alarm.limit, value)
+        first = min(step for *_, step in each)
+        row: dict[str, Cell] = {"arm": arm, "alarm": alarm.message.format(value), "operand": slot}
+        row |= {"worst layer": layer, "layers": _count({name for _, name, *_ in each if name})}
+        row |= {"first step": (str(first), first), "seeds": _count({seed for *_, seed, _ in each})}
+        rows.append((ends[0] / ends[1] if ends[1] > 0 else math.inf, row))
+    rows.sort(key=lambda row: -row[0])
+    more = len(rows) - _MOST_ALARMS
+    caption = "Alarms: values beyond their limits, at the worst layer, step and seed" + (
+        f"; and {more} more." if more > 0 else "."
+    )
+    return Table.of("alarms", [row for _, row in rows[:_MOST_ALARMS]], caption) if rows else None
+
+
+def _count(those: set[object]) -> Cell:
+    return (str(len(those)), len(those)) if those else None
 
 
 def published_part(ledger: Ledger) -> Table | None:

@@ -127,9 +127,12 @@ class VerdictSentences(Measurements):
         )
         interventions = answer_tables.interventions_table(self.ledger)
         odd = operand_health.exceptions(table)
-        healthy = not (odd or affected or interventions) and {*statuses} <= {"done"}
+        alarms = answer_tables.alarms_table(self.ledger)
+        healthy = not (odd or alarms or affected or interventions) and {*statuses} <= {"done"}
         usual = (
-            " No operand, layer or share stands out." if operand_health.recorded(table) and not odd else ""
+            " No operand, layer or share stands out."
+            if operand_health.recorded(table) and not (odd or alarms)
+            else ""
         )
         verdict = Answered(
             "Healthy." if healthy else "To look at.",
@@ -139,7 +142,7 @@ class VerdictSentences(Measurements):
         )
         warnings = [Text(text, "warning") for text in odd]
         lost = answer_tables.divergences_table(self.ledger)
-        return [verdict, *warnings, *self.losses(), *filter(None, [lost, interventions])]
+        return [verdict, *warnings, *self.losses(), *filter(None, [lost, alarms, interventions])]
 
     def emulation(self) -> Text | None:
         """Return a caution on speed and memory if formats were emulated."""

@@ -22,6 +22,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 import numpy as np
 from scipy import special
@@ -31,6 +32,7 @@ from ablate.results.forked import sharpened
 from ablate.results.paired_stats import Difference, common, paired_difference
 from ablate.results.summary import ArmSummary
 from ablate.store.ledger import Ledger
+from ablate.training.metric_names import FLIPPED, TOKENS_FLIPPED
 
 FEWEST_CORRELATED = 4
 """Fewest pairs of which a correlation has an interval: Fisher's z has the variance 1 / (pairs - 3)."""
@@ -138,6 +140,34 @@ def routed(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[RoutedDamage]:
             differences = (paired_difference(x, y, arm.interval) for x, y in pairs)
             parts.append(RoutedDamage(arm.name, other.name, *differences))
     return sorted(parts, key=lambda each: list(by_name).index(each.arm))
+
+
+def flipped(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[tuple[str, dict[str, float], int]]:
+    """Return each arm's shares of what quantisation sends to other experts, by metric, and its seeds.
+
+    Shares are means over measured steps, then over finished seeds. Those of a trunk, which is of no arm, do
+    not count.
+
+    Args:
+        ledger: ledger of the sweep.
+        arms: its arms; those without such a record are left out.
+    """
+    names = FLIPPED, TOKENS_FLIPPED
+    found: dict[str, list[list[float]]] = {}
+    for member in ledger.members() if {*names} <= {*ledger.names().values()} else ():
+        trunk = max((member.resolved.forks or {}).get("positions", (0,)))
+        each = [
+            [value for step, value in ledger.series(member.trial, name).items() if step > trunk]
+            for name in names
+        ]
+        if member.status == "done" and all(each):
+            found.setdefault(member.name, []).append([*map(fmean, each)])
+    means = {arm: map(fmean, zip(*seeds, strict=True)) for arm, seeds in found.items()}
+    return [
+        (arm.name, dict(zip(names, means[arm.name], strict=True)), len(found[arm.name]))
+        for arm in arms
+        if arm.name in found
+    ]
 
 
 def correlation(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Correlation:

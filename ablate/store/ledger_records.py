@@ -143,6 +143,22 @@ class RecordQueries(LedgerFile):
         ).fetchone()[0]
         return step or 0
 
+    def beyond(self, metric: str, limit: float, above: bool) -> list[tuple[str, int, int, float]]:
+        """Return (arm, seed, first step, worst value) of the runs with values of a metric beyond a limit.
+
+        Args:
+            metric: its name.
+            limit: the last value that is within.
+            above: True if larger values are beyond it; False if smaller ones are.
+        """
+        worst, sign = ("max", ">") if above else ("min", "<")
+        query = (
+            f"SELECT arms.name, seed, min(step), {worst}(value) FROM members JOIN arms USING (arm)"
+            " JOIN records USING (trial) WHERE wanted AND records.name = (SELECT name FROM names WHERE"
+            f" text = ?) AND value {sign} ? GROUP BY arm, seed"
+        )
+        return self.db.execute(query, (metric, limit)).fetchall()
+
     def largest(self, metric: str) -> dict[int, float]:
         """Return the largest value of a metric for each wanted trial that recorded it, by its number."""
         records = f"FROM records JOIN names USING (name) WHERE trial IN ({WANTED}) AND text = ?"

@@ -1,8 +1,8 @@
 """Alarms: limits on recorded metrics beyond which something is wrong, and the alerts of one record.
 
 Alarms are entries of registries: `operand_metrics.OPERAND_METRICS` has those of each operand of each layer,
-`metrics.ALARMS` has all. A trial stores the sentences of its alerts with the record; the controller prints
-the first one.
+`operand_metrics.ALARMS` has all. A trial stores the sentences of its alerts with the record; the controller
+prints the first one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,7 +57,7 @@ def alerts(metrics: Mapping[str, float], alarms: Iterable[Alarm]) -> list[Alert]
 
     Args:
         metrics: the record's values by the text of their names.
-        alarms: the alarms, such as `metrics.ALARMS`.
+        alarms: the alarms, such as `operand_metrics.ALARMS`.
     """
     raised: list[Alert] = []
     for alarm in alarms:

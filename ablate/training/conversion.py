@@ -57,7 +57,6 @@ from ablate.training.calls import Calls
 from ablate.training.conversion_options import ConversionOptions
 from ablate.training.first_nonfinite import Finder, Origin, first_operand
 from ablate.training.metrics import (
-    ALARMS,
     Casts,
     Measurements,
     SlotErrors,
@@ -66,6 +65,7 @@ from ablate.training.metrics import (
     oscillation,
     routes,
 )
+from ablate.training.operand_metrics import ALARMS
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -75,6 +75,8 @@ _ADDED = frozenset(
     {"throughput", "memory", "quant", "weights", "grad", "nan", "flops", "evaluated", "routing", PRODUCTS}
 )
 _TRACKED_ERRORS = frozenset({"sqnr_db", "zero_frac"})
+FLIPPED, TOKENS_FLIPPED = "routing/flipped", "routing/tokens_flipped"
+"""Shares of pairs of a token and an expert, and of tokens, that quantisation changes."""
 TOKENS_MEDIAN, TOKENS_MIN = "routing/tokens_median", "routing/tokens_min"
 """Tokens of an expert per micro-batch, over the experts of all layers."""
 _UNTRACKED = frozenset({PRODUCT_BITS, ARITHMETIC, VARIANCE, SQUARED_BIAS, TOKENS_MEDIAN, TOKENS_MIN})

@@ -24,17 +24,17 @@ from ablate.numerics.formats import element_format
 from ablate.numerics.product import MODES, mode
 from ablate.numerics.quantize import Operand
 from ablate.recipes.recipe import Products
-from ablate.training.alarms import Alarm
 from ablate.training.metric_names import (
     ARITHMETIC,
+    FLIPPED,
     PRODUCT_BITS,
     PRODUCTS,
     SQUARED_BIAS,
+    TOKENS_FLIPPED,
     TOKENS_MEDIAN,
     TOKENS_MIN,
     VARIANCE,
     Name,
-    each_layer,
     parse,
 )
 from ablate.training.operand_metrics import OPERAND_METRICS
@@ -228,40 +228,13 @@ def routes(
     )
     layers = torch.tensor(experts, dtype=torch.float64).split([len(load) for load in loads.values()])
     return {
-        "routing/flipped": of_pairs / every_pair,
-        "routing/tokens_flipped": of_tokens / every_token,
+        FLIPPED: of_pairs / every_pair,
+        TOKENS_FLIPPED: of_tokens / every_token,
         "routing/load": max((layer.max() / layer.mean()).item() for layer in layers),
         TOKENS_MEDIAN: median(experts) / micro_batches,
         TOKENS_MIN: min(experts) / micro_batches,
     }
 
-
-ALARMS = (
-    *(metric.alarm for metric in OPERAND_METRICS.values() if metric.alarm),
-    Alarm(
-        "grad/noise_ratio",
-        "below",
-        math.sqrt(3),
-        "the gradient's norm is {:.2f} times its quantisation noise, "
-        "below sqrt(3): FP4 may no longer help it",
-    ),
-    Alarm(
-        each_layer("gain_beyond", PRODUCTS),
-        "above",
-        1,
-        "the product's gain is {:.3g} half-widths of its interval off the recipe's: a factor is lost, or"
-        " scales are in another layout",
-    ),
-    Alarm(
-        each_layer("rel_l2_beyond", PRODUCTS),
-        "above",
-        1,
-        "the product's error is {:.3g} half-widths of its interval off the recipe's: codes, scales or"
-        " rounding are others",
-    ),
-    Alarm("nan/activation", "above", 0, "operands with a NaN or an infinity so far: {:.0f}"),
-)
-"""Alarms of every trial: those of operands, and those of metrics that this file measures."""
 
 PRODUCT_MEANS = ("gain", "rel_l2")
 """Metrics of a product that are also recorded as the mean over layers."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from ablate.numerics.formats import SCALES, element_format
 from ablate.training.alarms import Alarm
-from ablate.training.metric_names import each_layer
+from ablate.training.metric_names import PRODUCTS, each_layer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -214,3 +214,30 @@ OPERAND_METRICS = {
 Alarms are checked in this order: causes (scales) before their effects (elements). Ordinary training in NVFP4
 stays well below the limits (experiments/LOG.md).
 """
+
+ALARMS = (
+    *(metric.alarm for metric in OPERAND_METRICS.values() if metric.alarm),
+    Alarm(
+        "grad/noise_ratio",
+        "below",
+        math.sqrt(3),
+        "the gradient's norm is {:.2f} times its quantisation noise, "
+        "below sqrt(3): FP4 may no longer help it",
+    ),
+    Alarm(
+        each_layer("gain_beyond", PRODUCTS),
+        "above",
+        1,
+        "the product's gain is {:.3g} half-widths of its interval off the recipe's: a factor is lost, or"
+        " scales are in another layout",
+    ),
+    Alarm(
+        each_layer("rel_l2_beyond", PRODUCTS),
+        "above",
+        1,
+        "the product's error is {:.3g} half-widths of its interval off the recipe's: codes, scales or"
+        " rounding are others",
+    ),
+    Alarm("nan/activation", "above", 0, "operands with a NaN or an infinity so far: {:.0f}"),
+)
+"""Alarms of every trial: those of operands, and those of metrics that metrics.py measures."""

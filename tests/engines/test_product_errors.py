@@ -21,8 +21,9 @@ from ablate.training.alarms import alerts
 from ablate.training.evaluation import PreparedRun
 from ablate.training.loop import Telemetry
 from ablate.training.loop import train as loop
-from ablate.training.metrics import ALARMS, SlotErrors
+from ablate.training.metrics import SlotErrors
 from ablate.training.models.transformer import Transformer, initialise
+from ablate.training.operand_metrics import ALARMS
 
 NAME = "blocks.0.linear"
 VALUES = {

@@ -25,7 +25,8 @@ from ablate.recipes.recipe import Layers, Recipe, Run
 from ablate.recipes.scaled_mapping import FP4, plan, verdict
 from ablate.reports.tensor_cores import OF_EXPERTS
 from ablate.training.alarms import alerts
-from ablate.training.metrics import ALARMS, SlotErrors
+from ablate.training.metrics import SlotErrors
+from ablate.training.operand_metrics import ALARMS
 
 LAYOUTS = ({}, {"gate": False}, {"transposed": True}, {"interleaved": True, "bias": True})
 
