@@ -79,6 +79,7 @@ FOREIGN = {
     "_private": "Ray",
     "_load_config": "nvdlfw-inspect's reader",
     "_opener": "urllib.request",
+    "_schema": "torch",
     "_quantize_blockwise_reference": "Transformer Engine's reference",
     "_quantizer": "Transformer Engine's tensors",
     "_recover_swizzled_scales": "Transformer Engine's reference",

@@ -80,7 +80,7 @@ _REFUSED = """\
                 " place, and call it inside autocast(...)"
             )
 """
-"""What that function refuses, unless the recipe leaves all experts in high precision."""
+"""Its refusal of packed experts, unless the recipe leaves all of them in high precision."""
 _QPARAMS = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 
