@@ -146,7 +146,7 @@ def test_a_server_that_is_dead_for_the_whole_sweep_gets_every_record_later_and_n
         named = address.replace(
             "://", "://ablate:hunter2@"
         )  # MLflow's client shows where each run is, unless it is told not to
-        again = ablate("sync", "tiny", "--rebuild", "--state", tmp_path, "--mlflow", named, timeout=180)
+        again = here("sync", "tiny", "--rebuild", "--state", tmp_path, "--mlflow", named)
         assert (again.returncode, again.stdout) == (0, output.replace("://", "://ablate:***@"))
         assert "hunter2" not in again.stderr
         assert drawn(client, "tiny") == recorded(tmp_path, "tiny")
