@@ -21,14 +21,21 @@ def run_cases(cases: Path, **environment: str) -> None:
 def patch_language_once() -> None:
     """Let the interpreter put its functions into `triton.language` once a launch for each module.
 
-    Triton 3.7 does it at every call of a device function, which is over half of a launch's time. Nothing is
-    done if this process does not interpret.
+    Triton 3.7 does it at every call of a device function, which is over half of a launch's time, and writes
+    its table of numpy's dtypes anew at every use. Nothing is done if this process does not interpret.
     """
     if not INTERPRETED:
         return
     from triton.runtime import interpreter
 
     patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+    look_up, dtypes = interpreter._get_np_dtype, {}
+
+    def dtype_once(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in dtypes:
+            dtypes[name] = look_up(type.scalar)
+        return dtypes[name]
 
     def patch_once(function: Any) -> Any:
         module = function.__globals__["__name__"]
@@ -41,3 +48,4 @@ def patch_language_once() -> None:
         launch(self, *arguments, **options)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch_once, launched
+    interpreter._get_np_dtype = dtype_once
