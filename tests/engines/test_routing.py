@@ -146,6 +146,7 @@ def test_trials_measure_their_routes_at_steps_of_telemetry_and_change_no_bit(rec
 # Replay
 
 FORKS = Forks(trunk=PRESETS["bf16"](), positions=(3, 4), windows=(2, 3))
+ONE = FORKS.model_copy(update={"positions": (2,), "windows": (3,)})
 SHARED = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
@@ -182,10 +183,12 @@ def routed(preset: str, routing: str, **fields) -> Recipe:
     return PRESETS[preset]().model_copy(update={"experts": Experts(routing=routing), **fields})
 
 
-def forked(workload: Gpt, recipe: Recipe, checkpoints: Checkpoints | None = None) -> list[Record]:
+def forked(
+    workload: Gpt, recipe: Recipe, checkpoints: Checkpoints | None = None, forks: Forks = FORKS
+) -> list[Record]:
     """Return the records of trunk and windows."""
     each = Telemetry(every=2, shadow=100, log=1, checkpoint=0)
-    run = TrialRun(recipe, 0, "emulated", "cpu", each, checkpoints, forks=FORKS)
+    run = TrialRun(recipe, 0, "emulated", "cpu", each, checkpoints, forks=forks)
     return workload.records(run)
 
 
@@ -193,13 +196,15 @@ def forked(workload: Gpt, recipe: Recipe, checkpoints: Checkpoints | None = None
 def test_every_family_replays_its_routes_and_without_quantisation_changes_no_bit(family, tmp_path):
     workload = moe(tmp_path, model=FAMILIES[family], steps=8, eval_every=8)
     runs = {
-        (preset, routing): list(forked(workload, routed(preset, routing)))
+        (preset, routing): list(forked(workload, routed(preset, routing), forks=ONE))
         for preset in ("bf16", "nvfp4")
         for routing in ("free", "replay")
     }
     assert facts(runs["bf16", "replay"]) == facts(runs["bf16", "free"])
     flips = {key: column(run, "routing/flipped") for key, run in runs.items()}
-    windows = {key: sum(v for step, v in each.items() if step > 4) for key, each in flips.items()}
+    windows = {
+        key: sum(v for step, v in each.items() if step > ONE.trunk_steps) for key, each in flips.items()
+    }
     assert windows["nvfp4", "free"] > 0
     assert windows["nvfp4", "replay"] == windows["bf16", "free"] == 0
     last = {key: run[-1].metrics["val/loss"] for key, run in runs.items()}
