@@ -69,6 +69,7 @@ FOREIGN = {
     "_parse_to": "torch",
     "_patch_lang": "Triton's interpreter",
     "_dynamo": "torch",
+    "_get_np_dtype": "Triton's interpreter",
     "_getframe": "sys",
     "_only_lift_cpu_tensors": "torch",
     "_pytree": "torch",
