@@ -84,8 +84,9 @@ class ExpertsForward:
         )
         """Implementation that transformers would use; None: the module is not one of its own."""
         self.routing: Routing | None = None
-        # The numbers of tokens are data: one graph break instead of many. As a decorator it would import the
-        # compiler with this module, and of the instance it would be the same function in a copy.
+        # One graph break instead of many, since the numbers of tokens are data. It is set here because a
+        # decorator imports the compiler with this module, and on the class because a copy of an instance
+        # would keep a function bound to the original.
         ExpertsForward._untraced = staticmethod(torch.compiler.disable(ExpertsForward._computed))
 
     @property
