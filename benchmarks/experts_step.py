@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from ablate.engines.emulated import convert
 from ablate.engines.products import Probe
 from ablate.numerics.philox import Clock
 from ablate.recipes.presets import PRESETS
 from ablate.recipes.recipe import Run
+from ablate.training.models.mixture import Experts
 
 SIZES = (
     (8, 128, 128, 1024),
@@ -29,22 +29,6 @@ SIZES = (
     (64, 256, 128, 4096),
 )
 """Experts, width, hidden width of an expert, tokens; each token goes to two experts."""
-
-
-class Experts(nn.Module):
-    """Gated experts with packed weights."""
-
-    def __init__(self, count: int, width: int, hidden: int) -> None:
-        super().__init__()
-        self.num_experts, self.top_k = count, 2
-        self.has_gate = self.is_concatenated = True
-        self.has_bias = self.is_transposed = self.has_post_expert_norm = False
-        self.gate_up_proj = nn.Parameter(torch.randn(count, 2 * hidden, width) / width**0.5)
-        self.down_proj = nn.Parameter(torch.randn(count, width, hidden) / hidden**0.5)
-
-    def _apply_gate(self, y: Tensor) -> Tensor:
-        gate, up = y.chunk(2, -1)
-        return F.silu(gate) * up
 
 
 class Watching(Probe):
@@ -62,7 +46,9 @@ def step(preset: str, size: tuple[int, int, int, int], watched: bool = False) ->
     count, width, hidden, tokens = size
     torch.manual_seed(0)
     model, block = nn.Module(), nn.Module()
-    block.experts = Experts(count, width, hidden)
+    block.experts = Experts(width, hidden, count, 2, gated=True)
+    for packed in block.experts.parameters():
+        nn.init.normal_(packed, std=packed.shape[-1] ** -0.5)
     model.blocks = nn.ModuleList([block])
     engine = convert(
         model, PRESETS[preset]().model_copy(update={"layers": PRESETS["bf16"]().layers}), Clock(0)

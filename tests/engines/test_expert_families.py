@@ -14,6 +14,7 @@ from ablate.numerics.product import multiplies_bf16
 pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import expert_families
+import experts_step
 from expert_families import EQUAL, OUTSIDE
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -89,3 +90,8 @@ def test_other_bits_are_a_difference():
 
 def test_the_page_is_current():
     assert expert_families.PAGE.read_text() == expert_families.page(ROWS)
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["grouped", "loop"])
+def test_the_benchmark_of_a_step_of_experts_runs(watched):
+    assert experts_step.step("nvfp4", (2, 16, 16, 8), watched)() > 0
