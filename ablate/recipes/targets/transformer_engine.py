@@ -12,7 +12,7 @@ from fractions import Fraction
 from itertools import product
 
 from ablate.numerics.spec import argument, tag
-from ablate.recipes.recipe import Phase, Products, Recipe
+from ablate.recipes.recipe import Layers, Phase, Products, Recipe
 from ablate.recipes.targets.experts import has_experts, quantised_expert
 from ablate.recipes.targets.megatron import standing_in
 from ablate.recipes.targets.model import Lost, Model, confirmed, unheld
@@ -335,9 +335,7 @@ def _functions(
     yield ""
     yield "def quantised(block, blocks):"
     yield '    """Return True if a block is quantised; it is counted from 0."""'
-    share = Fraction(repr(counts.last_fraction))
-    yield f"    last = max({counts.skip_last}, -(-{share.numerator} * blocks // {share.denominator}))"
-    yield f"    return {counts.skip_first} <= block < blocks - last"
+    yield from _counted(recipe.layers)
     yield ""
     yield ""
     if rules:
@@ -349,10 +347,12 @@ def _functions(
         yield "BY_RULE = ["
         yield from (f"    {'None' if each is None else _mapping(each)}," for each in rules)
         yield "]"
-    yield f"OWN = {_mapping(own)}"
-    yield '"""Recipe by the phases that are active."""'
-    yield ""
-    yield ""
+    if recipe.schedule:
+        yield f"OWN = {_mapping(own)}"
+        yield '"""Recipe by the phases that are active."""'
+    if rules or recipe.schedule:
+        yield ""
+        yield ""
     name = "name" if rules else 'name=""'
     needed = _Needed.of(recipe.schedule)
     yield f"def recipe(block, blocks, {needed.positional}, *, {name}, {needed.keywords}):"
@@ -368,8 +368,9 @@ def _functions(
     if recipe.schedule:
         yield "    Those that decide when a phase begins have no default."
     yield '    """'
-    conditions = "".join(f"{_condition(phase)}, " for phase in recipe.schedule)
-    yield f"    active = ({conditions})"
+    active = "[active]" if recipe.schedule else ""
+    if recipe.schedule:
+        yield f"    active = ({', '.join(map(_condition, recipe.schedule))},)"
     if rules:
         yield "    if name not in RULES:"
         yield "        raise ValueError("
@@ -378,8 +379,11 @@ def _functions(
         yield "        )"
         yield "    if RULES[name] is not None:"
         yield "        chosen = BY_RULE[RULES[name]]"
-        yield "        return None if chosen is None else chosen[active]"
-    yield "    return OWN[active] if quantised(block, blocks) else None"
+        yield f"        return {'None if chosen is None else chosen[active]' if active else 'chosen'}"
+    whole = "OWN[active]" if active else own[()]
+    yield (
+        f"    return {whole} if quantised(block, blocks) else None" if whole != "None" else "    return None"
+    )
     yield ""
     yield ""
     named_only, given = ("*, name, ", "name=name, ") if rules else ("", "")
@@ -389,5 +393,21 @@ def _functions(
     yield "    return te.autocast(enabled=chosen is not None, recipe=chosen)"
 
 
+def _counted(counts: Layers) -> Iterator[str]:
+    """Yield the lines that count the blocks at both ends which stay in high precision."""
+    share = Fraction(repr(counts.last_fraction))
+    last = str(counts.skip_last or "")
+    if share:
+        rounded_up = f"-(-{share.numerator} * blocks // {share.denominator})"
+        rounded_up = f"max({last}, {rounded_up})" if last else rounded_up
+        yield f"    last = {rounded_up}  # {share} of the blocks, rounded up"
+        last = "last"
+    first = f"{counts.skip_first} <= block" if counts.skip_first else "block" if last else "True"
+    yield f"    return {first} < blocks - {last}" if last else f"    return {first}"
+
+
 def _mapping(names: dict[tuple[bool, ...], str]) -> str:
+    """Return the objects by active phases; the object itself of a recipe without phases."""
+    if () in names:
+        return names[()]
     return "{" + ", ".join(f"{active!r}: {name}" for active, name in names.items()) + "}"
