@@ -30,7 +30,7 @@ Arguments = Annotated[
 ]
 Script = Annotated[
     Path | None,
-    typer.Option(help="Script or text with arguments of Megatron-LM and `export NAME=value` lines."),
+    typer.Option(help="Shell script that starts one job of Megatron-LM, or text with its arguments."),
 ]
 Te = Annotated[
     str | None,

@@ -82,8 +82,13 @@ def recipe_of(te: TERecipe) -> Recipe:
 
 
 def _nvfp4(options: _Options) -> Recipe:
-    selects = _SCOPES[str(options.get("nvfp4_4over6", "none"))]
-    narrow = _SCOPES[str(options.get("nvfp4_4over6_e4m3_use_256", "all"))]
+    given = ("nvfp4_4over6", "none"), ("nvfp4_4over6_e4m3_use_256", "all")
+    scopes = [str(options.get(name, default)) for name, default in given]
+    if unknown := [scope for scope in scopes if scope not in _SCOPES]:
+        raise ValueError(
+            f"NVFP4BlockScaling: a scope of nvfp4_4over6 {unknown[0]}: one of {', '.join(_SCOPES)}"
+        )
+    selects, narrow = (_SCOPES[scope] for scope in scopes)
     criterion = str(options.get("nvfp4_4over6_err_mode", "MAE")).lower()
 
     def changed(quant: Quant, operand: str, rows: bool) -> Quant:

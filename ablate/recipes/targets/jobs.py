@@ -3,9 +3,11 @@
 import importlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from ablate.errors import InputError
@@ -20,6 +22,7 @@ from ablate.recipes.targets.megatron import (
     without_effect,
 )
 from ablate.recipes.targets.model import Model
+from ablate.recipes.targets.shell import Script, Started
 from ablate.recipes.te_import import is_te_recipe, recipe_of
 from ablate.recipes.torchao_import import is_torchao_config, recipe_of_torchao
 
@@ -30,8 +33,7 @@ _MAGIC = {
     b"\x1f\x8b": "compressed",
 }
 """First bytes of files that are not text, with a description."""
-_EXPORT = re.compile(r"^\s*(?:export\s+)?([A-Z][A-Z0-9_]*)=(\S*)\s*$")
-_UNSET = re.compile(r"^\s*unset\s+([A-Z0-9_]+)\s*$")
+_EXPORT = re.compile(r"\s*(?:export\s+|declare -x\s+)?([A-Za-z_]\w*)=(.*?)\s*$")
 TE_CLASSES = ("NVFP4BlockScaling", "MXFP8BlockScaling", "Float8CurrentScaling", "DelayedScaling")
 
 
@@ -60,10 +62,8 @@ class Job:
         sources = (self.arguments, self.script, self.te, self.made, self.fouroversix)
         if sum(value is not None for value in sources) != 1:
             raise InputError(["give one of --megatron-args, --script, --te, --object and --fouroversix"])
-        variables = dict(os.environ) if self.environment is None else _variables(_text(self.environment), {})
-        if self.script is not None:
-            variables = _variables(_text(self.script), variables)
         try:
+            variables = self._started.environment
             recipe = self._recipe(variables)
             if self.debug is not None:
                 recipe = te_debug.read(_text(self.debug), recipe, model)
@@ -78,7 +78,7 @@ class Job:
             InputError: the arguments cannot be read.
         """
         try:
-            return list(without_effect(self._words()))
+            return list(without_effect(self._started.words))
         except ValueError as error:
             raise InputError([str(error)]) from None
 
@@ -89,15 +89,18 @@ class Job:
             InputError: the arguments cannot be read.
         """
         try:
-            return blocks_of(self._words())
+            return blocks_of(self._started.words)
         except ValueError as error:
             raise InputError([str(error)]) from None
 
-    def _words(self) -> list[str]:
-        """Return the texts with arguments of Megatron-LM."""
-        if self.script is not None:
-            return [_without_comments(_text(self.script))]
-        return [] if self.arguments is None else [self.arguments]
+    @cached_property
+    def _started(self) -> Started:
+        """Return the arguments of Megatron-LM, and the environment that the job gets."""
+        variables = dict(os.environ) if self.environment is None else _variables(self.environment)
+        if self.script is None:
+            return Started([] if self.arguments is None else [self.arguments], variables)
+        started = Script(self.script, _text(self.script), variables).job()
+        return started._replace(words=[shlex.join(started.words)])
 
     def _recipe(self, variables: Mapping[str, str]) -> Recipe:
         if self.made is not None:
@@ -112,9 +115,11 @@ class Job:
                 raise ValueError(f"--te {self.te}: one of {', '.join(TE_CLASSES)}")
             return recipe_of(standing_in(self.te, from_environment(self.te, variables)))
         if self.script is None:
-            return read(self._words(), variables, lambda path: _text(Path(path)))
+            return read(self._started.words, variables, lambda path: _text(Path(path)))
         layers = embedded(_text(self.script))
-        return read(self._words(), variables, lambda path: _text(Path(path)) if layers is None else layers)
+        return read(
+            self._started.words, variables, lambda path: _text(Path(path)) if layers is None else layers
+        )
 
 
 def _of_object(made: str) -> Recipe:
@@ -175,18 +180,12 @@ def _text(path: Path) -> str:
         raise InputError([f"{path}: {getattr(error, 'strerror', None) or 'it is no text'}"]) from None
 
 
-def _variables(text: str, before: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables after the `export`, `NAME=value` and `unset` lines of a text."""
-    variables = dict(before)
-    for line in text.splitlines():
-        if match := _EXPORT.match(line):
+def _variables(path: Path) -> dict[str, str]:
+    """Return the environment variables of a file with NAME=value lines."""
+    variables: dict[str, str] = {}
+    for number, line in enumerate(_text(path).splitlines()):
+        if "NVTE_" in line:
+            variables = Script(path, "\n" * number + line, variables, exporting=True).environment
+        elif match := _EXPORT.match(line):
             variables[match[1]] = match[2].strip("\"'")
-        elif match := _UNSET.match(line):
-            variables.pop(match[1], None)
     return variables
-
-
-def _without_comments(text: str) -> str:
-    """Return the words of a shell script that may be arguments."""
-    lines = (re.sub(r"(^|\s)#.*", "", line) for line in text.splitlines())
-    return " ".join(re.sub(r"[()\\\"']", " ", line) for line in lines)

@@ -85,6 +85,13 @@ _ELSEWHERE = ("--pipeline-model-parallel-size", "--num-layers")
 """Arguments of `_FLAGS` that are not about precision: words that resemble them are other options."""
 _FORMATS = ("--fp4", "--fp8")
 """First letters of options that belong to a format: each one is read, or refused."""
+VALUED = {name for name, default in _FLAGS.items() if name not in _ELSEWHERE}
+"""Options about precision that have a value."""
+PRECISION = re.compile(
+    rf"NVTE_\w*|--fp[48][\w-]*|(?:{'|'.join((*VALUED, *_SWITCHES, *_REFUSED, *_ALIASES))})(?![\w-])",
+    re.IGNORECASE,
+)
+"""Variables and options about precision, in a text."""
 _MISTYPED = 0.85
 """Similarity (difflib) to an option about precision from which an option that is not read is refused."""
 

@@ -1,0 +1,318 @@
+"""Reader of shell scripts: the arguments and the environment that the job gets which a script starts.
+
+A script is read as bash runs it, in straight lines: assignments, `export`, arrays, `$NAME`,
+`${NAME:-default}`, `source`, and one command that starts the job. Everything else is passed over: branches,
+loops, functions, subshells, containers, files that are written. What is passed over is refused if it names a
+variable or an option about precision, or starts a job, and what it may assign is not known from there on. A
+value that is not known, such as `$(hostname)`, is refused where it decides about the precision.
+"""
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from ablate.errors import InputError
+from ablate.recipes.targets.megatron import PRECISION, VALUED
+
+_NEST = r"\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)"
+_INNER = rf"\${_NEST}|`[^`]*`|\$\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|\$[A-Za-z_]\w*|\$[\d@*#?!$-]"
+_EXPANSION = rf"\$'(?:\\.|[^'\\])*'|[<>]{_NEST}|{_INNER}"
+_DOUBLE = rf'"(?:\\.|{_INNER}|\$(?![({{\w@*#?!$-])|[^"\\$`])*+"'
+_WORD = rf"(?:'[^']*'|{_DOUBLE}|\\.|{_EXPANSION}|\$(?![({{'])|[^\s\\'\"$`;&|<>()])++"
+_TOKEN = re.compile(
+    r"(?P<blank>[ \t\r]+|\\\n)|(?P<comment>#[^\n]*)|(?P<operator>;;&?|;&|&&|\|\||\|&|[;|()\n]|&(?!>))"
+    rf"|(?P<redirection>\d*(?:<<<|&>>?|[<>]&|>>|>\||<>|[<>](?!\())[ \t]*{_WORD})"
+    rf"|(?P<word>[A-Za-z_]\w*\+?=\((?:\s|\\\n|#[^\n]*|{_WORD})*+\)|{_WORD})|(?P<open>.)",
+    re.DOTALL,
+)
+_PART = re.compile(rf"'[^']*'|(?P<double>{_DOUBLE})|\\.|(?P<expansion>{_EXPANSION})", re.DOTALL)
+_QUOTED_PART = re.compile(rf"\\(?P<escaped>[$`])|\\.|(?P<expansion>{_INNER})", re.DOTALL)
+_PARAMETER = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)(\[[@*]\])?(?:(:?)-(.*))?\})", re.DOTALL)
+_HEREDOC = re.compile(r"(?<!<)<<-?[ \t]*['\"\\]?(\w+)['\"]?([^\n]*\n)((?:.*\n)*?)\t*\1$", re.MULTILINE)
+_ASSIGNED = re.compile(r"([A-Za-z_]\w*)(?:(\+?)=(.*))?", re.DOTALL)
+_NAMED = re.compile(r"(?:^|\$\{)([A-Za-z_]\w*)(?=$|\+?=|\[|:?=)")
+"""Name that a word may give a value to."""
+_CLOSING = {"if": "fi", "case": "esac", "(": ")", "{": "}", "[[": "]]"}
+_CLOSING |= dict.fromkeys(("for", "while", "until", "select"), "done")
+_LEADING = ("then", "do", "else", "elif", "if", "while", "until", "!", "time")
+"""Words after which a command begins."""
+_HARMLESS = re.compile(
+    r"echo|cd|mkdir|ls|cat|tee|pwd|date|sleep|true|wait|module|ulimit|\[|test|grep|rm|cp|shift"
+)
+"""Commands that start no job and change no variable, whatever their words are."""
+_CHANGING = ("export", "declare", "typeset", "unset", "set", "source", ".", "exit")
+_STARTING = re.compile(r"torchrun|python[\d.]*|.*\.py|srun|accelerate|deepspeed|numactl|nohup|exec|nsys|-.*")
+"""Programs that hand their arguments and environment on; an option begins a text of arguments alone."""
+_ELSEWHERE = re.compile(r"docker|podman|singularity|ray|ssh|mpirun|sudo|env|(ba)?sh|--export(?!=ALL$).*")
+"""Words before the job's program that give it another environment, or other arguments."""
+_JOB = re.compile(r"(?:.*/)?(?:torchrun|pretrain\w*\.py)|torch\.distributed\.(?:run|launch)")
+_ACTIVATION = re.compile(r".*(?:/activate|conda\.sh|/profile|\.bashrc|/modules?\.sh|/init/bash)")
+"""Files that are sourced for the paths of programs."""
+_HIDDEN = re.compile("[\0\1]")
+"""Characters for a value that is not known, and for what a program prints."""
+
+
+class _Token(NamedTuple):
+    kind: str
+    text: str
+    line: int
+
+
+class Started(NamedTuple):
+    """Command that starts a job, with its environment and its line."""
+
+    words: list[str]
+    environment: dict[str, str]
+    line: int = 0
+
+
+class Script:
+    """Variables and jobs of a script that has been read.
+
+    Args:
+        path: its file, for messages and for what it sources.
+        text: its text.
+        before: environment variables before it runs.
+        exporting: True if each assignment is exported, as after `set -a`.
+
+    Raises:
+        InputError: something about precision is not understood.
+    """
+
+    def __init__(self, path: Path, text: str, before: Mapping[str, str], exporting: bool = False) -> None:
+        self._path, self._exporting = path, exporting
+        self._variables = {name: [value] for name, value in before.items()}
+        self._exported, self._clouded, self._sourced = set(before), dict[str, str](), set[Path]()
+        self._ended = False
+        self._jobs, self._programs = list[Started](), list[int]()
+        self._run(text)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Return the variables that a command would get after the script."""
+        return {name: self._variables[name][0] for name in sorted(self._exported & self._variables.keys())}
+
+    def job(self) -> Started:
+        """Return the one job; of a text that starts none, all arguments that it has or assigns."""
+        if len(self._jobs) > 1 and any(job.words[0][0] != "-" for job in self._jobs):
+            lines = " and ".join(str(job.line) for job in self._jobs)
+            self._refuse(f"more than one command has arguments of a job (lines {lines})", self._jobs[1].line)
+        if self._jobs and self._jobs[0].words[0][0] != "-":
+            return self._jobs[0]
+        words = [word for job in self._jobs for word in job.words]
+        own = [" ".join(self._variables[name]) for name in self._variables.keys() - self._exported]
+        given = [] if words else [text for text in own if PRECISION.search(text)]
+        if given and self._programs:
+            self._refuse(f"no command gets {given[0]}", self._programs[0])
+        return Started(words or self._checked(" ".join(given).split(), -1, 1), self.environment)
+
+    def _refuse(self, why: str, line: int) -> NoReturn:
+        way_on = "give the arguments that the job gets by --megatron-args, and its variables by --env"
+        raise InputError([f"{self._path}:{line}: {_HIDDEN.sub('?', why)}; {way_on}"])
+
+    def _run(self, text: str) -> None:
+        """Read the commands of a text one after another."""
+        text = _HEREDOC.sub(self._without_body, text.replace("\r\n", "\n")) + "\n"
+        stack, region, command = list[str](), list[_Token](), list[_Token]()
+        start, before = True, ""
+        for match in _TOKEN.finditer(text):
+            token = _Token(str(match.lastgroup), match[0], 1 + text.count("\n", 0, match.start()))
+            inside, operator = bool(stack), token.kind == "operator"
+            if token.kind == "open":
+                self._refuse("a quote or a bracket is not closed", token.line)
+            if token.kind in ("blank", "comment"):
+                if token.text.startswith("#SBATCH"):
+                    self._pass_over([token], "is an option of sbatch")
+                continue
+            if token.text in _CLOSING and (start or operator or token.text == "{"):
+                stack.append(_CLOSING[token.text])
+            elif inside and token.text == stack[-1] and (start or operator or token.text == "]]"):
+                stack.pop()
+            if inside or stack:
+                region.append(token)
+                if not stack:
+                    self._pass_over(region, f"stands in a branch, loop or function (line {region[0].line})")
+                    region = []
+            elif not operator:
+                command.append(token)
+            else:
+                if command:
+                    self._execute(command, before + token.text)
+                before = "&&" if token.text in ("&&", "||") or before + token.text == "&&|" else token.text
+                command = []
+            start = operator or (start and token.text in _LEADING)
+        if stack:
+            self._refuse(f"{stack[-1]} is missing", region[0].line)
+
+    def _without_body(self, match: re.Match[str]) -> str:
+        """Return the command of a here-document, and empty lines for its body."""
+        line = match.string.count("\n", 0, match.start(3)) + 1
+        self._pass_over([_Token("body", match[3], line)], "stands in a text that the script writes")
+        return match[2] + "\n" * match[3].count("\n")
+
+    def _execute(self, command: Sequence[_Token], around: str) -> None:
+        """Read one command between two operators."""
+        rest, prefix = [token for token in command if token.kind == "word"], list[_Token]()
+        written = any(">" in token.text and "&" not in token.text for token in command if token not in rest)
+        while rest and (re.match(r"[A-Za-z_]\w*\+?=", rest[0].text) or (rest[0].text == "env" and rest[1:])):
+            prefix += [] if rest[0].text == "env" else rest[:1]
+            rest = rest[1:]
+        name = rest[0].text if rest else ""
+        if self._ended:
+            self._refuse("a command stands after exit", command[0].line)
+        changing = not rest or name in _CHANGING
+        if around.startswith("&&") or (
+            changing and (re.search(r"\||[^&]&$|^&$", around) or (rest and prefix))
+        ):
+            self._pass_over([*prefix, *rest], "follows a condition, or is set in a shell of its own")
+        elif not rest:
+            for token in prefix:
+                self._set(token, self._exporting)
+        elif changing:
+            self._change(name, rest)
+        elif written or around.endswith("|") or not _HARMLESS.fullmatch(name):
+            self._start(prefix, rest)
+
+    def _pass_over(self, skipped: Sequence[_Token], why: str) -> None:
+        """Refuse tokens about precision or jobs; what the others assign is not known from here on."""
+        for token in skipped:
+            words = self._words(token) if token.kind == "word" and "=(" not in token.text else []
+            for text in (token.text, *words):
+                match = PRECISION.search(text) or _JOB.fullmatch(text) or re.match(r"-+\w*[\0\1]", text)
+                if match:
+                    self._refuse(f"{match[0]} {why}, which is not read", token.line)
+        whole = " ".join(token.text for token in skipped)
+        if match := re.search(r"\bset ([-+]o allexport|[-+]\w*a\w*)", whole):
+            self._refuse(f"{match[0]} {why}, which is not read", skipped[0].line)
+        printed = re.search(r"\$\(|`|\b(?:read|mapfile|readarray|eval|source)\b", whole)
+        for name in (name for token in skipped for name in _NAMED.findall(token.text)):
+            decides = PRECISION.search(" ".join(self._variables.pop(name, ())))
+            self._clouded[name] = "\1" if printed or decides else self._clouded.get(name, "\0")
+
+    def _change(self, name: str, rest: Sequence[_Token]) -> None:
+        """Read a command of the shell itself."""
+        texts = [token.text for token in rest[1:]]
+        option = len(texts) > 1 and name in ("declare", "typeset") and texts[0] == "-x"
+        plain = all(_ASSIGNED.fullmatch(text) for text in texts[option:])
+        self._ended |= name == "exit"
+        if name == "set" and texts in (["-a"], ["+a"]):
+            self._exporting = texts == ["-a"]
+        elif name in ("source", ".") and texts:
+            self._source(rest[1])
+        elif plain and name == "unset":
+            self._variables = {key: self._variables[key] for key in self._variables if key not in texts}
+            self._exported -= {*texts}
+        elif plain and (name == "export" or option):
+            for token in rest[1 + option :]:
+                self._set(token, True)
+        else:
+            self._pass_over(rest, f"stands after {name}")
+
+    def _source(self, token: _Token) -> None:
+        """Read a file that the script sources."""
+        word = " ".join(self._words(token))
+        outer, path = self._path, self._path.parent / Path(word).expanduser()
+        if path.is_file() and path not in self._sourced:
+            self._sourced.add(path)
+            self._path = path
+            self._run(path.read_text(errors="replace"))
+            self._path = outer
+        elif not _ACTIVATION.fullmatch(word):
+            self._refuse(f"{word}: this file cannot be read here", token.line)
+
+    def _start(self, prefix: Sequence[_Token], rest: Sequence[_Token]) -> None:
+        """Read a command that may start a job."""
+        given = {name: " ".join(value) for name, value in map(self._assigned, prefix)}
+        words, line = [word for token in rest for word in self._words(token)], rest[0].line
+        named = [
+            match[0] for word in (*given, *words) if (match := PRECISION.search(word) or _JOB.fullmatch(word))
+        ]
+        program = Path(words[0]).name if words else ""
+        if not named and not program.startswith("--"):
+            self._programs += [line] if _STARTING.fullmatch(program) else []
+            self._pass_over(rest, "is not read")
+            return
+        script = next((number for number, word in enumerate(words) if word.endswith(".py")), -1)
+        launcher = [Path(word).name for word in words[: script if script >= 0 else len(words)]]
+        other = [word for word in (program, *launcher) if _ELSEWHERE.fullmatch(word)]
+        if other or not _STARTING.fullmatch(program):
+            self._refuse(f"{named[0]} is handed to {(other or [program])[0]}, which is not read", line)
+        self._jobs.append(Started(self._checked(words, script, line), self.environment | given, line))
+
+    def _checked(self, words: Sequence[str], script: int, line: int) -> list[str]:
+        """Return the words of a job whose program is one of them; refuse any that hides options or values."""
+        option = ""
+        for number, word in enumerate(words):
+            name, _, value = word.partition("=")
+            known = name.startswith("--") and PRECISION.fullmatch(name)
+            if stray := PRECISION.search(value if known else word) or (number < script and known):
+                self._refuse(f"{stray[0]} is no argument of the job in {word}", line)
+            decides = word if known or option in VALUED else name if name.startswith("-") else ""
+            if _HIDDEN.search(decides) or (number > script and word.startswith("\1")):
+                self._refuse(f"{option} {word}: the script does not say the value", line)
+            option = name if known and "=" not in word else ""
+        return [_HIDDEN.sub("?", word) for word in words]
+
+    # --- variables and words ----------------------------------------------------------------------
+
+    def _assigned(self, token: _Token) -> tuple[str, list[str]]:
+        """Return the name and the value, or the items of the array, that a word assigns."""
+        match = _ASSIGNED.fullmatch(token.text)
+        assert match is not None
+        name, more, text = match.groups()
+        array = text.startswith("(")
+        found = _TOKEN.finditer(text[1:-1])
+        parts = [each[0] for each in found if each.lastgroup == "word"] if array else [text]
+        value = [word for part in parts for word in self._words(token._replace(text=part), array)]
+        value = value or [""] * (not array)
+        if name.startswith("NVTE_") and (array or _HIDDEN.search(value[0])):
+            self._refuse(f"{token.text}: the script does not say the value", token.line)
+        old = self._variables.get(name, [self._clouded.get(name, "")]) if more else []
+        return name, [*old, *value] if array or not old else ["".join((*old[:1], *value)), *old[1:]]
+
+    def _set(self, token: _Token, export: bool) -> None:
+        """Assign what a word says, and export its name if it is to be."""
+        name = token.text
+        if "=" in name:
+            name, value = self._assigned(token)
+            if name not in self._clouded:
+                self._variables[name] = value
+            elif PRECISION.search(" ".join(value)) or "\1" in "".join(value):
+                self._clouded[name] = "\1"
+        self._exported |= {name} if export else set()
+
+    def _words(self, token: _Token, split: bool = True) -> list[str]:
+        """Return what bash makes of one word: expansions are split unless they are quoted."""
+
+        def quoted(part: re.Match[str]) -> str:
+            if part["expansion"]:
+                return '" "'.join(
+                    re.sub(r'([\\"])', r"\\\1", each) for each in self._values(part[0], token.line)
+                )
+            return part["escaped"] or part[0]
+
+        def replaced(part: re.Match[str]) -> str:
+            if part["expansion"]:
+                values = " ".join(self._values(part[0], token.line))
+                pieces = re.split(r"\s+", values) if split else [values]
+                return " ".join(shlex.quote(piece) if piece else "" for piece in pieces)
+            return _QUOTED_PART.sub(quoted, part[0]) if part["double"] else part[0]
+
+        return [word for word in shlex.split(_PART.sub(replaced, token.text.replace("\\\n", ""))) if word]
+
+    def _values(self, text: str, line: int) -> list[str]:
+        """Return the values of `$NAME`, `${NAME[@]}` or `${NAME:-default}`; of others, a character."""
+        match = _PARAMETER.fullmatch(text)
+        if match is None:
+            inner = [word for name in re.findall(r"\w+", text) for word in self._variables.get(name, ())]
+            if found := PRECISION.search(" ".join((text, *inner))):
+                self._refuse(f"{text}: an expansion of {found[0]} that is not read", line)
+            return ["\1" if re.match(r"\$\((?!\()|`|\$\{!", text) else "\0"]
+        name, index, colon, default = match[1] or match[2], match[3], match[4], match[5]
+        value = self._variables.get(name, [self._clouded.get(name, "\0")])
+        unset = name not in {*self._variables, *self._clouded} or (colon and value == [""])
+        if default is not None and unset:
+            return [" ".join(self._words(_Token("word", default, line), False))]
+        return [" ".join(value)] if index == "[*]" else value if index else value[:1]

@@ -1,0 +1,166 @@
+"""Shell scripts that start jobs: each is read as bash runs it, or refused by the line that is not understood."""
+
+import random
+import shutil
+
+import pytest
+from support.cases import every
+from support.commands import here
+from support.shell_forms import cases, outcome
+
+from ablate.errors import InputError
+from ablate.recipes import PRESETS
+from ablate.recipes.targets import TARGETS, Model
+from ablate.recipes.targets.jobs import Job
+
+JOB = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --fp4-format e2m1 --fp4-recipe nvfp4 --num-layers 32"
+)
+OFF = "NVTE_NVFP4_DISABLE_RHT"
+SCRIPTS = {
+    "prefix": (f"{OFF}=1 \\\n  {JOB}", 1),
+    "comment": (f"export {OFF}=1  # hurts here\n{JOB}", 1),
+    "two on a line": (f"export {OFF}=1 CUDA_DEVICE_MAX_CONNECTIONS=1\n{JOB}", 1),
+    "default": (f"export {OFF}=${{NO_RHT:-1}}\n{JOB}", 1),
+    "not exported": (f"{OFF}=1\n{JOB}", 0),
+    "docker": (f"docker run -e {OFF}=1 my/image {JOB}", f":2: {OFF} "),
+    "ray": (
+        f'ENV_JSON="{{\\"env_vars\\": {{\\"{OFF}\\": \\"1\\"}}}}"\n'
+        f'ray job submit --runtime-env-json="$ENV_JSON" -- {JOB}',
+        f":3: {OFF} ",
+    ),
+    "launch": (
+        'PRECISION=${PRECISION:-bf16}\ncase "$PRECISION" in\n  bf16) FLAGS=(--bf16) ;;\n'
+        "  fp4) FLAGS=(--bf16 --fp4-format e2m1 --fp4-recipe nvfp4) ;;\nesac\n"
+        'torchrun pretrain_gpt.py --num-layers 32 "${FLAGS[@]}"',
+        ":4: --bf16 ",
+    ),
+    "loop": (f"for OFF in 0 1; do\n  {OFF}=$OFF {JOB}\ndone", f":3: {OFF} "),
+    "two jobs": (f"torchrun pretrain_gpt.py --bf16 --save base\n{JOB} --save ours", ":3: more than one "),
+}
+"""Scripts with the exit status of their audit for nvfp4, or the place and the name of what is refused."""
+
+
+@every(name=SCRIPTS)
+def test_a_script_is_audited_whole_or_refused_by_its_line(name, tmp_path):
+    text, expected = SCRIPTS[name]
+    script, recipe = tmp_path / "job.sh", tmp_path / "recipe.yaml"
+    script.write_text(f"#!/bin/bash\n{text}\n")
+    done = here("recipe", "audit", "nvfp4", "--script", script)
+    made = here("recipe", "import", "--script", script, "-o", recipe)
+    if isinstance(expected, int):
+        assert (done.returncode, made.returncode, done.stderr) == (expected, 0, "")
+        assert ("hadamard: null" in recipe.read_text().partition("wgrad:")[2]) is bool(expected)
+    else:
+        assert (done.returncode, done.stdout, made.returncode) == (2, "", 2)
+        assert f"{script}{expected}" in done.stderr
+        assert "--megatron-args" in done.stderr
+        assert "--env" in made.stderr
+
+
+BASH = pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash to compare with")
+
+
+@BASH
+def test_scripts_drawn_from_all_forms_get_the_answer_of_bash_or_none(tmp_path):
+    drawn = random.Random(5).sample(list(cases()), 30)
+    wrong = {
+        name: found for name, text in drawn if (found := outcome(text, tmp_path)) not in ("right", "refused")
+    }
+    assert wrong == {}
+
+
+@BASH
+@pytest.mark.slow
+def test_every_form_of_a_script_gets_the_answer_of_bash_or_none(tmp_path):
+    found = {name: outcome(text, tmp_path) for name, text in cases()}
+    assert {name: each for name, each in found.items() if each not in ("right", "refused")} == {}
+    assert sum(each == "right" for each in found.values()) > len(found) / 3
+
+
+READ = {
+    "slurm": """#SBATCH --nodes=4
+        set -euo pipefail
+        module load cuda
+        source /opt/venv/bin/activate
+        export CUDA_DEVICE_MAX_CONNECTIONS=1
+        GPUS=$(nvidia-smi -L | wc -l)
+        if [ ! -d logs ]; then mkdir logs; fi
+        MODEL_ARGS=(
+            --num-layers 32  # it's deep
+            --hidden-size 4096
+        )
+        # PRECISION=(--fp8-format hybrid)
+        PRECISION=(--bf16 --fp4-format e2m1)
+        srun torchrun --nproc-per-node $GPUS pretrain_gpt.py "${MODEL_ARGS[@]}" "${PRECISION[@]}" \\
+            --save $1 "$@" 2>&1 | tee logs/$(date +%s).txt || exit 1""",
+    "options in a text": """OPTIONS="
+            --bf16 \\
+            --fp4-format e2m1
+        "
+        RECIPE=nvfp4
+        python -m torch.distributed.run pretrain_gpt.py $OPTIONS --fp4-recipe $RECIPE > log.txt 2>&1 &
+        wait""",
+    "arguments alone": """--bf16
+        --fp4-format e2m1
+        --num-layers $LAYERS""",
+    "echoed": f"""echo "{OFF}=1 and --fp8-format hybrid are slower"
+        env | grep NVTE_
+        {JOB}""",
+}
+"""Scripts of jobs that train by nvfp4."""
+
+
+@every(name=READ)
+def test_usual_scripts_of_launchers_are_read(name, tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text("\n".join(line.strip() for line in READ[name].splitlines()) + "\n")
+    recipe, _ = Job(script=script).in_force(Model())
+    assert recipe.products == PRESETS["nvfp4"]().products
+
+
+def test_an_exported_file_is_read_where_a_script_sources_it(tmp_path):
+    job, script = 'torchrun pretrain_gpt.py --num-layers 32 "${PRECISION_ARGS[@]}"', tmp_path / "job.sh"
+    (tmp_path / "precision.sh").write_text(TARGETS["megatron"].write(PRESETS["nvfp4"](), Model("it")))
+    script.write_text(f"source precision.sh\n{job}\n")
+    assert Job(script=script).in_force(Model())[0].products == PRESETS["nvfp4"]().products
+    script.write_text(f"source other.sh\n{job}\n")
+    with pytest.raises(InputError, match=r"job\.sh:1: other\.sh"):
+        Job(script=script).in_force(Model())
+
+
+ENVIRONMENTS = {
+    f"{OFF}=1": True,
+    f"export {OFF}=1  # hurts": True,
+    f"export A=1 {OFF}=1": True,
+    f'declare -x {OFF}="1"': True,
+    f"# {OFF}=1": False,
+    f"{OFF}=1\nunset {OFF}": False,
+    "PS1='it': isn't (": False,
+    f"NO=1\n{OFF}=${{NO}}": True,
+    f"{OFF}: 1": None,
+    f"{OFF} = 1": None,
+    f'{{"{OFF}": "1"}}': None,
+    f"{OFF}=$(cat off)": None,
+}
+"""Files of variables, and True if the rotation is off; None: refused."""
+
+
+@every(text=ENVIRONMENTS)
+def test_each_line_of_an_environment_that_names_te_is_read_or_refused(text, tmp_path):
+    file, off = tmp_path / "job.env", ENVIRONMENTS[text]
+    file.write_text(text + "\n")
+    job = Job(arguments="--fp4-format e2m1", environment=file)
+    if off is None:
+        with pytest.raises(InputError, match=rf"job\.env:1: .*{OFF}"):
+            job.in_force(Model())
+    else:
+        assert (job.in_force(Model())[0].wgrad.hadamard is None) is off
+
+
+@every(variable=("NVTE_NVFP4_4OVER6", "NVTE_NVFP4_4OVER6_E4M3_USE_256"))
+def test_a_scope_that_te_does_not_have_is_refused_by_name(variable):
+    done = here("recipe", "import", "--megatron-args", "--fp4-format e2m1", **{variable: "9"})
+    assert (done.returncode, "9: one of none, activations, weights, all" in done.stderr) == (2, True), (
+        done.stderr
+    )
