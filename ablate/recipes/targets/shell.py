@@ -42,6 +42,9 @@ _HARMLESS = re.compile(
     r"echo|cd|mkdir|ls|cat|tee|pwd|date|sleep|true|wait|module|ulimit|\[|test|grep|rm|cp|shift"
 )
 """Commands that start no job and change no variable, whatever their words are."""
+_MAY_FAIL = "cd &&"
+_AND = {"export": ";", "cd": _MAY_FAIL, "mkdir": _MAY_FAIL, "module": _MAY_FAIL, "source": _MAY_FAIL}
+"""Meaning of `&&` by the command before it: `export` succeeds; if others fail, no job of the line runs."""
 _CHANGING = ("export", "declare", "typeset", "unset", "set", "source", ".", "exit")
 _STARTING = re.compile(r"torchrun|python[\d.]*|.*\.py|srun|accelerate|deepspeed|numactl|nohup|exec|nsys|-.*")
 """Programs that hand their arguments and environment on; an option begins a text of arguments alone."""
@@ -140,7 +143,11 @@ class Script:
             else:
                 if command:
                     self._execute(command, before + token.text)
-                before = "&&" if token.text in ("&&", "||") or before + token.text == "&&|" else token.text
+                if token.text == "&&" and command and before not in ("&&", _MAY_FAIL):
+                    before = _AND.get(command[0].text, "&&")
+                else:
+                    conditional = token.text in ("&&", "||") or before + token.text == "&&|"
+                    before = "&&" if conditional else token.text
                 command = []
             start = operator or (start and token.text in _LEADING)
         if stack:
@@ -164,7 +171,8 @@ class Script:
             self._refuse("a command stands after exit", command[0].line)
         changing = not rest or name in _CHANGING
         if around.startswith("&&") or (
-            changing and (re.search(r"\||[^&]&$|^&$", around) or (rest and prefix))
+            changing
+            and (re.search(r"\||[^&]&$|^&$", around) or around.startswith(_MAY_FAIL) or (rest and prefix))
         ):
             self._pass_over([*prefix, *rest], "follows a condition, or is set in a shell of its own")
         elif not rest:
