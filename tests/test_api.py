@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
+from support.cases import every
 from support.ddp_program import Block
 from support.linears import ANYWHERE
 from torch import nn
@@ -876,6 +877,33 @@ def test_quantize_is_what_a_layer_multiplies():
         ablate.quantize(x, slot="wgrad.y")
     with pytest.raises(ValueError, match="leaves it in high precision"):
         ablate.quantize(x, "bf16")
+
+
+@every(dtype=(torch.bfloat16, torch.float16, torch.float32), view=("whole", "transposed", "strided", "3-d"))
+def test_quantize_casts_the_numbers_that_it_is_handed(dtype, view):
+    from ablate.numerics.quantize import quantize as reference
+    from ablate.numerics.spec import Quant
+
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    handed = {"whole": x, "transposed": x.t().contiguous().t(), "3-d": x.view(4, 8, 64)}
+    handed["strided"] = torch.stack((x, -x), dim=2)[:, :, 0]
+    found, expected = ablate.quantize(handed[view], Quant()), reference(x, Quant(), keep=True)
+    assert torch.equal(found.values, expected.dequantize())
+    assert torch.equal(found.codes, expected.codes)
+    assert found.amax == x.abs().max()
+    assert ablate.conform(lambda x: ablate.quantize(x).values, "nvfp4", only=["random_fp32"]).passed
+
+
+@every(x=(torch.ones(2, 16).double(), torch.ones(2, 16, dtype=torch.int32), torch.ones(2, 16, dtype=bool)))
+def test_quantize_refuses_what_it_would_have_to_round_first(x):
+    with pytest.raises(TypeError, match="bf16, fp16 or fp32"):
+        ablate.quantize(x)
+
+
+@every(shape=((), (0, 16), (3, 0)))
+def test_quantize_refuses_what_has_no_block(shape):
+    with pytest.raises(ValueError, match="not a matrix"):
+        ablate.quantize(torch.ones(shape))
 
 
 def test_recipes_are_listed_compared_and_read_from_files(tmp_path):

@@ -135,8 +135,9 @@ def quantize(
     """Quantise one matrix as a recipe quantises an operand, and measure the error.
 
     Args:
-        x: [rows, contraction], bf16, fp16 or fp32: the operand as its product takes it, contracted along its
-            last dimension. The other dimensions count as rows.
+        x: [rows, contraction], bf16, fp16 or fp32, contracted along its last dimension; the other dimensions
+            count as rows. These very numbers are cast, and rotated, in the dtype of x. Converted layers round
+            to bf16 first: for what they compute, hand in `x.bfloat16()`.
         recipe: as for `convert`, or one operand's format (`ablate.numerics.spec.Quant`), without rotation.
         slot: operand whose format and rotation count: fprop.x, fprop.w, dgrad.g, dgrad.w, wgrad.g or wgrad.x.
         set: knobs to turn first.
@@ -146,7 +147,9 @@ def quantize(
         Values, codes, scales and errors.
 
     Raises:
-        ValueError: the recipe leaves this operand in high precision, or it is no operand.
+        TypeError: x has another dtype.
+        ValueError: the recipe leaves this operand in high precision, it is not an operand, or x is a number or
+            empty.
     """
     from ablate.numerics.spec import Quant
     from ablate.training.quantised import quantised

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ablate.errors import nearest
@@ -19,7 +18,7 @@ class Quantised:
     """A quantised matrix. If the product is rotated, all of it is of the rotated matrix."""
 
     values: Tensor
-    """Dequantised values, fp32 [rows, contraction]."""
+    """Dequantised values, fp32 [rows, contraction]; the contraction is padded by zeros to whole blocks."""
     codes: Tensor
     """Elements as the format holds them, on its grid: of e2m1 multiples of 0.5 up to 6."""
     scales: Tensor | None
@@ -43,9 +42,10 @@ def quantised(
     )
     if quant is None:
         raise ValueError(f"slot {slot!r}: this recipe leaves it in high precision")
-    rows = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+    if not x.ndim or not x.numel():
+        raise ValueError(f"x of shape {list(x.shape)} is not a matrix: give [rows, contraction], not empty")
     operand = quantize(
-        rows,
+        x.reshape(-1, x.shape[-1]),
         quant,
         rotation=rotation,
         clock=Clock(seed, step=step),
