@@ -4,6 +4,7 @@ from dataclasses import fields
 
 import pytest
 import torch
+from support.cases import every
 
 from ablate.engines.products import backward, forward
 from ablate.numerics.formats import ELEMENTS
@@ -11,6 +12,7 @@ from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Quant
 from ablate.recipes.presets import PRESETS
+from ablate.verification.conformance import inputs
 from ablate.verification.conformance.emulator import emulator
 from ablate.verification.conformance.examination import Examination, NotApplicableError, expanded, reference
 from ablate.verification.conformance.faults import PUBLISHED
@@ -19,7 +21,7 @@ from ablate.verification.conformance.properties.product import layer
 from ablate.verification.conformance.reference_product import exact_products
 from ablate.verification.conformance.result import Outcome
 from ablate.verification.conformance.run import examined
-from ablate.verification.conformance.subject import Subject
+from ablate.verification.conformance.subject import Quantised, Subject
 from ablate.verification.conformance.suspects import SuspectLinear
 
 THOROUGH = ("nvfp4", "four_over_six", "mxfp4")
@@ -33,6 +35,57 @@ def failures(recipe: str, names: tuple[str, ...] = tuple(PROPERTIES)) -> dict[st
     bench = Examination(emulator(made), made)
     rows = [examined(bench, PROPERTIES[name]) for name in names]
     return {row.property: row.detail for row in rows if row.outcome == Outcome.FAIL}
+
+
+def cut_off(x: torch.Tensor) -> torch.Tensor:
+    """Return the cast of x with zeros in a last block that is cut short."""
+    values = quantize(x, Quant()).dequantize()[:, : x.shape[1]]
+    values[:, x.shape[1] // 16 * 16 :] = 0
+    return values
+
+
+def packed(x: torch.Tensor) -> Quantised:
+    """Return the cast of x as bytes, two codes each; the last byte of an odd row has one."""
+    operand, columns = quantize(x, Quant(), keep=True), x.shape[1]
+    signs, magnitudes = operand.codes.signbit().long() * 8, inputs.grid("e2m1")
+    codes = signs + torch.searchsorted(magnitudes, operand.codes.abs().float())
+    pairs = (codes[:, 0::2] + 16 * codes[:, 1::2])[:, : -(-columns // 2)]
+    factor = operand.amax * (1.0 / torch.tensor(2688.0))
+    return Quantised(None, pairs.to(torch.uint8), operand.block_scale[:, 0, :, 0], factor)
+
+
+@every(columns=(1, 2, 5, 8, 24))
+def test_a_last_block_cut_short_is_tried_of_subjects_that_take_it(columns):
+    made = PRESETS["nvfp4"]()
+    for cast, outcome in ((cut_off, Outcome.FAIL), (packed, Outcome.PASS)):
+        seen = []
+        subject = Subject("s", cast=lambda x, c=cast, s=seen: s.append(x.shape[1]) or c(x), columns=columns)
+        row = examined(Examination(subject, made), PROPERTIES["shape_lattice"])
+        assert (row.outcome, not seen) == (outcome, False), cast.__name__
+        assert all(size % columns == 0 for size in seen)
+        assert any(size % 16 for size in seen)
+    assert row.cases > 100_000
+
+
+@every(columns=(None, 16, 32, 48))
+def test_subjects_that_declare_whole_blocks_get_whole_blocks(columns):
+    bench = Examination(Subject("s", cast=cut_off, columns=columns), PRESETS["nvfp4"]())
+    assert examined(bench, PROPERTIES["shape_lattice"]).outcome == Outcome.PASS
+
+
+def test_a_square_block_cut_short_is_tried_of_subjects_that_take_it():
+    bench = Examination(Subject("s", cast_square=lambda x: squares(x, 0), columns=1), PRESETS["nvfp4"]())
+    assert examined(bench, PROPERTIES["square_blocks"]).outcome == Outcome.PASS
+    bench = Examination(Subject("s", cast_square=lambda x: squares(x, 1), columns=1), PRESETS["nvfp4"]())
+    assert examined(bench, PROPERTIES["square_blocks"]).outcome == Outcome.FAIL
+
+
+def squares(x: torch.Tensor, filler: float) -> torch.Tensor:
+    """Return the cast of x in square blocks, with numbers of the same size in place of zeros beyond it."""
+    rows, columns = x.shape
+    whole = torch.full((-(-rows // 16) * 16, -(-columns // 16) * 16), filler * x.abs().max().item()).to(x)
+    whole[:rows, :columns] = x
+    return quantize(whole, Quant(block="16x16")).dequantize()[:rows, :columns]
 
 
 @pytest.mark.parametrize("recipe", THOROUGH)

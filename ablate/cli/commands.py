@@ -42,7 +42,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Machine and files": {
         "doctor": ("doctor", "Show what this machine can run; check its numerics."),
-        "conform": ("conform", "Find out if a quantiser computes a recipe; name its fault."),
+        "conform": ("conform", "Find out if a quantiser computes a recipe."),
         "bench": ("bench", "Time quantisers, layers and training steps."),
         "data": ("data", "Prepare text for training, or describe a source."),
     },

@@ -38,10 +38,10 @@ def conform(
     device: Annotated[str, typer.Option(help="Device of the tensors that it is handed.")] = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the data.")] = 0,
     demo: Annotated[
-        bool, typer.Option("--demo", help="Show a published fault: injected, seen and named.")
+        bool, typer.Option("--demo", help="Show a published fault, injected and detected.")
     ] = False,
 ) -> None:
-    """Find out whether a quantiser or product computes a recipe, and name its fault.
+    """Find out whether a quantiser or product computes a recipe, and show the first block that differs.
 
     Codes and scales are compared exactly with the recipe's specification, on data that hits ties, subnormals,
     saturation and odd shapes; draws by their distribution; products by a bound on their sums. Exit status: 0

@@ -148,8 +148,8 @@ def quantize(
 
     Raises:
         TypeError: x has another dtype.
-        ValueError: the recipe leaves this operand in high precision, it is not an operand, or x is a number or
-            empty.
+        ValueError: the recipe leaves this operand in high precision, it is not an operand, or x is empty or a
+            number.
     """
     from ablate.numerics.spec import Quant
     from ablate.training.quantised import quantised

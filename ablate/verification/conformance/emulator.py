@@ -8,7 +8,7 @@ from torch import Tensor
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import product
-from ablate.numerics.quantize import Operand, quantize
+from ablate.numerics.quantize import Operand, pad, quantize
 from ablate.numerics.spec import Outer, Quant
 from ablate.numerics.stored import pack
 from ablate.recipes import Recipe
@@ -51,6 +51,7 @@ def emulator(recipe: Recipe) -> Subject:
         grouped=lambda x, w, dy, offsets: grouped(
             lambda *given: multiplied(recipe, *given), x, w, dy, offsets
         ),
+        columns=1,
     )
 
 
@@ -68,7 +69,7 @@ def returned(operand: Operand, x: Tensor) -> Quantised:
     values = operand.dequantize()[:, :columns]
     scalar = operand.amax is not None and operand.amax.ndim == 0
     amax = operand.amax if scalar else None
-    if operand.block_scale is None or quant.wide or quant.element != "e2m1" or columns % 2:
+    if operand.block_scale is None or quant.wide or quant.element != "e2m1":
         return Quantised(values, amax=amax)
     scales = operand.block_scale[:, 0, :, 0].repeat_interleave(quant.tile[0], 0)
     scales = scales[:rows, : -(-columns // quant.tile[1])]
@@ -76,7 +77,8 @@ def returned(operand: Operand, x: Tensor) -> Quantised:
     kept = operand.values[:, :columns].float()
     codes = torch.where(spread == 0, kept, kept / spread)
     factor = (1.0 if operand.amax is None else operand.amax) * (1.0 / torch.tensor(operand.divisor))
-    return Quantised(values, pack(codes), scales, torch.as_tensor(factor), amax)
+    packed = pack(pad(codes, 1, 2))
+    return Quantised(values, packed, scales, torch.as_tensor(factor), amax)
 
 
 def multiplied(recipe: Products, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:

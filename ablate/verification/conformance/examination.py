@@ -126,8 +126,16 @@ class Examination:
 
     def columns(self, wanted: int, quant: Quant | None = None) -> int:
         """Return the number of columns at or above the wanted one: whole blocks that the subject takes."""
-        step = math.lcm(self.subject.columns, quant.tile[1] if quant else 16)
+        step = math.lcm(self.subject.columns or 1, quant.tile[1] if quant else 16)
         return -(-wanted // step) * step
+
+    def cut_short(self, quant: Quant, shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return those shapes, in sizes that the subject takes, whose last block is cut short; [] if it
+        declares no such sizes.
+        """
+        step = self.subject.columns or quant.tile[1]
+        sizes = {(self.rows(rows), -(-columns // step) * step) for rows, columns in shapes}
+        return sorted(size for size in sizes if size[1] % quant.tile[1])
 
     def takes(self, dtype: str) -> bool:
         """Return True if the subject takes tensors of a dtype, by torch's name."""

@@ -125,8 +125,8 @@ def _codes(codes: Tensor, rows: int, columns: int, quant: Quant) -> Tensor:
             raise UnreadableError(f"returned codes {list(codes.shape)} for x {[rows, columns]}")
         return codes.float()
     raw = codes.contiguous().view(torch.uint8)
-    if four and raw.shape == (rows, columns // 2) and columns % 2 == 0:
-        return unpack(raw)
+    if four and raw.shape == (rows, -(-columns // 2)):  # the last byte of an odd row has one code
+        return unpack(raw)[:, :columns]
     if raw.shape != (rows, columns):
         raise UnreadableError(
             f"returned codes {list(codes.shape)} for x {[rows, columns]}; a byte has two FP4 codes, or one"

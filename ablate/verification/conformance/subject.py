@@ -82,8 +82,9 @@ class Subject:
     dtypes: tuple[str, ...] = ("bfloat16", "float32")
     """Dtypes of x that it takes, torch's names."""
     rows: int = 1
-    columns: int = 16
-    """Numbers that the rows and columns of x have to be a multiple of; other shapes are not tried."""
+    columns: int | None = None
+    """Numbers that the rows and columns of x have to be a multiple of; other shapes are not tried. None:
+    whole blocks. A number that cuts a block, such as 1, declares that a last block may be cut short."""
     swizzled: bool = False
     """Scales are in the 128 x 4 layout of tensor cores."""
     device: str = "cpu"

@@ -98,8 +98,11 @@ def square_blocks(bench: Examination) -> Row:
     rows, columns = bench.rows(64), bench.columns(128, quant)
     made = [inputs.normal(rows, columns, bench.seed), inputs.spread(rows, columns, 16, bench.seed)]
     made.append(inputs.negative(rows, columns, bench.seed))
-    ties = inputs.element_ties(rows, columns, quant, bench.seed)
-    return bench.compare("square_blocks", [bench.typed(x) for x in (*made, ties)], quant, "cast_square")
+    made.append(inputs.element_ties(rows, columns, quant, bench.seed))
+    made += [
+        inputs.normal(*size, bench.seed) for size in bench.cut_short(quant, ((16, 17), (40, 72), (7, 9)))
+    ]
+    return bench.compare("square_blocks", [bench.typed(x) for x in made], quant, "cast_square")
 
 
 def square_transpose(bench: Examination) -> Row:

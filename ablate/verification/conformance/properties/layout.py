@@ -15,6 +15,10 @@ SHAPES = (
     *((100, 160), (127, 64), (128, 96), (129, 128), (130, 272), (16, 1040), (257, 32), (3, 528), (128, 192)),
 )
 """Rows and columns on both sides of 16, 32, 64 and 128, and of multiples of them."""
+CUT_SHORT = (
+    *((1, 1), (2, 7), (15, 33), (16, 17), (17, 31), (33, 40), (64, 120), (127, 65), (128, 129), (3, 264)),
+)
+"""Rows and columns whose last block is cut short, for subjects that take them."""
 
 
 def code_bytes(bench: Examination) -> Row:
@@ -72,10 +76,12 @@ def padding_bytes(bench: Examination) -> Row:
 
 
 def shape_lattice(bench: Examination) -> Row:
-    """Cast tensors of 18 shapes around multiples of 16, 32, 64 and 128, in memory that held NaN before."""
+    """Cast tensors of 18 shapes around multiples of 16, 32, 64 and 128, in memory that held NaN before; of 10
+    more whose last block is cut short, if the subject takes them.
+    """
     quant = bench.nearest
     pairs, shapes = [], {(bench.rows(r), bench.columns(c, quant)) for r, c in SHAPES}
-    for rows, columns in sorted(shapes):
+    for rows, columns in (*sorted(shapes), *bench.cut_short(quant, CUT_SHORT)):
         x = bench.typed(inputs.normal(rows, columns, bench.seed + rows))
         _poison(rows, columns, bench.subject.device)
         pairs.append(bench.pair(x, quant, where=f"x [{rows}, {columns}]"))

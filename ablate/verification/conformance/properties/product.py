@@ -101,7 +101,7 @@ def certain_gradient(bench: Examination, products: Products, tokens: int, out: i
 
 def side(bench: Examination, wanted: int) -> int:
     """Return a dimension of a layer that the subject takes, as rows and as columns."""
-    step = math.lcm(bench.subject.rows, bench.subject.columns)
+    step = math.lcm(bench.subject.rows, bench.subject.columns or 16)
     return -(-wanted // step) * step
 
 
