@@ -423,6 +423,23 @@ def test_a_trial_whose_node_is_lost_goes_on_elsewhere_from_its_last_checkpoint(p
     sound(tmp_path, state, **CHECKED)
 
 
+def test_a_ray_that_does_not_start_in_time_is_tried_twice_and_ends_in_a_sentence(tmp_path):
+    """Ray's own setting gives its head no time to start."""
+    started = {"RAY_gcs_server_port_wait_time_s": "0", "RAY_TMPDIR": str(tmp_path / "r")}
+    done = ablate("sweep", write(tmp_path), "--state", tmp_path / "runs", **started)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.stdout.count("attempt 2 of 2") == 1
+    assert len(done.stderr.splitlines()) == 2  # what starts, and the error
+    assert done.stderr.endswith("; `--executor inline` runs the trials without Ray\n")
+    processes = psutil.process_iter(["cmdline"])
+    assert not [
+        each for each in processes if any(str(tmp_path) in word for word in each.info["cmdline"] or ())
+    ]
+    again = ablate("sweep", tmp_path / "tiny.yaml", "--state", tmp_path / "runs", "--executor", "inline")
+    assert again.returncode == 0, again.stderr
+
+
 # From outside the cluster
 
 

@@ -181,7 +181,8 @@ def test_ray_starts_the_services_of_clusters_by_methods_of_its_node_and_leaves_o
     assert ray._private.node.Node is before
     assert reduced.__mro__[1] is before
     overridden = [name for name in vars(reduced) if not name.startswith("__")]
-    assert sorted(overridden) == ["start_api_server", "start_log_monitor", "start_monitor"]
+    services = ["start_api_server", "start_log_monitor", "start_monitor"]
+    assert sorted(overridden) == [*services, "start_ray_processes"]
     for name in overridden:
         assert inspect.signature(getattr(reduced, name)).parameters.keys() == (
             inspect.signature(getattr(before, name)).parameters.keys()
@@ -189,6 +190,17 @@ def test_ray_starts_the_services_of_clusters_by_methods_of_its_node_and_leaves_o
     source = inspect.getsource(before)
     assert all(source.count(f"self.{name}(") == 1 for name in overridden)
     assert "self._webui_url" in inspect.getsource(before.webui_url.fget)
+
+
+def test_ray_has_what_the_adapter_waits_and_ends_processes_by():
+    import ray
+
+    node = ray._private.node.Node
+    assert {"check_alive", "wait"} <= inspect.signature(node.kill_all_processes).parameters.keys()
+    assert isinstance(node.gcs_address, property)
+    assert "self._node_id" in inspect.getsource(node.__init__)
+    names = list(inspect.signature(ray._private.services.get_node_with_retry).parameters)
+    assert names == ["gcs_address", "node_id", "timeout_s", "retry_interval_s"]
 
 
 def test_ray_describes_the_arguments_that_are_passed(monkeypatch):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from ablate.execution.workers.ray_private import LOOPBACK_ARGUMENT, as_one_machine, temporary_folder_argument
 from ablate.files import keep_file
@@ -28,6 +28,8 @@ PATIENCE_SECONDS = 15.0
 is not restarted."""
 CLIENT_TRIES = 5
 """Attempts to connect by Ray's client, whose server on the head now and then dies while it starts."""
+START_TRIES = 2
+"""Attempts to start a local Ray, which on a busy machine may take longer than it waits for its own parts."""
 _OBJECT_STORE_BYTES = 128 << 20
 """Messages are small; Ray's default is 30 % of the memory."""
 
@@ -157,8 +159,8 @@ def connect(
     Args:
         address: host:port, auto, or ray://host:port; None starts a local Ray.
         workers: CPUs of a local Ray; None for all of this machine.
-        say: called with one line before another attempt by Ray's client.
-        pause: seconds before the second attempt; doubled before each further one.
+        say: called with one line before another attempt.
+        pause: seconds before the second attempt by Ray's client; doubled before each further one.
 
     Raises:
         ClusterError: Ray cannot be reached or started.
@@ -185,9 +187,10 @@ def connect(
                 "object_store_memory": _OBJECT_STORE_BYTES,
             }
             _private_token()
+            local |= {"address": "local", "num_cpus": workers or os.cpu_count(), **quiet}
             with as_one_machine(ray), sigterm_kept():
-                ray.init(address="local", num_cpus=workers or os.cpu_count(), **local, **quiet)
-    except (ConnectionError, ImportError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+                _start(ray, local, say)
+    except Exception as error:  # Ray raises Exception itself where its processes do not answer in time
         action = f"reached at {address}" if address else "started here"
         raise ClusterError(
             f"Ray cannot be {action}: {_explained(' '.join(str(error).split()), address)}"
@@ -196,6 +199,22 @@ def connect(
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray sets one that ends this process at once
     return ray
+
+
+def _start(ray: ModuleType, settings: dict[str, Any], say: Callable[[str], object]) -> None:
+    """Start a local Ray, once more if it does not answer in time; what an attempt started ends with it."""
+    for attempt in range(1, START_TRIES + 1):
+        try:
+            ray.init(**settings)
+        except (ImportError, TypeError, ValueError):  # another attempt would end in the same way
+            raise
+        except Exception:
+            ray.shutdown()
+            if attempt == START_TRIES:
+                raise
+            say(f"Ray did not start here in time: attempt {attempt + 1} of {START_TRIES}")
+        else:
+            return
 
 
 def _join(
@@ -249,8 +268,8 @@ def exposed(address: str) -> bool:
 
 def _explained(message: str, address: str | None) -> str:
     """Return Ray's error message as a sentence that says what to do."""
-    if not address:
-        return message
+    if not address:  # the first sentence: tracebacks follow
+        return f"{message.partition('. ')[0].rstrip('.')}; `--executor inline` runs the trials without Ray"
     sentence = next((sentence for part, sentence in _SENTENCES.items() if part in message), None)
     mode = os.environ.get("RAY_AUTH_MODE") or "not set"
     if sentence and _TOKEN in sentence and mode != "token":

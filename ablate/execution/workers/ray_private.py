@@ -14,6 +14,8 @@ from ablate.files import short_for_sockets
 
 LOOPBACK_ARGUMENT = {"_node_ip_address": "127.0.0.1"}
 """Argument of `ray.init` for the address of a local Ray."""
+REGISTER_SECONDS = 90.0
+"""Time that Ray's process on this machine has to register: with other work 30 s are too short."""
 
 
 def temporary_folder_argument() -> dict[str, str]:
@@ -48,6 +50,21 @@ def _reduced(node: type) -> type:
     """
 
     class Reduced(node):  # type: ignore[misc,valid-type]
+        def __init__(self, *arguments: object, **named: object) -> None:
+            """Start Ray's processes; end them if one does not start, which Ray does at this process's end."""
+            try:
+                super().__init__(*arguments, **named)
+            except BaseException:
+                self.kill_all_processes(check_alive=False, wait=True)
+                raise
+
+        def start_ray_processes(self) -> None:
+            """Start Ray's process on this machine, and wait until it has registered; Ray waits 30 s."""
+            super().start_ray_processes()
+            from ray._private.services import get_node_with_retry
+
+            get_node_with_retry(self.gcs_address, self._node_id, REGISTER_SECONDS, 0.1)
+
         def start_monitor(self) -> None:
             """Start no autoscaler."""
 
