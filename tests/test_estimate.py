@@ -3,6 +3,7 @@
 import json
 import shutil
 from contextlib import closing
+from types import SimpleNamespace
 
 import pytest
 from support.commands import here
@@ -10,11 +11,12 @@ from support.experiments import sweep, tiny, write
 
 from ablate.execution import estimate, sweep_status
 from ablate.execution.controller import Controller
-from ablate.execution.estimate import Load, TimeModel, time_left, trial_left, unproposed
+from ablate.execution.estimate import Countdown, Load, TimeModel, time_left, trial_left, unproposed
 from ablate.execution.forecast import forecast
 from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.progress import RunOptions
 from ablate.execution.workers import Inline
+from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 
 IDLE = {"workload": {"idle": {"steps": 3}}, "seeds": 2}
@@ -188,6 +190,44 @@ def test_a_trial_goes_by_its_estimate_until_its_own_speed_is_known():
     assert trial_left(100.0, 30.0, 0.0) == 70.0
     assert trial_left(100.0, 130.0, 0.0) == 0.0
     assert trial_left(100.0, 30.0, 0.25) == 90.0
+
+
+@pytest.mark.parametrize(
+    ("spent", "step", "low", "high"),
+    [
+        (0.5, 0, 8.5, 8.5),  # as estimated: a second each
+        (60.0, 0, 0.0, 0.0),  # overrun, and nothing to measure by
+        (60.0, 1, 4000.0, 32400.0),
+        (60.0, 30, 840.0, 1020.0),  # 120 s each
+        (119.0, 59, 870.0, 970.0),
+        (0.25, 30, 4.25, 5.7),  # half as long as estimated, but for at least a second
+        (60.0, 60, 400.0, 481.0),  # the last step is done, and the trial has not ended
+    ],
+)
+def test_an_overrun_estimate_is_made_anew_from_what_runs(spent, step, low, high, tmp_path, monkeypatch):
+    """One of nine trials runs, of 60 steps."""
+    experiment, now = tiny(tmp_path, **IDLE), 1e9
+    monkeypatch.setattr(estimate.time, "time", lambda: now)
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        countdown = Countdown(experiment, ledger, Store(tmp_path), "cpu")
+        load = Load.of(experiment.arms[0], experiment, "cpu")
+        countdown.pace.learn(load, 1.0)
+        countdown.count(load, 8.0)
+        runs = SimpleNamespace(load=load, part=1.0, started=now - spent, begun=0, step=step, steps=60)
+        assert low <= countdown.left([runs], 1, 0, True) <= high
+
+
+def test_trials_that_ended_are_not_counted_as_slow_again(tmp_path, monkeypatch):
+    """A trial that began under the first, wrong estimate is compared with what the others took."""
+    experiment, now = tiny(tmp_path, **IDLE), 1e9
+    monkeypatch.setattr(estimate.time, "time", lambda: now)
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        countdown = Countdown(experiment, ledger, Store(tmp_path), "cpu")
+        load = Load.of(experiment.arms[0], experiment, "cpu")
+        runs = SimpleNamespace(load=load, part=1.0, started=now - 60.0, begun=0, step=30, steps=60)
+        countdown.pace.learn(load, 120.0)
+        countdown.count(load, 8.0)
+        assert countdown.left([runs], 1, 0, True) == pytest.approx(8 * 120 + 60)
 
 
 def test_a_clock_that_is_set_back_leaves_the_time_left_as_it_is(tmp_path, monkeypatch):

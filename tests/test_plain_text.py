@@ -109,7 +109,7 @@ def test_a_failure_is_told_as_it_is(tmp_path):
     for terminal in (False, True):
         out = io.StringIO()
         view = View(Screen(file=out, force_terminal=terminal, color_system=None, width=300))
-        running = tuple(Running(name, 1, 1, 1, 0.0, 4, 1.0, None, None) for name in NASTY)
+        running = tuple(Running(name, 1, 1, 1, 0.0, 4, None, None) for name in NASTY)
         with view.open():
             view.show(
                 Progress(

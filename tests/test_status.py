@@ -312,6 +312,15 @@ def test_a_trials_pace_is_that_of_its_last_records_in_this_attempt(book, tmp_pat
     assert flight.silent_s == pytest.approx(22 - 59 / 5, abs=1)
 
 
+def test_an_estimate_that_has_run_out_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep_status, "holder", lambda folder: "pid 1 on here")
+    with closing(Ledger(tmp_path / "sweeps" / "hand" / "ledger.db")) as made:
+        made.describe(metrics="[]", mlflow="digest")
+        made.facts.left = time.time() - 100.0, 50.0
+    assert read(tmp_path / "sweeps" / "hand", Store(tmp_path)).seconds_left == 0.0
+    assert "runs (pid 1 on here), longer than estimated" in here("status", "--state", tmp_path).stdout
+
+
 def test_a_trial_of_forks_counts_its_windows_and_no_time_left_is_negative(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep_status, "holder", lambda folder: "pid 1 on here")
     forks = {"trunk": None, "positions": [0], "windows": [40, 80]}

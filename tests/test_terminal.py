@@ -24,7 +24,7 @@ WIDTHS = (80, 160)
 
 
 def state(done: int, *news: str, names: tuple[str, ...] = ("rht=true sr=true",)) -> Progress:
-    running = tuple(Running(name, 3, 1, 1, 0.0, 240, 1.0, None, None, step=12) for name in names)
+    running = tuple(Running(name, 3, 1, 1, 0.0, 240, None, None, step=12) for name in names)
     return Progress(done, 56, 0, running, news, None, 40.0)
 
 
@@ -45,6 +45,16 @@ def test_a_pipe_gets_a_line_a_minute_and_each_failure_when_it_happens():
     assert [line.partition(" ")[0] for line in lines[1:]] == [f"{n * 10}/56" for n in range(1, 6)]
     assert lines[1] == "10/56 runs, about 40 s left; rht=true sr=true seed=3 step 12/240"
     assert "\x1b" not in out.getvalue()
+
+
+@every(age__text=((0.0, "about 40 s left"), (39.5, "about 1 s left"), (41.0, "longer than estimated")))
+def test_a_line_in_place_counts_down_between_events_and_says_that_its_estimate_has_run_out(age, text):
+    out, now = io.StringIO(), [0.0]
+    screen = Screen(file=out, width=160, force_terminal=True, color_system=None)
+    with View(screen, clock=lambda: now[0]).open() as view:
+        view.show(state(0))
+        now[0] = age
+    assert f"0/56 runs, {text}; rht=true sr=true seed=3 step 12/240" in out.getvalue()
 
 
 def test_with_all_a_line_is_printed_for_each_run():

@@ -16,7 +16,7 @@ from ablate.errors import one_line
 from ablate.execution.progress import Executor, Progress, Routine
 from ablate.execution.workers import ClusterError, Inline, Pool
 from ablate.experiment.schema import Resources
-from ablate.reports.plain_text import duration
+from ablate.reports.plain_text import time_left
 from ablate.verification.checkup import Checkup
 
 _EVERY_SECONDS = 60.0
@@ -107,6 +107,8 @@ class View:
     ) -> None:
         self.console, self.quiet, self.everything, self.clock = console, quiet, everything, clock
         self._live: Live | None = None
+        self._shown: tuple[Progress, float] | None = None
+        """What the live line shows, and since when: its time counts down until the next event."""
         self._due = clock() + _EVERY_SECONDS
 
     @contextmanager
@@ -115,7 +117,10 @@ class View:
         if self.quiet or not self.console.is_terminal or self.console.is_dumb_terminal:
             yield self
             return
-        with Live(console=self.console, refresh_per_second=4, transient=True) as self._live:
+        live = Live(
+            console=self.console, refresh_per_second=4, transient=True, get_renderable=self._renderable
+        )
+        with live as self._live:
             yield self
         self._live = None
 
@@ -127,17 +132,26 @@ class View:
             if self.everything or not isinstance(line, Routine):
                 text = Text(f"[{progress.done}/{progress.total}] {line}")
                 self.console.print(text, soft_wrap=self._live is None)  # a log has an event in one line
-        if self._live:
-            self._live.update(Text(progress_line(progress), no_wrap=True, overflow="ellipsis"))
-        elif self.clock() >= self._due:
+        self._shown = progress, self.clock()
+        if self._live is None and self.clock() >= self._due:
             self._due = self.clock() + _EVERY_SECONDS
-            self.console.print(Text(progress_line(progress), no_wrap=True, overflow="ellipsis"))
+            self.console.print(self._renderable())
+
+    def _renderable(self) -> Text:
+        """Return the line of progress, as of now."""
+        if self._shown is None:
+            return Text()
+        progress, since = self._shown
+        return Text(progress_line(progress, self.clock() - since), no_wrap=True, overflow="ellipsis")
 
 
-def progress_line(progress: Progress) -> str:
-    """Return the state of a sweep in one line: what is cut off in a narrow terminal comes last."""
+def progress_line(progress: Progress, age: float = 0.0) -> str:
+    """Return the state of a sweep in one line: what is cut off in a narrow terminal comes last.
+
+    `age`: seconds since this was the state.
+    """
     failed = f", {progress.failed} failed" if progress.failed else ""
-    left = f", about {duration(progress.seconds_left)} left" if progress.running else ""
+    left = f", {time_left(progress.seconds_left - age)}" if progress.running else ""
     running = ", ".join(f"{one_line(run.title)} step {run.step}/{run.steps}" for run in progress.running)
     parts = [f"{progress.done}/{progress.total} runs{failed}{left}", running, progress.mlflow]
     return "; ".join(one_line(part) for part in parts if part)

@@ -21,7 +21,7 @@ from ablate.cli.settings import Settings
 from ablate.errors import InputError, one_line
 from ablate.execution.sweep_control import damage, folders
 from ablate.execution.sweep_status import Failure, RunningTrialStatus, Status, read
-from ablate.reports.plain_text import duration
+from ablate.reports.plain_text import duration, time_left
 from ablate.reports.report_about import current
 from ablate.store.checked_ledger import absent
 from ablate.store.ledger import Ledger
@@ -191,7 +191,7 @@ def _state(sweep: Status) -> Text:
     """
     if sweep.controller:
         text = Text.assemble(("● ", "green"), f"runs ({sweep.controller})")
-        text.append(f", about {duration(sweep.seconds_left)} left" if sweep.seconds_left is not None else "")
+        text.append(f", {time_left(sweep.seconds_left)}" if sweep.seconds_left is not None else "")
         ends = [trial.seconds_left for trial in sweep.running if trial.seconds_left is not None]
         text.append(f", next result in about {duration(min(ends))}" if ends else "")
     elif sweep.over < sweep.total:

@@ -373,7 +373,6 @@ class Controller:
             return
         attempt = self.scheduler.start(work.trial, work.spec.id, time.time())
         request = self._request(work, attempt)
-        estimate = work.part * self._pace.seconds(work.load)
         self._running[work.spec.id] = Running(
             one_line(work.arm.name),
             work.seed,
@@ -381,7 +380,6 @@ class Controller:
             attempt,
             time.time(),
             work.spec.steps,
-            estimate,
             request,
             work,
         )

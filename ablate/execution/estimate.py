@@ -7,6 +7,9 @@ most like the trial in question. Where the state folder has nothing as near, tri
 ran for other state folders (`machine_paces`). Of a trial that went on from a state that another one left,
 only the steps that it computed itself count. `time_left` turns seconds of trials into a time until the end.
 
+An estimate that trials overrun is made anew from those that run: `slowdown` of their estimates holds for all
+that waits, too.
+
 Trials of other workloads, engines, classes of device or data say nothing and are not read.
 """
 
@@ -162,16 +165,36 @@ def _nearest(load: Load, trials: list[tuple[Load, float]]) -> list[tuple[float, 
     return [(distance, ratio) for distance, _, ratio in near[:_NEAREST] if distance <= near[0][0] + _AS_NEAR]
 
 
+def _has_speed(estimate: float, spent: float, done: float) -> bool:
+    """Return True if a trial's own speed says when it ends: it ran long enough, or longer than estimated."""
+    return done >= _MEASURABLE or (done > 0 and spent > estimate)
+
+
+def slowdown(running: Iterable[tuple[float, float, float]]) -> float:
+    """Return how many times as long as estimated trials take, by those that run; 1 while none has a speed.
+
+    The estimate counts as a tenth of a trial: at first, most of the time that a trial has spent is its start.
+
+    Args:
+        running: of each trial the arguments of `trial_left`.
+    """
+    known = [trial for trial in running if _has_speed(*trial)]
+    prior = _MEASURABLE * sum(estimate for estimate, _, _ in known)
+    expected = prior + sum(estimate * done for estimate, _, done in known)
+    return (prior + sum(spent for _, spent, _ in known)) / expected if expected else 1.0
+
+
 def trial_left(estimate: float, spent: float, done: float) -> float:
-    """Return the seconds until a trial ends.
+    """Return the seconds until a trial ends, at least one once its own speed is used: it has yet to end.
 
     Args:
         estimate: seconds that it was estimated to take.
         spent: seconds that it has run.
-        done: share of its steps that are done, in [0, 1]; once it is large enough, the trial's own speed is
-            used.
+        done: share of its steps that are done, in [0, 1]; once it is large enough, or the estimate is
+            overrun, the trial's own speed is used.
     """
-    return spent * (1 - done) / done if done >= _MEASURABLE else max(0.0, estimate - spent)
+    own = _has_speed(estimate, spent, done)
+    return max(1.0, spent * (1 - done) / done) if own else max(0.0, estimate - spent)
 
 
 def time_left(waiting: float, longest: float, running: Iterable[float], slots: int) -> float:
@@ -190,8 +213,11 @@ def time_left(waiting: float, longest: float, running: Iterable[float], slots: i
 class Timed(Protocol):
     """Running trial, as far as its time is concerned."""
 
-    estimate: float
-    """Seconds that it was estimated to take when it started."""
+    @property
+    def load(self) -> Load: ...
+    @property
+    def part(self) -> float: ...
+
     started: float
     begun: int
     """Step from which it resumed."""
@@ -218,7 +244,8 @@ class Countdown:
         self._waiting[load] += part
 
     def left(self, running: Iterable[Timed], slots: int, asks: int, confirmed: bool) -> float:
-        """Return the seconds until everything that runs, waits or may still be proposed is over.
+        """Return the seconds until everything that runs, waits or may still be proposed is over; 0 while that
+        takes longer than estimated and no trial that runs has a speed to make the estimate anew from.
 
         Args:
             running: trials in flight.
@@ -239,13 +266,19 @@ class Countdown:
         waiting = sum(self._waiting[load] * each for load, each in seconds.items())
         longest = max((min(1.0, self._waiting[load]) * each for load, each in seconds.items()), default=0.0)
         waiting += sum(count * self.pace.seconds(load) for load, count in later.items())
-        parts = [(item, (item.step - item.begun) / max(1, item.steps - item.begun)) for item in running]
-        return time_left(
-            waiting,
-            longest,
-            [trial_left(item.estimate, self._at - item.started, done) for item, done in parts],
-            slots,
-        )
+        parts = [
+            (
+                item.part * self.pace.seconds(item.load),
+                max(0.0, self._at - item.started),
+                (item.step - item.begun) / max(1, item.steps - item.begun),
+            )
+            for item in running
+        ]
+        if any(spent > estimate for estimate, spent, _ in parts) and not any(_has_speed(*p) for p in parts):
+            return 0.0
+        times = slowdown(parts)
+        left = [trial_left(times * estimate, spent, done) for estimate, spent, done in parts]
+        return time_left(times * waiting, times * longest, left, slots)
 
 
 # Measured trials

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from ablate.execution.estimate import Load
 from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.messages import Message, TrialRequest
 from ablate.execution.tracking.tracker import Tracker
@@ -39,7 +40,6 @@ class Running:
     attempt: int
     started: float
     steps: int
-    estimate: float
     request: TrialRequest
     work: Work
     begun: int = 0
@@ -52,6 +52,16 @@ class Running:
     """True once the first intervention of its guard was reported."""
     ending: tuple[str, str] | None = None
     """Status and reason that it gets when it ends, if it was ordered to stop."""
+
+    @property
+    def load(self) -> Load:
+        """Load of the trial, by which its time is estimated."""
+        return self.work.load
+
+    @property
+    def part(self) -> float:
+        """Share of the trial's steps that it computes itself."""
+        return self.work.part
 
     @property
     def title(self) -> str:
@@ -74,6 +84,7 @@ class Progress:
     news: tuple[str, ...]
     mlflow: str | None
     seconds_left: float
+    """Estimate; 0 while trials run longer than estimated."""
 
 
 Status = Literal["done", "failed", "budget", "stopped", "disk"]

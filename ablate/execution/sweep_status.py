@@ -71,6 +71,7 @@ class Status:
     running: list[RunningTrialStatus] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     seconds_left: float | None = None
+    """Estimate; 0 while it runs longer than estimated."""
     mlflow_behind: int | None = None
     """Records that MLflow does not have; None if the sweep is not sent to MLflow."""
     quiet_s: float | None = None

@@ -83,6 +83,11 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
+def time_left(seconds: float) -> str:
+    """Format the estimate of what a sweep still takes; one that has run out says so."""
+    return f"about {duration(max(1.0, seconds))} left" if seconds > 0 else "longer than estimated"
+
+
 def wrapped(text: Text, console: Console, most: int) -> list[Text]:
     """Return text in lines that fit the width of a terminal.
 
