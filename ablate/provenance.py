@@ -14,6 +14,12 @@ from pathlib import Path
 
 _PACKAGES = ("torch", "numpy", "ray", "optuna", "mlflow", "transformer-engine", "flashinfer-python")
 _LARGEST_DIFF = 1 << 20
+QUANTISERS = Path(__file__).parent / "numerics" / "kernels"
+"""Folder of the compiled quantisers."""
+NOT_COMPILED = (
+    "no compiled quantisers: the slow reference computes the same numbers; install ablate-fp4 again, with a"
+    " network, which provides a compiler"
+)
 
 
 def own_command(module: str, *words: str) -> list[str]:
@@ -49,6 +55,11 @@ def other_package(folder: Path) -> Path | None:
         if file.is_file() and file.parent.resolve() != here:
             return file
     return None
+
+
+def compiled() -> bool:
+    """Return True if compiled quantisers are installed; looked for without torch, which takes seconds."""
+    return any(QUANTISERS.glob("*.so"))
 
 
 def environment() -> dict[str, str]:

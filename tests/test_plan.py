@@ -2,19 +2,24 @@
 
 import json
 import re
+from contextlib import closing
 
 import pytest
 import torch
+from support.cases import every
 from support.commands import here
-from support.experiments import shards, tiny, write
+from support.experiments import shards, sweep, tiny, write
 
+from ablate import provenance
 from ablate.experiment.load import Experiment, load
 from ablate.experiment.plan_notes import policies, remarks
 from ablate.numerics.spec import Outer, Quant, Transform
 from ablate.recipes import PRESETS
 from ablate.recipes.gpu_kernels import on_reference
 from ablate.recipes.recipe import Fprop, QEma, Recipe, Weights
+from ablate.reports.answer import Answer
 from ablate.reports.tensor_cores import on_reference_lines
+from ablate.store.ledger import Ledger
 from ablate.training.loop import Telemetry
 from ablate.training.models.causal import build, outlined
 from ablate.training.trial_run import TrialRun
@@ -85,6 +90,31 @@ def test_arms_that_are_said_to_be_equal_are_equal_to_the_bit_and_those_of_the_ot
 )
 def test_nothing_is_remarked_of_knobs_that_turn_something(lora, keys, tmp_path):
     assert list(remarks(tuned(tmp_path, lora, **keys))) == []
+
+
+@every(missing=(True, False), device=("cpu", "cuda"), recipe=("nvfp4", "bf16"))
+def test_a_slow_reference_is_remarked_once_where_it_would_compute(
+    missing, device, recipe, tmp_path, monkeypatch
+):
+    if missing:
+        monkeypatch.setattr(provenance, "QUANTISERS", tmp_path)
+    experiment = tiny(tmp_path, recipe=recipe, ablate={"workload.lr": [1e-3, 1e-2]})
+    wanted = missing and (device, recipe) == ("cpu", "nvfp4")
+    assert [*remarks(experiment, device)] == [provenance.NOT_COMPILED] * wanted
+    monkeypatch.undo()
+
+
+def test_a_plan_a_status_and_a_report_say_once_that_the_slow_reference_computes(tmp_path, monkeypatch):
+    path, state = write(tmp_path, workload={"idle": {"steps": 3}}), tmp_path / "runs"
+    monkeypatch.setattr(provenance, "QUANTISERS", tmp_path)
+    plan = here("plan", path, "--state", state)
+    assert plan.stdout.count("Note: no compiled quantisers") == 1
+    sweep(load(path), state)
+    monkeypatch.undo()  # a record says it, not the machine that shows it
+    assert here("status", "--state", state).stdout.count("No compiled quantisers") == 1
+    with closing(Ledger(state / "sweeps" / "tiny" / "ledger.db", readonly=True)) as ledger:
+        rows = {row["what"]: row["which"] for row in Answer(ledger).provenance().rows}
+    assert rows["quantisers"] == provenance.NOT_COMPILED
 
 
 def test_full_paths_phases_and_named_arms_are_seen_too(tmp_path):

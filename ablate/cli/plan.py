@@ -194,7 +194,7 @@ def _commands(experiment: Experiment, device: str) -> Iterator[str]:
 
 def _work(experiment: Experiment, settings: Settings, result: Forecast) -> Iterator[str]:
     """Yield remarks on the experiment, then lines on the work that is left."""
-    for remark in (*filter(None, [settings.device_note]), *remarks(experiment)):
+    for remark in (*filter(None, [settings.device_note]), *remarks(experiment, settings.device)):
         yield f"\nNote: {remark}"
     if result.redefined:
         yield f"\nNote: {one_line(redefinition(result.redefined))}."
@@ -310,7 +310,7 @@ def as_data(experiment: Experiment, settings: Settings) -> dict[str, Json]:
         "expected_half_width": width.half_width(len(experiment.seeds))
         if (width := _planned(experiment, settings.state))
         else None,
-        "notes": list(remarks(experiment)),
+        "notes": list(remarks(experiment, settings.device)),
     }
 
 

@@ -180,6 +180,7 @@ def _sweep(sweep: Status) -> list[RenderableType]:
         answer.stylize("bold", 0, len(sweep.lead or ""))
         parts.append(answer)
     parts += [_state(sweep), bar]
+    parts += [Text(sweep.quantisers.capitalize(), "yellow")] if sweep.quantisers else []
     parts += ["", _running_table(sweep.running)] if sweep.running else []
     parts += ["", *_failure_lines(sweep.failures)] if sweep.failures else []
     return parts

@@ -66,7 +66,9 @@ class SweepRun:
                 f"the state folder is on a network file system ({kind}): databases use the slower, "
                 "safe journal (docs/run/cluster.md)"
             )
-            for remark in (*notes, *([network] if kind else []), *remarks(self.experiment)):
+            # With inline, this process computes, and prints itself that it has no compiled quantisers.
+            device = "" if self.settings.executor == "inline" else self.settings.device
+            for remark in (*notes, *([network] if kind else []), *remarks(self.experiment, device)):
                 self.screen.print(f"Note: {remark}", soft_wrap=True, markup=False)
             status = self._steps()
             return _EXIT[status]

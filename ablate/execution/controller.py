@@ -215,7 +215,7 @@ class Controller:
 
     def _want(self, points: Sequence[Mapping[str, Json]] = ()) -> None:
         requeued = self.ledger.requeue(time.time())
-        describe(self.ledger, self.experiment)
+        describe(self.ledger, self.experiment, self.scheduler.device)
         register_design(self.ledger, self.experiment, self.store, self.scheduler.device)
         sweep_control.take(self.folder)  # discard orders to an earlier controller
         for line in self.scheduler.everything(self.options.accept_version, points, self.options.same_code):

@@ -8,6 +8,7 @@ from ablate import provenance
 from ablate.cache import key_of
 from ablate.errors import InputError, nearest
 from ablate.experiment.load import Experiment
+from ablate.experiment.plan_notes import on_slow_reference
 from ablate.files import Json
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
@@ -16,7 +17,7 @@ from ablate.store.trial_store import Store
 from ablate.training.metric_names import is_added
 
 
-def describe(ledger: Ledger, experiment: Experiment) -> None:
+def describe(ledger: Ledger, experiment: Experiment, device: str = "cpu") -> None:
     """Store the experiment's facts, its text, and the code and machine that run it from now on.
 
     InputError for a ledger of runs from elsewhere, which has the same name.
@@ -25,6 +26,8 @@ def describe(ledger: Ledger, experiment: Experiment) -> None:
         raise InputError([f"{ledger.name}: holds runs {judged.text}; give the experiment another name"])
     commit, diff = provenance.commit(Path.cwd())
     environment = {"commit": commit, **provenance.environment()}
+    if slow := on_slow_reference(experiment, device):
+        environment["quantisers"] = slow
     quantised = [arm.config for arm in experiment.arms if not arm.recipe.plain]
     covered = min((outline.covered for config in quantised if (outline := config.outline)), default=None)
     keys, facts = experiment.keys, ledger.facts

@@ -72,6 +72,8 @@ class Status:
     failures: list[Failure] = field(default_factory=list)
     seconds_left: float | None = None
     """Estimate; 0 while it runs longer than estimated."""
+    quantisers: str | None = None
+    """Sentence if its machine has no compiled quantisers."""
     mlflow_behind: int | None = None
     """Records that MLflow does not have; None if the sweep is not sent to MLflow."""
     quiet_s: float | None = None
@@ -159,6 +161,7 @@ def _read(
             for one in reversed(diverged.values())
         ],
         seconds_left=_seconds_left(ledger, now, running) if controller else None,
+        quantisers=ledger.facts.provenance.get("quantisers"),
         mlflow_behind=behind(ledger) if ledger.facts.mlflow else None,
         quiet_s=max(0.0, now - changed(folder)),
         answer=about.get("answer"),

@@ -4,6 +4,8 @@ import shlex
 from collections.abc import Iterator
 from contextlib import suppress
 
+from ablate import provenance
+from ablate.engines import makes_operands
 from ablate.errors import one_line
 from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.load import Experiment
@@ -18,15 +20,25 @@ _LEAST_COVERED = 0.5
 """Fraction of a model's matrix weights in quantisable layers below which a note says so."""
 
 
-def remarks(experiment: Experiment) -> Iterator[str]:
+def remarks(experiment: Experiment, device: str = "cpu") -> Iterator[str]:
     """Yield one sentence for each weakness of an experiment that can run all the same."""
     yield from experiment.notes
+    yield from filter(None, [on_slow_reference(experiment, device)])
     yield from experiment.base.config.remarks()
     yield from _idle_knobs(experiment)
     yield from _uncovered(experiment)
     if experiment.base.config.own_code and not experiment.base.config.in_process:
         for file in sorted({str(word.code.path) for _, word in own_functions(experiment)}):
             yield f"recipes that the command reads call {file}: it needs this file, by this path"
+
+
+def on_slow_reference(experiment: Experiment, device: str) -> str:
+    """Return a sentence if this installation has no compiled quantisers for the experiment's operands."""
+    config = experiment.base.config
+    elsewhere = (config.own_code and not config.in_process) or not makes_operands(experiment.engine)
+    if device != "cpu" or elsewhere or all(arm.recipe.plain for arm in experiment.arms):
+        return ""
+    return "" if provenance.compiled() else provenance.NOT_COMPILED
 
 
 def _idle_knobs(experiment: Experiment) -> Iterator[str]:

@@ -465,6 +465,7 @@ def provenance_table(ledger: Ledger) -> Table:
     rows = {
         "commit": f"{commit}, with {changed} uncommitted lines of diff" if changed else commit,
         "hardware": ", ".join(facts.pop(key) for key in ("gpu", "cpu", "host", "platform") if facts.get(key)),
+        "quantisers": facts.pop("quantisers", ""),
         "versions": ", ".join(f"{name} {version}" for name, version in facts.items() if name != "cores"),
         "data": ", ".join(filter(None, data)),
         "registered": registered_text(ledger),

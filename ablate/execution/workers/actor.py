@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TypedDict
 
-from ablate import __version__, numerics
+from ablate import __version__, provenance
 from ablate.execution.messages import Ended, Forked, Message, TrialRequest
 from ablate.execution.process_guard import exit_with_parent
 from ablate.execution.supervisor import HEARTBEAT_SECONDS, Supervisor
@@ -96,14 +96,12 @@ class Actor:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        # The kernels are looked for without torch, which takes seconds to import.
-        compiled = any(Path(numerics.__file__).parent.glob("kernels/*.so"))
         return {
             "node": ray.get_runtime_context().get_node_id(),
             "address": ray.util.get_node_ip_address(),
             "port": port,
             "versions": versions(),
-            "compiled": compiled,
+            "compiled": provenance.compiled(),
             "sees": Path(root, nonce).exists(),
         }
 
