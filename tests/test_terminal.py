@@ -17,7 +17,9 @@ from ablate.cli.common import Screen
 from ablate.cli.executor import View
 from ablate.execution.progress import Progress, Routine, Running
 from ablate.experiment.schema import Asked
+from ablate.reports.table import Column, Table
 from ablate.results.comparisons import Comparisons
+from ablate.results.number_text import shortened
 from ablate.store.ledger import Ledger
 
 WIDTHS = (80, 160)
@@ -80,6 +82,47 @@ def test_a_terminal_has_one_line_of_progress_however_much_runs(width):
 
 
 # After it
+
+
+@every(
+    names__short=(
+        (["lr=0.0016051911333587634", "lr=0.0012520653814999472"], ["lr=0.00161", "lr=0.00125"]),
+        (["lr=0.0012345678901234", "lr=0.0012341678901234"], ["lr=0.001235", "lr=0.001234"]),
+        (
+            ["lr=0.12345678901234567", "lr=0.12345678901234568"],
+            ["lr=0.12345678901234567", "lr=0.12345678901234568"],
+        ),
+        (["bf16 lr=1.2345678901e-05", "bf16 lr=0.001"], ["bf16 lr=1.23e-05", "bf16 lr=0.001"]),
+        (["lr=0.00123456", "steps=12345678"], ["lr=0.00123456", "steps=12345678"]),
+        (["w=[0.123456789, 0.5]", "v2.1234567890.1"], ["w=[0.123, 0.5]", "v2.1234567890.1"]),
+        (["0.1000000001", "0.1000000002", "a"], ["0.1000000001", "0.1000000002", "a"]),
+        ([], []),
+    )
+)
+def test_long_numbers_get_the_digits_that_tell_arms_apart(names, short):
+    assert [*map(shortened(names), names)] == short
+    assert len({*short}) == len({*names})
+    assert shortened(names)(f"The best is {' and '.join(names)}.") == f"The best is {' and '.join(short)}."
+
+
+def test_tables_for_people_have_short_numbers_and_files_for_programs_all_digits(tmp_path):
+    rates = ("0.0016051911333587634", "0.0012520653814999472")
+    table = Table("arms", [f"bf16 lr={rate}" for rate in rates], [Column("arm", str), Column("n", len)])
+    table.save(tmp_path)
+    for rate, short in zip(rates, ("0.00161", "0.00125"), strict=True):
+        assert f"bf16 lr={short}" in table.markdown()
+        assert rate not in table.markdown() + table.html()
+        assert rate in (tmp_path / "arms.csv").read_text()
+
+
+def test_under_no_answer_there_is_no_advice_on_how_to_read_the_table(tmp_path):
+    """At this learning rate a model learns nothing."""
+    path = write(tmp_path, shape={"lr": 1.0})
+    shown = here("sweep", path, "--state", tmp_path / "runs", *INLINE, "--all").stdout
+    assert "No answer: nothing was learned." in shown
+    _, _, below = shown.partition("no answer: nothing was learned")  # the note below the table
+    assert below.count("A model that ignores context reaches ") == 1
+    assert not [word for word in ("Holm", "tokens/s and memory", "Seeds needed") if word in below]
 
 
 def one_seed(book):

@@ -77,16 +77,16 @@ def print_answer(
     path = settings.state / "sweeps" / experiment.name / "ledger.db"
     with closing(Ledger(path, readonly=True)) as ledger:
         compared = Comparisons(ledger)
-        print_lines(compared, screen, MOST_LINES - below, settings.state_option, not everything)
+        answer = print_lines(compared, screen, MOST_LINES - below, settings.state_option, not everything)
         if everything:
             screen.print("")
-            _print_tables(experiment, settings, screen, compared)
+            _print_tables(experiment, settings, screen, compared, answer.valid)
 
 
 def print_lines(
     compared: Comparisons, screen: Console, most: int, state_option: str = "", rows: bool = True
-) -> None:
-    """Print the answer in a few lines.
+) -> Headline:
+    """Print the answer in a few lines, and return it.
 
     Args:
         compared: comparisons of the sweep.
@@ -106,6 +106,7 @@ def print_lines(
         screen.print(_few_rows(compared, answer.valid, left - 1, screen.width))
     for line in remedy:
         screen.print(line, soft_wrap=True)  # a command in two lines cannot be copied
+    return answer
 
 
 def _stated(answer: Headline, screen: Console, most: int) -> list[Text]:
@@ -176,8 +177,10 @@ def _in_order(arms: list[ArmSummary], metric: Metric, ledger: Ledger) -> list[Ar
     return sorted(arms, key=lambda arm: (alone.get(arm.baseline or arm.name, len(arms)), bool(arm.baseline)))
 
 
-def _print_tables(experiment: Experiment, settings: Settings, screen: Console, compared: Comparisons) -> None:
-    """Print the table of arms, the effect of each knob, and how to read them."""
+def _print_tables(
+    experiment: Experiment, settings: Settings, screen: Console, compared: Comparisons, valid: bool
+) -> None:
+    """Print the table of arms, the effect of each knob, and, of a valid answer, how to read them."""
     for metric in experiment.metrics:
         main = metric == compared.metric
         arms = compared.arms if main else summaries(compared.ledger, metric)
@@ -191,7 +194,10 @@ def _print_tables(experiment: Experiment, settings: Settings, screen: Console, c
         screen.print(table.terminal(), "")
     if came := _width_that_came(experiment, settings, arms):
         screen.print(Text(came))
-    screen.print(how_to_read(experiment, arms), emulated(compared.ledger))
+    if text := how_to_read(experiment, arms, valid):
+        screen.print(text)
+    if valid:
+        screen.print(emulated(compared.ledger))
     for line in never_began(compared.ledger):
         screen.print(Text(line.replace("**", "")))
     screen.print("")
@@ -213,10 +219,9 @@ def _width_that_came(experiment: Experiment, settings: Settings, arms: list[ArmS
     )
 
 
-def how_to_read(experiment: Experiment, arms: list[ArmSummary]) -> str:
-    """Return a few sentences that explain the table."""
-
+def how_to_read(experiment: Experiment, arms: list[ArmSummary], valid: bool) -> str:
+    """Return a few sentences that explain the table; without a valid answer, trivial losses alone."""
     facts = experiment.base.config.summary() if experiment.metric.name == "val/loss" else {}
     floors = [_FLOORS[name].format(value) for name, value in facts.items() if name in _FLOORS]
     meaning = [estimand(experiment.keys.design, arms)] if experiment.keys.design else []
-    return " ".join((*meaning, reading(arms), *floors))
+    return " ".join((*meaning, reading(arms), *floors) if valid else floors)

@@ -22,10 +22,13 @@ from rich.text import Text
 
 from ablate.errors import one_line
 from ablate.reports.plain_text import csv_cell, footnotes, html_text, inline, markdown_cell, markdown_text
+from ablate.results.number_text import shortened
 from ablate.results.verdict_text import KINDS
 
 VERDICT = "verdict"
 """Name of the column that is coloured by the class of its row, and that has the marks of the row's notes."""
+NAMES = ("arm", "baseline", "comparison", "from", "to", "turned to", "with")
+"""Names of columns with names of arms, or parts of them, whose long numbers are shortened for people."""
 _STYLES = {kind: words.colour for kind, words in KINDS.items() if words.colour} | {"baseline": "dim"}
 """Colour of a verdict in a terminal, by the class of its row."""
 _CLASSES = (*_STYLES, "equivalent", "undecided", "diverged", "question")
@@ -154,6 +157,8 @@ class Table(Generic[Row]):
             if form == "html" and column.unit:  # once, in the head
                 column = replace(column, name=f"{column.name}, {column.unit}", unit="")
                 texts = [column.text(cell) for cell in cells]
+            if column.name in NAMES and form != "csv":
+                texts = [*map(shortened(texts), texts)]
             if column.name == VERDICT and marks and form != "csv":
                 texts = [f"{text}{mark}" for text, mark in zip(texts, marks, strict=True)]
             if form in column.only:

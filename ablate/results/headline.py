@@ -22,7 +22,7 @@ from ablate.results.forked import difference_word
 from ablate.results.gate import Check, checks
 from ablate.results.log_ratios import ratio
 from ablate.results.next_runs import Settling, seeds_to_settle
-from ablate.results.number_text import counted, interval, minus, number
+from ablate.results.number_text import counted, interval, minus, number, shortened
 from ablate.results.paired_stats import FEWEST_DISTINCT, Verdict
 from ablate.results.sensitivity import sensitivity
 from ablate.results.subject import subject
@@ -96,11 +96,12 @@ def headline_of(sweep: Comparisons) -> Headline:
     search = bool(sweep.ledger.facts.search)
     settling = seeds_to_settle(sweep.ledger, verdicts) if valid and not search else None
     open_ = valid and not search and not any(verdict.decided for verdict in verdicts)
+    short = shortened([arm.name for arm in sweep.arms])
     return Headline(
         sweep.question,
         lead,
-        text,
-        found,
+        short(text),
+        tuple(replace(check, text=short(check.text)) for check in found),
         tuple(verdicts),
         settling,
         _command(sweep.ledger, settling),

@@ -1,11 +1,16 @@
 """Numbers as text: metric values, counts of things, differences with their intervals."""
 
 import math
+import re
+from collections.abc import Callable, Collection
 
 from ablate.results.paired_stats import Difference
 
 _VAST = 1e6
 """Numbers from here on have an exponent in sentences."""
+_FRACTION = re.compile(r"(?<![\w.])\d+\.\d+(?:e[-+]?\d+)?(?!\w|\.\d)")
+_TYPED = 6
+"""Significant digits of a number up to which it is shown as it is: somebody may have typed it."""
 
 
 def number(value: float, half: float = math.nan) -> str:
@@ -16,6 +21,24 @@ def number(value: float, half: float = math.nan) -> str:
     if (places := _places(half)) > 4 and places > 3 - _exponent(value):
         return f"{value:z.{places}f}"
     return f"{value:z.4f}" if value == 0 or abs(value) >= 0.1 else f"{value:.4g}"
+
+
+def shortened(names: Collection[str]) -> Callable[[str], str]:
+    """Return a function that shortens, in any text, the long numbers of arms' names, such as drawn rates.
+
+    They get the fewest significant digits, at least 3, by which all names stay distinct. Files for programs
+    keep all digits.
+    """
+    numbers = {each for name in names for each in _FRACTION.findall(name)}
+    long = [each for each in numbers if len(each.partition("e")[0].replace(".", "").lstrip("0")) > _TYPED]
+
+    def rounded(text: str, digits: int) -> str:
+        short = {each: f"{float(each):.{digits}g}" for each in long}
+        return _FRACTION.sub(lambda match: short.get(match[0], match[0]), text)
+
+    apart = len({*names})
+    digits = next((n for n in range(3, 17) if len({rounded(name, n) for name in names}) == apart), 0)
+    return lambda text: rounded(text, digits) if long and digits else text
 
 
 def _exponent(value: float) -> int:
