@@ -44,7 +44,7 @@ MOST_CONTRASTS = 16
 """Maximum number of rows in a table."""
 DISPENSABLE = ("memory", "tokens/s", "SQNR dB", "NaN")
 """Columns that are dropped in a narrow terminal, in this order."""
-_MOST_ANSWER, _MOST_CHECKS, _MOST_REMEDY = 6, 2, 2
+_MOST_ANSWER, _MOST_CHECKS, _MOST_REMEDY = 6, 3, 2
 """Largest number of lines of the answer, its checks, and what would settle it."""
 _LEAST_FOR_REMEDY = 5
 """Lines below which what would settle it is left out: the command prints what went wrong there."""
