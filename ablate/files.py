@@ -17,12 +17,26 @@ Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
 """Type of any value that `json.loads` returns."""
 
 
+_LONGEST_NAME = 200
+"""Largest length of a sweep's name in bytes: file systems allow 255, and files named after a sweep have
+suffixes."""
+
+
 class Damaged(ValueError):
     """A file whose content is not what was written to it. The message names the file."""
 
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(f"{path}: {why}")
         self.path = path
+
+
+def no_folder_name(name: str) -> str | None:
+    """Return why the folder of a sweep cannot have this name, as a clause; None if it can."""
+    if not name.strip(" .") or name.startswith("."):
+        return f"a folder named {name!r} is hidden or impossible"
+    if "/" in name or "\\" in name or not name.isprintable():
+        return f"{name!r} contains a separator or an unprintable character"
+    return f"this name has more than {_LONGEST_NAME} bytes" * (len(name.encode()) > _LONGEST_NAME) or None
 
 
 def write(path: Path, content: object) -> None:

@@ -10,7 +10,7 @@ import typer
 from ablate.cli.common import console
 from ablate.cli.init_stacks import STACKS
 from ablate.errors import InputError
-from ablate.experiment.load import sweep_name
+from ablate.files import no_folder_name
 
 _EXPERIMENT = """\
 schema: 1
@@ -187,7 +187,8 @@ def init(
 
         print(json.dumps(json_schema(), indent=2))
         return
-    sweep_name(Path(f"{name}.yaml"))
+    if why := no_folder_name(name):
+        raise InputError([f"{why}; give a name such as rht_sr, and the folder with --folder"])
     chosen = [stack for stack, on in (("torchtitan", torchtitan), ("megatron", megatron), ("hf", hf)) if on]
     kinds = {"training": training, "rounding": rounding, "map": by_map}
     named = [*chosen, *(word for word, on in kinds.items() if on)]

@@ -170,16 +170,17 @@ def judge(
     from ablate.execution.foreign.judged_ledger import add_to_sweep, write_ledger
 
     gated.refuse_alone()
-    if asked.against is None and not into:
+    if asked.against is None and into is None:
         raise InputError(["--against is needed: the arm that the others are compared with, such as bf16"])
-    settings, title = flags.settings(), into or kept or _title(places[0])
+    settings = flags.settings()
+    title = next(name for name in (into, kept, _title(places[0])) if name is not None)
     print_starting(f"reading {', '.join(places[:3])}", as_json)
     if gated.gate and asked.without:
         raise InputError(["--without: a gate counts every run; run the short one again"])
     found = reading.read(places, asked.metric)
     if gated.gate:
         raise typer.Exit(_gate(found, asked, gated, kept or "", as_json))
-    write = add_to_sweep if into else write_ledger
+    write = write_ledger if into is None else add_to_sweep
     question = replace(asked.question, floor=gated.floor)
     said = [*found.said, *write(settings.state, title, found, question)]
     if as_json:

@@ -15,6 +15,7 @@ from ablate.cli.options import MlflowFlags, complete_sweeps
 from ablate.errors import InputError, nearest
 from ablate.execution.foreign.judged_ledger import changed_since
 from ablate.execution.sweep_control import check
+from ablate.files import no_folder_name
 from ablate.reports.notebooks import NotebookError
 from ablate.reports.report_files import (
     NOTEBOOKS,
@@ -135,6 +136,8 @@ def make(
     if not (writable or out):
         raise InputError([f"{state}: is not writable; name a folder for the report with --out"])
     folder = (out or state / "reports") / name
+    if why := no_folder_name(name):
+        raise InputError([f"{why}; name a sweep, not a path"])
     if name == WALKTHROUGH and not (state / "sweeps" / name).exists():
         return write_report(folder, state, name, [name], Heading(NOTEBOOKS[name]), pdf)
     if fetch:

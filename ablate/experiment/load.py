@@ -52,14 +52,10 @@ from ablate.experiment.search_space import Dimension, size, space, spelled_out
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.experiment.yaml_document import Document, read, with_values
 from ablate.experiment.yaml_document import parse as parse_yaml
-from ablate.files import Json
+from ablate.files import Json, no_folder_name
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.fork_design import Forks
 from ablate.training.workloads import WORKLOADS
-
-_LONGEST_NAME = 200
-"""Largest length of a sweep's name in bytes: file systems allow 255, and files named after a sweep have
-suffixes."""
 
 
 @dataclass(frozen=True)
@@ -176,18 +172,10 @@ class Experiment:
 def sweep_name(path: Path) -> str:
     """Return the name of a file's sweep: the file's name without its suffix. InputError if no folder can have
     that name."""
-    name = path.stem
-    if not name.strip(".") or name.startswith("."):
-        why = f"a sweep is named after its file, and a folder named {name!r} is hidden or impossible"
-    elif "/" in name or "\\" in name or not name.isprintable():
-        why = (
-            f"a sweep is named after its file, and {name!r} contains a separator or an unprintable character"
-        )
-    elif len(name.encode()) > _LONGEST_NAME:
-        why = f"a sweep is named after its file, and this name has more than {_LONGEST_NAME} bytes"
-    else:
-        return name
-    raise InputError([f"{str(path)!r}: {why}; rename the file, to rht_sr.yaml for example"])
+    if why := no_folder_name(path.stem):
+        rename = "rename the file, to rht_sr.yaml for example"
+        raise InputError([f"{str(path)!r}: a sweep is named after its file, and {why}; {rename}"])
+    return path.stem
 
 
 def load(

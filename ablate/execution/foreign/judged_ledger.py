@@ -23,7 +23,7 @@ from ablate.execution.foreign.names import places_of
 from ablate.execution.foreign.run import Found
 from ablate.experiment.roles import ELSEWHERE
 from ablate.experiment.schema import Metric
-from ablate.files import Busy, Json, lock
+from ablate.files import Busy, Json, lock, no_folder_name
 from ablate.results.comparisons import Comparisons
 from ablate.store.judged import FOREIGN, Judged, Occasion, Reading
 from ablate.store.ledger import Ledger
@@ -47,6 +47,8 @@ def write_ledger(state: Path, name: str, found: Found, question: Question) -> li
     Raises:
         InputError: The runs cannot be compared, or a sweep has this name.
     """
+    if why := no_folder_name(name):
+        raise InputError([f"--as: {why}; give a name such as nvfp4_lr"])
     chosen, more = prepared(found.runs, question)
     path = state / "sweeps" / name / "ledger.db"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +96,7 @@ def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> li
         InputError: There is no such sweep or arm, the sweep runs, or the runs lack its metric.
     """
     path = state / "sweeps" / name / "ledger.db"
-    if not path.exists():
+    if no_folder_name(name) or not path.exists():
         known = sorted(each.parent.name for each in state.glob("sweeps/*/ledger.db"))
         hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
         raise InputError([f"--into {name}: no such sweep; {hint}"])

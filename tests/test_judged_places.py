@@ -1,0 +1,46 @@
+"""Judged runs leave nothing where it does not belong: names of results, and settings of the user's process."""
+
+import pytest
+from support.cases import every
+from support.commands import here
+
+from ablate.cli.report import make
+from ablate.errors import InputError
+from ablate.execution.foreign.chosen_runs import Question
+from ablate.execution.foreign.judged_ledger import add_to_sweep, write_ledger
+from ablate.execution.foreign.run import ForeignRun, Found
+
+BAD_NAMES = ("../../x", "..", ".", "", " ", "/tmp/x", "a/b", "a\\b", ".hidden", "a\0b", "a\nb", "x" * 201)
+
+
+@every(name=BAD_NAMES)
+def test_results_stay_in_the_state_folder(name, tmp_path):
+    state = tmp_path / "one" / "two" / "state"
+    runs = [
+        ForeignRun(f"{arm} {s}", arm, s, {"val/loss": {1: 3.0 + s}})
+        for arm in ("bf16", "nvfp4")
+        for s in (0, 1)
+    ]
+    for write in (write_ledger, add_to_sweep):
+        with pytest.raises(InputError):
+            write(state, name, Found(runs, [], ["here"]), Question("bf16"))
+    (tmp_path / "one" / "x").mkdir(parents=True)
+    with pytest.raises(InputError):
+        make(state, name)
+    with pytest.raises(InputError):
+        make(state, name, mlflow="sqlite:///none.db", fetch=True)
+    assert [path.name for path in (tmp_path / "one").rglob("*")] == ["x"]
+
+
+@every(name=("../x", "sub/x", "..", ".x", ""))
+def test_a_command_writes_no_file_outside_its_folder(name, tmp_path):
+    path = tmp_path / "runs.csv"
+    path.write_text("arm,seed,val/loss\nbf16,0,3\nnvfp4,0,4\n")
+    for words in (
+        ("judge", path, "--against", "bf16", "--as", name, "--state", tmp_path / "state"),
+        ("init", name, "--folder", tmp_path / "new"),
+    ):
+        asked = here(*words)
+        assert asked.returncode == 2, (words, asked.stdout)
+        assert "Traceback" not in asked.stderr
+    assert not [*tmp_path.rglob("*.yaml"), *tmp_path.rglob("ledger.db")]
