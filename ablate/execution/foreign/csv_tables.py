@@ -26,12 +26,12 @@ def read_table(path: Path, fields: Mapping[str, str]) -> Table:
         InputError: it cannot be read, is empty, has two columns of one name, or a row of another length.
     """
     content = text(path)
-    csv.field_size_limit(_MOST_CELL)
     header = next((line for line in content.splitlines() if line.strip() and line[0] != _REMARK), "")
     between = max(_BETWEEN, key=header.count)
     reader = csv.reader(io.StringIO(content, newline=""), delimiter=between, strict=True)
     names: list[str] | None = None
     rows: list[Row] = []
+    before = csv.field_size_limit(_MOST_CELL)  # of the whole process
     try:
         for row in reader:
             if not any(cell.strip() for cell in row) or (names is None and row[0].startswith(_REMARK)):
@@ -49,6 +49,8 @@ def read_table(path: Path, fields: Mapping[str, str]) -> Table:
                 rows.append((reader.line_num, dict(zip(names, row, strict=True))))
     except csv.Error as error:
         raise InputError([f"{path}: line {reader.line_num}: {error}"]) from None
+    finally:
+        csv.field_size_limit(before)
     if names is None:
         raise InputError([f"{path}: there is no header"])
     if names[0] == "":  # the index that pandas writes

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,9 +25,22 @@ class StoredRun:
     scalars: list[tuple[int, str, float]]
     """Step, metric and value, in the order of time."""
     status: str
-    """`done`, `running` or `failed`."""
+    """`done`, `running`, or the word of MLflow: `failed`, `killed`."""
 
 
+@contextmanager
+def _variables_kept() -> Iterator[None]:
+    """Restore MLflow's environment variables, which the process of a user's Python needs as they were."""
+    before = {name: value for name, value in os.environ.items() if name.startswith("MLFLOW_")}
+    try:
+        yield
+    finally:
+        for name in [name for name in os.environ if name.startswith("MLFLOW_") and name not in before]:
+            del os.environ[name]
+        os.environ.update(before)
+
+
+@_variables_kept()
 def stored_runs(uri: str, experiment: str | None) -> tuple[str, list[StoredRun]]:
     """Return the name of an experiment and its runs.
 
@@ -79,7 +93,7 @@ def _runs(client: object, experiment: str) -> Iterator[StoredRun]:
                 run.info.run_name or run.info.run_id,
                 {**tags, **run.data.params},
                 [(step, name, value) for _, step, name, value in sorted(points, key=lambda one: one[:2])],
-                _STATUS.get(run.info.status, "failed"),
+                _STATUS.get(run.info.status, run.info.status.lower()),
             )
         token = page.token
         if not token:
