@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ablate.errors import InputError, nearest
+from ablate.errors import InputError, nearest, one_line
+from ablate.execution.foreign.own_fields import own_fields, values_by_field
 from ablate.execution.foreign.run import ForeignRun
 from ablate.experiment.schema import Metric
 from ablate.files import Json
@@ -39,6 +40,10 @@ class Question:
     floor: str | None = None
     """Arm with reruns of one configuration, described by their spread and not compared; None: none."""
 
+    def counts(self, run: ForeignRun) -> bool:
+        """Return True for a run that is done, or whose status is among the ignored fields."""
+        return run.status == "done" or (bool(run.states) and {*run.states} <= {*self.ignored})
+
 
 @dataclass(frozen=True)
 class Chosen:
@@ -62,7 +67,7 @@ def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, li
     Raises:
         InputError: No runs, no such metric or arm, or an arm that is two configurations.
     """
-    name = question.metric or _usual_metric(runs)
+    name = question.metric or _usual_metric([run for run in runs if question.counts(run)] or runs)
     metric = Metric(name=name, direction=question.direction, min_effect=_effect(question.min_effect))
     said: list[str] = []
     if question.metric is None:
@@ -70,10 +75,13 @@ def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, li
         said = [f"metric: {name}, the {better} the better"]
     chosen, more = comparable(runs, question, metric)
     arms = list(dict.fromkeys(run.arm for run in chosen.runs))
+    why = "".join(f"; {sentence}" for sentences in chosen.left_out.values() for sentence in sentences[:1])
     if question.against not in arms:
-        raise InputError([f"--against {question.against}: no such arm; {nearest(question.against, arms)}"])
+        hint = nearest(question.against, arms)
+        raise InputError([f"--against {question.against}: no such arm; {hint}{why}"])
     if len(arms) < 2:
-        raise InputError([f"only {arms[0]} has runs with {metric.name}: there is nothing to compare it with"])
+        lone = f"only {arms[0]} has runs with {metric.name}"
+        raise InputError([f"{lone}: there is nothing to compare it with{why}"])
     return chosen, said + more
 
 
@@ -87,17 +95,23 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     if not recordable(metric.name):
         raise InputError([f"metric {metric.name!r}: {NAMING}; rename it: --metric NAME={metric.name}"])
     kept = []
+    open_ends: dict[tuple[str, str], list[ForeignRun]] = {}
     for run in runs:
-        if run.status != "done":
-            left_out.setdefault(run.arm, []).append(f"{run.name} is left out: it is {run.status}")
+        if not question.counts(run):
+            open_ends.setdefault((run.arm, run.ended), []).append(run)
         elif metric.name not in run.records or not run.records[metric.name]:
             left_out.setdefault(run.arm, []).append(f"{run.name} is left out: it has no {metric.name}")
         else:
             kept.append(run)
+    for (arm, _), alike in open_ends.items():
+        left_out.setdefault(arm, []).append(_unfinished(alike))
     said = [sentence for sentences in left_out.values() for sentence in sentences]
     if not kept:
         raise InputError([f"no run is left: {'; '.join(said[:3])}"])
+    said += [f"{run.name} counts as asked: {run.ended}" for run in kept if run.status != "done"]
     _require_one_configuration(kept, question)
+    if own := sorted(own_fields(kept) - {*question.ignored}):
+        said.append(f"not compared, since they say which run it is: {', '.join(map(one_line, own))}")
     steps = max(max(run.records[metric.name]) for run in kept)
     short = _short(kept, question, metric.name, steps)
     for run in short:
@@ -123,6 +137,15 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
             f"{metric.name} is the loss of one batch: its last value is noisier than a mean of several"
         )
     return Chosen(kept, metric, steps, reruns, left_out, short), said
+
+
+def _unfinished(runs: Sequence[ForeignRun]) -> str:
+    """Return a sentence on runs of one arm that are not done, for one reason."""
+    first, *more = runs
+    names = ", ".join(map(_short_name, runs))
+    subject = f"{len(runs)} runs of {first.arm} ({names}) are" if more else f"{first.name} is"
+    ignored = " ".join(f"--ignore {shlex.quote(name)}" for name in first.states)
+    return f"{subject} left out: {first.ended}" + f"; to count all the same: {ignored}" * bool(ignored)
 
 
 def _short(runs: Sequence[ForeignRun], question: Question, metric: str, steps: int) -> list[ForeignRun]:
@@ -196,23 +219,25 @@ def _usual_metric(runs: Sequence[ForeignRun]) -> str:
 def _require_one_configuration(runs: Sequence[ForeignRun], question: Question) -> None:
     """Raise InputError if the runs of an arm have different configurations, with the fields.
 
-    A field with another value in every run of the source, such as an id or a time, does not count.
+    Ids, places and times do not count.
     """
     own = own_fields(runs)
     problems = []
     for arm in dict.fromkeys(run.arm for run in runs):
         found = {
             name: values
-            for name, values in _values_by_field([run for run in runs if run.arm == arm]).items()
+            for name, values in values_by_field([run for run in runs if run.arm == arm]).items()
             if len(values) > 1 and name not in own and name not in question.ignored
         }
         if found:
             shown = "; ".join(f"{name} {_listed(values)}" for name, values in [*found.items()][:_MOST_FIELDS])
             first = next(iter(found))
-            fields = " ".join(f"--ignore {name}" for name in [*found][:_MOST_FIELDS])
+            fields = " ".join(f"--ignore {shlex.quote(name)}" for name in [*found][:_MOST_FIELDS])
+            seed = f" or as the seed (--column {shlex.quote(f'seed={first}')})"
             problems.append(
                 f"{arm}: its runs have different configurations ({shown}), so their spread is not that of"
-                f" seeds; name the arms by these fields too (--column arm=ARM,{first}), or pass {fields}"
+                f" seeds; name the arms by these fields too (--column {shlex.quote(f'arm=ARM,{first}')})"
+                f"{seed * all(run.seed is None for run in runs)}, or pass {fields} if they do not matter"
             )
     if problems:
         raise InputError(problems)
@@ -221,22 +246,6 @@ def _require_one_configuration(runs: Sequence[ForeignRun], question: Question) -
 def _listed(values: Iterable[str]) -> str:
     first = sorted(values)
     return " and ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
-
-
-def own_fields(runs: Sequence[ForeignRun]) -> set[str]:
-    """Return the fields of configurations that have another value in every run: ids, names, times."""
-    values = _values_by_field(runs)
-    if len({run.arm for run in runs}) == len(runs):  # one run an arm: each field has as many values
-        return set()
-    return {name for name, found in values.items() if len(found) == len(runs)}
-
-
-def _values_by_field(runs: Sequence[ForeignRun]) -> dict[str, set[str]]:
-    """Return the values of every field as text; `not set` for a run without it."""
-    names = {name for run in runs for name in run.config}
-    return {
-        name: {str(run.config[name]) if name in run.config else "not set" for run in runs} for name in names
-    }
 
 
 def differing(runs: Sequence[ForeignRun], question: Question) -> dict[str, dict[str, list[Json]]]:

@@ -6,8 +6,10 @@ usual ones: `sede` is more likely a mistake than a table without seeds.
 """
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from shlex import quote
 
 from ablate.errors import InputError, nearest, one_line
 from ablate.training.log_readers.lines import METRICS, metric_name
@@ -19,14 +21,19 @@ USUAL: dict[str, tuple[str, ...]] = {
     "run": ("run", "run_name", "run_id", "run_uuid", "name", "id"),
 }
 """Usual names of each role; the first is ours, and is taken even if others are there, too."""
-_ABOVE = ("config", "params", "param", "hparams", "hyperparameters", "args", "trainer", "train", "summary")
-"""Words before a dot or a slash that do not change what a column is: `config.seed`, `trainer/global_step`."""
+_ABOVE = re.compile(
+    r"((config|cfg|params?|hparams?|hyper_?parameters|(training_)?args|options|train_loop_config"
+    r"|trainer|train|training|summary)\.)+(?=[^.]*$)"
+)
+"""Words before a dot or a slash that do not change what a column is: `config.trainer.seed`."""
 _ALIKE = 0.74
 _NOT_MEANT = ("speed", "stop")
 """Words that are alike and mean something else."""
 
-_OF_METRIC = ("loss", "acc", "accuracy", "ppl", "perplexity", "bleu", "rouge", "f1", "auc", "score", "error")
+_OF_METRIC = "loss acc accuracy ppl perplexity bleu rouge f1 auc score error bpb nll mse wer mmlu hellaswag"
 """Words in the name of a final value, as against a setting: a table of one row a run has both."""
+_OF_SETTING = "weight coef scale scaling lambda alpha threshold smoothing fn type"
+"""Last words of a setting whose name has one of a metric, too: `z_loss_weight`."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +88,8 @@ def pick(role: str, given: str | None, names: Sequence[str], where: str, said: l
         return best[0]
     near = [name for name in names if plain(name) not in _NOT_MEANT and _alike(plain(name), role)]
     if near and role != "run":
-        raise InputError(
-            [f"{where}: no column {role!r}; if {_listed(near)} is meant, name it, {role}={one_line(near[0])}"]
-        )
+        named = quote(f"{role}={one_line(near[0])}")
+        raise InputError([f"{where}: no column {role!r}; if {_listed(near)} is meant, name it, {named}"])
     return None
 
 
@@ -127,17 +133,16 @@ def metric_columns(
 def like_metric(text: str) -> bool:
     """Return True for a name such as `val_acc`, which is a result and not a setting."""
     words = text.lower().replace("/", "_").replace("-", "_").replace(".", "_").replace(" ", "_").split("_")
-    return (metric_name(text) in METRICS and metric_name(text) != "train/lr") or any(
-        word in _OF_METRIC for word in words
+    return (metric_name(text) in METRICS and metric_name(text) != "train/lr") or (
+        not {*words}.isdisjoint(_OF_METRIC.split()) and words[-1] not in _OF_SETTING.split()
     )
 
 
 def plain(name: str) -> str:
     """Return the name of a column in small letters, without words above it: `seed` for `config/Seed`."""
     text = name.strip().lower().replace("/", ".")
-    above, _, last = text.rpartition(".")
-    word = last if above in _ABOVE else text
-    return word.replace("-", "_").replace(" ", "_").strip("_")
+    found = _ABOVE.match(text)
+    return text[found.end() if found else 0 :].replace("-", "_").replace(" ", "_").strip("_")
 
 
 def _alike(word: str, role: str) -> bool:

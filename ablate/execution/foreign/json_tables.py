@@ -70,7 +70,11 @@ def _table(path: Path, rows: Sequence[Row], fields: Mapping[str, str]) -> Table:
 def _row(entry: Json) -> dict[str, Json]:
     if not isinstance(entry, dict):
         raise ValueError("it is not an object")
-    return {name.strip(): value for name, value in flat(entry).items() if not isinstance(value, list)}
+    return {
+        name.strip(): json.dumps(value) if isinstance(value, list) else value
+        for name, value in flat(entry).items()
+        if not isinstance(value, list) or len(value) <= 8  # such as Adam's betas; a longer one is a curve
+    }
 
 
 def _parsed(text: str) -> Json:

@@ -13,6 +13,7 @@ from ablate.execution.foreign.columns import Columns, metric_columns, pick
 from ablate.execution.foreign.names import fields_of, read_name, seed_of
 from ablate.execution.foreign.points import Points
 from ablate.execution.foreign.run import ForeignRun
+from ablate.execution.foreign.statuses import status_columns, with_status
 from ablate.files import Json
 
 _IDENTITY = ("arm", "seed")
@@ -60,6 +61,7 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
         InputError: an arm or a metric cannot be told without doubt.
     """
     names = [*dict.fromkeys(name for run in runs for name in run.config)]
+    states = status_columns({*names} - {columns.arm, columns.seed}, [run.config for run in runs])
     words = fields_of(columns.name) if columns.name else frozenset()
     roles: dict[str, str] = {}
     for role, given in zip(_IDENTITY, (columns.arm, columns.seed), strict=True):
@@ -83,7 +85,7 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
         seen = sorted({name for run in runs for name in run.points.records()})
         if theirs not in seen:
             raise InputError([f"{where}: no metric {one_line(theirs)!r} for {ours}; {nearest(theirs, seen)}"])
-    identified_runs = [_run(run, columns, roles, renamed) for run in runs]
+    identified_runs = [with_status(_run(run, columns, roles, renamed), states, [run.config]) for run in runs]
     said += [f"{where}: metric {ours}: {one_line(theirs)!r}" for theirs, ours in renamed.items()]
     said += [sentence for run in runs for sentence in run.points.sentences()]
     return identified_runs

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ablate.execution.foreign.cells import shown
 from ablate.files import Json
 
 
@@ -28,11 +29,19 @@ class ForeignRun:
     """Fields that the source records about the run, without arm and seed."""
     status: str = "done"
     """`done`, `failed` or `running`, as the source says; `done` if it does not."""
+    states: Mapping[str, str] = field(default_factory=dict)
+    """Text of each field of the source that says that the run is not done; empty for an empty cell."""
 
     @property
     def last_step(self) -> int:
         """Largest step of any record; -1 without records."""
         return max((max(steps) for steps in self.records.values() if steps), default=-1)
+
+    @property
+    def ended(self) -> str:
+        """Its status in the words of the source, for a sentence."""
+        texts = [f"{name} is {shown(text) if text else 'empty'}" for name, text in self.states.items()]
+        return " and ".join(texts) or f"it is {self.status}"
 
     @property
     def finite(self) -> bool:

@@ -124,7 +124,7 @@ def each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
     finished = {(run.arm, run.seed) for run in runs if run.status == "done" and run.seed is not None}
     for run in runs:
         if run.status != "done" and (run.arm, run.seed) in finished:
-            said.append(f"{run.name} is left out: it is {run.status}, and another run of its seed is done")
+            said.append(f"{run.name} is left out: {run.ended}, and another run of its seed is done")
             continue
         twins = [other for other in kept if (other.arm, other.seed) == (run.arm, run.seed)]
         telling = run.seed is not None or sum(map(len, run.records.values())) >= _TELLING

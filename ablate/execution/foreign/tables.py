@@ -21,10 +21,9 @@ from ablate.execution.foreign.columns import Columns, like_metric, metric_column
 from ablate.execution.foreign.names import fields_of, read_name, seed_of
 from ablate.execution.foreign.points import Points
 from ablate.execution.foreign.run import ForeignRun
+from ablate.execution.foreign.statuses import status_columns, with_status
 from ablate.files import Json
 
-_STATUS = {"running": "running", "crashed": "failed", "failed": "failed", "killed": "failed"}
-"""Status of a run by the words of W&B and others; any other word means that it is done."""
 Row = tuple[int, Mapping[str, Json]]
 """Line of the file, from 1, and cell by column."""
 
@@ -70,7 +69,10 @@ def runs_of(table: Table, columns: Columns, said: list[str]) -> list[ForeignRun]
         table = _joined(table, [name.strip() for name in columns.arm.split(",")], columns.arm)
     roles = _roles(table, columns, said)
     groups = _groups(table, columns, roles)
-    names = [name for name in table.names if name not in roles.values() and not name.startswith("_")]
+    free = {*table.names} - {*roles.values(), *(columns.metrics or {}).values()}
+    states = status_columns(free, [row for _, row in table.rows])
+    taken = {*roles.values(), *states}
+    names = [name for name in table.names if name not in taken and not name.startswith("_")]
     long = "step" in roles
     metrics, settings = _sorted_columns(table.where, names, groups, long, columns.metrics, said)
     if not long:
@@ -80,7 +82,8 @@ def runs_of(table: Table, columns: Columns, said: list[str]) -> list[ForeignRun]
     in_time = not {"arm", "seed", "run"} & roles.keys()
     empty: Counter[str] = Counter()
     runs = [
-        _run(table, group, roles.get("step"), metrics, settings, in_time, said, empty) for group in groups
+        _run(table, group, roles.get("step"), metrics, settings, states, in_time, said, empty)
+        for group in groups
     ]
     said += [
         f"{table.where}: {one_line(metric)}: {count} of {len(table.rows)} cells are empty, taken as not"
@@ -115,9 +118,11 @@ def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
     from_name = fields_of(columns.name) if columns.name else frozenset()
     roles: dict[str, str] = {}
     for role, said_by_path in table.fields.items():
-        twin = next((name for name in table.names if plain(name) == role), None)
-        if role in given and twin and any(str(row[twin]).strip() != said_by_path for _, row in table.rows):
-            raise InputError([f"{table.where}: column {one_line(twin)!r} and the path differ in the {role}"])
+        for twin in (name for name in table.names if role in given and plain(name) == role):
+            if any(str(row[twin]).strip() != said_by_path for _, row in table.rows):
+                raise InputError(
+                    [f"{table.where}: column {one_line(twin)!r} and the path differ in the {role}"]
+                )
     for role, column in given.items():
         if column is None and (role in table.fields or role in from_name):
             continue
@@ -174,7 +179,7 @@ def _sorted_columns(
     if given is not None:
         metrics = metric_columns(given, [*names], where, said)
         others = [name for name in names if name not in metrics.values()]
-        return metrics, [name for name in others if _constant(name, groups)]
+        return metrics, [name for name in others if _constant(name, groups) and not like_metric(name)]
     long = long and any(len(group.rows) > 1 for group in groups)
     likely, settings, left_out = [], [], []
     for name in names:
@@ -198,12 +203,6 @@ def _sorted_columns(
             [f"{where}: no column is known as a metric; name one, such as val/loss=COLUMN, of: {listed}"]
         )
     return metric_columns(None, likely, where, said), settings
-
-
-def _status(row: Mapping[str, Json]) -> str:
-    """Return the status of a run, of a column as W&B's table of runs has it."""
-    column = next((name for name in row if plain(name) in ("state", "status")), None)
-    return _STATUS.get(str(row[column]).strip().lower(), "done") if column else "done"
 
 
 def _constant(name: str, groups: Sequence[_Group]) -> bool:
@@ -233,6 +232,7 @@ def _run(
     step_column: str | None,
     metrics: Mapping[str, str],
     settings: Sequence[str],
+    states: Mapping[str, Mapping[str, bool]],
     in_time: bool,
     said: list[str],
     empty: Counter[str],
@@ -270,13 +270,13 @@ def _run(
                 ) from None
             points.add(line, step, metric, value)
     records = points.records()
-    states = {_status(row) for _, row in group.rows}
-    status = next((state for state in ("failed", "done") if state in states), "running")
-    if not records and status == "done":
-        raise InputError([f"{name}: all cells of its metrics are empty"])
-    said += points.sentences()
     config: dict[str, Json] = {**table.fields}
     row = group.rows[0][1]
     config |= {key: cells.setting(row[key]) for key in settings if not cells.is_empty(row.get(key))}
     config = {key: value for key, value in config.items() if key not in ("arm", "seed")}
-    return ForeignRun(name, group.arm, group.seed, records, config, status)
+    run = ForeignRun(name, group.arm, group.seed, records, config)
+    run = with_status(run, states, [row for _, row in group.rows])
+    if not records and run.status == "done":
+        raise InputError([f"{name}: all cells of its metrics are empty"])
+    said += points.sentences()
+    return run

@@ -1,0 +1,88 @@
+"""Status of a run in the words of its source: only words that are known to mean done count as done.
+
+    State       finished, COMPLETED, TrialState.COMPLETE    any other word: the run is not done
+    exit_code   0, or SLURM's 0:0                           any other number
+    finished    true, yes, 1                                false, no, 0; the reverse for `failed`
+
+A number or a truth value in a column of words means nothing known, so the run is not done. TERMINATED is
+done in tables of Ray Tune alone: elsewhere it is a machine that was taken away. An empty cell is done unless
+the column says of another run that it is done: some tables note failures alone.
+"""
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
+from ablate.execution.foreign import cells
+from ablate.execution.foreign.columns import plain
+from ablate.execution.foreign.run import ForeignRun
+from ablate.files import Json
+
+_WORDS = re.compile(
+    r"(run|job|trial|task|process|experiment|exp|train|training|final|end|completion|lifecycle|result|info"
+    r"|attributes|slurm|wandb|mlflow|ray)?(state|status)"
+)
+_CODES = re.compile(r"(job)?(exitcode|exitstatus|returncode)")
+_GOOD = re.compile(r"finished|completed?|done|success|succeeded")
+_BAD = re.compile(r"failed|crashed|killed|preempted|aborted|cancell?ed")
+"""Names of columns of truth values, by what true means."""
+_TRUE, _FALSE = ("true", "yes", "1", "1.0"), ("false", "no", "0", "0.0")
+_DONE = re.compile(r"(\w+\.)?(done|finish(ed)?|completed?|success(ful)?|succeeded|ok(ay)?|passed)")
+"""Words that mean done, such as `TrialState.COMPLETE`."""
+_RUNNING = re.compile(r"running|pending|queued|scheduled|start(ing|ed)|waiting|false|no|0|0\.0")
+"""Words that a later row of the same run may replace by one that means done."""
+_EMPTY = frozenset(["", "-", "nan", "none", "null", "n/a", "na"])
+Rows = Sequence[Mapping[str, Json]]
+"""Cells by column, of each row."""
+
+
+def known(name: str) -> str:
+    """Return a column's name as lists of known names have it: `jobstate` for `Job state` and `job.State`."""
+    return re.sub(r"[^a-z0-9]", "", plain(name))
+
+
+def status_columns(names: Collection[str], rows: Rows) -> dict[str, dict[str, bool]]:
+    """Return the columns that say how runs ended: for each of their texts, True if it means done.
+
+    Args:
+        names: Columns that have no other role.
+        rows: All rows of the source, since a column of flags has truth values alone.
+    """
+    by_ray = any(known(name) == "trainingiteration" for row in rows[:1] for name in row)
+    columns = {}
+    for name in names:
+        texts = {_text(row.get(name)) for row in rows} - {""}
+        done = {text: _means_done(known(name), text, by_ray) for text in texts}
+        if done and None not in done.values():
+            columns[name] = {text: value is True for text, value in done.items()}
+    return columns
+
+
+def with_status(run: ForeignRun, columns: Mapping[str, Mapping[str, bool]], rows: Rows) -> ForeignRun:
+    """Return a run with the status that its rows say, and without these columns among its settings."""
+    against = {} if run.status == "done" else {"State": run.status}
+    for name, done in columns.items():
+        texts = [text for row in rows if (text := _text(row.get(name)))]
+        failures = [text for text in texts if not (done[text] or _RUNNING.fullmatch(text.lower()))]
+        said = any(done.values()) or bool(texts)
+        if failures or said > any(done[text] for text in texts):
+            against[name] = (failures or texts or [""])[-1]
+    failed = not all(map(_RUNNING.fullmatch, map(str.lower, against.values())))
+    config = {name: value for name, value in run.config.items() if name not in columns}
+    status = "done" if not against else "failed" if failed else "running"
+    return replace(run, config=config, status=status, states=against)
+
+
+def _text(cell: Json) -> str:
+    text = "" if cells.is_empty(cell) else str(cell).strip()
+    return "" if text.lower() in _EMPTY else text
+
+
+def _means_done(key: str, text: str, by_ray: bool) -> bool | None:
+    """Return True for a text that means done in a column of this name; None if it is none of a status."""
+    word = text.lower()
+    if _WORDS.fullmatch(key) or _CODES.fullmatch(key):
+        code = _CODES.fullmatch(key) and word in ("0", "0.0", "0:0")
+        return bool(code or _DONE.fullmatch(word)) or (by_ray and text == "TERMINATED")
+    good = bool(_GOOD.fullmatch(key))
+    return (word in _TRUE) is good if (good or _BAD.fullmatch(key)) and word in _TRUE + _FALSE else None
