@@ -145,7 +145,7 @@ def _unfinished(runs: Sequence[ForeignRun]) -> str:
     names = ", ".join(map(_short_name, runs))
     subject = f"{len(runs)} runs of {first.arm} ({names}) are" if more else f"{first.name} is"
     ignored = " ".join(f"--ignore {shlex.quote(name)}" for name in first.states)
-    return f"{subject} left out: {first.ended}" + f"; to count all the same: {ignored}" * bool(ignored)
+    return f"{subject} left out: {first.ended}" + f" ({ignored})" * bool(ignored)
 
 
 def _short(runs: Sequence[ForeignRun], question: Question, metric: str, steps: int) -> list[ForeignRun]:
