@@ -292,8 +292,10 @@ def runs_of(lengths: dict[str, int], seeds: int = 4, last: float | None = None) 
     ]  # fmt: skip
 
 
-def test_runs_of_unequal_length_have_no_verdict(tmp_path):
-    with closing(judged_ledger(tmp_path, runs_of({"bf16": 100, "nvfp4": 80}))) as ledger:
+def test_an_arm_with_a_run_that_ended_early_has_no_verdict(tmp_path):
+    runs = runs_of({"bf16": 100, "nvfp4": 100})[:-1]
+    runs += runs_of({"bf16": 100, "nvfp4": 80})[-1:]
+    with closing(judged_ledger(tmp_path, runs)) as ledger:
         assert {arm.verdict.reason for arm in summaries(ledger)} == {"length", "baseline"}
         assert "ended at an earlier step" in headline_of(Comparisons(ledger)).text
 

@@ -462,14 +462,20 @@ WORDS = {
     "not as long": (
         Verdict("unjudged", "length", count=2),
         "not judged",
-        ["runs of unequal length on 2 seeds: no verdict without metric.any_length"],
-        "runs of unequal length on 2 seeds: no verdict without metric.any_length",
+        ["runs of unequal length on 2 seeds: no verdict"],
+        "runs of unequal length on 2 seeds: no verdict",
     ),
     "not as long on one": (
         Verdict("unjudged", "length", count=1),
         "not judged",
-        ["runs of unequal length on 1 seed: no verdict without metric.any_length"],
-        "runs of unequal length on 1 seed: no verdict without metric.any_length",
+        ["runs of unequal length on 1 seed: no verdict"],
+        "runs of unequal length on 1 seed: no verdict",
+    ),
+    "copies": (
+        Verdict("unjudged", "copies", count=1),
+        "not judged",
+        ["runs with the same values count as one, which leaves too few"],
+        "runs with the same values count as one, which leaves too few",
     ),
     "two machines": (
         Verdict("worse", mixed=2),

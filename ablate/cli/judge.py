@@ -82,6 +82,10 @@ class QuestionFlags:
             metavar="RUN", help="Run that ended early, to be left out; the report says so. Repeatable."
         ),
     ] = None
+    at: Annotated[
+        int | None,
+        typer.Option(metavar="STEP", help="Step to compare; default: the last one that most runs have."),
+    ] = None
 
     @property
     def question(self) -> "Question":
@@ -96,6 +100,7 @@ class QuestionFlags:
             "maximize" if self.maximize else "minimize",
             tuple(self.ignore or ()),
             tuple(self.without or ()),
+            at=self.at,
         )
 
 

@@ -209,7 +209,7 @@ def _change(difference: Difference, verdict: Verdict, setting: Setting) -> str:
     """Return a change with its interval: `raises val/loss by 0.02 nats (95 % CI 0.01 to 0.03)`."""
     name = setting.metric.name
     if verdict.kind == "same":
-        return f"gives the same {name} on every seed"
+        return f"gives the same {name} on every seed: it changed nothing"
     over = f" {setting.scope}" if setting.scope and not verdict.decided else ""
     low, high = difference.low, difference.high
     sure = difference.has_interval and (low > 0 or high < 0)

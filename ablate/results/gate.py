@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from statistics import median, stdev, variance
 from typing import Literal
 
+from ablate.results.copies import copies
 from ablate.results.number_text import counted, minus, signed
 from ablate.results.paired_stats import common
 from ablate.results.single_runs import curves
@@ -50,7 +51,7 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
         _bad(ledger, arms),
     ]
     found += [_ended_early(arms), _covered(ledger), _one_product(ledger), _one_processor(ledger)]
-    found += [*_spread(arms), *_late(ledger), *_margin(arms), *_positions(arms)]
+    found += [*_copied(ledger, arms), *_spread(arms), *_late(ledger), *_margin(arms), *_positions(arms)]
     found += [*_same_code(ledger), *_elsewhere(ledger, arms), *_single(ledger, arms)]
     return [check for check in found if check]
 
@@ -59,14 +60,15 @@ def _finished(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check:
     """Return the number of finished runs, and each arm that has none, and why its first run failed."""
     total = sum(arm.seeds for arm in arms if arm.role != "refused")
     missing = sum(len(arm.missing) for arm in arms)
-    if not any(arm.values or arm.diverged for arm in arms):
+    early = sum(len(arm.early) for arm in arms)
+    if not early and not any(arm.values or arm.diverged for arm in arms):
         return Check("failed", f"none of {counted(total, 'run')} has finished")
-    text = f"{total - missing} of {counted(total, 'run')} finished"
+    text = f"{total - missing - early} of {counted(total, 'run')} finished"
     reasons = {member.name: member.reason for member in reversed(ledger.members()) if member.reason}
     for arm in arms:
         if arm.role != "refused" and arm.missing and len(arm.missing) == arm.seeds and arm.name in reasons:
             text += f"; none of {arm.name} did: {reasons[arm.name].splitlines()[0]}"
-    return Check("warning" if missing else "passed", text)
+    return Check("warning" if missing or early else "passed", text)
 
 
 def _covered(ledger: Ledger) -> Check | None:
@@ -110,6 +112,7 @@ def _elsewhere(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     if judged.left_out:
         more = f" and {len(judged.left_out) - 1} more" if len(judged.left_out) > 1 else ""
         yield Check("warning", f"{judged.left_out[0]}{more}")
+    yield from (Check("warning", each.longer) for each in judged.readings if each.longer)
     if not Judged.alone(ledger):
         names = ", ".join(arm.name for arm in arms if arm.role == "foreign")
         yield Check("note", f"{names}: {judged.text}; unpaired, since they share no start with these runs")
@@ -170,6 +173,21 @@ def _ended_early(arms: Sequence[ArmSummary]) -> Check | None:
     uneven = [arm.name for arm in arms if arm.uneven]
     words = f"{len(ends)} of {counted(total, 'run')} ended early, {name} at step {last} of {steps}"
     return Check("warning", words + (f"; no verdict on {', '.join(uneven[:3])}" if uneven else ""))
+
+
+def _copied(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
+    """Yield runs of an arm that have the same values, and those from elsewhere that another arm has, too."""
+    judged, name = Judged.of(ledger), ledger.facts.metric.name
+    noun = "seed" if judged is None or judged.seeded else "run"
+    why = "the seed did nothing" + (", or one run was copied" if judged else "")
+    for each in (each for arm in arms for each in arm.copies):
+        end = f"{why}; they count as one" if each.sure else "check that the seed has an effect"
+        yield Check("warning" if each.sure else "note", f"{each.text(noun)}: {end}")
+    if Judged.alone(ledger):
+        lasts = ledger.finals(lambda metric: str(metric) == name)
+        for each in copies(ledger, ledger.members(), lasts, name):
+            if each.sure and len({*map(tuple, each.seeds.values())}) > 1:
+                yield Check("warning", f"{each.text(noun)}: one run was copied")
 
 
 def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:

@@ -333,9 +333,14 @@ def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str, list
         return "One seed per arm:", text, []
     if uneven := [arm.name for arm in sweep.arms if arm.uneven]:
         named = ", ".join(uneven[:3]) + (f" and {len(uneven) - 3} more" if len(uneven) > 3 else "")
-        text = f"{named} ended at an earlier step than other runs of the same seed."
+        text = f"{named} ended at an earlier step than other runs."
         remedy = "Give all runs the same length, or compare them all the same by any_length under metric."
+        if Judged.alone(sweep.ledger):
+            remedy = "Compare all runs at a step that they share, by --at STEP."
         return NO_ANSWER, f"{text} {remedy}", []
+    if copied := [each.text() for arm in sweep.arms for each in arm.copies if each.sure]:
+        text = f"{'; '.join(copied[:2])}; they count as one, which leaves too few."
+        return "No verdict:", text, []
     if len([arm for arm in sweep.arms if arm.values]) == 1:
         return NO_ANSWER, "only one arm has finished, so there is nothing to compare it with.", []
     if not any(arm.values for arm in sweep.arms):

@@ -283,6 +283,7 @@ Reason = Literal[
     "nothing_learned",
     "censored",
     "length",
+    "copies",
     "baseline",
     "refused",
     "pruned",

@@ -11,6 +11,7 @@ from typing import Self
 from ablate.experiment.roles import Role
 from ablate.experiment.schema import Metric
 from ablate.files import Json
+from ablate.results.copies import Copies
 from ablate.results.forked import FIFTH, Readings, Views, qualified, readings_of, sharpened, views
 from ablate.results.intervals import ALPHA, Interval
 from ablate.results.learning_floor import Floors
@@ -79,6 +80,8 @@ class ArmSummary:
     """Step of the last record and steps of the spec by seed, of finished runs that ended early."""
     uneven: tuple[int, ...] = ()
     """Seeds of those that ended before another arm's run. The arm has no values unless the file allows it."""
+    copies: tuple[Copies, ...] = ()
+    """Groups of its runs with the same values. Those that are surely one count once."""
     floor_unknown: bool = False
     """True if the workload reports that loss, and neither the ledger nor a result has it."""
     loss: float = math.nan
@@ -117,7 +120,7 @@ class ArmSummary:
     @property
     def unmeasured(self) -> int:
         """Number of seeds that are done without a finite value of the metric."""
-        without = (self.values, self.diverged, self.missing, self.pruned)
+        without = (self.values, self.diverged, self.missing, self.pruned, *(c.again for c in self.copies))
         return 0 if self.censored or self.uneven else self.seeds - sum(map(len, without))
 
     @property
@@ -209,7 +212,7 @@ def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
     if (target := target_of(metric.name)) is not None:
         for trial, values_of in lasts.items():
             values_of[metric.name] = steps_to(ledger.series(trial, LOSS), target)
-    ends = lengths(ledger, itertools.chain.from_iterable(members.values()))
+    ends = lengths(ledger, members, lasts, metric.name)
     values = {number: _values(group, lasts, metric, ends) for number, group in members.items()}
     kind, seeds = interval_of(ledger), None
     if Judged.alone(ledger):
@@ -318,7 +321,7 @@ def judge_learned(
         for (_, _, arms), view in zip(compared, seen or [None] * len(compared), strict=True)
     ]
     return [
-        (None if difference.pairs else _withheld(arms)) or verdict
+        _withheld(difference, verdict, arms) or verdict
         for (difference, _, arms), verdict in zip(compared, judged, strict=True)
     ]
 
@@ -339,8 +342,12 @@ def _judged(
     return dict(zip(compared, verdicts, strict=True))
 
 
-def _withheld(arms: Collection[ArmSummary]) -> Verdict | None:
-    """Return the verdict on arms of which one has no values since its runs cannot be compared."""
+def _withheld(difference: Difference, verdict: Verdict, arms: Collection[ArmSummary]) -> Verdict | None:
+    """Return the verdict on arms with too few values since runs are copies, or cannot be compared."""
+    if verdict.kind == "unjudged" and any(each.sure for arm in arms for each in arm.copies):
+        return Verdict("unjudged", "copies", count=difference.pairs)
+    if difference.pairs:
+        return None
     censored = {seed for arm in arms for seed in arm.censored}
     uneven = {seed for arm in arms for seed in arm.uneven}
     if uneven:
@@ -475,7 +482,7 @@ class Gaps:
             m.trial: {name: ledger.last_value(m.trial, name) for name in names}
             for m in itertools.chain.from_iterable(groups.values())
         }
-        ends = lengths(ledger, itertools.chain.from_iterable(groups.values()))
+        ends = lengths(ledger, groups, lasts, metric.name)
         values = {number: _values(group, lasts, metric, ends) for number, group in groups.items()}
         readings = _Readings(self._rows, lasts, {}, {}, values, metric, interval_of(ledger), ends)
         pair = [_summary(readings, number, group) for number, group in groups.items()]
@@ -504,13 +511,14 @@ def _values(
     members: list[Member], lasts: Mapping[int, Mapping[str, float]], metric: Metric, ends: Lengths
 ) -> dict[int, float]:
     """Return the last finite values of a metric by seed, of finished runs; none if a seed is censored, or
-    ended before the runs that it is compared with."""
+    ended before the runs that it is compared with. Copies count once."""
     if _censored(members, lasts, metric.name) or _uneven(members, metric, ends):
         return {}
+    again = {trial for each in ends.copies for trial in each.again}
     values = {
         member.seed: lasts[member.trial].get(metric.name, math.nan)
         for member in members
-        if member.status == "done"
+        if member.status == "done" and member.trial not in again
     }
     return {seed: value for seed, value in values.items() if math.isfinite(value)}
 
@@ -565,6 +573,7 @@ def _summary(readings: _Readings, number: int, members: list[Member]) -> ArmSumm
         pruned=pruned,
         early={m.seed: readings.ends.early[m.trial] for m in members if m.trial in readings.ends.early},
         uneven=_uneven(members, readings.metric, readings.ends),
+        copies=tuple(each for each in readings.ends.copies if each.members[0].arm == number),
         censored=_censored(members, lasts, readings.metric.name),
         reason=arm.reason or "",
         readings=readings_of(

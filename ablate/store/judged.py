@@ -25,12 +25,15 @@ class Occasion:
     direction: str
     min_effect: str
     """Smallest effect that matters, as it was given; empty if none was."""
+    at: int | None = None
+    """Step that was asked for; None if none was."""
 
     @property
     def text(self) -> str:
         """The comparison in words."""
         goal, effect = f"{self.metric} {self.direction}d", self.min_effect or "none"
-        return f"{goal} against {self.against}, min_effect {effect}"
+        step = "" if self.at is None else f", at step {self.at}"
+        return f"{goal} against {self.against}, min_effect {effect}{step}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Reading:
     """Sentences on runs that are not compared, such as crashed ones, by arm."""
     nonfinite: Mapping[str, int] = field(default_factory=dict)
     """Compared runs with a NaN or an infinity in any record, by arm."""
+    longer: str = ""
+    """Sentence on runs that continue beyond the step that is compared; empty if none does."""
 
     def without(self, arms: Collection[str]) -> Self | None:
         """Return what is left of it once other runs replace those of these arms; None if nothing is."""

@@ -122,6 +122,7 @@ def judge(
     columns: Mapping[str, str] | None = None,
     ignore: Sequence[str] = (),
     without: Sequence[str] = (),
+    at: int | None = None,
 ) -> Judgement:
     """Return verdicts on runs that were not started here, by the statistics of a sweep.
 
@@ -135,6 +136,7 @@ def judge(
         columns: Column of `arm`, `seed`, `step` or `run`, where names are not the usual ones.
         ignore: Fields that may differ between the runs of an arm.
         without: Names of runs that ended early, to be left out; a warning names them.
+        at: Step whose values are compared; default: the last one that most runs have.
 
     Returns:
         The answer, with a verdict on each arm. Nothing is kept.
@@ -149,7 +151,7 @@ def judge(
         raise InputError([f"direction {direction!r}: is minimize or maximize"])
     found = _given(runs, metric, columns or {})
     named = metric if isinstance(runs, Mapping) else metric_of_text(metric)
-    question = Question(against, named, min_effect, direction, tuple(ignore), tuple(without))
+    question = Question(against, named, min_effect, direction, tuple(ignore), tuple(without), at=at)
     with tempfile.TemporaryDirectory(prefix="ablate-judge-") as folder:
         more = write_ledger(Path(folder), "runs", found, question)
         with closing(Ledger(Path(folder) / "sweeps" / "runs" / "ledger.db", readonly=True)) as ledger:

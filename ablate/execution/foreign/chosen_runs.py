@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ablate.errors import InputError, nearest, one_line
+from ablate.execution.foreign.compared_step import compared_step, last_until, longer_text
 from ablate.execution.foreign.own_fields import own_fields, values_by_field
 from ablate.execution.foreign.run import ForeignRun
 from ablate.experiment.schema import Metric
@@ -39,6 +40,8 @@ class Question:
     """Names of runs that are left out although they ended: only runs that are shorter than the others."""
     floor: str | None = None
     """Arm with reruns of one configuration, described by their spread and not compared; None: none."""
+    at: int | None = None
+    """Step whose values are compared; None: the last one that most runs have."""
 
     def counts(self, run: ForeignRun) -> bool:
         """Return True for a run that is done, or whose status is among the ignored fields."""
@@ -52,13 +55,15 @@ class Chosen:
     runs: Sequence[ForeignRun]
     metric: Metric
     steps: int
-    """Last step of the metric in the longest run."""
+    """Step that is compared. What runs record beyond it does not count."""
     reruns: Sequence[float] = ()
     """Last values of the reruns of one configuration."""
     left_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Sentences on runs that are not among them, by arm."""
     short: Sequence[ForeignRun] = ()
     """Those of them that were left out because they ended early. They count as runs without a result."""
+    longer: str = ""
+    """Sentence on runs that continue beyond the step that is compared; empty if none does."""
 
 
 def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, list[str]]:
@@ -105,6 +110,14 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
             kept.append(run)
     for (arm, _), alike in open_ends.items():
         left_out.setdefault(arm, []).append(_unfinished(alike))
+    steps = 0
+    if kept:
+        judged = [run for run in kept if run.arm != question.floor] or kept
+        steps = compared_step(judged, question.against, metric.name, question.at)
+        for run in [run for run in kept if last_until(run.records[metric.name], steps) < 0]:
+            kept.remove(run)
+            why = f"{run.name} is left out: it has no {metric.name} up to step {steps}"
+            left_out.setdefault(run.arm, []).append(why)
     said = [sentence for sentences in left_out.values() for sentence in sentences]
     if not kept:
         raise InputError([f"no run is left: {'; '.join(said[:3])}"])
@@ -112,7 +125,6 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     _require_one_configuration(kept, question)
     if own := sorted(own_fields(kept) - {*question.ignored}):
         said.append(f"not compared, since they say which run it is: {', '.join(map(one_line, own))}")
-    steps = max(max(run.records[metric.name]) for run in kept)
     short = _short(kept, question, metric.name, steps)
     for run in short:
         sentence = (
@@ -122,21 +134,24 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
         left_out.setdefault(run.arm, []).append(sentence)
         said.append(sentence)
     kept = [run for run in kept if run not in short]
-    said += _remedies(kept, metric.name, steps)
     again = [run.records[metric.name] for run in kept if run.arm == question.floor]
-    reruns = [series[max(series)] for series in again]
-    if len({max(series) for series in again}) > 1:
+    kept = [run for run in kept if run.arm != question.floor]
+    if longer := longer_text(kept, metric.name, steps, question.at is not None):
+        said.append(longer)
+    said += _remedies(kept, metric.name, steps)
+    ends = [steps if steps in series else max(series) for series in again]
+    reruns = [series[end] for series, end in zip(again, ends, strict=True)]
+    if len({*ends}) > 1:
         raise InputError([f"--floor {question.floor}: its runs end at different steps"])
     if question.floor is not None and len(reruns) < _FEWEST_RERUNS:
         raise InputError(
             [f"--floor {question.floor}: has {len(reruns)} runs; a spread needs {_FEWEST_RERUNS} or more"]
         )
-    kept = [run for run in kept if run.arm != question.floor]
     if metric.name == _LAST_STEP:
         said.append(
             f"{metric.name} is the loss of one batch: its last value is noisier than a mean of several"
         )
-    return Chosen(kept, metric, steps, reruns, left_out, short), said
+    return Chosen(kept, metric, steps, reruns, left_out, short, longer), said
 
 
 def _unfinished(runs: Sequence[ForeignRun]) -> str:
@@ -175,20 +190,27 @@ def _short_name(run: ForeignRun) -> str:
 
 
 def _ended_early(run: ForeignRun, metric: str, steps: int) -> bool:
-    """Return True if a run ends before the longest one, with a finite value: one without has diverged."""
+    """Return True if a run ends before a step, with a finite value: one without has diverged."""
     series = run.records[metric]
     return max(series) < steps and math.isfinite(series[max(series)])
 
 
 def _remedies(runs: Sequence[ForeignRun], metric: str, steps: int) -> Iterator[str]:
-    """Yield how an arm of which only some runs end early gets a verdict."""
-    whole = {run.arm for run in runs if max(run.records[metric]) == steps}
-    short = [run for run in runs if run.arm in whole and _ended_early(run, metric, steps)]
-    for run in short[:_MOST_FIELDS]:
+    """Yield how an arm gets a verdict of which runs lack the step that is compared."""
+    whole = {run.arm for run in runs if steps in run.records[metric]}
+    lacking = [run for run in runs if steps not in run.records[metric]]
+    short = [run for run in lacking if _ended_early(run, metric, steps)]
+    for run in [run for run in short if run.arm in whole][:_MOST_FIELDS]:
         yield (
             f"{run.name} ends at step {max(run.records[metric])} of {steps}, so {run.arm} has no verdict;"
             f" --without {shlex.quote(_short_name(run))} leaves it out, and the report says so"
         )
+    unlike = [run for run in lacking if max(run.records[metric]) > steps]
+    for run in unlike[:_MOST_FIELDS]:
+        yield f"{run.name} has no {metric} at step {steps}, so {run.arm} has no verdict"
+    usable = [{*run.records[metric]} for run in runs if run in short or run not in lacking or run in unlike]
+    if (short or unlike) and (shared := set.intersection(*usable)):
+        yield f"--at {max(shared)} compares all runs at the last step that they share"
 
 
 def _effect(given: float | str | None) -> float | str | None:

@@ -19,6 +19,7 @@ from ablate.execution.foreign.chosen_runs import (
     numbered,
     prepared,
 )
+from ablate.execution.foreign.compared_step import last_until
 from ablate.execution.foreign.names import places_of
 from ablate.execution.foreign.run import Found
 from ablate.experiment.roles import ELSEWHERE
@@ -107,8 +108,13 @@ def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> li
             metric = _metric_of_sweep(ledger, question)
             _refuse_unlike(ledger)
             base = _baseline(ledger, question.against)
-            chosen, more = comparable(found.runs, replace(question, metric=metric.name), metric)
-            _require_same_end(ledger, chosen)
+            ends, theirs = (
+                _ends(ledger, metric.name),
+                [run.records.get(metric.name, ()) for run in found.runs],
+            )
+            at = next((end for end in ends if any(end in steps for steps in theirs)), None)
+            chosen, more = comparable(found.runs, replace(question, metric=metric.name, at=at), metric)
+            _require_same_end(ledger, chosen, ends)
             reading = _reading(found, chosen, more)
             before = Judged.of(ledger) or Judged([])
             kept = [part for each in before.readings if (part := each.without(reading.arms))]
@@ -141,6 +147,7 @@ def _reading(found: Found, chosen: Chosen, more: Sequence[str]) -> Reading:
         all(run.seed is not None for run in found.runs),
         chosen.left_out,
         {arm: sum(run.arm == arm and not run.finite for run in chosen.runs) for arm in arms},
+        chosen.longer,
     )
 
 
@@ -151,6 +158,8 @@ def _metric_of_sweep(ledger: Ledger, question: Question) -> Metric:
         raise InputError([f"--metric {question.metric}: {ledger.name} is compared by {metric.name}"])
     if question.direction == "maximize" != metric.direction:
         raise InputError([f"--maximize: {ledger.name} minimizes {metric.name}"])
+    if question.at is not None:
+        raise InputError([f"--at: runs are compared at the last step of {ledger.name}; leave it out"])
     if question.floor is not None:
         raise InputError(["--floor: reruns are described in a judgement of their own, without --into"])
     if question.min_effect is not None:
@@ -168,16 +177,17 @@ def _refuse_unlike(ledger: Ledger) -> None:
         raise InputError([f"--into {ledger.name}: it compares tensors, by ratios at equal seeds"])
 
 
-def _require_same_end(ledger: Ledger, chosen: Chosen) -> None:
+def _ends(ledger: Ledger, metric: str) -> list[int]:
+    """Return the last steps of a metric in the runs of a sweep, the largest first."""
+    done = (each for each in ledger.members() if each.status == "done" and each.role != "foreign")
+    return sorted({max(ledger.series(member.trial, metric), default=-1) for member in done}, reverse=True)
+
+
+def _require_same_end(ledger: Ledger, chosen: Chosen, own: Sequence[int]) -> None:
     """Raise InputError if runs end at another step than those of the sweep."""
     name = chosen.metric.name
-    own = {
-        max(ledger.series(member.trial, name), default=-1)
-        for member in ledger.members()
-        if member.status == "done" and member.role != "foreign"
-    }
-    theirs = {max(run.records[name]) for run in chosen.runs}
-    if own and theirs - own:
+    theirs = {last_until(run.records[name], chosen.steps) for run in chosen.runs}
+    if own and theirs.difference(own):
         steps, here = (", ".join(map(str, sorted(each))) for each in (theirs, own))
         raise InputError([f"the last {name} is of step {steps}, and of step {here} in {ledger.name}"])
 
@@ -194,7 +204,7 @@ def _baseline(ledger: Ledger, against: str) -> ArmRow:
 
 def _now(metric: Metric, question: Question) -> Occasion:
     effect = "" if metric.min_effect is None else str(metric.min_effect)
-    return Occasion(time.time(), question.against, metric.name, metric.direction, effect)
+    return Occasion(time.time(), question.against, metric.name, metric.direction, effect, question.at)
 
 
 def _earlier(path: Path, name: str, sources: Mapping[str, str]) -> Judged | None:
@@ -282,7 +292,7 @@ def add_runs(ledger: Ledger, numbers: Mapping[str, int], chosen: Chosen) -> None
     measured = {run.arm for run in chosen.runs}
     for run, seed in numbered([*chosen.runs, *(run for run in chosen.short if run.arm in measured)]):
         series = run.records[metric]
-        last = max(series)
+        last = last_until(series, chosen.steps)
         config: dict[str, Json] = {**run.config, "steps": chosen.steps, "last": last}
         values = [[name, sorted(steps.items())] for name, steps in sorted(run.records.items())]
         spec = json.dumps({"workload": {FOREIGN: config}, "seed": seed, "run": run.name})
@@ -295,6 +305,7 @@ def add_runs(ledger: Ledger, numbers: Mapping[str, int], chosen: Chosen) -> None
                 for name, steps in run.records.items()
                 if recordable(name)
                 for step, value in steps.items()
+                if step <= chosen.steps
             ),
         )
         why = None if math.isfinite(series[last]) else f"{metric} is {series[last]} at its last step, {last}"

@@ -46,6 +46,8 @@ def gate_runs(
     """
     if question.min_effect is not None:
         raise InputError(["--min-effect: a gate counts in noise floors; leave it out"])
+    if question.at is not None:
+        raise InputError(["--at: a gate compares runs of one length; leave it out"])
     chosen, said = prepared(runs, question)
     name = chosen.metric.name
     ends = sorted({max(run.records[name]) for run in chosen.runs})
