@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ablate.experiment.blame_design import BlameDesign, GroupRun
-from ablate.results.blame import Search, replay, smallest
+from ablate.experiment.blame_design import BlameDesign, BlameNames, GroupRun
+from ablate.results.blame import Search, damage, replay, sentences, smallest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SMALL = BlameDesign(units=8, seeds=tuple(range(6)), budget=56)
@@ -152,3 +152,61 @@ def test_the_committed_rates_are_reproduced_and_hold(simulation: object) -> None
         assert false / cases_ < 0.05 + 2 * math.sqrt(0.05 * 0.95 / cases_), line["scenario"]
         if line["scenario"] == "smallest of the plan":
             assert int(line["hits"]) / int(line["culprits"]) >= 0.8
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_seeds_on_which_a_recipe_diverges_count_though_they_are_few(lost: int) -> None:
+    """Unit 2 does damage on every seed and diverges on few; without it the recipe diverges on few seeds, too."""
+    names = BlameNames(tuple(f"block {number}" for number in range(8)), "bf16", "nvfp4")
+    random = np.random.default_rng(9)
+    harm = planted(random, 0, 0, 5, noise=0.5)
+    search = searched(SMALL, lambda run: math.inf if run.seed < lost and len(run.units) > 6 else harm(run))
+    assert not search.diverges
+    assert search.gap
+    assert (search.gap.diverged, search.gap.pairs) == (lost, 6)
+    assert search.culprits == (2,)
+    assert search.rest
+    assert (search.rest.diverged, search.exceeds(search.rest)) == (lost, False)
+    _, text = sentences(search, names, "nats")
+    assert text.count(f"diverges on {lost} of 6 seeds") == 2
+    assert "no gap is resolved" not in text
+
+
+def test_a_recipe_that_only_diverges_on_few_seeds_is_searched() -> None:
+    random = np.random.default_rng(10)
+    search = searched(
+        SMALL, lambda run: math.inf if run.seed == 1 and 3 in run.units else float(random.normal()) / 9
+    )
+    assert search.rounds
+    assert search.gap
+    assert search.gap.diverged == 1
+
+
+def test_a_divergence_counts_as_the_largest_difference() -> None:
+    pairs = [(1.0, 0.5), (2.0, 1.0), (3.0, 2.7), (math.inf, 1.0), (1.0, math.inf), (math.inf, math.inf)]
+    found = damage(pairs, 0.05)
+    values = np.array([0.5, 1.0, 0.3, 1.0, -1.0])
+    assert (found.pairs, found.diverged) == (5, 1)
+    assert (found.mean, found.deviation) == pytest.approx((values.mean(), values.std(ddof=1)))
+
+
+@pytest.mark.parametrize(("diverges", "seed"), [(False, 0), (False, 1), (True, 2)])
+def test_two_units_that_harm_only_together_are_named(diverges: bool, seed: int) -> None:
+    names = BlameNames(tuple(f"block {number}" for number in range(8)), "bf16", "nvfp4")
+    random = np.random.default_rng(seed)
+
+    def harm(run: GroupRun) -> float:
+        both = {1, 4} <= run.units
+        return math.inf if both and diverges else 3.0 * both + 0.2 * float(random.normal())
+
+    search = searched(SMALL, harm)
+    assert not search.culprits
+    assert search.together
+    assert search.together[0] == {1, 4}
+    assert "block 1 and block 4 harm only together" in sentences(search, names, "nats")[1]
+
+
+def test_units_that_harm_alone_or_not_at_all_are_not_said_to_harm_together() -> None:
+    for seed in range(12):
+        for sizes in ((), (0, 3, 0, 3), (0.5,) * 8, (1.5, 1.5)):
+            assert not searched(SMALL, planted(np.random.default_rng(seed), *sizes)).together

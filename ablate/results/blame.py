@@ -28,6 +28,7 @@ the names of arms. Refused: fewer than two units, and a
 budget that leaves fewer than `FEWEST_PAIRS` pairs.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -103,6 +104,9 @@ class Effect:
     pairs: int
     deviation: float
     """Standard deviation of the paired differences; NaN for a divergence."""
+    diverged: int = 0
+    """Seeds on which these units diverged and the others did not, if the outcome is a loss: each counts as
+    the largest difference of the others."""
 
     @property
     def level(self) -> float:
@@ -139,6 +143,8 @@ class Search:
     """Damage of each candidate alone."""
     rest: Effect | None = None
     """Damage of the recipe without the culprits."""
+    together: tuple[frozenset[int], Effect] | None = None
+    """Two candidates that harm only together; damage of halves with both beside those with neither."""
 
     @property
     def culprits(self) -> tuple[int, ...]:
@@ -185,7 +191,7 @@ def replay(design: BlameDesign, outcomes: Outcomes) -> Search:
     lost = sum(math.isinf(outcomes[GroupRun(everything, seed)]) for seed in design.seeds)
     search = replace(search, diverges=2 * lost >= len(design.seeds))
     search = replace(search, gap=effect(everything, design.alpha), runs=len(asked))
-    if not search.exceeds(effect(everything, _GATE)):
+    if not (search.exceeds(effect(everything, _GATE)) or (search.gap and search.gap.diverged)):
         return replace(search, stage="over")
     search = replace(search, candidates=tuple(range(design.units)))
     for place in range(0, design.pairs, ROUND):
@@ -206,6 +212,7 @@ def replay(design: BlameDesign, outcomes: Outcomes) -> Search:
         return search
     tail = design.alpha / max(1, len(search.candidates))
     search = replace(search, proofs={unit: effect(frozenset([unit]), tail) for unit in search.candidates})
+    search = replace(search, together=_together(search, outcomes))
     rest = everything - set(search.culprits)
     if search.culprits and rest:
         wanted = missing(GroupRun(rest, seed) for seed in design.seeds)
@@ -216,8 +223,37 @@ def replay(design: BlameDesign, outcomes: Outcomes) -> Search:
     return replace(search, stage="over")
 
 
+def _together(search: Search, outcomes: Outcomes) -> tuple[frozenset[int], Effect] | None:
+    """Return two candidates without proof that harm together by more than they do alone; None if none do.
+
+    A pair of halves shows their joint damage if one half has both, and none of it if each has one.
+    """
+    proofs, tail, contrasts = search.proofs or {}, search.design.alpha, []
+    tests = [test for each in search.rounds for test in each.tests]
+    for one, other in zip(tests[::2], tests[1::2], strict=True):
+        ends = [math.isinf(harm) if search.diverges else harm for harm in (outcomes[one], outcomes[other])]
+        if math.isfinite(ends[0] - ends[1]):
+            contrasts.append((one.units, ends[0] - ends[1]))
+    for units in map(frozenset, itertools.combinations([*{*proofs} - {*search.culprits}], 2)):
+        design = np.array([[len(units & half) - 1.0] for half, _ in contrasts])
+        both = int(np.abs(design).sum())
+        if not both:
+            continue
+        (mean,), squares = _fit(design, np.array([each for _, each in contrasts]), [0])
+        half = float(special.stdtrit(len(design) - 1, 1 - tail)) * math.sqrt(
+            squares / (len(design) - 1) / both
+        )
+        joint = Effect(float(mean), mean - half, mean + half, tail, both, math.nan)
+        doubt = math.hypot(half, *(proofs[unit].high - proofs[unit].mean for unit in units))
+        if search.exceeds(joint) and mean - math.fsum(proofs[unit].mean for unit in units) > doubt:
+            return units, joint
+    return None
+
+
 def damage(pairs: Sequence[tuple[float, float]], tail: float) -> Effect:
-    """Return the mean difference of finite pairs with Student's t interval.
+    """Return the mean difference of pairs with Student's t interval.
+
+    A divergence counts as the largest finite difference: at least as bad as what was seen.
 
     Args:
         pairs: harm of some units and of the baseline, by seed.
@@ -226,13 +262,15 @@ def damage(pairs: Sequence[tuple[float, float]], tail: float) -> Effect:
     Returns:
         The effect; its interval is infinite for fewer than three pairs, or if all differences are equal.
     """
-    found = np.array([one - other for one, other in pairs if math.isfinite(one - other)])
+    found = np.array([one - other for one, other in pairs if not math.isnan(one - other)])
+    worst, more = np.abs(found[np.isfinite(found)]).max(initial=0.0), int(np.isposinf(found).sum())
+    found = np.clip(found, -worst, worst)
     mean = float(found.mean()) if found.size else math.nan
     deviation = float(found.std(ddof=1)) if found.size > 1 else math.nan
     if found.size < 3 or not deviation > 0:
-        return Effect(mean, -math.inf, math.inf, tail, found.size, deviation)
+        return Effect(mean, -math.inf, math.inf, tail, found.size, deviation, more)
     half = float(special.stdtrit(found.size - 1, 1 - tail)) * deviation / math.sqrt(found.size)
-    return Effect(mean, mean - half, mean + half, tail, found.size, deviation)
+    return Effect(mean, mean - half, mean + half, tail, found.size, deviation, more)
 
 
 def diverged_more(pairs: Sequence[tuple[float, float]], tail: float) -> Effect:
@@ -444,7 +482,7 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
     if not search.culprits:
         return "No culprit found.", (
             f"{gap}. No one of {total} is proved to cause it"
-            f"{_proofs(search, names, unit)}. {_findable(search, unit)} {spent}"
+            f"{_proofs(search, names, unit)}. {_joint(search, names, unit)}{_findable(search, unit)} {spent}"
         )
     found = "; ".join(
         f"{names.units[each]}: {amount(search, search.proofs[each], unit)}"
@@ -456,7 +494,8 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
         part = math.fsum(search.proofs[each].mean for each in search.culprits) / search.gap.mean
         share = f", {part:.0%} of the gap".replace("%", " %")
     lead = "Culprit:" if len(search.culprits) == 1 else "Culprits:"
-    return lead, f"{found}{share}. {gap}. {_rest(search, names, unit)}{_findable(search, unit)} {spent}"
+    more = _rest(search, names, unit) + _joint(search, names, unit) + _findable(search, unit)
+    return lead, f"{found}{share}. {gap}. {more} {spent}"
 
 
 def amount(search: Search, effect: Effect, unit: str) -> str:
@@ -464,10 +503,11 @@ def amount(search: Search, effect: Effect, unit: str) -> str:
     if search.diverges:
         count = round(effect.mean * effect.pairs) if effect.pairs else 0
         return f"diverges on {count} of {counted(effect.pairs, 'seed')}"
+    lost = f", and diverges on {effect.diverged} of {counted(effect.pairs, 'seed')}" * (effect.diverged > 0)
     if not math.isfinite(effect.low):
-        return f"{number(effect.mean)} {unit}".strip() + ", without an interval"
+        return f"{number(effect.mean)} {unit}".strip() + f", without an interval{lost}"
     level = f"{effect.level:.0%}".replace("%", " %")
-    return f"{around(effect.mean, effect.high - effect.mean)} {unit} ({level})".replace("  ", " ")
+    return f"{around(effect.mean, effect.high - effect.mean)} {unit} ({level})".replace("  ", " ") + lost
 
 
 def _proofs(search: Search, names: BlameNames, unit: str) -> str:
@@ -482,9 +522,18 @@ def _rest(search: Search, names: BlameNames, unit: str) -> str:
     if search.rest is None:
         return ""
     left = amount(search, search.rest, unit)
-    if search.exceeds(search.rest):
+    if search.exceeds(search.rest) or search.rest.diverged:
         return f"Without {'it' if len(search.culprits) == 1 else 'them'} a gap is left: {left}. "
     return f"Without {'it' if len(search.culprits) == 1 else 'them'}, no gap is resolved: {left}. "
+
+
+def _joint(search: Search, names: BlameNames, unit: str) -> str:
+    if search.together is None:
+        return ""
+    units, joint = search.together
+    named = " and ".join(names.units[each] for each in sorted(units))
+    found = amount(search, joint, unit)
+    return f"{named} harm only together, by halves of the search with both or neither: {found}. "
 
 
 def _findable(search: Search, unit: str) -> str:

@@ -43,7 +43,7 @@ class Copies:
 
     members: tuple[Member, ...]
     where: str
-    """Where the first two are equal: `at all 5 steps`."""
+    """Steps at which the first two are equal, as text: `at all 5 steps`."""
     sure: bool
     """True if they cannot be equal by chance, so that they count as one."""
 
