@@ -354,6 +354,15 @@ def test_a_head_that_is_missing_or_damaged_is_refused(head, judged):
         judged.judge("more", judged.runs(2), judged.runs(2))
 
 
+@pytest.mark.parametrize("content", ["", "\n"])
+def test_an_empty_history_is_refused_whatever_its_head_counts(content, judged):
+    judged.path.write_text(content)
+    for lines in (2, 1, 0, -1, True, False):
+        judged.path.with_name("loop.jsonl.head").write_text(json.dumps({"lines": lines, "digest": "a"}))
+        with pytest.raises(InputError, match=r"loop\.jsonl"):
+            judged.judge("more", judged.runs(2), judged.runs(2))
+
+
 def test_a_deleted_history_is_refused(judged):
     judged.path.unlink()
     with pytest.raises(InputError, match="missing"):

@@ -149,7 +149,7 @@ def read(path: Path) -> ProposalHistory | None:
         previous = digest
         digests.append(digest)
     count, digest = head
-    if count > len(digests) or not 0 <= len(digests) - count <= 1 or digests[count - 1] != digest:
+    if not 0 <= len(digests) - count <= 1 or digests[count - 1] != digest:
         raise InputError(
             [
                 f"{path}: its {len(digests)} lines are not the {count}, ending in {digest[:12]}, that"
@@ -179,7 +179,7 @@ def _read_head(path: Path) -> tuple[int, str] | None:
         count, digest = content["lines"], content["digest"]
     except (Damaged, KeyError) as error:
         raise InputError([f"{head}: damaged ({error}): restore it"]) from None
-    if not isinstance(count, int) or not isinstance(digest, str):
+    if type(count) is not int or count < 1 or not isinstance(digest, str):
         raise InputError([f"{head}: it does not name the lines of a history: restore it"])
     return count, digest
 
