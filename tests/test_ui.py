@@ -1,5 +1,6 @@
 """`ablate ui`: three addresses that answer, an end that leaves nothing behind however it comes, and one sentence where there is nothing."""
 
+import http.client
 import json
 import re
 import shutil
@@ -122,6 +123,98 @@ def test_a_path_that_no_file_can_have_is_not_found(tmp_path):
         threading.Thread(target=server.serve_forever).start()
         try:
             assert refuses(f"http://127.0.0.1:{server.server_port}/first/%00", "127.0.0.1") == 404
+        finally:
+            server.shutdown()
+
+
+def answer_to(port: int, path: str, method: str) -> tuple[int, str | None, bytes]:
+    """The status, target of a redirection and content of the answer to a request line as it stands."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=20)) as connection:
+        connection.putrequest(method, path)
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, answer.headers["Location"], answer.read()
+
+
+LINKS = {
+    "link.html": "secret",
+    "linked": "outside",
+    "page/index.html": "secret",
+    "old/index.htm": "secret",
+    "loop": "state/reports/loop",
+}
+"""Links in `reports/` with what they lead to, beside it."""
+OUT = (
+    *(
+        "loop",
+        "link.html",
+        "link%2ehtml",
+        "linked",
+        "linked/",
+        "linked/secret",
+        "first/../linked/secret",
+        "page/",
+        "old/",
+    ),
+    *("../secret", "%2e%2e/secret", "..%2fsecret", "first/../../secret", "first/%2e%2e/%2e%2e/secret"),
+    *(
+        "\\host/..",
+        "%5chost/..",
+        "%5Chost/%2e%2e",
+        "\\host",
+        "first\\..",
+        "first%5c..",
+        "first/..",
+        "first/%2E%2E",
+    ),
+    *(
+        "%2f%2fhost/..",
+        "/host/..",
+        "/host/%2e%2e",
+        "/first",
+        "%2ffirst",
+        "first//",
+        "first/.",
+        "./first",
+        "%00",
+    ),
+)
+"""Paths behind the first slash that lead out of `reports/`, or that a browser could take for another server's address."""
+
+
+def test_no_path_and_no_link_leads_out_of_the_reports(tmp_path):
+    reports = tmp_path / "state" / "reports"
+    for folder in ("first", "page", "old"):
+        (reports / folder).mkdir(parents=True)
+    (reports / "first" / "index.html").write_text("the report")
+    (reports / "first" / "same.html").symlink_to("index.html")
+    (tmp_path / "outside").mkdir()
+    for path in (tmp_path / "secret", tmp_path / "outside" / "secret", tmp_path / "state" / "secret"):
+        path.write_text("secret")
+    for link, target in LINKS.items():
+        (reports / link).symlink_to(tmp_path / target)
+    handler = partial(ReportHandler, tmp_path / "state", frozenset({"127.0.0.1"}))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            ask = partial(answer_to, server.server_port)
+            for path in (
+                "/first/",
+                "/first/index.html",
+                "/first/same.html",
+                "/first/?a=/../b",
+                "/%66irst/#//x/..",
+            ):
+                assert ask(path, "GET") == (200, None, b"the report"), path
+            assert ask("/first", "GET")[:2] == (301, "/first/")
+            for path in OUT:
+                for method in ("GET", "HEAD"):
+                    status, target, content = ask(f"/{path}", method)
+                    # the server makes one slash of several at the beginning
+                    plain = path.startswith("/first") and (status, target) == (301, "/first/")
+                    assert plain or (status, target) == (404, None), (method, path, status, target)
+                    assert b"secret" not in content, (method, path)
+            assert ask("http://127.0.0.1/first/", "GET")[0] == 404
         finally:
             server.shutdown()
 

@@ -9,13 +9,13 @@ import socket
 import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler
 from pathlib import Path
 from socketserver import BaseServer
 from typing import Any, BinaryIO
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
 from ablate.errors import InputError
@@ -106,12 +106,27 @@ class ReportHandler(SimpleHTTPRequestHandler):
             super().do_HEAD()
 
     def send_head(self) -> io.BytesIO | BinaryIO | None:
-        """Send status 404 for a path that no file can have (`/name/%00`); else as the base class does."""
-        try:
-            return super().send_head()
-        except ValueError:
-            self.send_error(HTTPStatus.NOT_FOUND)
-            return None
+        """Send status 404 for a path outside of the folder or of no file (`/name/%00`); else as the base
+        class does."""
+        with suppress(ValueError, OSError, RuntimeError):  # RuntimeError: links in a circle
+            if self._inside():
+                return super().send_head()
+        self.send_error(HTTPStatus.NOT_FOUND)
+        return None
+
+    def _inside(self) -> bool:
+        """Return True if the path is plain and leads to something in the folder, links followed.
+
+        The base class drops `..` from what it opens, but not from where it redirects to: a browser would take
+        `/\\host/..` for the address of another server.
+        """
+        path = unquote(re.split("[?#]", self.path)[0], errors="surrogatepass")
+        _, *parts = path.removesuffix("/").split("/")
+        if not path.startswith("/") or "\\" in path or {"", ".", ".."} & {*parts}:
+            return False
+        file, folder = Path(self.translate_path(self.path)), Path(self.directory).resolve()
+        files = [file, *(file / name for name in ("index.html", "index.htm"))]  # sent for a folder
+        return all(each.resolve().is_relative_to(folder) for each in files)
 
     def _calls_us(self) -> bool:
         """Return True if the request names this server; otherwise send status 403."""
