@@ -9,7 +9,7 @@ import pytest
 
 from ablate.engines import gpu_access
 from ablate.engines.gpu_access import ORIGINAL, VISIBLE
-from ablate.training.own_code.command_process import started
+from ablate.training.own_code.command_process import held, started
 
 SETTINGS = [None, "", "-1", "0", "3,1", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6", "MIG-c7384736", 'a"b']
 
@@ -33,7 +33,7 @@ def test_a_command_gets_the_original_setting(value, tmp_path, monkeypatch):
         monkeypatch.setenv(name, text)
     code = f"import os; print(os.environ.get({VISIBLE!r}), {ORIGINAL!r} in os.environ)"
     words = [sys.executable, "-c", code]
-    with started(words, tmp_path, {}, tmp_path / "metrics", tmp_path / "lock") as command:
+    with held(tmp_path) as lock, started(words, tmp_path, {}, tmp_path, lock) as command:
         (line,) = [line.text for batch in command.batches() for line in batch]
     assert line == f"{value} False"
 

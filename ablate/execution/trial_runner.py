@@ -318,7 +318,7 @@ def _refuse_edited(spec: TrialSpec, folder: Path) -> None:
     """
     if spec.unchanged:
         return
-    for path in (*folder.glob("events-*.jsonl"), *folder.glob("checkpoint*")):
+    for path in (*folder.glob("events-*.jsonl"), *folder.glob("checkpoint*"), *folder.glob("command")):
         if path.is_dir():
             shutil.rmtree(path)
         else:

@@ -22,16 +22,17 @@ from ablate.errors import InputError
 from ablate.execution.messages import Ended, TrialRequest
 from ablate.execution.supervisor import Supervisor
 from ablate.execution.tracking import behind
-from ablate.execution.trial_runner import OutOfMemory, within_memory
+from ablate.execution.trial_runner import OutOfMemory, run, within_memory
 from ablate.execution.workers import Inline
 from ablate.experiment.load import load
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS
 from ablate.store.databases import url
+from ablate.store.trial_store import Store
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.loop import Telemetry
 from ablate.training.metric_names import ARITHMETIC
-from ablate.training.own_code.command_process import LONGEST_LINE, Line, started
+from ablate.training.own_code.command_process import LONGEST_LINE, Line, earlier, held, started
 from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.command import Command
 from ablate.verification.workload_checks import Runs, promises
@@ -457,22 +458,89 @@ time.sleep(600)
 """
 
 
-def test_what_a_killed_attempts_command_logs_while_it_ends_is_not_read_by_the_next_attempt(tmp_path):
+def test_what_a_killed_attempts_command_logs_while_it_ends_is_read_by_the_next_attempt(tmp_path):
     (tmp_path / "lingering.py").write_text(LINGERING)
-    places = [sys.executable, tmp_path / "lingering.py", tmp_path / "metrics.jsonl", tmp_path / "lock"]
+    places = [sys.executable, tmp_path / "lingering.py", tmp_path / "own"]
     code = (
         "import sys\nfrom pathlib import Path\n"
-        "from ablate.training.own_code.command_process import started\n"
-        "python, script, metrics, lock = sys.argv[1:]\n"
-        "variables = {'ABLATE_METRICS': metrics}\n"
-        "with started([python, script], Path(), variables, Path(metrics), Path(lock)) as process:\n"
-        "    for batch in process.batches(): print(batch, flush=True)\n"
+        "from ablate.training.own_code.command_process import held, started\n"
+        "python, script, own = sys.argv[1:]\n"
+        "with held(Path(own)) as lock, started([python, script], Path(), {}, Path(own), lock) as process:\n"
+        "    for batch in process.batches(): print(batch, flush=True) if batch else None\n"
     )
+    (tmp_path / "own").mkdir()
     with subprocess.Popen([sys.executable, "-c", code, *places], stdout=subprocess.PIPE) as attempt:
         assert b"ready" in attempt.stdout.readline()
         attempt.kill()
-    with started([sys.executable, "-c", "print(1)"], tmp_path, {}, *places[2:]) as process:
-        assert [line for batch in process.batches() for line in batch] == [Line("1", False)]
+    with held(tmp_path / "own") as lock:
+        before = [[line for batch in batches for line in batch] for batches in earlier(tmp_path / "own")]
+        assert before == [[Line('{"step": 9, "val/loss": 9.0}', True), Line("ready", False)]]
+        with started([sys.executable, "-c", "print(1)"], tmp_path, {}, tmp_path / "own", lock) as process:
+            assert [line for batch in process.batches() for line in batch] == [Line("1", False)]
+
+
+CONTINUED = """
+import json, os, time
+path = os.path.join(os.environ["ABLATE_CHECKPOINT"], "step")
+step = int(open(path).read()) if os.path.exists(path) else 0
+if step == 40:
+    open(os.path.join(os.environ["ABLATE_FOLDER"], "again"), "w").close()
+while step < 40:
+    step += 1
+    print(json.dumps({"step": step, "train/loss": 1 / step}))
+    if step % 10 == 0:
+        print(json.dumps({"step": step, "val/loss": 2 / step}))
+    if step % EVERY == 0:
+        with open(path + ".new", "w") as file:
+            file.write(str(step))
+        os.replace(path + ".new", path)
+    time.sleep(0.002)
+open(os.path.join(os.environ["ABLATE_FOLDER"], "ended"), "w").close()
+time.sleep(600 if not os.path.exists(os.path.join(os.environ["ABLATE_FOLDER"], "again")) else 0)
+"""
+"""A command that continues from its own checkpoint, and whose first run is killed after its last step."""
+
+
+@pytest.mark.parametrize("every", [1, 7, 40, 99])
+def test_no_line_is_lost_of_a_command_that_is_ahead_of_its_reader_when_it_is_killed(every, tmp_path):
+    """Whether it continues behind those lines, repeats some of them, has nothing left to do, or begins anew."""
+    one = spec(command(tmp_path, CONTINUED.replace("EVERY", str(every)), steps=40))
+    store, ended = Store(tmp_path / "state"), store_file(tmp_path, one.id, "ended")
+    first = run(one, store, store.begin(one.id), {"log": 1})
+    next(first)
+    until(ended.exists)
+    first.close()
+    ended.with_name("again").touch()
+    told = list(run(one, store, store.begin(one.id), {"log": 1}))
+    for events in (told, store.proven(one.id, store.result(one.id))):
+        found = {(event["step"], name): value for event in events for name, value in event["metrics"].items()}
+        assert {key: found[key] for key in found if key[1] == "train/loss"} == {
+            (step, "train/loss"): 1 / step for step in range(1, 41)
+        }
+        assert {key for key in found if key[1] == "val/loss"} == {
+            (step, "val/loss") for step in (10, 20, 30, 40)
+        }
+    assert sorted(path.name for path in (store.folder(one.id) / "command").iterdir()) == [
+        *("config.json", "lock", "recipe.json")
+    ]
+
+
+def store_file(folder: Path, trial: str, name: str) -> Path:
+    """A file in a trial's folder of artifacts."""
+    return folder / "state" / "trials" / trial / "artifacts" / name
+
+
+def test_a_line_that_a_kill_cut_is_no_metric_of_the_next_attempt(tmp_path):
+    runs = tmp_path / "runs"
+    for number, text in enumerate(
+        ('{"step": 1}\n{"step": 2}', "loss: 1.25\nloss: 1.2", '{"step": 3, "x": 1'), 1
+    ):
+        (runs / str(number)).mkdir(parents=True)
+        (runs / str(number) / "output").write_text(text)
+    (runs / "10").mkdir()
+    (runs / "stray").mkdir()
+    found = [[line.text for batch in batches for line in batch] for batches in earlier(tmp_path)]
+    assert found == [['{"step": 1}', '{"step": 2}'], ["loss: 1.25"], [], []]
 
 
 # --- what identifies it -------------------------------------------------------------------------------

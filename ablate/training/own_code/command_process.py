@@ -3,22 +3,28 @@
 The command runs under a guard (`execution/process_guard.py`) whose standard input this process holds. If this
 process ends, even by SIGKILL, the guard ends the command and everything that the command started. Until it
 has done so it holds a lock, for which a later attempt of the same trial waits.
+
+The command writes into files, not into pipes: what it has written when this process is killed, and while the
+guard ends it, would be lost in a pipe, although the command may continue behind it from a checkpoint of its
+own. Each run has a folder, and a later attempt reads those of all runs before its own.
+
+    command/runs/1/{output,errors,metrics}    standard output, standard error, and the file of metrics
 """
 
 import fcntl
 import os
-import selectors
+import select
 import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO, NamedTuple
+from typing import NamedTuple
 
 from ablate.engines.gpu_access import restored
 from ablate.training.out_of_memory import kernel_kills, sign
-from ablate.training.own_code.process_environment import in_force
+from ablate.training.own_code.process_environment import METRICS, in_force
 from ablate.training.own_code.user_errors import CommandError, printed
 
 # The guard's file, not its module: the working directory is the user's, whose modules must not replace ours.
@@ -31,6 +37,8 @@ _MOST_BYTES = 1 << 22
 """Bytes of a batch."""
 LONGEST_LINE = 1 << 20
 """Bytes of a line that are kept; the rest of it is dropped."""
+_FILES = ("metrics", "output", "errors")
+"""Files of a run in the order in which they are read."""
 _SIGKILL_STATUS = 128 + 9
 
 
@@ -57,9 +65,56 @@ class _Splitter:
             self._rest += part[: LONGEST_LINE - len(self._rest)]
         return [line.decode(errors="replace").rstrip("\r") for line in lines]
 
-    def finish(self) -> list[str]:
-        """Return the last line, if it has no end."""
-        return self.add(bytearray(b"\n")) if self._rest else []
+    def finish(self, whole: bool) -> list[str]:
+        """Return the last line, if it has no end; unless `whole`, only if it is JSON, whose end is seen."""
+        return self.add(bytearray(b"\n")) if self._rest and (whole or self._rest.endswith(b"}")) else []
+
+
+class Output:
+    """Lines that a run of a command has written, in batches.
+
+    Args:
+        folder: folder of the run.
+        stack: closes the files.
+    """
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._files = {
+            # Made if missing: an attempt that was killed may have left an empty folder.
+            name: stack.enter_context((folder / name).open("a+b", buffering=0))
+            for name in _FILES
+        }
+        for file in self._files.values():
+            file.seek(0)
+        self._splitters = {name: _Splitter() for name in _FILES}
+
+    def batch(self) -> dict[str, list[str]] | None:
+        """Return the next lines by file; None if nothing was written since the last call.
+
+        The files are read in turn until none has more. So whatever was written before something in this batch
+        is in it too, or in an earlier one.
+        """
+        chunks = {name: bytearray() for name in _FILES}
+        while sum(map(len, chunks.values())) < _MOST_BYTES:
+            parts = {
+                name: file.read(-1 if name == "metrics" else 1 << 16) or b""
+                for name, file in self._files.items()
+            }
+            if not any(parts.values()):
+                break
+            for name, part in parts.items():
+                chunks[name] += part
+        if not any(chunks.values()):
+            return None
+        return {name: splitter.add(chunks[name]) for name, splitter in self._splitters.items()}
+
+    def finish(self, whole: bool) -> dict[str, list[str]]:
+        """Return the last lines, if they have no end; unless `whole`, only those that are not cut."""
+        return {name: splitter.finish(whole) for name, splitter in self._splitters.items()}
+
+
+def _lines(texts: Mapping[str, Sequence[str]]) -> list[Line]:
+    return [Line(text, name == "metrics") for name in ("metrics", "output") for text in texts[name]]
 
 
 def search_path() -> str:
@@ -70,8 +125,8 @@ def search_path() -> str:
 class CommandProcess:
     """A running command; made by `started`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], metrics: BinaryIO) -> None:
-        self._process, self._metrics = process, metrics
+    def __init__(self, process: subprocess.Popen[bytes], output: Output) -> None:
+        self._process, self._output = process, output
         self._kills = kernel_kills()
         self._errors: deque[str] = deque(maxlen=_KEPT_LINES)
         """Last lines of standard error that are not empty."""
@@ -85,53 +140,25 @@ class CommandProcess:
             MemoryError: the command ended because memory was out.
             CommandError: it ended by a signal, or with an exit status that is not 0.
         """
-        streams = {"output": self._process.stdout, "errors": self._process.stderr}
-        splitters = {"output": _Splitter(), "errors": _Splitter(), "metrics": _Splitter()}
-        with selectors.DefaultSelector() as selector:
-            for name, stream in streams.items():
-                assert stream
-                selector.register(stream, selectors.EVENT_READ, name)
+        ended = os.pidfd_open(self._process.pid)
+        try:
             over = False
-            while not over:
-                over = self._process.poll() is not None
-                if not over and not selector.get_map():  # both closed, and the command goes on
-                    self._wait()
-                chunks = self._chunks(selector, 0 if over else _POLL_SECONDS)
-                lines = {name: splitter.add(chunks[name]) for name, splitter in splitters.items()}
-                if over:
-                    lines = {name: lines[name] + splitter.finish() for name, splitter in splitters.items()}
-                self._copy(lines["errors"])
-                if batch := [
-                    *(Line(text, True) for text in lines["metrics"]),
-                    *(Line(text, False) for text in lines["output"]),
-                ]:
-                    yield batch
-        self._refuse_failure()
+            while True:
+                if (texts := self._output.batch()) is None:
+                    if over:
+                        break
+                    over = bool(select.select([ended], [], [], _POLL_SECONDS)[0])
+                    continue
+                yield self._taken(texts)
+        finally:
+            os.close(ended)
+        status = self._process.wait()
+        yield self._taken(self._output.finish(status == 0))
+        self._refuse_failure(status)
 
-    def _chunks(self, selector: selectors.BaseSelector, seconds: float) -> dict[str, bytearray]:
-        """Return what came on each stream: wait at most `seconds` for the first.
-
-        File and streams are read in turn until neither has more. So whatever was written before something in
-        this batch is in it too, or in an earlier one.
-        """
-        chunks = {"output": bytearray(), "errors": bytearray(), "metrics": bytearray()}
-        while sum(map(len, chunks.values())) < _MOST_BYTES:
-            file = self._metrics.read()
-            chunks["metrics"] += file
-            ready = selector.select(seconds) if selector.get_map() else []
-            seconds = 0
-            for key, _ in ready:
-                chunk = os.read(key.fd, 1 << 16)
-                chunks[key.data] += chunk
-                if not chunk:
-                    selector.unregister(key.fileobj)
-            if not file and not ready:
-                break
-        return chunks
-
-    def _wait(self) -> None:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_POLL_SECONDS)
+    def _taken(self, texts: Mapping[str, Sequence[str]]) -> list[Line]:
+        self._copy(texts["errors"])
+        return _lines(texts)
 
     def _copy(self, lines: Sequence[str]) -> None:
         for line in lines:
@@ -139,8 +166,7 @@ class CommandProcess:
                 self._errors.append(line)
             print(line, file=sys.stderr, flush=True)
 
-    def _refuse_failure(self) -> None:
-        status = self._process.returncode
+    def _refuse_failure(self, status: int) -> None:
         if status == 0:
             return
         raised = printed(self._errors)
@@ -156,8 +182,32 @@ class CommandProcess:
 
 
 @contextmanager
+def held(own: Path) -> Iterator[int]:
+    """Hold the lock of a trial's command inside this context, and yield its file descriptor.
+
+    It waits for the command of an earlier attempt, which may log until its guard has ended it.
+    """
+    with (own / "lock").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield file.fileno()
+
+
+def earlier(own: Path) -> Iterator[Iterator[list[Line]]]:
+    """Yield the batches of lines of each run in the folder of a trial's command, the first run first."""
+    for number in _runs(own):
+        with ExitStack() as stack:
+            output = Output(own / "runs" / str(number), stack)
+            yield map(_lines, (*iter(output.batch, None), output.finish(False)))
+
+
+def _runs(own: Path) -> list[int]:
+    """Return the numbers of the runs that have a folder."""
+    return sorted(int(folder.name) for folder in (own / "runs").glob("*") if folder.name.isdecimal())
+
+
+@contextmanager
 def started(
-    arguments: Sequence[str], folder: Path, variables: Mapping[str, str | None], metrics: Path, lock: Path
+    arguments: Sequence[str], folder: Path, variables: Mapping[str, str | None], own: Path, lock: int
 ) -> Iterator[CommandProcess]:
     """Run a command inside this context; at its end, the command and all of its children are ended.
 
@@ -166,35 +216,28 @@ def started(
         folder: working directory.
         variables: environment variables, beside those of this process; None removes one. GPUs that are hidden
             from this process are visible to the command.
-        metrics: file to which the command appends lines; it is emptied.
-        lock: file that is locked as long as any process of the command may run; waits for an earlier one.
+        own: folder in which the folder of the run is made.
+        lock: descriptor of `held`, which stays locked as long as any process of the command may run.
     """
-    own = restored(os.environ) | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"}
-    environment = in_force(own, variables)
+    run = own / "runs" / str(max(_runs(own), default=0) + 1)
+    run.mkdir(parents=True)
+    environment = restored(os.environ) | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"}
+    environment = in_force(environment, {**variables, METRICS: str(run / "metrics")})
     with ExitStack() as stack:
-        held = stack.enter_context(lock.open("wb"))
-        fcntl.flock(held, fcntl.LOCK_EX)
-        # Emptied only now: the command of an earlier attempt may log until its guard releases the lock.
-        file = stack.enter_context(metrics.open("w+b", buffering=0))
+        written = {name: stack.enter_context((run / name).open("ab")) for name in _FILES}
         process = subprocess.Popen(
             [sys.executable, "-P", str(_GUARD), *arguments],
             cwd=folder,
             env=environment,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            pass_fds=(held.fileno(),),
+            stdout=written["output"],
+            stderr=written["errors"],
+            pass_fds=(lock,),
             start_new_session=True,
         )
+        assert process.stdin
         try:
-            yield CommandProcess(process, file)
+            yield CommandProcess(process, Output(run, stack))
         finally:
-            _close(process.stdin)
+            process.stdin.close()
             process.wait()
-            _close(process.stdout)
-            _close(process.stderr)
-
-
-def _close(stream: IO[bytes] | None) -> None:
-    if stream:
-        stream.close()

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import redirect_stdout, suppress
 from operator import itemgetter
 
 from ablate.training.log_readers import LineReader, Unreadable
@@ -73,7 +74,6 @@ class CommandRecords:
         steps: optimizer steps of the run.
         tokens_per_step: tokens of a step.
         processor: number of the kind of processor on which the command runs.
-        reader: reader of metrics in other lines of standard output; None if only JSON counts.
     """
 
     def __init__(
@@ -84,17 +84,40 @@ class CommandRecords:
         steps: int,
         tokens_per_step: int,
         processor: float,
-        reader: LineReader | None = None,
     ) -> None:
         self._expected, self._printed, self._processor = expected, printed, processor
         self._steps, self._tokens = steps, tokens_per_step
-        self._log = _LogLines(reader) if reader else None
+        self._needs_none = expected is None or exported
         self._step = 0
+        self._metrics: dict[str, float] = {}
+        self._confirmed_before = self.confirmed = False
+        """True once the recipe is confirmed: by an earlier run, by this one."""
+        self.begin(None)
+
+    def begin(self, reader: LineReader | None) -> None:
+        """Begin with a run, which may repeat steps of earlier ones: their first version counts.
+
+        Args:
+            reader: reader of metrics in other lines of standard output; None if only JSON counts.
+        """
+        self._log = _LogLines(reader) if reader else None
         self._latest: dict[bool, int] = {}
         """Latest step of each source: file or standard output."""
-        self._metrics: dict[str, float] = {}
-        self.confirmed = expected is None or exported
-        """True once the recipe is confirmed."""
+        self._before = self._step
+        """Latest step of the runs before."""
+        self._confirmed_before |= self.confirmed
+        self.confirmed = self._needs_none
+
+    def again(self, batches: Iterable[Iterable[Line]], reader: LineReader | None) -> Iterator[Record]:
+        """Yield the records of an earlier run, up to what was refused then. Its log has its other lines."""
+        self.begin(reader)
+        records: list[Record] = []
+        with suppress(RuntimeError), redirect_stdout(None):
+            for batch in batches:
+                records.extend(self.add(batch))
+                if self.diverged:
+                    break
+        yield from records
 
     def add(self, batch: Iterable[Line]) -> Iterator[Record]:
         """Yield the records that a batch of lines completes. Other lines are printed, which is the log.
@@ -127,7 +150,7 @@ class CommandRecords:
         Raises:
             RuntimeError: there is no record.
         """
-        if not self.confirmed:
+        if not (self.confirmed or self._confirmed_before):
             raise RuntimeError(f"the command ended without confirming the recipe; {REMEDY}")
         if not self._step:
             if self._log:
@@ -179,6 +202,8 @@ class CommandRecords:
         return step, content
 
     def _note(self, step: int, content: dict[str, object]) -> Iterator[Record]:
+        if step < self._before:
+            return
         if step < self._step:
             raise RuntimeError(
                 f"the command logged step {step} after step {self._step}, one of them in the file and one on"
@@ -188,7 +213,7 @@ class CommandRecords:
             yield self._record()
         self._step = step
         for name, value in content.items():
-            if name == "step" or not name.strip():
+            if name == "step" or not name.strip() or (step == self._before and name in self._metrics):
                 continue
             try:
                 if isinstance(value, bool) or not isinstance(value, (int, float)):

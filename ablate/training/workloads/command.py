@@ -36,7 +36,7 @@ from ablate.numerics.spec import Spec
 from ablate.recipes.targets.commands import STACKS
 from ablate.training.log_readers import LineReader, open_reader
 from ablate.training.log_readers.lightning import PROGRESS_BAR
-from ablate.training.own_code.command_process import search_path, started
+from ablate.training.own_code.command_process import earlier, held, search_path, started
 from ablate.training.own_code.exports import (
     PLACEHOLDER,
     Exported,
@@ -303,7 +303,7 @@ class Command(OwnCode):
     def compute(self, run: TrialRun) -> Iterator[Record]:
         """Run the command, and yield a Record for each step of which it logged something."""
         from ablate.training.own_code.command_records import CommandRecords
-        from ablate.training.own_code.process_environment import METRICS, recipe_hash
+        from ablate.training.own_code.process_environment import recipe_hash
 
         own_source.drop_old_bytecode(own_source.closures(self._sources()))
         with ExitStack() as stack:
@@ -313,6 +313,7 @@ class Command(OwnCode):
                 own = Path(stack.enter_context(TemporaryDirectory()))
                 artifacts = own / "artifacts"
             own, artifacts = own.resolve(), artifacts.resolve()
+            shutil.rmtree(own / "checkpoint.over", ignore_errors=True)
             places = {name: own / name for name in ("recipe.json", "config.json", "checkpoint")}
             for folder in (places["checkpoint"], artifacts):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -330,14 +331,11 @@ class Command(OwnCode):
             }
             exports = self.exported(run.recipe, values, artifacts / PLACEHOLDER)
             write(exports, self.stacks)
-            metrics = own / "metrics.jsonl"
             variables: dict[str, str | None] = {
                 f"ABLATE_{name.upper()}": value for name, value in values.items()
             }
-            variables |= {METRICS: str(metrics), **exports.variables}
-            process = stack.enter_context(
-                started(exports.words, self._folder, variables, metrics, own / "lock")
-            )
+            variables |= exports.variables
+            lock = stack.enter_context(held(own))
             parsed = CommandRecords(
                 None if run.recipe.plain else recipe_hash(content),
                 bool(self.stacks),
@@ -345,14 +343,20 @@ class Command(OwnCode):
                 self.steps,
                 self.tokens_per_step,
                 provenance.processor(run.device),
-                self._reader(),
             )
-            for batch in process.batches():
-                yield from parsed.add(batch)
-                if parsed.diverged:
-                    break
+            for batches in earlier(own):
+                yield from parsed.again(batches, self._reader())
+            if not parsed.diverged:
+                parsed.begin(self._reader())
+                process = stack.enter_context(started(exports.words, self._folder, variables, own, lock))
+                for batch in process.batches():
+                    yield from parsed.add(batch)
+                    if parsed.diverged:
+                        break
             yield from parsed.finish()
-            shutil.rmtree(places["checkpoint"])
+            # Renamed first: a kill would leave part of a checkpoint, from which no command continues.
+            shutil.rmtree(places["checkpoint"].rename(own / "checkpoint.over"))
+            shutil.rmtree(own / "runs")
 
 
 def _files(pattern: str) -> list[Path]:
