@@ -40,7 +40,7 @@ READERS = {
 }
 """Commands that show or send numbers of the records of other runs of `ablate`, with arguments that make them do so."""
 OTHERS = {
-    "sweep": "its controller compares each trial that it finds, and reads what differs again",
+    "sweep": "its controller compares each trial that it finds, and reads what differs again (test_judged_files.py)",
     "calibrate": "runs its sweeps again first, whose controllers do the same",
     "collect": "the same: it is a sweep whose trials a batch system ran",
     "run-task": "runs one trial, and opens no ledger",
@@ -60,13 +60,10 @@ OTHERS = {
 }
 """All other commands, with the reason why a changed record changes nothing that they show."""
 OPENED_APART = {
-    "cli/answer_view.py": "its own process has compared and written it",
     "cli/rebuild.py": "compares with the trial folders",
-    "cli/report.py": "compares with the trial folders first",
     "cli/servers/reports.py": "counts of runs, and facts",
     "cli/status.py": "compares with the trial folders",
     "cli/stop.py": "names and ids",
-    "cli/sweep_run.py": "its own process has compared and written it",
     "cli/ui.py": "facts about the projection",
     "execution/forecast.py": "names and statuses of members",
     "execution/shared_prefixes.py": "facts",

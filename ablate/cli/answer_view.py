@@ -36,6 +36,7 @@ from ablate.results.published import replications
 from ablate.results.sensitivity import sensitivity
 from ablate.results.summary import ArmSummary, summaries
 from ablate.results.unmet_phases import never_began
+from ablate.store.checked_ledger import open_ledger
 from ablate.store.ledger import Ledger
 
 MOST_LINES = 12
@@ -73,9 +74,7 @@ def print_answer(
         below: number of lines that the command prints after these, of `MOST_LINES`.
         everything: print all tables below instead of a few rows.
     """
-    # Not compared with its seals: this process wrote it, and compared all that was there before.
-    path = settings.state / "sweeps" / experiment.name / "ledger.db"
-    with closing(Ledger(path, readonly=True)) as ledger:
+    with closing(open_ledger(settings.state, experiment.name)) as ledger:
         compared = Comparisons(ledger)
         answer = print_lines(compared, screen, MOST_LINES - below, settings.state_option, not everything)
         if everything:

@@ -90,7 +90,11 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         ledger.facts.id = identity
     # MLflow may have records of unfinished trials that only the old ledger had.
     ledger.discard(sorted({(member.id, "") for member in ledger.members() if member.status not in FINISHED}))
-    for line in (*news, *_recovered(ledger, experiment, points), *_lost(identity, experiment, points)):
+    for line in (
+        *news,
+        *_recovered(ledger, experiment, points),
+        *_lost(ledger, identity, experiment, points),
+    ):
         screen.print(line, soft_wrap=True, markup=False)
     ledger.close()
     screen.print(f"`ablate sweep {file}` runs the missing trials.", soft_wrap=True, markup=False)
@@ -169,12 +173,13 @@ def _recovered(ledger: Ledger, experiment: Experiment, points: Points) -> list[s
     ]
 
 
-def _lost(identity: str | None, experiment: Experiment, points: Points) -> list[str]:
+def _lost(ledger: Ledger, identity: str | None, experiment: Experiment, points: Points) -> list[str]:
     lost = [
         "failed trials and their reasons (they run again)",
         "members that the file names no more",
-        "runs that `ablate judge --into` added",
     ]
+    if not any(arm.role == "foreign" for arm in ledger.arms()):
+        lost.append("runs that `ablate judge --into` added, if they have no judged.json")
     if experiment.keys.search and not points:
         lost.append(
             "the points of the search (its journal has none; it restarts, and reuses finished trials)"

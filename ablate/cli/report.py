@@ -25,7 +25,7 @@ from ablate.reports.report_files import (
     default_notebooks,
     write_report,
 )
-from ablate.store.checked_ledger import absent
+from ablate.store.checked_ledger import absent, open_checked
 from ablate.store.databases import path_of
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
@@ -145,7 +145,7 @@ def make(
     else:
         _refuse_unknown(state, name)
     check(state / "sweeps" / name, name)
-    with closing(Ledger(state / "sweeps" / name / "ledger.db", readonly=True)) as ledger:
+    with closing(open_checked(state / "sweeps" / name / "ledger.db")) as ledger:
         verified = "read from MLflow: not verified against the records of the trials"
         heading = Heading.of(ledger, name, verified if fetch else _verified(ledger, state, name))
         with ThreadPoolExecutor(1) as thread:

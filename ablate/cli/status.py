@@ -23,7 +23,7 @@ from ablate.execution.sweep_control import damage, folders
 from ablate.execution.sweep_status import Failure, RunningTrialStatus, Status, read
 from ablate.reports.plain_text import duration, time_left
 from ablate.reports.report_about import current
-from ablate.store.checked_ledger import absent
+from ablate.store.checked_ledger import absent, remedy
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 from ablate.store.verify import Mismatch, Verified, verify
@@ -109,8 +109,7 @@ def _compare(folder: Path, state: Path) -> Verified:
                 ledger.close()
     except (sqlite3.DatabaseError, InputError) as error:
         why = str(error).removeprefix(f"{path}: ")
-    remedy = f"`ablate rebuild {folder.name}.yaml` rebuilds it from the trial folders"
-    return Verified(0, 0, 0, (Mismatch("", str(path), f"{path}: {why}", remedy),))
+    return Verified(0, 0, 0, (Mismatch("", str(path), f"{path}: {why}", remedy(path)),))
 
 
 def _watch(screen: Console, state: Path, sweeps: list[str] | None) -> None:

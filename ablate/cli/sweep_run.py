@@ -29,8 +29,8 @@ from ablate.experiment.load import Experiment
 from ablate.experiment.plan_notes import remarks
 from ablate.files import Json
 from ablate.reports.plain_text import duration, wrapped
+from ablate.store.checked_ledger import open_checked
 from ablate.store.databases import network_file_system
-from ablate.store.ledger import Ledger
 
 _EXIT = {"done": DONE, "failed": FAILED, "budget": BUDGET, "stopped": INTERRUPTED, "disk": FAILED}
 
@@ -199,14 +199,16 @@ def _message(
     path = settings.state / "sweeps" / experiment.name / "ledger.db"
     if not path.exists():
         return content | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {status}"}
-    ledger = Ledger(path, readonly=True)
-    trials = {member.id: member for member in ledger.members()}
+    try:
+        with closing(open_checked(path)) as ledger:
+            trials = {member.id: member for member in ledger.members()}
+            table = summary_of(ledger)
+    except InputError as error:
+        return content | {"counts": {}, "failures": [], "table": "", "text": f"{experiment.name}: {error}"}
     counts = Counter(member.status for member in trials.values())
     failures = [
         f"{m.name} seed={m.seed}: {m.reason}" for m in trials.values() if m.status in ("failed", "oom")
     ]
-    table = summary_of(ledger)
-    ledger.close()
     listed = ", ".join(f"{number} {name}" for name, number in counts.items())
     text = (
         f"{experiment.name}: {event if status == 'running' else status} after {duration(seconds)}: {listed}"

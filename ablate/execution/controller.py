@@ -218,8 +218,7 @@ class Controller:
         describe(self.ledger, self.experiment, self.scheduler.device)
         register_design(self.ledger, self.experiment, self.store, self.scheduler.device)
         sweep_control.take(self.folder)  # discard orders to an earlier controller
-        for line in self.scheduler.everything(self.options.accept_version, points, self.options.same_code):
-            self._say(line)
+        self.news += self.scheduler.everything(self.options.accept_version, points, self.options.same_code)
         if done := next((member for member in self.ledger.members() if member.status == "done"), None):
             require_metrics(self.experiment, self.ledger, done.trial, f"{done.name} seed={done.seed}")
         if requeued:

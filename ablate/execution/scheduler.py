@@ -34,8 +34,9 @@ from ablate.experiment.load import Experiment
 from ablate.experiment.roles import CONFIRM, Role
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json
+from ablate.store.judged_files import keep
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import strays, tally
+from ablate.store.ledger_integrity import digest, strays
 from ablate.store.ledger_rows import FINISHED, Member
 from ablate.store.trial_store import Store
 from ablate.training.data.facts import KINDS, facts
@@ -134,7 +135,7 @@ class Scheduler:
         gone |= {name for (name, _), row in before.items() if row.role in ("confirmed", "half", "alone")}
         keys = self.experiment.keys
         seeds = not keys.growth and not keys.search  # those add seeds to the file's
-        return taken + edits(before, new, gone, seeds)
+        return taken + edits(before, new, gone, seeds) + keep(self.ledger, self.store)
 
     def want(
         self,
@@ -189,7 +190,9 @@ class Scheduler:
         pruned, seal = self._status[trial] == "pruned", self.ledger.records_seal(trial)
         if not self.ledger.recorded(trial) and not (pruned and seal):
             return
-        if pruned and seal and self._digest(trial) == seal:  # the ledger is intact, even if the files are not
+        if (
+            pruned and seal and digest(self.ledger, trial) == seal
+        ):  # the ledger is intact, even if the files are not
             return
         events = list(self.store.events(trial_id, strict=False))
         if (pruned and seal) or strays(self.ledger, trial, events):
@@ -392,25 +395,17 @@ class Scheduler:
         """Return True if the ledger's records of a trial match the digest in its result and the ledger's own
         seal. Records without a seal get one if they agree.
         """
-        digest, kept = self._digest(trial), self.ledger.records_seal(trial)
-        if digest is None or digest != result["records"]["sha256"]:
+        records, kept = digest(self.ledger, trial), self.ledger.records_seal(trial)
+        if records is None or records != result["records"]["sha256"]:
             return False
         if kept is None:
-            self.ledger.seal_records(trial, digest)
-        return kept in (None, digest)
-
-    def _digest(self, trial: int) -> str | None:
-        """Return the digest of a trial's records in the ledger, None if one cannot be read."""
-        try:
-            digest = tally(self.ledger, trial).sealed()["sha256"]
-        except ValueError:
-            return None
-        return digest if isinstance(digest, str) else None
+            self.ledger.seal_records(trial, records)
+        return kept in (None, records)
 
     def _seal(self, trial: int) -> None:
         """Store the digest of a trial's records in the ledger, unless it has one already."""
-        if self.ledger.records_seal(trial) is None and (digest := self._digest(trial)):
-            self.ledger.seal_records(trial, digest)
+        if self.ledger.records_seal(trial) is None and (records := digest(self.ledger, trial)):
+            self.ledger.seal_records(trial, records)
 
     def confirm_records(self, trial: int, trial_id: str, result: Result) -> str | None:
         """Compare the records received from a trial that has just finished with its result.

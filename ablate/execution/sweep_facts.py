@@ -11,6 +11,7 @@ from ablate.experiment.load import Experiment
 from ablate.experiment.plan_notes import on_slow_reference
 from ablate.files import Json
 from ablate.store.judged import Judged
+from ablate.store.judged_files import kept_alone
 from ablate.store.ledger import Ledger
 from ablate.store.registration import register
 from ablate.store.trial_store import Store
@@ -22,8 +23,9 @@ def describe(ledger: Ledger, experiment: Experiment, device: str = "cpu") -> Non
 
     InputError for a ledger of runs from elsewhere, which has the same name.
     """
-    if judged := Judged.alone(ledger):
-        raise InputError([f"{ledger.name}: holds runs {judged.text}; give the experiment another name"])
+    if (judged := Judged.alone(ledger)) or kept_alone(ledger.path.absolute().parent):
+        origin = judged.text if judged else "that were judged"
+        raise InputError([f"{ledger.name}: holds runs {origin}; give the experiment another name"])
     commit, diff = provenance.commit(Path.cwd())
     environment = {"commit": commit, **provenance.environment()}
     if slow := on_slow_reference(experiment, device):

@@ -18,8 +18,10 @@ from pathlib import Path
 
 from ablate import cache
 from ablate.errors import InputError
+from ablate.store.judged import Judged
+from ablate.store.judged_files import kept_alone
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import flaw, tally
+from ablate.store.ledger_integrity import digest, flaw
 from ablate.store.ledger_rows import OVER
 
 _CHECK = "ledger agrees with its seals, 1"
@@ -60,7 +62,7 @@ def open_checked(path: Path) -> Ledger:
         raise InputError([refusal(path, str(error))]) from None
     try:
         if why := difference(ledger):
-            raise InputError([refusal(path, why)])
+            raise InputError([refusal(path, why, ledger=ledger)])
     except BaseException:
         ledger.close()
         raise
@@ -98,7 +100,7 @@ def _difference(ledger: Ledger) -> str | None:
         for row in ledger.wanted_trials():
             with ledger.transaction():  # one state of both, while the sweep runs
                 seal = ledger.records_seal(row.trial)
-                if seal is not None and tally(ledger, row.trial).sealed()["sha256"] != seal:
+                if seal is not None and digest(ledger, row.trial) != seal:
                     return f"table records, trial {row.id}: its records are not what was written"
     except (sqlite3.DatabaseError, ValueError) as error:
         return str(error)
@@ -115,10 +117,7 @@ def absent(path: Path, empty: bool = False) -> str | None:
     files = (path, path.with_name(f"{path.name}-wal"))
     if not empty and (path.is_symlink() or any(file.exists() and file.stat().st_size for file in files)):
         return None
-    return (
-        f"{path}: this sweep has no ledger: it never began, or the file is lost; `ablate rebuild"
-        f" {path.absolute().parent.name}.yaml` makes it from the trial folders"
-    )
+    return f"{path}: this sweep has no ledger: it never began, or the file is lost; {remedy(path)}"
 
 
 def unverified(ledger: Ledger) -> str:
@@ -136,15 +135,20 @@ def unverified(ledger: Ledger) -> str:
     )
 
 
-def refusal(path: Path, why: str, file: str = "") -> str:
-    """Return the error message for a damaged ledger.
+def refusal(path: Path, why: str, file: str = "", ledger: Ledger | None = None) -> str:
+    """Return the error message for a ledger that is damaged (`why`); other arguments as for `remedy`."""
+    return f"{path}: damaged ({why}); {remedy(path, file, ledger)}"
+
+
+def remedy(path: Path, file: str = "", ledger: Ledger | None = None) -> str:
+    """Return a sentence on what makes a lost or damaged ledger again.
 
     Args:
         path: File of the ledger.
-        why: Description of the damage.
         file: YAML file of the sweep; empty for one with the sweep's name.
+        ledger: The ledger, if its facts can be read.
     """
-    return (
-        f"{path}: damaged ({why}); `ablate rebuild {file or f'{path.absolute().parent.name}.yaml'}`"
-        " makes it again from the trial folders"
-    )
+    folder = path.absolute().parent
+    if kept_alone(folder) or (ledger and Judged.alone(ledger)):
+        return "the same `ablate judge` command writes it again"
+    return f"`ablate rebuild {file or f'{folder.name}.yaml'}` makes it again from the trial folders"

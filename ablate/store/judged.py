@@ -85,11 +85,14 @@ class Judged:
     def of(cls, ledger: Ledger) -> Self | None:
         """Return the origin of a ledger's runs; None for those of a sweep alone."""
         text = ledger.facts.judged
-        if not text:
-            return None
+        return cls.parse(text, ledger.name) if text else None
+
+    @classmethod
+    def parse(cls, text: str, name: str) -> Self:
+        """Return the origin in the text of a fact of a ledger with this name."""
         content = json.loads(text)
         if "readings" not in content:
-            raise InputError([f"{ledger.name}: its runs were judged by an earlier version; judge them again"])
+            raise InputError([f"{name}: its runs were judged by an earlier version; judge them again"])
         times, readings = content["times"], content["readings"]
         return cls(
             **content

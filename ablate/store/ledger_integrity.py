@@ -44,6 +44,14 @@ def tally(ledger: Ledger, trial: int) -> Tally:
     return result
 
 
+def digest(ledger: Ledger, trial: int) -> str | None:
+    """Return the digest of a trial's records, as a seal has it; None if one cannot be read."""
+    try:
+        return str(tally(ledger, trial).sealed()["sha256"])
+    except ValueError:
+        return None
+
+
 def strays(ledger: Ledger, trial: int, events: Iterable[Event]) -> bool:
     """Return True if a record of the trial is not among these events."""
     recorded = {

@@ -99,7 +99,9 @@ class TrialStates(LedgerFile):
         """Make trials pending again that failed, were stopped, or whose controller died; return their
         number."""
         self.db.execute("UPDATE attempts SET ended = ?, outcome = 'orphaned' WHERE ended IS NULL", (now,))
-        again = "SELECT trial FROM trials WHERE status IN ('running', 'failed', 'oom', 'stopped')"
+        judged = "SELECT trial FROM members JOIN arms USING (arm) WHERE role = 'foreign'"
+        ended = "status IN ('running', 'failed', 'oom', 'stopped')"
+        again = f"SELECT trial FROM trials WHERE {ended} AND trial NOT IN ({judged})"
         self.db.execute(f"UPDATE members SET closed = 0 WHERE trial IN ({again})")
         return self.db.execute(
             f"UPDATE trials SET status = 'pending', reason = NULL WHERE trial IN ({again})"

@@ -28,7 +28,7 @@ import shutil
 import struct
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -249,11 +249,22 @@ class Store:
         """
         result = self.result(trial)
         assert result is not None
-        events, attempt = self.proven(trial, result), self.begin(other)
-        write(self.folder(other) / "spec.json", spec)
-        content = b"".join(line(event, other) for event in events)
-        (self.folder(other) / f"events-{attempt}.jsonl").write_bytes(content)
-        self.commit(other, result | {"id": other, "run_as": trial})
+        self.add(other, spec, self.proven(trial, result), result | {"run_as": trial})
+
+    def add(self, trial: str, spec: Mapping[str, Json], events: Sequence[Event], about: Result) -> None:
+        """Store a finished trial that was not run here.
+
+        Args:
+            trial: Id of the trial.
+            spec: Its resolved spec.
+            events: Its records by step.
+            about: Its result, without id and records.
+        """
+        attempt = self.begin(trial)
+        write(self.folder(trial) / "spec.json", spec)
+        content = b"".join(line(event, trial) for event in events)
+        (self.folder(trial) / f"events-{attempt}.jsonl").write_bytes(content)
+        self.commit(trial, about | {"id": trial, "records": Tally(events).sealed()})
 
     def begin(self, trial: str) -> int:
         """Return a new attempt's number, larger than all before it in any sweep, and create its log file.

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ablate.files import Damaged
+from ablate.store.checked_ledger import remedy
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_integrity import flaw, tally
 from ablate.store.ledger_rows import TrialRow
@@ -56,8 +57,7 @@ def verify(ledger: Ledger, store: Store) -> Verified:
         ledger: Ledger of the sweep.
         store: Trial store of the state folder.
     """
-    again = f"`ablate rebuild {ledger.name}.yaml` makes it again from the trial folders"
-    why = flaw(ledger)
+    again, why = remedy(ledger.path, ledger=ledger), flaw(ledger)
     mismatches = [Mismatch("", str(ledger.path), f"{ledger.path}: {why}", again)] if why else []
     trials = [] if why else ledger.wanted_trials()
     counts = dict.fromkeys(("verified", "absent"), 0)

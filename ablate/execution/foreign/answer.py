@@ -153,7 +153,7 @@ def judge(
     named = metric if isinstance(runs, Mapping) else metric_of_text(metric)
     question = Question(against, named, min_effect, direction, tuple(ignore), tuple(without), at=at)
     with tempfile.TemporaryDirectory(prefix="ablate-judge-") as folder:
-        more = write_ledger(Path(folder), "runs", found, question)
+        more = write_ledger(Path(folder), "runs", found, question, files=False)
         with closing(Ledger(Path(folder) / "sweeps" / "runs" / "ledger.db", readonly=True)) as ledger:
             return judgement_of(ledger, [*found.said, *more])
 

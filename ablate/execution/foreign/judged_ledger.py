@@ -22,18 +22,22 @@ from ablate.execution.foreign.chosen_runs import (
 from ablate.execution.foreign.compared_step import last_until
 from ablate.execution.foreign.names import places_of
 from ablate.execution.foreign.run import Found
+from ablate.execution.sweep_control import check, damage, put_aside
 from ablate.experiment.roles import ELSEWHERE
 from ablate.experiment.schema import Metric
 from ablate.files import Busy, Json, lock, no_folder_name
 from ablate.results.comparisons import Comparisons
+from ablate.store.checked_ledger import absent, difference, refusal
 from ablate.store.judged import FOREIGN, Judged, Occasion, Reading
+from ablate.store.judged_files import keep, kept_alone
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_integrity import tally
+from ablate.store.ledger_integrity import digest
 from ablate.store.ledger_rows import ArmRow
+from ablate.store.trial_store import Event, Store
 from ablate.training.metric_names import recordable
 
 
-def write_ledger(state: Path, name: str, found: Found, question: Question) -> list[str]:
+def write_ledger(state: Path, name: str, found: Found, question: Question, files: bool = True) -> list[str]:
     """Write the ledger of these runs to `sweeps/NAME` of a state folder, in place of an earlier one.
 
     Args:
@@ -41,9 +45,11 @@ def write_ledger(state: Path, name: str, found: Found, question: Question) -> li
         name: Name of the judgement.
         found: The runs.
         question: The comparison.
+        files: True to write the files of the runs, too.
 
     Returns:
-        Further sentences, on what is decided here: the metric, runs that are left out.
+        Further sentences, on what is decided here: the metric, runs that are left out; where a damaged ledger
+        is kept.
 
     Raises:
         InputError: The runs cannot be compared, or a sweep has this name.
@@ -56,7 +62,7 @@ def write_ledger(state: Path, name: str, found: Found, question: Question) -> li
     try:
         with lock(path.parent / "lock", wait=False):
             reading = _reading(found, chosen, more)
-            before = _earlier(path, name, reading.sources)
+            before, damaged = _earlier(path, name, reading.sources)
             unfinished = path.with_name(f"{path.name}.unfinished")
             unfinished.unlink(missing_ok=True)
             with closing(Ledger(unfinished)) as ledger, ledger.transaction():
@@ -68,6 +74,10 @@ def write_ledger(state: Path, name: str, found: Found, question: Question) -> li
                     chosen.reruns,
                 )
                 origin.judged(_now(chosen.metric, question)).write(ledger)
+                if files:
+                    more += keep(ledger, Store(state))
+            if damaged:
+                more.append(f"The old ledger ({damaged}) is kept as {put_aside(path)}")
             for suffix in ("-wal", "-shm"):
                 path.with_name(f"{path.name}{suffix}").unlink(missing_ok=True)
             unfinished.rename(path)
@@ -102,6 +112,7 @@ def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> li
         hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
         raise InputError([f"--into {name}: no such sweep; {hint}"])
     try:
+        check(path.parent, "")
         with lock(path.parent / "lock", wait=False), closing(Ledger(path)) as ledger:
             if Judged.alone(ledger):
                 raise InputError([f"--into {name}: it holds judged runs alone; judge all files together"])
@@ -126,6 +137,7 @@ def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> li
                     ledger.withdraw(numbers[arm])
                 add_runs(ledger, numbers, chosen)
                 origin.judged(_now(metric, replace(question, against=base.name))).write(ledger)
+                more += keep(ledger, Store(state))
     except Busy as busy:
         raise InputError([f"--into {name}: another process ({busy}) runs this sweep; wait for it"]) from None
     return more
@@ -207,12 +219,20 @@ def _now(metric: Metric, question: Question) -> Occasion:
     return Occasion(time.time(), question.against, metric.name, metric.direction, effect, question.at)
 
 
-def _earlier(path: Path, name: str, sources: Mapping[str, str]) -> Judged | None:
-    """Return the origin of an earlier judgement of this name; InputError if a sweep has the name."""
-    if not path.exists():
-        return None
-    with closing(Ledger(path, readonly=True)) as ledger:
-        before = Judged.alone(ledger)
+def _earlier(path: Path, name: str, sources: Mapping[str, str]) -> tuple[Judged | None, str]:
+    """Return the origin of an earlier judgement of this name, and the damage to its ledger; InputError if a
+    sweep has the name.
+    """
+    kept, why = kept_alone(path.parent), absent(path)
+    before = Judged.parse(kept.origin, name) if kept else None
+    if why and not (path.parent / "judged.json").exists():
+        return None, ""
+    damaged = "" if why else damage(path) or ""
+    if not (why or damaged):
+        with closing(Ledger(path, readonly=True)) as ledger:
+            before, damaged = Judged.alone(ledger) or before, difference(ledger) or ""
+    if damaged and before is None:
+        raise InputError([refusal(path, damaged)])
     if before is None:
         raise InputError(
             [
@@ -222,7 +242,7 @@ def _earlier(path: Path, name: str, sources: Mapping[str, str]) -> Judged | None
         )
     if not before.sources.keys() & sources.keys():
         raise InputError([f"{name}: holds runs of {before.places}; give another name with --as"])
-    return before
+    return before, damaged
 
 
 def digests(places: Sequence[str]) -> dict[str, str]:
@@ -298,19 +318,18 @@ def add_runs(ledger: Ledger, numbers: Mapping[str, int], chosen: Chosen) -> None
         spec = json.dumps({"workload": {FOREIGN: config}, "seed": seed, "run": run.name})
         identity = key_of(FOREIGN, run.arm, values, spec)
         trial = ledger.add_member(numbers[run.arm], seed, identity, spec)
-        ledger.record(
-            trial,
-            (
-                {"step": step, "time": now, "metrics": {name: value}}
-                for name, steps in run.records.items()
-                if recordable(name)
-                for step, value in steps.items()
-                if step <= chosen.steps
-            ),
-        )
+        events: list[Event] = [
+            {"step": step, "time": now, "metrics": {name: value}}
+            for name, steps in run.records.items()
+            if recordable(name)
+            for step, value in steps.items()
+            if step <= chosen.steps
+        ]
+        damaged = ledger.recorded(trial) and digest(ledger, trial) != ledger.records_seal(trial)
+        (ledger.renew if damaged else ledger.record)(trial, events)
         why = None if math.isfinite(series[last]) else f"{metric} is {series[last]} at its last step, {last}"
         if run in chosen.short:
             ledger.settle(trial, "failed", f"left out as asked: it ends at step {last} of {chosen.steps}")
         else:
             ledger.settle(trial, "diverged" if why else "done", why)
-        ledger.seal_records(trial, str(tally(ledger, trial).sealed()["sha256"]))
+        ledger.seal_records(trial, digest(ledger, trial) or "")
