@@ -17,7 +17,7 @@ import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -127,6 +127,9 @@ class Scheduler:
                 for knobs in proposed:
                     with suppress(KnobError):  # reported when it was proposed
                         self.propose(knobs, next(numbers))
+            for arm_row in self.ledger.arms():
+                for member, error in self._holes(arm_row.arm):
+                    self._put_aside(member.trial, member.id, error)
             self._look_again()
             if not accept:
                 self._refuse_other_versions(before)
@@ -418,16 +421,46 @@ class Scheduler:
         Returns:
             None if they agree, or could be read again from its files; else the reason to run the trial again.
         """
-        if self._agrees(trial, result):
-            self.ledger.files_seen(trial_id, self.store.signature(trial_id))
-            return None
         try:
-            self.ledger.renew(trial, self.store.proven(trial_id, result))
-            self._seal(trial)
+            if self._agrees(trial, result):
+                self.ledger.files_seen(trial_id, self.store.signature(trial_id))
+            else:
+                self.ledger.renew(trial, self.store.proven(trial_id, result))
+                self._seal(trial)
+            for member, error in self._holes(self._arm_number(self._works[trial_id].arm.name), trial):
+                if member.trial == trial:
+                    raise error
+                self.store.retire(member.id)
+                self.settle(member.trial, "failed", str(error))
         except Damaged as error:
             self.store.retire(trial_id)
             return str(error)
         return None
+
+    def _holes(self, arm: int | None, ended: int | None = None) -> Iterator[tuple[Member, Damaged]]:
+        """Yield the finished members of an arm that were interrupted, and lack steps that other seeds have.
+
+        Only a command can be ahead of its records when it is killed: it continues from its own checkpoint.
+
+        Args:
+            arm: number of the arm.
+            ended: number of a trial that has ended, and is not settled yet.
+        """
+        if self.experiment.base.config.in_process:
+            return
+        names = {"train/loss", *(metric.name for metric in self.experiment.metrics)}
+        steps: dict[str, set[tuple[int, str]]] = {}
+        members = [row for row in self.ledger.members(arm) if row.trial == ended or row.status == "done"]
+        for row in members:
+            steps[row.id] = {(step, name) for name in names for step in self.ledger.series(row.trial, name)}
+        everything = set[tuple[int, str]]().union(*steps.values())
+        for row in members:
+            last = max(steps[row.id], default=(0, ""))[0]
+            lacking = sorted(key for key in everything - steps[row.id] if key[0] < last)
+            if lacking and row.role != "foreign" and self.store.last_attempt(row.id) > 1:
+                step, name = lacking[0]
+                why = f"lacks {len(lacking)} values of other seeds, the first {name} at step {step}"
+                yield row, Damaged(self.store.folder(row.id), f"its run was interrupted, and {why}")
 
     def _put_aside(self, trial: int, trial_id: str, error: Damaged) -> None:
         """Rename a damaged folder, unless another process holds the trial and will write a result."""

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -33,6 +34,7 @@ from ablate.training.checkpoints import Checkpoints
 from ablate.training.loop import Telemetry
 from ablate.training.metric_names import ARITHMETIC
 from ablate.training.own_code.command_process import LONGEST_LINE, Line, earlier, held, started
+from ablate.training.own_code.user_errors import CommandError
 from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.command import Command
 from ablate.verification.workload_checks import Runs, promises
@@ -522,6 +524,76 @@ def test_no_line_is_lost_of_a_command_that_is_ahead_of_its_reader_when_it_is_kil
         }
     assert sorted(path.name for path in (store.folder(one.id) / "command").iterdir()) == [
         *("config.json", "lock", "recipe.json")
+    ]
+
+
+AHEAD = """
+import json, os
+folder, seed = os.environ["ABLATE_CHECKPOINT"], os.environ["ABLATE_SEED"]
+path = os.path.join(folder, "step")
+step = int(open(path).read()) if os.path.exists(path) else 0
+while step < 9:
+    step += 1
+    with open(path, "w") as file:
+        file.write(str(step))
+    if (step, seed) == (6, BAD) and not os.path.exists("failed" + seed + LR):
+        open("failed" + seed + LR, "w").close()
+        raise SystemExit(3)
+    print(json.dumps({"step": step, "val/loss": 1 / step}), flush=True)
+"""
+"""A command whose checkpoint is ahead of what it has printed, of which one seed fails between the two."""
+
+
+@pytest.mark.parametrize("bad", ["0", "1"])
+def test_a_curve_with_a_hole_beside_other_seeds_is_computed_again(bad, tmp_path, monkeypatch):
+    """At once if another seed has ended; else by the next start, since the trial fails when another seed ends."""
+    monkeypatch.chdir(tmp_path)
+    code = AHEAD.replace("BAD", repr(bad)).replace("LR", "__import__('sys').argv[1]")
+    (tmp_path / "script.py").write_text(code)
+    path = experiment(tmp_path, "{run: 'python script.py {lr}', config: {lr: 1}, steps: 9}", seeds="2")
+    state = tmp_path / "state"
+
+    def to_its_end() -> tuple[str, list[str]]:
+        while True:
+            with suppress(CommandError):  # ends the whole sweep here, as a kill does
+                outcome, news = sweep(load(path, device="cpu"), state)
+                return outcome.status, news
+
+    ends, news = to_its_end()
+    if bad == "0":
+        with closing(ledger(state, "own")) as book:
+            news = [member.reason for member in book.members() if member.status == "failed"]
+        assert (ends, to_its_end()[0]) == ("failed", "done")
+    assert sum("lacks 1 values of other seeds, the first val/loss at step 6" in line for line in news) == 2 - int(bad)
+    with closing(ledger(tmp_path / "state", "own")) as book:
+        curves = [book.series(member.trial, "val/loss") for member in book.members()]
+    assert curves == [{step: 1 / step for step in range(1, 10)}] * 4
+    assert len([*(tmp_path / "state" / "retired").iterdir()]) == 2
+
+
+def test_a_finished_curve_with_a_hole_is_computed_again_only_if_its_run_was_interrupted(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "script.py").write_text(PLAIN.replace("4", "10"))
+    path = experiment(tmp_path, "{run: 'python script.py {lr}', config: {lr: 1}, steps: 9}", seeds="2")
+    state = tmp_path / "state"
+    sweep(load(path, device="cpu"), state)
+    with closing(ledger(state, "own")) as book:
+        first, second = (member.id for member in book.members()[::2])
+    for trial, attempts in ((first, 1), (second, 2)):
+        store, result = Store(state), Store(state).result(trial)
+        events = [event for event in store.proven(trial, result) if event["step"] not in (4, 5)]
+        spec = json.loads((store.folder(trial) / "spec.json").read_bytes())
+        store.retire(trial)
+        for _ in range(attempts - 1):
+            store.begin(trial)
+        store.add(trial, spec, events, result)
+    (state / "sweeps" / "own" / "ledger.db").unlink()
+    outcome, news = sweep(load(path, device="cpu"), state)
+    assert (outcome.ran, outcome.reused) == (1, 3)
+    assert [line.partition(": ")[0] for line in news if "lacks 2 values" in line] == [
+        str(store.folder(second))
     ]
 
 
