@@ -2,9 +2,12 @@
 
 To plan, none of it is imported. A trial's identity has the content of the user's own code, so that an edit of
 it runs its trials again and an edit of an unrelated file does not. "Own" is what the file imports, and what
-that imports, among the files beside it, or in its own installed package; other installed packages are
-recorded with a trial's environment and are not part of its identity. Imports are read from the syntax tree: a
-module that is imported by a computed name is not found.
+that imports: beside it, in folders that a file adds to `sys.path`, and elsewhere on `sys.path` outside of the
+interpreter and `site-packages` (the working folder, PYTHONPATH, editable installs), or in its own installed
+package. Other installed packages are recorded with a trial's environment and are not part of its identity.
+
+Imports are read from the syntax tree (source_imports.py). What an execution imports beyond these files is
+refused (`Watch`). Not covered: compiled modules, and code that is read and executed as text.
 """
 
 import ast
@@ -12,14 +15,19 @@ import glob
 import importlib.util
 import os
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache as cached
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from ablate import cache
+from ablate import cache, source_imports
+from ablate.errors import InputError
 from ablate.files import below
+from ablate.source_imports import tree
 
 
 @dataclass(frozen=True)
@@ -81,12 +89,12 @@ def _is_module(file: Path, parts: Sequence[str]) -> bool:
 
 def functions(path: Path) -> dict[str, ast.FunctionDef]:
     """Return the functions at the top level of a file by name; SyntaxError, OSError if it cannot be read."""
-    return {node.name: node for node in _tree(path).body if isinstance(node, ast.FunctionDef)}
+    return {node.name: node for node in tree(path).body if isinstance(node, ast.FunctionDef)}
 
 
 def constants(path: Path) -> dict[str, ast.expr]:
     """Return the values assigned to names at the top level of a file; SyntaxError, OSError as `functions`."""
-    assigned = (node for node in _tree(path).body if isinstance(node, ast.Assign))
+    assigned = (node for node in tree(path).body if isinstance(node, ast.Assign))
     return {
         target.id: node.value for node in assigned for target in node.targets if isinstance(target, ast.Name)
     }
@@ -98,11 +106,11 @@ def changed_elsewhere(path: Path, name: str) -> int:
     Such a line binds the name once more, in whatever scope. A list can be changed by all that have it, so any
     further use of it counts.
     """
-    tree = _tree(path)
-    plain = [node for node in tree.body if isinstance(node, ast.Assign)]
+    whole = tree(path)
+    plain = [node for node in whole.body if isinstance(node, ast.Assign)]
     first = next(target for node in plain for target in node.targets if _binds(target, name))
     mutable = isinstance(constants(path)[name], ast.List)
-    for node in ast.walk(tree):
+    for node in ast.walk(whole):
         bound = node is not first and _binds(node, name, mutable)
         if bound and isinstance(node, ast.stmt | ast.expr | ast.alias):
             return node.lineno
@@ -118,16 +126,31 @@ def _binds(node: ast.AST, name: str, or_reads: bool = False) -> bool:
     return isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name
 
 
-def closure(code: Code) -> tuple[Path, ...]:
-    """Return the function's file and the files of its own that it imports, directly or not; sorted."""
-    found = {code.path, *_files(code.root, code.module.split(".") if code.module else ())}
+def closure(code: Code) -> dict[Path, Path]:
+    """Return the function's file and the files of its own that it imports, directly or not.
+
+    Each with the folder that the module's name is relative to; sorted.
+    """
+    parts = code.module.split(".") if code.module else ()
+    found = dict.fromkeys([code.path, *_files(code.root, parts)], code.root)
+    folders, searched = dict[Path, None](), set[object]()
     waiting = [*found]
     while waiting:
-        for other in _imported(waiting.pop(), code.root, code.package):
-            if other not in found:
-                found.add(other)
-                waiting.append(other)
-    return tuple(sorted(found))
+        path = waiting.pop()
+        imports = source_imports.imports(path)
+        added = {folder for text in imports.folders for folder in _places(path, text)} - folders.keys()
+        if added := added - {Path(os.path.realpath(code.root))}:
+            folders |= dict.fromkeys(sorted(added))
+            waiting, searched = [*found], set()
+        for name in imports.names:
+            key = name, path.parent if name[0] else None
+            for file, folder in _named(name, path, found[path], code, folders) if key not in searched else ():
+                if file not in found:
+                    waiting.append(file)
+                if file not in found or folder == code.root:
+                    found[file] = folder
+            searched.add(key)
+    return dict(sorted(found.items()))
 
 
 def digest(code: Code, globs: Sequence[str] = ()) -> str:
@@ -140,7 +163,10 @@ def digest(code: Code, globs: Sequence[str] = ()) -> str:
     Raises:
         OSError, SyntaxError: a file cannot be read.
     """
-    return _identified(files_of(code, globs), code.root)
+    found = closure(code)
+    elsewhere = {file: folder for file, folder in found.items() if folder != code.root}
+    named = sorted((file.relative_to(folder).as_posix(), file) for file, folder in elsewhere.items())
+    return _identified([file for file in files_of(code, globs) if file not in elsewhere], code.root, named)
 
 
 def files_of(code: Code, globs: Sequence[str] = ()) -> list[Path]:
@@ -160,7 +186,7 @@ def digest_of(files: Iterable[Path], folder: Path) -> str:
 
 
 def closures(files: Iterable[Path]) -> list[Path]:
-    """Return files and, of Python files, the files beside them that they import, directly or not; sorted."""
+    """Return files and, of Python files, the files of their own that they import, directly or not; sorted."""
     each = (closure(Code(file, "", file.parent)) if file.suffix == ".py" else (file,) for file in files)
     return sorted({file for own in each for file in own})
 
@@ -203,9 +229,17 @@ def listed(path: Path) -> list[Path]:
     return found
 
 
-def _identified(files: Sequence[Path], folder: Path) -> str:
-    """Return 16 hex digits of the names of files, relative to a folder, and their contents."""
-    return cache.key_of([_relative(file, folder) for file in files], cache.digest(files))[:16]
+def _identified(files: Sequence[Path], folder: Path, elsewhere: Sequence[tuple[str, Path]] = ()) -> str:
+    """Return 16 hex digits of the names of files, relative to a folder, and their contents.
+
+    Args:
+        files: the files.
+        folder: the folder.
+        elsewhere: further files, with their names.
+    """
+    names = [_relative(file, folder) for file in files]
+    contents = cache.digest([*files, *(file for _, file in elsewhere)])
+    return cache.key_of(names, contents, *([[name for name, _ in elsewhere]] if elsewhere else []))[:16]
 
 
 def load(code: Code) -> Callable[..., object]:
@@ -214,21 +248,28 @@ def load(code: Code) -> Callable[..., object]:
     Modules that earlier calls imported are forgotten: they may have changed, or be those of another folder
     with the same name. So is bytecode from before the last change of a file.
     """
-    drop_old_bytecode(closure(code))
+    own = closure(code)
+    drop_old_bytecode(own)
     if code.package == OURS:
-        return getattr(importlib.import_module(code.module), code.function)
-    if code.package:
-        own = [name for name in sys.modules if name.partition(".")[0] == code.package]
-        for name in own:
-            del sys.modules[name]
-        return getattr(importlib.import_module(code.module), code.function)
-    _FOLDERS.add(code.root)
+        return _imported(code)
+    users, real = {*map(str, _FOLDERS), str(code.root)}, {*map(os.path.realpath, own)}
+    if not code.package:
+        _FOLDERS.add(code.root)
+        sys.path[:] = [str(code.root), *(entry for entry in sys.path if entry not in users)]
     inside = tuple(f"{str(folder).rstrip(os.sep)}{os.sep}" for folder in _FOLDERS)
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] != OURS and _lies_in(getattr(module, "__file__", None), inside):
-            del sys.modules[name]
-    users = {str(folder) for folder in _FOLDERS}
-    sys.path[:] = [str(code.root), *(entry for entry in sys.path if entry not in users)]
+    files, path = _own_modules(sys.modules), {*sys.path}
+    stale = {name for name, at in files.items() if at.startswith(inside) or os.path.realpath(at) in real}
+    kept = {name: sys.modules[name] for name in files.keys() - stale}
+    _forget([*files, *(name for name in sys.modules if name.partition(".")[0] == code.package)])
+    try:
+        return _imported(code)
+    finally:
+        _FOLDERS.update(Path(entry) for entry in {*sys.path} - path)
+        anew = {name.partition(".")[0] for name in _own_modules(sys.modules)}
+        sys.modules |= {name: module for name, module in kept.items() if name.partition(".")[0] not in anew}
+
+
+def _imported(code: Code) -> Callable[..., object]:
     importlib.invalidate_caches()
     module = importlib.import_module(code.module) if code.module else _module(code.path)
     return getattr(module, code.function)
@@ -241,81 +282,111 @@ def load_apart(code: Code) -> Callable[..., object]:
     later imports do not find the new ones. A module beside the file must therefore be imported at its top.
 
     Raises:
-        ImportError: another file was imported than those of `closure`, whose digest the function has.
+        InputError: another file was imported than those of `closure`, whose digest the function has.
     """
     own = closure(code)
     drop_old_bytecode(own)
-    files: dict[str, list[Path]] = {}
-    for file in own:
-        files.setdefault(_module_name(file, code.root), []).append(file)
-    files = {name: paths for name, paths in files.items() if name.partition(".")[0] != OURS}
-    names = {part for name in files for part in _packages(name)}
-    before, path = dict(sys.modules), [*sys.path]
-    _forget(names)
-    sys.path.insert(0, str(code.root))
-    importlib.invalidate_caches()
-    try:
-        module = importlib.import_module(code.module) if code.module else _module(code.path)
-        _refuse_others(code, files, before, {str(code.root), os.getcwd(), *sys.path} - {*path, ""})
-        return getattr(module, code.function)
-    finally:
-        sys.path[:] = path
-        _forget(names)
-        sys.modules |= {name: before[name] for name in names & before.keys()}
+    path = [*sys.path]
+    with alone(own):
+        sys.path.insert(0, str(code.root))
+        watch = Watch(own)
+        try:
+            function = _imported(code)
+            watch.refuse()
+            return function
+        finally:
+            sys.path[:] = path
 
 
-def _refuse_others(
-    code: Code, files: Mapping[str, Sequence[Path]], before: Mapping[str, ModuleType], folders: Iterable[str]
-) -> None:
-    """Raise ImportError if an import has found another file than those of a function's closure.
+@contextmanager
+def alone(files: Mapping[Path, Path]) -> Iterator[None]:
+    """Inside this context, no module of a user's own is imported; afterwards, those of before are.
 
     Args:
-        code: the function, whose file was just imported.
-        files: files of its closure, by the names of their modules.
-        before: modules that were imported already.
-        folders: entries of `sys.path` whose modules are the function's own.
+        files: files of a function's closure, whose names are left to them.
     """
-    others = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if before.get(name) is module or not isinstance(file, str):
+    names = {_module_name(file, folder) for file, folder in files.items()}
+    names |= {name.rpartition(".")[0] for name in names}  # a folder that is a package without a file
+    names = {name for name in names if name.partition(".")[0] != OURS}
+    before = dict(sys.modules)
+    _forget({*_own_modules(before), *names})
+    try:
+        yield
+    finally:
+        _forget({*_own_modules(sys.modules), *names})
+        sys.modules |= {name: module for name, module in before.items() if name not in sys.modules}
+
+
+class Watch:
+    """Modules of a user's own that are imported from its creation on.
+
+    Args:
+        files: files whose content an id has.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files, self._before = {*map(os.path.realpath, files)}, dict(sys.modules)
+
+    def refuse(self, remedy: str = "") -> None:
+        """Raise InputError if a module of another file was imported, and forget it.
+
+        Args:
+            remedy: further way to have the file in the id, for the sentence.
+        """
+        new = {name: each for name, each in [*sys.modules.items()] if self._before.get(name) is not each}
+        self._before = dict(sys.modules)
+        files = _own_modules(new)
+        others = [name for name, file in files.items() if os.path.realpath(file) not in self._files]
+        _forget(others)
+        if others:
+            name = min(others)
+            why = f"{files[name]} is imported, and no import statement names it, so that no trial's id has it"
+            raise InputError([f"{why}: write `import {name}` at the top of the file{remedy}"])
+
+
+def _own_modules(modules: Mapping[str, ModuleType]) -> dict[str, str]:
+    """Return the files of modules that belong neither to the interpreter nor to installed packages, by name.
+
+    Modules that an installed package generates elsewhere, as torch's compiler does, are the package's.
+    """
+    own = {}
+    for name, module in list(modules.items()):
+        file, top = getattr(module, "__file__", None), name.partition(".")[0]
+        if not isinstance(file, str) or not file.endswith((".py", ".pyc")) or top in (*_NOT_OWN, "__main__"):
             continue
-        if name in files:
-            if not any(path.samefile(file) for path in files[name]):
-                others[name] = f"{name} is {file}, and not {files[name][0]}: rename one of the two"
-        elif not code.package and any(_is_found(file, name, folder) for folder in folders):
-            others[name] = f"{file} is imported, and no import statement for a file beside it names it"
-    _forget(others)
-    if others:
-        raise ImportError(min(others.values()))
+        parent = getattr(sys.modules.get(top), "__file__", None)
+        if not installed(file) and not (isinstance(parent, str) and installed(parent)):
+            own[name] = file
+    return own
 
 
-def _is_found(file: str, name: str, folder: str) -> bool:
-    """Return True if a module's file is what a folder has by this name."""
-    first = file.removeprefix(f"{folder.rstrip(os.sep)}{os.sep}").partition(os.sep)[0]
-    return file.startswith(folder) and first.partition(".")[0] == name.partition(".")[0] != OURS
-
-
-def _packages(name: str) -> Iterator[str]:
-    """Yield a dotted name and those of the packages around it."""
-    parts = name.split(".")
-    return (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+@cached
+def installed(file: str) -> bool:
+    """Return True for a path of the interpreter's, or below `site-packages`."""
+    return file.startswith(_LIBRARIES) or not {"site-packages", "dist-packages"}.isdisjoint(Path(file).parts)
 
 
 def late_imports(code: Code) -> Iterator[str]:
-    """Yield file and line of each import inside a function that names one of the function's own files.
+    """Yield file, line and sentence of each import inside a function that names an own file.
 
     Such an import is executed in a trial, when `load_apart` has put other modules of its name back. Those of
     an installed package are found there as well.
     """
-    for path in closure(code) if not code.package else ():
+    found = closure(code) if not code.package else {}
+    for path, folder in found.items():
         if path.is_relative_to(code.root / OURS):
             continue
-        for function in ast.walk(_tree(path)):
-            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                for node in ast.walk(function):
-                    if isinstance(node, ast.stmt) and any(_named(node, path, code.root, code.package)):
-                        yield f"{path}:{node.lineno}"
+        for name, line in source_imports.imports(path).names.items():
+            if line and any(file in found for file, _ in _named(name, path, folder, code, ())):
+                yield f"{path}:{line} imports inside a function a file beside it"
+
+
+def hidden_files(code: Code) -> Iterator[str]:
+    """Yield file, line and sentence of each call beside the function that executes a file by its path."""
+    for path, folder in closure(code).items():
+        if folder == code.root and not installed(str(path)) and not path.is_relative_to(code.root / OURS):
+            for line in source_imports.imports(path).hidden:
+                yield f"{path}:{line} executes a file by its path, so that no trial's id has it"
 
 
 def _module_name(path: Path, root: Path) -> str:
@@ -336,12 +407,9 @@ _FOLDERS: set[Path] = set()
 """Folders of the users' files that this process has imported."""
 
 
-def _lies_in(file: object, inside: tuple[str, ...]) -> bool:
-    """Return True for a file below one of these prefixes that belongs to no installed package.
-
-    Compares strings: there are thousands of modules, and a Path of each would take longer than a short run.
-    """
-    return isinstance(file, str) and file.startswith(inside) and "site-packages" not in Path(file).parts
+_NOT_OWN = (OURS, "torch", "numpy", "triton")
+"""Packages that are recorded with a trial's environment, wherever they are installed."""
+_LIBRARIES = tuple({form(sysconfig.get_path("stdlib")) + os.sep for form in (str, os.path.realpath)})
 
 
 def _module(path: Path) -> ModuleType:
@@ -354,25 +422,45 @@ def _module(path: Path) -> ModuleType:
     return module
 
 
-def _imported(path: Path, root: Path, package: str) -> Iterator[Path]:
-    """Yield the files under `root` that a file's import statements name; of one package alone, if given."""
-    for node in ast.walk(_tree(path)):
-        yield from _named(node, path, root, package)
+def _places(path: Path, text: str) -> Iterator[Path]:
+    """Yield the paths that a text in a file may mean: Python takes it as relative to the working folder."""
+    for folder in {path.parent, Path.cwd()}:
+        yield Path(os.path.realpath(folder / text))
 
 
-def _named(node: ast.AST, path: Path, root: Path, package: str) -> Iterator[Path]:
-    """Yield the files that a node names if it is an import statement; arguments as of `_imported`."""
-    if isinstance(node, ast.Import):
-        for alias in node.names:
-            parts = alias.name.split(".")
-            yield from _files(root, parts) if package in ("", parts[0]) else ()
-    elif isinstance(node, ast.ImportFrom):
-        base = path.parents[node.level - 1] if node.level else root
-        parts = node.module.split(".") if node.module else []
-        if node.level or not package or parts[0] == package:
-            yield from _files(base, parts)
-            for alias in node.names:
-                yield from _files(base, [*parts, alias.name])
+def _named(
+    name: source_imports.Name, path: Path, folder: Path, code: Code, added: Iterable[Path]
+) -> Iterator[tuple[Path, Path]]:
+    """Yield the own files of a module's name, each with the folder that the name is relative to.
+
+    Args:
+        name: the name.
+        path: file that imports it.
+        folder: folder that this file's own name is relative to.
+        code: the function for which it is imported.
+        added: folders that files add to `sys.path`. All of them are searched, in whatever order they are.
+    """
+    level, parts = name
+    if level:
+        yield from ((file, folder) for file in _files(path.parents[level - 1], parts))
+        return
+    bases = [*added] if code.package not in ("", parts[0]) else [code.root, *added]
+    beside = (code.root / f"{parts[0]}.py", code.root / parts[0] / "__init__.py")
+    if parts[0] not in _NOT_OWN and (code.package or not any(file.is_file() for file in beside)):
+        bases += _bases(parts[0])
+    for base in bases if parts[0] not in _NOT_OWN else bases[:1]:
+        yield from ((file, base) for file in _files(base, parts))
+
+
+def _bases(top: str) -> Iterator[Path]:
+    """Yield the folders of `sys.path` in which a module or package of a user's own is found."""
+    users = {str(folder) for folder in _FOLDERS}
+    path = [entry for entry in sys.path if entry not in users]
+    for finder in sys.meta_path:  # those of editable installs, too
+        if spec := finder.find_spec(top, path if finder is PathFinder else None):
+            places = spec.submodule_search_locations or [spec.origin or ""]
+            yield from (Path(each).parent for each in places if os.path.isabs(each) and not installed(each))
+            return
 
 
 def _files(base: Path, parts: Sequence[str]) -> Iterator[Path]:
@@ -386,13 +474,3 @@ def _files(base: Path, parts: Sequence[str]) -> Iterator[Path]:
 
 def _relative(file: Path, folder: Path) -> str:
     return file.relative_to(folder).as_posix() if file.is_relative_to(folder) else file.name
-
-
-def _tree(path: Path) -> ast.Module:
-    status = path.stat()
-    return _parsed(path, status.st_mtime_ns, status.st_size)
-
-
-@lru_cache(256)
-def _parsed(path: Path, changed: int, size: int) -> ast.Module:
-    return ast.parse(path.read_bytes(), str(path))

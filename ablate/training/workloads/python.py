@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from ablate.training.loop import Record
     from ablate.training.trial_run import TrialRun
 
+_LISTED = ", or list the file under sources"
+
 
 class Python(OwnCode):
     """The user's function, its configuration, and the length of a run."""
@@ -97,6 +99,8 @@ class Python(OwnCode):
             except SyntaxError as error:
                 yield "file", f"{error.filename}:{error.lineno}: {error.msg}"
             else:
+                hidden = own_source.hidden_files(code) if not self.sources else ()
+                yield from (("file", f"{place}: list such files under sources") for place in hidden)
                 yield from self._misfits(code)
 
     def _misfits(self, code: Code) -> Iterator[tuple[str, str]]:
@@ -151,7 +155,9 @@ class Python(OwnCode):
 
         code = self._code
         own_source.drop_old_bytecode(own_source.files_of(code, self.sources))
+        watch = own_source.Watch(self.files())
         function, declared = own_source.load(code), user_code.declares_config(code)
+        watch.refuse(_LISTED)
         length, own = self.length, None
         if window and run.forks:
             length = Run(window.steps, self.tokens_per_step)
@@ -169,9 +175,12 @@ class Python(OwnCode):
                         function(trial, built(function, self.config))
                     else:
                         function(trial)
+                watch.refuse(_LISTED)
                 trial.finish()
 
-        yield from emitted(work)
+        for record in emitted(work):
+            watch.refuse(_LISTED)
+            yield record
 
 
 @contextmanager
