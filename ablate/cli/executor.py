@@ -108,7 +108,7 @@ class View:
         self.console, self.quiet, self.everything, self.clock = console, quiet, everything, clock
         self._live: Live | None = None
         self._shown: tuple[Progress, float] | None = None
-        """What the live line shows, and since when: its time counts down until the next event."""
+        """Text of the live line, and the time since it shows it: its time counts down until the next event."""
         self._due = clock() + _EVERY_SECONDS
 
     @contextmanager

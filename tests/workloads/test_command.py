@@ -505,7 +505,7 @@ time.sleep(600 if not os.path.exists(os.path.join(os.environ["ABLATE_FOLDER"], "
 
 @pytest.mark.parametrize("every", [1, 7, 40, 99])
 def test_no_line_is_lost_of_a_command_that_is_ahead_of_its_reader_when_it_is_killed(every, tmp_path):
-    """Whether it continues behind those lines, repeats some of them, has nothing left to do, or begins anew."""
+    """It continues behind those lines, repeats some of them, has nothing left to do, or begins anew."""
     one = spec(command(tmp_path, CONTINUED.replace("EVERY", str(every)), steps=40))
     store, ended = Store(tmp_path / "state"), store_file(tmp_path, one.id, "ended")
     first = run(one, store, store.begin(one.id), {"log": 1})
@@ -564,7 +564,9 @@ def test_a_curve_with_a_hole_beside_other_seeds_is_computed_again(bad, tmp_path,
         with closing(ledger(state, "own")) as book:
             news = [member.reason for member in book.members() if member.status == "failed"]
         assert (ends, to_its_end()[0]) == ("failed", "done")
-    assert sum("lacks 1 values of other seeds, the first val/loss at step 6" in line for line in news) == 2 - int(bad)
+    assert sum(
+        "lacks 1 values of other seeds, the first val/loss at step 6" in line for line in news
+    ) == 2 - int(bad)
     with closing(ledger(tmp_path / "state", "own")) as book:
         curves = [book.series(member.trial, "val/loss") for member in book.members()]
     assert curves == [{step: 1 / step for step in range(1, 10)}] * 4
@@ -827,8 +829,9 @@ def test_the_format_of_a_log_is_part_of_the_identity_and_that_of_json_is_not(tmp
 
 def test_a_script_that_is_not_there_is_named_before_anything_runs(tmp_path):
     (tmp_path / "data.json").write_text("{}")
-    for run in ("python nope.py {seed}", "python -u nope.py data.json", "torchrun --nproc 2 nope.py"):
-        ((field, why),) = Command(run=run.replace("torchrun", "python"), folder=str(tmp_path)).problems()
+    for words in ("python nope.py {seed}", "python -u nope.py data.json", "torchrun --nproc 2 nope.py"):
+        command = Command(run=words.replace("torchrun", "python"), folder=str(tmp_path))
+        ((field, why),) = command.problems()
         assert (field, why.partition(":")[0]) == ("run", "nope.py")
     (tmp_path / "nope.py").write_text("")
     assert not list(Command(run="python nope.py {seed}", folder=str(tmp_path)).problems())
