@@ -228,21 +228,18 @@ def _together(search: Search, outcomes: Outcomes) -> tuple[frozenset[int], Effec
 
     A pair of halves shows their joint damage if one half has both, and none of it if each has one.
     """
-    proofs, tail, contrasts = search.proofs or {}, search.design.alpha, []
-    tests = [test for each in search.rounds for test in each.tests]
-    for one, other in zip(tests[::2], tests[1::2], strict=True):
-        ends = [math.isinf(harm) if search.diverges else harm for harm in (outcomes[one], outcomes[other])]
-        if math.isfinite(ends[0] - ends[1]):
-            contrasts.append((one.units, ends[0] - ends[1]))
-    for units in map(frozenset, itertools.combinations([*{*proofs} - {*search.culprits}], 2)):
-        design = np.array([[len(units & half) - 1.0] for half, _ in contrasts])
-        both = int(np.abs(design).sum())
+    proofs, tail = search.proofs or {}, search.design.alpha
+    count = sum(len(each.tests) for each in search.rounds) // 2
+    matrix, values = _contrasts(search, outcomes, count)
+    alone = [*{*proofs} - {*search.culprits}] if len(values) > 2 else []
+    for units in map(frozenset, itertools.combinations(alone, 2)):
+        joined = matrix[:, sorted(units)].mean(axis=1, keepdims=True)
+        both = int(np.abs(joined).sum())
         if not both:
             continue
-        (mean,), squares = _fit(design, np.array([each for _, each in contrasts]), [0])
-        half = float(special.stdtrit(len(design) - 1, 1 - tail)) * math.sqrt(
-            squares / (len(design) - 1) / both
-        )
+        (mean,), squares = _fit(joined, values, [0])
+        scale = math.sqrt(squares / (len(values) - 1) / both)
+        half = float(special.stdtrit(len(values) - 1, 1 - tail)) * scale
         joint = Effect(float(mean), mean - half, mean + half, tail, both, math.nan)
         doubt = math.hypot(half, *(proofs[unit].high - proofs[unit].mean for unit in units))
         if search.exceeds(joint) and mean - math.fsum(proofs[unit].mean for unit in units) > doubt:
@@ -293,21 +290,9 @@ def diverged_more(pairs: Sequence[tuple[float, float]], tail: float) -> Effect:
 
 def screen(design: BlameDesign, outcomes: Outcomes, count: int, search: Search) -> tuple[Round, bool]:
     """Return the evidence of the first `count` pairs, and True if more pairs would hardly change it."""
-    signs, contrasts = [], []
-    for place in range(count):
-        pair = design.halves(place)
-        one, other = (outcomes[test] for test in pair)
-        if search.diverges:
-            one, other = float(math.isinf(one)), float(math.isinf(other))
-        if not math.isnan(one - other):
-            signs.append([1.0 if unit in pair[0].units else -1.0 for unit in range(design.units)])
-            contrasts.append(one - other)
-    if len(contrasts) < 2:
+    matrix, values = _contrasts(search, outcomes, count)
+    if len(values) < 2:
         return Round((), (0.0,) * design.units, (0,)), False
-    matrix, values = np.array(signs), np.array(contrasts)
-    finite = np.isfinite(values)
-    if not finite.all():  # one half diverged: at least as bad as the worst contrast
-        values = np.where(finite, values, np.sign(values) * np.abs(values[finite]).max(initial=1.0))
     chosen = _forward(matrix, values, design.most)
     coefficients, error = _fit(matrix, values, chosen)
     free = max(1, len(values) - len(chosen))
@@ -325,6 +310,23 @@ def screen(design: BlameDesign, outcomes: Outcomes, count: int, search: Search) 
     doubt += len(chosen) * scale**2 / len(values)
     explained = gap.mean - float(coefficients.sum()) <= 2 * math.sqrt(doubt) + smallest
     return evidence, explained and _ahead(matrix, values, chosen, error + smallest**2)
+
+
+def _contrasts(search: Search, outcomes: Outcomes, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return, of each of the first `count` pairs, the units in its first half as signs, and the difference of
+    both harms. If one half diverged it is at least as bad as the worst."""
+    signs, contrasts = [], []
+    for place in range(count):
+        pair = search.design.halves(place)
+        one, other = (outcomes[test] for test in pair)
+        if search.diverges:
+            one, other = float(math.isinf(one)), float(math.isinf(other))
+        if not math.isnan(one - other):
+            signs.append([1.0 if unit in pair[0].units else -1.0 for unit in range(search.design.units)])
+            contrasts.append(one - other)
+    values = np.array(contrasts)
+    worst = np.abs(values[np.isfinite(values)]).max(initial=1.0)
+    return np.array(signs), np.clip(values, -worst, worst)
 
 
 def _ahead(matrix: np.ndarray, values: np.ndarray, chosen: list[int], error: float) -> bool:
@@ -477,12 +479,16 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
         )
     gap = f"{names.whole} against {names.baseline}: {amount(search, search.gap, unit)}"
     spent = f"{search.runs} of at most {search.design.runs} runs. {_rate(search.design)}"
+    pair = " and ".join(names.units[each] for each in sorted(search.together[0])) if search.together else ""
+    joint = (
+        f"{pair} harm only together: {amount(search, search.together[1], unit)}. " if search.together else ""
+    )
     if not search.candidates:
         return "No gap.", f"{gap}, so there is nothing to blame. {spent}"
     if not search.culprits:
         return "No culprit found.", (
             f"{gap}. No one of {total} is proved to cause it"
-            f"{_proofs(search, names, unit)}. {_joint(search, names, unit)}{_findable(search, unit)} {spent}"
+            f"{_proofs(search, names, unit)}. {joint}{_findable(search, unit)} {spent}"
         )
     found = "; ".join(
         f"{names.units[each]}: {amount(search, search.proofs[each], unit)}"
@@ -494,7 +500,7 @@ def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
         part = math.fsum(search.proofs[each].mean for each in search.culprits) / search.gap.mean
         share = f", {part:.0%} of the gap".replace("%", " %")
     lead = "Culprit:" if len(search.culprits) == 1 else "Culprits:"
-    more = _rest(search, names, unit) + _joint(search, names, unit) + _findable(search, unit)
+    more = _rest(search, names, unit) + joint + _findable(search, unit)
     return lead, f"{found}{share}. {gap}. {more} {spent}"
 
 
@@ -525,15 +531,6 @@ def _rest(search: Search, names: BlameNames, unit: str) -> str:
     if search.exceeds(search.rest) or search.rest.diverged:
         return f"Without {'it' if len(search.culprits) == 1 else 'them'} a gap is left: {left}. "
     return f"Without {'it' if len(search.culprits) == 1 else 'them'}, no gap is resolved: {left}. "
-
-
-def _joint(search: Search, names: BlameNames, unit: str) -> str:
-    if search.together is None:
-        return ""
-    units, joint = search.together
-    named = " and ".join(names.units[each] for each in sorted(units))
-    found = amount(search, joint, unit)
-    return f"{named} harm only together, by halves of the search with both or neither: {found}. "
 
 
 def _findable(search: Search, unit: str) -> str:

@@ -64,15 +64,12 @@ class Copies:
         Args:
             noun: `run` if the source names no seeds, so that their numbers are given here.
         """
-        named = " and ".join(f"{_listed(seeds, noun)} of {arm}" for arm, seeds in self.seeds.items())
-        return f"{named} have the same values {self.where}"
-
-
-def _listed(seeds: list[int], noun: str) -> str:
-    *most, last = seeds
-    if len(most) > 1 and last - most[0] == len(most):
-        return f"{noun}s {most[0]} to {last}"
-    return f"{noun}s {', '.join(map(str, most))} and {last}" if most else f"{noun} {last}"
+        parts = []
+        for arm, seeds in self.seeds.items():
+            whole = len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1
+            listed = f"{seeds[0]} to {seeds[-1]}" if whole else " and ".join(map(str, seeds))
+            parts.append(f"{noun}{'s' * (len(seeds) > 1)} {listed} of {arm}")
+        return f"{' and '.join(parts)} have the same values {self.where}"
 
 
 def copies(ledger: Ledger, members: Iterable[Member], lasts: Lasts, metric: str) -> list[Copies]:

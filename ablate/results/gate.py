@@ -168,9 +168,7 @@ def _ended_early(arms: Sequence[ArmSummary]) -> Check | None:
     if not ends:
         return None
     last, steps, name = min(ends)
-    total = sum(len(arm.early) for arm in arms) + sum(
-        arm.seeds - len(arm.early) - len(arm.missing) - len(arm.diverged) for arm in arms
-    )
+    total = sum(arm.seeds - len(arm.missing) - len(arm.diverged) for arm in arms)
     uneven = [arm.name for arm in arms if arm.uneven]
     words = f"{len(ends)} of {counted(total, 'run')} ended early, {name} at step {last} of {steps}"
     return Check("warning", words + (f"; no verdict on {', '.join(uneven[:3])}" if uneven else ""))

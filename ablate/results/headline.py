@@ -334,9 +334,12 @@ def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str, list
     if uneven := [arm.name for arm in sweep.arms if arm.uneven]:
         named = ", ".join(uneven[:3]) + (f" and {len(uneven) - 3} more" if len(uneven) > 3 else "")
         text = f"{named} ended at an earlier step than other runs."
-        remedy = "Give all runs the same length, or compare them all the same by any_length under metric."
-        if Judged.alone(sweep.ledger):
-            remedy = "Compare all runs at a step that they share, by --at STEP."
+        how = (
+            "at a step that they share, by --at"
+            if Judged.alone(sweep.ledger)
+            else "by any_length under metric"
+        )
+        remedy = f"Give all runs the same length, or compare them all the same {how}."
         return NO_ANSWER, f"{text} {remedy}", []
     if copied := [each.text() for arm in sweep.arms for each in arm.copies if each.sure]:
         text = f"{'; '.join(copied[:2])}; they count as one, which leaves too few."

@@ -190,26 +190,22 @@ def _short_name(run: ForeignRun) -> str:
 
 
 def _ended_early(run: ForeignRun, metric: str, steps: int) -> bool:
-    """Return True if a run ends before a step, with a finite value: one without has diverged."""
-    series = run.records[metric]
-    return max(series) < steps and math.isfinite(series[max(series)])
+    """Return True if a run has no value at a step, and a finite one before it: one without has diverged."""
+    end = last_until(run.records[metric], steps)
+    return end < steps and math.isfinite(run.records[metric][end])
 
 
 def _remedies(runs: Sequence[ForeignRun], metric: str, steps: int) -> Iterator[str]:
     """Yield how an arm gets a verdict of which runs lack the step that is compared."""
     whole = {run.arm for run in runs if steps in run.records[metric]}
-    lacking = [run for run in runs if steps not in run.records[metric]]
-    short = [run for run in lacking if _ended_early(run, metric, steps)]
+    short = [run for run in runs if _ended_early(run, metric, steps)]
     for run in [run for run in short if run.arm in whole][:_MOST_FIELDS]:
         yield (
             f"{run.name} ends at step {max(run.records[metric])} of {steps}, so {run.arm} has no verdict;"
             f" --without {shlex.quote(_short_name(run))} leaves it out, and the report says so"
         )
-    unlike = [run for run in lacking if max(run.records[metric]) > steps]
-    for run in unlike[:_MOST_FIELDS]:
-        yield f"{run.name} has no {metric} at step {steps}, so {run.arm} has no verdict"
-    usable = [{*run.records[metric]} for run in runs if run in short or run not in lacking or run in unlike]
-    if (short or unlike) and (shared := set.intersection(*usable)):
+    usable = [{*run.records[metric]} for run in runs if run in short or steps in run.records[metric]]
+    if short and (shared := set.intersection(*usable)):
         yield f"--at {max(shared)} compares all runs at the last step that they share"
 
 
