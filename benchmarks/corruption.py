@@ -14,12 +14,17 @@ where the sweep asks for it), and compares all of it with an untouched copy that
     TRACEBACK  a command ends with one
     WRONG      the audit found something else, such as an attempt that never ended
 
+Base `judged`, which `--bases judged` chooses, is a sweep of commands with runs that `ablate judge --into`
+added. `--kills N` kills such sweeps, and the judge, N times by SIGKILL at moments of the seed. The same
+command is given again until it ends, and each sweep is compared with one that was not killed.
+
 Everything else is `named` (a command says that something is damaged) or `no difference`. A line of JSON for
 each fault goes to OUT/seed-N.jsonl, and faults that are there are not run again. Not covered: faults of
 processes (`ablate bench faults`), and files outside of the state folder and of the cache.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -30,16 +35,17 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
-from state_corruptions import KINDS, cell  # noqa: E402
+from state_corruptions import JUDGED, KINDS, cell  # noqa: E402
 from support.commands import here  # noqa: E402
 from support.experiments import end, start, write  # noqa: E402
 
@@ -58,6 +64,28 @@ DEFECTS += (TypeError, sqlite3.Error)
 """Errors of our own code when it reads what it should have refused."""
 DRAWN = ("no member", "a member", "no trial folder")
 """Beginnings of findings that follow from other points: a search that continues earlier draws others."""
+BASES = ("finished", "half", "search", "mlflow")
+"""Bases that are drawn from unless others are named; beside `judged`."""
+COMMAND = """
+import json, os, sys, time
+lr, seed, pause = map(float, sys.argv[1:])
+path = os.path.join(os.environ["ABLATE_CHECKPOINT"], "step")
+step = int(open(path).read()) if os.path.exists(path) else 0
+while step < 40:
+    step += 1
+    print(json.dumps({"step": step, "train/loss": lr + seed / 100 + 1 / step}), flush=True)
+    if step % 10 == 0:
+        print(json.dumps({"step": step, "val/loss": lr + seed / 90 + 1 / step}), flush=True)
+    with open(path + ".new", "w") as file:
+        file.write(str(step))
+    os.replace(path + ".new", path)
+    time.sleep(pause)
+"""
+"""Command of base `judged`: it continues from a checkpoint of its own, which it writes after each step."""
+PAUSE = 0.004
+"""Seconds of a step of that command where it is killed: many steps pass between two looks of its reader."""
+MOST_KILLS = 6
+"""Largest number of kills of one command, which may end after that."""
 SECONDS = 180
 """Time limit of one fault."""
 WORDS = re.compile(
@@ -86,7 +114,7 @@ class Place:
     @property
     def names(self) -> list[str]:
         """Return the names of its sweeps."""
-        return ["search"] if self.base == "search" else ["grid", "other"]
+        return {"search": ["search"], "judged": ["grid"]}.get(self.base, ["grid", "other"])
 
     @property
     def state(self) -> Path:
@@ -124,6 +152,12 @@ def make(folder: Path, base: str) -> Place:
         return place
     shutil.rmtree(place.folder, ignore_errors=True)
     place.folder.mkdir(parents=True)
+    if base == "judged":
+        _commands(place, 0.0)
+        for status, output in (place.run("grid"), _judge(place)):
+            assert status == 0, output
+        (place.folder / "made").touch()
+        return place
     for name in place.names:
         seeds = 2 if name == "grid" and base != "mlflow" else 1
         keys = {"ablate": GRID} | (SEARCH if name == "search" else {})
@@ -138,6 +172,25 @@ def make(folder: Path, base: str) -> Place:
         place.call("report", *place.names, *reports)
     (place.folder / "made").touch()
     return place
+
+
+def _commands(place: Place, pause: float) -> None:
+    """Write the sweep of base `judged`, and the runs that are judged into it."""
+    (place.folder / "train.py").write_text(COMMAND)
+    run = "python train.py {lr} {seed} {pause}"
+    content = {
+        "schema": 1, "question": "Q?", "seeds": 2, "recipe": "bf16", "against": {"workload.config.lr": 0.1},
+        "workload": {"command": {"run": run, "steps": 40, "config": {"lr": 0.1, "pause": pause}}},
+        "ablate": {"workload.config.lr": [0.1, 0.2]},
+    }  # fmt: skip
+    (place.folder / "grid.yaml").write_text(json.dumps(content))
+    rows = [f"theirs,{seed},{step},{0.15 + seed / 50 + 1 / step}" for seed in range(4) for step in (20, 40)]
+    (place.folder.parent / "theirs.csv").write_text("\n".join(["arm,seed,step,val/loss", *rows]))
+
+
+def _judge(place: Place) -> tuple[int, str]:
+    words = ("--into", "grid", "--against", "config.lr=0.1", "--no-report")
+    return place.call("judge", place.folder.parent / "theirs.csv", *words)
 
 
 def _killed(place: Place, results: int) -> None:
@@ -165,7 +218,10 @@ def copy(place: Place, folder: Path) -> Place:
 def readers(place: Place) -> Iterator[tuple[str, int, str]]:
     """Yield name, exit status and output of every reader; files that it writes belong to its output."""
     name, out = place.names[0], place.folder / "out"
-    arms = {"search": ("search", "search")}.get(name, (f"{name}:cooldown=0 rht=true", f"{name}:bf16"))
+    arms = (f"{name}:cooldown=0 rht=true", f"{name}:bf16")
+    arms = {"search": ("search", "search"), "judged": ("grid:config.lr=0.2", "grid:elsewhere: theirs")}.get(
+        place.base, arms
+    )
     yield "status --json", *place.call("status", "--json")
     yield "status --verify", *place.call("status", "--verify")
     yield "show", *place.call("show", "--json")
@@ -276,10 +332,10 @@ def over(sweep: Path) -> dict[tuple[str, int], float]:
         return {(row.name, row.seed): ledger.last_values(row.trial)["val/loss"] for row in rows}
 
 
-def wholes(folder: Path) -> dict[str, Whole]:
+def wholes(folder: Path, bases: Sequence[str]) -> dict[str, Whole]:
     """Return an untouched copy of every base."""
     found: dict[str, Whole] = {}
-    for base in ("finished", "half", "search", "mlflow"):
+    for base in bases:
         shutil.rmtree(folder / f"whole-{base}", ignore_errors=True)
         place = copy(make(folder, base), folder / f"whole-{base}")
         outputs = {name: (status, plain(output, place)) for name, status, output in readers(place)}
@@ -315,15 +371,17 @@ def fault(folder: Path, seed: int, number: int, whole: dict[str, Whole]) -> dict
     shutil.rmtree(where, ignore_errors=True)
     what = None
     while what is None:
-        kind, base = str(rng.choice([*KINDS, "settled cell"])), str(rng.choice(list(whole)))
-        base = "mlflow" if kind in ("MLflow", "artifact") else base
+        own = JUDGED if "judged" in whole else {}
+        kind, base = str(rng.choice([*KINDS, "settled cell", *own])), str(rng.choice(list(whole)))
+        base = "judged" if kind in own else base
+        base = "mlflow" if kind in ("MLflow", "artifact") and "mlflow" in whole else base
         if where.exists():
             shutil.rmtree(where)
         place = copy(Place(folder / base, base), where)
         if kind == "settled cell":
             what = _settled_cell(place, rng)
         else:
-            what = KINDS[kind](place.state, place.sweep, rng)
+            what = (KINDS | own)[kind](place.state, place.sweep, rng)
     signal.alarm(SECONDS)
     try:
         outcomes, notes = judge(place, whole[base])
@@ -338,6 +396,70 @@ def fault(folder: Path, seed: int, number: int, whole: dict[str, Whole]) -> dict
             "seconds": seconds, "notes": notes}  # fmt: skip
 
 
+# Kills
+
+
+def kills(folder: Path, seed: int, count: int) -> list[dict[str, object]]:
+    """Kill sweeps of commands, and the command that judges runs into them, and return a line for each sweep.
+
+    Args:
+        folder: New folder.
+        seed: Random seed of the moments.
+        count: Number of kills.
+    """
+    lines: list[dict[str, object]] = []
+    whole = _prepared(folder / "whole")
+    for status, output in (whole.run("grid"), _judge(whole)):
+        assert status == 0, output
+    at_end, done = over(whole.sweep), 0
+    while done < count:
+        rng, place, moments = (
+            np.random.default_rng([seed, len(lines)]),
+            _prepared(folder / f"{len(lines)}"),
+            [],
+        )
+        for work, longest in ((partial(place.run, "grid"), 1.5), (partial(_judge, place), 0.6)):
+            for number in itertools.count():
+                again = done < count and number < MOST_KILLS
+                if _killed_at(work, float(rng.uniform(0, longest)) if again else None) != -signal.SIGKILL:
+                    break
+                done += 1
+                moments.append(work.func.__name__)
+        ends = [place.run("grid"), place.call("status", "--verify", "grid"), place.call("show", "grid")]
+        notes = [f"LOST: ended with {status}: {output[-500:]}" for status, output in ends if status]
+        found = [*audit.sweep(place.state, place.sweep, whole.sweep), *audit.study(place.sweep)]
+        notes += [f"{'SILENT' if each.silent else each.kind.upper()}: {each.what}" for each in found]
+        notes += [f"LOST: {key}" for key, value in at_end.items() if over(place.sweep).get(key) != value]
+        lines.append({"sweep": len(lines), "kills": dict(Counter(moments)), "notes": notes})
+        shutil.rmtree(place.folder)
+    return lines
+
+
+def _prepared(folder: Path) -> Place:
+    place = Place(folder, "judged")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    _commands(place, PAUSE)
+    return place
+
+
+def _killed_at(work: Callable[[], tuple[int, str]], seconds: float | None) -> int:
+    """Return the exit status of work in a process of its own; -9 if it was killed after so many seconds."""
+    pid = os.fork()  # imports everything once: a start of Python would take longer than what is killed
+    if pid == 0:
+        try:
+            os._exit(work()[0])
+        finally:
+            os._exit(98)
+    until = None if seconds is None else time.monotonic() + seconds
+    while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
+        if until is not None and time.monotonic() > until:
+            os.kill(pid, signal.SIGKILL)
+            until = None
+        time.sleep(0.002)
+    return os.waitstatus_to_exitcode(ended[1])
+
+
 def main() -> None:
     """Run the faults that have no line yet, and print all outcomes; exit status 1 if any is a defect."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -345,16 +467,26 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=2612, help="random seed of the faults")
     parser.add_argument("--out", type=Path, required=True, help="folder of the sweeps and of the outcomes")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of faults to run again, and only those")
+    parser.add_argument("--bases", nargs="*", default=BASES, help="bases to draw from, such as judged")
+    parser.add_argument("--kills", type=int, help="number of kills, instead of faults")
     asked = parser.parse_args()
     signal.signal(signal.SIGALRM, _late)
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)
     folder = asked.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    if asked.kills is not None:
+        lines = kills(folder / "kills", asked.seed, asked.kills)
+        for line in lines:
+            print(json.dumps(line))
+        counts = Counter(note.partition(":")[0] for line in lines for note in line["notes"])
+        number = sum(sum(line["kills"].values()) for line in lines)
+        print(f"seed {asked.seed}, {number} kills of {len(lines)} sweeps: {dict(counts)}")
+        sys.exit(bool(counts))
     log = folder / f"seed-{asked.seed}.jsonl"
     lines = map(json.loads, log.read_text().splitlines()) if log.exists() else ()
     done = {line["fault"]: line for line in lines}
     numbers = asked.only or [number for number in range(asked.faults) if number not in done]
-    whole = wholes(folder) if numbers else {}
+    whole = wholes(folder, asked.bases) if numbers else {}
     for number in numbers:
         done[number] = line = fault(folder, asked.seed, number, whole)
         with log.open("a") as file:

@@ -57,6 +57,7 @@ FILES = {
     "MLflow": ("mlflow.*", BYTES),
     "artifact": ("artifacts/**/*.json", TEXT),
     "note": ("../cache/*/*.json", TEXT),
+    "judged": ("sweeps/*/judged.json", TEXT),
 }
 """Pattern of the files of a kind, and the ways in which one is corrupted."""
 
@@ -217,9 +218,11 @@ def _stray(state: Path, sweep: Path, rng: Generator) -> str:
 
 
 KINDS: dict[str, Corruption] = {
-    **{kind: _file(kind) for kind in FILES},
+    **{kind: _file(kind) for kind in FILES if kind != "judged"},
     **{name: HARMS[name].do for name in ("bit flip of a ledger's value", "bit flip in a ledger's cell")},
     "cell": cell, "trial": _trial, "stray": _stray,
 }  # fmt: skip
+JUDGED = {"judged": _file("judged"), "judged 2": _file("judged")}
+"""Corruptions of what only sweeps with judged runs have, drawn for those alone: seeds of the others stay."""
 """Corruptions by name. Each takes the state folder, the sweep's folder and a generator, and returns a
 description, or None if there is nothing of its kind."""

@@ -120,7 +120,7 @@ class ReportHandler(SimpleHTTPRequestHandler):
         The base class drops `..` from what it opens, but not from where it redirects to: a browser would take
         `/\\host/..` for the address of another server.
         """
-        path = unquote(re.split("[?#]", self.path)[0], errors="surrogatepass")
+        path = unquote(self.path.partition("?")[0].partition("#")[0], errors="surrogatepass")
         _, *parts = path.removesuffix("/").split("/")
         if not path.startswith("/") or "\\" in path or {"", ".", ".."} & {*parts}:
             return False
