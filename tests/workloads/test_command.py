@@ -830,8 +830,8 @@ def test_the_format_of_a_log_is_part_of_the_identity_and_that_of_json_is_not(tmp
 def test_a_script_that_is_not_there_is_named_before_anything_runs(tmp_path):
     (tmp_path / "data.json").write_text("{}")
     for words in ("python nope.py {seed}", "python -u nope.py data.json", "torchrun --nproc 2 nope.py"):
-        command = Command(run=words.replace("torchrun", "python"), folder=str(tmp_path))
-        ((field, why),) = command.problems()
+        missing = Command(run=words.replace("torchrun", "python"), folder=str(tmp_path))
+        ((field, why),) = missing.problems()
         assert (field, why.partition(":")[0]) == ("run", "nope.py")
     (tmp_path / "nope.py").write_text("")
     assert not list(Command(run="python nope.py {seed}", folder=str(tmp_path)).problems())
