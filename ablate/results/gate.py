@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from statistics import median, stdev, variance
 from typing import Literal
 
-from ablate.results.copies import copies
 from ablate.results.number_text import counted, minus, signed
 from ablate.results.paired_stats import common
+from ablate.results.run_lengths import copies
 from ablate.results.single_runs import curves
 from ablate.results.summary import ArmSummary, nothing_learned
 from ablate.store.judged import Judged

@@ -11,12 +11,11 @@ from typing import Self
 from ablate.experiment.roles import Role
 from ablate.experiment.schema import Metric
 from ablate.files import Json
-from ablate.results.copies import Copies
 from ablate.results.forked import FIFTH, Readings, Views, qualified, readings_of, sharpened, views
 from ablate.results.intervals import ALPHA, Interval
 from ablate.results.learning_floor import Floors
 from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
-from ablate.results.run_lengths import Lengths, lengths, steps_to
+from ablate.results.run_lengths import Copies, Lengths, lengths, steps_to
 from ablate.results.unpaired import difference_of, unpaired_difference
 from ablate.store.judged import Judged
 from ablate.store.ledger import Ledger
