@@ -101,9 +101,7 @@ def keep(ledger: Ledger, store: Store) -> list[str]:
                 news.append(f"{len(kept.runs)} judged runs were missing; read again from their folders")
             members = [row for row in ledger.members() if row.resolved.workload == FOREIGN]
             said = [line for member in members for line in _agree(ledger, store, member)]
-            runs: list[list[str | int | None]] = [
-                [row.name, row.against, row.seed, row.id] for row in members
-            ]
+            runs: list[list[str | int | None]] = [[m.name, m.against, m.seed, m.id] for m in members]
             now = JudgedFile(ledger.facts.text is None, ledger.facts.judged or "", runs)
             if now != kept:
                 now.write(folder)
