@@ -446,6 +446,7 @@ def test_an_explicit_draw_is_none(line):
 
 PATTERNS = {
     "numerics.own": ["a word of a recipe that names a function"],
+    "results.number_text": ["a number with a fraction in an arm's name"],
     "experiment.arms": ["a value that YAML writes without quotes", "the words that pydantic would accept"],
     "training.data.documents": ["where documents of foreign files may be cut: lines", "... words"],
     "training.own_code.exports": ["options and variables of a user's command that set a precision"],

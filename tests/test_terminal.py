@@ -117,10 +117,10 @@ def test_tables_for_people_have_short_numbers_and_files_for_programs_all_digits(
 
 def test_under_no_answer_there_is_no_advice_on_how_to_read_the_table(tmp_path):
     """At this learning rate a model learns nothing."""
-    path = write(tmp_path, shape={"lr": 1.0})
+    path = write(tmp_path, shape={"lr": 0.3})
     shown = here("sweep", path, "--state", tmp_path / "runs", *INLINE, "--all").stdout
-    assert "No answer: nothing was learned." in shown
-    _, _, below = shown.partition("no answer: nothing was learned")  # the note below the table
+    assert "No answer:" in shown, shown
+    _, _, below = shown.partition("\narm ")  # the table
     assert below.count("A model that ignores context reaches ") == 1
     assert not [word for word in ("Holm", "tokens/s and memory", "Seeds needed") if word in below]
 

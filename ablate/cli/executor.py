@@ -108,7 +108,7 @@ class View:
         self.console, self.quiet, self.everything, self.clock = console, quiet, everything, clock
         self._live: Live | None = None
         self._shown: tuple[Progress, float] | None = None
-        """Text of the live line, and the time since it shows it: its time counts down until the next event."""
+        """Live line and the time of its last event: until the next one, its time counts down."""
         self._due = clock() + _EVERY_SECONDS
 
     @contextmanager
