@@ -1,0 +1,145 @@
+"""Map from each function of the package to the test files that call it, cheapest first. `make coverage-map`.
+
+Each test file of the fast tier runs once, in a fork of its own, with a record of the calls. A file that fails is
+named and left out. What only other processes of a test call is not seen.
+
+`python tests/mutants/coverage_map.py FILE` keeps the calls of each test file there, and continues with those it has.
+
+The map names test files without their folder, so that one that moves is found. A function that moved to another
+module is looked up by its qualified name.
+"""
+
+import json
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mutants import recorded_calls
+from mutants.changes import Source
+from mutants.draw import PACKAGE
+from mutants.processes import TESTS, Job, run_all, warm
+
+OWN = (
+    "ablate.training.workloads",
+    "ablate.training.checkpoints",
+    "ablate.training.forked_training",
+    "ablate.experiment.load",
+    "ablate.store.ledger",
+    "ablate.results.summary",
+)
+"""Modules of this package that each test file would load. What is called while they load is not in the map."""
+FILE = Path(__file__).with_suffix(".json")
+FILE_SECONDS = 6.0
+"""Seconds of a test file, of which four times as many may pass while calls are recorded; else it is left out."""
+MOST_FILES = 6
+"""Most test files that are kept of a function."""
+RUN_FILES = 3
+"""Most test files that a mutant runs."""
+RUN_SECONDS = 12.0
+"""CPU time that a mutant's second and third test file may bring its tests to."""
+MOST_SECONDS = 45.0
+"""CPU time of a test file above which no mutant runs it."""
+
+
+@dataclass(frozen=True)
+class CoverageMap:
+    """CPU seconds by test file, and numbers of those files by module and function."""
+
+    seconds: dict[str, float]
+    functions: dict[str, dict[str, list[int]]]
+
+    @classmethod
+    def read(cls, path: Path = FILE) -> "CoverageMap":
+        """Return the map that is committed."""
+        return cls(**json.loads(path.read_text()))
+
+    def tests_of(self, file: str, function: str) -> list[str]:
+        """Return the names of the test files that call a function, cheapest first."""
+        names = list(self.seconds)
+        numbers = self.functions.get(file, {}).get(function)
+        if numbers is None:
+            numbers = {n for named in self.functions.values() for n in named.get(function, ())}
+        return sorted((names[number] for number in numbers), key=lambda name: (self.seconds[name], name))
+
+    def chosen(self, file: str, function: str, there: dict[str, Path]) -> list[str]:
+        """Return the test files that a mutant of a function runs, of those that are there."""
+        chosen: list[str] = []
+        for name in self.tests_of(file, function):
+            together = sum(map(self.seconds.__getitem__, [*chosen, name]))
+            if (
+                name in there
+                and len(chosen) < RUN_FILES
+                and together <= (RUN_SECONDS if chosen else MOST_SECONDS)
+            ):
+                chosen.append(name)
+        return chosen
+
+
+def paths_of_tests() -> dict[str, Path]:
+    """Return the path of each test file by its name."""
+    return {path.name: path for path in sorted(TESTS.rglob("test_*.py"))}
+
+
+def functions_of(root: Path) -> set[tuple[str, str]]:
+    """Return file and qualified name of each function of the package."""
+    return {
+        (str(path.relative_to(root)), name)
+        for path in root.rglob("*.py")
+        for name, _ in Source(path.read_text()).functions()
+    }
+
+
+def make(names: list[str], raw: Path, workers: int) -> CoverageMap:
+    """Run test files and return the map. Those whose calls `raw` has, a line a file, do not run again."""
+    there = paths_of_tests()
+    lines = raw.read_text().splitlines() if raw.exists() else []
+    rows = {row["name"]: row for row in map(json.loads, lines)}
+    missing = [name for name in names if name not in rows]
+    recorded_calls.install()
+    warm(OWN)
+    jobs = [Job((str(there[name]),), FILE_SECONDS, whole=True) for name in missing]
+    for done, (number, ran) in enumerate(run_all(jobs, workers), start=1):
+        name = missing[number]
+        print(f"{done}/{len(missing)} {name}: {ran.ended}, {ran.seconds:.1f} s", *ran.failed, flush=True)
+        if ran.ended not in ("passed", "broken"):
+            print(ran.output[-2000:])
+        rows[name] = {
+            "name": name,
+            "seconds": ran.seconds,
+            "called": ran.called if ran.ended == "passed" else [],
+        }
+        with raw.open("a") as file:
+            file.write(json.dumps(rows[name]) + "\n")
+    calls: dict[tuple[str, str], list[str]] = {}
+    seconds: dict[str, float] = {}
+    for name in names:
+        if rows[name]["called"]:
+            seconds[name] = round(rows[name]["seconds"], 1)
+        for file, function in rows[name]["called"]:
+            calls.setdefault((file, function), []).append(name)
+    ordered = sorted(seconds)
+    functions: dict[str, dict[str, list[int]]] = {}
+    for file, function in sorted(calls.keys() & functions_of(PACKAGE)):
+        cheapest = sorted(calls[file, function], key=lambda name: (seconds[name], name))[:MOST_FILES]
+        functions.setdefault(file, {})[function] = [ordered.index(name) for name in cheapest]
+    return CoverageMap({name: seconds[name] for name in ordered}, functions)
+
+
+def text_of(made: CoverageMap) -> str:
+    """Return the map as JSON, a module a line."""
+    lines = ",\n".join(
+        f"{json.dumps(file)}:{json.dumps(named, separators=(',', ':'))}"
+        for file, named in made.functions.items()
+    )
+    return f'{{"seconds":{json.dumps(made.seconds)},\n"functions":{{\n{lines}}}}}\n'
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(sys.argv[1] if sys.argv[1:] else f"{folder}/calls.jsonl")
+        made = make(sorted(paths_of_tests()), raw, workers=2)
+    FILE.write_text(text_of(made))
+    print(f"{sum(map(len, made.functions.values()))} functions, {len(made.seconds)} test files: {FILE}")

@@ -1,0 +1,1 @@
+"""Folder for the PYTHONPATH of commands under test."""

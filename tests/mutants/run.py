@@ -1,0 +1,187 @@
+"""Run mutants against the tests that cover them: `make mutants SEED=1`, `make mutants-by-hand`.
+
+    python tests/mutants/run.py --seed 1 --out before.jsonl          # draw 120 mutants
+    python tests/mutants/run.py --again before.jsonl --out after.jsonl   # those of them that still exist
+    python tests/mutants/run.py --by-hand                            # the mistakes of by_hand.py
+
+A mutant is killed if a test fails, or runs out of time. At the end, every test that killed runs once without a
+mutant: a kill by a test that fails then, too, is "unsure", since it says nothing.
+
+The exit status is 1 if a mutant by hand survives or a kill is unsure; survivors of a draw do not change it.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from mutants.by_hand import MUTANTS, Mistake
+from mutants.coverage_map import CoverageMap, paths_of_tests
+from mutants.draw import DRAWN, PACKAGE, PACKAGES, Mutant, draw, mutants_of
+from mutants.processes import Job, Ran, run_all, warm
+
+CONTROL_SECONDS = 150.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Line of a file of results."""
+
+    key: str
+    file: str
+    function: str
+    line: int
+    change: str
+    outcome: str
+    """`killed`, `survived` or `unsure`."""
+    seconds: float
+    tests: tuple[str, ...]
+    by: str
+    """The test that failed, `time-out`, or nothing."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Mutant with the text of its file and the test files to run."""
+
+    key: str
+    file: str
+    function: str
+    line: int
+    change: str
+    text: str
+    tests: tuple[str, ...]
+
+
+def planned_draw(seed: int, keys: Sequence[str] | None = None) -> list[Planned]:
+    """Return the mutants that a seed draws, or those with these keys, wherever their functions stand."""
+    covered, there = CoverageMap.read(), paths_of_tests()
+
+    def tested(folder: str) -> Iterable[Mutant]:
+        chosen: dict[tuple[str, str], list[str]] = {}
+        for mutant in mutants_of(PACKAGE, folder):
+            function = mutant.file, mutant.function
+            if function not in chosen:
+                chosen[function] = covered.chosen(*function, there)
+            if chosen[function]:
+                yield mutant
+
+    if keys is None:
+        drawn = [
+            mutant for folder in PACKAGES for mutant in draw(seed, tested(folder), DRAWN // len(PACKAGES))
+        ]
+    else:
+        drawn = [one for one in draw(seed, tested(""), sys.maxsize) if one.key in {*keys}]
+    return [
+        Planned(
+            mutant.key,
+            mutant.file,
+            mutant.function,
+            mutant.site.line,
+            f"{mutant.site.kind}: {mutant.site.before} -> {mutant.site.after}",
+            mutant.text(),
+            tuple(covered.chosen(mutant.file, mutant.function, there)),
+        )
+        for mutant in drawn
+    ]
+
+
+def planned_by_hand(mistakes: Sequence[Mistake]) -> list[Planned]:
+    """Return the mistakes of by_hand.py; ValueError if one is no longer in the source."""
+    return [
+        Planned(f"by hand {number}", one.file, one.function, one.line(), one.promise, one.text(), (one.test,))
+        for number, one in enumerate(mistakes)
+    ]
+
+
+def _controlled(outcomes: list[Outcome], workers: int) -> list[Outcome]:
+    """Return the outcomes, those killed by a test that fails without a mutant as unsure."""
+    tests: defaultdict[str, set[str]] = defaultdict(set)
+    for outcome in outcomes:
+        if outcome.outcome == "killed" and outcome.by != "time-out":
+            tests[outcome.by.partition("::")[0]].add(outcome.by)
+    jobs = [Job(tuple(sorted(ids)), CONTROL_SECONDS, whole=True) for ids in tests.values()]
+    failing: set[str] = set()
+    for number, ran in run_all(jobs, workers):
+        if ran.ended != "passed":
+            failing |= {*ran.failed} or {*jobs[number].tests}
+            print(ran.output[-3000:])
+    return [replace(one, outcome="unsure") if one.by in failing else one for one in outcomes]
+
+
+def run(planned: Sequence[Planned], workers: int) -> list[Outcome]:
+    """Run mutants and return their outcomes, in the same order."""
+    warm()
+    covered, there = CoverageMap.read(), paths_of_tests()
+    jobs = [
+        Job(
+            tuple(str(there[name]) for name in one.tests),
+            sum(covered.seconds.get(name, CONTROL_SECONDS) for name in one.tests),
+            str(PACKAGE / one.file),
+            one.text,
+        )
+        for one in planned
+    ]
+    outcomes: dict[int, Outcome] = {}
+    for number, ran in run_all(jobs, workers):
+        outcomes[number] = _outcome(planned[number], ran)
+        print(f"{len(outcomes)}/{len(jobs)} {_line(outcomes[number])}", flush=True)
+    return _controlled([outcomes[number] for number in range(len(jobs))], workers)
+
+
+def _outcome(one: Planned, ran: Ran) -> Outcome:
+    by = {"passed": "", "time-out": "time-out"}.get(ran.ended, (ran.failed or list(one.tests))[0])
+    facts = {name: value for name, value in asdict(one).items() if name != "text"}
+    return Outcome(**facts, outcome="killed" if by else "survived", seconds=round(ran.seconds, 1), by=by)
+
+
+def _line(outcome: Outcome) -> str:
+    by = f" by {outcome.by}" if outcome.by else f" {', '.join(outcome.tests)}"
+    return (
+        f"{outcome.outcome} ablate/{outcome.file}:{outcome.line} {outcome.function}: {outcome.change}"
+        f" ({outcome.seconds} s){by}"
+    )
+
+
+def main() -> int:
+    """Run what the command line asks for and print what survived; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--again", type=Path, help="results of an earlier run, whose mutants run again")
+    parser.add_argument("--by-hand", action="store_true")
+    parser.add_argument(
+        "--only", default="", help="of the mutants by hand, those whose function has this text"
+    )
+    parser.add_argument("--out", type=Path, help="file of results, a JSON object a line")
+    parser.add_argument("--workers", type=int, default=2)
+    given = parser.parse_args()
+    began = time.monotonic()
+    if given.by_hand:
+        planned = planned_by_hand([one for one in MUTANTS if given.only in one.function])
+    else:
+        lines = given.again.read_text().splitlines() if given.again else None
+        planned = planned_draw(given.seed, lines and [json.loads(line)["key"] for line in lines])
+    outcomes = run(planned, given.workers)
+    if given.out:
+        given.out.write_text("".join(json.dumps(asdict(one)) + "\n" for one in outcomes))
+    count = Counter(one.outcome for one in outcomes)
+    print()
+    for one in outcomes:
+        if one.outcome != "killed":
+            print(_line(one))
+    print(
+        f"{len(outcomes)} mutants: {count['killed']} killed, {count['survived']} survived,"
+        f" {count['unsure']} unsure, in {(time.monotonic() - began) / 60:.1f} minutes and"
+        f" {sum(one.seconds for one in outcomes):.0f} CPU-seconds"
+    )
+    return int(bool(count["unsure"] or (given.by_hand and count["survived"])))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
