@@ -108,6 +108,24 @@ def put(store: Store, attempt: int, *events: dict, tail: bytes = b"", trial: str
     return path
 
 
+def test_a_result_and_its_events_are_on_the_disk_before_the_result_has_its_name(store, monkeypatch):
+    """By the inodes that are synced, and what is there at that moment: the power may fail at the next one."""
+    folder, sync, synced = store.folder("a"), os.fsync, []
+    events, result = folder / "events-1.jsonl", folder / "result.json"
+    events.write_text("")
+
+    def noted(descriptor: int) -> None:
+        about = os.fstat(descriptor)
+        synced.append((about.st_ino, about.st_size, result.exists()))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    store.commit("a", {"n": 1})
+    for path in (events, result):
+        assert (path.stat().st_ino, path.stat().st_size, False) in synced
+    assert (folder.stat().st_ino, False) in [(inode, there) for inode, _, there in synced]
+
+
 def test_events_come_by_step_without_a_torn_last_line(store):
     put(store, 10, event(4, x=1))
     put(store, 2, event(2, x=1), event(3, x=1), tail=b'{"step": 9, "me')
