@@ -178,6 +178,13 @@ def test_a_question_or_a_metric_that_is_named_after_results_is_said_to_be(histor
     assert len(said) == len(late), said
 
 
+def test_of_several_late_changes_the_last_one_is_reported(book):
+    for number, (question, finished) in enumerate([("q", 0), ("r", 4), ("s", 6), ("s", 8)]):
+        parts = {"question": question, "metrics": "m"}
+        register(book, f"{number:032x}", float(number), 9, lambda count=finished: count, parts)
+    assert [(part, entry.finished) for part, entry in late_changes(book)] == [("question", 6)]
+
+
 def test_baselines_of_another_sweep_are_no_results_of_a_search(book):
     book.describe(search="tpe")
     register(book, "0" * 32, 0.0, 2, lambda: 2, {"question": "q", "metrics": "m"})

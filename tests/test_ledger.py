@@ -173,6 +173,15 @@ def test_a_rate_is_all_steps_over_all_their_time(book):
     assert book.rates("speed") == {trials[0]: pytest.approx(steps / seconds), trials[1]: 4.0}
 
 
+def test_values_beyond_a_limit_have_the_first_step_and_the_worst_of_each_run(book):
+    """The limit itself is within."""
+    for seed, gains in enumerate(([0.9, 1.5, 1.6, 2.5, 1.7, 0.4, 0.2, 0.3], [1.0, 3.0])):
+        trial = member(book, "a", seed, f"t{seed}")
+        book.record(trial, [event(step, gain=gain) for step, gain in enumerate(gains, start=1)])
+    assert [tuple(row) for row in book.beyond("gain", 1.5, above=True)] == [("a", 0, 3, 2.5), ("a", 1, 2, 3.0)]
+    assert [tuple(row) for row in book.beyond("gain", 0.4, above=False)] == [("a", 0, 7, 0.2)]
+
+
 def test_what_is_to_be_shipped_is_under_way_or_over_and_not_complete(book):
     trials = [member(book, "a", seed, f"t{seed}") for seed in range(5)]
     for trial, status in zip(trials, ("pending", "running", "done", "done", "pending"), strict=True):

@@ -120,7 +120,7 @@ MUTANTS = (
         "block_scales",
         "below = exact / rounded <",
         "below = exact / rounded <=",
-        "test_scaling.py",
+        "test_pairs_and_powers.py",
         "a scale is halved below the limit, and not at it",
     ),
     Mistake(
@@ -241,7 +241,7 @@ MUTANTS = (
         "Layers.quantises",
         "self.skip_first <= block < blocks - last",
         "self.skip_first <= block <= blocks - last",
-        "test_layers.py",
+        "test_recipe.py",
         "the last blocks stay in high precision",
     ),
     Mistake(
@@ -249,7 +249,7 @@ MUTANTS = (
         "Layers.deciders",
         "reversed(range(len(self.rules)))",
         "range(len(self.rules))",
-        "test_layers.py",
+        "test_recipe.py",
         "the first rule that matches a layer decides",
     ),
     Mistake(
@@ -345,7 +345,7 @@ MUTANTS = (
         "EmulatedLinear.redrawn",
         'site(f"{self.name}/redrawn", slot)',
         "site(self.name, slot)",
-        "test_moments.py",
+        "test_product_errors.py",
         "a second draw of a gradient has other random bits",
     ),
     # Training
@@ -421,7 +421,7 @@ MUTANTS = (
         "lock",
         "path.exists() and path.read_bytes() == holder.encode()",
         "path.exists()",
-        "test_store.py",
+        "test_damaged_state.py",
         "an attempt whose lock another one took does not hold it any more",
     ),
     Mistake(
@@ -453,7 +453,7 @@ MUTANTS = (
         "Store.collect",
         "key=lambda path: path.stat().st_mtime",
         "key=lambda path: -path.stat().st_mtime",
-        "test_store.py",
+        "test_scheduler.py",
         "the least recently used checkpoint is deleted first",
     ),
     Mistake(
@@ -485,7 +485,7 @@ MUTANTS = (
         "late_changes",
         "yield part, late[-1]",
         "yield part, late[0]",
-        "test_registration.py",
+        "test_headline.py",
         "the last late change is the one that a report names",
     ),
     # Statistics
