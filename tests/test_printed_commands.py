@@ -105,6 +105,7 @@ OTHERS = {
     "python docs/generate_reference.py": "test_docs.py",
     "python docs/generate_tensor_cores.py": "recipes/test_scaled_mapping.py",
     "python benchmarks/gpu_counts.py": "test_gpu_estimates.py",
+    "python tests/mutants/compare.py": "mutants/test_mutants.py",
     "python tests/regenerate_imaginary_gpu.py": "test_imaginary_gpu.py",
     "python tests/regenerate_recipes_page.py": "recipes/test_recipes_page.py",
     "python tests/regenerate_golden.py": "recipes/test_ids.py",

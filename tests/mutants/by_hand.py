@@ -510,7 +510,7 @@ MUTANTS = (
         "holm",
         "largest = max(largest, min(",
         "largest = max(0.0, min(",
-        "test_stats.py",
+        "test_inference.py",
         "corrected p-values rise with the uncorrected ones",
     ),
     Mistake(
@@ -534,7 +534,7 @@ MUTANTS = (
         "_verdict",
         "(difference.mean < 0) == minimize",
         "difference.mean < 0",
-        "test_stats.py",
+        "test_results.py",
         "more is better of a metric that is maximised",
     ),
     Mistake(
@@ -558,7 +558,7 @@ MUTANTS = (
         "unpaired_difference",
         "1 - ALPHA / 2",
         "1 - ALPHA",
-        "test_foreign_tables.py",
+        "test_judge.py",
         "an unpaired interval has 2.5 % on either side",
     ),
     Mistake(

@@ -70,6 +70,8 @@ class Job:
     text: str = ""
     whole: bool = False
     """Continue after a failure."""
+    all_cases: bool = False
+    """Run every case of each test that is not slow, not only those of the fast tier."""
 
 
 @dataclass
@@ -137,8 +139,9 @@ def _run(job: Job, folder: Path) -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join([hooks, *filter(None, [os.environ.get("PYTHONPATH")])])
         changed_import.install()
     failures = _Failures()
-    options = ["-q", "--fast", "--durations=0", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options = ["-q", "--durations=0", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
     options += [] if job.whole else ["-x"]
+    options += ["-m", "not (slow or services or browser or gpu)"] if job.all_cases else ["--fast"]
     # Pytest would import modules of this package itself, to rewrite their assertions, and past the hook.
     options += ["--assert=plain"]
     # The libraries that are loaded already, hypothesis among them, are not rewritten.

@@ -106,7 +106,7 @@ def _controlled(outcomes: list[Outcome], workers: int) -> list[Outcome]:
     for outcome in outcomes:
         if outcome.outcome == "killed" and outcome.by != "time-out":
             tests[outcome.by.partition("::")[0]].add(outcome.by)
-    jobs = [Job(tuple(sorted(ids)), CONTROL_SECONDS, whole=True) for ids in tests.values()]
+    jobs = [Job(tuple(sorted(ids)), CONTROL_SECONDS, whole=True, all_cases=True) for ids in tests.values()]
     failing: set[str] = set()
     for number, ran in run_all(jobs, workers):
         if ran.ended != "passed":
@@ -115,7 +115,7 @@ def _controlled(outcomes: list[Outcome], workers: int) -> list[Outcome]:
     return [replace(one, outcome="unsure") if one.by in failing else one for one in outcomes]
 
 
-def run(planned: Sequence[Planned], workers: int) -> list[Outcome]:
+def run(planned: Sequence[Planned], workers: int, all_cases: bool) -> list[Outcome]:
     """Run mutants and return their outcomes, in the same order."""
     warm()
     covered, there = CoverageMap.read(), paths_of_tests()
@@ -125,6 +125,7 @@ def run(planned: Sequence[Planned], workers: int) -> list[Outcome]:
             sum(covered.seconds.get(name, CONTROL_SECONDS) for name in one.tests),
             str(PACKAGE / one.file),
             one.text,
+            all_cases=all_cases,
         )
         for one in planned
     ]
@@ -167,7 +168,7 @@ def main() -> int:
     else:
         lines = given.again.read_text().splitlines() if given.again else None
         planned = planned_draw(given.seed, lines and [json.loads(line)["key"] for line in lines])
-    outcomes = run(planned, given.workers)
+    outcomes = run(planned, given.workers, given.by_hand or given.all_cases)
     if given.out:
         given.out.write_text("".join(json.dumps(asdict(one)) + "\n" for one in outcomes))
     count = Counter(one.outcome for one in outcomes)
