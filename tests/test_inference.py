@@ -45,7 +45,8 @@ def test_one_pair_and_the_same_numbers_have_no_p():
 def test_holm_by_hand():
     """Sorted .01, .02, .04 times 3, 2, 1: .03, .04, .04, none below the one before."""
     assert holm([0.04, math.nan, 0.01, 0.02]) == pytest.approx([0.04, math.nan, 0.03, 0.04], nan_ok=True)
-    assert holm([0.021, 0.02]) == [0.04, 0.04]  # a larger p-value stays no smaller: 1 * 0.021 is below 2 * 0.02
+    # 1 * 0.021 is below 2 * 0.02, and a larger p-value stays no smaller.
+    assert holm([0.021, 0.02]) == [0.04, 0.04]
     assert holm([]) == []
     assert all(map(math.isnan, holm([math.nan])))
 

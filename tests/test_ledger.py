@@ -178,7 +178,10 @@ def test_values_beyond_a_limit_have_the_first_step_and_the_worst_of_each_run(boo
     for seed, gains in enumerate(([0.9, 1.5, 1.6, 2.5, 1.7, 0.4, 0.2, 0.3], [1.0, 3.0])):
         trial = member(book, "a", seed, f"t{seed}")
         book.record(trial, [event(step, gain=gain) for step, gain in enumerate(gains, start=1)])
-    assert [tuple(row) for row in book.beyond("gain", 1.5, above=True)] == [("a", 0, 3, 2.5), ("a", 1, 2, 3.0)]
+    assert [tuple(row) for row in book.beyond("gain", 1.5, above=True)] == [
+        ("a", 0, 3, 2.5),
+        ("a", 1, 2, 3.0),
+    ]
     assert [tuple(row) for row in book.beyond("gain", 0.4, above=False)] == [("a", 0, 7, 0.2)]
 
 

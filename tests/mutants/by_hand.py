@@ -542,7 +542,7 @@ MUTANTS = (
         "Difference.error",
         "math.hypot(self.deviation / math.sqrt(self.pairs), self.shared_error)",
         "self.deviation / math.sqrt(self.pairs)",
-        "test_forks.py",
+        "test_forked_statistics.py",
         "an error that all pairs share is in the p-value",
     ),
     Mistake(
@@ -566,7 +566,7 @@ MUTANTS = (
         "percent_texts",
         '{100 * value:+z.{places}f}", f"',
         '{value:+z.{places}f}", f"',
-        "test_headline.py",
+        "test_results.py",
         "a percentage is a hundred times the fraction",
     ),
     Mistake(
