@@ -14,7 +14,9 @@ from support.commands import INLINE, here
 from support.experiments import end, environment, ledger, statuses, until, values, write
 from support.gates import Gate
 
-from ablate.execution.job_array import REQUEUE, Jobs
+from ablate.execution.job_array import REQUEUE, Jobs, Task
+from ablate.execution.messages import Heartbeat, TrialRequest
+from ablate.store.trial_store import Store
 
 UNCHECKED = "import sys; from ablate.__main__ import main; sys.argv += ['--check-command', 'true']; main()"
 SCONTROL = '#!/bin/bash\necho "$@" >> "$QUEUE"\n'
@@ -275,6 +277,40 @@ def test_a_manifest_with_a_trial_outside_of_its_folder_is_refused(tmp_path):
     manifest.write_text(json.dumps(content))
     done = here("collect", tmp_path / "jobs", "--state", tmp_path / "state")
     assert (done.returncode, "elsewhere" in done.stderr) == (2, True)
+
+
+class Told:
+    """A supervisor whose trial is told to end at its second message, and writes a checkpoint before its fourth."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.checkpoint, self.task, self.stops, self.seen = checkpoint, None, 0, []
+
+    def run(self, request: TrialRequest):
+        for number in range(4):
+            if number == 1:
+                self.task.end()
+            elif number == 3:
+                os.utime(self.checkpoint, (2**32, 2**32))
+            yield Heartbeat()
+            self.seen.append(self.stops)
+
+    def stop(self) -> None:
+        self.stops += 1
+
+    def close(self) -> None:
+        self.seen.append("closed")
+
+
+def test_a_task_that_is_told_to_end_stops_at_the_next_checkpoint_and_not_at_an_older_one(tmp_path):
+    asked = TrialRequest("a" * 16, "{}", str(tmp_path), 1, {})
+    checkpoint = Store(tmp_path).folder(asked.id) / "checkpoint.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.touch()
+    os.utime(checkpoint, (1, 1))
+    supervisor = Told(checkpoint)
+    supervisor.task = Task(asked, supervisor)
+    assert len(list(supervisor.task.run())) == 4
+    assert (supervisor.seen, supervisor.task.told) == ([0, 0, 0, 1, "closed"], True)
 
 
 def test_what_is_missing_is_listed_with_the_command_that_queues_it(tmp_path):
