@@ -622,7 +622,7 @@ MUTANTS = (
         "Candidate.goal",
         "FIFTH * abs(self.effect)",
         "abs(self.effect)",
-        "test_calibrate.py",
+        "test_forked_statistics.py",
         "the smallest effect that matters is a fifth of the known-bad arm's",
     ),
     Mistake(
@@ -630,7 +630,7 @@ MUTANTS = (
         "_contrast",
         "(first, second) if switch and not second.knobs[knob] else (second, first)",
         "(second, first)",
-        "test_attribution.py",
+        "test_results.py",
         "false is the reference of a switch, in whatever order",
     ),
     # From a file to trials
@@ -639,7 +639,7 @@ MUTANTS = (
         "TrialSpec.history",
         "if point[0] < step]",
         "if point[0] <= step]",
-        "test_trial.py",
+        "test_checkpoints.py",
         "what begins at a step did not determine the state before it",
     ),
     Mistake(
@@ -647,7 +647,7 @@ MUTANTS = (
         "TrialSpec.id",
         '"twin": self.twin}',
         '"twin": False}',
-        "test_trial.py",
+        "test_forks.py",
         "a twin is another trial",
     ),
     Mistake(

@@ -46,9 +46,10 @@ MOST_SECONDS = 45.0
 
 @dataclass(frozen=True)
 class CoverageMap:
-    """CPU seconds by test file, and numbers of those files by module and function."""
+    """CPU seconds by test file, functions that each calls, and numbers of those files by module and function."""
 
     seconds: dict[str, float]
+    called: dict[str, int]
     functions: dict[str, dict[str, list[int]]]
 
     @classmethod
@@ -65,15 +66,18 @@ class CoverageMap:
         return sorted((names[number] for number in numbers), key=lambda name: (self.seconds[name], name))
 
     def chosen(self, file: str, function: str, there: dict[str, Path]) -> list[str]:
-        """Return the test files that a mutant of a function runs, of those that are there."""
-        chosen: list[str] = []
-        for name in self.tests_of(file, function):
+        """Return the test files that a mutant of a function runs, of those that are there.
+
+        The first calls the fewest functions, since a test of a whole sweep calls many and compares few of their
+        results. The others are the cheapest.
+        """
+        known = [name for name in self.tests_of(file, function) if name in there]
+        dear = [name for name in known if self.seconds[name] <= MOST_SECONDS]
+        cheap = [name for name in dear if self.seconds[name] <= RUN_SECONDS] or dear[:1]
+        chosen = sorted(cheap, key=lambda name: self.called[name])[:1]
+        for name in cheap:
             together = sum(map(self.seconds.__getitem__, [*chosen, name]))
-            if (
-                name in there
-                and len(chosen) < RUN_FILES
-                and together <= (RUN_SECONDS if chosen else MOST_SECONDS)
-            ):
+            if name not in chosen and len(chosen) < RUN_FILES and together <= RUN_SECONDS:
                 chosen.append(name)
         return chosen
 
@@ -127,9 +131,12 @@ def make(names: list[str], raw: Path, workers: int) -> CoverageMap:
     ordered = sorted(seconds)
     functions: dict[str, dict[str, list[int]]] = {}
     for file, function in sorted(calls.keys() & functions_of(PACKAGE)):
-        cheapest = sorted(calls[file, function], key=lambda name: (seconds[name], name))[:MOST_FILES]
-        functions.setdefault(file, {})[function] = [ordered.index(name) for name in cheapest]
-    return CoverageMap({name: seconds[name] for name in ordered}, functions)
+        names = sorted(calls[file, function], key=lambda name: (seconds[name], name))
+        special = sorted(names, key=lambda name: len(rows[name]["called"]))[: MOST_FILES // 2]
+        names = [*dict.fromkeys([*special, *names])][:MOST_FILES]
+        functions.setdefault(file, {})[function] = sorted(map(ordered.index, names))
+    called = {name: len(rows[name]["called"]) for name in ordered}
+    return CoverageMap({name: seconds[name] for name in ordered}, called, functions)
 
 
 def text_of(made: CoverageMap) -> str:
@@ -138,7 +145,7 @@ def text_of(made: CoverageMap) -> str:
         f"{json.dumps(file)}:{json.dumps(named, separators=(',', ':'))}"
         for file, named in made.functions.items()
     )
-    return f'{{"seconds":{json.dumps(made.seconds)},\n"functions":{{\n{lines}}}}}\n'
+    return f'{{"seconds":{json.dumps(made.seconds)},\n"called":{json.dumps(made.called)},\n"functions":{{\n{lines}}}}}\n'
 
 
 if __name__ == "__main__":

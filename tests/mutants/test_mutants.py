@@ -149,16 +149,18 @@ def test_a_mutant_that_was_killed_and_survives_fails_the_comparison(tmp_path, ca
     assert capsys.readouterr().out
 
 
-def test_a_function_that_moved_is_found_in_the_map_and_its_cheapest_tests_come_first():
+def test_a_function_that_moved_is_found_in_the_map_with_its_own_tests_and_the_cheapest():
     covered = CoverageMap(
-        {"test_a.py": 9.0, "test_b.py": 1.0, "test_c.py": 50.0, "test_d.py": 2.0},
-        {"old/a.py": {"Kept.rule": [0, 1, 2, 3], "slow": [2]}},
+        {"test_a.py": 8.0, "test_b.py": 1.0, "test_c.py": 50.0, "test_d.py": 2.0, "test_e.py": 20.0},
+        {"test_a.py": 10, "test_b.py": 900, "test_c.py": 1, "test_d.py": 800, "test_e.py": 9},
+        {"old/a.py": {"Kept.rule": [0, 1, 2, 3], "slow": [2], "dear": [2, 4]}},
     )
     there = dict.fromkeys(covered.seconds, Path())
     for file in ("old/a.py", "new/b.py"):
         assert covered.tests_of(file, "Kept.rule") == ["test_b.py", "test_d.py", "test_a.py", "test_c.py"]
-        assert covered.chosen(file, "Kept.rule", there) == ["test_b.py", "test_d.py", "test_a.py"]
-        assert covered.chosen(file, "Kept.rule", {"test_a.py": Path()}) == ["test_a.py"]
+        assert covered.chosen(file, "Kept.rule", there) == ["test_a.py", "test_b.py", "test_d.py"]
+        assert covered.chosen(file, "Kept.rule", {"test_d.py": Path()}) == ["test_d.py"]
+        assert covered.chosen(file, "dear", there) == ["test_e.py"]
         assert covered.chosen(file, "slow", there) == []
     assert covered.tests_of("new/b.py", "rule") == []
 
