@@ -1,6 +1,7 @@
 """The doctor: green here, red for numerics that were tampered with, and a sweep that then starts no trial."""
 
 import json
+import math
 import shlex
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from ablate.numerics import hadamard, philox, product, quantize, rounding, scali
 from ablate.numerics.kernels import builds
 from ablate.recipes.recipe import Phase
 from ablate.verification import checks, machine, peers
-from ablate.verification.check_result import Row
+from ablate.verification.check_result import Row, below, near
 from ablate.verification.checks import CHECKS
 from ablate.verification.checkup import COMMAND, Checkup, Unfit
 
@@ -79,6 +80,12 @@ def test_the_full_run_is_green_here_as_a_module():
     assert "OFF" not in done.stdout
     assert "mean of 256 draws" in done.stdout
     assert all(peer in done.stdout for peer in peers.PEERS)
+
+
+def test_a_value_is_near_within_its_tolerance_on_either_side():
+    values = (0.98, 0.991, 1.0, 1.009, 1.02, math.nan)
+    assert [near("x", 3 * value, 3.0, 0.01).ok for value in values] == [False, True, True, True, False, False]
+    assert [below("x", value, 1.0, "").ok for value in values] == [True, True, True, False, False, False]
 
 
 def test_the_doctor_takes_no_unknown_option():

@@ -9,6 +9,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from support.commands import INLINE, here
 from support.experiments import WILD, end, environment, ledger, start, statuses, sweep, tiny, until, write
 
+from ablate.cli.common import INTERRUPTED, TERMINATED, Terminated, interruption, raise_on_sigterm
 from ablate.execution.messages import Ended, Exited, TrialRequest
 from ablate.execution.supervisor import end_of_attempt
 from ablate.execution.trial_runner import NO_SPACE
@@ -25,6 +27,25 @@ from ablate.store.databases import open_readonly, url
 
 SLOW = {"workload": {"idle": {"steps": 1000, "seconds": 0.05}}, "seeds": 1}
 FAST = {"workload": {"idle": {"steps": 4}}, "seeds": 1}
+
+
+def interrupted_by_sigterm() -> None:
+    """Be ended by SIGTERM as in a call of Ray, which raises KeyboardInterrupt in place of the handler's exception."""
+    with raise_on_sigterm():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        except Terminated:
+            raise KeyboardInterrupt from None
+
+
+def test_a_sigterm_that_a_library_turned_into_ctrl_c_keeps_its_own_status():
+    assert interruption(KeyboardInterrupt())[0] == INTERRUPTED
+    with pytest.raises(KeyboardInterrupt) as ended:
+        interrupted_by_sigterm()
+    assert interruption(ended.value)[0] == TERMINATED
+    with raise_on_sigterm():  # the next command begins without it
+        assert interruption(KeyboardInterrupt())[0] == INTERRUPTED
 
 
 def test_sigterm_ends_a_sweep_as_ctrl_c_does_with_its_own_status(tmp_path):
