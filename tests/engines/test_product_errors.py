@@ -47,6 +47,19 @@ def measured(kind, preset: str, *more, micro_batch: int = 0) -> dict[str, float]
     return layer.context.probe.metrics()
 
 
+@pytest.mark.parametrize(("preset", "equal"), [("nvfp4", {"fprop.x"}), ("bf16", {"fprop.x", "dgrad.g"})])
+def test_a_redrawn_layer_rounds_by_other_bits_what_the_recipe_draws_and_nothing_else(preset, equal):
+    layer = EmulatedLinear(nn.Linear(128, 96, bias=False), NAME, Clock(5), torch.bfloat16)
+    layer.products = PRESETS[preset]().products
+    other, found = layer.redrawn(), set()
+    for slot, columns in (("fprop.x", 128), ("dgrad.g", 96)):
+        x, product = drawn(32, columns, seed=3).bfloat16(), getattr(layer.products, slot.partition(".")[0])
+        quant = layer.products.slot(slot)
+        one, two = (each.operand(x, slot, quant, product.hadamard)[0].values for each in (layer, other))
+        found |= {slot} if torch.equal(one, two) else set()
+    assert found == equal
+
+
 def of_products(metrics: dict[str, float]) -> dict[str, dict[str, float]]:
     """Values of the layer's products."""
     found: dict[str, dict[str, float]] = {}

@@ -4,7 +4,7 @@ A process that has torch, pytest and the other large libraries loaded, but nothi
 job. The fork installs the import hook, runs pytest and writes what failed. It has folders of its own, so that a
 mutant can leave nothing behind for others: cache, temporary files, results.
 
-A job that takes more CPU time than its limit, or far more time, is ended with everything that it started.
+A job that takes more CPU time than its limit, or that hangs, is ended with everything that it started.
 """
 
 import importlib
@@ -192,6 +192,11 @@ def _result(folder: Path, waited: int | None, began: float) -> Ran:
     return Ran(status, **json.loads((folder / "result.json").read_text()), output=output)
 
 
+def _patience(job: Job) -> float:
+    """Return the seconds after which a job counts as hung, which it may do without CPU time: more under load."""
+    return (30 + 4 * job.seconds) * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def run_all(jobs: Iterable[Job], workers: int) -> Iterator[tuple[int, Ran]]:
     """Run jobs, so many at a time, and yield the number and the result of each when it has ended."""
     pending, running = enumerate(jobs), {}
@@ -205,7 +210,7 @@ def run_all(jobs: Iterable[Job], workers: int) -> Iterator[tuple[int, Ran]]:
             time.sleep(POLL)
             for process, (number, job, folder, began) in list(running.items()):
                 ended, status = os.waitpid(process, os.WNOHANG)
-                late = time.monotonic() - began > 60 + 12 * job.seconds
+                late = time.monotonic() - began > _patience(job)
                 if not ended and not late:
                     continue
                 _end(process)

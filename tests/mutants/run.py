@@ -155,6 +155,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--again", type=Path, help="results of an earlier run, whose mutants run again")
+    parser.add_argument("--all-cases", action="store_true", help="also the cases that --fast leaves out")
     parser.add_argument("--by-hand", action="store_true")
     parser.add_argument(
         "--only", default="", help="of the mutants by hand, those whose function has this text"
