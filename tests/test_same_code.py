@@ -101,6 +101,21 @@ def test_another_setting_is_not_taken_over(tmp_path):
     assert len((tmp_path / "ran").read_text()) == ran + 3
 
 
+def test_a_setting_that_changed_with_the_code_in_arms_of_the_same_names_is_not_taken_over(tmp_path):
+    path, code = written(tmp_path), CODE.replace("argv[1:]", "argv[1:3]")
+    text = path.read_text().replace("{seed}", "{seed} {other}").replace("{lr: 0.1}}", "{lr: 0.1, other: 1}}")
+    path.write_text(text)
+    (tmp_path / "train.py").write_text(code)
+    assert swept(tmp_path).returncode == 0
+    ran = len((tmp_path / "ran").read_text())
+    path.write_text(text.replace("other: 1", "other: 2"))
+    (tmp_path / "train.py").write_text(code.replace("# remark", "# another"))
+    done = swept(tmp_path, "--same-code")
+    assert done.returncode == 0, done.stderr
+    assert "taken over" not in done.stdout
+    assert len((tmp_path / "ran").read_text()) == 2 * ran
+
+
 @pytest.mark.parametrize(
     ("more", "workload", "sentence"),
     [

@@ -68,18 +68,26 @@ class CoverageMap:
     def chosen(self, file: str, function: str, there: dict[str, Path]) -> list[str]:
         """Return the test files that a mutant of a function runs, of those that are there.
 
-        The first calls the fewest functions, since a test of a whole sweep calls many and compares few of their
-        results. The others are the cheapest.
+        First the one with the name of the module, then the one that calls the fewest functions, since a test of
+        a whole sweep calls many and compares few of their results; then the cheapest.
         """
         known = [name for name in self.tests_of(file, function) if name in there]
         dear = [name for name in known if self.seconds[name] <= MOST_SECONDS]
         cheap = [name for name in dear if self.seconds[name] <= RUN_SECONDS] or dear[:1]
-        chosen = sorted(cheap, key=lambda name: self.called[name])[:1]
-        for name in cheap:
+        own = own_test(file)
+        first = sorted(cheap, key=lambda name: (name != own, self.called[name]))[:2]
+        chosen: list[str] = []
+        for name in (*first, *cheap):
             together = sum(map(self.seconds.__getitem__, [*chosen, name]))
-            if name not in chosen and len(chosen) < RUN_FILES and together <= RUN_SECONDS:
+            fits = not chosen or (len(chosen) < RUN_FILES and together <= RUN_SECONDS)
+            if name not in chosen and fits:
                 chosen.append(name)
         return chosen
+
+
+def own_test(file: str) -> str:
+    """Return the name that a module's own test file has, if there is one."""
+    return f"test_{Path(file).stem}.py"
 
 
 def paths_of_tests() -> dict[str, Path]:
@@ -132,7 +140,8 @@ def make(names: list[str], raw: Path, workers: int) -> CoverageMap:
     functions: dict[str, dict[str, list[int]]] = {}
     for file, function in sorted(calls.keys() & functions_of(PACKAGE)):
         names = sorted(calls[file, function], key=lambda name: (seconds[name], name))
-        special = sorted(names, key=lambda name: len(rows[name]["called"]))[: MOST_FILES // 2]
+        own = own_test(file)
+        special = sorted(names, key=lambda name: (name != own, len(rows[name]["called"])))[: MOST_FILES // 2]
         names = [*dict.fromkeys([*special, *names])][:MOST_FILES]
         functions.setdefault(file, {})[function] = sorted(map(ordered.index, names))
     called = {name: len(rows[name]["called"]) for name in ordered}

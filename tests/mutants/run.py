@@ -27,6 +27,8 @@ from mutants.draw import DRAWN, PACKAGE, PACKAGES, Mutant, draw, mutants_of
 from mutants.processes import Job, Ran, run_all, warm
 
 CONTROL_SECONDS = 150.0
+ALL_CASES = 4.0
+"""Time that all quick cases of tests may take, as a multiple of those of the fast tier."""
 
 
 @dataclass(frozen=True)
@@ -115,31 +117,39 @@ def _controlled(outcomes: list[Outcome], workers: int) -> list[Outcome]:
     return [replace(one, outcome="unsure") if one.by in failing else one for one in outcomes]
 
 
-def run(planned: Sequence[Planned], workers: int, all_cases: bool) -> list[Outcome]:
-    """Run mutants and return their outcomes, in the same order."""
+def run(planned: Sequence[Planned], workers: int, all_cases: bool = False) -> list[Outcome]:
+    """Run mutants and return their outcomes, in the same order.
+
+    Those that survive the fast tier run again with all cases of its tests; `all_cases`: these at once.
+    """
     warm()
     covered, there = CoverageMap.read(), paths_of_tests()
-    jobs = [
-        Job(
-            tuple(str(there[name]) for name in one.tests),
-            sum(covered.seconds.get(name, CONTROL_SECONDS) for name in one.tests),
-            str(PACKAGE / one.file),
-            one.text,
-            all_cases=all_cases,
-        )
-        for one in planned
-    ]
+
+    def job(one: Planned, all_cases: bool) -> Job:
+        seconds = sum(covered.seconds.get(name, CONTROL_SECONDS) for name in one.tests)
+        paths = tuple(str(there[name]) for name in one.tests)
+        more = ALL_CASES if all_cases else 1.0
+        return Job(paths, more * seconds, str(PACKAGE / one.file), one.text, all_cases=all_cases)
+
     outcomes: dict[int, Outcome] = {}
-    for number, ran in run_all(jobs, workers):
-        outcomes[number] = _outcome(planned[number], ran)
-        print(f"{len(outcomes)}/{len(jobs)} {_line(outcomes[number])}", flush=True)
-    return _controlled([outcomes[number] for number in range(len(jobs))], workers)
+    for whole in [True] if all_cases else [False, True]:
+        numbers = [
+            number for number in range(len(planned)) if not (number in outcomes and outcomes[number].by)
+        ]
+        for place, ran in run_all((job(planned[number], whole) for number in numbers), workers):
+            number = numbers[place]
+            before = outcomes[number].seconds if number in outcomes else 0.0
+            outcomes[number] = _outcome(planned[number], ran, before)
+            print(f"{len(outcomes)}/{len(planned)} {_line(outcomes[number])}", flush=True)
+    return _controlled([outcomes[number] for number in range(len(planned))], workers)
 
 
-def _outcome(one: Planned, ran: Ran) -> Outcome:
+def _outcome(one: Planned, ran: Ran, before: float) -> Outcome:
     by = {"passed": "", "time-out": "time-out"}.get(ran.ended, (ran.failed or list(one.tests))[0])
     facts = {name: value for name, value in asdict(one).items() if name != "text"}
-    return Outcome(**facts, outcome="killed" if by else "survived", seconds=round(ran.seconds, 1), by=by)
+    return Outcome(
+        **facts, outcome="killed" if by else "survived", seconds=round(before + ran.seconds, 1), by=by
+    )
 
 
 def _line(outcome: Outcome) -> str:
@@ -155,7 +165,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--again", type=Path, help="results of an earlier run, whose mutants run again")
-    parser.add_argument("--all-cases", action="store_true", help="also the cases that --fast leaves out")
     parser.add_argument("--by-hand", action="store_true")
     parser.add_argument(
         "--only", default="", help="of the mutants by hand, those whose function has this text"
@@ -169,7 +178,7 @@ def main() -> int:
     else:
         lines = given.again.read_text().splitlines() if given.again else None
         planned = planned_draw(given.seed, lines and [json.loads(line)["key"] for line in lines])
-    outcomes = run(planned, given.workers, given.by_hand or given.all_cases)
+    outcomes = run(planned, given.workers, given.by_hand)
     if given.out:
         given.out.write_text("".join(json.dumps(asdict(one)) + "\n" for one in outcomes))
     count = Counter(one.outcome for one in outcomes)
