@@ -17,7 +17,7 @@ from ablate.experiment.arms import KnobError
 from ablate.experiment.load import load
 from ablate.experiment.roles import CONFIRM
 from ablate.experiment.schema import json_schema
-from ablate.experiment.search_space import twins
+from ablate.experiment.search_space import Dimension, twins
 from ablate.experiment.yaml_document import Document
 from ablate.recipes import PRESETS
 from ablate.training.workloads import WORKLOADS
@@ -488,6 +488,26 @@ def test_a_search_has_one_objective_a_metric_and_a_grid_one(tmp_path):
         ("flops/fp4_share", "maximize"),
     ]
     assert [metric.name for metric in tiny(tmp_path, metric=metrics).objectives] == ["val/loss"]
+
+
+def test_a_range_holds_both_of_its_ends_and_values_of_its_type():
+    whole, real = Dimension("int", low=1, high=3), Dimension("uniform", low=0.5, high=2)
+    assert [whole.holds(value) for value in (0, 1, 3, 4, 2.0, True)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
+    assert [real.holds(value) for value in (0.4, 0.5, 1, 2, 2.1, "1")] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
 
 
 @pytest.mark.parametrize("case", CONDITIONS)

@@ -671,7 +671,7 @@ MUTANTS = (
         "Dimension.holds",
         "self.low <= value <= self.high",
         "self.low <= value < self.high",
-        "test_search.py",
+        "test_experiment.py",
         "both ends of a range belong to it",
     ),
     Mistake(
@@ -720,7 +720,7 @@ MUTANTS = (
         "Scheduler._agrees",
         'if digest is None or digest != result["records"]["sha256"]:',
         "if digest is None:",
-        "test_damaged_state.py",
+        "test_scheduler.py",
         "records that differ from the result's digest are read again",
     ),
     Mistake(
