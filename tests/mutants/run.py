@@ -4,7 +4,8 @@
     python tests/mutants/run.py --again before.jsonl --out after.jsonl   # those of them that still exist
     python tests/mutants/run.py --by-hand                            # the mistakes of by_hand.py
 
-A mutant is killed if a test fails, or runs out of time. At the end, every test that killed runs once without a
+A mutant is killed if a test fails, or runs out of time. One that survives the fast tier's cases of its tests runs
+again with all of their cases that are not slow. At the end, every test that killed runs once without a
 mutant: a kill by a test that fails then, too, is "unsure", since it says nothing.
 
 The exit status is 1 if a mutant by hand survives or a kill is unsure; survivors of a draw do not change it.
@@ -117,10 +118,14 @@ def _controlled(outcomes: list[Outcome], workers: int) -> list[Outcome]:
     return [replace(one, outcome="unsure") if one.by in failing else one for one in outcomes]
 
 
-def run(planned: Sequence[Planned], workers: int, all_cases: bool = False) -> list[Outcome]:
+def run(planned: Sequence[Planned], workers: int, rounds: Sequence[bool]) -> list[Outcome]:
     """Run mutants and return their outcomes, in the same order.
 
-    Those that survive the fast tier run again with all cases of its tests; `all_cases`: these at once.
+    Args:
+        planned: the mutants.
+        workers: processes at a time.
+        rounds: of each round, True for all cases of the tests, False for those of the fast tier. What survives
+            one runs in the next.
     """
     warm()
     covered, there = CoverageMap.read(), paths_of_tests()
@@ -132,7 +137,7 @@ def run(planned: Sequence[Planned], workers: int, all_cases: bool = False) -> li
         return Job(paths, more * seconds, str(PACKAGE / one.file), one.text, all_cases=all_cases)
 
     outcomes: dict[int, Outcome] = {}
-    for whole in [True] if all_cases else [False, True]:
+    for whole in rounds:
         numbers = [
             number for number in range(len(planned)) if not (number in outcomes and outcomes[number].by)
         ]
@@ -165,6 +170,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--again", type=Path, help="results of an earlier run, whose mutants run again")
+    parser.add_argument("--fast", action="store_true", help="leave out the round with all cases of tests")
     parser.add_argument("--by-hand", action="store_true")
     parser.add_argument(
         "--only", default="", help="of the mutants by hand, those whose function has this text"
@@ -178,7 +184,8 @@ def main() -> int:
     else:
         lines = given.again.read_text().splitlines() if given.again else None
         planned = planned_draw(given.seed, lines and [json.loads(line)["key"] for line in lines])
-    outcomes = run(planned, given.workers, given.by_hand)
+    rounds = [True] if given.by_hand else [False] if given.fast else [False, True]
+    outcomes = run(planned, given.workers, rounds)
     if given.out:
         given.out.write_text("".join(json.dumps(asdict(one)) + "\n" for one in outcomes))
     count = Counter(one.outcome for one in outcomes)
