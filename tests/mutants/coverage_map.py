@@ -10,9 +10,11 @@ module is looked up by its qualified name.
 """
 
 import json
+import re
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -68,16 +70,18 @@ class CoverageMap:
     def chosen(self, file: str, function: str, there: dict[str, Path]) -> list[str]:
         """Return the test files that a mutant of a function runs, of those that are there.
 
-        First the one with the name of the module, then the one that calls the fewest functions, since a test of
-        a whole sweep calls many and compares few of their results; then the cheapest.
+        First come those with the name of the module or with the function's name in their text; then those that
+        call the fewest functions, since a test of a whole sweep calls many and compares few of their results;
+        then the cheapest.
         """
         known = [name for name in self.tests_of(file, function) if name in there]
         dear = [name for name in known if self.seconds[name] <= MOST_SECONDS]
         cheap = [name for name in dear if self.seconds[name] <= RUN_SECONDS] or dear[:1]
-        own = own_test(file)
-        first = sorted(cheap, key=lambda name: (name != own, self.called[name]))[:2]
+        special = sorted(
+            cheap, key=lambda name: (not names_it(there[name], file, function), self.called[name])
+        )
         chosen: list[str] = []
-        for name in (*first, *cheap):
+        for name in (*special[:2], *cheap):
             together = sum(map(self.seconds.__getitem__, [*chosen, name]))
             fits = not chosen or (len(chosen) < RUN_FILES and together <= RUN_SECONDS)
             if name not in chosen and fits:
@@ -85,9 +89,15 @@ class CoverageMap:
         return chosen
 
 
-def own_test(file: str) -> str:
-    """Return the name that a module's own test file has, if there is one."""
-    return f"test_{Path(file).stem}.py"
+def names_it(test: Path, file: str, function: str) -> bool:
+    """Return True if a test file is the module's own, or has the function's name in its text."""
+    word = function.rpartition(".")[2]
+    return test.name == f"test_{Path(file).stem}.py" or word in _words(test)
+
+
+@cache
+def _words(test: Path) -> set[str]:
+    return {*re.findall(r"\w+", test.read_text())} if test.is_file() else set()
 
 
 def paths_of_tests() -> dict[str, Path]:
@@ -140,8 +150,10 @@ def make(names: list[str], raw: Path, workers: int) -> CoverageMap:
     functions: dict[str, dict[str, list[int]]] = {}
     for file, function in sorted(calls.keys() & functions_of(PACKAGE)):
         names = sorted(calls[file, function], key=lambda name: (seconds[name], name))
-        own = own_test(file)
-        special = sorted(names, key=lambda name: (name != own, len(rows[name]["called"])))[: MOST_FILES // 2]
+        special = sorted(
+            names,
+            key=lambda name: (not names_it(there[name], file, function), len(rows[name]["called"])),
+        )[: MOST_FILES // 2]
         names = [*dict.fromkeys([*special, *names])][:MOST_FILES]
         functions.setdefault(file, {})[function] = sorted(map(ordered.index, names))
     called = {name: len(rows[name]["called"]) for name in ordered}

@@ -149,7 +149,7 @@ def test_a_mutant_that_was_killed_and_survives_fails_the_comparison(tmp_path, ca
     assert capsys.readouterr().out
 
 
-def test_a_function_that_moved_is_found_in_the_map_with_its_own_tests_and_the_cheapest():
+def test_a_function_that_moved_is_found_in_the_map_with_its_own_tests_and_the_cheapest(tmp_path):
     covered = CoverageMap(
         {"test_a.py": 8.0, "test_b.py": 1.0, "test_c.py": 50.0, "test_d.py": 2.0, "test_e.py": 20.0},
         {"test_a.py": 10, "test_b.py": 900, "test_c.py": 1, "test_d.py": 800, "test_e.py": 9},
@@ -158,15 +158,12 @@ def test_a_function_that_moved_is_found_in_the_map_with_its_own_tests_and_the_ch
             "old/d.py": {"own": [0, 1, 3]},
         },
     )
-    there = dict.fromkeys(covered.seconds, Path())
-    for file, first in (
-        ("old/a.py", ["a", "d", "b"]),
-        ("new/b.py", ["b", "a", "d"]),
-        ("new/c.py", ["a", "d", "b"]),
-    ):
+    there = {name: tmp_path / name for name in covered.seconds}
+    there["test_d.py"].write_text("assert rule(1) == 2")
+    for file, first in (("old/a.py", "adb"), ("new/b.py", "dba"), ("new/c.py", "dab")):
         assert covered.tests_of(file, "Kept.rule") == ["test_b.py", "test_d.py", "test_a.py", "test_c.py"]
         assert covered.chosen(file, "Kept.rule", there) == [f"test_{word}.py" for word in first]
-        assert covered.chosen(file, "Kept.rule", {"test_d.py": Path()}) == ["test_d.py"]
+        assert covered.chosen(file, "Kept.rule", {"test_d.py": there["test_d.py"]}) == ["test_d.py"]
         assert covered.chosen(file, "dear", there) == ["test_e.py"]
         assert covered.chosen("old/d.py", "own", there) == ["test_d.py", "test_a.py", "test_b.py"]
         assert covered.chosen(file, "slow", there) == []
