@@ -81,6 +81,18 @@ def verdict(damage, sees: bool = True, margin: float | None = None, noise: float
     return qualified(judge([(gap, margin)], True)[0], view, sees)
 
 
+def test_the_error_that_seeds_share_is_the_component_of_the_data_in_a_two_way_table():
+    """By least squares on indicators of parts and seeds, whose rank gives the degrees of freedom."""
+    draw = np.random.default_rng(3)
+    table = 2 * draw.normal(size=(9, 1)) + draw.normal(size=(1, 4)) + draw.normal(size=(9, 4))
+    parts, seeds = np.divmod(np.arange(36), 4)
+    design = np.hstack([parts[:, None] == np.arange(9), seeds[:, None] == np.arange(4)]).astype(float)
+    fit, _, rank, _ = np.linalg.lstsq(design, table.ravel())
+    residual = np.sum((table.ravel() - design @ fit) ** 2) / (36 - rank)
+    expected = math.sqrt((np.var(table.mean(axis=1), ddof=1) - residual / 4) / 9)
+    assert shared_error(table.tolist()) == pytest.approx(expected, rel=1e-9)
+
+
 def test_damage_in_proportion_to_the_window_keeps_its_verdict():
     assert verdict(lambda window, position: 1e-4 * window).kind == "worse"
     assert verdict(lambda window, position: -1e-4 * window).kind == "better"

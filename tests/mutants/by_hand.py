@@ -611,6 +611,14 @@ MUTANTS = (
     ),
     Mistake(
         "results/forked.py",
+        "shared_error",
+        "((len(parts) - 1) * (seeds - 1))",
+        "(len(parts) * (seeds - 1))",
+        "test_forked_statistics.py",
+        "a residual mean square is divided by its degrees of freedom",
+    ),
+    Mistake(
+        "results/forked.py",
         "Readings.growth",
         "early[seed] / window",
         "early[seed] / longest",
