@@ -378,7 +378,7 @@ MUTANTS = (
         "evaluate",
         'run.engine.clock.stream = "evaluation"',
         "pass",
-        "test_evaluation.py",
+        "test_golden.py",
         "an evaluation draws from its own stream",
     ),
     Mistake(

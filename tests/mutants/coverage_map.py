@@ -13,6 +13,7 @@ import json
 import re
 import sys
 import tempfile
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -89,10 +90,17 @@ class CoverageMap:
         return chosen
 
 
+def run_again(before: Sequence[str], chosen: Sequence[str], there: Collection[str]) -> list[str]:
+    """Return the test files that a mutant runs again: those that it ran before, and for each that is gone another."""
+    kept = [name for name in before if name in there]
+    return [*kept, *(name for name in chosen if name not in kept)][: len(before)]
+
+
 def names_it(test: Path, file: str, function: str) -> bool:
     """Return True if a test file is the module's own, or has the function's name in its text."""
     word = function.rpartition(".")[2]
-    return test.name == f"test_{Path(file).stem}.py" or word in _words(test)
+    # Short words, such as at, of and run, are in every text.
+    return test.name == f"test_{Path(file).stem}.py" or (len(word) > 4 and word in _words(test))
 
 
 @cache

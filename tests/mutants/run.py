@@ -16,14 +16,14 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from mutants.by_hand import MUTANTS, Mistake
-from mutants.coverage_map import CoverageMap, paths_of_tests
+from mutants.coverage_map import CoverageMap, paths_of_tests, run_again
 from mutants.draw import DRAWN, PACKAGE, PACKAGES, Mutant, draw, mutants_of
 from mutants.processes import Job, Ran, run_all, warm
 
@@ -62,8 +62,13 @@ class Planned:
     tests: tuple[str, ...]
 
 
-def planned_draw(seed: int, keys: Sequence[str] | None = None) -> list[Planned]:
-    """Return the mutants that a seed draws, or those with these keys, wherever their functions stand."""
+def planned_draw(seed: int, again: Mapping[str, Sequence[str]] | None = None) -> list[Planned]:
+    """Return the mutants that a seed draws, or those with the keys of `again`, wherever their functions stand.
+
+    Args:
+        seed: the seed.
+        again: test files that each mutant ran before, by its key.
+    """
     covered, there = CoverageMap.read(), paths_of_tests()
 
     def tested(folder: str) -> Iterable[Mutant]:
@@ -72,15 +77,19 @@ def planned_draw(seed: int, keys: Sequence[str] | None = None) -> list[Planned]:
             function = mutant.file, mutant.function
             if function not in chosen:
                 chosen[function] = covered.chosen(*function, there)
-            if chosen[function]:
+            if chosen[function] or mutant.key in (again or ()):
                 yield mutant
 
-    if keys is None:
+    def tests_of(mutant: Mutant) -> list[str]:
+        chosen = covered.chosen(mutant.file, mutant.function, there)
+        return run_again(again[mutant.key], chosen, there) if again else chosen
+
+    if again is None:
         drawn = [
             mutant for folder in PACKAGES for mutant in draw(seed, tested(folder), DRAWN // len(PACKAGES))
         ]
     else:
-        drawn = [one for one in draw(seed, tested(""), sys.maxsize) if one.key in {*keys}]
+        drawn = [one for one in draw(seed, tested(""), sys.maxsize) if one.key in again]
     return [
         Planned(
             mutant.key,
@@ -89,7 +98,7 @@ def planned_draw(seed: int, keys: Sequence[str] | None = None) -> list[Planned]:
             mutant.site.line,
             f"{mutant.site.kind}: {mutant.site.before} -> {mutant.site.after}",
             mutant.text(),
-            tuple(covered.chosen(mutant.file, mutant.function, there)),
+            tuple(tests_of(mutant)),
         )
         for mutant in drawn
     ]
@@ -136,11 +145,13 @@ def run(planned: Sequence[Planned], workers: int, rounds: Sequence[bool]) -> lis
         more = ALL_CASES if all_cases else 1.0
         return Job(paths, more * seconds, str(PACKAGE / one.file), one.text, all_cases=all_cases)
 
-    outcomes: dict[int, Outcome] = {}
+    # Without a test that is still there, none sees a mutant.
+    outcomes = {n: _outcome(one, Ran(0, 0.0), 0.0) for n, one in enumerate(planned) if not one.tests}
     for whole in rounds:
-        numbers = [
-            number for number in range(len(planned)) if not (number in outcomes and outcomes[number].by)
+        open_ones = [
+            number for number in range(len(planned)) if number not in outcomes or not outcomes[number].by
         ]
+        numbers = [number for number in open_ones if planned[number].tests]
         for place, ran in run_all((job(planned[number], whole) for number in numbers), workers):
             number = numbers[place]
             before = outcomes[number].seconds if number in outcomes else 0.0
@@ -183,7 +194,8 @@ def main() -> int:
         planned = planned_by_hand([one for one in MUTANTS if given.only in one.function])
     else:
         lines = given.again.read_text().splitlines() if given.again else None
-        planned = planned_draw(given.seed, lines and [json.loads(line)["key"] for line in lines])
+        rows = map(json.loads, lines or ())
+        planned = planned_draw(given.seed, {row["key"]: row["tests"] for row in rows} or None)
     rounds = [True] if given.by_hand else [False] if given.fast else [False, True]
     outcomes = run(planned, given.workers, rounds)
     if given.out:

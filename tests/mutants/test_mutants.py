@@ -12,7 +12,7 @@ from support.cases import every
 from mutants import compare
 from mutants.by_hand import MUTANTS, Mistake
 from mutants.changes import COMPARISONS, OPERATORS, Source, key_of, normalised, sites
-from mutants.coverage_map import CoverageMap, paths_of_tests
+from mutants.coverage_map import CoverageMap, paths_of_tests, run_again
 from mutants.draw import PACKAGE, draw, mutants_of, rank
 
 ROOT = Path(__file__).parents[2]
@@ -154,20 +154,31 @@ def test_a_function_that_moved_is_found_in_the_map_with_its_own_tests_and_the_ch
         {"test_a.py": 8.0, "test_b.py": 1.0, "test_c.py": 50.0, "test_d.py": 2.0, "test_e.py": 20.0},
         {"test_a.py": 10, "test_b.py": 900, "test_c.py": 1, "test_d.py": 800, "test_e.py": 9},
         {
-            "old/a.py": {"Kept.rule": [0, 1, 2, 3], "slow": [2], "dear": [2, 4]},
+            "old/a.py": {"Kept.ruling": [0, 1, 2, 3], "slow": [2], "dear": [2, 4]},
             "old/d.py": {"own": [0, 1, 3]},
         },
     )
     there = {name: tmp_path / name for name in covered.seconds}
-    there["test_d.py"].write_text("assert rule(1) == 2")
+    there["test_d.py"].write_text("assert ruling(1) == 2")
     for file, first in (("old/a.py", "adb"), ("new/b.py", "dba"), ("new/c.py", "dab")):
-        assert covered.tests_of(file, "Kept.rule") == ["test_b.py", "test_d.py", "test_a.py", "test_c.py"]
-        assert covered.chosen(file, "Kept.rule", there) == [f"test_{word}.py" for word in first]
-        assert covered.chosen(file, "Kept.rule", {"test_d.py": there["test_d.py"]}) == ["test_d.py"]
+        assert covered.tests_of(file, "Kept.ruling") == ["test_b.py", "test_d.py", "test_a.py", "test_c.py"]
+        assert covered.chosen(file, "Kept.ruling", there) == [f"test_{word}.py" for word in first]
+        assert covered.chosen(file, "Kept.ruling", {"test_d.py": there["test_d.py"]}) == ["test_d.py"]
         assert covered.chosen(file, "dear", there) == ["test_e.py"]
         assert covered.chosen("old/d.py", "own", there) == ["test_d.py", "test_a.py", "test_b.py"]
         assert covered.chosen(file, "slow", there) == []
-    assert covered.tests_of("new/b.py", "rule") == []
+    assert covered.tests_of("new/b.py", "ruling") == []
+
+
+def test_mutants_that_run_again_run_the_tests_that_they_ran_before_and_others_for_those_that_are_gone():
+    there = dict.fromkeys(["test_a.py", "test_b.py", "test_c.py", "test_d.py"])
+    before = ["test_d.py", "test_gone.py", "test_b.py"]
+    assert run_again(before, ["test_a.py", "test_b.py", "test_c.py"], there) == [
+        "test_d.py",
+        "test_b.py",
+        "test_a.py",
+    ]
+    assert run_again(before[:1], ["test_a.py", "test_b.py"], there) == ["test_d.py"]
 
 
 def test_names_of_test_files_are_unique_so_that_one_that_moves_is_found():
