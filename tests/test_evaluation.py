@@ -50,6 +50,19 @@ def read_afresh(model, name: str, batch, workload) -> torch.Tensor:
         return run.logits(*batch).double().log_softmax(-1)
 
 
+def test_an_evaluation_draws_from_a_stream_of_its_own(shards):
+    workload = gpt(shards, steps=1, eval_every=1, eval_tokens=32, eval_batch=2)
+    run, streams = workload.prepare(PRESETS["nvfp4"](), 0, "cpu"), []
+
+    def loss(*batch: torch.Tensor) -> torch.Tensor:
+        streams.append((run.model.training, run.engine.clock.stream))
+        return run.model(*batch)
+
+    list(workload.train(run._replace(loss=loss), SELDOM))
+    assert {stream for training, stream in streams if not training} == {"evaluation"}
+    assert "evaluation" not in {stream for training, stream in streams if training}
+
+
 @pytest.mark.parametrize("name", READINGS)
 def test_a_reading_is_that_of_a_fresh_model_with_the_same_weights(name, shards):
     workload = gpt(shards, steps=4, eval_every=4, eval_tokens=32, eval_batch=2, evaluate=[name], width=64)

@@ -378,7 +378,7 @@ MUTANTS = (
         "evaluate",
         'run.engine.clock.stream = "evaluation"',
         "pass",
-        "test_golden.py",
+        "test_evaluation.py",
         "an evaluation draws from its own stream",
     ),
     Mistake(
