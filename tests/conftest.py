@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import cpu_report
 from support.cases import FAST_CASES, Tier, spread
 from support.corpus import write_shards
 
@@ -38,11 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help=f"leave out slow tests, servers and browsers, and all but {FAST_CASES} cases of each test",
     )
+    cpu_report.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell `support.cases.every` which tier runs."""
+    """Tell `support.cases.every` which tier runs, and count CPU-seconds."""
     Tier.fast = config.getoption("--fast")
+    cpu_report.install(config)
 
 
 def thinned(items: list[pytest.Item]) -> list[pytest.Item]:

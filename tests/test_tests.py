@@ -4,11 +4,17 @@ Each rule is one test that lists every offender, and one that shows an offender 
 """
 
 import ast
+import json
+import re
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from support import cpu_report
 from support.cases import Tier, every
+from support.experiments import environment
 
 ROOT = Path(__file__).parent
 
@@ -177,3 +183,48 @@ def test_every_keeps_few_cases_in_the_fast_tier_and_gives_each_its_folder(monkey
     noted(tmp_path=tmp_path)
     assert [(number, there) for number, there, _ in cases] == [(0, True), (99, True)]
     assert len({folder for *_, folder in cases}) == 2
+
+
+# The report of CPU-seconds
+
+CONFTEST = """
+from support import cpu_report
+
+def pytest_addoption(parser):
+    cpu_report.add_option(parser)
+
+def pytest_configure(config):
+    cpu_report.install(config)
+"""
+BUSY = """
+import subprocess, sys
+
+BUSY = "import time\\nwhile time.process_time() < 0.3: pass"
+
+def test_a_process_that_is_waited_for():
+    subprocess.run([sys.executable, "-c", BUSY], check=True)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_cpu_report_has_every_file_with_its_processes_and_the_total(workers, tmp_path):
+    for name, text in {
+        "conftest": CONFTEST,
+        "test_busy": BUSY,
+        "test_idle": "def test_nothing(): pass",
+    }.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    command = [sys.executable, "-m", "pytest", "-q", "-n", str(workers), "--cpu-report", "cpu.json"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(ROOT)),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    seconds = json.loads((tmp_path / "cpu.json").read_text())
+    assert {*seconds} == {"test_busy.py", "test_idle.py", cpu_report.IMPORTS}
+    assert seconds["test_busy.py"] >= 0.3 > seconds["test_idle.py"]
+    (total,) = re.findall(r"^CPU (\d+) s .*, wall \d+ s, load average [\d., ]+$", done.stdout, re.MULTILINE)
+    assert int(total) == pytest.approx(sum(seconds.values()), abs=0.6)  # both are rounded
