@@ -12,7 +12,7 @@ JOBS ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
 
-.PHONY: demo test-fast test mutants mutants-by-hand coverage-map peers platform env lint schema pages clean
+.PHONY: demo test-fast test test-all mutants mutants-by-hand coverage-map peers platform env lint schema pages clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m ablate.sweep experiments/rht_sr.yaml
@@ -24,6 +24,10 @@ test-fast: $(VENV)/.installed-dev
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+
+# With every case of wide products, of which the others run a sample.
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --all
 
 # 120 one-token mistakes, and the tests that see them. OUT=before.jsonl keeps the results; AGAIN=before.jsonl runs the
 # same mistakes after a change, and tests/mutants/compare.py lists those that are no longer seen.

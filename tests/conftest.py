@@ -39,12 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help=f"leave out slow tests, servers and browsers, and all but {FAST_CASES} cases of each test",
     )
+    parser.addoption(
+        "--all", action="store_true", help="run all cases of wide products, of which the tests run a sample"
+    )
     cpu_report.add_option(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Tell `support.cases.every` which tier runs, and count CPU-seconds."""
-    Tier.fast = config.getoption("--fast")
+    Tier.fast, Tier.whole = config.getoption("--fast"), config.getoption("--all")
     cpu_report.install(config)
 
 

@@ -4,6 +4,7 @@ Each rule is one test that lists every offender, and one that shows an offender 
 """
 
 import ast
+import itertools
 import json
 import re
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support import cpu_report
-from support.cases import Tier, every
+from support.cases import Sample, Tier, dealt, every, sampled
 from support.experiments import environment
 
 ROOT = Path(__file__).parent
@@ -170,6 +171,47 @@ def test_every_lists_each_case_that_fails(monkeypatch):
         for line in str(failed.value).splitlines()
         if line.startswith("{")
     ] == [{"a": 1, "b": 3, "c": 4}, {"a": 2, "b": 3, "c": 4}]
+
+
+PRODUCT = [(a, b) for a in range(9) for b in "xyz"]
+
+
+def test_a_sample_has_every_value_of_every_place_and_is_drawn_by_its_seed(monkeypatch):
+    monkeypatch.setattr(Tier, "whole", False)
+    for size, seed in itertools.product((0, 5, 9, 15, 27, 99), range(3)):
+        found = sampled(PRODUCT, size, seed)
+        assert [{*place} for place in zip(*found, strict=True)] == [{*range(9)}, {*"xyz"}]
+        assert found == sorted(found) == sampled(PRODUCT, size, seed)
+        assert len(found) == min(27, max(9, size))
+    assert sampled(PRODUCT, 0, 0) != sampled(PRODUCT, 0, 1)
+    assert sampled("abc", 1, 0) == ["a", "b", "c"]
+    monkeypatch.setattr(Tier, "whole", True)
+    assert sampled(PRODUCT, 0, 0) == PRODUCT
+
+
+def test_promises_have_all_values_among_them_or_each(monkeypatch):
+    monkeypatch.setattr(Tier, "whole", False)
+    parts = [dealt(range(10), part, 3) for part in range(3)]
+    assert sorted(itertools.chain(*parts)) == [*range(10)]
+    assert {len(part) for part in parts} == {3, 4}
+    assert parts != [dealt(range(10), part, 3, seed=1) for part in range(3)]
+    monkeypatch.setattr(Tier, "whole", True)
+    assert dealt(range(10), 1, 3) == [*range(10)]
+
+
+@pytest.mark.parametrize(("whole", "count"), [(False, 9), (True, 27)])
+def test_every_runs_a_sample_or_all(whole, count, monkeypatch):
+    monkeypatch.setattr(Tier, "fast", False)
+    monkeypatch.setattr(Tier, "whole", whole)
+    ran = set()
+
+    @every(Sample(5, seed=0), a=range(9), b="xyz")
+    def noted(a: int, b: str) -> None:
+        ran.add((a, b))
+
+    noted()
+    assert len(ran) == count
+    assert {a for a, _ in ran} == {*range(9)}
 
 
 def test_every_keeps_few_cases_in_the_fast_tier_and_gives_each_its_folder(monkeypatch, tmp_path):

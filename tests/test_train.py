@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from support.cases import every
+from support.cases import dealt, every
 from support.gpt_runs import NVFP4, SELDOM, column, converted, facts, gpt, losses, train
 from torch.nn.modules.module import register_module_forward_pre_hook
 
@@ -38,24 +38,29 @@ def looped(workload: Gpt, recipe: Recipe, batch, clock: Clock | None = None) -> 
     return list(loop(PreparedRun(model, engine, batch, validation), workload, SELDOM))
 
 
+def brief(shards) -> Gpt:
+    """Return the gpt of four steps that all presets train: of those that are measured often, one is not."""
+    return gpt(shards, steps=4, eval_every=1000)
+
+
 @pytest.fixture(scope="module")
 def trained(shards):
     """Records of the tiny gpt by preset, seed 0, seldom measured: several promises compare them with another run."""
-    return cache(lambda preset: train(gpt(shards), PRESETS[preset]()))
+    return cache(lambda preset: train(brief(shards), PRESETS[preset]()))
 
 
-@every(preset=PRESETS)
+@every(preset=dealt(PRESETS, 0, 2))
 def test_another_seed_gives_other_losses(preset, shards, trained):
     """By the second step: the first loss is log(vocab) under any seed."""
-    records = gpt(shards).records(TrialRun(PRESETS[preset](), 1, "emulated", "cpu", SELDOM))
+    records = brief(shards).records(TrialRun(PRESETS[preset](), 1, "emulated", "cpu", SELDOM))
     second = [next(records) for _ in range(2)][1]
     records.close()
     assert second.metrics["train/loss"] != losses(trained(preset))[2]
 
 
-@every(preset=PRESETS)
+@every(preset=dealt(PRESETS, 1, 2))
 def test_telemetry_changes_no_bit_of_the_training(preset, shards, trained):
-    loud, silent = train(gpt(shards), PRESETS[preset](), telemetry=OFTEN), trained(preset)
+    loud, silent = train(brief(shards), PRESETS[preset](), telemetry=OFTEN), trained(preset)
     for name in ("train/loss", "grad/norm", "val/loss", "val/loss_bf16", "nan/activation"):
         assert column(loud, name) == column(silent, name)
 
@@ -299,7 +304,7 @@ def test_initial_weights_depend_on_the_seed_alone(shards):
     assert not torch.equal(weights(NVFP4, 4)["embedding.weight"], first["embedding.weight"])
 
 
-@every(preset=PRESETS)
+@every(preset=dealt(PRESETS, 0, 2))
 def test_every_recipe_sees_the_same_tokens_in_the_same_order(preset, shards):
     """A step that compares its gradient asks for its own micro-batches again, and for no others."""
     seen, recipe = [], PRESETS[preset]()
@@ -324,10 +329,10 @@ def test_every_recipe_sees_the_same_tokens_in_the_same_order(preset, shards):
 def test_the_first_loss_is_log_vocab_and_training_lowers_it(preset, trained):
     result = losses(trained(preset))
     assert result[1] == pytest.approx(math.log(64), abs=1e-5)  # the head starts at zero; log-softmax in fp32
-    assert result[5] < result[1] - 0.05
+    assert result[4] < result[1] - 0.05
 
 
-@every(preset=PRESETS)
+@every(preset=dealt(PRESETS, 1, 2))
 def test_a_diverging_run_ends_with_the_step_where_it_did(preset, shards):
     records = train(gpt(shards, layers=1, lr=1e38, warmup=0.0, clip=None), PRESETS[preset]())
     first = records[-1].metrics["nan/first_step"]

@@ -5,12 +5,14 @@ Triton decides while it is imported whether it interprets, so this file cannot s
 
 import itertools
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from random import Random
 from unittest import mock
 
 import pytest
 import torch
+from support.cases import sampled
 from support.quantisers import Coverage, case, difference, reference_only
 from support.triton_cases import INTERPRETED, patch_language_once
 from torch import Tensor, nn
@@ -54,6 +56,11 @@ if not INTERPRETED:
 def cases(form: str, other: bool) -> list[tuple[tuple[int, int], str]]:
     """Those of CASES for one form and one of two ways to look at it: the interpreter takes every second: each way has all."""
     return CASES[(list(FORMS).index(form) + other) % 2 :: 2] if INTERPRETED else CASES
+
+
+def some(product: Iterable[tuple], size: int, seed: int) -> list[tuple]:
+    """Return all of a product on a GPU, and a sample of it in the interpreter without `--all`."""
+    return sampled(product, size, seed) if INTERPRETED else list(product)
 
 
 # The interpreter is numpy, which warns of divisions by zero and of infinities; the kernels mean them.
@@ -106,9 +113,11 @@ def assert_equal(mine: cuda.Quantized, theirs: Operand) -> None:
         assert same(value.cpu(), getattr(theirs, name)), name
 
 
-@pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "transposed"),
+    some(itertools.product(FORMS, [torch.bfloat16, torch.float32], [False, True]), 8, seed=0),
+    ids=str,
+)
 def test_every_bit_is_the_references(name, dtype, transposed):
     for shape, regime in cases(name, transposed ^ (dtype == torch.float32)):
         x = drawn(shape, regime, dtype)
@@ -261,12 +270,16 @@ UNUSUAL_FORMS = ["1x16 nearest", "1x16 stochastic", "16x16 nearest"]
 
 @pytest.mark.parametrize(
     ("name", "values"),  # the interpreter takes two of the three forms for each
-    [
-        (name, values)
-        for number, values in enumerate(UNUSUAL)
-        for place, name in enumerate(UNUSUAL_FORMS)
-        if not INTERPRETED or place != number % 3
-    ],
+    some(
+        [
+            (name, values)
+            for number, values in enumerate(UNUSUAL)
+            for place, name in enumerate(UNUSUAL_FORMS)
+            if not INTERPRETED or place != number % 3
+        ],
+        4,
+        seed=0,
+    ),
     ids=str,
 )
 def test_what_is_not_finite_is_the_references_too(name, values):

@@ -4,7 +4,8 @@ import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from random import Random
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 
@@ -14,9 +15,17 @@ FAST_CASES = 2
 
 
 class Tier:
-    """The tier that runs: conftest sets `fast`."""
+    """The tier that runs, which conftest sets before it imports the tests."""
 
     fast = False
+    whole = False
+
+
+class Sample(NamedTuple):
+    """Least number of cases of a wide product that `make test` runs, and the seed that draws them."""
+
+    size: int
+    seed: int
 
 
 def spread(cases: Sequence[T], most: int = FAST_CASES) -> list[T]:
@@ -25,10 +34,51 @@ def spread(cases: Sequence[T], most: int = FAST_CASES) -> list[T]:
     return [cases[round(last * n / max(1, count - 1))] for n in range(count)]
 
 
-def every(**axes: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def sampled(cases: Iterable[T], size: int, seed: int) -> list[T]:
+    """Return all cases with `--all`, and a sample of them without, in their order.
+
+    Args:
+        cases: values, or tuples of values.
+        size: cases in the sample. It has more where these do not suffice for each value of each place of the
+            tuples to be in one of them.
+        seed: decides which.
+    """
+    listed = list(cases)
+    if Tier.whole:
+        return listed
+    parts = [{*enumerate(map(repr, case if isinstance(case, tuple) else (case,)))} for case in listed]
+    left, unseen, chosen = Random(seed).sample(range(len(listed)), len(listed)), set().union(*parts), []
+    while left and (unseen or len(chosen) < size):
+        best = max(left, key=lambda number: len(parts[number] & unseen))  # of equals the first, as drawn
+        left.remove(best)
+        chosen.append(best)
+        unseen -= parts[best]
+    return [listed[number] for number in sorted(chosen)]
+
+
+def dealt(values: Iterable[T], part: int, parts: int, seed: int = 0) -> list[T]:
+    """Return all values with `--all`, and without the part that falls to one of several promises, in their order.
+
+    For promises about all of one registry that take seconds each: together they have every value.
+
+    Args:
+        values: those of the registry.
+        part: number of the promise, from 0.
+        parts: number of promises.
+        seed: decides which value falls to which.
+    """
+    listed = list(values)
+    order = Random(seed).sample(range(len(listed)), len(listed))
+    return listed if Tier.whole else [listed[number] for number in sorted(order[part::parts])]
+
+
+def every(
+    sample: Sample | None = None, /, **axes: Iterable[Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Run a test with each combination of values, as one test.
 
     Args:
+        sample: without `--all` a sample of the combinations, each value at least once; None for all of them.
         axes: values by the name of the test's argument; of a mapping, its keys. An argument `a__b` stands for
             the two arguments a and b, and its values are pairs.
 
@@ -51,6 +101,7 @@ def every(**axes: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[...
         @functools.wraps(test)
         def run_all(*arguments: Any, **fixtures: Any) -> None:
             combinations = [*itertools.product(*listed.values())]
+            combinations = sampled(combinations, *sample) if sample else combinations
             failures = []
             chosen = spread(combinations) if Tier.fast else combinations
             for number, combination in enumerate(chosen):

@@ -8,14 +8,14 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
 
 from ablate.errors import InputError, Problem
 from ablate.execution.controller import Controller
-from ablate.execution.messages import Events, Message, TrialRequest
+from ablate.execution.messages import Ended, Events, Message, TrialRequest
 from ablate.execution.progress import Outcome, RunOptions
 from ablate.execution.supervisor import Supervisor
 from ablate.execution.workers import Inline
@@ -100,18 +100,31 @@ def shut(supervisor: Supervisor) -> None:
 
 
 class Children:
-    """An executor of one slot without Ray: the real supervisor with its real child process."""
+    """An executor of one slot without Ray: the real supervisor with its real child process.
+
+    The child imports torch, for two seconds, and forks each trial: it stays for the next executor of the same
+    environment and working directory, unless a trial still runs in it.
+    """
 
     slots = 1
+    kept: ClassVar[dict[Any, Supervisor]] = {}
+    """The supervisor of the last executor, by environment and working directory."""
 
     def __init__(self) -> None:
-        self.supervisor, self.messages, self.trial = Supervisor(), None, ""
+        inherited = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+        self._key = (frozenset(inherited.items()), os.getcwd())
+        self.supervisor, self.messages, self.trial = self.kept.pop(self._key, None) or Supervisor(), None, ""
+        self._running = False
+        while self.kept:
+            shut(self.kept.popitem()[1])
 
     def submit(self, request: TrialRequest) -> None:
-        self.trial, self.messages = request.id, self.supervisor.run(request)
+        self.trial, self.messages, self._running = request.id, self.supervisor.run(request), True
 
     def wait(self, seconds: float) -> list[tuple[str, Message]]:
-        return [(self.trial, next(self.messages))]
+        message = next(self.messages)
+        self._running = not isinstance(message, Ended)
+        return [(self.trial, message)]
 
     def stop(self, trial: str) -> None:
         self.supervisor.stop()
@@ -120,7 +133,10 @@ class Children:
         pass
 
     def close(self) -> None:
-        shut(self.supervisor)
+        if self._running:
+            shut(self.supervisor)
+        else:
+            self.kept[self._key] = self.supervisor
 
 
 def sweep(

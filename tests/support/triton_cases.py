@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from support.cases import Tier
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def run_cases(cases: Path, **environment: str) -> None:
     """Run a file of cases by pytest in a process with this environment; fail with its output."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", str(cases)]
+    command += ["--all"] if Tier.whole else []
     result = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, check=False
     )
