@@ -68,7 +68,7 @@ def test_a_null_arm_that_a_file_has_already_stays_one_key(key):
 def test_a_calibration_writes_a_design_that_runs_and_the_plan_says_how_wide(tmp_path, monkeypatch):
     (tmp_path / "ablate.toml").write_text('[profile.default]\nexecutor = "inline"\nmlflow = "none"\n')
     monkeypatch.chdir(tmp_path)  # where the sweeps that it starts find the profile
-    shape = {"steps": 20, "eval_every": 20, "eval_tokens": 512, "lr": 3e-3}
+    shape = {"steps": 12, "eval_every": 12, "eval_tokens": 512, "eval_batch": 32, "lr": 3e-3}
     gpt = content(tmp_path, shape)["workload"]["gpt"]
     path = tmp_path / "tiny.yaml"
     path.write_text(TEXT.replace("GPT", json.dumps(gpt)))
