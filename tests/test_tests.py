@@ -248,6 +248,7 @@ def test_a_process_that_is_waited_for():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_cpu_report_has_every_file_with_its_processes_and_the_total(workers, tmp_path):
     for name, text in {

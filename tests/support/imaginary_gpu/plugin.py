@@ -51,10 +51,10 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join([str(ON_PATH), *([path] if path else [])])}
 
 
-def printed(module: str) -> dict:
-    """Return the JSON object that a module of this package prints in a process with the imaginary GPU."""
+def printed(module: str, *words: str) -> dict:
+    """Return the JSON object that a module of this package prints, given these words, in a process with the imaginary GPU."""
     done = subprocess.run(
-        [sys.executable, "-m", f"support.imaginary_gpu.{module}"],
+        [sys.executable, "-m", f"support.imaginary_gpu.{module}", *words],
         cwd=Path(__file__).parents[2],
         env=environment(),
         capture_output=True,
