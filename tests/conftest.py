@@ -83,6 +83,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish() -> None:
+    """End the process that tests keep for the next one, before the report counts it."""
+    experiments = sys.modules.get("support.experiments")  # which the controller of xdist does not import
+    if experiments is not None:
+        experiments.Children.end_kept()
+
+
 @pytest.fixture(scope="session")
 def shards(tmp_path_factory) -> Shards:
     """A corpus of 20,000 training and 4,000 validation tokens over 64 words."""

@@ -55,7 +55,6 @@ class CpuReport:
         finally:
             self.files[item.nodeid.partition("::")[0]] += seconds() - before
 
-    @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self) -> None:
         """Send the sums of a worker to the controller."""
         if hasattr(self.config, "workeroutput"):

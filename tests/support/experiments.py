@@ -115,8 +115,13 @@ class Children:
         self._key = (frozenset(inherited.items()), os.getcwd())
         self.supervisor, self.messages, self.trial = self.kept.pop(self._key, None) or Supervisor(), None, ""
         self._running = False
-        while self.kept:
-            shut(self.kept.popitem()[1])
+        self.end_kept()
+
+    @classmethod
+    def end_kept(cls) -> None:
+        """End the child that was kept."""
+        while cls.kept:
+            shut(cls.kept.popitem()[1])
 
     def submit(self, request: TrialRequest) -> None:
         self.trial, self.messages, self._running = request.id, self.supervisor.run(request), True
