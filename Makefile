@@ -57,6 +57,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tests/lint_docstrings.py
+	$(BIN)/python tests/lint_weight.py
 	$(BIN)/mypy
 
 schema: $(VENV)/.installed

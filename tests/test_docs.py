@@ -9,6 +9,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+from lint_weight import GENERATED
 from support.cases import every
 from support.experiments import environment, problems
 
@@ -26,7 +27,6 @@ PAGES = [
     if page.parent.name != "upstream"
 ]
 """Pages for readers of this project. The texts in docs/upstream are for those of other libraries."""
-GENERATED = ("recipes.md", "experiment.md", "conformance.md", "families.md")
 
 
 @pytest.mark.parametrize("script", ["generate_reference.py", "generate_conformance.py"])
