@@ -1,7 +1,7 @@
 """The command `ablate`: the table of its verbs, and its start.
 
-The file of a verb is imported when the verb is asked for: all of them together take half a second, which
-every command would wait for. Only the help of the whole needs them all.
+The file of a verb is imported when the verb is asked for: all of them together take seconds, which every
+command would wait for. The help of the whole has names and lines of help from the table.
 """
 
 import os
@@ -104,6 +104,17 @@ def _add(app: typer.Typer, verb: str, file: str, **shown: Any) -> None:
         app.add_typer(module.app, name=verb, **shown)
 
 
+def _listing() -> typer.Typer:
+    """Return the command with the names and lines of help of its verbs, none of which runs: their files are
+    not imported.
+    """
+    app = _new_app()
+    for heading, verbs in VERBS.items():
+        for verb, (_, about) in verbs.items():
+            app.command(verb, rich_help_panel=heading, short_help=about, hidden=not heading)(lambda: None)
+    return app
+
+
 @cache
 def whole_app() -> typer.Typer:
     """Return the command with all its verbs."""
@@ -126,7 +137,7 @@ def main() -> None:
     files = {verb: file for verbs in VERBS.values() for verb, (file, _) in verbs.items()}
     verb = _first_word()
     if verb not in files and verb != "--version":
-        run(whole_app())
+        run(_listing())
         return
     app = _new_app()
     if verb in files:

@@ -149,8 +149,10 @@ def make(
         verified = "read from MLflow: not verified against the records of the trials"
         heading = Heading.of(ledger, name, verified if fetch else _verified(ledger, state, name))
         with ThreadPoolExecutor(1) as thread:
-            # In parallel with the notebooks, since its imports take seconds.
-            note = None if fetch or not writable else thread.submit(_annotate_study, state, name, folder)
+            # In parallel with the notebooks, since its imports take seconds. Judged runs have no study.
+            studied = (state / "sweeps" / name / "optuna.log").exists()
+            annotate = studied and writable and not fetch
+            note = thread.submit(_annotate_study, state, name, folder) if annotate else None
             made = write_report(
                 folder, state, name, list(notebooks or default_notebooks(ledger)), heading, pdf
             )
