@@ -422,10 +422,10 @@ def steps(out: Path, device: str = "cuda", tiny: bool = False) -> list[Step]:
 
 def _numerics(day: Day) -> list[Step]:
     """Return the steps that compare numbers, and those that time quantisers."""
-    few = ("tests/numerics/test_cuda_kernels.py", "tests/test_bench.py") if day.tiny else ()
+    few = ("tests/numerics/test_cuda_kernels.py", "tests/verification/test_bench.py") if day.tiny else ()
     cases = "tests/numerics/cuda_kernel_cases.py"
     whole = "tests/numerics/test_cuda_kernels.py::test_every_bit_is_the_references_on_a_gpu"  # `gpu-bits`
-    tests = pytest("-v", "--ignore", "tests/test_api_ranks.py", "--deselect", whole, *few)
+    tests = pytest("-v", "--ignore", "tests/experiment/test_api_ranks.py", "--deselect", whole, *few)
     bits = (sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-p", "no:xdist", cases)
     fast = ("--fast",) if day.tiny else ()
     sizes = ("64x64", "--rounds", "1") if day.tiny else ("4096x4096", "8192x8192")
@@ -469,7 +469,7 @@ def _speeds(day: Day) -> list[Step]:
 
 def _ranks(day: Day) -> list[Step]:
     """Return the steps of several ranks."""
-    ranks, program = "tests/test_api_ranks.py", "tests/support/ddp_program.py"
+    ranks, program = "tests/experiment/test_api_ranks.py", "tests/support/ddp_program.py"
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     two = (gpus(2),) if day.device == "cuda" else ()
     backend = "nccl" if day.device == "cuda" else "gloo"
@@ -674,7 +674,7 @@ for words in json.loads(sys.argv[1]):
 print(json.dumps(problems))
 """
 """Program that prints why pytest refuses each of several lists of words, or null: torch is imported once."""
-QUICK = ("--collect-only", "-q", "tests/test_api_ranks.py", "tests/numerics/test_cuda_kernels.py")
+QUICK = ("--collect-only", "-q", "tests/experiment/test_api_ranks.py", "tests/numerics/test_cuda_kernels.py")
 
 
 def uncollected(commands: Sequence[Sequence[str]]) -> list[str | None]:

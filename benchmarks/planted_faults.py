@@ -4,8 +4,8 @@
 
 Each fault is a line inserted in a temporary copy of the package; the seed draws the kind for each place.
 It is found if the counts of a preset rise above tests/golden/imaginary_gpu.json, or if a step or a run fails
-or computes with a scalar on the CPU: what tests/test_imaginary_gpu.py checks. The presets and runs are the
-few of `PRESETS` and `CASES`, not all that the test has.
+or computes with a scalar on the CPU: what tests/training/test_imaginary_gpu.py checks. The presets and runs
+are the few of `PRESETS` and `CASES`, not all that the test has.
 """
 
 import argparse

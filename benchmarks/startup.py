@@ -4,8 +4,8 @@ Each command runs as a process of its own on a finished sweep of six short trial
 system time of the process and its children, the least of the repeats: load of other processes only adds.
 Modules are those that Python imports. The row `sweep` ends at the first record of a trial, executor inline.
 
-`--write` puts the table into benchmarks/startup.csv. `tests/test_startup.py` holds the modules, which do not
-depend on the machine, within 10 per cent of it; seconds are compared by hand.
+`--write` puts the table into benchmarks/startup.csv. `tests/cli/test_startup.py` holds the modules, which do
+not depend on the machine, within 10 per cent of it; seconds are compared by hand.
 """
 
 import argparse

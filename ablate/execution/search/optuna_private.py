@@ -3,7 +3,7 @@
 Optuna's public interface has no way to write a note on a finished trial, or a note without importing all of
 its dashboard, to add a trial to a generation of
 NSGA-II, or to read a journal's operations. A new version of Optuna may rename any of these; each has a test
-in tests/test_private_names.py.
+in tests/store/test_private_names.py.
 """
 
 import optuna

@@ -6,8 +6,8 @@ trials, and seconds to import it. A local sweep of small trials spent most of it
 
 The idea: the rows of a run are few and simple. For a database in a revision whose tables are known
 (`REVISIONS`), this file writes the same rows as MLflow's client does, about twenty times as fast. MLflow's
-own code is the oracle: tests/test_local_database.py does the same operations with both and compares all
-rows.
+own code is the oracle: tests/execution/test_local_database.py does the same operations with both and compares
+all rows.
 
     writer = LocalDatabase.open("sqlite:////runs/mlflow.db", own=True)    # None if it is not of these
     with writer.batch():

@@ -1,7 +1,7 @@
 """Private names of MLflow: the only file that may use them.
 
 MLflow keeps one engine of SQLAlchemy for each database address and has no public way to close it. A new
-version of MLflow may rename it; it has a test in tests/test_private_names.py.
+version of MLflow may rename it; it has a test in tests/store/test_private_names.py.
 """
 
 

@@ -2,7 +2,7 @@
 
 Ray's public interface has no way to keep a local Ray on the loopback interface, to choose its temporary
 folder, or to start it without services that no sweep uses. A new version of Ray may rename any of these; each
-has a test in tests/test_private_names.py.
+has a test in tests/store/test_private_names.py.
 """
 
 import os

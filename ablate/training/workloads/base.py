@@ -2,8 +2,8 @@
 
 A workload is anything that yields records, given a recipe and a seed: one class in a file of this folder, and
 a line in `WORKLOADS`. Nobody asks for its class. A caller asks for an ability, which is one of the flags
-below, or for a property that is None without it. `tests/workloads/test_contract.py` uses each ability that a
-class declares, and checks that those it does not declare are refused.
+below, or for a property that is None without it. `tests/training/workloads/test_contract.py` uses each
+ability that a class declares, and checks that those it does not declare are refused.
 
 Importing a workload does not import torch.
 """
