@@ -163,3 +163,58 @@ def test_a_scope_that_te_does_not_have_is_refused_by_name(variable):
     assert (done.returncode, "9: one of none, activations, weights, all" in done.stderr) == (2, True), (
         done.stderr
     )
+
+
+LAUNCH = {
+    f"if [ -f env.sh ]; then . ./env.sh; fi\n{JOB}": None,
+    f"[ -f env.sh ] && source env.sh\n{JOB}": None,
+    f"for f in *.sh; do source $f; done\n{JOB}": None,
+    f"load() {{ source env.sh; }}\nload\n{JOB}": None,
+    f"source nested.sh\n{JOB}": None,
+    f"export $(grep -v '^#' .env | xargs)\n{JOB}": None,
+    f'eval "$(cat env.sh)"\n{JOB}': None,
+    f'while IFS= read -r l; do export "$l"; done < .env\n{JOB}': None,
+    f"cd $SUBMITTED\nsource env.sh\n{JOB}": None,
+    f"cd sub\nsource env.sh\n{JOB}": False,
+    f"source env.sh\n{JOB}": True,
+    f'cd "$(dirname "$0")"\nsource env.sh\n{JOB}': True,
+    f'source "$(dirname "$0")/env.sh"\n{JOB}': True,
+    f'HERE="$(cd "$(dirname "${{BASH_SOURCE[0]}}")" && pwd)"\nsource "$HERE/env.sh"\n{JOB}': True,
+    f"source ended.sh\n{JOB}": None,
+    "bash train.sh": None,
+    "srun ./train.sh": None,
+    f"ARGS='{JOB}'; export ARGS; srun bash -c '$ARGS'": None,
+    "": None,
+    f"echo {JOB}": None,
+    f"{JOB} --yaml-cfg conf.yaml": None,
+    f"export {OFF}=1\nenv -i PATH=$PATH {JOB}": None,
+    f"A=1\nexport B=$A {OFF}=$B\n{JOB}": None,
+    f"#!/bin/bash\r\n{JOB}\r\n": None,
+    f'A=(--fp4-format e2m1 nvfp4)\nunset "A[2]"\n{JOB} "${{A[@]}}"': None,
+    f'eval "$(conda shell.bash hook)"\n{JOB}': False,
+    f"time {JOB}": False,
+    f"timeout 3600 nice -n 10 {JOB}": False,
+    f"if [ ! -d logs ]; then mkdir logs; cd logs; fi\n{JOB}": False,
+}
+"""Scripts in a folder with other files: True if their job trains without rotation, None: refused by a line."""
+
+
+@every(text=LAUNCH)
+def test_what_may_set_a_variable_unseen_is_refused(text, tmp_path):
+    for name, content in {
+        "env.sh": f"export {OFF}=1\n",
+        ".env": f"{OFF}=1\n",
+        "nested.sh": "if true; then source env.sh; fi\n",
+        "ended.sh": f"return 0\nexport {OFF}=1\n",
+        "sub/env.sh": "export OTHER=1\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    script, off = tmp_path / "job.sh", LAUNCH[text]
+    script.write_bytes(text.encode() if text.startswith("#!") else f"#!/bin/bash\n{text}\n".encode())
+    job = Job(script=script)
+    if off is None:
+        with pytest.raises(InputError, match=r"\.sh:\d+: .*--megatron-args"):
+            job.in_force(Model())
+    else:
+        assert (job.in_force(Model())[0].wgrad.hadamard is None) is off

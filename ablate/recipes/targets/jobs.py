@@ -99,7 +99,7 @@ class Job:
         variables = dict(os.environ) if self.environment is None else _variables(self.environment)
         if self.script is None:
             return Started([] if self.arguments is None else [self.arguments], variables)
-        started = Script(self.script, _text(self.script), variables).job()
+        started = Script(self.script, _text(self.script, newline=""), variables).job()
         return started._replace(words=[shlex.join(started.words)])
 
     def _recipe(self, variables: Mapping[str, str]) -> Recipe:
@@ -165,7 +165,7 @@ def _binary(path: Path) -> str | None:
     return "no text" if b"\0" in first else None
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, newline: str | None = None) -> str:
     kind = _binary(path)
     if path.suffix in _PICKLES or kind:
         raise InputError(
@@ -175,7 +175,8 @@ def _text(path: Path) -> str:
             ]
         )
     try:
-        return path.read_text()
+        with path.open(newline=newline) as file:
+            return file.read()
     except (OSError, UnicodeDecodeError) as error:
         raise InputError([f"{path}: {getattr(error, 'strerror', None) or 'it is no text'}"]) from None
 

@@ -45,14 +45,25 @@ _HARMLESS = re.compile(
 _MAY_FAIL = "cd &&"
 _AND = {"export": ";", "cd": _MAY_FAIL, "mkdir": _MAY_FAIL, "module": _MAY_FAIL, "source": _MAY_FAIL}
 """Meaning of `&&` by the command before it: `export` succeeds; if others fail, no job of the line runs."""
-_CHANGING = ("export", "declare", "typeset", "unset", "set", "source", ".", "exit")
-_STARTING = re.compile(r"torchrun|python[\d.]*|.*\.py|srun|accelerate|deepspeed|numactl|nohup|exec|nsys|-.*")
+_CHANGING = ("export", "declare", "typeset", "unset", "set", "source", ".", "exit", "return", "cd")
+_STARTING = re.compile(
+    r"torchrun|python[\d.]*|.*\.py|srun|accelerate|deepspeed|numactl|nohup|exec|nsys|-.*|time"
+    r"|nice|timeout|stdbuf|uv|conda"
+)
 """Programs that hand their arguments and environment on; an option begins a text of arguments alone."""
 _ELSEWHERE = re.compile(r"docker|podman|singularity|ray|ssh|mpirun|sudo|env|(ba)?sh|--export(?!=ALL$).*")
 """Words before the job's program that give it another environment, or other arguments."""
 _JOB = re.compile(r"(?:.*/)?(?:torchrun|pretrain\w*\.py)|torch\.distributed\.(?:run|launch)")
 _ACTIVATION = re.compile(r".*(?:/activate|conda\.sh|/profile|\.bashrc|/modules?\.sh|/init/bash)")
 """Files that are sourced for the paths of programs."""
+_OTHER_SCRIPT = re.compile(r"(?:.*/)?(?:(?:ba|z|k)?sh|sbatch|.*\.sh)")
+_HOOK = re.compile(r"conda|mamba|ssh-agent|pyenv|spack|direnv|modulecmd")
+"""Programs that print what activates an environment."""
+_OWN_FOLDER = re.compile(
+    r'\$\((?:cd (?:-- )?"?\$\()?dirname (?:-- )?"?\$(?:0|\{BASH_SOURCE(?:\[0\])?\}|BASH_SOURCE)"?'
+    r'(?:\)"? (?:> ?/dev/null )?&& pwd(?: -P)?)?\)'
+)
+"""Expansion that has the folder of the script."""
 _HIDDEN = re.compile("[\0\1]")
 """Characters for a value that is not known, and for what a program prints."""
 
@@ -88,8 +99,8 @@ class Script:
         self._path, self._exporting = path, exporting
         self._variables = {name: [value] for name, value in before.items()}
         self._exported, self._clouded, self._sourced = set(before), dict[str, str](), set[Path]()
-        self._ended = False
-        self._jobs, self._programs = list[Started](), list[int]()
+        self._ended, self._folder = False, path.parent if str(path) else None
+        self._jobs, self._programs, self._others = list[Started](), list[int](), list[int]()
         self._run(text)
 
     @property
@@ -109,6 +120,10 @@ class Script:
         given = [] if words else [text for text in own if PRECISION.search(text)]
         if given and self._programs:
             self._refuse(f"no command gets {given[0]}", self._programs[0])
+        if self._others and not (words or given):
+            self._refuse("another script is started here, which may start the job", self._others[0])
+        if not (words or given or self._programs):
+            self._refuse("no command has the arguments of a job", 1)
         return Started(words or self._checked(" ".join(given).split(), -1, 1), self.environment)
 
     def _refuse(self, why: str, line: int) -> NoReturn:
@@ -117,6 +132,8 @@ class Script:
 
     def _run(self, text: str) -> None:
         """Read the commands of a text one after another."""
+        if "\r\n" in text and text.startswith("#!"):
+            self._refuse("the line ends are those of Windows, which bash hands to the job", 1)
         text = _HEREDOC.sub(self._without_body, text.replace("\r\n", "\n")) + "\n"
         stack, region, command = list[str](), list[_Token](), list[_Token]()
         start, before = True, ""
@@ -163,7 +180,10 @@ class Script:
         """Read one command between two operators."""
         rest, prefix = [token for token in command if token.kind == "word"], list[_Token]()
         written = any(">" in token.text and "&" not in token.text for token in command if token not in rest)
-        while rest and (re.match(r"[A-Za-z_]\w*\+?=", rest[0].text) or (rest[0].text == "env" and rest[1:])):
+        while rest and (
+            re.match(r"[A-Za-z_]\w*\+?=", rest[0].text)
+            or (rest[0].text == "env" and rest[1:] and rest[1].text[0] != "-")
+        ):
             prefix += [] if rest[0].text == "env" else rest[:1]
             rest = rest[1:]
         name = rest[0].text if rest else ""
@@ -177,7 +197,7 @@ class Script:
             self._pass_over([*prefix, *rest], "follows a condition, or is set in a shell of its own")
         elif not rest:
             for token in prefix:
-                self._set(token, self._exporting)
+                self._set(*self._assigned(token), self._exporting)
         elif changing:
             self._change(name, rest)
         elif written or around.endswith("|") or not _HARMLESS.fullmatch(name):
@@ -191,20 +211,38 @@ class Script:
                 match = PRECISION.search(text) or _JOB.fullmatch(text) or re.match(r"-+\w*[\0\1]", text)
                 if match:
                     self._refuse(f"{match[0]} {why}, which is not read", token.line)
+        self._refuse_unknown_names(skipped, why)
         whole = " ".join(token.text for token in skipped)
         if match := re.search(r"\bset ([-+]o allexport|[-+]\w*a\w*)", whole):
             self._refuse(f"{match[0]} {why}, which is not read", skipped[0].line)
         printed = re.search(r"\$\(|`|\b(?:read|mapfile|readarray|eval|source)\b", whole)
-        for name in (name for token in skipped for name in _NAMED.findall(token.text)):
+        for name in (name for token in skipped for name in _NAMED.findall(token.text.strip("\"'"))):
             decides = PRECISION.search(" ".join(self._variables.pop(name, ())))
             self._clouded[name] = "\1" if printed or decides else self._clouded.get(name, "\0")
+
+    def _refuse_unknown_names(self, skipped: Sequence[_Token], why: str) -> None:
+        """Refuse tokens that may set any variable: a file that is sourced, or text that becomes a command."""
+        begins, words = True, [token for token in skipped if token.kind != "redirection"]
+        for number, token in enumerate(words):
+            name, rest = token.text, words[number + 1 :]
+            target = rest[0].text if rest else ""
+            sourced = name in ("source", ".") and not _ACTIVATION.fullmatch(
+                " ".join(self._words(rest[0])) if rest else ""
+            )
+            made = name == "eval" and "$" in target + "`" * ("`" in target) and not _HOOK.search(target)
+            named = name in ("export", "declare", "typeset", "readonly") and re.match(r"[\"']?[$`]", target)
+            if begins and (sourced or made or named):
+                self._refuse(f"{name} {target} {why}, and may set any variable", token.line)
+            if begins and name == "cd":
+                self._folder = None
+            begins = token.kind == "operator" or name in (*_LEADING, "{", "in") or (begins and "=" in name)
 
     def _change(self, name: str, rest: Sequence[_Token]) -> None:
         """Read a command of the shell itself."""
         texts = [token.text for token in rest[1:]]
         option = len(texts) > 1 and name in ("declare", "typeset") and texts[0] == "-x"
         plain = all(_ASSIGNED.fullmatch(text) for text in texts[option:])
-        self._ended |= name == "exit"
+        self._ended |= name in ("exit", "return")
         if name == "set" and texts in (["-a"], ["+a"]):
             self._exporting = texts == ["-a"]
         elif name in ("source", ".") and texts:
@@ -213,33 +251,41 @@ class Script:
             self._variables = {key: self._variables[key] for key in self._variables if key not in texts}
             self._exported -= {*texts}
         elif plain and (name == "export" or option):
-            for token in rest[1 + option :]:
-                self._set(token, True)
+            each = [self._assigned(token) for token in rest[1 + option :]]  # bash expands all, then assigns
+            for assigned in each:
+                self._set(*assigned, True)
+        elif name == "cd":
+            word = " ".join(word for token in rest[1:] for word in self._words(token) if word != "--")
+            known = self._folder is not None and word and word != "-" and not _HIDDEN.search(word)
+            self._folder = self._folder / Path(word).expanduser() if self._folder and known else None
         else:
             self._pass_over(rest, f"stands after {name}")
 
     def _source(self, token: _Token) -> None:
         """Read a file that the script sources."""
         word = " ".join(self._words(token))
-        outer, path = self._path, self._path.parent / Path(word).expanduser()
-        if path.is_file() and path not in self._sourced:
+        outer, path = self._path, (self._folder or Path("\0")) / Path(word).expanduser()
+        if "\0" not in str(path) and path.is_file() and path not in self._sourced:
             self._sourced.add(path)
             self._path = path
             self._run(path.read_text(errors="replace"))
-            self._path = outer
+            self._path, self._ended = outer, False
         elif not _ACTIVATION.fullmatch(word):
             self._refuse(f"{word}: this file cannot be read here", token.line)
 
     def _start(self, prefix: Sequence[_Token], rest: Sequence[_Token]) -> None:
         """Read a command that may start a job."""
-        given = {name: " ".join(value) for name, value in map(self._assigned, prefix)}
+        given = {name: " ".join(value or ()) for name, value in map(self._assigned, prefix)}
         words, line = [word for token in rest for word in self._words(token)], rest[0].line
         named = [
             match[0] for word in (*given, *words) if (match := PRECISION.search(word) or _JOB.fullmatch(word))
         ]
         program = Path(words[0]).name if words else ""
         if not named and not program.startswith("--"):
-            self._programs += [line] if _STARTING.fullmatch(program) else []
+            if any(_OTHER_SCRIPT.fullmatch(word) for word in words):
+                self._others.append(line)
+            elif _STARTING.fullmatch(program):
+                self._programs.append(line)
             self._pass_over(rest, "is not read")
             return
         script = next((number for number, word in enumerate(words) if word.endswith(".py")), -1)
@@ -255,6 +301,8 @@ class Script:
         for number, word in enumerate(words):
             name, _, value = word.partition("=")
             known = name.startswith("--") and PRECISION.fullmatch(name)
+            if name == "--yaml-cfg":
+                self._refuse(f"{word}: the file has arguments of the job, and is not read", line)
             if stray := PRECISION.search(value if known else word) or (number < script and known):
                 self._refuse(f"{stray[0]} is no argument of the job in {word}", line)
             decides = word if known or option in VALUED else name if name.startswith("-") else ""
@@ -265,11 +313,13 @@ class Script:
 
     # --- variables and words ----------------------------------------------------------------------
 
-    def _assigned(self, token: _Token) -> tuple[str, list[str]]:
-        """Return the name and the value, or the items of the array, that a word assigns."""
+    def _assigned(self, token: _Token) -> tuple[str, list[str] | None]:
+        """Return the name, and the value or the items of the array that a word assigns; None: only a name."""
         match = _ASSIGNED.fullmatch(token.text)
         assert match is not None
         name, more, text = match.groups()
+        if text is None:
+            return name, None
         array = text.startswith("(")
         found = _TOKEN.finditer(text[1:-1])
         parts = [each[0] for each in found if each.lastgroup == "word"] if array else [text]
@@ -280,15 +330,12 @@ class Script:
         old = self._variables.get(name, [self._clouded.get(name, "")]) if more else []
         return name, [*old, *value] if array or not old else ["".join((*old[:1], *value)), *old[1:]]
 
-    def _set(self, token: _Token, export: bool) -> None:
-        """Assign what a word says, and export its name if it is to be."""
-        name = token.text
-        if "=" in name:
-            name, value = self._assigned(token)
-            if name not in self._clouded:
-                self._variables[name] = value
-            elif PRECISION.search(" ".join(value)) or "\1" in "".join(value):
-                self._clouded[name] = "\1"
+    def _set(self, name: str, value: list[str] | None, export: bool) -> None:
+        """Assign a value, and export the name if it is to be."""
+        if value is not None and name not in self._clouded:
+            self._variables[name] = value
+        elif value is not None and (PRECISION.search(" ".join(value)) or "\1" in "".join(value)):
+            self._clouded[name] = "\1"
         self._exported |= {name} if export else set()
 
     def _words(self, token: _Token, split: bool = True) -> list[str]:
@@ -313,6 +360,8 @@ class Script:
     def _values(self, text: str, line: int) -> list[str]:
         """Return the values of `$NAME`, `${NAME[@]}` or `${NAME:-default}`; of others, a character."""
         match = _PARAMETER.fullmatch(text)
+        if _OWN_FOLDER.fullmatch(text):
+            return [str(self._path.parent.absolute())]
         if match is None:
             inner = [word for name in re.findall(r"\w+", text) for word in self._variables.get(name, ())]
             if found := PRECISION.search(" ".join((text, *inner))):
