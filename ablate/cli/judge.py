@@ -71,7 +71,9 @@ class QuestionFlags:
     min_effect: Annotated[
         str | None, typer.Option(help="Smallest difference that matters: 0.005, or 0.1% of the baseline.")
     ] = None
-    maximize: Annotated[bool, typer.Option("--maximize", help="More of the metric is better.")] = False
+    maximize: Annotated[
+        bool | None, typer.Option("--maximize/--minimize", help="Better direction; default: by its name.")
+    ] = None
     ignore: Annotated[
         list[str] | None, typer.Option(metavar="FIELD", help="Field that may differ between runs of an arm.")
     ] = None
@@ -97,7 +99,7 @@ class QuestionFlags:
             self.against or "",
             metric_of_text(self.metric),
             self.min_effect,
-            "maximize" if self.maximize else "minimize",
+            None if self.maximize is None else "maximize" if self.maximize else "minimize",
             tuple(self.ignore or ()),
             tuple(self.without or ()),
             at=self.at,

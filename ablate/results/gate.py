@@ -113,7 +113,7 @@ def _elsewhere(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     if judged.left_out:
         more = f" and {len(judged.left_out) - 1} more" if len(judged.left_out) > 1 else ""
         yield Check("warning", f"{judged.left_out[0]}{more}")
-    yield from (Check("warning", each.longer) for each in judged.readings if each.longer)
+    yield from (Check("warning", text) for each in judged.readings for text in each.warnings)
     if not Judged.alone(ledger):
         names = ", ".join(arm.name for arm in arms if arm.role == "foreign")
         yield Check("note", f"{names}: {judged.text}; unpaired, since they share no start with these runs")
@@ -175,7 +175,10 @@ def _ended_early(arms: Sequence[ArmSummary]) -> Check | None:
 
 
 def _copied(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
-    """Yield runs of an arm that have the same values, and those from elsewhere that another arm has, too."""
+    """Yield runs of an arm that have the same values, and those from elsewhere that another arm has, too.
+
+    Arms that are equal at every common seed are not among them: their option changed nothing.
+    """
     judged, name = Judged.of(ledger), ledger.facts.metric.name
     noun = "seed" if judged is None or judged.seeded else "run"
     why = "the seed did nothing" + (", or one run was copied" if judged else "")
@@ -184,9 +187,15 @@ def _copied(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
         yield Check("warning" if each.sure else "note", f"{each.text(noun)}: {end}")
     if Judged.alone(ledger):
         lasts = ledger.finals(lambda metric: str(metric) == name)
-        for each in copies(ledger, ledger.members(), lasts, name):
-            if each.sure and len({*map(tuple, each.seeds.values())}) > 1:
-                yield Check("warning", f"{each.text(noun)}: one run was copied")
+        groups = [each for each in copies(ledger, ledger.members(), lasts, name) if each.sure]
+        done = {(member.name, member.seed) for member in ledger.members() if member.status == "done"}
+        for each in (each for each in groups if len(each.seeds) > 1):
+            equal = {one.seed for other in groups if {*each.seeds} <= {*other.seeds} for one in other.members}
+            crossed = len({*map(tuple, each.seeds.values())}) > 1
+            others = {seed for _, seed in done if all((arm, seed) in done for arm in each.seeds)} - equal
+            if crossed or others:
+                why = "one run was copied" + ", or the arms do not differ at this seed" * (not crossed)
+                yield Check("warning", f"{each.text(noun)}: {why}")
 
 
 def _finite(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:

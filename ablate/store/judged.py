@@ -52,8 +52,8 @@ class Reading:
     """Sentences on runs that are not compared, such as crashed ones, by arm."""
     nonfinite: Mapping[str, int] = field(default_factory=dict)
     """Compared runs with a NaN or an infinity in any record, by arm."""
-    longer: str = ""
-    """Sentence on runs that continue beyond the step that is compared; empty if none does."""
+    warnings: Sequence[str] = ()
+    """Sentences that stand with the answer, such as one on runs that continue beyond the compared step."""
 
     def without(self, arms: Collection[str]) -> Self | None:
         """Return what is left of it once other runs replace those of these arms; None if nothing is."""
@@ -91,7 +91,7 @@ class Judged:
     def parse(cls, text: str, name: str) -> Self:
         """Return the origin in the text of a fact of a ledger with this name."""
         content = json.loads(text)
-        if "readings" not in content:
+        if not all("warnings" in each for each in content.get("readings", [{}])):
             raise InputError([f"{name}: its runs were judged by an earlier version; judge them again"])
         times, readings = content["times"], content["readings"]
         return cls(

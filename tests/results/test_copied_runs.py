@@ -145,6 +145,19 @@ def test_a_run_under_another_arm_with_another_seed_is_named():
     )
 
 
+@every(seeds=[[1], [0, 3], [0, 1, 2, 3]], source=["bf16", "nvfp4"])
+def test_a_run_under_another_arm_with_the_same_seed_is_named_if_other_seeds_differ(seeds, source):
+    rows = table()
+    (other,) = {"bf16", "nvfp4"} - {source}
+    for seed in seeds:
+        own = rows[(rows.recipe == source) & (rows.seed == seed)].val_loss.to_numpy()
+        rows.loc[(rows.recipe == other) & (rows.seed == seed), "val_loss"] = own
+    texts = warnings(ablate.judge(rows, against="bf16"))
+    named = [f"seed {seed} of bf16 and seed {seed} of nvfp4 have the same values" for seed in seeds]
+    assert [text.partition(" at all")[0] for text in texts] == named
+    assert all("one run was copied, or the arms do not differ" in text for text in texts)
+
+
 @pytest.fixture
 def book(tmp_path):
     ledger = Ledger(tmp_path / "sweeps" / "x" / "ledger.db")

@@ -118,7 +118,7 @@ def judge(
     against: str,
     metric: str | None = None,
     min_effect: float | str | None = None,
-    direction: Direction = "minimize",
+    direction: Direction | None = None,
     columns: Mapping[str, str] | None = None,
     ignore: Sequence[str] = (),
     without: Sequence[str] = (),
@@ -132,7 +132,7 @@ def judge(
         against: Arm that the others are compared with.
         metric: Metric to compare by its last value; default: the usual one, such as val/loss.
         min_effect: Smallest difference that matters, in the metric's unit or as a share, `0.1%`.
-        direction: `minimize` if less is better.
+        direction: `minimize` if less is better; default: by the metric's name, `maximize` for `val_acc`.
         columns: Column of `arm`, `seed`, `step` or `run`, where names are not the usual ones.
         ignore: Fields that may differ between the runs of an arm.
         without: Names of runs that ended early, to be left out; a warning names them.
@@ -147,7 +147,7 @@ def judge(
     Example:
         >>> ablate.judge({"bf16": [3.10, 3.12, 3.09], "nvfp4": [3.11, 3.14, 3.12]}, "bf16").answer
     """
-    if direction not in get_args(Direction):
+    if direction not in (None, *get_args(Direction)):
         raise InputError([f"direction {direction!r}: is minimize or maximize"])
     found = _given(runs, metric, columns or {})
     named = metric if isinstance(runs, Mapping) else metric_of_text(metric)

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ablate.errors import InputError, nearest, one_line
+from ablate.execution.foreign.columns import direction_of, is_rate
 from ablate.execution.foreign.compared_step import compared_step, last_until, longer_text
-from ablate.execution.foreign.own_fields import own_fields, values_by_field
+from ablate.execution.foreign.own_fields import own_fields, unlike_seeds, values_by_field, with_rates
 from ablate.execution.foreign.run import ForeignRun
 from ablate.experiment.schema import Metric
 from ablate.files import Json
@@ -33,7 +34,8 @@ class Question:
     """Metric whose last values are compared; None: the usual one of the runs."""
     min_effect: float | str | None = None
     """Smallest difference that matters, in the metric's unit or as a share, `0.1%`; None: not given."""
-    direction: Literal["minimize", "maximize"] = "minimize"
+    direction: Literal["minimize", "maximize"] | None = None
+    """Direction of improvement; None: the one that the metric's name says."""
     ignored: Sequence[str] = ()
     """Fields of configurations that may differ within an arm."""
     without: Sequence[str] = ()
@@ -62,8 +64,9 @@ class Chosen:
     """Sentences on runs that are not among them, by arm."""
     short: Sequence[ForeignRun] = ()
     """Those of them that were left out because they ended early. They count as runs without a result."""
-    longer: str = ""
-    """Sentence on runs that continue beyond the step that is compared; empty if none does."""
+    warnings: Sequence[str] = ()
+    """Sentences that stand with the answer: on runs that continue beyond the step that is compared, and on
+    pairs whose further seeds differ."""
 
 
 def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, list[str]]:
@@ -73,11 +76,9 @@ def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, li
         InputError: No runs, no such metric or arm, or an arm that is two configurations.
     """
     name = question.metric or _usual_metric([run for run in runs if question.counts(run)] or runs)
-    metric = Metric(name=name, direction=question.direction, min_effect=_effect(question.min_effect))
-    said: list[str] = []
-    if question.metric is None:
-        better = "lower" if question.direction == "minimize" else "higher"
-        said = [f"metric: {name}, the {better} the better"]
+    direction = question.direction or direction_of(name)
+    metric = Metric(name=name, direction=direction, min_effect=_effect(question.min_effect))
+    said = [f"metric: {name}, the {'lower' if direction == 'minimize' else 'higher'} the better"]
     chosen, more = comparable(runs, question, metric)
     arms = list(dict.fromkeys(run.arm for run in chosen.runs))
     why = "".join(f"; {sentence}" for sentences in chosen.left_out.values() for sentence in sentences[:1])
@@ -118,13 +119,18 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
             kept.remove(run)
             why = f"{run.name} is left out: it has no {metric.name} up to step {steps}"
             left_out.setdefault(run.arm, []).append(why)
+        kept = [with_rates(run, metric.name, steps) for run in kept]
     said = [sentence for sentences in left_out.values() for sentence in sentences]
     if not kept:
         raise InputError([f"no run is left: {'; '.join(said[:3])}"])
     said += [f"{run.name} counts as asked: {run.ended}" for run in kept if run.status != "done"]
     _require_one_configuration(kept, question)
-    if own := sorted(own_fields(kept) - {*question.ignored}):
+    unlike = unlike_seeds([run for run in kept if run.arm != question.floor], question.against)
+    unlike = {name: found for name, found in unlike.items() if name not in question.ignored}
+    if own := sorted(own_fields(kept) - {*question.ignored, *unlike}):
         said.append(f"not compared, since they say which run it is: {', '.join(map(one_line, own))}")
+    warnings = [*unlike.values()]
+    said += warnings
     short = _short(kept, question, metric.name, steps)
     for run in short:
         sentence = (
@@ -138,6 +144,7 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     kept = [run for run in kept if run.arm != question.floor]
     if longer := longer_text(kept, metric.name, steps, question.at is not None):
         said.append(longer)
+        warnings.append(longer)
     said += _remedies(kept, metric.name, steps)
     ends = [steps if steps in series else max(series) for series in again]
     reruns = [series[end] for series, end in zip(again, ends, strict=True)]
@@ -151,7 +158,7 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
         said.append(
             f"{metric.name} is the loss of one batch: its last value is noisier than a mean of several"
         )
-    return Chosen(kept, metric, steps, reruns, left_out, short, longer), said
+    return Chosen(kept, metric, steps, reruns, left_out, short, warnings), said
 
 
 def _unfinished(runs: Sequence[ForeignRun]) -> str:
@@ -252,9 +259,11 @@ def _require_one_configuration(runs: Sequence[ForeignRun], question: Question) -
             first = next(iter(found))
             fields = " ".join(f"--ignore {shlex.quote(name)}" for name in [*found][:_MOST_FIELDS])
             seed = f" or as the seed (--column {shlex.quote(f'seed={first}')})"
+            recorded = is_rate(first) and any(is_rate(name) for run in runs for name in run.records)
+            column = "" if recorded else f" (--column {shlex.quote(f'arm=ARM,{first}')})"
             problems.append(
                 f"{arm}: its runs have different configurations ({shown}), so their spread is not that of"
-                f" seeds; name the arms by these fields too (--column {shlex.quote(f'arm=ARM,{first}')})"
+                f" seeds; name the arms by these fields too{column}"
                 f"{seed * all(run.seed is None for run in runs)}, or pass {fields} if they do not matter"
             )
     if problems:

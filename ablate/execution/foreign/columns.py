@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
+from typing import Literal
 
 from ablate.errors import InputError, nearest, one_line
 from ablate.training.log_readers.lines import METRICS, metric_name
@@ -34,6 +35,18 @@ _OF_METRIC = "loss acc accuracy ppl perplexity bleu rouge f1 auc score error bpb
 """Words in the name of a final value, as against a setting: a table of one row a run has both."""
 _OF_SETTING = "weight coef scale scaling lambda alpha threshold smoothing fn type"
 """Last words of a setting whose name has one of a metric, too: `z_loss_weight`."""
+_HIGHER = re.compile(
+    r"(.* )?(acc\d*|accuracy|bleu|rouge ?(\d|l|lsum)?|meteor|chrf|f1|auc|auroc|roc auc|auprc|em|exact match"
+    r"|score|rewards?|returns?|r2|r squared|explained( variance)?|sqnr|p?snr|ssim|mfu|hfu|tflops|throughput"
+    r"|(tokens|samples|steps|it) (per )?(s|sec|second)|(win|success|hit) ?rate|pass|top ?\d+|recall|precision"
+    r"|mcc|kappa|pearson|spearman|corr(elation)?|cos(ine)?( sim(ilarity)?)?|mrr|ndcg|m?ap|m?iou|dice|elo"
+    r"|log ?(prob|likelihood)s?|elbo|mmlu|hellaswag|gsm8k|humaneval|piqa|winogrande|boolq|arc)"
+    r"( (norm|none|mean|avg|average|macro|micro|weighted|top ?\d+|db|k|\d+|best|last|final|strict match))*"
+)
+"""Names of metrics of which more is better, in words: `val acc norm`."""
+_LOWER = re.compile(r"\b(loss|err(or)?|ppl|perplexity|nll|neg(ative)?|bpb|brier|fid|[wc]er|r?mse|mae|kl)\b")
+"""Words of metrics of which less is better, whatever their last word is: `brier_score`."""
+_RATE = re.compile(r"(?!.*(loss|acc|=)).*(?<![a-z])(lr|learning[ _-]?rate)([^a-z].*)?")
 
 
 @dataclass(frozen=True)
@@ -136,6 +149,17 @@ def like_metric(text: str) -> bool:
     return (metric_name(text) in METRICS and metric_name(text) != "train/lr") or (
         not {*words}.isdisjoint(_OF_METRIC.split()) and words[-1] not in _OF_SETTING.split()
     )
+
+
+def direction_of(metric: str) -> Literal["minimize", "maximize"]:
+    """Return the direction of improvement that the last words of a name say: `maximize` for `val_acc`."""
+    parted = re.sub(r"(?<=[a-z])(?=[A-Z][a-z])|[^A-Za-z0-9]+", " ", metric).strip().lower()
+    return "maximize" if _HIGHER.fullmatch(parted) and not _LOWER.search(parted) else "minimize"
+
+
+def is_rate(name: str) -> bool:
+    """Return True for the name of a learning rate's series: `lr`, `optim/learning_rate`, `lr-AdamW/pg1`."""
+    return bool(_RATE.fullmatch(name.strip().lower()))
 
 
 def plain(name: str) -> str:

@@ -159,7 +159,7 @@ def _reading(found: Found, chosen: Chosen, more: Sequence[str]) -> Reading:
         all(run.seed is not None for run in found.runs),
         chosen.left_out,
         {arm: sum(run.arm == arm and not run.finite for run in chosen.runs) for arm in arms},
-        chosen.longer,
+        chosen.warnings,
     )
 
 
@@ -168,8 +168,8 @@ def _metric_of_sweep(ledger: Ledger, question: Question) -> Metric:
     metric = ledger.facts.metric
     if question.metric not in (None, metric.name):
         raise InputError([f"--metric {question.metric}: {ledger.name} is compared by {metric.name}"])
-    if question.direction == "maximize" != metric.direction:
-        raise InputError([f"--maximize: {ledger.name} minimizes {metric.name}"])
+    if question.direction not in (None, metric.direction):
+        raise InputError([f"--maximize: {ledger.name} {metric.direction}s {metric.name}; leave it out"])
     if question.at is not None:
         raise InputError([f"--at: runs are compared at the last step of {ledger.name}; leave it out"])
     if question.floor is not None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ablate.errors import InputError, nearest, one_line
 from ablate.execution.foreign import cells
-from ablate.execution.foreign.columns import Columns, metric_columns, pick
+from ablate.execution.foreign.columns import Columns, is_rate, metric_columns, pick
 from ablate.execution.foreign.names import fields_of, read_name, seed_of
 from ablate.execution.foreign.points import Points
 from ablate.execution.foreign.run import ForeignRun
@@ -102,7 +102,8 @@ def _run(run: NamedRun, columns: Columns, roles: Mapping[str, str], renamed: dic
         fields[role] = str(value).strip()
     records = run.points.records()
     if columns.metrics is not None:
-        records = {ours: records[theirs] for ours, theirs in columns.metrics.items() if theirs in records}
+        named = {name: name for name in records if is_rate(name)} | dict(columns.metrics)
+        records = {ours: records[theirs] for ours, theirs in named.items() if theirs in records}
     else:
         own = metric_columns(None, [*records], run.where, [])
         renamed |= {theirs: ours for ours, theirs in own.items() if ours != theirs}

@@ -1,17 +1,27 @@
 """Fields of configurations that say which run it is, and nothing of how it was trained: ids, places, times.
 
+A further seed (`data_seed`) is one if runs have a seed, and pairs that differ in it are named. A learning
+rate that changes over steps is a setting by its largest value.
+
 Eight runs with eight learning rates are no eight seeds of one configuration. So a field that differs between
 runs is a setting unless its name is known (`_NAMES`, `_RECORDS`), or it is a text without a digit and without
 a word for a hyperparameter. A whole number is an id under a known name alone, and a fraction never; times and
 speeds (`_MEASURED`) are what a run gave, so they may be any number.
 """
 
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
+from ablate.errors import one_line
+from ablate.execution.foreign.cells import shown
+from ablate.execution.foreign.columns import is_rate, plain
 from ablate.execution.foreign.run import ForeignRun
 from ablate.execution.foreign.statuses import known
 from ablate.files import Json
+from ablate.results.number_text import counted
+from ablate.training.log_readers.lines import metric_name
 
 _NAMES = re.compile(
     r"id|name|tags?|number|notes?|comments?|description|user|owner|index|row|run|trial|job|sweep|output"
@@ -34,6 +44,8 @@ _MEASURED = re.compile(
     r"|tps|date|time(totals|thisiters)|throughput|[mh]fu|tflops|(peak|max)?(gpu)?mem(ory)?(gb|gib|mb|mib)?"
 )
 """Names of what a run gave: any value, in some runs or in all."""
+_SEEDS = re.compile(r".*(seed|randomstate)")
+"""Names of further seeds, such as that of the data: not settings if runs have a seed. Pairs share them."""
 _ABOVE = re.compile(r"\b((tags|mlflow|_?wandb|slurm|run|job|info|system|meta|metadata|env)[./])+")
 _HYPERPARAMETERS = re.compile(
     r"\b(lr|learning|rate|batch|bs|mbs|size|width|hidden|depth|layers?|heads?|dims?|ffn|warmup|decay|beta|eps"
@@ -43,6 +55,25 @@ _HYPERPARAMETERS = re.compile(
     r"|vocab|loss|ema|constant|betas|rank|lora|norm|rope|quant|rounding|recipe|checkpoint|ckpt|pretrained)\b"
 )
 """Words in the name or the text of a field that is a hyperparameter, or holds some."""
+
+
+def with_rates(run: ForeignRun, metric: str, steps: int) -> ForeignRun:
+    """Return a run with the largest value of each learning rate that it records as a setting, too.
+
+    A rate that decays is a series like a metric, but differences in it count like those in a constant one.
+
+    Args:
+        run: The run.
+        metric: Metric that is compared, which is not a setting.
+        steps: Step that is compared. Later values do not count.
+    """
+    rates: dict[str, Json] = {}
+    given = any(metric_name(plain(name).rpartition(".")[2]) == "train/lr" for name in run.config)
+    for name, series in {} if given else run.records.items():
+        values = [value for step, value in series.items() if step <= steps and math.isfinite(value)]
+        if is_rate(name) and name != metric and values:
+            rates["lr" if name == "train/lr" else name] = float(f"{max(values):.6g}")
+    return replace(run, config={**run.config, **rates})
 
 
 def own_fields(runs: Sequence[ForeignRun]) -> set[str]:
@@ -56,7 +87,26 @@ def own_fields(runs: Sequence[ForeignRun]) -> set[str]:
     within = {name for arm in arms for name, found in values_by_field(arm).items() if len(found) > 1}
     alone = {name for name, found in values_by_field(runs).items() if len(found) == len(runs)}
     values = {name: [run.config[name] for run in runs if name in run.config] for name in within}
+    alone |= {name for name in within if _is_seed(name) and all(run.seed is not None for run in runs)}
     return {name for name in within if _is_own(name, values[name], name in alone)}
+
+
+def unlike_seeds(runs: Sequence[ForeignRun], against: str) -> dict[str, str]:
+    """Return, by further seed such as `data_seed`, a sentence on pairs of runs that differ in it."""
+    base = {run.seed: run for run in runs if run.arm == against and run.seed is not None}
+    pairs = [(base[run.seed], run) for run in runs if run.seed in base and run.arm != against]
+    found = {}
+    for name in sorted({name for pair in pairs for run in pair for name in run.config if _is_seed(name)}):
+        differ = [pair for pair in pairs if pair[0].config.get(name) != pair[1].config.get(name)]
+        for first in differ[:1]:
+            values = " and ".join(f"{shown(run.config.get(name))} in {run.arm}" for run in first)
+            share = f"{len(differ)} of {counted(len(pairs), 'pair')}, so more than the arm changed"
+            found[name] = f"{one_line(name)} differs in {share}; at seed {first[0].seed} it is {values}"
+    return found
+
+
+def _is_seed(name: str) -> bool:
+    return _SEEDS.fullmatch(known(_ABOVE.sub("", name.strip().lower(), 1))) is not None
 
 
 def values_by_field(runs: Sequence[ForeignRun]) -> dict[str, set[str]]:

@@ -82,7 +82,7 @@ def gate_runs(
         baseline,
         candidate,
         reruns,
-        question.direction == "minimize",
+        chosen.metric.direction == "minimize",
         plan,
         token=token,
     )

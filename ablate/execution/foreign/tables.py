@@ -17,7 +17,7 @@ from pathlib import PurePath
 
 from ablate.errors import InputError, nearest, one_line
 from ablate.execution.foreign import cells
-from ablate.execution.foreign.columns import Columns, like_metric, metric_columns, pick, plain
+from ablate.execution.foreign.columns import Columns, is_rate, like_metric, metric_columns, pick, plain
 from ablate.execution.foreign.names import fields_of, read_name, seed_of
 from ablate.execution.foreign.points import Points
 from ablate.execution.foreign.run import ForeignRun
@@ -179,7 +179,9 @@ def _sorted_columns(
     if given is not None:
         metrics = metric_columns(given, [*names], where, said)
         others = [name for name in names if name not in metrics.values()]
-        return metrics, [name for name in others if _constant(name, groups) and not like_metric(name)]
+        changing = [name for name in others if not (_constant(name, groups) or _counts(name, groups)[1])]
+        rates = {name: name for name in changing if is_rate(name)}
+        return rates | metrics, [name for name in others if _constant(name, groups) and not like_metric(name)]
     long = long and any(len(group.rows) > 1 for group in groups)
     likely, settings, left_out = [], [], []
     for name in names:

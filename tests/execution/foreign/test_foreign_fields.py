@@ -1,8 +1,10 @@
 """Statuses, ids and settings of runs from elsewhere: what counts as done, and what may differ between seeds."""
 
 import csv
+import math
 import shlex
 
+import pandas as pd
 import pytest
 from support import planted_tables
 from support.cases import every
@@ -11,7 +13,9 @@ from support.commands import here
 from ablate.errors import InputError
 from ablate.execution.foreign.answer import judge
 from ablate.execution.foreign.chosen_runs import Question, comparable
-from ablate.execution.foreign.columns import Columns
+from ablate.execution.foreign.columns import Columns, direction_of
+from ablate.execution.foreign.named_runs import NamedRun, identified
+from ablate.execution.foreign.points import Points
 from ablate.execution.foreign.sources import read
 from ablate.experiment.schema import Metric
 
@@ -184,7 +188,7 @@ IDS = {
     "started_at": "17000{n}.5", "Runtime": "30{n}", "duration": "30.{n}", "path": "runs/bf16_s{n}",
     "output_dir": "runs/bf16_s{n}", "log_file": "logs/{n}.log", "url": "https://x/{n}", "notes": "try {n}",
     "Tags": "lr{n}", "slurm_job_id": "31{n}", "SLURM_ARRAY_TASK_ID": "{n}", "tags.mlflow.runName": "a-{n}",
-    "config/output_dir": "o{n}", "data_seed": "{n}", "torch seed": "1{n}", "tokens_per_second": "91{n}.5",
+    "config/output_dir": "o{n}", "tokens_per_second": "91{n}.5",
     "peak_memory_gb": "70.{n}", "datetime_start": "2026-05-01 10:0{n}",
     "codename": "swift-{letter}", "config.host": "n{n}",
 }  # fmt: skip
@@ -310,6 +314,132 @@ def test_words_above_a_name_that_mean_another_thing_count(name, tmp_path):
     (tmp_path / "runs.csv").write_text(f"arm,seed,{name},val/loss\nbf16,0,1,3\n")
     (run,) = read([str(tmp_path / "runs.csv")]).runs
     assert (run.seed, run.config) == (0, {name: 1})
+
+
+# --- directions, learning rates, further seeds -----------------------------------------------------
+
+HIGHER = (
+    *("val_acc", "accuracy", "val/accuracy", "eval/acc_norm", "arc_easy/acc,none", "bleu", "rougeL", "f1"),
+    *("macro_f1", "test.auc", "em", "exact_match,strict-match", "val-score", "reward", "r2", "mAP", "Acc@1"),
+    *("explained_variance", "snr", "quant/fprop.x/sqnr_db", "mfu", "pass@1", "win_rate", "valAcc", "top1"),
+)
+LOWER = (
+    *(
+        "val_loss",
+        "ppl",
+        "error_rate",
+        "top1_error",
+        "acc_stderr",
+        "reward_loss",
+        "brier_score",
+        "wer",
+        "rate",
+    ),
+    *("grad_acc_steps", "accuracy_drop", "mystery", "gap", "relative_error", "neg_log_likelihood", "value"),
+)
+
+
+@every(name=HIGHER + LOWER)
+def test_the_last_words_of_a_metrics_name_say_its_direction(name):
+    assert direction_of(name) == ("maximize" if name in HIGHER else "minimize")
+
+
+@every(metric__name=[("val_acc", "val_acc"), (None, "val_acc"), ("val/accuracy", "val/accuracy")])
+def test_the_arm_with_more_accuracy_is_better_and_the_direction_is_said(metric, name):
+    rows = [
+        {"recipe": arm, "seed": seed, name: 0.5 + seed**2 / 100 - (arm == "nvfp4") * (0.1 + seed / 1000)}
+        for arm, seed in RUNS
+    ]
+    found = judge(pd.DataFrame(rows), "bf16", metric)
+    assert found.arms[0].verdict["kind"] == "worse"
+    assert f"metric: {name}, the higher the better" in found.said
+    asked = judge(pd.DataFrame(rows), "bf16", metric, direction="minimize")
+    assert asked.arms[0].verdict["kind"] == "better"
+    assert f"metric: {name}, the lower the better" in asked.said
+
+
+def test_the_command_takes_a_direction_from_the_name_or_from_its_option(tmp_path):
+    path = table(tmp_path, {"val_acc": [0.5 + n**2 / 100 - n // 4 for n in range(8)]})
+    for flags, direction in (((), "higher"), (("--minimize",), "lower"), (("--maximize",), "higher")):
+        state = ("--no-report", "--state", tmp_path)
+        found = here("judge", path, "--against", "bf16", "--metric", "val_acc", *flags, *state)
+        assert f"metric: val_acc, the {direction} the better" in found.stdout
+
+
+def decaying(peaks, column="lr", seeds=3):
+    """Return rows of steps of two arms whose learning rate decays from a peak, 0.001 if none is given."""
+    return pd.DataFrame(
+        [
+            {
+                "recipe": arm,
+                "seed": seed,
+                "step": step,
+                "val_loss": 4 - step / 400 + math.sin(9 * seed + step),
+            }
+            | {column: peaks.get((arm, seed), 1e-3) * (1 if step == 100 else 0.1)}
+            for arm in ("bf16", "nvfp4")
+            for seed in range(seeds)
+            for step in (100, 200, 300)
+        ]
+    )
+
+
+@every(
+    column=("lr", "learning_rate", "optim/lr", "lr-AdamW/pg1", "lr/g0"), metric=(None, "val/loss=val_loss")
+)
+def test_a_learning_rate_that_decays_is_compared_like_a_constant_one(column, metric):
+    name = "lr" if column == "learning_rate" and metric is None else column
+    unlike = decaying({("nvfp4", 0): 3e-3, ("nvfp4", 1): 3e-3}, column)
+    with pytest.raises(InputError) as refusal:
+        judge(unlike, "bf16", metric)
+    assert f"nvfp4: its runs have different configurations ({name} 0.001 and 0.003)" in str(refusal.value)
+    assert len(judge(unlike, "bf16", metric, ignore=[name]).arms) == 1
+    between = judge(decaying({("nvfp4", seed): 3e-3 for seed in range(3)}, column), "bf16", metric)
+    note = ("note", f"nvfp4 also differs from its baseline in {name} 0.001 → 0.003")
+    assert note in between.checks
+    assert not [text for _, text in judge(decaying({}, column), "bf16", metric).checks if name in text]
+
+
+def test_the_learning_rate_of_a_configuration_comes_before_that_of_the_records():
+    rows = decaying({("nvfp4", 0): 3e-3})
+    assert len(judge(rows.assign(**{"config/learning_rate": 1e-3}), "bf16").arms) == 1
+    with pytest.raises(InputError, match=r"lr 0\.001 and 0\.003"):
+        judge(rows.assign(**{"min_lr": 1e-5, "lr_scheduler": "cosine"}), "bf16")
+
+
+def test_a_learning_rate_beside_a_named_metric_is_kept_from_logs_and_trackers():
+    points = Points("run")
+    for step, loss, rate in ((1, 3.0, 1e-3), (2, 2.5, 1e-4)):
+        points.add(step, step, "my loss", loss)
+        points.add(step, step, "train/lr", rate)
+    run = NamedRun("run", "bf16-s0", points)
+    (found,) = identified([run], "logs", Columns(name="{arm}-s{seed}", metrics={"val/loss": "my loss"}), [])
+    assert found.records == {"val/loss": {1: 3.0, 2: 2.5}, "train/lr": {1: 1e-3, 2: 1e-4}}
+
+
+FURTHER = ("data_seed", "sampling_seed", "init_seed", "data.seed", "torch seed", "random_state")
+
+
+@every(name=FURTHER, value=("{seed}", "10{seed}", "{half}", "7"))
+def test_a_further_seed_that_the_seed_decides_is_no_setting(name, value, tmp_path):
+    cells = [value.format(seed=seed, half=seed // 2) for _, seed in RUNS]
+    path = table(tmp_path, {name: cells})
+    assert counted(path, seed="seed")[0] == RUNS
+    found = judge(path, "bf16", columns={"seed": "seed"})
+    assert not [text for kind, text in found.checks if name in text]
+
+
+@every(
+    name=FURTHER[:3], cells=([*range(8)], [0, 1, 2, 3, 0, 1, 2, 9], [7] * 4 + [8] * 4, [*range(4), *[""] * 4])
+)
+def test_pairs_with_different_further_seeds_are_named_beside_the_answer(name, cells, tmp_path):
+    found = judge(table(tmp_path, {name: cells}), "bf16", columns={"seed": "seed"})
+    count = sum(one != other for one, other in zip(cells[:4], cells[4:], strict=True))
+    (warning,) = [text for kind, text in found.checks if kind == "warning" and name in text]
+    assert warning.startswith(f"{name} differs in {count} of 4 pairs")
+    assert warning in found.said
+    asked = judge(table(tmp_path, {name: cells}), "bf16", columns={"seed": "seed"}, ignore=[name])
+    assert not [text for kind, text in asked.checks if kind == "warning" and name in text]
 
 
 # --- planted tables --------------------------------------------------------------------------------
