@@ -209,10 +209,10 @@ def test_code_of_an_installed_package_is_the_users_if_its_function_is(tmp_path):
 
 
 def test_a_mistake_of_syntax_is_at_its_own_line(tmp_path):
+    """A file that planning does not find: others are parsed before a trial runs."""
     (tmp_path / "late.py").write_text("x = 1\ny = = 2\n")
-    found = described(
-        raised(tmp_path, "import importlib\ndef train(trial):\n    importlib.import_module('late')\n")
-    )
+    text = "import importlib\ndef train(trial):\n    importlib.import_module('etal'[::-1])\n"
+    found = described(raised(tmp_path, text))
     assert (found.type, found.file, found.line) == ("SyntaxError", str(tmp_path / "late.py"), 2)
 
 

@@ -726,8 +726,8 @@ MUTANTS = (
     Mistake(
         "execution/scheduler.py",
         "Scheduler._agrees",
-        'if digest is None or digest != result["records"]["sha256"]:',
-        "if digest is None:",
+        'if records is None or records != result["records"]["sha256"]:',
+        "if records is None:",
         "test_scheduler.py",
         "records that differ from the result's digest are read again",
     ),

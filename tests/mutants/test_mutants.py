@@ -79,7 +79,7 @@ def test_every_comparison_and_operator_becomes_another(pair):
 
 def test_every_change_of_the_package_parses_and_is_another_program():
     kinds = set()
-    for mutant in draw(7, mutants_of(PACKAGE, "store"), 60):
+    for mutant in draw(7, mutants_of(PACKAGE, "store"), 200):
         text = (PACKAGE / mutant.file).read_text()
         assert ast.dump(ast.parse(mutant.text())) != ast.dump(ast.parse(text)), mutant
         kinds.add(mutant.site.kind)
