@@ -54,10 +54,20 @@ def port() -> int:
         return probe.getsockname()[1]
 
 
+def raylets_of(family: Iterable[psutil.Process]) -> list[psutil.Process]:
+    """Return Ray's own process of a node among its descendants, of which others may end meanwhile."""
+    found = []
+    for member in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if member.name() == "raylet":
+                found.append(member)
+    return found
+
+
 def leave(process: subprocess.Popen) -> None:
     """Have a node leave its cluster, which knows so at once; then end all that came of it."""
     family = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    raylets = [member for member in family if member.name() == "raylet"]
+    raylets = raylets_of(family)
     for raylet in raylets:
         raylet.terminate()
     psutil.wait_procs(raylets, timeout=10)
@@ -149,7 +159,7 @@ class Pair:
         """Kill Ray's process of a node: its trial ends by itself. Then end what is left of the node."""
         family = psutil.Process(lost.pid).children(recursive=True)
         trials = trials_in(psutil.Process(lost.pid))
-        for raylet in (member for member in family if member.name() == "raylet"):
+        for raylet in raylets_of(family):
             raylet.kill()
         until(lambda: gone(trials))
         end_family(lost, family)
