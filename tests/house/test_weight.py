@@ -17,7 +17,7 @@ NAMES = [
 
     "b",
 ]
-"""What follows a name is a docstring, too."""
+"""Names are documented, too."""
 
 
 def join() -> str:

@@ -174,6 +174,8 @@ LAUNCH = {
     f"export $(grep -v '^#' .env | xargs)\n{JOB}": None,
     f'eval "$(cat env.sh)"\n{JOB}': None,
     f'while IFS= read -r l; do export "$l"; done < .env\n{JOB}': None,
+    f"eval `cat env.sh`\n{JOB}": None,
+    f"eval export $(cat .env)\n{JOB}": None,
     f"cd $SUBMITTED\nsource env.sh\n{JOB}": None,
     f"cd sub\nsource env.sh\n{JOB}": False,
     f"source env.sh\n{JOB}": True,

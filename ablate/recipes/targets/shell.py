@@ -229,7 +229,8 @@ class Script:
             sourced = name in ("source", ".") and not _ACTIVATION.fullmatch(
                 " ".join(self._words(rest[0])) if rest else ""
             )
-            made = name == "eval" and "$" in target + "`" * ("`" in target) and not _HOOK.search(target)
+            text = " ".join(each.text for each in rest)
+            made = name == "eval" and any(mark in text for mark in "$`") and not _HOOK.search(text)
             named = name in ("export", "declare", "typeset", "readonly") and re.match(r"[\"']?[$`]", target)
             if begins and (sourced or made or named):
                 self._refuse(f"{name} {target} {why}, and may set any variable", token.line)
