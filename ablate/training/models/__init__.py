@@ -52,8 +52,10 @@ def hidden_if_broken(package: str) -> Iterator[None]:
         __import__(package)
     except (ImportError, RuntimeError, OSError):
         sys.modules[package] = None  # type: ignore[assignment]  # as if it were not installed
-        yield
-        sys.modules.pop(package, None)
+        try:
+            yield
+        finally:
+            sys.modules.pop(package, None)
     else:
         yield
 
