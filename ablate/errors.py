@@ -5,7 +5,7 @@ print.
 import difflib
 import re
 import unicodedata
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TypeVar
@@ -50,7 +50,7 @@ class Problem:
 class InputError(Exception):
     """User input that cannot be used, with all its problems at once. Ends a command with exit status 2."""
 
-    def __init__(self, problems: Sequence[Problem | str]) -> None:
+    def __init__(self, *problems: Problem | str) -> None:
         super().__init__("\n".join(map(str, problems)))
         self.problems = list(problems)
 
@@ -65,7 +65,7 @@ class OwnFunctionError(InputError):
     """
 
     def __init__(self, sentence: str, file: str, line: int, unrepeatable: bool = False) -> None:
-        super().__init__([sentence])
+        super().__init__(sentence)
         self.file, self.line, self.unrepeatable = file, line, unrepeatable
 
     def within(self, place: str) -> "OwnFunctionError":
@@ -97,7 +97,7 @@ def settled(reading: Reading[T]) -> T:
         count = f"at least {more}" if stopped else f"{more}"
         last = f"and {count} more problems" + ": reading stopped there" * stopped
         shown.append(replace(shown[-1], message=last))
-    raise InputError(shown)
+    raise InputError(*shown)
 
 
 class OutsideStepError(RuntimeError):

@@ -341,7 +341,7 @@ class Watch:
         if others:
             name = min(others)
             why = f"{files[name]} is imported, and no import statement names it, so that no trial's id has it"
-            raise InputError([f"{why}: write `import {name}` at the top of the file{remedy}"])
+            raise InputError(f"{why}: write `import {name}` at the top of the file{remedy}")
 
 
 def _own_modules(modules: Mapping[str, ModuleType]) -> dict[str, str]:

@@ -151,7 +151,7 @@ def _check(multiples: dict[str, tuple[int, int]], file: Path | None) -> None:
     if file and (file.is_dir() or not file.absolute().parent.is_dir()):
         wrong.append(f"--json {file}: it must name a file in a folder that exists")
     if wrong:
-        raise InputError(wrong)
+        raise InputError(*wrong)
 
 
 def _quietly_on_one_thread() -> None:

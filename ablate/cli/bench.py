@@ -81,7 +81,7 @@ def kernels(
     sizes = dict.fromkeys(_size(text, 2) for text in shapes or ["1024x1024"])
     _device(device)
     if builds and device == "cuda":
-        raise InputError(["--builds: the builds are for CPUs; leave it out, or use --device cpu"])
+        raise InputError("--builds: the builds are for CPUs; leave it out, or use --device cpu")
     _check(png)
     timing.one_thread()
     lines = bench_runs.quantiser_speeds(sizes, device, rounds, builds)
@@ -127,7 +127,7 @@ def step(
     _device(device)
     if png and device == "cuda":
         raise InputError(
-            [f"--png {png}: the figure divides a step by operation, which is measured on CPUs; use --trace"]
+            f"--png {png}: the figure divides a step by operation, which is measured on CPUs; use --trace"
         )
     _check(png)
     timing.one_thread()
@@ -259,7 +259,7 @@ def faults(
         for name in without or ()
         if name not in KINDS
     ]:
-        raise InputError(wrong)
+        raise InputError(*wrong)
     print_starting("Ray, MLflow and PostgreSQL for the sweeps that are killed")
     raise typer.Exit(
         int(
@@ -279,7 +279,7 @@ def _device(asked: str | None) -> str:
 
     available = torch.cuda.is_available()
     if asked == "cuda" and not available:
-        raise InputError(["--device cuda: torch sees no GPU with CUDA here; use --device cpu"])
+        raise InputError("--device cuda: torch sees no GPU with CUDA here; use --device cpu")
     return asked or ("cuda" if available else "cpu")
 
 
@@ -292,10 +292,8 @@ def _steppers(recipes: dict[str, Recipe], gpt: GptOptions, device: str, compiled
     steppers = {name: made(recipe) for name, recipe in recipes.items()}
     if kept := [name for name, run in steppers.items() if not (recipes[name].plain or run.quantised)]:
         raise InputError(
-            [
-                f"--layers {gpt.layers}: {', '.join(kept)} would be timed as bf16, since all blocks of so"
-                " small a model are in high precision; use --layers 2 or more"
-            ]
+            f"--layers {gpt.layers}: {', '.join(kept)} would be timed as bf16, since all blocks of so"
+            " small a model are in high precision; use --layers 2 or more"
         )
     if compiled:
         whole = {name: recipe for name, recipe in recipes.items() if recipe.products.backward_needs is None}
@@ -314,7 +312,7 @@ def _layers(asked: LayerOptions, device: str) -> list[linear_layers.Shape]:
     if tokens and not models:
         wrong.append("--tokens needs --model; a --shape includes its tokens")
     if wrong:
-        raise InputError(wrong)
+        raise InputError(*wrong)
     texts = shapes if shapes or models else ["2048x1024x1024", "2048x2048x2048", "512x4096x14336"]
     sizes = [_size(text, 3) for text in texts or ()]
     given = [linear_layers.Shape("x".join(map(str, size)), *size) for size in sizes]
@@ -339,9 +337,9 @@ def _engines(
     if wrong := [
         f"--engine {name}: no such engine; {nearest(name, known)}" for name in names if name not in known
     ]:
-        raise InputError(wrong)
+        raise InputError(*wrong)
     if AUTO in names and len(names) > 1:
-        raise InputError([f"--engine {asked}: auto stands alone"])
+        raise InputError(f"--engine {asked}: auto stands alone")
     chosen = {(name, linear_layers.PLAIN): recipe for name, recipe in recipes.items() if recipe.plain}
     here, quantised = this_machine(), {name: one for name, one in recipes.items() if not one.plain}
     skipped: list[str] = []
@@ -361,7 +359,7 @@ def _engines(
             else:
                 skipped.append(f"--engine {engine}: {', '.join(refused)}: {reason}")
     if skipped and (len(names) == 1 or not any(by in names for _, by in chosen)):
-        raise InputError(skipped)
+        raise InputError(*skipped)
     for line in skipped:
         print(f"skipped: {line}", file=sys.stderr)
     return {case: recipe for name in recipes for case, recipe in chosen.items() if case[0] == name}
@@ -370,7 +368,7 @@ def _engines(
 def _presets(names: list[str]) -> list[str]:
     wrong = [f"{name}: no such preset; {nearest(name, PRESETS)}" for name in names if name not in PRESETS]
     if wrong:
-        raise InputError(wrong)
+        raise InputError(*wrong)
     return list(dict.fromkeys(("bf16", *names)))
 
 
@@ -378,10 +376,8 @@ def _size(text: str, dimensions: int) -> tuple[int, ...]:
     parts = text.split("x")
     if len(parts) != dimensions or not all(part.isdecimal() and int(part) >= 16 for part in parts):
         raise InputError(
-            [
-                f"{text}: not a shape; give {dimensions} numbers of 16 or more, as in "
-                f"{'x'.join(['1024'] * dimensions)}"
-            ]
+            f"{text}: not a shape; give {dimensions} numbers of 16 or more, as in "
+            f"{'x'.join(['1024'] * dimensions)}"
         )
     return tuple(map(int, parts))
 
@@ -389,7 +385,7 @@ def _size(text: str, dimensions: int) -> tuple[int, ...]:
 def _check(png: Path | None) -> None:
     """Check the path of the figure before the measurements, which take minutes."""
     if png and (png.is_dir() or not png.absolute().parent.is_dir()):
-        raise InputError([f"--png {png}: must name a file in an existing folder"])
+        raise InputError(f"--png {png}: must name a file in an existing folder")
 
 
 def _draw(png: Path | None, how: str, lines: list[Line], *axes: str | tuple[str, ...]) -> None:

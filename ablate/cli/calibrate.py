@@ -61,7 +61,7 @@ def calibrate(
         )
     except TooLong as error:
         takes = f"a calibration on {FEWEST_SEEDS} seeds takes about {duration(error.seconds)}"
-        raise InputError([f"{file}: {takes}; give more --hours, or a smaller workload"]) from None
+        raise InputError(f"{file}: {takes}; give more --hours, or a smaller workload") from None
     for path in sweeps:
         screen.print(f"Calibrating: {path.name}, {seeds} seeds of its own")
         if status := _run(path, settings, flags, workers):

@@ -116,7 +116,7 @@ def _refuse_missing(file: Path, function: str) -> None:
     fields = [name for name in names if own.is_for_quantisers(file, name)]
     if function not in names and fields:
         why = f"no function {function!r} to train; name one for a quantiser as {file}:{fields[0]}"
-        raise InputError([f"{file}: {why}"])
+        raise InputError(f"{file}: {why}")
 
 
 def _workload(
@@ -141,11 +141,11 @@ def _workload(
             bool(design and design.anneal and design.trunk == START),
         )
     if not file.is_file():
-        raise InputError([f"{file}: no such file"])
+        raise InputError(f"{file}: no such file")
     _refuse_missing(file, function)
     parts = [pair.partition("=") for pair in pairs]
     if unfinished := [f"--config {key}: write key=value" for key, equals, _ in parts if not equals]:
-        raise InputError(unfinished)
+        raise InputError(*unfinished)
     values: dict[str, Json] = {
         "file": str(file.resolve()),
         "function": function,
@@ -154,4 +154,4 @@ def _workload(
     try:
         return StartingPoint("python", values, "nvfp4").arm({}).config, None, (), False
     except KnobError as error:
-        raise InputError([f"{file}: {why}" for _, why in error.reasons]) from None
+        raise InputError(*[f"{file}: {why}" for _, why in error.reasons]) from None

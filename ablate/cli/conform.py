@@ -49,7 +49,7 @@ def conform(
     layers in NAME.safetensors or NAME.pt, or the files of Transformer Engine's DumpTensors.
     """
     if demo == bool(subject) or (demo and (recipe != "nvfp4" or only or device != "cpu" or seed)):
-        raise InputError(["give a subject, such as my_kernels.py:quantise, or --demo alone"])
+        raise InputError("give a subject, such as my_kernels.py:quantise, or --demo alone")
     print_starting("importing torch", quiet=as_json or demo)
     started, screen = time.monotonic(), Screen(width=_WIDTH)
     rows: list[Row] = []
@@ -81,14 +81,14 @@ def _examined(
 ) -> "Findings":
     """Return the findings on what a user named; InputError for a wrong name."""
     if recipe not in PRESETS and not Path(recipe).suffix:
-        raise InputError([f"--as {recipe}: no such preset; {nearest(recipe, PRESETS)}"])
+        raise InputError(f"--as {recipe}: no such preset; {nearest(recipe, PRESETS)}")
     from ablate.verification.conformance.source import find, names
 
     if subject not in names() and Path(subject).is_file() and Path(subject).suffix in (".safetensors", ".pt"):
-        raise InputError([f"{subject}: give the folder of the dumps, {Path(subject).parent}"])
+        raise InputError(f"{subject}: give the folder of the dumps, {Path(subject).parent}")
     if subject not in names() and Path(subject).is_dir():
         if only:
-            raise InputError(["--only names a property of a subject; of a folder of dumps, leave it out"])
+            raise InputError("--only names a property of a subject; of a folder of dumps, leave it out")
         return _replayed(Path(subject), recipe, seed)
     import torch
 
@@ -96,13 +96,13 @@ def _examined(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         first = str(error).strip().splitlines()[0]
-        raise InputError([f"--device {one_line(device)}: torch cannot use it: {first}"]) from None
+        raise InputError(f"--device {one_line(device)}: torch cannot use it: {first}") from None
     from ablate.verification.conformance.run import conform as examine
 
     try:
         return examine(find(subject, recipe, device), recipe, only=only or (), seed=seed, show=show)
     except ValueError as error:
-        raise InputError([f"--as {error}"]) from None
+        raise InputError(f"--as {error}") from None
 
 
 def _replayed(folder: Path, recipe: str, seed: int) -> "Findings":
@@ -114,7 +114,7 @@ def _replayed(folder: Path, recipe: str, seed: int) -> "Findings":
     try:
         rows = tuple(one.row for one in replay(folder, load(recipe), seed))
     except ValueError as error:
-        raise InputError([str(error)]) from None
+        raise InputError(str(error)) from None
     return Findings(str(folder), recipe, rows, "dumped products are the recipe's")
 
 

@@ -204,7 +204,7 @@ def _input_errors() -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise InputError([str(error)]) from None
+        raise InputError(str(error)) from None
 
 
 @contextmanager

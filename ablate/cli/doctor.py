@@ -65,10 +65,10 @@ def doctor(
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
     if engine is None and record is not None:
         raise InputError(
-            ["--record needs --engine transformer_engine or scaled_mm: it names the file of that comparison"]
+            "--record needs --engine transformer_engine or scaled_mm: it names the file of that comparison"
         )
     if exhaustive and (fast or engine is not None):
-        raise InputError(["--exhaustive runs by itself; omit --fast and --engine"])
+        raise InputError("--exhaustive runs by itself; omit --fast and --engine")
     if engine is not None:
         _compare(engine, record, fast, as_json)
     print_starting("importing torch, then checking the numerics", quiet=as_json)
@@ -98,14 +98,14 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
             if engine == "emulated"
             else f"no such engine; {nearest(engine, comparable)}"
         )
-        raise InputError([f"--engine {engine}: {why}"])
+        raise InputError(f"--engine {engine}: {why}")
     folder = (record or Path("here")).absolute().parent
     if not folder.is_dir():
-        raise InputError([f"--record {record}: there is no folder {folder}"])
+        raise InputError(f"--record {record}: there is no folder {folder}")
     if record is not None and record.suffix == ".png":
-        raise InputError([f"--record {record}: must name a JSON file; the figure is written next to it"])
+        raise InputError(f"--record {record}: must name a JSON file; the figure is written next to it")
     if not os.access(folder, os.W_OK):
-        raise InputError([f"--record: {folder} is not writable; name a file in another folder"])
+        raise InputError(f"--record: {folder} is not writable; name a file in another folder")
     print_starting("importing torch, then comparing the engine with the emulator", quiet=as_json)
     machine = this_machine()
     comparison = _comparison(engine, machine, fast)
@@ -132,12 +132,12 @@ def _comparison(engine: str, machine: Machine, fast: bool) -> "ParityRun":
 
     if module_name(engine) != SCALED:
         if reason := parity.obstacle():
-            raise InputError([f"--engine {engine} cannot be compared here: {reason}"])
+            raise InputError(f"--engine {engine} cannot be compared here: {reason}")
         return parity.ParityRun(machine, parity.bench_of(machine), fast)
     from ablate.verification.parity import scaled
 
     if reason := scaled.obstacle(engine):
-        raise InputError([f"--engine {engine} cannot be compared here: {reason}"])
+        raise InputError(f"--engine {engine} cannot be compared here: {reason}")
     return scaled.ScaledRun(machine, scaled.bench_of(engine, machine), fast)
 
 

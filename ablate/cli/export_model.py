@@ -44,7 +44,7 @@ def export_model(
     """
     trial = FinishedTrial.of(run, seed, Store(flags.settings().state))
     if reasons := trial.refusals():
-        raise InputError([f"{run}: {reason}" for reason in reasons])
+        raise InputError(*[f"{run}: {reason}" for reason in reasons])
     made = trial.export(out or Path(f"{trial.spec.id}_{form}"), form, calibrate, train)
     screen = console()
     kept = f", {len(made.high_precision)} linear layers stay in bf16" if made.high_precision else ""

@@ -188,12 +188,12 @@ def init(
         print(json.dumps(json_schema(), indent=2))
         return
     if why := no_folder_name(name):
-        raise InputError([f"{why}; give a name such as rht_sr, and the folder with --folder"])
+        raise InputError(f"{why}; give a name such as rht_sr, and the folder with --folder")
     chosen = [stack for stack, on in (("torchtitan", torchtitan), ("megatron", megatron), ("hf", hf)) if on]
     kinds = {"training": training, "rounding": rounding, "map": by_map}
     named = [*chosen, *(word for word, on in kinds.items() if on)]
     if len(named) > 1:
-        raise InputError([f"--{' and --'.join(named)} write different files; give one of them"])
+        raise InputError(f"--{' and --'.join(named)} write different files; give one of them")
     text = _MAP.format(name=name) if by_map else experiment_text(name, training, rounding)
     files = {f"{name}.yaml": text}
     files |= {f"{name}_train.py": _TRAINING} if training else {}
@@ -201,7 +201,7 @@ def init(
     if chosen:
         if not name.translate(str.maketrans("-_.", "aaa")).isalnum() or not name.isascii():
             why = "is part of the job's command; use letters, digits, '-', '_' and '.'"
-            raise InputError([f"{name!r}: the name {why}"])
+            raise InputError(f"{name!r}: the name {why}")
         files = STACKS[chosen[0]].files(name)
     _write(folder, files)
     screen = console()
@@ -214,13 +214,13 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
     """Write files by name; InputError if one exists already, or cannot be written."""
     there = [folder / file for file in files if (folder / file).exists()]
     if there:
-        raise InputError([f"{file}: exists already; give another name" for file in there])
+        raise InputError(*[f"{file}: exists already; give another name" for file in there])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in files.items():
             (folder / file).write_text(text)
     except OSError as error:
-        raise InputError([f"{error.filename}: {error.strerror}"]) from None
+        raise InputError(f"{error.filename}: {error.strerror}") from None
 
 
 def experiment_text(name: str, training: bool, rounding: bool = False) -> str:

@@ -69,15 +69,13 @@ def export_jobs(
     """
     if experiment.keys.search:
         raise InputError(
-            [
-                f"{file}: search: a search chooses trials by the results of earlier ones, which a job array"
-                " cannot; run it with --address, or name its arms"
-            ]
+            f"{file}: search: a search chooses trials by the results of earlier ones, which a job array"
+            " cannot; run it with --address, or name its arms"
         )
     controller = Controller(experiment, settings.state, settings.device, _nothing_runs, None, run)
     stages = controller.stages()
     if not stages:
-        raise InputError([f"{file}: all trials are finished; `ablate sweep {file}` shows the answer"])
+        raise InputError(f"{file}: all trials are finished; `ablate sweep {file}` shows the answer")
     need = Need.of(file, experiment.keys.resources, settings.device)
     ids = tuple(tuple(request.id for request in stage) for stage in stages)
     jobs = Jobs(experiment.name, str(file.resolve()), seeds, settings.device, ids, options.capability)
@@ -119,7 +117,7 @@ def collect(
             with closing(controller.ledger):
                 news = controller.adopt()
     except Busy as busy:
-        raise InputError([f"{jobs.file}: another process ({busy}) runs this sweep"]) from None
+        raise InputError(f"{jobs.file}: another process ({busy}) runs this sweep") from None
     screen, counts = console(), Counter(each.status for each in found)
     screen.print(", ".join(f"{number} {status}" for status, number in counts.items()), markup=False)
     for each in found:

@@ -54,7 +54,7 @@ class ReadingFlags:
         for text in self.column or ():
             role, equals, named = text.partition("=")
             if not equals:
-                raise InputError([f"--column {one_line(text)}: give a role and a column, such as arm={text}"])
+                raise InputError(f"--column {one_line(text)}: give a role and a column, such as arm={text}")
             roles[role] = named
         return read_runs(places, roles, metric, self.logs)
 
@@ -137,9 +137,9 @@ class GateFlags:
         """Raise InputError for an option of a gate without `--gate`, or a gate without a history."""
         given = [name for name in ("history", "proposals", "token") if getattr(self, name)]
         if given and not self.gate:
-            raise InputError([f"--{given[0]} belongs to a gate: add --gate"])
+            raise InputError(f"--{given[0]} belongs to a gate: add --gate")
         if self.gate and not self.history:
-            raise InputError(["--gate needs --history FILE, the file with all proposals of the loop"])
+            raise InputError("--gate needs --history FILE, the file with all proposals of the loop")
 
 
 def judge(
@@ -178,12 +178,12 @@ def judge(
 
     gated.refuse_alone()
     if asked.against is None and into is None:
-        raise InputError(["--against is needed: the arm that the others are compared with, such as bf16"])
+        raise InputError("--against is needed: the arm that the others are compared with, such as bf16")
     settings = flags.settings()
     title = next(name for name in (into, kept, _title(places[0])) if name is not None)
     print_starting(f"reading {', '.join(places[:3])}", as_json)
     if gated.gate and asked.without:
-        raise InputError(["--without: a gate counts every run; run the short one again"])
+        raise InputError("--without: a gate counts every run; run the short one again")
     found = reading.read(places, asked.metric)
     if gated.gate:
         raise typer.Exit(_gate(found, asked, gated, kept or "", as_json))

@@ -55,11 +55,11 @@ def machine_of(capability: str | None, device: str | None) -> Machine | None:
     if capability is None:
         return None
     if device == "cpu":
-        raise InputError(["--capability: describes a machine with a GPU, and --device is cpu"])
+        raise InputError("--capability: describes a machine with a GPU, and --device is cpu")
     try:
         return rented_machine(capability)
     except ValueError as error:
-        raise InputError([f"--capability: {error}"]) from None
+        raise InputError(f"--capability: {error}") from None
 
 
 def require_contracts(file: Path, experiment: Experiment, device: str) -> None:

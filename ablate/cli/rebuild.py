@@ -48,12 +48,12 @@ def rebuild(
     experiment = load(file, settings.device)
     folder = settings.state / "sweeps" / experiment.name
     if not folder.exists():
-        raise InputError([f"{folder}: there is no such folder, so this sweep has never run"])
+        raise InputError(f"{folder}: there is no such folder, so this sweep has never run")
     try:
         with lock(folder / "lock", wait=False):
             _rebuild(experiment, file, folder, settings.state, settings.device, force)
     except Busy as busy:
-        raise InputError([f"{file}: another process ({busy}) runs this sweep"]) from None
+        raise InputError(f"{file}: another process ({busy}) runs this sweep") from None
 
 
 def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, device: str, force: bool) -> None:
@@ -75,7 +75,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         return
     if path.exists() and not why:
         raise InputError(
-            [f"{path}: not damaged, and equal to the records of its trials; --force rebuilds it all the same"]
+            f"{path}: not damaged, and equal to the records of its trials; --force rebuilds it all the same"
         )
     if why:
         kept = put_aside(path)

@@ -199,7 +199,7 @@ def assign(
     writes an experiment on fresh seeds beside the last layers, both ends and random ones at equal share.
     """
     if (share is None) == (damage is None):
-        raise InputError(["give either --fp4-share or --damage"])
+        raise InputError("give either --fp4-share or --damage")
     from ablate.results.assignment import check  # imports scipy
 
     experiment, measured = _map_of(source, file, flags)
@@ -231,14 +231,14 @@ def _map_of(source: str, file: Path | None, flags: Flags) -> tuple[Experiment, "
 
     if Path(source).suffix in (".csv", ".json"):
         if file is None:
-            raise InputError([f"{source}: give the experiment whose recipe it maps, as -x X.yaml"])
+            raise InputError(f"{source}: give the experiment whose recipe it maps, as -x X.yaml")
         experiment = load(file)
         start = experiment.base.arm({})
         return experiment, Map.of(Path(source), start.recipe, start.layers)
     state, name = flags.settings().state, source.removesuffix(".yaml").rpartition("/")[2]
     if name not in (known := [path.parent.name for path in state.glob("sweeps/*/ledger.db")]):
         raise InputError(
-            [f"{source}: neither a sweep in {state} nor a .csv or .json of cells; {nearest(name, known)}"]
+            f"{source}: neither a sweep in {state} nor a .csv or .json of cells; {nearest(name, known)}"
         )
     sweep = Comparisons(open_ledger(state, name))
     experiment = load(file or Path(sweep.ledger.facts.file))
@@ -258,25 +258,25 @@ def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recip
     try:
         recipe = _of_arm(source, flags or Flags()) if _names_arm(source) else recipe_source.load(source)
     except ValueError as error:
-        raise InputError([str(error)]) from None
+        raise InputError(str(error)) from None
     pairs = [text.partition("=") for text in turned]
     hint = f"knobs are {', '.join(KNOBS)}, or recipe.<path>"
     unfinished = [f"--set {knob}: write knob=value; {hint}" for knob, equals, _ in pairs if not equals]
     if unfinished:
-        raise InputError(unfinished)
+        raise InputError(*unfinished)
     outside = [
         f"--set {knob}: a recipe has no workload and is one preset; {hint}"
         for knob, *_ in pairs
         if knob == "recipe" or knob in WORKLOAD_KNOBS or knob.startswith("workload.")
     ]
     if outside:
-        raise InputError(outside)
+        raise InputError(*outside)
     try:
         return StartingPoint("gpt", {}, source, own=recipe).recipe(
             {knob: scalar(value) for knob, _, value in pairs}
         )
     except KnobError as error:
-        raise InputError([f"--set {knob}: {why}" for knob, why in error.reasons]) from None
+        raise InputError(*[f"--set {knob}: {why}" for knob, why in error.reasons]) from None
 
 
 def _names_arm(source: str) -> bool:
@@ -299,10 +299,10 @@ def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:
     try:
         layers = outline(model).layers
     except (OSError, ValueError) as error:
-        raise InputError([f"--model {model}: {error}"]) from None
+        raise InputError(f"--model {model}: {error}") from None
     idle = [(number, select(rule.match, layers).reason) for number, rule in enumerate(recipe.layers.rules)]
     if reasons := [f"recipe.layers.rules.{number}.match: {reason}" for number, reason in idle if reason]:
-        raise InputError(reasons)
+        raise InputError(*reasons)
     return layers
 
 

@@ -102,7 +102,7 @@ def export(
         try:
             text = TARGETS[target].write(recipe, facts)
         except Lost as lost:
-            raise InputError([f"{source} --to {target}: {reason}" for reason in lost.reasons]) from None
+            raise InputError(*[f"{source} --to {target}: {reason}" for reason in lost.reasons]) from None
     _put(text, out, TARGETS[target].what if target in TARGETS else target)
 
 
@@ -133,7 +133,7 @@ def import_recipe(
     job = Job(arguments, script, te, made, fouroversix, debug, environment)
     recipe, *_ = _read(job, model, blocks)
     if ignored := job.ignored():
-        raise InputError(ignored)
+        raise InputError(*ignored)
     text = as_text(recipe.model_dump(mode="json"))
     _put(text, out, "a recipe file, for `recipe:` of an experiment")
 
@@ -174,7 +174,7 @@ def audit(
     try:
         one, other = _comparable(intended, found, facts)
     except Lost as lost:
-        raise InputError([f"audit {source}: {reason}" for reason in lost.reasons]) from None
+        raise InputError(*[f"audit {source}: {reason}" for reason in lost.reasons]) from None
     changes = list(differences(one, other))
     if not changes and not stray:
         screen.print(Text(f"The job trains by {source}.", "green"))

@@ -67,10 +67,10 @@ def report(
         names = [WALKTHROUGH]
     elif not names:
         choices = ", ".join(_sweep_names(settings.state)) or "none, since no sweep has been run here"
-        raise InputError([f"no experiment given; name a YAML file or one of: {choices}"])
+        raise InputError(f"no experiment given; name a YAML file or one of: {choices}")
     wrong = [word for word in notebook or () if word not in NOTEBOOKS]
     if wrong:
-        raise InputError([f"--notebook {wrong[0]}: no such notebook; {nearest(wrong[0], NOTEBOOKS)}"])
+        raise InputError(f"--notebook {wrong[0]}: no such notebook; {nearest(wrong[0], NOTEBOOKS)}")
     if not from_mlflow:
         for name in names:
             _refuse_unknown(settings.state, name)
@@ -99,13 +99,13 @@ def _refuse_unknown(state: Path, name: str) -> None:
     folder = state / "sweeps" / name
     if folder.is_dir():
         if why := absent(folder / "ledger.db"):
-            raise InputError([why])
+            raise InputError(why)
         return
     if name == WALKTHROUGH:
         return
     sweeps = _sweep_names(state)
     hint = nearest(name, sweeps) if sweeps else f"no sweep has been run in {state} yet"
-    raise InputError([f"{name}: no such experiment has been run; {hint}"])
+    raise InputError(f"{name}: no such experiment has been run; {hint}")
 
 
 def make(
@@ -134,10 +134,10 @@ def make(
     """
     writable = os.access(state, os.W_OK) or not state.exists()
     if not (writable or out):
-        raise InputError([f"{state}: is not writable; name a folder for the report with --out"])
+        raise InputError(f"{state}: is not writable; name a folder for the report with --out")
     folder = (out or state / "reports") / name
     if why := no_folder_name(name):
-        raise InputError([f"{why}; name a sweep, not a path"])
+        raise InputError(f"{why}; name a sweep, not a path")
     if name == WALKTHROUGH and not (state / "sweeps" / name).exists():
         return write_report(folder, state, name, [name], Heading(NOTEBOOKS[name]), pdf)
     if fetch:
@@ -172,7 +172,7 @@ def _verified(ledger: Ledger, state: Path, name: str) -> str:
     verified = verify(ledger, Store(state))
     if verified.mismatches:
         why = f"{name}: no report was written, since its ledger differs from what the trials recorded"
-        raise InputError([why, *map(str, verified.mismatches)])
+        raise InputError(why, *map(str, verified.mismatches))
     return verified.sentence if verified.trials else ""
 
 
@@ -207,7 +207,7 @@ def _fetched(state: Path, name: str, mlflow: str | None) -> Path:
     from ablate.execution.tracking import fetch
 
     if not mlflow:
-        raise InputError(["--from-mlflow: no MLflow is set; set its address with --mlflow, or in a profile"])
+        raise InputError("--from-mlflow: no MLflow is set; set its address with --mlflow, or in a profile")
     folder = state / "fetched"
     path = folder / "sweeps" / name / "ledger.db"
     path.unlink(missing_ok=True)

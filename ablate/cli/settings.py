@@ -168,12 +168,12 @@ def _profile(name: str | None) -> tuple[Path, dict[str, object]]:
         if name:
             folders = f"the current folder or {Path.home() / '.config'}"
             raise InputError(
-                [f"profile {name}: there is no {FILE} in {folders}; create one with a table [profile.{name}]"]
+                f"profile {name}: there is no {FILE} in {folders}; create one with a table [profile.{name}]"
             )
         return Path(FILE), {}
     profiles = _read(file)
     if name and name not in profiles:
-        raise InputError([f"{file}: no profile {name!r}; {nearest(name, profiles)}"])
+        raise InputError(f"{file}: no profile {name!r}; {nearest(name, profiles)}")
     return file, profiles.get(name or "default", {})
 
 
@@ -181,19 +181,19 @@ def _read(file: Path) -> dict[str, dict[str, object]]:
     try:
         content = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise InputError([f"{file}: cannot be read: {error}"]) from None
+        raise InputError(f"{file}: cannot be read: {error}") from None
     profiles = content.pop("profile", {})
     problems = [
         f"{file}: {key}: no such key at the top level; put settings below [profile.NAME]" for key in content
     ]
     if not isinstance(profiles, dict) or not all(isinstance(table, dict) for table in profiles.values()):
-        raise InputError([f"{file}: profile: must hold tables, [profile.NAME]"])
+        raise InputError(f"{file}: profile: must hold tables, [profile.NAME]")
     for name, table in profiles.items():
         for key, value in table.items():
             why = KEYS[key](value) if key in KEYS else f"no such key; {nearest(key, KEYS)}"
             problems += [f"{file}: profile.{name}.{key}: {why}"] if why else []
     if problems:
-        raise InputError(problems)
+        raise InputError(*problems)
     return profiles
 
 
@@ -251,7 +251,7 @@ def _expand(value: object, location: str) -> object:
     names = [match[1] or match[2] for match in _NAME.finditer(value)]
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise InputError([f"{location}: ${missing[0]} is not set in the environment"])
+        raise InputError(f"{location}: ${missing[0]} is not set in the environment")
     return _NAME.sub(lambda match: os.environ[match[1] or match[2]], value)
 
 
@@ -265,7 +265,7 @@ def _parse_boolean(value: bool | str) -> bool:
     if isinstance(value, bool):
         return value
     if value.lower() not in ("true", "false", "1", "0"):
-        raise InputError([f"{ENVIRONMENT['shared_state']}={value}: must be true or false"])
+        raise InputError(f"{ENVIRONMENT['shared_state']}={value}: must be true or false")
     return value.lower() in ("true", "1")
 
 
@@ -292,7 +292,7 @@ def writable(state: Path, shared: bool = False) -> str | None:
         finally:
             probe.unlink()
     except OSError as error:
-        raise InputError([f"--state {state}: not writable ({error.strerror}); name another folder"]) from None
+        raise InputError(f"--state {state}: not writable ({error.strerror}); name another folder") from None
     if not permissions:
         return None
     remedy = f"`chmod 700 {state}` makes it private, --shared-state hides this note"
@@ -314,7 +314,7 @@ def _lock(probe: Path) -> None:
             "so two processes could overwrite each other's results"
         )
         remedy = "name a folder on a file system with locks (Lustre: mounted with -o flock)"
-        raise InputError([f"--state {probe.parent}: {why}; {remedy}"]) from None
+        raise InputError(f"--state {probe.parent}: {why}; {remedy}") from None
 
 
 def mlflow_uri(given: str | None, state: Path) -> str | None:

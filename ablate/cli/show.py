@@ -82,19 +82,19 @@ def _refuse_misfits(
     """Raise InputError for more words than two, and for an option of another form of the command."""
     count = len(words)
     if count > 2:
-        raise InputError([f"show takes two sweeps or arms at most, and there are {count}: {' '.join(words)}"])
+        raise InputError(f"show takes two sweeps or arms at most, and there are {count}: {' '.join(words)}")
     shown = ("all sweeps", "one sweep", "two sweeps or arms")[count]
     known = "; it takes " + " or ".join(_FORMS[count]) if _FORMS[count] else ""
     if form and form not in _FORMS[count]:
-        raise InputError([f"--to {form}: {shown} cannot be shown so{known}"])
+        raise InputError(f"--to {form}: {shown} cannot be shown so{known}")
     if as_json and count == 1:
         raise InputError(
-            ["--json: of one sweep there are tables, `--to csv`, and `ablate.reports.open` in Python"]
+            "--json: of one sweep there are tables, `--to csv`, and `ablate.reports.open` in Python"
         )
     if out and form not in ("csv", "parquet"):
-        raise InputError(["--out: files are written with `--to csv` or `--to parquet`"])
+        raise InputError("--out: files are written with `--to csv` or `--to parquet`")
     if chosen and count:
-        raise InputError([f"--workload and --metric choose among all arms, not within {shown}"])
+        raise InputError(f"--workload and --metric choose among all arms, not within {shown}")
 
 
 def _leaderboard(
@@ -105,7 +105,7 @@ def _leaderboard(
 
     sweeps = folders(state, None)
     if not sweeps:
-        raise InputError([f"{state}: no sweep has been run there yet; `ablate sweep X.yaml` runs one"])
+        raise InputError(f"{state}: no sweep has been run there yet; `ablate sweep X.yaml` runs one")
     entries, unreadable = collect(sweeps)
     for line in unreadable:
         print(line, file=sys.stderr)
@@ -115,7 +115,7 @@ def _leaderboard(
     if as_json:
         print(json.dumps([document(entry) for entry in chosen], indent=1))
     elif not chosen:
-        raise InputError([nothing(entries, workload, metric)])
+        raise InputError(nothing(entries, workload, metric))
     elif as_markdown:
         print("\n".join(markdown(chosen)))
     else:
@@ -146,7 +146,7 @@ def _evidence(sweep: str, state: Path, as_page: bool) -> None:
     try:
         ledger = open_ledger(state, Path(sweep).stem)
     except FileNotFoundError as error:
-        raise InputError([str(error)]) from None
+        raise InputError(str(error)) from None
     with closing(ledger):
         print((page if as_page else markdown)(Comparisons(ledger)), end="")
 
@@ -161,7 +161,7 @@ def _write_tables(
     try:
         found = frames.open(sweep, state=state)
     except (FileNotFoundError, ValueError) as error:
-        raise InputError([str(error)]) from None
+        raise InputError(str(error)) from None
     target, screen = out or Path(f"{Path(sweep).stem}_tables"), console()
     target.mkdir(parents=True, exist_ok=True)
     with found as results:
@@ -198,11 +198,11 @@ def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
             common = [name for name in arms_of(one) if name in arms_of(other)]
             if not common:
                 raise InputError(
-                    [f"{one.name} and {other.name} have no arm of the same name; name two as SWEEP:ARM"]
+                    f"{one.name} and {other.name} have no arm of the same name; name two as SWEEP:ARM"
                 )
             pairs = [(side(one, name), side(other, name)) for name in common]
         elif arm is None or other_arm is None:
-            raise InputError(["name two sweeps, or two arms as SWEEP:ARM"])
+            raise InputError("name two sweeps, or two arms as SWEEP:ARM")
         else:
             pairs = [(side(one, arm), side(other, other_arm))]
         found = [(a, b, compared(a, b)) for a, b in pairs]
@@ -243,12 +243,12 @@ def _opened(word: str, state: Path, stack: ExitStack) -> tuple[Ledger, str | Non
     known = sorted(path.name for path in state.glob("sweeps/*") if path.is_dir())
     if name not in known:
         hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
-        raise InputError([f"{name}: no such sweep; {hint}"])
+        raise InputError(f"{name}: no such sweep; {hint}")
     ledger = open_checked(state / "sweeps" / name / "ledger.db")
     stack.callback(ledger.close)
     arms = [row.name for row in ledger.arms()]
     if colon and arm not in arms:
-        raise InputError([f"{word}: {name} has no such arm; {nearest(arm, arms)}"])
+        raise InputError(f"{word}: {name} has no such arm; {nearest(arm, arms)}")
     return ledger, arm if colon else None
 
 

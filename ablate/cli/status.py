@@ -99,7 +99,7 @@ def _compare(folder: Path, state: Path) -> Verified:
     path, why = folder / "ledger.db", None
     try:
         if why := absent(path):
-            raise InputError([why])
+            raise InputError(why)
         why = damage(path)
         if not why:
             ledger = Ledger(path, readonly=True)

@@ -40,7 +40,7 @@ def stop(
     it.
     """
     if arm is not None and trial is not None:
-        raise InputError(["--arm and --trial: both were given; give one of them"])
+        raise InputError("--arm and --trial: both were given; give one of them")
     folder = _running_sweep(sweep, flags)
     members = _members(folder)
     order: Order
@@ -74,7 +74,7 @@ def _running_sweep(sweep: str, flags: Flags) -> Path:
     """Return the folder of a running sweep; InputError if it does not run."""
     (folder,) = folders(flags.settings().state, [sweep])
     if holder(folder) is None:
-        raise InputError([f"{folder.name}: this sweep is not running; there is nothing to stop or change"])
+        raise InputError(f"{folder.name}: this sweep is not running; there is nothing to stop or change")
     return folder
 
 
@@ -90,7 +90,7 @@ def _arm_effect(name: str, members: list[Member]) -> str:
     selected = [member for member in members if member.name == name]
     if not selected:
         hint = nearest(name, dict.fromkeys(member.name for member in members))
-        raise InputError([f"--arm {name}: no such arm; {hint}"])
+        raise InputError(f"--arm {name}: no such arm; {hint}")
     return _stop_effect(f"Arm {name}", selected)
 
 
@@ -99,11 +99,11 @@ def _find_trial(prefix: str, members: list[Member]) -> Member:
     trials = {member.id: member for member in members}
     matches = [trial for trial in trials if trial.startswith(prefix)]
     if not matches:
-        raise InputError([f"--trial {prefix}: no such trial; {nearest(prefix, trials)}"])
+        raise InputError(f"--trial {prefix}: no such trial; {nearest(prefix, trials)}")
     if len(matches) > 1:
         listed = ", ".join(matches[:6])
         raise InputError(
-            [f"--trial {prefix}: {len(matches)} trials have this prefix: {listed}; give more digits"]
+            f"--trial {prefix}: {len(matches)} trials have this prefix: {listed}; give more digits"
         )
     return trials[matches[0]]
 
@@ -114,7 +114,7 @@ def _stop_effect(subject: str, members: list[Member]) -> str:
     runs, waits = (sum(each == wanted for each in status.values()) for wanted in ("running", "pending"))
     if not runs and not waits:
         states = ", ".join(sorted(set(status.values())))
-        raise InputError([f"{subject} has already ended ({states}): there is nothing to stop"])
+        raise InputError(f"{subject} has already ended ({states}): there is nothing to stop")
     ended = f"{_trials(runs, 'running')} will be ended" if runs else ""
     dropped = f"{_trials(waits, 'waiting')} will not be started" if waits else ""
     return f"{subject}: {' and '.join(filter(None, (ended, dropped)))}; records are kept."
@@ -134,7 +134,7 @@ def _send(folder: Path, order: Order, effect: str) -> None:
     deadline = time.monotonic() + _ACCEPT_SECONDS
     while order_file.exists() and time.monotonic() < deadline:
         if holder(folder) is None and _withdraw(order_file):
-            raise InputError([f"{folder.name}: its controller ended before it accepted the order"])
+            raise InputError(f"{folder.name}: its controller ended before it accepted the order")
         time.sleep(0.05)
     pending = f"{folder.name} is busy; it accepts the order as soon as it can."
     screen.print(pending if order_file.exists() else "Accepted.", soft_wrap=True, markup=False)

@@ -102,12 +102,12 @@ def sweep(
     machine = machine_of(jobs.capability, flags.device)
     if machine and jobs.export_jobs is None and not options.dry_run:
         raise InputError(
-            ["--capability: describes another machine; add --export-jobs FOLDER, or use `ablate plan`"]
+            "--capability: describes another machine; add --export-jobs FOLDER, or use `ablate plan`"
         )
     if jobs.sbatch and jobs.export_jobs is None:
-        raise InputError(["--sbatch: its options are those of job arrays; add --export-jobs FOLDER"])
+        raise InputError("--sbatch: its options are those of job arrays; add --export-jobs FOLDER")
     if options.detach and jobs.export_jobs is not None:
-        raise InputError(["--detach: --export-jobs runs nothing; leave one of the two out"])
+        raise InputError("--detach: --export-jobs runs nothing; leave one of the two out")
     settings = settings_for(machine, flags, notify=options.notify)
     print_starting(f"reading {file} and its data", quiet=options.quiet or not sys.stderr.isatty())
     experiment = load(file, settings.device, options.seeds, machine)
@@ -149,11 +149,11 @@ def _require_runnable(file: Path, experiment: Experiment, settings: Settings) ->
     """
     if experiment.keys.budget.cost is not None and settings.price is None:
         raise InputError(
-            [f"{file}: budget.cost: no price of a worker-hour; set it with --price, or in a profile"]
+            f"{file}: budget.cost: no price of a worker-hour; set it with --price, or in a profile"
         )
     if settings.executor != "inline" and (other := other_package(Path.cwd())):
         raise InputError(
-            [f"{other}: Ray's workers would import this module `ablate`: start the sweep from another folder"]
+            f"{other}: Ray's workers would import this module `ablate`: start the sweep from another folder"
         )
     notes = list(filter(None, (writable(settings.state, settings.shared_state), settings.device_note)))
     check_login(settings.mlflow)
@@ -162,7 +162,7 @@ def _require_runnable(file: Path, experiment: Experiment, settings: Settings) ->
 
 def _sweep_busy(file: Path, holder: str) -> InputError:
     return InputError(
-        [f"{file}: another process ({holder}) runs this sweep; wait for it, or use another --state"]
+        f"{file}: another process ({holder}) runs this sweep; wait for it, or use another --state"
     )
 
 

@@ -119,7 +119,7 @@ class SweepRun:
             )
             return "stopped"
         except ClusterError as error:
-            raise InputError([redact(str(error), settings.ray)]) from None
+            raise InputError(redact(str(error), settings.ray)) from None
         except Unfit as error:
             print(error, file=sys.stderr)
             return "failed"

@@ -47,7 +47,7 @@ def sync(
     settings, screen = flags.settings(), console()
     if settings.mlflow is None:
         raise InputError(
-            [f"no MLflow to send to: {settings.origins['mlflow']} says `none`; give an address with --mlflow"]
+            f"no MLflow to send to: {settings.origins['mlflow']} says `none`; give an address with --mlflow"
         )
     check_login(settings.mlflow)
     selected = folders(settings.state, sweeps)
@@ -74,11 +74,11 @@ def _refuse_damaged(settings: Settings, rebuild: bool, named: bool) -> None:
     if not why:
         return
     if not rebuild or named:
-        raise InputError([f"{path}: damaged ({why}); `ablate sync --rebuild`, without names, replaces it"])
+        raise InputError(f"{path}: damaged ({why}); `ablate sync --rebuild`, without names, replaces it")
     running = [folder.name for folder in folders(settings.state, None) if holder(folder)]
     if running:
         raise InputError(
-            [f"{path}: damaged ({why}), and in use by {', '.join(running)}; `ablate stop` ends a sweep"]
+            f"{path}: damaged ({why}), and in use by {', '.join(running)}; `ablate stop` ends a sweep"
         )
     put_aside(path)
 
@@ -103,7 +103,7 @@ def _sync_all(
         except Busy as busy:
             message = f"{folder.name}: is running ({busy}), and sends its own records"
             if named:
-                raise InputError([message]) from None
+                raise InputError(message) from None
             screen.print(message, soft_wrap=True, markup=False)
             continue
         if not complete:
@@ -126,7 +126,7 @@ def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, scree
 
     address = settings.mlflow
     if address is None:
-        raise InputError(["sync needs an MLflow: omit `--mlflow none`, or give an address"])
+        raise InputError("sync needs an MLflow: omit `--mlflow none`, or give an address")
     if path_of(address) is None:
         import_client()  # takes seconds, in which the server is not asked yet
     ledger = Ledger(folder / "ledger.db")

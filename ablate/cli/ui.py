@@ -133,7 +133,7 @@ def _choose_sweep(state: Path, sweep: str | None, wait: bool) -> str | None:
     sweeps = folders(state, [sweep] if sweep else None)
     if not (sweeps or wait):
         raise InputError(
-            [f"{state}: no sweep has been run there yet; `ablate sweep X.yaml` runs an experiment"]
+            f"{state}: no sweep has been run there yet; `ablate sweep X.yaml` runs an experiment"
         )
     return max(sweeps, key=changed).name if sweeps else None
 

@@ -188,7 +188,7 @@ def start(index: int | None = None) -> None:
         torch.empty(1, device="cuda")
     except (RuntimeError, AssertionError) as error:
         why = torch_problem(torch_cuda(), driver_cuda()) or explained(str(error))
-        raise InputError([f"CUDA does not start here: {why}"]) from None
+        raise InputError(f"CUDA does not start here: {why}") from None
 
 
 def explained(message: str, environment: Mapping[str, str] = os.environ) -> str:

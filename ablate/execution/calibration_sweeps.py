@@ -107,7 +107,7 @@ def _loaded(path: Path, device: str) -> Experiment:
         if not path.stem.endswith(FULL_CALIBRATION):
             raise
         instead = f"{path}: has the full runs of the calibration; --no-full calibrates forks alone"
-        raise InputError([*error.problems, instead]) from None
+        raise InputError(*error.problems, instead) from None
 
 
 def proposal(experiment: Experiment, chosen: "Candidate", seeds: int, bad: str) -> dict[str, Json]:

@@ -45,11 +45,11 @@ class FinishedTrial:
             spec = TrialSpec.parse(path.read_text(), id=trial)
             result = store.result(trial)
         except FileNotFoundError:
-            raise InputError([f"{run}: there is no trial {trial} in {store.root}"]) from None
+            raise InputError(f"{run}: there is no trial {trial} in {store.root}") from None
         except (Damaged, ValueError) as error:
-            raise InputError([f"{run}: {error}"]) from None
+            raise InputError(f"{run}: {error}") from None
         if result is None:
-            raise InputError([f"{run}: trial {trial} is not finished; `ablate sweep` continues it"])
+            raise InputError(f"{run}: trial {trial} is not finished; `ablate sweep` continues it")
         return cls(run, spec, result, store)
 
     def refusals(self) -> list[str]:
@@ -94,11 +94,11 @@ class FinishedTrial:
         try:
             require_no_export(target)  # before a trial is trained again
         except ValueError as error:
-            raise InputError([f"--out {error}"]) from None
+            raise InputError(f"--out {error}") from None
         weights = self._weights(train)
         if weights.fallbacks:
             raise InputError(
-                [f"{self.run}: the guard changed the precision of layers during the run, which is not kept"]
+                f"{self.run}: the guard changed the precision of layers during the run, which is not kept"
             )
         prepared, conversion = self._loaded(weights)
         batches = prepared.validation[:calibrate]
@@ -110,7 +110,7 @@ class FinishedTrial:
         try:
             return export_model(conversion, target, form, calibrate=measure if batches else None)
         except ValueError as error:
-            raise InputError([f"{self.run}: {error}"]) from None
+            raise InputError(f"{self.run}: {error}") from None
 
     def _weights(self, train: bool) -> "FinalWeights":
         """Return the final weights of a trial, kept or trained again."""
@@ -132,7 +132,7 @@ class FinishedTrial:
         else:
             why = f"trial {trial} keeps no weights"
         if not train:
-            raise InputError([f"{why}; {_KEEP}"])
+            raise InputError(f"{why}; {_KEEP}")
         return self._trained_again()
 
     def _trained_again(self) -> "FinalWeights":
@@ -157,10 +157,8 @@ class FinishedTrial:
             if differ or not common:
                 name = differ[0] if differ else "val/loss"
                 raise InputError(
-                    [
-                        f"trial {spec.id}, trained again, has {name} {metrics.get(name)} where it had"
-                        f" {last.get(name)}: another machine or version computes other bits"
-                    ]
+                    f"trial {spec.id}, trained again, has {name} {metrics.get(name)} where it had"
+                    f" {last.get(name)}: another machine or version computes other bits"
                 )
             return final_weights.read(Path(folder) / final_weights.NAME)
 
@@ -182,10 +180,8 @@ def _member(run: str, seed: int | None, store: Store) -> str:
     """Return the id of the trial of an arm at a seed."""
     of_arm = {member.seed: member.id for member in members_of(run, store.root)}
     if seed is None and len(of_arm) > 1:
-        raise InputError(
-            [f"{run}: it has the seeds {', '.join(map(str, sorted(of_arm)))}; give one by --seed"]
-        )
+        raise InputError(f"{run}: it has the seeds {', '.join(map(str, sorted(of_arm)))}; give one by --seed")
     chosen = next(iter(of_arm)) if seed is None else seed
     if chosen not in of_arm:
-        raise InputError([f"--seed {seed}: {run} has the seeds {', '.join(map(str, sorted(of_arm)))}"])
+        raise InputError(f"--seed {seed}: {run} has the seeds {', '.join(map(str, sorted(of_arm)))}")
     return of_arm[chosen]

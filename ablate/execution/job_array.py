@@ -80,15 +80,13 @@ class Jobs:
             jobs = TypeAdapter(cls).validate_json(path.read_bytes())
         except OSError as error:
             raise InputError(
-                [
-                    f"{path}: {error.strerror or error}; give the folder that `ablate sweep X.yaml"
-                    " --export-jobs FOLDER` wrote"
-                ]
+                f"{path}: {error.strerror or error}; give the folder that `ablate sweep X.yaml"
+                " --export-jobs FOLDER` wrote"
             ) from None
         except ValidationError as error:
-            raise InputError([f"{path}: not a manifest of jobs: {error.errors()[0]['msg']}"]) from None
+            raise InputError(f"{path}: not a manifest of jobs: {error.errors()[0]['msg']}") from None
         if wrong := [trial for trial in jobs.trials if not _TRIAL.fullmatch(trial)]:
-            raise InputError([f"{path}: not a manifest of jobs: {wrong[0]!r} is not the id of a trial"])
+            raise InputError(f"{path}: not a manifest of jobs: {wrong[0]!r} is not the id of a trial")
         return jobs
 
     @property
@@ -116,11 +114,9 @@ class Need:
         gpus = math.ceil(resources.gpus_of(device))
         if resources.gpus and not gpus:
             raise InputError(
-                [
-                    f"{file}: resources.gpus {resources.gpus:g}, and this machine has no GPU, so that the"
-                    " jobs would compute on CPUs; add --capability, such as 10.0 for a B200, or leave the"
-                    " GPUs out"
-                ]
+                f"{file}: resources.gpus {resources.gpus:g}, and this machine has no GPU, so that the"
+                " jobs would compute on CPUs; add --capability, such as 10.0 for a B200, or leave the"
+                " GPUs out"
             )
         return cls(1 if gpus else resources.layout(device).ranks, gpus)
 
@@ -145,13 +141,13 @@ def export(
         InputError: the folder holds something, or an option is none or is set here.
     """
     if folder.exists() and any(folder.iterdir()):
-        raise InputError([f"{folder}: the folder is not empty; name one that does not exist yet"])
+        raise InputError(f"{folder}: the folder is not empty; name one that does not exist yet")
     for option in options:
         name = option.removeprefix("--").partition("=")[0]
         if not _OPTION.fullmatch(option) or "\n" in option:
-            raise InputError([f"--sbatch {option!r}: no option of sbatch; write it as --partition=gpu"])
+            raise InputError(f"--sbatch {option!r}: no option of sbatch; write it as --partition=gpu")
         if name in _OWN:
-            raise InputError([f"--sbatch {option}: the scripts set --{name} themselves"])
+            raise InputError(f"--sbatch {option}: the scripts set --{name} themselves")
     for part in ("requests", "logs", STATE):
         (folder / part).mkdir(parents=True, exist_ok=True)
     for stage in requests:
@@ -184,12 +180,12 @@ def request_of(folder: Path, stage: int, task: int) -> TrialRequest:
     stages = Jobs.read(folder).stages
     if not (1 <= stage <= len(stages) and 0 <= task < len(stages[stage - 1])):
         sizes = ", ".join(f"stage {number} has {len(each)}" for number, each in enumerate(stages, 1))
-        raise InputError([f"{folder}: no task {task} of stage {stage}; {sizes} tasks"])
+        raise InputError(f"{folder}: no task {task} of stage {stage}; {sizes} tasks")
     path = folder / "requests" / f"{stages[stage - 1][task]}.json"
     try:
         request = TrialRequest.parse(path.read_bytes())
     except (OSError, MalformedMessage) as error:
-        raise InputError([f"{path}: {error}"]) from None
+        raise InputError(f"{path}: {error}") from None
     root = (folder / STATE).resolve()
     return replace(request, root=str(root), attempt=Store(root).begin(request.id))
 

@@ -90,22 +90,20 @@ class Hook:
 def _check_url(url: str) -> None:
     if any(passwords(url.partition("?")[0])):
         raise InputError(
-            [
-                "--notify: a URL with user:password@ cannot be called;"
-                " use a command, which may hold its own password"
-            ]
+            "--notify: a URL with user:password@ cannot be called;"
+            " use a command, which may hold its own password"
         )
     if not url.partition("://")[2].strip("/"):
-        raise InputError([f"--notify {url}: no host"])
+        raise InputError(f"--notify {url}: no host")
 
 
 def _words(command: str) -> list[str]:
     try:
         words = shlex.split(command)
     except ValueError as error:
-        raise InputError([f"--notify: not a command: {error}"]) from None
+        raise InputError(f"--notify: not a command: {error}") from None
     if not words or shutil.which(words[0]) is None:
         raise InputError(
-            [f"--notify {words[0] if words else ''}: no such command; name one, or an http(s) URL"]
+            f"--notify {words[0] if words else ''}: no such command; name one, or an http(s) URL"
         )
     return words

@@ -107,9 +107,7 @@ def edited_error(name: str, files: Iterable[Path], discarded: int) -> InputError
     trials = f"the {discarded} trials" if discarded > 1 else "the trial"
     lost = f" Finished trials are kept; {trials} in flight will run again." if discarded else ""
     return InputError(
-        [
-            f"{name}: {shown or 'code or data'} {verb} edited while the sweep ran, so no trial that is left"
-            " would be the one that was planned. The same command runs all trials with the edited code; undo"
-            f" the edit first to continue with those that are done.{lost}"
-        ]
+        f"{name}: {shown or 'code or data'} {verb} edited while the sweep ran, so no trial that is left"
+        " would be the one that was planned. The same command runs all trials with the edited code; undo"
+        f" the edit first to continue with those that are done.{lost}"
     )

@@ -48,9 +48,9 @@ def take_over(
     """
     config = experiment.base.config
     if not config.own_code:
-        raise InputError(["--same-code: the workload is no code of your own, whose edits could matter"])
+        raise InputError("--same-code: the workload is no code of your own, whose edits could matter")
     if getattr(config, "data", ()) or getattr(config, "start", None):
-        raise InputError(["--same-code: data or weights are in the digest of the code, too; leave it out"])
+        raise InputError("--same-code: data or weights are in the digest of the code, too; leave it out")
     taken = 0
     for arm in experiment.arms:
         for seed in experiment.seeds:

@@ -535,12 +535,10 @@ class Scheduler:
             pending := self.count["pending"]
         ):  # if none, this code has computed all of it before
             raise InputError(
-                [
-                    f"{self.experiment.file}: {len(outdated)} trials are done under"
-                    f" {' and '.join(sorted(changes))}, and {pending} would run: the code that computes them"
-                    " has changed in the middle of this sweep. Check out the code that it began with, or give"
-                    " --accept-version to run all of it under this one; what is done stays in the store"
-                ]
+                f"{self.experiment.file}: {len(outdated)} trials are done under"
+                f" {' and '.join(sorted(changes))}, and {pending} would run: the code that computes them"
+                " has changed in the middle of this sweep. Check out the code that it began with, or give"
+                " --accept-version to run all of it under this one; what is done stays in the store"
             )
 
     # Statuses

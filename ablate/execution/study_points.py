@@ -239,7 +239,7 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
     if name not in sweeps:
         others = sorted(sweeps.keys() - {experiment.name})
         raise InputError(
-            [f"{experiment.file}: search.warm: {name!r}: no such sweep in {state}; {nearest(name, others)}"]
+            f"{experiment.file}: search.warm: {name!r}: no such sweep in {state}; {nearest(name, others)}"
         )
     book = open_checked(sweeps[name])
     try:
@@ -247,10 +247,8 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
         if _windows(here) != _windows(there):
             kinds = [f"forks ({one.trunk})" if one else "full runs" for one in (there, here)]
             raise InputError(
-                [
-                    f"{experiment.file}: search.warm: {name!r} is of {kinds[0]} and this search of {kinds[1]}"
-                    f"{' in other windows' if here and there else ''}: their values cannot be compared"
-                ]
+                f"{experiment.file}: search.warm: {name!r} is of {kinds[0]} and this search of {kinds[1]}"
+                f"{' in other windows' if here and there else ''}: their values cannot be compared"
             )
         arms: list[_WarmArm] = []
         for arm in (arm for arm in book.arms() if arm.role not in ("null", "bad")):

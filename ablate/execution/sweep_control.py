@@ -45,7 +45,7 @@ def folders(state: Path, words: Iterable[str] | None) -> list[Path]:
     unknown = [name for name in names if name not in known]
     if unknown:
         hint = nearest(unknown[0], known) if known else "none has been run there"
-        raise InputError([f"{unknown[0]}: no such sweep in {state}; {hint}"])
+        raise InputError(f"{unknown[0]}: no such sweep in {state}; {hint}")
     return [known[name] for name in dict.fromkeys(names)]
 
 
@@ -81,7 +81,7 @@ def damage(path: Path) -> str | None:
         finally:
             db.close()
     except sqlite3.OperationalError as error:
-        raise InputError([f"{path}: cannot be read: {error}"]) from None
+        raise InputError(f"{path}: cannot be read: {error}") from None
     except sqlite3.DatabaseError as error:
         return str(error)
     return found or _flaw(path)
@@ -119,7 +119,7 @@ def check(folder: Path, file: str) -> None:
     """
     found = damage(folder / "ledger.db")
     if found:
-        raise InputError([refusal(folder / "ledger.db", found, file)])
+        raise InputError(refusal(folder / "ledger.db", found, file))
 
 
 # Orders

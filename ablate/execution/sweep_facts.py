@@ -25,7 +25,7 @@ def describe(ledger: Ledger, experiment: Experiment, device: str = "cpu") -> Non
     """
     if (judged := Judged.alone(ledger)) or kept_alone(ledger.path.absolute().parent):
         origin = judged.text if judged else "that were judged"
-        raise InputError([f"{ledger.name}: holds runs {origin}; give the experiment another name"])
+        raise InputError(f"{ledger.name}: holds runs {origin}; give the experiment another name")
     commit, diff = provenance.commit(Path.cwd())
     environment = {"commit": commit, **provenance.environment()}
     if slow := on_slow_reference(experiment, device):
@@ -98,9 +98,7 @@ def require_metrics(experiment: Experiment, ledger: Ledger, trial: int, title: s
         if metric.name not in logged:
             own = [name for name in logged if not is_added(name)]
             raise InputError(
-                [
-                    f"{experiment.name}: metric: {metric.name!r}: {title} is done and logged"
-                    f" {', '.join(own) or 'no metric'}; {nearest(metric.name, own)}. Its results are"
-                    " kept: correct the name, or log it, and the same command goes on"
-                ]
+                f"{experiment.name}: metric: {metric.name!r}: {title} is done and logged"
+                f" {', '.join(own) or 'no metric'}; {nearest(metric.name, own)}. Its results are"
+                " kept: correct the name, or log it, and the same command goes on"
             )

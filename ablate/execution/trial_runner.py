@@ -286,7 +286,7 @@ def _run(
         if ranks > 1 and checkpoints.products != products:
             begun = f"trial {spec.id} began with products in {checkpoints.products}"
             remedy = f"set {product.MODE_VARIABLE}={checkpoints.products} for all of them"
-            raise InputError([f"{begun}, and its {ranks} ranks would multiply in {products}; {remedy}"])
+            raise InputError(f"{begun}, and its {ranks} ranks would multiply in {products}; {remedy}")
         stack.enter_context(product.multiplying(checkpoints.products or product.mode()))
         if trunk := checkpoints.trunk:
             store.fork(spec.id, attempt, trunk)
@@ -344,7 +344,7 @@ def within_memory(events: Iterator[Event], device: str) -> Iterator[Event]:
     except (MemoryError, RuntimeError) as error:  # CUDA's is a RuntimeError of its own, the CPU's a plain one
         first = (str(error).strip() or "no more memory").splitlines()[0]
         if "deterministic implementation" in first:
-            raise InputError([f"{first} On a GPU, set the workload's deterministic: false"]) from error
+            raise InputError(f"{first} On a GPU, set the workload's deterministic: false") from error
         if (
             not isinstance(error, MemoryError)
             and "out of memory" not in first

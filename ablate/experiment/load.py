@@ -174,7 +174,7 @@ def sweep_name(path: Path) -> str:
     that name."""
     if why := no_folder_name(path.stem):
         rename = "rename the file, to rht_sr.yaml for example"
-        raise InputError([f"{str(path)!r}: a sweep is named after its file, and {why}; {rename}"])
+        raise InputError(f"{str(path)!r}: a sweep is named after its file, and {why}; {rename}")
     return path.stem
 
 

@@ -96,20 +96,20 @@ def read(path: Path) -> Document:
     try:
         if path.stat().st_size > _LARGEST_FILE:
             what = f"is {path.stat().st_size} bytes long; an experiment is at most {_LARGEST_FILE}"
-            raise InputError([Problem(name, 1, 1, what)])
+            raise InputError(Problem(name, 1, 1, what))
         content = path.read_bytes()
     except FileNotFoundError:
         near = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
         hint = f"; {nearest(path.name, near)}" if near else ""
-        raise InputError([f"{name}: no such file{hint}"]) from None
+        raise InputError(f"{name}: no such file{hint}") from None
     except (OSError, ValueError) as error:
-        raise InputError([f"{name}: cannot be read: {error}"]) from None
+        raise InputError(f"{name}: cannot be read: {error}") from None
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line, column = _line_and_column(content[: error.start].decode("utf-8-sig", "replace"))
         what = f"byte {content[error.start]:#04x} is not UTF-8, the encoding of experiment files"
-        raise InputError([Problem(name, line, column, what)]) from None
+        raise InputError(Problem(name, line, column, what)) from None
     return parse(text, name)
 
 
@@ -120,7 +120,7 @@ def parse(text: str, name: str) -> Document:
     if not isinstance(node, MappingNode):
         what = "empty" if node is None else "a list" if isinstance(node, SequenceNode) else "a single value"
         why = f"an experiment file is a mapping (question: ..., ablate: ...); this file is {what}"
-        raise InputError([Problem(name, 1, 1, why)])
+        raise InputError(Problem(name, 1, 1, why))
     value = settled(_mapping(yaml, node, name))
     return Document(name, value, text, {(): (1, 1), **dict(_positions(node, ()))})
 
@@ -146,10 +146,10 @@ def _composed(yaml: YAML, text: str, name: str) -> Reading[Node | None]:
             levels += isinstance(event, CollectionStartEvent) - isinstance(event, CollectionEndEvent)
             if isinstance(event, AliasEvent):
                 what = "aliases are refused, because a few can expand to gigabytes; write the value out"
-                raise InputError([_at(name, event, f"alias *{event.anchor}: {what}")])
+                raise InputError(_at(name, event, f"alias *{event.anchor}: {what}"))
             if levels > _DEEPEST:
                 what = f"nested more than {_DEEPEST} levels deep; an experiment needs fewer than ten"
-                raise InputError([_at(name, event, what)])
+                raise InputError(_at(name, event, what))
             tag = getattr(event, "tag", None)
             if tag and tag not in _TAGS.get(type(event), ()):
                 shown = f"!!{tag.rpartition(':')[2]}" if tag.startswith("tag:yaml.org,2002:") else tag
@@ -161,14 +161,14 @@ def _composed(yaml: YAML, text: str, name: str) -> Reading[Node | None]:
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = " ".join(filter(None, (error.context, error.problem))) or "is not YAML"
-        raise InputError([Problem(name, mark.line + 1, mark.column + 1, one_line(what))]) from None
+        raise InputError(Problem(name, mark.line + 1, mark.column + 1, one_line(what))) from None
     except ReaderError as error:
         what = f"character {error.character:#06x} is not allowed in YAML"
-        raise InputError([Problem(name, *_line_and_column(text[: error.position]), what)]) from None
+        raise InputError(Problem(name, *_line_and_column(text[: error.position]), what)) from None
     except Exception as error:  # the library has more classes than it documents, and defects of its own
         line, column = (last.end_mark.line + 1, last.end_mark.column + 1) if last else (1, 1)
         what = one_line((str(error) or type(error).__name__).splitlines()[0])
-        raise InputError([Problem(name, line, column, f"not YAML from here on: {what}")]) from None
+        raise InputError(Problem(name, line, column, f"not YAML from here on: {what}")) from None
 
 
 def _positions(node: Node, path: Path_) -> Iterator[tuple[Path_, tuple[int, int]]]:

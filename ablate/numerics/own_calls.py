@@ -198,7 +198,7 @@ def _once(
     except Exception as error:
         if isinstance(error, RuntimeError) and any(part in str(error) for part in _PASSED_ON):
             raise
-        raise InputError([f"{field} {word} raised {_described(error, word)}"]) from error
+        raise InputError(f"{field} {word} raised {_described(error, word)}") from error
     for library, own in _generators(device).items():
         if own != state[library]:
             why = f"draws from {library}'s global generator, so no run could be repeated"
@@ -230,13 +230,13 @@ _DUE: dict[Own, int] = {}
 def _loaded(word: Own) -> tuple[Callable[..., object], Collection[str]]:
     """Import a function, once for each content of its source; return it with the names of its arguments."""
     if not word.unchanged:
-        raise InputError([f"{word} was edited, or is gone, since this run was planned: plan it again"])
+        raise InputError(f"{word} was edited, or is gone, since this run was planned: plan it again")
     try:
         function = own_source.load_apart(word.code)
     except Exception as error:
-        raise InputError([f"{word} cannot be imported: {_described(error, word)}"]) from error
+        raise InputError(f"{word} cannot be imported: {_described(error, word)}") from error
     if not word.unchanged:
-        raise InputError([f"{word} was edited while it was imported: plan it again"])
+        raise InputError(f"{word} was edited while it was imported: plan it again")
     return function, inspect.signature(function).parameters.keys()
 
 

@@ -159,7 +159,7 @@ def mode() -> str:
         return _FORCED[-1]
     asked = os.environ.get(MODE_VARIABLE)
     if asked is not None and asked not in MODES:
-        raise InputError([f"{MODE_VARIABLE}={asked}: CPUs multiply in {' or '.join(MODES)}; leave it out"])
+        raise InputError(f"{MODE_VARIABLE}={asked}: CPUs multiply in {' or '.join(MODES)}; leave it out")
     return asked or NATIVE_MODE
 
 

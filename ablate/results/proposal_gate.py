@@ -119,10 +119,10 @@ def gate(
     with locked(history):
         past = read(history)
         if past is None and token:
-            raise InputError([f"{history}: there is no history, and a token of one was given: restore it"])
+            raise InputError(f"{history}: there is no history, and a token of one was given: restore it")
         if past is not None and token and token not in past.digests:
             raise InputError(
-                [f"{history}: the token {token[:12]} is not of this history: it was replaced or shortened"]
+                f"{history}: the token {token[:12]} is not of this history: it was replaced or shortened"
             )
         declared = _declaration(history, past, floor, minimize, plan)
         judgements = past.judgements if past else ()
@@ -137,10 +137,8 @@ def gate(
             return Judged(*place, recorded, True, (), spent, past.token)
         if own and any(each.decision["word"] == "keep" for each in judgements[judgements.index(own[0]) :]):
             raise InputError(
-                [
-                    f"proposal {proposal!r} was to be run again, and another was kept since: its baseline is"
-                    " not the present one. Propose it under another name, on top of what was kept"
-                ]
+                f"proposal {proposal!r} was to be run again, and another was kept since: its baseline is"
+                " not the present one. Propose it under another name, on top of what was kept"
             )
         baseline, candidate = (
             {str(run): value for run, value in runs.items()} for runs in (baseline, candidate)
@@ -190,7 +188,7 @@ def _declaration(
     if past is None:
         if floor is None:
             raise InputError(
-                [f"{path}: a new history needs a noise floor: 16 or more reruns of one configuration"]
+                f"{path}: a new history needs a noise floor: 16 or more reruns of one configuration"
             )
         return Declaration(asdict(plan or Plan()), minimize is not False, [float(value) for value in floor])
     declared = past.declaration
@@ -206,22 +204,20 @@ def _declaration(
         if declared.plan[key] != value:
             problems.append(f"{path}: {key} is declared as {declared.plan[key]}, not {value}")
     if problems:
-        raise InputError(
-            [*problems, "what was declared before the first proposal holds for the whole history"]
-        )
+        raise InputError(*problems, "what was declared before the first proposal holds for the whole history")
     return declared
 
 
 def _same(judgements: Sequence[Judgement], name: str, content: str) -> list[Judgement]:
     """Return the judgements of a proposal, which has the same content, or the same name."""
     if not name:
-        raise InputError(["a proposal needs a name"])
+        raise InputError("a proposal needs a name")
     by_content = [each.proposal for each in judgements if content and each.content == content]
     wanted = by_content[0] if by_content else name
     own = [each for each in judgements if each.proposal == wanted]
     if not by_content and content and any(each.content not in ("", content) for each in own):
         raise InputError(
-            [f"proposal {name!r} was judged with another content: give the new change another name"]
+            f"proposal {name!r} was judged with another content: give the new change another name"
         )
     return own
 
@@ -232,7 +228,7 @@ def _merged(side: str, own: Sequence[Judgement], given: Mapping[str, float]) -> 
     for run, value in given.items():
         if run in merged and repr(merged[run]) != repr(float(value)):
             raise InputError(
-                [f"run {run!r} of the {side} has two values: {merged[run]!r} before, {float(value)!r} now"]
+                f"run {run!r} of the {side} has two values: {merged[run]!r} before, {float(value)!r} now"
             )
     return merged | {run: float(value) for run, value in _shuffled(given).items()}
 
@@ -247,8 +243,6 @@ def _refuse_shared(
 ) -> None:
     """Refuse runs of the candidate that are the baseline's, or that another proposal has."""
     if shared := [run for run in ours if run in theirs]:
-        raise InputError([f"run {shared[0]!r} is given both as the candidate's and as the baseline's"])
+        raise InputError(f"run {shared[0]!r} is given both as the candidate's and as the baseline's")
     if used := [run for run in ours if run in foreign]:
-        raise InputError(
-            [f"run {used[0]!r} was given with another proposal: it cannot be one of {proposal!r}"]
-        )
+        raise InputError(f"run {used[0]!r} was given with another proposal: it cannot be one of {proposal!r}")

@@ -106,7 +106,7 @@ class Plan:
         if self.most not in possible:
             problems.append(f"most is {self.most}: it is one of {', '.join(map(str, possible))}")
         if problems:
-            raise InputError(problems)
+            raise InputError(*problems)
 
     @cached_property
     def looks(self) -> tuple[Look, ...]:
@@ -136,13 +136,13 @@ class Floor:
         """
         if len(values) < FEWEST_RERUNS:
             raise InputError(
-                [f"the noise floor has {counted(len(values), 'rerun')}: {FEWEST_RERUNS} or more are needed"]
+                f"the noise floor has {counted(len(values), 'rerun')}: {FEWEST_RERUNS} or more are needed"
             )
         if wrong := [value for value in values if not _usable(value)]:
-            raise InputError([f"the noise floor contains {wrong[0]}: give reruns that finished"])
+            raise InputError(f"the noise floor contains {wrong[0]}: give reruns that finished")
         if not (spread := variance(values)):
             raise InputError(
-                ["all reruns of the noise floor are equal: rerun it with other seeds, or no gate is needed"]
+                "all reruns of the noise floor are equal: rerun it with other seeds, or no gate is needed"
             )
         return cls(spread, len(values))
 
@@ -371,16 +371,14 @@ def decide(
     """
     if history.proposals >= plan.proposals:
         raise InputError(
-            [
-                f"{plan.proposals} proposals were declared and judged; one more would not be covered by the"
-                " chance of a false keep that was declared. Start a new history with a larger number"
-            ]
+            f"{plan.proposals} proposals were declared and judged; one more would not be covered by the"
+            " chance of a false keep that was declared. Start a new history with a larger number"
         )
     if history.looks >= len(plan.looks):
-        raise InputError(["all looks at this proposal are over: it is decided"])
+        raise InputError("all looks at this proposal are over: it is decided")
     if wrong := [value for value in baseline if not _usable(value)]:
         raise InputError(
-            [f"a run of the baseline is {wrong[0]}: the baseline must finish; run it again under another id"]
+            f"a run of the baseline is {wrong[0]}: the baseline must finish; run it again under another id"
         )
     if diverged := sum(not _usable(value) for value in candidate):
         return Decision("discard", "diverged", looks=history.looks, diverged=diverged)

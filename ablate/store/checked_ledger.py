@@ -52,17 +52,17 @@ def open_checked(path: Path) -> Ledger:
         InputError: It differs from its seals, is no database, or has no tables yet.
     """
     if why := absent(path):
-        raise InputError([why])
+        raise InputError(why)
     try:
         ledger = Ledger(path, readonly=True)
     except sqlite3.OperationalError as error:
         none = absent(path, empty=True) if "no such table" in str(error) else None
-        raise InputError([none or f"{path}: cannot be read: {error}"]) from None
+        raise InputError(none or f"{path}: cannot be read: {error}") from None
     except sqlite3.DatabaseError as error:
-        raise InputError([refusal(path, str(error))]) from None
+        raise InputError(refusal(path, str(error))) from None
     try:
         if why := difference(ledger):
-            raise InputError([refusal(path, why, ledger=ledger)])
+            raise InputError(refusal(path, why, ledger=ledger))
     except BaseException:
         ledger.close()
         raise

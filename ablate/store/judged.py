@@ -92,7 +92,7 @@ class Judged:
         """Return the origin in the text of a fact of a ledger with this name."""
         content = json.loads(text)
         if not all("warnings" in each for each in content.get("readings", [{}])):
-            raise InputError([f"{name}: its runs were judged by an earlier version; judge them again"])
+            raise InputError(f"{name}: its runs were judged by an earlier version; judge them again")
         times, readings = content["times"], content["readings"]
         return cls(
             **content

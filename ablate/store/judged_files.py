@@ -107,7 +107,7 @@ def keep(ledger: Ledger, store: Store) -> list[str]:
                 now.write(folder)
             return news + ([] if lost else said)
     except Damaged as error:
-        raise InputError([f"{error}; {_AGAIN}"]) from None
+        raise InputError(f"{error}; {_AGAIN}") from None
 
 
 def _restore(ledger: Ledger, store: Store, kept: JudgedFile) -> None:

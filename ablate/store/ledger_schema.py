@@ -56,7 +56,7 @@ def check(db: sqlite3.Connection, path: Path) -> bool:
         if written
         else "a version before 0.1.0 wrote this ledger, and none since reads it: remove the state folder"
     )
-    raise InputError([f"{path}: {writer}, or choose another state folder with --state"])
+    raise InputError(f"{path}: {writer}, or choose another state folder with --state")
 
 
 def create(db: sqlite3.Connection, path: Path) -> None:

@@ -23,10 +23,10 @@ def members_of(words: str, state: Path) -> list[Member]:
     known = sorted(path.parent.name for path in state.glob("sweeps/*/ledger.db"))
     if name not in known:
         hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
-        raise InputError([f"{words}: no such sweep or trial; {hint}"])
+        raise InputError(f"{words}: no such sweep or trial; {hint}")
     with closing(Ledger(state / "sweeps" / name / "ledger.db", readonly=True)) as ledger:
         members = [*ledger.members()]
     arms = list(dict.fromkeys(member.name for member in members))
     if not colon or arm not in arms:
-        raise InputError([f"{words}: name an arm as {name}:ARM; {nearest(arm, arms)}"])
+        raise InputError(f"{words}: name an arm as {name}:ARM; {nearest(arm, arms)}")
     return [member for member in members if member.name == arm]

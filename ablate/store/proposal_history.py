@@ -120,23 +120,18 @@ def read(path: Path) -> ProposalHistory | None:
         InputError: the file or its head is damaged, was changed or shortened, or one of them is missing.
     """
     if path.is_dir():
-        raise InputError([f"{path}: a folder: name the file of a history, such as {path.name}/loop.jsonl"])
+        raise InputError(f"{path}: a folder: name the file of a history, such as {path.name}/loop.jsonl")
     head = _read_head(path)
     if not path.exists():
         if head is None or head[0] == 1:  # a head of one line: the process ended before the first write
             return None
         raise InputError(
-            [
-                f"{path}: the history is missing, and {_head(path).name} counts {head[0]} lines of it:"
-                " restore it, since a loop that has forgotten its proposals is judged wrongly"
-            ]
+            f"{path}: the history is missing, and {_head(path).name} counts {head[0]} lines of it:"
+            " restore it, since a loop that has forgotten its proposals is judged wrongly"
         )
     if head is None:
         raise InputError(
-            [
-                f"{_head(path)}: this file is missing, so that a shortened history would not be found:"
-                " restore it"
-            ]
+            f"{_head(path)}: this file is missing, so that a shortened history would not be found: restore it"
         )
     lines, digests, previous = path.read_bytes().splitlines(), [], ""
     parsed = [_parse(path, number, line) for number, line in enumerate(lines, 1)]
@@ -144,25 +139,23 @@ def read(path: Path) -> ProposalHistory | None:
         before, digest = document.pop("previous", None), document.pop("digest", None)
         if before != previous or digest != _digest([previous, document]):
             raise InputError(
-                [f"{path}:{number}: this line, or one before it, was changed, removed or moved: restore it"]
+                f"{path}:{number}: this line, or one before it, was changed, removed or moved: restore it"
             )
         previous = digest
         digests.append(digest)
     count, digest = head
     if not 0 <= len(digests) - count <= 1 or digests[count - 1] != digest:
         raise InputError(
-            [
-                f"{path}: its {len(digests)} lines are not the {count}, ending in {digest[:12]}, that"
-                f" {_head(path).name} names: the history was shortened or replaced. Restore it"
-            ]
+            f"{path}: its {len(digests)} lines are not the {count}, ending in {digest[:12]}, that"
+            f" {_head(path).name} names: the history was shortened or replaced. Restore it"
         )
     try:
         if parsed[0].pop("format") != FORMAT:
-            raise InputError([f"{path}:1: written by another version: format {FORMAT} is read"])
+            raise InputError(f"{path}:1: written by another version: format {FORMAT} is read")
         judgements = [_judgement(document) for document in parsed[1:]]
         return ProposalHistory(Declaration(**parsed[0]), tuple(judgements), tuple(digests))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError([f"{path}: not a history of proposals: {error}"]) from None
+        raise InputError(f"{path}: not a history of proposals: {error}") from None
 
 
 def _head(path: Path) -> Path:
@@ -178,9 +171,9 @@ def _read_head(path: Path) -> tuple[int, str] | None:
         content = read_json(head)
         count, digest = content["lines"], content["digest"]
     except (Damaged, KeyError) as error:
-        raise InputError([f"{head}: damaged ({error}): restore it"]) from None
+        raise InputError(f"{head}: damaged ({error}): restore it") from None
     if type(count) is not int or count < 1 or not isinstance(digest, str):
-        raise InputError([f"{head}: it does not name the lines of a history: restore it"])
+        raise InputError(f"{head}: it does not name the lines of a history: restore it")
     return count, digest
 
 
@@ -190,7 +183,7 @@ def _parse(path: Path, number: int, line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         document = None
     if not isinstance(document, dict):
-        raise InputError([f"{path}:{number}: torn or damaged: it is not a JSON object. Restore the history"])
+        raise InputError(f"{path}:{number}: torn or damaged: it is not a JSON object. Restore the history")
     return document
 
 

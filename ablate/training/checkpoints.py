@@ -174,7 +174,7 @@ class Checkpoints:
             begun = (
                 f"trial {self.trial} goes on from step {state['step']} of a run that multiplied in {recorded}"
             )
-            raise InputError([f"{begun}, and sums add in another order: {why}"])
+            raise InputError(f"{begun}, and sums add in another order: {why}")
         self.products = recorded
 
     def wanted(self, step: int) -> tuple[bool, bool]:

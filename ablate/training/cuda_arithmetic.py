@@ -66,7 +66,7 @@ def follow(deterministic: bool, everywhere: bool, environment: MutableMapping[st
     """
     if deterministic and (present := environment.get(_VARIABLE)) not in WORKSPACES:
         remedy = f"set it to {' or '.join(WORKSPACES)}, or the workload's deterministic to false"
-        raise InputError([f"{_VARIABLE}={present}: cuBLAS does not repeat its bits with it; {remedy}"])
+        raise InputError(f"{_VARIABLE}={present}: cuBLAS does not repeat its bits with it; {remedy}")
     torch.backends.cudnn.deterministic = deterministic
     torch.use_deterministic_algorithms(deterministic and everywhere)
 

@@ -66,7 +66,7 @@ class Record:
                 raise Damaged(path, "its content is not what was written to it")
             self._tallies = {name: Tally(*values) for name, values in chunks.items()}
         except (Damaged, KeyError, TypeError, AttributeError) as error:
-            raise InputError([f"{path}: cannot be trusted ({error}); delete it to enumerate anew"]) from None
+            raise InputError(f"{path}: cannot be trusted ({error}); delete it to enumerate anew") from None
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -75,9 +75,9 @@ class Record:
             with lock(self.path.with_suffix(".lock"), wait=False):
                 yield
         except Busy as busy:
-            raise InputError([f"{self.path}: {busy} enumerates already; wait until it ends"]) from None
+            raise InputError(f"{self.path}: {busy} enumerates already; wait until it ends") from None
         except OSError as error:
-            raise InputError([f"{self.path}: cannot be written ({error.strerror})"]) from None
+            raise InputError(f"{self.path}: cannot be written ({error.strerror})") from None
 
     def of(self, part: str, chunk: str, count: Callable[[], Tally]) -> Tally:
         """Return the tally of a chunk, counted now if the file does not have it."""

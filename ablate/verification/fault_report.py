@@ -27,7 +27,7 @@ def run(state: Path | None, count: int, seed: int, names: list[str], screen: Con
         InputError: The folder is not empty.
     """
     if state and state.exists() and any(state.iterdir()):
-        raise InputError([f"--state {state}: the folder is not empty; name a new one"])
+        raise InputError(f"--state {state}: the folder is not empty; name a new one")
     folder = state or Path(tempfile.mkdtemp(prefix="ablate-faults-"))
     folder.mkdir(parents=True, exist_ok=True)
     suite = Suite(

@@ -47,11 +47,11 @@ def subject(source: str) -> tuple[str, Own]:
         field = kind_of_file(file, name)
         word = resolved(field, source, (), None)
     except (ValueError, SyntaxError) as error:
-        raise InputError([str(error)]) from None
+        raise InputError(str(error)) from None
     except OSError as error:
-        raise InputError([f"{path}: {(error.strerror or str(error)).lower()}"]) from None
+        raise InputError(f"{path}: {(error.strerror or str(error)).lower()}") from None
     if word is None:
-        raise InputError([f"{source}: write FILE.py:FUNCTION"])
+        raise InputError(f"{source}: write FILE.py:FUNCTION")
     return field, word
 
 
@@ -74,7 +74,7 @@ def require(file: Path, functions: Mapping[tuple[str, Own], Collection[str]], de
             told = failed.detail.removeprefix(f"{field} {word} ")
             broken.append(f"{file}: {field} {word} fails {failed.name!r} of `ablate check`: {told}{mend}")
     if broken:
-        raise InputError(broken)
+        raise InputError(*broken)
 
 
 def promises(

@@ -55,7 +55,7 @@ def main(
     """Measure the cost of the platform. Exit status 1 if a goal is missed."""
     for name in names or ():
         if name not in ROWS:
-            raise InputError([f"{name}: no such row; {nearest(name, ROWS)}"])
+            raise InputError(f"{name}: no such row; {nearest(name, ROWS)}")
     figures: list[Figure] = []
     for name in names or ROWS:
         with tempfile.TemporaryDirectory(prefix="ablate-platform-") as folder:

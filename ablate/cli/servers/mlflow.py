@@ -57,7 +57,7 @@ def bind_first_free(name: str, given: int | None, bind: Callable[[int], Server])
 
 def _port_in_use(name: str, port: int) -> InputError:
     remedy = "name another port, or omit the option to take a free one"
-    return InputError([f"--{name}-port {port}: another process listens on this port; {remedy}"])
+    return InputError(f"--{name}-port {port}: another process listens on this port; {remedy}")
 
 
 def _free(port: int) -> bool:

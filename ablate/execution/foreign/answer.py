@@ -148,7 +148,7 @@ def judge(
         >>> ablate.judge({"bf16": [3.10, 3.12, 3.09], "nvfp4": [3.11, 3.14, 3.12]}, "bf16").answer
     """
     if direction not in (None, *get_args(Direction)):
-        raise InputError([f"direction {direction!r}: is minimize or maximize"])
+        raise InputError(f"direction {direction!r}: is minimize or maximize")
     found = _given(runs, metric, columns or {})
     named = metric if isinstance(runs, Mapping) else metric_of_text(metric)
     question = Question(against, named, min_effect, direction, tuple(ignore), tuple(without), at=at)
@@ -212,7 +212,7 @@ def named_columns(columns: Mapping[str, str], metric: str | None) -> Columns:
     roles = [each.name for each in fields(Columns) if each.name != "metrics"]
     for role in columns:
         if role not in roles:
-            raise InputError([f"column {one_line(role)!r}: no such role; {nearest(role, roles)}"])
+            raise InputError(f"column {one_line(role)!r}: no such role; {nearest(role, roles)}")
     name, equals, column = (metric or "").partition("=")
     return Columns(**columns, metrics={name: column} if equals else None)
 
@@ -231,8 +231,8 @@ def _final_values(
     """Yield runs of which only the final values are known."""
     seeded = isinstance(values, Mapping)
     if isinstance(values, str) or not values:
-        raise InputError([f"{arm}: give values by seed, or a list of values of runs"])
+        raise InputError(f"{arm}: give values by seed, or a list of values of runs")
     for number, value in values.items() if isinstance(values, Mapping) else enumerate(values):
         if number != int(number) or not isinstance(value, int | float):
-            raise InputError([f"{arm}: {number}: {value!r}: a seed is a whole number, and a value a number"])
+            raise InputError(f"{arm}: {number}: {value!r}: a seed is a whole number, and a value a number")
         yield ForeignRun(f"{arm} {number}", arm, int(number) if seeded else None, {metric: {0: float(value)}})

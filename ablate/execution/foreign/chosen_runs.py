@@ -84,10 +84,10 @@ def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, li
     why = "".join(f"; {sentence}" for sentences in chosen.left_out.values() for sentence in sentences[:1])
     if question.against not in arms:
         hint = nearest(question.against, arms)
-        raise InputError([f"--against {question.against}: no such arm; {hint}{why}"])
+        raise InputError(f"--against {question.against}: no such arm; {hint}{why}")
     if len(arms) < 2:
         lone = f"only {arms[0]} has runs with {metric.name}"
-        raise InputError([f"{lone}: there is nothing to compare it with{why}"])
+        raise InputError(f"{lone}: there is nothing to compare it with{why}")
     return chosen, said + more
 
 
@@ -97,9 +97,9 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     names = sorted({name for run in runs for name in run.records})
     known = nearest(metric.name, names) if names else "the runs have no metrics"
     if not any(metric.name in run.records for run in runs):
-        raise InputError([f"no run has a metric {metric.name!r}; {known}"])
+        raise InputError(f"no run has a metric {metric.name!r}; {known}")
     if not recordable(metric.name):
-        raise InputError([f"metric {metric.name!r}: {NAMING}; rename it: --metric NAME={metric.name}"])
+        raise InputError(f"metric {metric.name!r}: {NAMING}; rename it: --metric NAME={metric.name}")
     kept = []
     open_ends: dict[tuple[str, str], list[ForeignRun]] = {}
     for run in runs:
@@ -122,7 +122,7 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
         kept = [with_rates(run, metric.name, steps) for run in kept]
     said = [sentence for sentences in left_out.values() for sentence in sentences]
     if not kept:
-        raise InputError([f"no run is left: {'; '.join(said[:3])}"])
+        raise InputError(f"no run is left: {'; '.join(said[:3])}")
     said += [f"{run.name} counts as asked: {run.ended}" for run in kept if run.status != "done"]
     _require_one_configuration(kept, question)
     unlike = unlike_seeds([run for run in kept if run.arm != question.floor], question.against)
@@ -149,10 +149,10 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     ends = [steps if steps in series else max(series) for series in again]
     reruns = [series[end] for series, end in zip(again, ends, strict=True)]
     if len({*ends}) > 1:
-        raise InputError([f"--floor {question.floor}: its runs end at different steps"])
+        raise InputError(f"--floor {question.floor}: its runs end at different steps")
     if question.floor is not None and len(reruns) < _FEWEST_RERUNS:
         raise InputError(
-            [f"--floor {question.floor}: has {len(reruns)} runs; a spread needs {_FEWEST_RERUNS} or more"]
+            f"--floor {question.floor}: has {len(reruns)} runs; a spread needs {_FEWEST_RERUNS} or more"
         )
     if metric.name == _LAST_STEP:
         said.append(
@@ -178,14 +178,12 @@ def _short(runs: Sequence[ForeignRun], question: Question, metric: str, steps: i
         if len(named) != 1:
             names = [_short_name(run) for run in runs]
             why = f"{len(named)} runs have this name" if named else f"no such run; {nearest(name, names)}"
-            raise InputError([f"--without {name}: {why}"])
+            raise InputError(f"--without {name}: {why}")
         if not _ended_early(named[0], metric, steps):
             last, value = max(named[0].records[metric].items())
             raise InputError(
-                [
-                    f"--without {name}: its last {metric} is {value:g} at step {last} of {steps}; only a run"
-                    " that ended early, without having diverged, can be left out: choosing biases verdicts"
-                ]
+                f"--without {name}: its last {metric} is {value:g} at step {last} of {steps}; only a run"
+                " that ended early, without having diverged, can be left out: choosing biases verdicts"
             )
         short += named
     return short
@@ -226,7 +224,7 @@ def _effect(given: float | str | None) -> float | str | None:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise InputError([f"min_effect {text}: is no positive number, or share such as 0.1%"])
+        raise InputError(f"min_effect {text}: is no positive number, or share such as 0.1%")
     return f"{number:.15f}".rstrip("0").rstrip(".") + "%" if text.endswith("%") else number
 
 
@@ -238,7 +236,7 @@ def _usual_metric(runs: Sequence[ForeignRun]) -> str:
     if found or len(shared) == 1:
         return found or shared.pop()
     listed = ", ".join(sorted(shared)[:12]) or "none"
-    raise InputError([f"--metric is needed: metrics that all runs have are {listed}"])
+    raise InputError(f"--metric is needed: metrics that all runs have are {listed}")
 
 
 def _require_one_configuration(runs: Sequence[ForeignRun], question: Question) -> None:
@@ -267,7 +265,7 @@ def _require_one_configuration(runs: Sequence[ForeignRun], question: Question) -
                 f"{seed * all(run.seed is None for run in runs)}, or pass {fields} if they do not matter"
             )
     if problems:
-        raise InputError(problems)
+        raise InputError(*problems)
 
 
 def _listed(values: Iterable[str]) -> str:
@@ -297,6 +295,6 @@ def numbered(runs: Sequence[ForeignRun]) -> list[tuple[ForeignRun, int]]:
     """Return the runs with a seed each. Runs without one get numbers that no other arm has: no pairs."""
     taken = {run.seed for run in runs if run.seed is not None}
     if big := next((run for run in runs if run.seed is not None and abs(run.seed) >= 1 << 63), None):
-        raise InputError([f"{big.name}: seed {big.seed} is too large; it has at most 63 bits"])
+        raise InputError(f"{big.name}: seed {big.seed} is too large; it has at most 63 bits")
     free = iter(number for number in range(len(taken) + len(runs)) if number not in taken)
     return [(run, next(free) if run.seed is None else run.seed) for run in runs]

@@ -87,14 +87,14 @@ def pick(role: str, given: str | None, names: Sequence[str], where: str, said: l
     if given is not None:
         if given in names:
             return given
-        raise InputError([f"{where}: no column {one_line(given)!r} for the {role}; {nearest(given, names)}"])
+        raise InputError(f"{where}: no column {one_line(given)!r} for the {role}; {nearest(given, names)}")
     fitting = [name for name in names if plain(name) in USUAL[role]]
     best = [name for name in fitting if plain(name) == role] or fitting
     if role == "run":  # any of them tells runs apart
         best = sorted(best, key=lambda name: USUAL["run"].index(plain(name)))[:1]
     if len(best) > 1:
         raise InputError(
-            [f"{where}: several columns may be the {role}: {_listed(best)}; name one, {role}=COLUMN"]
+            f"{where}: several columns may be the {role}: {_listed(best)}; name one, {role}=COLUMN"
         )
     if best:
         said.append(f"{where}: {role}: column {one_line(best[0])!r}")
@@ -102,7 +102,7 @@ def pick(role: str, given: str | None, names: Sequence[str], where: str, said: l
     near = [name for name in names if plain(name) not in _NOT_MEANT and _alike(plain(name), role)]
     if near and role != "run":
         named = quote(f"{role}={one_line(near[0])}")
-        raise InputError([f"{where}: no column {role!r}; if {_listed(near)} is meant, name it, {named}"])
+        raise InputError(f"{where}: no column {role!r}; if {_listed(near)} is meant, name it, {named}")
     return None
 
 
@@ -124,7 +124,7 @@ def metric_columns(
         for column in given.values():
             if column not in names:
                 raise InputError(
-                    [f"{where}: no column {one_line(column)!r} of a metric; {nearest(column, names)}"]
+                    f"{where}: no column {one_line(column)!r} of a metric; {nearest(column, names)}"
                 )
         return dict(given)
     columns: dict[str, str] = {}
@@ -132,10 +132,8 @@ def metric_columns(
         ours = metric_name(name)
         if ours in columns:
             raise InputError(
-                [
-                    f"{where}: columns {_listed([columns[ours], name])} may both be {ours}; name one,"
-                    f" {ours}=COLUMN"
-                ]
+                f"{where}: columns {_listed([columns[ours], name])} may both be {ours}; name one,"
+                f" {ours}=COLUMN"
             )
         columns[ours] = name
         if ours != name:

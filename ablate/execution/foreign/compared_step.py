@@ -43,14 +43,14 @@ def compared_step(runs: Sequence[ForeignRun], against: str, metric: str, at: int
         counts[run.arm].update(run.records[metric].keys())
     if at is not None and not any(at in run.records[metric] for run in runs):
         near = min((step for count in counts.values() for step in count), key=lambda step: abs(step - at))
-        raise InputError([f"--at {at}: no run has {metric} at this step; the nearest is {near}"])
+        raise InputError(f"--at {at}: no run has {metric} at this step; the nearest is {near}")
     most = {arm: {step for step in count if 2 * count[step] > totals[arm]} for arm, count in counts.items()}
     arms = Counter(step for steps in most.values() for step in steps)
     shared = (step for step in arms if 2 * arms[step] > len(most) and step in most.get(against, arms))
     step = max(shared, default=None) if at is None else at
     if step is None:
         last = "; ".join(f"{arm} at {', '.join(map(str, sorted(counts[arm])[-3:]))}" for arm in [*counts][:3])
-        raise InputError([f"{metric}: most runs share no step (last are {last}); log it at the same steps"])
+        raise InputError(f"{metric}: most runs share no step (last are {last}); log it at the same steps")
     return step
 
 

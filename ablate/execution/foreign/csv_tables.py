@@ -40,19 +40,17 @@ def read_table(path: Path, fields: Mapping[str, str]) -> Table:
                 names = _names(row, path)
             elif len(row) != len(names):
                 raise InputError(
-                    [
-                        f"{path}: line {reader.line_num} has {len(row)} cells, and the header has"
-                        f" {len(names)}; the file is cut or damaged there, or a cell needs quotes"
-                    ]
+                    f"{path}: line {reader.line_num} has {len(row)} cells, and the header has"
+                    f" {len(names)}; the file is cut or damaged there, or a cell needs quotes"
                 )
             else:
                 rows.append((reader.line_num, dict(zip(names, row, strict=True))))
     except csv.Error as error:
-        raise InputError([f"{path}: line {reader.line_num}: {error}"]) from None
+        raise InputError(f"{path}: line {reader.line_num}: {error}") from None
     finally:
         csv.field_size_limit(before)
     if names is None:
-        raise InputError([f"{path}: there is no header"])
+        raise InputError(f"{path}: there is no header")
     if names[0] == "":  # the index that pandas writes
         rows = [(line, {name: cell for name, cell in row.items() if name}) for line, row in rows]
         names = names[1:]
@@ -62,7 +60,7 @@ def read_table(path: Path, fields: Mapping[str, str]) -> Table:
 def _names(row: list[str], path: Path) -> list[str]:
     names = [cell.strip() for cell in row]
     if "" in names[1:] or names == [""]:
-        raise InputError([f"{path}: column {names.index('', min(1, len(names) - 1)) + 1} has no name"])
+        raise InputError(f"{path}: column {names.index('', min(1, len(names) - 1)) + 1} has no name")
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InputError([f"{path}: two columns are named {one_line(twice)!r}"])
+        raise InputError(f"{path}: two columns are named {one_line(twice)!r}")
     return names

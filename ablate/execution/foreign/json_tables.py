@@ -36,7 +36,7 @@ def read_lines(path: Path, fields: Mapping[str, str], said: list[str]) -> Table:
             if number == len(lines) and rows:
                 said.append(f"{path}: the last line is cut and left out")
                 continue
-            raise InputError([f"{path}: line {number} is not a JSON object: {error}"]) from None
+            raise InputError(f"{path}: line {number} is not a JSON object: {error}") from None
     return _table(path, rows, fields)
 
 
@@ -48,7 +48,7 @@ def read_list(path: Path, fields: Mapping[str, str]) -> Table:
             raise ValueError("it is not a list of objects, one a row")
         rows = [(number, _row(entry)) for number, entry in enumerate(content, 1)]
     except ValueError as error:
-        raise InputError([f"{path}: {error}"]) from None
+        raise InputError(f"{path}: {error}") from None
     return _table(path, rows, fields)
 
 

@@ -55,7 +55,7 @@ def write_ledger(state: Path, name: str, found: Found, question: Question, files
         InputError: The runs cannot be compared, or a sweep has this name.
     """
     if why := no_folder_name(name):
-        raise InputError([f"--as: {why}; give a name such as nvfp4_lr"])
+        raise InputError(f"--as: {why}; give a name such as nvfp4_lr")
     chosen, more = prepared(found.runs, question)
     path = state / "sweeps" / name / "ledger.db"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -83,7 +83,7 @@ def write_ledger(state: Path, name: str, found: Found, question: Question, files
             unfinished.rename(path)
     except Busy as busy:
         raise InputError(
-            [f"{name}: another process ({busy}) writes this name; wait for it, or use --as"]
+            f"{name}: another process ({busy}) writes this name; wait for it, or use --as"
         ) from None
     return more
 
@@ -110,12 +110,12 @@ def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> li
     if no_folder_name(name) or not path.exists():
         known = sorted(each.parent.name for each in state.glob("sweeps/*/ledger.db"))
         hint = nearest(name, known) if known else f"no sweep has been run in {state} yet"
-        raise InputError([f"--into {name}: no such sweep; {hint}"])
+        raise InputError(f"--into {name}: no such sweep; {hint}")
     try:
         check(path.parent, "")
         with lock(path.parent / "lock", wait=False), closing(Ledger(path)) as ledger:
             if Judged.alone(ledger):
-                raise InputError([f"--into {name}: it holds judged runs alone; judge all files together"])
+                raise InputError(f"--into {name}: it holds judged runs alone; judge all files together")
             metric = _metric_of_sweep(ledger, question)
             _refuse_unlike(ledger)
             base = _baseline(ledger, question.against)
@@ -139,7 +139,7 @@ def add_to_sweep(state: Path, name: str, found: Found, question: Question) -> li
                 origin.judged(_now(metric, replace(question, against=base.name))).write(ledger)
                 more += keep(ledger, Store(state))
     except Busy as busy:
-        raise InputError([f"--into {name}: another process ({busy}) runs this sweep; wait for it"]) from None
+        raise InputError(f"--into {name}: another process ({busy}) runs this sweep; wait for it") from None
     return more
 
 
@@ -167,26 +167,24 @@ def _metric_of_sweep(ledger: Ledger, question: Question) -> Metric:
     """Return the metric of a sweep; InputError if the question names another, or another smallest effect."""
     metric = ledger.facts.metric
     if question.metric not in (None, metric.name):
-        raise InputError([f"--metric {question.metric}: {ledger.name} is compared by {metric.name}"])
+        raise InputError(f"--metric {question.metric}: {ledger.name} is compared by {metric.name}")
     if question.direction not in (None, metric.direction):
-        raise InputError([f"--maximize: {ledger.name} {metric.direction}s {metric.name}; leave it out"])
+        raise InputError(f"--maximize: {ledger.name} {metric.direction}s {metric.name}; leave it out")
     if question.at is not None:
-        raise InputError([f"--at: runs are compared at the last step of {ledger.name}; leave it out"])
+        raise InputError(f"--at: runs are compared at the last step of {ledger.name}; leave it out")
     if question.floor is not None:
-        raise InputError(["--floor: reruns are described in a judgement of their own, without --into"])
+        raise InputError("--floor: reruns are described in a judgement of their own, without --into")
     if question.min_effect is not None:
-        raise InputError([f"--min-effect: that of {ledger.name} stands in its file; leave it out"])
+        raise InputError(f"--min-effect: that of {ledger.name} stands in its file; leave it out")
     return metric
 
 
 def _refuse_unlike(ledger: Ledger) -> None:
     """Raise InputError for a sweep whose comparisons are no differences of last values."""
     if ledger.facts.design is not None:
-        raise InputError(
-            [f"--into {ledger.name}: it compares windows of forks, which other runs do not have"]
-        )
+        raise InputError(f"--into {ledger.name}: it compares windows of forks, which other runs do not have")
     if Comparisons(ledger).relative:
-        raise InputError([f"--into {ledger.name}: it compares tensors, by ratios at equal seeds"])
+        raise InputError(f"--into {ledger.name}: it compares tensors, by ratios at equal seeds")
 
 
 def _ends(ledger: Ledger, metric: str) -> list[int]:
@@ -201,7 +199,7 @@ def _require_same_end(ledger: Ledger, chosen: Chosen, own: Sequence[int]) -> Non
     theirs = {last_until(run.records[name], chosen.steps) for run in chosen.runs}
     if own and theirs.difference(own):
         steps, here = (", ".join(map(str, sorted(each))) for each in (theirs, own))
-        raise InputError([f"the last {name} is of step {steps}, and of step {here} in {ledger.name}"])
+        raise InputError(f"the last {name} is of step {steps}, and of step {here} in {ledger.name}")
 
 
 def _baseline(ledger: Ledger, against: str) -> ArmRow:
@@ -210,7 +208,7 @@ def _baseline(ledger: Ledger, against: str) -> ArmRow:
     found = [arm for arm in arms if (arm.name == against if against else arm.baseline is None)]
     if len(found) != 1:
         names = [arm.name for arm in arms]
-        raise InputError([f"--against {against}: name one arm of {ledger.name}; {nearest(against, names)}"])
+        raise InputError(f"--against {against}: name one arm of {ledger.name}; {nearest(against, names)}")
     return found[0]
 
 
@@ -232,16 +230,14 @@ def _earlier(path: Path, name: str, sources: Mapping[str, str]) -> tuple[Judged 
         with closing(Ledger(path, readonly=True)) as ledger:
             before, damaged = Judged.alone(ledger) or before, difference(ledger) or ""
     if damaged and before is None:
-        raise InputError([refusal(path, damaged)])
+        raise InputError(refusal(path, damaged))
     if before is None:
         raise InputError(
-            [
-                f"{name}: a sweep of this name is in {path.parent}; give another name with --as, or add"
-                f" the runs to its report with --into {name}"
-            ]
+            f"{name}: a sweep of this name is in {path.parent}; give another name with --as, or add"
+            f" the runs to its report with --into {name}"
         )
     if not before.sources.keys() & sources.keys():
-        raise InputError([f"{name}: holds runs of {before.places}; give another name with --as"])
+        raise InputError(f"{name}: holds runs of {before.places}; give another name with --as")
     return before, damaged
 
 

@@ -30,7 +30,7 @@ def read_log(path: Path, fields: Mapping[str, str], logs: str, said: list[str]) 
     try:
         reader = open_reader(format_of(logs))
     except ValueError as error:
-        raise InputError([f"--logs {one_line(logs)}: {error}"]) from None
+        raise InputError(f"--logs {one_line(logs)}: {error}") from None
     points = Points(str(path), in_time=True)
     damaged: list[tuple[int, str]] = []
     decoded = text(path) if logs == "lightning" else content(path).decode(errors="replace")
@@ -52,9 +52,9 @@ def read_log(path: Path, fields: Mapping[str, str], logs: str, said: list[str]) 
         said.append(f"{path}: the last line has no end, so it may be cut; it is left out")
     if not records:
         why = f"; line {damaged[0][0]}: {damaged[0][1]}" if damaged else ""
-        raise InputError([f"{path}: no line has metrics as {one_line(logs)} prints them{why}"])
+        raise InputError(f"{path}: no line has metrics as {one_line(logs)} prints them{why}")
     if damaged and logs.startswith("hf"):
-        raise InputError([f"{path}: line {damaged[0][0]}: {damaged[0][1]}"])
+        raise InputError(f"{path}: line {damaged[0][0]}: {damaged[0][1]}")
     if damaged:
         count = f"{len(damaged)} lines are" if len(damaged) > 1 else "a line is"
         said.append(f"{path}: {count} left out; line {damaged[0][0]}: {damaged[0][1]}")
@@ -68,9 +68,9 @@ def read_state(path: Path, fields: Mapping[str, str]) -> NamedRun:
         for number, record in enumerate(state_records(text(path)), 1):
             _add(points, number, record)
     except Unreadable as error:
-        raise InputError([f"{path}: {error}"]) from None
+        raise InputError(f"{path}: {error}") from None
     if not points.records():
-        raise InputError([f"{path}: its log_history is empty"])
+        raise InputError(f"{path}: its log_history is empty")
     name = path.parent.parent.name if path.parent.name.startswith("checkpoint-") else path.parent.name
     return NamedRun(str(path), name, points, {}, fields)
 

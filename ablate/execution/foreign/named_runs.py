@@ -72,11 +72,9 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
             roles[role] = column
         elif role == "arm":
             raise InputError(
-                [
-                    f"{where}: nothing says the arm of {runs[0].name!r}: give a pattern of the path, such as"
-                    ' logs/{arm}/seed{seed}.log, or of the name, such as --name "{arm}-s{seed}"'
-                    + (f", or a field of the configuration; {nearest('arm', names)}" if names else "")
-                ]
+                f"{where}: nothing says the arm of {runs[0].name!r}: give a pattern of the path, such as"
+                ' logs/{arm}/seed{seed}.log, or of the name, such as --name "{arm}-s{seed}"'
+                + (f", or a field of the configuration; {nearest('arm', names)}" if names else "")
             )
         else:
             said.append(f"{where}: seed: nothing says it; runs have no seed")
@@ -84,7 +82,7 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
     for ours, theirs in (columns.metrics or {}).items():
         seen = sorted({name for run in runs for name in run.points.records()})
         if theirs not in seen:
-            raise InputError([f"{where}: no metric {one_line(theirs)!r} for {ours}; {nearest(theirs, seen)}"])
+            raise InputError(f"{where}: no metric {one_line(theirs)!r} for {ours}; {nearest(theirs, seen)}")
     identified_runs = [with_status(_run(run, columns, roles, renamed), states, [run.config]) for run in runs]
     said += [f"{where}: metric {ours}: {one_line(theirs)!r}" for theirs, ours in renamed.items()]
     said += [sentence for run in runs for sentence in run.points.sentences()]
@@ -98,7 +96,7 @@ def _run(run: NamedRun, columns: Columns, roles: Mapping[str, str], renamed: dic
     for role, column in roles.items():
         value = run.config.get(column)
         if cells.is_empty(value):
-            raise InputError([f"{run.where}: the {role} ({one_line(column)}) is not in its configuration"])
+            raise InputError(f"{run.where}: the {role} ({one_line(column)}) is not in its configuration")
         fields[role] = str(value).strip()
     records = run.points.records()
     if columns.metrics is not None:

@@ -35,14 +35,11 @@ def read_name(pattern: str, name: str, where: str) -> dict[str, str]:
     lazy, greedy = _match(pattern, name, "?"), _match(pattern, name, "")
     if lazy is None:
         raise InputError(
-            [f"{where}: {one_line(name)!r} is not of the pattern {pattern!r}, where {{seed}} is digits"]
+            f"{where}: {one_line(name)!r} is not of the pattern {pattern!r}, where {{seed}} is digits"
         )
     if lazy != greedy:
         raise InputError(
-            [
-                f"{where}: {one_line(name)!r} fits {pattern!r} in two ways, {lazy} and {greedy}; write"
-                " more of it"
-            ]
+            f"{where}: {one_line(name)!r} fits {pattern!r} in two ways, {lazy} and {greedy}; write more of it"
         )
     return lazy
 
@@ -56,7 +53,7 @@ def seed_of(text: str | None, where: str) -> int | None:
     try:
         return whole(text)
     except ValueError:
-        raise InputError([f"{where}: the seed {one_line(text)[:60]!r} is not a whole number"]) from None
+        raise InputError(f"{where}: the seed {one_line(text)[:60]!r} is not a whole number") from None
 
 
 def places_of(place: str) -> list[tuple[Path, dict[str, str]]]:
@@ -73,11 +70,11 @@ def places_of(place: str) -> list[tuple[Path, dict[str, str]]]:
         return [(path, {})]
     parts = list(_parts(place)) if "{" in place else [(place, None)]
     if "*{seed}" in place:
-        raise InputError([f"{place}: where the seed begins is not clear; write what stands before it"])
+        raise InputError(f"{place}: where the seed begins is not clear; write what stands before it")
     wild = "".join(literal + "*" * bool(name) for literal, name in parts)
     paths = sorted(Path(name) for name in glob.glob(str(Path(wild).expanduser()), recursive=True))
     if not paths:
-        raise InputError([f"{place}: no such file" + " is of this pattern" * (wild != place)])
+        raise InputError(f"{place}: no such file" + " is of this pattern" * (wild != place))
     if wild == place:
         return [(path, {}) for path in paths]
     whole = str(Path(place).expanduser())
@@ -89,12 +86,12 @@ def _parts(pattern: str) -> Iterator[tuple[str, str | None]]:
     try:
         parts = [(literal, name) for literal, name, _, _ in string.Formatter().parse(pattern)]
     except ValueError as error:
-        raise InputError([f"{pattern!r}: {error}; write a pattern such as '{{arm}}-s{{seed}}'"]) from None
+        raise InputError(f"{pattern!r}: {error}; write a pattern such as '{{arm}}-s{{seed}}'") from None
     names = [name for _, name in parts if name is not None]
     if not names or not all(name.isidentifier() for name in names):
-        raise InputError([f"{pattern!r}: write words in braces, such as '{{arm}}-s{{seed}}'"])
+        raise InputError(f"{pattern!r}: write words in braces, such as '{{arm}}-s{{seed}}'")
     if len({*names}) < len(names):
-        raise InputError([f"{pattern!r}: a word in braces stands there twice"])
+        raise InputError(f"{pattern!r}: a word in braces stands there twice")
     yield from parts
 
 

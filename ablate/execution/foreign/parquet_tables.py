@@ -26,16 +26,16 @@ def read_table(path: Path, fields: Mapping[str, str]) -> Table:
     try:
         file = pyarrow.parquet.ParquetFile(path)
         if file.metadata.num_rows > _MOST_ROWS:
-            raise InputError([f"{path}: {file.metadata.num_rows} rows are more than can be judged"])
+            raise InputError(f"{path}: {file.metadata.num_rows} rows are more than can be judged")
         table = file.read()
         table.validate(full=True)
         names = [name.strip() for name in table.column_names]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise InputError([f"{path}: two columns are named {one_line(twice)!r}"])
+            raise InputError(f"{path}: two columns are named {one_line(twice)!r}")
         columns = [[_cell(value) for value in column.to_pylist()] for column in table.columns]
     except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError, OverflowError) as error:
         why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError([f"{path}: not a Parquet file that can be read: {one_line(why)}"]) from None
+        raise InputError(f"{path}: not a Parquet file that can be read: {one_line(why)}") from None
     rows: list[Row] = [
         (number, dict(zip(names, cells, strict=True)))
         for number, cells in enumerate(zip(*columns, strict=True), 1)

@@ -51,10 +51,8 @@ class Points:
         elif step in series:
             before, at = series[step]
             raise InputError(
-                [
-                    f"{self._where}: {one_line(name)} at step {step} is {before!r} in line {at} and {value!r}"
-                    f" in line {line}; keep one of the two"
-                ]
+                f"{self._where}: {one_line(name)} at step {step} is {before!r} in line {at} and {value!r}"
+                f" in line {line}; keep one of the two"
             )
         series[step] = value, line
         self._last[name] = max(self._last.get(name, -1), step)

@@ -45,14 +45,14 @@ def gate_runs(
             refuses them.
     """
     if question.min_effect is not None:
-        raise InputError(["--min-effect: a gate counts in noise floors; leave it out"])
+        raise InputError("--min-effect: a gate counts in noise floors; leave it out")
     if question.at is not None:
-        raise InputError(["--at: a gate compares runs of one length; leave it out"])
+        raise InputError("--at: a gate compares runs of one length; leave it out")
     chosen, said = prepared(runs, question)
     name = chosen.metric.name
     ends = sorted({max(run.records[name]) for run in chosen.runs})
     if len(ends) > 1:
-        raise InputError([f"the runs end at steps {ends[0]} and {ends[-1]}: compare runs of one length"])
+        raise InputError(f"the runs end at steps {ends[0]} and {ends[-1]}: compare runs of one length")
     values: dict[str, dict[str, float]] = {}
     names: Counter[str] = Counter()
     for run in chosen.runs:
@@ -61,18 +61,16 @@ def gate_runs(
         again = f" ({names[identity]})" if names[identity] > 1 else ""
         values.setdefault(run.arm, {})[identity + again] = run.records[name][ends[0]]
     if floor is not None and floor not in values and not history.exists():
-        raise InputError([f"--floor {floor}: no such arm among {', '.join(values)}"])
+        raise InputError(f"--floor {floor}: no such arm among {', '.join(values)}")
     reruns = [*values.pop(floor).values()] if floor in values else None
     baseline = values.pop(question.against, None)
     if baseline is None:
-        raise InputError([f"--against {question.against}: the noise floor cannot be the baseline, too"])
+        raise InputError(f"--against {question.against}: the noise floor cannot be the baseline, too")
     if len(values) != 1:
         found = ", ".join(values) or "none"
         raise InputError(
-            [
-                f"a gate judges one proposal; beside baseline and floor there are {found}: give only the"
-                " rows of one"
-            ]
+            f"a gate judges one proposal; beside baseline and floor there are {found}: give only the"
+            " rows of one"
         )
     ((arm, candidate),) = values.items()
     plan = None if proposals is None else Plan(proposals=proposals)
@@ -100,10 +98,8 @@ def _refuse_another(judged: Judged, history: Path, candidate: Mapping[str, float
     known = {run for runs in own for run in runs}
     if new := next((run for run in candidate if run not in known), None):
         raise InputError(
-            [
-                f"{judged.proposal} was decided as proposal {judged.number} ({judged.word}), and {new} is"
-                " new: more runs change nothing; give the new proposal another name with --as"
-            ]
+            f"{judged.proposal} was decided as proposal {judged.number} ({judged.word}), and {new} is"
+            " new: more runs change nothing; give the new proposal another name with --as"
         )
 
 

@@ -109,7 +109,7 @@ def _read(place: Place, logs: str | None, said: list[str]) -> list[ForeignRun]:
     if source is None:
         titles = ", ".join(source.title for source in SOURCES.values())
         raise InputError(
-            [f"{place.address}: not of a known kind ({titles}); for a log, name its format: --logs"]
+            f"{place.address}: not of a known kind ({titles}); for a log, name its format: --logs"
         )
     return source.read(place, said)
 
@@ -133,10 +133,8 @@ def each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
             said.append(f"{run.name} is a copy of {copy.name}; one of them counts")
         elif twins and run.seed is not None:
             raise InputError(
-                [
-                    f"{twins[0].name} and {run.name} are both seed {run.seed} of {run.arm}, with other"
-                    " values; leave one out"
-                ]
+                f"{twins[0].name} and {run.name} are both seed {run.seed} of {run.arm}, with other"
+                " values; leave one out"
             )
         else:
             kept.append(run)
@@ -194,7 +192,7 @@ def _tensorboard(place: Place, said: list[str]) -> list[ForeignRun]:
         else:
             said.append(f"{folder}: its event files have no scalars; left out")
     if not runs:
-        raise InputError([f"{place.address}: no event file has scalars"])
+        raise InputError(f"{place.address}: no event file has scalars")
     return identified(runs, place.address, place.columns, said)
 
 

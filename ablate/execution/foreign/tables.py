@@ -64,7 +64,7 @@ def runs_of(table: Table, columns: Columns, said: list[str]) -> list[ForeignRun]
         InputError: in one sentence, for what cannot be read without doubt.
     """
     if not table.rows:
-        raise InputError([f"{table.where}: there is a header and no row"])
+        raise InputError(f"{table.where}: there is a header and no row")
     if columns.arm and "," in columns.arm and columns.arm not in table.names:
         table = _joined(table, [name.strip() for name in columns.arm.split(",")], columns.arm)
     roles = _roles(table, columns, said)
@@ -78,7 +78,7 @@ def runs_of(table: Table, columns: Columns, said: list[str]) -> list[ForeignRun]
     if not long:
         said.append(f"{table.where}: step: no column; each row is a run's final values, recorded at step 0")
     elif roles["step"] in metrics.values():
-        raise InputError([f"{table.where}: column {roles['step']!r} is both the step and a metric"])
+        raise InputError(f"{table.where}: column {roles['step']!r} is both the step and a metric")
     in_time = not {"arm", "seed", "run"} & roles.keys()
     empty: Counter[str] = Counter()
     runs = [
@@ -97,7 +97,7 @@ def _joined(table: Table, parts: Sequence[str], joined: str) -> Table:
     """Return the table with one column in place of several: cells are like `lr=0.001 rounding=nearest`."""
     for part in parts:
         if part not in table.names:
-            raise InputError([f"{table.where}: no column {one_line(part)!r}; {nearest(part, table.names)}"])
+            raise InputError(f"{table.where}: no column {one_line(part)!r}; {nearest(part, table.names)}")
     rows: list[Row] = [
         (
             line,
@@ -121,7 +121,7 @@ def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
         for twin in (name for name in table.names if role in given and plain(name) == role):
             if any(str(row[twin]).strip() != said_by_path for _, row in table.rows):
                 raise InputError(
-                    [f"{table.where}: column {one_line(twin)!r} and the path differ in the {role}"]
+                    f"{table.where}: column {one_line(twin)!r} and the path differ in the {role}"
                 )
     for role, column in given.items():
         if column is None and (role in table.fields or role in from_name):
@@ -133,10 +133,8 @@ def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
             roles[role] = found
     if "arm" not in roles.keys() | table.fields.keys() | from_name:
         raise InputError(
-            [
-                f"{table.where}: no column is the arm; name one, arm=COLUMN, or give the file as a pattern of"
-                f" its path, such as runs/{{arm}}/{PurePath(table.where).name}; {nearest('arm', table.names)}"
-            ]
+            f"{table.where}: no column is the arm; name one, arm=COLUMN, or give the file as a pattern of"
+            f" its path, such as runs/{{arm}}/{PurePath(table.where).name}; {nearest('arm', table.names)}"
         )
     if "seed" not in roles.keys() | table.fields.keys() | from_name:
         said.append(f"{table.where}: seed: no column; runs have no seed")
@@ -157,7 +155,7 @@ def _groups(table: Table, columns: Columns, roles: Mapping[str, str]) -> list[_G
         for role in ("arm", "seed"):
             if role in roles:
                 if cells.is_empty(row[roles[role]]):
-                    raise InputError([f"{table.where}: line {line}: the {role} ({roles[role]}) is empty"])
+                    raise InputError(f"{table.where}: line {line}: the {role} ({roles[role]}) is empty")
                 texts[role] = str(row[roles[role]]).strip()
         seed = seed_of(texts.get("seed"), f"{table.where}: line {line}")
         if seed is None and "step" not in roles:
@@ -202,7 +200,7 @@ def _sorted_columns(
         numeric = [name for name in settings if _counts(name, groups)[0]]
         listed = ", ".join(repr(one_line(name)) for name in numeric[:8]) or "none is a number"
         raise InputError(
-            [f"{where}: no column is known as a metric; name one, such as val/loss=COLUMN, of: {listed}"]
+            f"{where}: no column is known as a metric; name one, such as val/loss=COLUMN, of: {listed}"
         )
     return metric_columns(None, likely, where, said), settings
 
@@ -249,16 +247,14 @@ def _run(
         if step_column is None:
             if first is not None and row != first[1]:
                 raise InputError(
-                    [
-                        f"{name}: lines {first[0]} and {line} are both of this run, and no column is the"
-                        f" step; name one, step=COLUMN; {nearest('step', table.names)}"
-                    ]
+                    f"{name}: lines {first[0]} and {line} are both of this run, and no column is the"
+                    f" step; name one, step=COLUMN; {nearest('step', table.names)}"
                 )
             first = first or (line, row)
         try:
             step = 0 if step_column is None else cells.step_of(row[step_column])
         except ValueError as error:
-            raise InputError([f"{table.where}: line {line}: column {step_column!r}: {error}"]) from None
+            raise InputError(f"{table.where}: line {line}: column {step_column!r}: {error}") from None
         for metric, column in metrics.items():
             cell = row.get(column)
             if cells.is_empty(cell):
@@ -268,7 +264,7 @@ def _run(
                 value = cells.number(cell)
             except ValueError as error:
                 raise InputError(
-                    [f"{table.where}: line {line}: column {one_line(column)!r}: {error}"]
+                    f"{table.where}: line {line}: column {one_line(column)!r}: {error}"
                 ) from None
             points.add(line, step, metric, value)
     records = points.records()
@@ -279,6 +275,6 @@ def _run(
     run = ForeignRun(name, group.arm, group.seed, records, config)
     run = with_status(run, states, [row for _, row in group.rows])
     if not records and run.status == "done":
-        raise InputError([f"{name}: all cells of its metrics are empty"])
+        raise InputError(f"{name}: all cells of its metrics are empty")
     said += points.sentences()
     return run

@@ -11,13 +11,13 @@ _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (code
 def content(path: Path) -> bytes:
     """Return the bytes of a file. InputError if it cannot be read, or is empty."""
     if path.is_dir():
-        raise InputError([f"{path}: is a folder; name its files, such as '{path}/*.log'"])
+        raise InputError(f"{path}: is a folder; name its files, such as '{path}/*.log'")
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise InputError([f"{path}: {error.strerror or error}"]) from None
+        raise InputError(f"{path}: {error.strerror or error}") from None
     if not data.strip():
-        raise InputError([f"{path}: the file is empty"])
+        raise InputError(f"{path}: the file is empty")
     return data
 
 
@@ -34,12 +34,10 @@ def text(path: Path) -> str:
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise InputError(
-            [
-                f"{path}: line {line} is not {encoding.removesuffix('-sig').upper()}"
-                f" (byte {data[error.start]:#04x}); convert the file to UTF-8: `iconv -t utf-8`"
-            ]
+            f"{path}: line {line} is not {encoding.removesuffix('-sig').upper()}"
+            f" (byte {data[error.start]:#04x}); convert the file to UTF-8: `iconv -t utf-8`"
         ) from None
     if "\0" in decoded:
         line = decoded.count("\n", 0, decoded.index("\0")) + 1
-        raise InputError([f"{path}: line {line} has a zero byte; the file is damaged, or not text"])
+        raise InputError(f"{path}: line {line} has a zero byte; the file is damaged, or not text")
     return decoded

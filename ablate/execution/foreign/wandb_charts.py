@@ -35,7 +35,7 @@ def chart_runs(table: Table) -> list[NamedRun]:
     axis, *series = table.names
     if plain(axis) not in USUAL["step"]:
         raise InputError(
-            [f"{table.where}: the chart's axis is {one_line(axis)!r}; choose Step, and export again"]
+            f"{table.where}: the chart's axis is {one_line(axis)!r}; choose Step, and export again"
         )
     runs: dict[str, NamedRun] = {}
     for column in series:
@@ -44,7 +44,7 @@ def chart_runs(table: Table) -> list[NamedRun]:
         name, between, metric = column.rpartition(_BETWEEN)
         if not between:
             raise InputError(
-                [f"{table.where}: column {one_line(column)!r} is not 'RUN - METRIC', as W&B names it"]
+                f"{table.where}: column {one_line(column)!r} is not 'RUN - METRIC', as W&B names it"
             )
         if metric == "_step":
             continue
@@ -69,4 +69,4 @@ def _fill(points: Points, table: Table, axis: str, column: str, metric: str) -> 
             shown = axis
             points.add(line, cells.step_of(row[axis]), metric, value)
         except ValueError as error:
-            raise InputError([f"{table.where}: line {line}: column {one_line(shown)!r}: {error}"]) from None
+            raise InputError(f"{table.where}: line {line}: column {one_line(shown)!r}: {error}") from None

@@ -105,9 +105,9 @@ def read_run(path: Path, fields: Mapping[str, str], said: list[str]) -> NamedRun
     except _Cut:
         said.append(f"{path}: the end of the file is cut; what is whole counts")
     except (DecodeError, ValueError, RecursionError) as error:
-        raise InputError([f"{path}: a record is damaged: {one_line(str(error))}"]) from None
+        raise InputError(f"{path}: a record is damaged: {one_line(str(error))}") from None
     if not points.records():
-        raise InputError([f"{path}: the run logged no numbers"])
+        raise InputError(f"{path}: the run logged no numbers")
     plain = {key: value for key, value in flat(config).items() if not key.startswith("_wandb")}
     return NamedRun(f"{path}: {one_line(name)}", name, points, plain, fields, status)
 
@@ -131,7 +131,7 @@ def _items(items: Any) -> dict[str, Json]:
 def _records(data: bytes, path: Path) -> Iterator[bytes]:
     """Yield the records of a file. _Cut at an end within a record; ValueError for a wrong checksum."""
     if data[:4] != _MAGIC or len(data) < _BEGIN:
-        raise InputError([f"{path}: not a file of W&B's offline runs"])
+        raise InputError(f"{path}: not a file of W&B's offline runs")
     position, parts = _BEGIN, list[bytes]()
     while position < len(data):
         left = _BLOCK - position % _BLOCK

@@ -34,7 +34,7 @@ def log_report(uri: str, ledger: Ledger, folder: Path) -> None:
 
 def _attach(writer: Writer, uri: str, run: str, folder: Path) -> None:
     if not writer.has(run):
-        raise InputError([f"{redact(uri)}: the sweep's run {run} was deleted in MLflow"])
+        raise InputError(f"{redact(uri)}: the sweep's run {run} was deleted in MLflow")
     kept = writer.run(run)
     writer.tree(kept, folder, _FOLDER)
     name = _FIRST if (folder / _FIRST).exists() else ""

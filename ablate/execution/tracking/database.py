@@ -110,10 +110,8 @@ def _check_address(uri: str, path: Path) -> None:
 
     if make_url(uri).database != str(path):
         raise InputError(
-            [
-                f"{path}: this version of SQLAlchemy cannot open a path with '?' or '%';"
-                " install SQLAlchemy 2.1, or move it"
-            ]
+            f"{path}: this version of SQLAlchemy cannot open a path with '?' or '%';"
+            " install SQLAlchemy 2.1, or move it"
         )
 
 

@@ -61,7 +61,7 @@ def _values(path: Path, run: EventRun) -> "Iterator[tuple[int, Summary.Value]]":
         from tensorboard.compat.tensorflow_stub import errors
         from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import PyRecordReader_New
     except ImportError as error:
-        raise InputError([f"{path}: {error}; `pip install tensorboard`"]) from None
+        raise InputError(f"{path}: {error}; `pip install tensorboard`") from None
     reader = PyRecordReader_New(str(path))
     while True:
         try:
@@ -73,9 +73,9 @@ def _values(path: Path, run: EventRun) -> "Iterator[tuple[int, Summary.Value]]":
             if "truncated" in str(error):
                 run.cut.append(path)
                 return
-            raise InputError([f"{path}: the event file is damaged: {one_line(str(error))}"]) from None
+            raise InputError(f"{path}: the event file is damaged: {one_line(str(error))}") from None
         if event.step < 0:
-            raise InputError([f"{path}: step {event.step} is below 0"])
+            raise InputError(f"{path}: step {event.step} is below 0")
         for value in event.summary.value:
             yield event.step, value
 
@@ -91,7 +91,7 @@ def _scalar(value: "Summary.Value", path: Path) -> float | None:
     try:
         array = tensor_util.make_ndarray(value.tensor)
     except (TypeError, ValueError) as error:
-        raise InputError([f"{path}: {one_line(value.tag)}: {error}"]) from None
+        raise InputError(f"{path}: {one_line(value.tag)}: {error}") from None
     return float(array.item()) if array.size == 1 and array.dtype.kind in "fiu" else None
 
 

@@ -34,7 +34,7 @@ def check_login(uri: str | None) -> None:
     except MlflowException as error:
         why = refusal(error)
         if why:
-            raise InputError([f"{redact(uri)}: {why}. Nothing was done, and nothing is lost."]) from None
+            raise InputError(f"{redact(uri)}: {why}. Nothing was done, and nothing is lost.") from None
 
 
 def refusal(error: Exception) -> str | None:

@@ -43,7 +43,7 @@ def fetch(uri: str, sweep: str, path: Path) -> Ledger:
             be read.
     """
     if path.exists():
-        raise InputError([f"{path}: is there already; nothing was fetched"])
+        raise InputError(f"{path}: is there already; nothing was fetched")
     with errors_explained(uri):
         look(uri)
         from mlflow import MlflowClient
@@ -53,10 +53,8 @@ def fetch(uri: str, sweep: str, path: Path) -> Ledger:
         described = json.loads(_artifact(client, parent, "sweep.json") or "null")
         if described is None:
             raise InputError(
-                [
-                    f"{redact(uri)}: {sweep} has no sweep.json:"
-                    f" `ablate sync {sweep} --rebuild` on the machine that ran it writes it again"
-                ]
+                f"{redact(uri)}: {sweep} has no sweep.json:"
+                f" `ablate sync {sweep} --rebuild` on the machine that ran it writes it again"
             )
         unfinished = path.with_name(f"{path.name}.unfinished")
         unfinished.unlink(missing_ok=True)
@@ -86,13 +84,10 @@ def errors_explained(uri: str) -> Iterator[None]:
             else ""
         )
         raise InputError(
-            [
-                redact(
-                    f"{redact(uri)}: MLflow cannot be used there:"
-                    f" {first.partition(' Take a backup')[0]}{hint}",
-                    uri,
-                )
-            ]
+            redact(
+                f"{redact(uri)}: MLflow cannot be used there: {first.partition(' Take a backup')[0]}{hint}",
+                uri,
+            )
         ) from error
 
 
@@ -115,13 +110,13 @@ def look(uri: str) -> None:
     if path is None:
         return
     if not path.exists():
-        raise InputError([f"{path}: no such file"])
+        raise InputError(f"{path}: no such file")
     db = open_readonly(path, LOOK_SECONDS)
     try:
         revision(db)
     except sqlite3.DatabaseError as error:
         why = "is no database of MLflow's" if "no such table" in str(error) else f"cannot be read: {error}"
-        raise InputError([f"{path}: {why}"]) from None
+        raise InputError(f"{path}: {why}") from None
     finally:
         db.close()
 
@@ -200,12 +195,10 @@ def _runs(client: "MlflowClient", uri: str, sweep: str) -> "tuple[Run, list[Run]
     if experiment is None:
         names = sorted(found.name for found in client.search_experiments() if found.name != "Default")
         hint = nearest(sweep, names) if names else "it has none"
-        raise InputError([f"{redact(uri)}: no experiment {sweep!r}; {hint}"])
+        raise InputError(f"{redact(uri)}: no experiment {sweep!r}; {hint}")
     parents = _search(client, experiment.experiment_id, "tags.`ablate.kind` = 'sweep'")
     if not parents:
-        raise InputError(
-            [f"{redact(uri)}: {sweep} is no sweep: no run of it is tagged `ablate.kind` = sweep"]
-        )
+        raise InputError(f"{redact(uri)}: {sweep} is no sweep: no run of it is tagged `ablate.kind` = sweep")
     parent = max(parents, key=lambda run: run.info.start_time)
     return parent, _search(
         client, experiment.experiment_id, f"tags.`mlflow.parentRunId` = '{parent.info.run_id}'"

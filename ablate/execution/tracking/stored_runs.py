@@ -62,13 +62,13 @@ def stored_runs(uri: str, experiment: str | None) -> tuple[str, list[StoredRun]]
     if experiment is not None:
         if experiment not in runs:
             raise InputError(
-                [f"{redact(uri)}: no experiment {one_line(experiment)!r}; {nearest(experiment, runs)}"]
+                f"{redact(uri)}: no experiment {one_line(experiment)!r}; {nearest(experiment, runs)}"
             )
         return experiment, runs[experiment]
     full = [name for name, stored in runs.items() if any(run.scalars for run in stored)]
     if len(full) != 1:
         listed = ", ".join(map(one_line, full)) if full else "none has runs with metrics"
-        raise InputError([f"{redact(uri)}: name an experiment, {redact(uri)}#NAME: {listed}"])
+        raise InputError(f"{redact(uri)}: name an experiment, {redact(uri)}#NAME: {listed}")
     return full[0], runs[full[0]]
 
 

@@ -42,7 +42,7 @@ class TensorBoard(Tracker):
         try:
             import tensorboard.summary.writer.record_writer  # noqa: F401
         except ImportError as error:
-            raise InputError([f"tracker 'tensorboard': {error}; `pip install tensorboard`"]) from None
+            raise InputError(f"tracker 'tensorboard': {error}; `pip install tensorboard`") from None
         self._folder = state / "tensorboard" / sweep
         self._metrics: Sequence[str] = ()
         self._complete: set[tuple[int, int]] = set()

@@ -86,12 +86,12 @@ def _find(name: str) -> Callable[[Path, str], Tracker]:
     path = TRACKERS.get(name) or offered.get(name, name)
     if ":" not in path:
         hint = nearest(name, [*TRACKERS, *offered])
-        raise InputError([f"tracker {name!r}: no such tracker; {hint}, or give `module:class`"])
+        raise InputError(f"tracker {name!r}: no such tracker; {hint}, or give `module:class`")
     try:
         own = name in TRACKERS
         made = resolve_name(path) if own else own_source.load(own_source.find(Path.cwd(), path))
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
-        raise InputError([f"tracker {name!r}: {error}"]) from error
+        raise InputError(f"tracker {name!r}: {error}") from error
     return cast("Callable[[Path, str], Tracker]", made)
 
 

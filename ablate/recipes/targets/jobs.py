@@ -61,14 +61,14 @@ class Job:
         """
         sources = (self.arguments, self.script, self.te, self.made, self.fouroversix)
         if sum(value is not None for value in sources) != 1:
-            raise InputError(["give one of --megatron-args, --script, --te, --object and --fouroversix"])
+            raise InputError("give one of --megatron-args, --script, --te, --object and --fouroversix")
         try:
             variables = self._started.environment
             recipe = self._recipe(variables)
             if self.debug is not None:
                 recipe = te_debug.read(_text(self.debug), recipe, model)
         except ValueError as error:
-            raise InputError([str(error)]) from None
+            raise InputError(str(error)) from None
         return recipe, variables
 
     def ignored(self) -> list[str]:
@@ -80,7 +80,7 @@ class Job:
         try:
             return list(without_effect(self._started.words))
         except ValueError as error:
-            raise InputError([str(error)]) from None
+            raise InputError(str(error)) from None
 
     def blocks(self) -> int | None:
         """Return the number of the model's blocks; None if the arguments do not say it.
@@ -91,7 +91,7 @@ class Job:
         try:
             return blocks_of(self._started.words)
         except ValueError as error:
-            raise InputError([str(error)]) from None
+            raise InputError(str(error)) from None
 
     @cached_property
     def _started(self) -> Started:
@@ -169,16 +169,14 @@ def _text(path: Path, newline: str | None = None) -> str:
     kind = _binary(path)
     if path.suffix in _PICKLES or kind:
         raise InputError(
-            [
-                f"{path}: {kind or 'a pickle by its name'}; files are not unpickled, which would run their"
-                " code; give the configuration as text"
-            ]
+            f"{path}: {kind or 'a pickle by its name'}; files are not unpickled, which would run their"
+            " code; give the configuration as text"
         )
     try:
         with path.open(newline=newline) as file:
             return file.read()
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError([f"{path}: {getattr(error, 'strerror', None) or 'it is no text'}"]) from None
+        raise InputError(f"{path}: {getattr(error, 'strerror', None) or 'it is no text'}") from None
 
 
 def _variables(path: Path) -> dict[str, str]:

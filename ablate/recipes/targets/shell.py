@@ -128,7 +128,7 @@ class Script:
 
     def _refuse(self, why: str, line: int) -> NoReturn:
         way_on = "give the arguments that the job gets by --megatron-args, and its variables by --env"
-        raise InputError([f"{self._path}:{line}: {_HIDDEN.sub('?', why)}; {way_on}"])
+        raise InputError(f"{self._path}:{line}: {_HIDDEN.sub('?', why)}; {way_on}")
 
     def _run(self, text: str) -> None:
         """Read the commands of a text one after another."""

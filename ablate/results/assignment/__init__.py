@@ -160,7 +160,7 @@ class Map:
             except (TypeError, ValueError) as error:
                 problems.append(f"{file}: {number}: {error}")
         if problems:
-            raise InputError(problems)
+            raise InputError(*problems)
         return cls(recipe, tuple(layers), tuple(found)).checked(str(file))
 
     @classmethod
@@ -177,16 +177,14 @@ class Map:
         """
         name, asked = sweep.ledger.name, sweep.ledger.facts.map
         if asked is None:
-            raise InputError(
-                [f"{name}: is not a map; write `map:` in its experiment, or give a CSV of cells"]
-            )
+            raise InputError(f"{name}: is not a map; write `map:` in its experiment, or give a CSV of cells")
         found = sensitivity(sweep)
         if found is None:
-            raise InputError([f"{name}: no two cells have finished on two seeds; run its sweep to the end"])
+            raise InputError(f"{name}: no two cells have finished on two seeds; run its sweep to the end")
         if not any(each.resolved for each in found.cells):
             why = f"none of its {len(found.cells)} cells has a damage that is told from zero"
             way = "so there is nothing to choose by; give its file more seeds, or coarser cells"
-            raise InputError([f"{name}: {why}, {way}"])
+            raise InputError(f"{name}: {why}, {way}")
         known, measured = _cells(asked, tuple(layers), recipe), []
         for each in found.cells:
             scale = found.times ** EXPONENTS.get(each.product, ALL_PRODUCTS)
@@ -208,11 +206,11 @@ class Map:
                 other = owners.setdefault(part, each.name)
                 if other != each.name:
                     where = " ".join(part)
-                    raise InputError([f"{source}: cells {other!r} and {each.name!r} overlap in {where}"])
+                    raise InputError(f"{source}: cells {other!r} and {each.name!r} overlap in {where}")
         if not all(layer.weights for layer in self.layers):
-            raise InputError([f"{source}: the sizes of the model's layers are not known"])
+            raise InputError(f"{source}: the sizes of the model's layers are not known")
         if not any(self._products(unit) for unit in self.units("product")):
-            raise InputError([f"{source}: no cell holds both operands of a product in FP4"])
+            raise InputError(f"{source}: no cell holds both operands of a product in FP4")
         return self
 
     def units(self, unit: Unit) -> list[Joined]:
@@ -270,7 +268,7 @@ class Map:
         scale = max(damages.max(), 1e-300)
         if share is not None and share > sizes.sum() + 1e-9:
             raise InputError(
-                [f"a share of {share:.4g} in FP4 is more than the cells of the map hold, {sizes.sum():.4g}"]
+                f"a share of {share:.4g} in FP4 is more than the cells of the map hold, {sizes.sum():.4g}"
             )
         if share is not None:
             cost, bound = damages / scale - _TIE * sizes, LinearConstraint(sizes[None], share - 1e-9, np.inf)
@@ -330,7 +328,7 @@ def recorded_layers(ledger: Ledger, store: Store) -> tuple[Layer, ...]:
             return tuple(Layer(name, block, frozenset(), weights) for name, block, weights in layers)
     more = f"ablate sweep {ledger.facts.file} --seeds {len({member.seed for member in members}) + 1}"
     why = "no finished trial has recorded the layers of the model that your code converts"
-    raise InputError([f"{ledger.name}: {why}; a new one does: {more}"])
+    raise InputError(f"{ledger.name}: {why}; a new one does: {more}")
 
 
 def _cells(asked: Asked, layers: tuple[Layer, ...], recipe: Recipe) -> dict[str, Cell]:
@@ -377,8 +375,8 @@ def _lines(file: Path) -> Iterator[tuple[str, Mapping[str, str | float]]]:
         text = file.read_text()
         lines = json.loads(text) if file.suffix == ".json" else [*csv.DictReader(text.splitlines())]
     except (OSError, ValueError) as error:
-        raise InputError([f"{file}: cannot be read as a map: {error}"]) from None
+        raise InputError(f"{file}: cannot be read as a map: {error}") from None
     if not isinstance(lines, list) or not lines or not all(isinstance(line, dict) for line in lines):
-        raise InputError([f"{file}: a map is a CSV with a header cell,damage or a JSON list of such objects"])
+        raise InputError(f"{file}: a map is a CSV with a header cell,damage or a JSON list of such objects")
     for number, line in enumerate(lines):
         yield (f"item {number}" if file.suffix == ".json" else f"line {number + 2}"), line

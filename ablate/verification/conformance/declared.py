@@ -46,7 +46,7 @@ def check(variants: Mapping[str, str], properties: Iterable[str]) -> None:
             words = ", ".join(f"'{word}'" for word in FORMS[key])
             problems.append(f"variants: {key}: '{value}' is no word of this property; it takes {words}")
     if problems:
-        raise InputError(problems)
+        raise InputError(*problems)
 
 
 def split(value: str) -> list[str]:

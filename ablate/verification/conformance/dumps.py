@@ -68,17 +68,17 @@ def read(folder: Path) -> list[DumpedLayer]:
         InputError: there is no dump, or a file cannot be read or does not fit.
     """
     if not folder.is_dir():
-        raise InputError([f"{folder} is no folder: give the one that the dumps were written to"])
+        raise InputError(f"{folder} is no folder: give the one that the dumps were written to")
     gathered: dict[tuple[int, int, str], tuple[dict[str, Tensor], list[Path]]] = {}
     for path in sorted(path for kind in ("*.pt", "*.safetensors") for path in folder.rglob(kind)):
         for layer, step, rank, tensors in _of_file(path):
             own, files = gathered.setdefault((rank, step, layer), ({}, []))
             if twice := own.keys() & tensors.keys():
-                raise InputError([f"{path}: {layer} has another {min(twice)}, in {files[0]}"])
+                raise InputError(f"{path}: {layer} has another {min(twice)}, in {files[0]}")
             own |= tensors
             files.append(path)
     if not gathered:
-        raise InputError([f"{folder} has no dumps: no .pt file of DumpTensors and no .safetensors file"])
+        raise InputError(f"{folder} has no dumps: no .pt file of DumpTensors and no .safetensors file")
     layers = [
         DumpedLayer(
             name, {key: _matrix(key, tensor) for key, tensor in own.items()}, step, rank, tuple(files)
@@ -86,7 +86,7 @@ def read(folder: Path) -> list[DumpedLayer]:
         for (rank, step, name), (own, files) in sorted(gathered.items())
     ]
     if problems := [problem for layer in layers for problem in _misfits(layer)]:
-        raise InputError(problems)
+        raise InputError(*problems)
     return layers
 
 
@@ -131,7 +131,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, int, int, dict[str, Tensor]]]:
         layer = path.stem
         if match := _TE_FILE.fullmatch(path.name):
             if "high_precision" not in content:
-                raise InputError([f"{path} has no high_precision tensor: set high_precision_tensor: True"])
+                raise InputError(f"{path} has no high_precision tensor: set high_precision_tensor: True")
             layer = match[1]
             content = {TE_TENSORS[match[2]]: content["high_precision"]}
     by_layer: dict[str, dict[str, Tensor]] = {}
@@ -143,10 +143,10 @@ def _of_file(path: Path) -> Iterator[tuple[str, int, int, dict[str, Tensor]]]:
         name = f"{stored[1]}.{_STORED[stored[2]]}" if stored else name
         if (name in TENSORS or stored) and isinstance(tensor, Tensor):
             if tensor.layout != torch.strided:
-                raise InputError([f"{path}: {key} is {tensor.layout}, and dense tensors are read"])
+                raise InputError(f"{path}: {key} is {tensor.layout}, and dense tensors are read")
             by_layer.setdefault(inside or layer, {})[name] = tensor
     if not by_layer:
-        raise InputError([f"{path} has none of the tensors {', '.join(TENSORS)}"])
+        raise InputError(f"{path} has none of the tensors {', '.join(TENSORS)}")
     for name, tensors in by_layer.items():
         yield name, places["step"], places["rank"], tensors
 
@@ -158,7 +158,7 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         with safe_open(path, "pt") as file:
             return {key: file.get_tensor(key) for key in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise InputError([f"{path} is no safetensors file ({error})"]) from None
+        raise InputError(f"{path} is no safetensors file ({error})") from None
 
 
 def _pickled(path: Path) -> dict[str, object]:
@@ -167,13 +167,11 @@ def _pickled(path: Path) -> dict[str, object]:
     except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
         why = str(error).partition("\n")[0].partition(". ")[0]
         raise InputError(
-            [
-                f"{path} cannot be read without running its code ({why}); dump high-precision tensors alone"
-                " (quantized_tensor: False)"
-            ]
+            f"{path} cannot be read without running its code ({why}); dump high-precision tensors alone"
+            " (quantized_tensor: False)"
         ) from None
     if not isinstance(content, dict):
-        raise InputError([f"{path} holds {type(content).__name__}, and a dict of tensors is read"])
+        raise InputError(f"{path} holds {type(content).__name__}, and a dict of tensors is read")
     return content
 
 

@@ -145,7 +145,7 @@ def conform(
     name = recipe if isinstance(recipe, str) else "the recipe"
     wanted = [only] if isinstance(only, str) else list(only)
     if unknown := [one for one in wanted if one not in PROPERTIES]:
-        raise InputError([f"{one}: no such property; {nearest(one, PROPERTIES)}" for one in unknown])
+        raise InputError(*[f"{one}: no such property; {nearest(one, PROPERTIES)}" for one in unknown])
     one = as_subject(subject, getattr(subject, "__name__", "subject"))
     check(one.variants, PROPERTIES)
     bench = Examination(one, made, seed)

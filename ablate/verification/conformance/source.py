@@ -44,11 +44,11 @@ def as_subject(thing: object, name: str) -> Subject:
     if isinstance(thing, Subject):
         return thing
     if not callable(thing):
-        raise InputError([f"{name} is a {type(thing).__name__}; name a function or a Subject"])
+        raise InputError(f"{name} is a {type(thing).__name__}; name a function or a Subject")
     try:
         signature = inspect.signature(thing)
     except (TypeError, ValueError):
-        raise InputError([f"{name} does not show its parameters: wrap it in a function of x"]) from None
+        raise InputError(f"{name} does not show its parameters: wrap it in a function of x") from None
     needed = tuple(
         parameter.name
         for parameter in signature.parameters.values()
@@ -59,7 +59,7 @@ def as_subject(thing: object, name: str) -> Subject:
         return as_subject(_called(thing, name), name)
     if needed not in _PARAMETERS:
         forms = ", ".join(f"({', '.join(form)})" for form in _PARAMETERS)
-        raise InputError([f"{name}({', '.join(needed)}): the parameters of a subject are {forms}"])
+        raise InputError(f"{name}({', '.join(needed)}): the parameters of a subject are {forms}")
     seeded = needed == ("x", "w", "dy", "seed")  # always by one seed: a property asks for the same bits twice
     functions: dict[str, Any] = {
         _PARAMETERS[needed]: (lambda x, w, dy: thing(x, w, dy, SEED)) if seeded else thing
@@ -72,9 +72,9 @@ def _called(function: Callable[[], object], name: str) -> object:
     try:
         made = function()
     except Exception as error:
-        raise InputError([f"{name}() raises {type(error).__name__}: {_first_line(error)}"]) from error
+        raise InputError(f"{name}() raises {type(error).__name__}: {_first_line(error)}") from error
     if not isinstance(made, Subject):
-        raise InputError([f"{name}() returned a {type(made).__name__}; without parameters, return a Subject"])
+        raise InputError(f"{name}() returned a {type(made).__name__}; without parameters, return a Subject")
     return made
 
 
@@ -118,11 +118,11 @@ def _named(text: str, recipe: str) -> Subject:
             or (inspect.isfunction(thing) and thing.__module__ == Path(text).stem)
         ]
         raise InputError(
-            [f"{text}: name one of its functions, as {text}:NAME; it has {', '.join(names_of) or 'none'}"]
+            f"{text}: name one of its functions, as {text}:NAME; it has {', '.join(names_of) or 'none'}"
         )
     if text not in known:
         hint = f"give module:function, file.py:function, dumps or a library; {nearest(text, known)}"
-        raise InputError([f"{text}: {hint}"])
+        raise InputError(f"{text}: {hint}")
     return known[text](recipe)
 
 
@@ -131,7 +131,7 @@ def _imported(place: str, name: str, text: str) -> object:
     module = _opened(place, text)
     if not hasattr(module, name):
         public = [one for one in vars(module) if not one.startswith("_")]
-        raise InputError([f"{text}: {place} has no {name}; {nearest(name, public)}"])
+        raise InputError(f"{text}: {place} has no {name}; {nearest(name, public)}")
     return getattr(module, name)
 
 
@@ -143,7 +143,7 @@ def _opened(place: str, text: str) -> ModuleType:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {_first_line(error)}"
-        raise InputError([f"{text}: importing {place} raises {why}"]) from error
+        raise InputError(f"{text}: importing {place} raises {why}") from error
 
 
 def _module(name: str) -> ModuleType:
@@ -155,13 +155,13 @@ def _module(name: str) -> ModuleType:
 
 def _file(path: Path) -> ModuleType:
     if not path.is_file():
-        raise InputError([f"{path}: no such file"])
+        raise InputError(f"{path}: no such file")
     folder = str(path.resolve().parent)
     if folder not in sys.path:
         sys.path.insert(0, folder)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
-        raise InputError([f"{path}: this is no Python file"])
+        raise InputError(f"{path}: this is no Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

@@ -97,12 +97,12 @@ def library_subject(name: str, recipe: str) -> Subject:
         InputError: there is no such library or recipe, or it is not installed.
     """
     if name not in SUBJECTS:
-        raise InputError([f"{name}: no such library; {nearest(name, SUBJECTS)}"])
+        raise InputError(f"{name}: no such library; {nearest(name, SUBJECTS)}")
     library = SUBJECTS[name]
     if recipe not in library.recipes:
-        raise InputError([f"{name} has no cast of {recipe}; it has {', '.join(library.recipes)}"])
+        raise InputError(f"{name} has no cast of {recipe}; it has {', '.join(library.recipes)}")
     if library.version is None:
-        raise InputError([f"{name} is not installed: {library.command}"])
+        raise InputError(f"{name} is not installed: {library.command}")
     module = importlib.import_module(f"{__name__}.{name}")
     return replace(module.subject(recipe), version=library.version)
 
