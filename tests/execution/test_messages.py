@@ -6,7 +6,9 @@ import json
 import math
 import subprocess
 import sys
+import time
 import typing
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,7 +30,7 @@ from ablate.execution.messages import (
     parse_line,
     send,
 )
-from ablate.execution.supervisor import Supervisor
+from ablate.execution.supervisor import SilenceTimer, Supervisor
 from ablate.training.own_code.user_errors import UserError
 
 EVENT = {
@@ -192,3 +194,25 @@ def test_a_worker_begins_without_what_takes_seconds_to_import(module):
         ).stdout.split()
         == []
     )
+
+
+def test_a_trial_may_be_silent_for_20_median_steps_or_3_times_its_longest_silence(monkeypatch):
+    """By steps at a known pace; below both limits its patience counts, and before the first step 10 times that."""
+    now = 0.0
+    clock = SimpleNamespace(time=time.time, monotonic=lambda: now)
+    monkeypatch.setattr("ablate.execution.supervisor.time", clock)
+    timer, limits = SilenceTimer(patience=0.5), []
+    for step, seconds in ((3, 9.0), (5, 0.2), (7, 0.04), (8, 0.06), (9, 2.0)):
+        now += seconds
+        limits.append(timer.limit)
+        timer.note(Events(({"step": step, "time": time.time(), "metrics": {}},)))
+    assert [*limits, timer.limit] == pytest.approx([5.0, 0.5, 2.0, 1.2, 1.2, 6.0])
+    timer.note(Events(({"step": 19, "time": 0.0, "metrics": {}},)))  # replayed, from before this attempt
+    timer.note(Events(({"step": 9, "time": time.time(), "metrics": {}},)))  # of the same step as before
+    assert timer.limit == pytest.approx(6.0)
+    timer.note(Waiting("another process"))
+    now += 100.0
+    assert timer.silence == 0
+    timer.note(Events(()))
+    now += 7.0
+    assert timer.silence == pytest.approx(7.0)

@@ -131,10 +131,15 @@ def test_a_ledger_that_says_otherwise_than_the_folders_is_read_again_and_said(tm
     with contextlib.closing(sqlite3.connect(tmp_path / "sweeps" / "tiny" / "ledger.db")) as db:
         db.execute("UPDATE records SET value = value + 1e-9 WHERE trial = 2 AND step = 4")
         db.commit()
+    for path in (tmp_path / "trials").glob("*/result.json"):
+        path.touch()
     outcome, news = sweep(experiment, tmp_path)
     assert (outcome.ran, outcome.reused) == (0, 3)
     assert len(news) == 1
     assert records(tmp_path) == before
+    with contextlib.closing(ledger(tmp_path)) as book:  # so that the next run need not read the files again
+        for trial in {member.id for member in book.members()}:
+            assert book.files_seen(trial) == Store(tmp_path).signature(trial)
 
 
 def test_an_unfinished_trials_records_in_the_ledger_are_those_of_its_events(tmp_path):

@@ -490,6 +490,13 @@ def test_a_search_has_one_objective_a_metric_and_a_grid_one(tmp_path):
     assert [metric.name for metric in tiny(tmp_path, metric=metrics).objectives] == ["val/loss"]
 
 
+def test_a_range_of_real_numbers_is_checked_at_both_ends_and_between_them():
+    low, high, middle = Dimension("uniform", low=10, high=11).ends()
+    assert (low, high) == (10, 11)
+    assert low < middle < high
+    assert Dimension("int", low=10, high=12).ends() == (10, 12)
+
+
 def test_a_range_holds_both_of_its_ends_and_values_of_its_type():
     whole, real = Dimension("int", low=1, high=3), Dimension("uniform", low=0.5, high=2)
     assert [whole.holds(value) for value in (0, 1, 3, 4, 2.0, True)] == [

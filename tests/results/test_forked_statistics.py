@@ -1,6 +1,8 @@
 """Verdicts of a forked design: what the windows, the positions and the evaluation leave of them, on simulated readings."""
 
+import json
 import math
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +13,7 @@ from ablate.experiment.schema import Design
 from ablate.reports.notebooks import run
 from ablate.reports.report_files import analysis
 from ablate.reports.table_notes import smallest_damage
-from ablate.results.calibration import Candidate, best
+from ablate.results.calibration import Candidate, best, from_full_runs
 from ablate.results.comparisons import Comparisons
 from ablate.results.forked import (
     Cell,
@@ -107,6 +109,66 @@ def test_damage_that_changes_its_sign_or_grows_faster_than_the_window_depends_on
     growing = verdict(lambda window, position: sign * 1e-5 * window**2)
     for one in (changing, growing):
         assert (one.kind, one.reason, one.needed) == ("unjudged", "horizon", None)
+
+
+def test_damage_that_grows_from_one_of_the_shorter_windows_alone_depends_on_the_horizon():
+    rates = {10: 2e-4, 20: 1e-4, 40: 2e-4}
+    assert verdict(lambda window, position: rates[window] * window).reason == "horizon"
+
+
+@pytest.mark.parametrize(("p", "reason"), [(0.03, ""), (0.02, "horizon")])
+def test_growth_is_resolved_at_5_percent_over_the_number_of_shorter_windows(p, reason):
+    gap, view = compared(lambda window, position: 1e-3 * window)
+    noise, nothing = np.random.default_rng(5).normal(size=8), dict.fromkeys(range(8), 0.0)
+    mean = stats.t.isf(p / 2, 7) * stats.sem(noise)
+    growing = paired_difference(dict(enumerate(noise - noise.mean() + mean)), nothing)
+    assert p_value(growing) == pytest.approx(p, rel=1e-9)
+    growth = {10: paired_difference(dict(enumerate(noise - noise.mean())), nothing), 20: growing}
+    found = qualified(judge([(gap, None)], True)[0], replace(view, growth=growth), True)
+    assert (found.kind, found.reason or "") == ("unjudged" if reason else "worse", reason)
+
+
+def test_growth_has_the_direction_of_the_damage_at_the_longest_window():
+    """At the shortest one the damage is as good as none, with the other sign."""
+    _, noise = compared(lambda window, position: 0.0)
+    none = noise.horizons[10].mean + 1e-8
+    assert verdict(lambda window, position: 1e-3 * (window - 10) - none * (window == 10)).reason == "horizon"
+
+
+def test_an_effect_stands_if_its_mean_does_over_positions_that_are_drawn():
+    """By SciPy: variances between positions and between seeds, with Satterthwaite's degrees of freedom."""
+    random, nothing, reasons = np.random.default_rng(4), dict.fromkeys(range(6), 0.0), []
+    for count in [2, 3] * 50:
+        noise = random.normal(size=(1, 6)) + 2 * random.normal(size=(count, 6))
+        table = 3 + random.normal(size=(count, 1)) + noise
+        each = [paired_difference(dict(enumerate(row)), nothing) for row in table]
+        gap = paired_difference(dict(enumerate(table.mean(axis=0))), nothing)
+        if p_value(gap) >= 0.05 or all(p_value(one) < 0.05 for one in each):
+            continue
+        plain = judge([(gap, None)], True)[0]
+        found = qualified(plain, Views({40: gap}, dict(enumerate(each)), {}, 0.0), True)
+        errors = {count: stats.sem(table.mean(axis=1)) ** 2, 6: stats.sem(table.mean(axis=0)) ** 2}
+        total = sum(errors.values())
+        free = total**2 / sum(error**2 / (number - 1) for number, error in errors.items())
+        p = 2 * stats.t.sf(table.mean() / math.sqrt(total), free)
+        assert found.reason == ("position" if p >= 0.05 else None)
+        reasons.append((count, found.reason))
+        # A single position, and positions of other seeds, say nothing about others.
+        fewer = paired_difference(dict(enumerate(table[1][:5])), nothing)
+        for positions in ({5: each[0]}, {5: each[0], 9: fewer}):
+            assert qualified(plain, Views({40: gap}, positions, {}, 0.0), True) == plain
+    assert len(set(reasons)) == 4
+
+
+@pytest.mark.parametrize(("p", "reason"), [(0.02, "position"), (0.03, None)])
+def test_opposite_signs_are_resolved_at_5_percent_over_the_number_of_positions(p, reason):
+    noise, nothing = np.random.default_rng(6).normal(size=8), dict.fromkeys(range(8), 0.0)
+    noise -= noise.mean()
+    mean = stats.t.isf(p / 2, 7) * stats.sem(noise)
+    each = [paired_difference(dict(enumerate(sign * mean + noise)), nothing) for sign in (1, -1)]
+    gap = paired_difference(dict(enumerate(noise)), nothing)
+    plain = judge([(gap, None)], True)[0]
+    assert qualified(plain, Views({40: gap}, dict(enumerate(each)), {}, 0.0), True).reason == reason
 
 
 def test_damage_of_opposite_signs_at_two_positions_depends_on_the_position():
@@ -442,6 +504,26 @@ def test_the_sharpest_design_has_the_largest_t_after_an_hour():
     for worse in ({"deviation": 0.004}, {"steps": 400}, {"effect": 0.005}, {"effect_error": 0.003}):
         assert best([candidate(name="b", **worse), plain], 3) is plain
     assert candidate(effect=-0.01).sharpness(3) == 0  # a known-bad arm that looks better is not seen
+
+
+@pytest.mark.parametrize(("direction", "sign"), [("minimize", 1), ("maximize", -1)])
+def test_a_calibration_takes_the_time_of_a_step_from_unlike_arms(direction, sign, tmp_path):
+    """Their twin costs what the baseline costs, which would make a search for quantised arms look cheap."""
+    with closing(Ledger(tmp_path / "ledger.db")) as book:
+        book.describe(metric=json.dumps({"name": "val/loss", "direction": direction}))
+        arms = {"bf16": ("baseline", 100.0), "mxfp4": ("bad", 25.0), "null: bf16": ("null", 1000.0)}
+        for number, (name, (role, speed)) in enumerate(arms.items()):
+            arm = book.add_arm(name, {"recipe": name}, 1 if number else None, None, role)
+            for seed, loss in enumerate((3.0, 3.1, 3.3)):
+                trial = book.add_member(arm, seed, f"{name}/{seed}", "{}")
+                metrics = {"val/loss": loss + 0.1 * number * (seed + 1), "throughput/tokens_per_s": speed}
+                book.record(trial, [{"step": 1, "time": 0.0, "metrics": metrics}])
+                book.settle(trial, "done")
+        full = from_full_runs(book, steps=100, tokens_per_step=50, bad="mxfp4")
+        with pytest.raises(ValueError, match="no arm fp5"):
+            from_full_runs(book, steps=100, tokens_per_step=50, bad="fp5")
+    assert (full.step_seconds, full.trunk_step_seconds) == pytest.approx(((50 / 100 + 50 / 25) / 2, 50 / 100))
+    assert (full.seeds, full.effect) == (3, pytest.approx(0.2 * sign))
 
 
 def test_the_expected_width_is_that_of_the_interval_and_kept_as_often_as_said():

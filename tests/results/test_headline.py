@@ -54,7 +54,7 @@ def asked(book, **keys) -> None:
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        ({"knob": "srr"}, "answer.knob: 'srr': is not turned by this file"),
+        ({"knob": "srr"}, "answer.knob: 'srr': is not turned by this file; 'sr' is the nearest of"),
         ({"knob": "sr", "given": {"rht": 1}}, "answer.given.rht: 1: is not among its values: true, false"),
         ({"knob": "sr", "given": {"sr": True}}, "is the knob that is asked for; hold other knobs"),
         (

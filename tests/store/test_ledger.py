@@ -289,6 +289,18 @@ def test_a_reader_sees_what_the_writer_wrote_and_cannot_write(book, tmp_path):
     reader.close()
 
 
+def test_a_snapshot_shows_one_state_and_what_was_written_meanwhile_shows_after_it(book, tmp_path):
+    trial = member(book)
+    with closing(Ledger(tmp_path / "ledger.db", readonly=True)) as reader:
+        with reader.snapshot():
+            assert reader.last_values(trial) == {}
+            book.record(trial, [event(1, loss=2.0)])
+            with reader.snapshot():  # of one state with the outer one
+                assert reader.last_values(trial) == {}
+            assert reader.last_values(trial) == {}
+        assert reader.last_values(trial) == {"loss": 2.0}
+
+
 @pytest.mark.parametrize("name", ["a#1", "a?b", "a%20b"])
 def test_a_ledger_is_read_wherever_it_is(name, tmp_path):
     (tmp_path / name).mkdir()

@@ -255,6 +255,13 @@ def test_a_ledger_with_the_same_records_has_the_same_digest_and_with_one_bit_cha
     book.close()
 
 
+def test_a_value_that_is_not_a_number_has_one_digest_in_events_and_in_a_ledger():
+    tallies = [Tally() for _ in range(3)]
+    for one, value in zip(tallies, (math.nan, -math.nan, None), strict=True):
+        one.column("loss", [(1, value, 2.0)])
+    assert tallies[0].sealed() == tallies[1].sealed() == tallies[2].sealed()
+
+
 def test_the_log_ends_with_the_last_lines_printed(store):
     (store.folder("a") / "log-3.txt").write_bytes("\n".join(map(str, range(100))).encode() + b"\n\xff\n")
     assert store.log_tail("a", 3, 2) == "99\n�"

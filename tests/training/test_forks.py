@@ -19,6 +19,8 @@ from support.ranks import in_ranks
 from ablate.errors import InputError
 from ablate.execution.shared_prefixes import Family
 from ablate.execution.trial_runner import run
+from ablate.experiment.forked_design import resolved
+from ablate.experiment.schema import Design
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.recipes import PRESETS, Recipe
 from ablate.store.trial_store import Store
@@ -376,6 +378,23 @@ def test_a_sweep_in_a_forked_design_has_one_trial_an_arm_and_seed(tmp_path):
             "null: bf16": "null",
         }
         assert [arm.optuna for arm in book.arms()] == [None, 0, 1, None, None]
+
+
+@pytest.mark.parametrize(
+    ("positions", "fields", "expected"),
+    [
+        (3, {}, (120, 180, 239)),
+        (1, {}, (180,)),
+        (2, {"decay": "cosine"}, (120, 240)),
+        (2, {"warmup": 0.5}, (150, 239)),
+        ((0.1, 0.9), {}, (30, 270)),
+    ],
+)
+def test_positions_lie_between_the_warm_up_and_the_decay(positions, fields, expected, tmp_path):
+    config = gpt(tmp_path, steps=300, **fields)
+    design = Design(positions=positions, window=0.15, horizons=(1, 2, 4))
+    forks = resolved(design, config)
+    assert (forks.positions, forks.windows) == (expected, (45, 90, 180))
 
 
 def test_a_search_in_a_forked_design_proposes_and_confirms(tmp_path):
