@@ -1,6 +1,7 @@
 """Promises of the group search: its error rate, what it finds, and that it is a function of its outcomes."""
 
 import csv
+import itertools
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -60,6 +61,50 @@ def test_nothing_is_named_more_often_than_stated_without_a_culprit() -> None:
         bool(searched(SMALL, planted(np.random.default_rng(seed))).culprits) for seed in range(60)
     )  # 8 of 60 or more: probability 0.01 at a rate of 0.05
     assert named < 8
+
+
+def fit(matrix: np.ndarray, values: np.ndarray, units: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the damage of some units by least squares, and what it leaves of the values."""
+    damage = np.linalg.lstsq(matrix[:, units], values, rcond=None)[0]
+    return damage, values - matrix[:, units] @ damage
+
+
+def test_a_search_ends_once_no_other_unit_fits_and_the_candidates_make_up_the_gap() -> None:
+    """Each candidate replaced by each other unit leaves an error that is larger by the stated odds."""
+    seen = set()
+    for seed, sizes in itertools.product(range(4), [(2.0,), (1.5, 0, 1.0), (2.0, *[0.3] * 7)]):
+        random, outcomes = np.random.default_rng(seed), dict[GroupRun, float]()
+        harm = planted(random, *sizes, noise=0.7)
+        while (search := replay(SMALL, outcomes)).wanted:
+            outcomes |= {run: harm(run) for run in search.wanted}
+        gap, count = search.gap, 0
+        assert gap
+        for number, each in enumerate(search.rounds, 1):
+            count += len(each.tests) // 2
+            halves = [SMALL.halves(place) for place in range(count)]
+            matrix = np.array([[1.0 if u in one.units else -1.0 for u in range(8)] for one, _ in halves])
+            values = np.array([outcomes[one] - outcomes[other] for one, other in halves])
+            chosen = [*each.candidates]
+            damage, left = fit(matrix, values, chosen)
+            variance = left @ left / (count - len(chosen))
+            raw = matrix.T @ left / count
+            raw[chosen] += damage
+            assert each.estimates == pytest.approx(raw * math.sqrt(count / variance))
+            replaced = [
+                fit(matrix, values, [*(one for one in chosen if one != unit), other])[1]
+                for unit in chosen
+                for other in {*range(8)} - {*chosen}
+            ]
+            ahead = min(one @ one for one in replaced) >= left @ left * (20 * 8) ** (2 / count)
+            doubt = gap.deviation**2 / gap.pairs + len(chosen) * variance / count
+            explained = gap.mean - damage.sum() <= 2 * math.sqrt(doubt)
+            if number < len(search.rounds):
+                assert not (ahead and explained)
+            elif count < SMALL.pairs:
+                assert ahead
+                assert explained
+            seen.add((bool(ahead), bool(explained), number < len(search.rounds)))
+    assert {(True, True, False), (True, False, True), (False, True, True)} <= seen
 
 
 def test_damage_of_all_units_together_has_no_culprit() -> None:
