@@ -111,7 +111,7 @@ def test_damage_that_changes_its_sign_or_grows_faster_than_the_window_depends_on
         assert (one.kind, one.reason, one.needed) == ("unjudged", "horizon", None)
 
 
-def test_damage_that_grows_from_one_of_the_shorter_windows_alone_depends_on_the_horizon():
+def test_damage_that_grows_from_one_shorter_window_alone_depends_on_the_horizon():
     rates = {10: 2e-4, 20: 1e-4, 40: 2e-4}
     assert verdict(lambda window, position: rates[window] * window).reason == "horizon"
 
