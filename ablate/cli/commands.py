@@ -26,7 +26,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "status": ("status", "Show running trials, speed, time left and failures."),
         "report": ("report", "Write the report, with tables and figures."),
         "ui": ("ui", "Serve MLflow, Optuna's dashboard and reports here."),
-        "recipe": ("recipe_targets", "Show, diff, assign, export, import, audit recipes."),
+        "recipe": ("recipe_targets", "Show, diff, export, import, audit recipes."),
     },
     "Results": {
         "judge": ("judge", "Judge runs that were not started here."),

@@ -64,7 +64,7 @@ seeds: 8                       # at least 4; parts with small damage need more
 metric: {{name: val/loss, direction: minimize}}
 
 # ablate sweep {name}.yaml       runs it, or continues it
-# ablate recipe assign {name} --fp4-share 0.75 --check {name}_check.yaml   the layers to keep in bf16
+# Then compare arms with skip_first and skip_last on fresh seeds: docs/use/export.md
 """
 _ROUNDING = '''\
 """A rounding of my own, for `rounding` of a recipe's operand (docs/use/own_numerics.md)."""

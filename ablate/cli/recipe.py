@@ -1,4 +1,4 @@
-"""`ablate recipe show`, `diff` and `assign`: recipes as three products with six operands. Without torch.
+"""`ablate recipe show` and `diff`: recipes as three products with six operands. Without torch.
 
 What `show --yaml` and `--json` print are recipe files, which `show`, `diff` and experiments read back.
 """
@@ -8,20 +8,19 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import console, program
+from ablate.cli.common import console
 from ablate.cli.option_groups import App
 from ablate.cli.options import Flags
-from ablate.errors import InputError, nearest
+from ablate.errors import InputError
 from ablate.experiment import recipe_source
 from ablate.experiment.arms import RECIPE_FILES, KnobError, StartingPoint
-from ablate.experiment.load import Experiment, load
 from ablate.experiment.yaml_document import as_text, scalar
 from ablate.numerics.own import shown
 from ablate.numerics.spec import Quant, own_words
@@ -38,16 +37,11 @@ from ablate.recipes.recipe_text import (
     rest,
     rounding,
 )
-from ablate.store.checked_ledger import open_ledger
 from ablate.store.named_arms import members_of
-from ablate.store.trial_store import Store
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
 
-if TYPE_CHECKING:  # which imports scipy
-    from ablate.results.assignment import Map
-
 app = App(
-    help="Show a recipe, diff two, export one to a training stack, import one, audit a job's, assign layers.",
+    help="Show a recipe, diff two, export one to a training stack, import one, audit a job's.",
     no_args_is_help=True,
 )
 
@@ -160,91 +154,6 @@ def print_differences(
     for path, *values in changes:
         table.add_row(path, *map(Text, values))
     screen.print(table)
-
-
-@app.command()
-def assign(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="MAP", help="Sweep with `map`; or CSV or JSON of cells: cell, damage[, times, exponent]."
-        ),
-    ],
-    flags: Flags,
-    file: Annotated[
-        Path | None,
-        typer.Option(
-            "--experiment", "-x", help="Experiment whose recipe and model the cells of a file are of."
-        ),
-    ] = None,
-    share: Annotated[
-        float | None, typer.Option("--fp4-share", min=0, max=1, help="Least share of the FLOPs in FP4.")
-    ] = None,
-    damage: Annotated[
-        float | None, typer.Option(min=0, help="Largest predicted damage, in the metric's unit.")
-    ] = None,
-    unit: Annotated[
-        Literal["layer", "product"],
-        typer.Option(help="Decide about whole layers, which most training stacks take, or single products."),
-    ] = "layer",
-    out: Annotated[Path, typer.Option("--out", "-o", help="Recipe file to write.")] = Path("assigned.yaml"),
-    beside: Annotated[
-        Path | None,
-        typer.Option("--check", help="Experiment to write, which compares simpler choices."),
-    ] = None,
-) -> None:
-    """Choose the layers that stay in high precision by a map of the damage of each part.
-
-    Predicted damage is the sum over the parts in FP4. A map is noisy, so the choice is a proposal: --check
-    writes an experiment on fresh seeds beside the last layers, both ends and random ones at equal share.
-    """
-    if (share is None) == (damage is None):
-        raise InputError("give either --fp4-share or --damage")
-    from ablate.results.assignment import check  # imports scipy
-
-    experiment, measured = _map_of(source, file, flags)
-    best = measured.assign(share, damage, unit)
-    screen, table = console(), _table("in FP4", "predicted damage", "in high precision")
-    for row in sorted({*measured.frontier(unit), best}, key=lambda each: -each.share):
-        kept = ", ".join(row.kept) or "nothing"
-        style = "bold" if row == best else ""
-        table.add_row(f"{row.share:.1%}", row.predicted, Text(kept), style=style)
-    screen.print(table, "", *(Text(line) for line in placements(best.recipe, measured.layers)), sep="\n")
-    screen.print(*measured.doubts, sep="\n")
-    out.write_text(as_text(check.file_of(best.recipe)))
-    named = " --model FOLDER" if best.recipe.layers.rules else ""
-    screen.print(f"{out}: a recipe file; {program('ablate')} recipe export {out} --to te{named}")
-    if beside is None:
-        return
-    others = check.controls(measured, best, unit)
-    beside.write_text(check.check_of(experiment, best.recipe, others, best.share, measured.seeds))
-    load(beside)
-    for name in {"last layers", "both ends"} - {*others}:
-        screen.print(f"{name}: the same choice")
-    screen.print(f"Predicted, not measured. Check it: {program('ablate')} sweep {beside}")
-
-
-def _map_of(source: str, file: Path | None, flags: Flags) -> tuple[Experiment, "Map"]:
-    """Return a map of a file or of a sweep, and the experiment whose recipe it is of."""
-    from ablate.results.assignment import Map, recorded_layers
-    from ablate.results.comparisons import Comparisons
-
-    if Path(source).suffix in (".csv", ".json"):
-        if file is None:
-            raise InputError(f"{source}: give the experiment whose recipe it maps, as -x X.yaml")
-        experiment = load(file)
-        start = experiment.base.arm({})
-        return experiment, Map.of(Path(source), start.recipe, start.layers)
-    state, name = flags.settings().state, source.removesuffix(".yaml").rpartition("/")[2]
-    if name not in (known := [path.parent.name for path in state.glob("sweeps/*/ledger.db")]):
-        raise InputError(
-            f"{source}: neither a sweep in {state} nor a .csv or .json of cells; {nearest(name, known)}"
-        )
-    sweep = Comparisons(open_ledger(state, name))
-    experiment = load(file or Path(sweep.ledger.facts.file))
-    start = experiment.base.arm({})
-    layers = start.layers or recorded_layers(sweep.ledger, Store(state))
-    return experiment, Map.of_sweep(sweep, start.recipe, layers)
 
 
 def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recipe:

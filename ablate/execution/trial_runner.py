@@ -374,8 +374,6 @@ def _events(spec: TrialSpec, telemetry: TelemetrySettings, checkpoints: "Checkpo
             event["events"] = [f"{record.verdict}{f': {origin.place}' if origin else ''}"]
         if origin:
             event["origin"] = origin.document()
-        if record.layers:
-            event["layers"] = [[layer.name, layer.block, layer.weights] for layer in record.layers]
         if raised := alerts(record.metrics, ALARMS):
             event["alarms"] = [str(alert) for alert in raised]
         if checkpoints.resumed and not marked:
@@ -394,7 +392,7 @@ def _result(spec: TrialSpec, attempt: int, started: float, last: Event) -> Resul
         "seconds": time.time() - started,
         "started": started,
         "environment": provenance.environment(),
-    } | {key: last[key] for key in ("origin", "layers") if key in last and (diverged or key == "layers")}
+    } | ({"origin": last["origin"]} if diverged and "origin" in last else {})
 
 
 def _divergence(last: Event) -> str | None:

@@ -12,7 +12,7 @@ The idea. Beside each cell's damage stand three numbers that say what it is wort
     first        the largest cell, chosen on half of the seeds and measured on the other half
 
 Only cells of one class are ranked with each other: the damage of fprop and wgrad grows with about the square
-of `times`, that of dgrad more slowly (`EXPONENTS`, measured by benchmarks/sensitivity_proof.py).
+of `times`, that of dgrad more slowly (docs/project/benchmarks.md, by benchmarks/sensitivity_proof.py).
 
 Source of the shrinkage: B. Efron and C. Morris, "Stein's paradox in statistics", Sci. Am. 236 (1977).
 """
@@ -37,12 +37,6 @@ from ablate.results.summary import ArmSummary
 
 AGREEMENT = 0.8
 """Rank correlation of disjoint halves of the seeds from which cells are ranked."""
-EXPONENTS = {"fprop": 2.2, "dgrad": 1.6, "wgrad": 2.0}
-"""Power of the amplification by which damage grows, by product, between 2 and 4: 2.06 to 2.32, 1.39 to 1.84
-and 1.82 to 2.12 in a gpt of 3 blocks, 16 seeds; the same without clipping. In a second model, 8 seeds: 1.9 to
-2.2, 0.2 to 1.5 and 1.6 to 1.9. Below 2 it was not measured cell by cell."""
-ALL_PRODUCTS = 2.1
-"""The same of all products together: 2.02 to 2.21."""
 FEWEST_CELLS, FEWEST_SEEDS = 3, 4
 """Fewest cells and seeds for a ranking."""
 _SPLITS, _SEED = 200, 20261128

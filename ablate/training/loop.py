@@ -36,7 +36,6 @@ from ablate.engines.ranks import whole
 from ablate.engines.routing import Recorder, recorded
 from ablate.engines.weight_noise import NormNoise
 from ablate.numerics.spec import Spec
-from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Recipe
 from ablate.training import cuda_arithmetic
 from ablate.training.checkpoints import Checkpoints, MeterState, RunState, Standing
@@ -74,8 +73,6 @@ class Record(NamedTuple):
     """The guard's decision on this step, if it diverged."""
     origin: Origin | None = None
     """First value that was not finite, if that ended the run or was the guard's first intervention."""
-    layers: tuple[Layer, ...] = ()
-    """Converted layers of a model that only the user's code knows, in the run's last record."""
 
 
 class Telemetry(Spec):

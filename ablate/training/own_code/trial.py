@@ -359,7 +359,7 @@ class Trial:
             )
         for conversion in self._conversions:
             self._metrics["flops/fp4_share"] = conversion.metrics()["flops/fp4_share"]
-        self._flush(last=True)
+        self._flush()
 
     def _remaining(self) -> Iterator[int]:
         for step in range(self._first, self.max_steps):
@@ -410,7 +410,7 @@ class Trial:
             "generators": _generators(),
         }
 
-    def _flush(self, last: bool = False, origin: Origin | None = None) -> None:
+    def _flush(self, origin: Origin | None = None) -> None:
         """Emit the metrics of the last step, with those that every trial has. Stopped if the trial ended."""
         if self._stopped:
             raise Stopped
@@ -425,9 +425,7 @@ class Trial:
             metrics["nan/activation"] = conversion.metrics()["nan/activation"]
         metrics |= of_machine(self.device)
         self._recorded, self._last_record = self._done, time.monotonic()
-        layers = (layer for conversion in self._conversions for layer in conversion.engine.placed)
-        step = self._done + self._before
-        self._emit(Record(step, metrics, origin=origin, layers=tuple(layers) if last else ()))
+        self._emit(Record(self._done + self._before, metrics, origin=origin))
 
 
 def emitted(work: Callable[[Callable[[Record], None]], None]) -> Iterator[Record]:

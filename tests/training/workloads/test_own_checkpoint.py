@@ -1,5 +1,6 @@
 """A user's own loop goes on from the user's own checkpoint in windows: rate, data, parts of the evaluation, refusals."""
 
+import json
 import math
 from itertools import islice
 from pathlib import Path
@@ -7,12 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import here
+from support.experiments import sweep
 from torch import nn
 
 from ablate.errors import InputError
 from ablate.experiment.load import load
 from ablate.recipes import PRESETS
+from ablate.results.comparisons import Comparisons
 from ablate.results.forked import readings_of
+from ablate.results.sensitivity import sensitivity
+from ablate.store.ledger import Ledger
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.fork_design import Forks
 from ablate.training.loop import Telemetry
@@ -217,6 +222,23 @@ def test_the_plan_says_how_long_windows_are(folder):
         "Forks: every arm trains windows of 2, 4 and 8 steps from the weights that the workload"
         in done.stdout
     )
+
+
+def test_a_map_by_globs_trains_each_group_of_the_checkpoints_layers_alone(folder):
+    globs = ["blocks.0.*", "blocks.1.*"]
+    path = folder / "map.yaml"
+    path.write_text(
+        "schema: 1\nquestion: Where?\nrecipe: nvfp4\nseeds: 2\n"
+        "workload: {python: {file: train.py, steps: 8, start: step_10.pt}}\n"
+        f"map: {{layers: {json.dumps(globs)}, operands: recipe, times: 16}}\n"
+        "design: {trunk: start, window: 0.5, horizons: [1]}\n"
+    )
+    sweep(load(path, device="cpu"), folder / "runs")
+    mapped = Comparisons(Ledger(folder / "runs" / "sweeps" / "map" / "ledger.db"))
+    losses = {arm.name: {*arm.values.values()} for arm in mapped.arms}
+    assert [*losses] == ["bf16", *globs, "everything", "nvfp4"]
+    assert len(set.union(*losses.values())) == 2 * len(losses)  # none trains what another does
+    assert [cell.name for cell in sensitivity(mapped).cells] == globs
 
 
 @pytest.mark.parametrize(("losses", "said"), [([], "val/loss has no losses"), (["x"], "could not convert")])
