@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ablate.execution.foreign.answer import judge
     from ablate.experiment import integrations
-    from ablate.experiment.python_api import convert, diff, export_model, log, presets, quantize, recipe
+    from ablate.experiment.python_api import convert, diff, log, presets, quantize, recipe
     from ablate.recipes.recipe import Recipe
     from ablate.results.proposal_gate import gate
     from ablate.verification.conformance.run import conform
@@ -31,7 +31,6 @@ __all__ = [
     "conform",
     "convert",
     "diff",
-    "export_model",
     "gate",
     "integrations",
     "judge",

@@ -406,7 +406,7 @@ def measured(family: str) -> Row:
 _HEAD = """# Mixtures of experts
 
 Experts whose weights one tensor holds are layers like others: `model.layers.0.mlp.experts.3.gate_up` and
-`.down`. Layer rules, telemetry, alarms, maps and packed checkpoints see each of them. An expert has scales of
+`.down`. Layer rules, telemetry, alarms and maps see each of them. An expert has scales of
 its own, and blocks and rotations do not cross its tokens; one without tokens is not multiplied. Routers stay
 in high precision.
 

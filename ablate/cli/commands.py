@@ -31,7 +31,6 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
     "Results": {
         "judge": ("judge", "Judge runs that were not started here."),
         "show": ("show", "Show all arms, one sweep's claim, or what differs in two."),
-        "export-model": ("export_model", "Write a trial's weights, packed for serving."),
     },
     "Running sweeps": {
         "calibrate": ("calibrate", "Find the design that tells most per hour."),

@@ -6,11 +6,9 @@ Importing this module imports no torch; the functions do when they are called. d
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import Tensor, nn
 
     from ablate.experiment.recipe_source import RecipeSource
@@ -18,7 +16,6 @@ if TYPE_CHECKING:
     from ablate.numerics.spec import Quant
     from ablate.recipes.recipe import Recipe
     from ablate.training.conversion import Conversion
-    from ablate.training.packed_model import ExportedModel
     from ablate.training.quantised import Quantised
 
 
@@ -74,34 +71,6 @@ def convert(
     conversion = converted(model, options)
     acknowledge(options.recipe)
     return conversion
-
-
-def export_model(
-    run: Conversion,
-    folder: str | Path,
-    to: Literal["compressed-tensors", "modelopt"] = "compressed-tensors",
-    *,
-    calibrate: Callable[[], object] | None = None,
-) -> ExportedModel:
-    """Write a trained model's weights as its recipe quantises them, packed, for a serving stack.
-
-    Args:
-        run: handle of the trained model. The recipe of its last step decides which layers are packed.
-        folder: folder for the weights (safetensors) and the configuration.
-        to: `compressed-tensors` (vLLM) or `modelopt` (TensorRT-LLM, vLLM).
-        calibrate: calls the model on some batches, whose largest inputs become the static scales of the
-            activations; without it, only weights are quantised when the model is served.
-
-    Returns:
-        Files, names of the packed layers and of those that stay in high precision.
-
-    Raises:
-        ValueError: nothing is packed, a weight cannot be held by NVFP4's layout, or the folder holds an
-            earlier export.
-    """
-    from ablate.training.packed_model import export_model as export
-
-    return export(run, folder, to, calibrate=calibrate)
 
 
 def log(metrics: Mapping[str, object], *, step: int) -> None:

@@ -457,8 +457,8 @@ class TelemetryKeys(Spec):
     checkpoint: float = Field(60.0, ge=0)
     """Least seconds between checkpoints. They take 5 % of a trial's time at most."""
     keep_weights: bool = False
-    """Keep the weights of each trial that does not diverge, for `ablate export-model`. A finished trial that
-    is reused keeps them only if it was run so."""
+    """Keep the weights of each trial that does not diverge in its folder, as `weights.safetensors`.
+    A finished trial that is reused keeps them only if it was run so."""
 
 
 _ONE = Metric.model_json_schema()

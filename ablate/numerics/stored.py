@@ -348,23 +348,6 @@ def store_one(
     operand = quantize(
         x, quant, rotation=rotation, clock=clock, where=where, product=product, partition=partition, keep=True
     )
-    return packed(operand, x.shape[1], rotation)
-
-
-def packed(operand: Operand, columns: int, rotation: Hadamard | None = None) -> Packed:
-    """Return an operand that kept its codes (`quantize(keep=True)`) in packed form.
-
-    Args:
-        operand: result of `quantize`.
-        columns: Elements along the contraction before padding.
-        rotation: Hadamard rotation that was applied before quantising.
-
-    Raises:
-        ValueError: The quantiser cannot be stored, or the outer statistic would hide a NaN or an infinity.
-    """
-    quant = operand.quant
-    assert quant is not None
-    refuse(quant)
     amax, largest, block_scale, codes = operand.amax, operand.largest, operand.block_scale, operand.codes
     assert amax is not None
     assert largest is not None
@@ -376,7 +359,7 @@ def packed(operand: Operand, columns: int, rotation: Hadamard | None = None) -> 
             f"x holds a NaN or an infinity, but {statistic} is finite: stored, it would look like a number"
         )
     scales = block_scale[:, 0, :, 0].to(torch.float8_e4m3fn)
-    return Packed(pack(codes), scales, amax, columns, quant, rotation)
+    return Packed(pack(codes), scales, amax, x.shape[1], quant, rotation)
 
 
 def gather_packed(part: Packed, partition: Partition) -> Packed:

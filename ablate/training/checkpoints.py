@@ -6,6 +6,7 @@ digest of the records up to its step. If the bytes or the records differ, the fi
 and the trial continues from an earlier state.
 """
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -19,12 +20,13 @@ from ablate.engines.emulated import Engine, EngineState
 from ablate.errors import InputError
 from ablate.files import Damaged, first_error
 from ablate.numerics.product import why_not
-from ablate.training import final_weights
 from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, Footer, SealedWriter, unsealed
 from ablate.training.distributed import gathered, placed, placed_optimizer, world
 from ablate.training.guard import GuardState
 from ablate.training.optimizers import OptimizerState
 
+WEIGHTS = "weights.safetensors"
+"""File of a finished trial's weights, beside its checkpoint."""
 SHARE = 0.05
 """Largest share of a trial's time for its own checkpoints: one that takes 30 s is written every 10 minutes.
 
@@ -219,19 +221,23 @@ class Checkpoints:
             self._cost = self._last - self._begun
 
     def keep_weights(self, state: RunState) -> None:
-        """Write the weights of a finished run, with what decides how they are quantised.
+        """Write the weights of a finished run as `weights.safetensors`, completely or not at all.
 
         Args:
             state: state after the last step, with whole tensors.
         """
-        final_weights.write(
-            self.path.parent / final_weights.NAME,
-            self.trial,
-            state["step"],
-            state["model"],
-            state["engine"]["tripped"],
-            state["guard"]["fallbacks"],
-        )
+        from safetensors.torch import save_file
+
+        path = self.path.parent / WEIGHTS
+        tensors = {name: value.detach().cpu().clone().contiguous() for name, value in state["model"].items()}
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        about = {"trial": self.trial, "step": state["step"]}
+        save_file(tensors, temporary, metadata={"ablate": json.dumps(about)})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        # safetensors writes files that only their owner reads; a state folder may be shared by a team.
+        temporary.chmod(path.parent.stat().st_mode & 0o666)
+        temporary.replace(path)
 
     def _write(self, path: Path, state: RunState, about: Mapping[str, object]) -> None:
         temporary = path.with_name(f"{path.name}.{os.getpid()}")

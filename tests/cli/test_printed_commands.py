@@ -46,7 +46,6 @@ VERBS = {
     "ablate data prepare": "cli/test_data_command.py",
     "ablate data show": "cli/test_data_command.py",
     "ablate doctor": "verification/test_doctor.py",
-    "ablate export-model": "training/test_export_model.py",
     "ablate init": "training/workloads/test_python.py",
     "ablate judge": "execution/foreign/test_judge.py",
     "ablate plan": "cli/test_commands.py",

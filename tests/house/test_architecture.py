@@ -517,7 +517,6 @@ PATTERNS = {
     ],
     "recipes.targets.megatron_precision": ["globs on the number of a block"],
     "recipes.targets.te_debug": ["patterns on layers, to match", "to check", "names and types, escaped"],
-    "execution.finished_trial": ["a trial's id, as a user types it"],
     "recipes.targets.jobs": ["`export NAME=value` in a user's file of variables"],
     "reports.plain_text": [
         "spreadsheet formulas in a user's text",

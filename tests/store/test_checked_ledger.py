@@ -47,7 +47,6 @@ OTHERS = {
     "rebuild": "compares the ledger with the trial folders, and writes it again",
     "judge": "reads runs from elsewhere, and writes their ledger before it shows it",
     "ui": "shows reports that were written, and counts of runs",
-    "export-model": "reads the weights of a trial's folder; from the ledger, the id alone",
     "stop": "reads names and ids",
     "workers": "reads no ledger",
     "init": "reads no ledger",

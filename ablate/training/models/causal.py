@@ -27,7 +27,6 @@ from ablate.training.models.source import HINT, ModelSource, Outline, resolve
 
 with quietly(), without_gpus():
     from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
     from transformers.modeling_utils import PreTrainedModel
     from transformers.utils.logging import disable_progress_bar
 
@@ -112,15 +111,6 @@ def _coverage(model: nn.Module, names: Sequence[str]) -> tuple[float, str | None
     largest = max(others, key=lambda name: others[name])
     owner = largest.rpartition(".")[0]
     return share, f"{largest}: {why_left(model, owner, block_name(owner))}"
-
-
-def on_disk(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors of a model's parameters by the names, and in the parts, that its checkpoints have.
-
-    transformers 5.23 loads a checkpoint's matrices of single experts into one parameter, and undoes that when
-    it saves the model (`core_model_loading.revert_weight_conversion`).
-    """
-    return revert_weight_conversion(model, tensors)
 
 
 def _from_config(config: "PreTrainedConfig", **options: object) -> PreTrainedModel:
