@@ -228,7 +228,7 @@ COPIES = ("optuna.log", "mlflow.db", "reports", "ledger.db-shm", "ledger.db-wal"
 TIMES = re.compile(r"Report of \d{4}-\d\d-\d\d \d\d:\d\d|on \d{4}-\d\d-\d\d")
 DIGITS = re.compile(r"-?\d+\.\d{10,}(e[+-]?\d+)?|-?\d+(\.\d+)?e[+-]?\d+")
 """Numbers in full: another release of scipy may differ in the last digits."""
-TARGETS = ("te", "megatron", "bridge", "torchao", "torchtitan", "fouroversix", "te-debug", "json", "yaml")
+TARGETS = ("te", "megatron", "bridge", "torchao", "torchtitan", "fouroversix", "json", "yaml")
 ESTIMATE = re.compile(r" (Roughly|About|Less than) .*|(\d trials at once)")
 IDS = re.compile(r"( +[0-9a-f]{8})+( \.\.\.)?$", re.MULTILINE)
 

@@ -51,13 +51,6 @@ ModelName = Annotated[
         "--model", help="Folder with config.json, or name on the Hugging Face hub: names layers and blocks."
     ),
 ]
-Debug = Annotated[
-    Path | None,
-    typer.Option(
-        "--te-debug",
-        help="YAML of Transformer Engine's debug tools, which turns off products or layers of the job.",
-    ),
-]
 Blocks = Annotated[
     int | None,
     typer.Option(
@@ -74,18 +67,12 @@ def export(
     source: Source,
     flags: Flags,
     target: Annotated[
-        Literal[
-            "te", "megatron", "bridge", "torchao", "torchtitan", "fouroversix", "te-debug", "json", "yaml"
-        ],
+        Literal["te", "megatron", "bridge", "torchao", "torchtitan", "fouroversix", "json", "yaml"],
         typer.Option("--to", help="Training stack."),
     ],
     turn: Set = None,
     model: ModelName = None,
     blocks: Blocks = None,
-    log_every: Annotated[
-        int,
-        typer.Option(min=0, help="For te-debug: steps between two logs of statistics; 0 logs none."),
-    ] = 100,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; default: print.")] = None,
 ) -> None:
     """Write a recipe as what a training stack reads, with every argument.
@@ -98,7 +85,7 @@ def export(
         text = recipe_file(recipe, out.parent if out else Path.cwd(), target == "json")
     else:
         layers = () if model is None else layers_of(model, recipe)
-        facts = Model(_title(source, turn or []), blocks, layers, log_every)
+        facts = Model(_title(source, turn or []), blocks, layers)
         try:
             text = TARGETS[target].write(recipe, facts)
         except Lost as lost:
@@ -119,7 +106,6 @@ def import_recipe(
     te: Te = None,
     made: Object = None,
     fouroversix: Fouroversix = None,
-    debug: Debug = None,
     environment: Environment = None,
     model: ModelName = None,
     blocks: Blocks = None,
@@ -130,7 +116,7 @@ def import_recipe(
     Exactly one of --megatron-args, --script, --te, --object and --fouroversix says where it is. What has no
     counterpart here is refused, by its field, and so is an argument that the stack ignores.
     """
-    job = Job(arguments, script, te, made, fouroversix, debug, environment)
+    job = Job(arguments, script, te, made, fouroversix, environment)
     recipe, *_ = _read(job, model, blocks)
     if ignored := job.ignored():
         raise InputError(*ignored)
@@ -148,7 +134,6 @@ def audit(
     te: Te = None,
     made: Object = None,
     fouroversix: Fouroversix = None,
-    debug: Debug = None,
     environment: Environment = None,
     model: ModelName = None,
     blocks: Blocks = None,
@@ -159,7 +144,7 @@ def audit(
     compared one by one. Exit status: 0 they are the same, 1 they differ, 2 bad input.
     """
     intended = resolve(source, turn or [], flags)
-    job = Job(arguments, script, te, made, fouroversix, debug, environment)
+    job = Job(arguments, script, te, made, fouroversix, environment)
     found, variables, facts = _read(job, model, blocks)
     screen = console()
     for name, (_, option, default) in VARIABLES.items():
@@ -235,7 +220,7 @@ def _read(job: Job, model: str | None, blocks: int | None) -> tuple[Recipe, dict
     """Return the recipe of a job, its environment variables and the facts of its model."""
     layers = () if model is None else layers_of(model, Recipe())
     facts = Model(model or "the job", blocks or job.blocks(), layers)
-    return *job.in_force(facts), facts
+    return *job.in_force(), facts
 
 
 def _counted(recipe: Recipe, side: str, model: Model) -> Recipe:

@@ -516,7 +516,6 @@ PATTERNS = {
         "expansions that print",
     ],
     "recipes.targets.megatron_precision": ["globs on the number of a block"],
-    "recipes.targets.te_debug": ["patterns on layers, to match", "to check", "names and types, escaped"],
     "recipes.targets.jobs": ["`export NAME=value` in a user's file of variables"],
     "reports.plain_text": [
         "spreadsheet formulas in a user's text",

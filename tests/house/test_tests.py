@@ -85,7 +85,6 @@ FOREIGN = {
     "_exit": "os",
     "_fp8_dtype": "Transformer Engine's tensors",
     "_private": "Ray",
-    "_load_config": "nvdlfw-inspect's reader",
     "_opener": "urllib.request",
     "_schema": "torch",
     "_quantize_blockwise_reference": "Transformer Engine's reference",

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import typer
-from ruamel.yaml import YAML
 from support.cases import every
 from support.changed_recipes import valid, with_unknown_fields
 from support.commands import here
@@ -28,7 +27,7 @@ from ablate.numerics.spec import Select
 from ablate.recipes import PRESETS, SLOTS, Recipe
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Layers, Phase, Products, Rule
-from ablate.recipes.targets import TARGETS, Lost, Model, fouroversix, te_debug
+from ablate.recipes.targets import TARGETS, Lost, Model, fouroversix
 from ablate.recipes.targets.megatron import embedded, read
 from ablate.recipes.targets.megatron_precision import modules
 from ablate.recipes.te_mapping import canonical
@@ -51,7 +50,6 @@ RULES = {
     "names": ['recipe.layers.rules=[{match: "*.down", use: null}, {match: "*.linear_fc2", use: null}]'],
     "blocks": ['recipe.layers.rules=[{match: {blocks: "first:2"}, use: null}]', "recipe.layers.skip_last=1"],
     "both": ['recipe.layers.rules=[{match: {blocks: "1-2", name: "*.*up"}, use: null}]'],
-    "products": ["recipe.wgrad={}"],
 }
 
 
@@ -82,11 +80,9 @@ def assigned(recipe: Recipe, layers: tuple[Layer, ...]) -> dict[str, Products]:
     return {name: canonical(recipe.decided(decider) or Products()) for name, decider in placed.items()}
 
 
-def read_back(target: str, text: str, model: Model, base: Recipe) -> Recipe:
+def read_back(target: str, text: str) -> Recipe:
     if target == "fouroversix":
         return fouroversix.read(text)
-    if target == "te-debug":
-        return te_debug.read(text, base, model)
     script = re.search(r"PRECISION_ARGS=\((.*?)\)", text, re.DOTALL)
     assert script
     exports = dict(re.findall(r"^export (\S+?)=(\S*)$", text, re.MULTILINE))
@@ -148,10 +144,8 @@ def test_a_field_that_was_added_later_is_refused_by_every_target(target):
     assert expected <= {*paths}
 
 
-@every(target=("fouroversix", "te-debug", "megatron"), name=PRESETS, rules=RULES)
+@every(target=("fouroversix", "megatron"), name=PRESETS, rules=RULES)
 def test_what_is_read_back_is_the_recipe(target, name, rules):
-    if target != "te-debug" and rules == "products":
-        return
     recipe, model = PRESETS[name](), MODELS[target]
     if recipe.plain:
         return
@@ -159,10 +153,7 @@ def test_what_is_read_back_is_the_recipe(target, name, rules):
     text = written(target, recipe, model)
     if text is None:
         return
-    base = PRESETS[name]().model_copy(update={"layers": Layers()})
-    if name == "high_precision_fwd_mxfp8_bwd":
-        base = PRESETS["mxfp8"]()
-    found = read_back(target, text, model, base)
+    found = read_back(target, text)
     assert assigned(found, model.layers) == assigned(recipe, model.layers)
     assert found.model_dump(include={"weights", "schedule", "dtype"}) == recipe.model_dump(
         include={"weights", "schedule", "dtype"}
@@ -175,9 +166,9 @@ def test_the_round_trips_are_not_all_refused():
             written(target, resolve(name, RULES[rules]), MODELS[target]) is not None
             for name, rules in itertools.product(("nvfp4", "mxfp8", "nvfp4_paper"), RULES)
         )
-        for target in ("fouroversix", "te-debug", "megatron")
+        for target in ("fouroversix", "megatron")
     }
-    assert counts == {"fouroversix": 10, "te-debug": 18, "megatron": 9}
+    assert counts == {"fouroversix": 10, "megatron": 9}
 
 
 # fouroversix
@@ -329,93 +320,6 @@ def test_fields_of_fouroversix_without_a_counterpart_are_named(case):
         data |= dict.fromkeys(("activation_dtype", "weight_dtype", "gradient_dtype"))
     with pytest.raises(ValueError, match=re.escape(named)):
         fouroversix.read(json.dumps(data | change))
-
-
-# Transformer Engine's debug tools
-
-
-FEATURES = (
-    "DisableQuantizationGEMM",
-    "DisableQuantizationLayer",
-    "LogNvfp4TensorStats",
-    "LogFp8TensorStats",
-)
-
-
-@own_parser("nvdlfw-inspect", "0.2.2")
-@every(name=("nvfp4", "nvfp4_paper", "mxfp8", "fp8_current", "high_precision_fwd_mxfp8_bwd"), rules=RULES)
-def test_nvdlfw_inspect_itself_gives_each_layer_what_the_recipe_says(name, rules, tmp_path):
-    from nvdlfw_inspect.config_manager import ConfigManager
-    from nvdlfw_inspect.logging import initialize_logger
-    from nvdlfw_inspect.registry import NamespaceData
-
-    recipe = resolve(name, RULES[rules])
-    text = written("te-debug", recipe)
-    assert text is not None
-    file = tmp_path / "debug.yaml"
-    file.write_text(text)
-    spaces = {"transformer_engine": NamespaceData("transformer_engine", None, dict.fromkeys(FEATURES))}
-    initialize_logger(str(tmp_path))
-    ConfigManager.reset()
-    try:
-        ConfigManager._load_config(file, spaces)
-        for layer, products in assigned(recipe, NAMED).items():
-            features = ConfigManager.get_config_for_layer(f"it.{layer}").get("transformer_engine", {})
-            off = {"fprop", "dgrad", "wgrad"} if "DisableQuantizationLayer" in features else set()
-            off |= {*features.get("DisableQuantizationGEMM", {}).get("gemms", ())}
-            assert off == {gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(products, gemm).plain}
-            logs = [feature for feature in features if feature.startswith("Log")]
-            assert len(logs) == (not products.plain)
-            assert all(features[log]["freq"] == 100 for log in logs)
-    finally:
-        ConfigManager.reset()
-
-
-DEBUG = {
-    "DisableFP8GEMM: {enabled: true, gemms: [wgrad]}": ("layer_types: [down]", {"wgrad"}),
-    "DisableQuantizationLayer: {enabled: true}": ("layer_numbers: [1, 2-3]", {"fprop", "dgrad", "wgrad"}),
-    "DisableQuantizationGEMM: {enabled: true, gemms_struct: [{gemm: dgrad}]}": (
-        "layer_name_regex_pattern: 'layers.0'",
-        {"dgrad"},
-    ),
-    "LogTensorStats: {enabled: true, tensors: [weight], stats: [max]}": ("layer_types: [all]", set()),
-    "DisableQuantizationLayer: {enabled: false}": ("layer_types: [all]", set()),
-}
-
-
-@own_parser("nvdlfw-inspect", "0.2.2")
-@every(feature=DEBUG)
-def test_layers_are_selected_as_nvdlfw_inspect_selects_them(feature):
-    from nvdlfw_inspect.config_manager import ConfigSpec, is_layer_in_cfg
-
-    layers, off = DEBUG[feature]
-    text = f"it:\n  enabled: true\n  layers:\n    {layers}\n  transformer_engine:\n    {feature}\n"
-    spec = ConfigSpec()
-    spec.initialize(YAML(typ="safe").load(text)["it"])
-    found = assigned(te_debug.read(text, PRESETS["nvfp4"](), MODELS["te-debug"]), NAMED)
-    selected = 0
-    for layer, products in found.items():
-        mine = is_layer_in_cfg(layer, spec)
-        selected += mine
-        gemms = {gemm for gemm in ("fprop", "dgrad", "wgrad") if getattr(products, gemm).plain}
-        assert gemms == (off if mine else set())
-    assert selected
-
-
-@every(
-    case=[
-        ("FakeQuant: {enabled: true, gemms: [fprop]}", "layer_types: [all]", "FakeQuant"),
-        ("PerTensorScaling: {enabled: true}", "layer_types: [all]", "PerTensorScaling"),
-        ("DisableQuantizationLayer: {enabled: true}", "exact_layer_names: [a]", "exact_layer_names"),
-        ("DisableQuantizationGEMM: {enabled: true, gemms: [bprop]}", "layer_types: [all]", "bprop"),
-        ("DisableQuantizationLayer: {enabled: true}", "layer_types: [down]", "--model"),
-    ]
-)
-def test_features_that_are_not_emulated_are_named(case):
-    feature, layers, named = case
-    text = f"it:\n  enabled: true\n  layers: {{{layers}}}\n  transformer_engine:\n    {feature}\n"
-    with pytest.raises(ValueError, match=re.escape(named)):
-        te_debug.read(text, PRESETS["nvfp4"](), Model("it", BLOCKS))
 
 
 # Megatron's file on single layers
@@ -598,28 +502,17 @@ FIELDS = (
     ("unheard_of", 1),
 )
 """Changes of fouroversix's file."""
-EDITS = {
-    "te-debug": [
-        ("layers|layer|h)\\\\.(?:0|3)", "layers|layer|h)\\\\.(?:0|2)"),
-        ("(?:0|3)", "(?:3)"),
-        ("DisableQuantizationLayer:\n      enabled: true", "DisableQuantizationLayer:\n      enabled: false"),
-        ("DisableQuantizationLayer:", "DisableQuantizationGEMM:\n      gemms: [wgrad]"),
-        ("section_0:\n  enabled: true", "section_0:\n  enabled: false"),
-        ("LogNvfp4TensorStats:", "DisableQuantizationGEMM:"),
-        ("LogNvfp4TensorStats:", "FakeQuant:"),
-    ],
-    "megatron": [
-        ("*layers.1.*", "*layers.2.*"),
-        ("    enabled: true", "    enabled: false"),
-        ("override_quantized_autocast: true", "override_quantized_autocast: false"),
-        ("--te-precision-config-file", "--unrelated-file"),
-        ("    config: config_0\n    enabled", "    config: nothing\n    enabled"),
-        ("type: glob", "type: regex"),
-        ("training_recipe:\n", "training_recipe:\n      fp8_quantization_recipe: mxfp8\n"),
-        ("--num-layers-at-end-in-bf16 1", "--num-layers-at-end-in-bf16 2"),
-    ],
-}
-"""Changes of the other formats' files: what is replaced by what."""
+EDITS = (
+    ("*layers.1.*", "*layers.2.*"),
+    ("    enabled: true", "    enabled: false"),
+    ("override_quantized_autocast: true", "override_quantized_autocast: false"),
+    ("--te-precision-config-file", "--unrelated-file"),
+    ("    config: config_0\n    enabled", "    config: nothing\n    enabled"),
+    ("type: glob", "type: regex"),
+    ("training_recipe:\n", "training_recipe:\n      fp8_quantization_recipe: mxfp8\n"),
+    ("--num-layers-at-end-in-bf16 1", "--num-layers-at-end-in-bf16 2"),
+)
+"""Changes of Megatron-LM's script: what is replaced by what."""
 
 
 def changed_jobs(folder: Path) -> Iterator[tuple[tuple, dict]]:
@@ -629,15 +522,13 @@ def changed_jobs(folder: Path) -> Iterator[tuple[tuple, dict]]:
     for key, value in FIELDS:
         file.write_text(json.dumps(data | {key: value}))
         yield ("fouroversix", key), {"recipe": "nvfp4", "fouroversix": file}
-    starts = {"te-debug": {"te": "NVFP4BlockScaling", "debug": file}, "megatron": {"script": file}}
-    for kind, edits in EDITS.items():
-        recipe = resolve("nvfp4", RULES["blocks" if kind == "megatron" else "counts"])
-        text = TARGETS[kind].write(recipe, Model("it", BLOCKS))
-        intended.write_text(json.dumps(recipe.model_dump(mode="json")))
-        for before, after in edits:
-            assert before in text, (kind, before)
-            file.write_text(text.replace(before, after))
-            yield (kind, before, after), {"recipe": str(intended), "blocks": BLOCKS, **starts[kind]}
+    recipe = resolve("nvfp4", RULES["blocks"])
+    text = TARGETS["megatron"].write(recipe, Model("it", BLOCKS))
+    intended.write_text(json.dumps(recipe.model_dump(mode="json")))
+    for before, after in EDITS:
+        assert before in text, before
+        file.write_text(text.replace(before, after))
+        yield ("megatron", before, after), {"recipe": str(intended), "blocks": BLOCKS, "script": file}
 
 
 @pytest.mark.slow
@@ -656,19 +547,14 @@ def test_every_changed_job_of_the_other_formats_is_found_by_the_audit(tmp_path, 
     assert missed == []
 
 
-@every(kind=("fouroversix", "te-debug", "megatron"))
+@every(kind=("fouroversix", "megatron"))
 def test_jobs_that_were_not_changed_pass_the_audit(kind, tmp_path):
     intended, file = tmp_path / "intended.yaml", tmp_path / "job"
-    recipe = resolve("nvfp4", RULES["blocks"] if kind == "megatron" else RULES["counts"])
-    recipe = PRESETS["nvfp4"]() if kind == "fouroversix" else recipe
+    recipe = PRESETS["nvfp4"]() if kind == "fouroversix" else resolve("nvfp4", RULES["blocks"])
     intended.write_text(json.dumps(recipe.model_dump(mode="json")))
     file.write_text(TARGETS[kind].write(recipe, Model("it", BLOCKS)))
-    start = {
-        "fouroversix": ["--fouroversix"],
-        "te-debug": ["--te", "NVFP4BlockScaling", "--te-debug"],
-        "megatron": ["--script"],
-    }
-    done = here("recipe", "audit", intended, *start[kind], file, "--blocks", BLOCKS)
+    start = {"fouroversix": "--fouroversix", "megatron": "--script"}[kind]
+    done = here("recipe", "audit", intended, start, file, "--blocks", BLOCKS)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

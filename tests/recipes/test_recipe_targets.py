@@ -55,7 +55,6 @@ HELD = {
     "bridge": OWN,
     "torchao": {"bf16", "fp8_current", "mxfp8", "nvfp4", "nvfp4_paper"},
     "torchtitan": {"bf16", "nvfp4", "nvfp4_paper"},
-    "te-debug": {"fp8_current", "mxfp8", "nvfp4", "nvfp4_paper", "high_precision_fwd_mxfp8_bwd"},
     "fouroversix": {"nvfp4"},
 }
 """Presets that each target holds; all others are refused with the fields that would be lost."""
@@ -742,22 +741,17 @@ def test_a_model_with_experts_is_written_by_stacks_that_quantise_them_alone(targ
     assert any("layers.0.mlp.experts.0.up: the model packs" in reason for reason in lost.value.reasons)
 
 
-@every(target=("te", "te-debug"))
-def test_a_model_whose_experts_all_stay_in_bf16_is_written(target):
+def test_a_model_whose_experts_all_stay_in_bf16_is_written():
     rules = '[{match: {name: "*.experts.*"}, use: null}]'
     recipe = resolve("nvfp4", [f"recipe.layers.rules={rules}"])
-    text = TARGETS[target].write(recipe, Model("it", layers=MIXED))
+    text = TARGETS["te"].write(recipe, Model("it", layers=MIXED))
     assert "packed experts" not in text
     for name in ("*.experts.*.up", "*.attn.*"):
         others = resolve("nvfp4", [f'recipe.layers.rules=[{{match: {{name: "{name}"}}, use: null}}]'])
-        if target == "te":
-            assert "packed experts would stay" in TARGETS[target].write(others, Model("it", layers=MIXED))
-            continue
-        with pytest.raises(Lost, match="packs its experts' weights"):
-            TARGETS[target].write(others, Model("it", layers=MIXED))
+        assert "packed experts would stay" in TARGETS["te"].write(others, Model("it", layers=MIXED))
 
 
-@every(target=("te", "megatron", "te-debug", "fouroversix"), known=(False, True))
+@every(target=("te", "megatron", "fouroversix"), known=(False, True))
 def test_a_rule_for_one_expert_is_refused_by_its_number(target, known):
     model = Model("it", layers=MIXED) if known else Model("it", BLOCKS)
     for name, refused in (("*.experts.1.*", True), ("*.experts.*", False)):
@@ -873,7 +867,7 @@ def test_a_recipe_with_one_field_that_the_target_lacks_is_refused_by_that_field(
             field,
             lost.value.reasons,
         )
-    for target in ("torchao", "torchtitan", "fouroversix", "te-debug"):
+    for target in ("torchao", "torchtitan", "fouroversix"):
         with pytest.raises(Lost) as lost:
             TARGETS[target].write(recipe, Model("it", BLOCKS))
         parts = {
@@ -883,7 +877,7 @@ def test_a_recipe_with_one_field_that_the_target_lacks_is_refused_by_that_field(
         assert any(part in reason for part in parts for reason in lost.value.reasons), (target, field)
 
 
-RULED = ("te", "te-debug", "fouroversix")
+RULED = ("te", "fouroversix")
 
 
 @pytest.mark.parametrize("target", RULED)
@@ -916,7 +910,7 @@ def test_what_is_written_as_a_recipe_file_is_the_recipe(tmp_path):
         assert resolve(str(file), []) == PRESETS["quartet2"]()
 
 
-TITLED = ("te", "megatron", "bridge", "torchao", "te-debug")
+TITLED = ("te", "megatron", "bridge", "torchao")
 
 
 @pytest.mark.parametrize("target", TITLED)
@@ -1010,7 +1004,6 @@ def test_the_environment_decides_what_a_class_without_arguments_is(tmp_path):
         (("audit", "nvfp4", "--megatron-args", "--fp4-fromat e2m1 --fp4-recipe nvfp4"), "--fp4-format"),
         (("import", "--megatron-args", "--bf16 --fp4-param-gather"), "without --fp4-format"),
         (("import", "--fouroversix", "nowhere.json"), "No such file"),
-        (("import", "--te-debug", "nowhere.yaml"), "give one of"),
         (("import", "--megatron-args", "--fp4-format e2m1 --first-last-layers-bf16 --num-layers-at-end-in-bf16 x"), "a number"),
     ],
 )  # fmt: skip

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ablate.recipes.recipe import Recipe
-from ablate.recipes.targets import fouroversix, megatron, te_debug, torchao, transformer_engine
+from ablate.recipes.targets import fouroversix, megatron, torchao, transformer_engine
 from ablate.recipes.targets.model import Lost, Model
 
 __all__ = ["TARGETS", "Lost", "Model", "Target"]
@@ -43,6 +43,5 @@ TARGETS: Mapping[str, Target] = {
     "bridge": Target("Python for Megatron-Bridge 0.3 to 0.6", ".py", megatron.write_bridge),
     "torchao": Target("Python for torchao 0.18", ".py", torchao.write),
     "torchtitan": Target("Python for torchtitan 0.3", ".py", torchao.write_torchtitan),
-    "te-debug": Target("YAML for Transformer Engine's debug tools", ".yaml", te_debug.write),
     "fouroversix": Target("JSON for fouroversix 1.0", ".json", fouroversix.write),
 }

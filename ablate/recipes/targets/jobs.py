@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ablate.errors import InputError
 from ablate.recipes import Recipe
-from ablate.recipes.targets import fouroversix, te_debug
+from ablate.recipes.targets import fouroversix
 from ablate.recipes.targets.megatron import (
     blocks_of,
     embedded,
@@ -21,7 +21,6 @@ from ablate.recipes.targets.megatron import (
     standing_in,
     without_effect,
 )
-from ablate.recipes.targets.model import Model
 from ablate.recipes.targets.shell import Script, Started
 from ablate.recipes.te_import import is_te_recipe, recipe_of
 from ablate.recipes.torchao_import import is_torchao_config, recipe_of_torchao
@@ -39,7 +38,7 @@ TE_CLASSES = ("NVFP4BlockScaling", "MXFP8BlockScaling", "Float8CurrentScaling", 
 
 @dataclass(frozen=True)
 class Job:
-    """A job's configuration: one of the first five fields, and what changes it."""
+    """A job's configuration: one of the first five fields, and its environment."""
 
     arguments: str | None = None
     """Arguments of Megatron-LM."""
@@ -49,11 +48,9 @@ class Job:
     made: str | None = None
     """Object, as module:name."""
     fouroversix: Path | None = None
-    debug: Path | None = None
-    """Configuration of Transformer Engine's debug tools, which changes the recipe of the others."""
     environment: Path | None = None
 
-    def in_force(self, model: Model) -> tuple[Recipe, dict[str, str]]:
+    def in_force(self) -> tuple[Recipe, dict[str, str]]:
         """Return the recipe that the job trains by, and its environment variables.
 
         Raises:
@@ -65,8 +62,6 @@ class Job:
         try:
             variables = self._started.environment
             recipe = self._recipe(variables)
-            if self.debug is not None:
-                recipe = te_debug.read(_text(self.debug), recipe, model)
         except ValueError as error:
             raise InputError(str(error)) from None
         return recipe, variables

@@ -43,9 +43,6 @@ class Model:
     """Number of its blocks; None if nobody has said so."""
     layers: tuple[Layer, ...] = ()
     """Its linear layers inside blocks; empty if they are not known."""
-    log_every: int = 100
-    """Steps between two logs of statistics, for targets that log; 0: none."""
-
     by: tuple[str, str] = ("--blocks N or --model", "--model")
     """Options that give the number of blocks, and the layers, for the sentences."""
 
@@ -165,37 +162,6 @@ def confirmed(recipe: Recipe, made: Recipe, model: Model, what: str) -> None:
         reasons.append(f"layers: {what} would quantise other layers")
     if reasons:
         raise Lost(reasons)
-
-
-def placed(base: Recipe, assigned: Mapping[str, Products | None], layers: Sequence[Layer]) -> Recipe:
-    """Return a recipe that assigns each layer its products: most as its own, others by rules.
-
-    Args:
-        base: recipe whose other fields are kept.
-        assigned: products by the name of the layer; None: high precision.
-        layers: all layers of the model. A block whose layers are alike gets one rule.
-    """
-    used = {
-        name: None if products is None or products.plain else products for name, products in assigned.items()
-    }
-    quantised = [products for products in used.values() if products is not None]
-    own = max(dict.fromkeys(quantised), key=quantised.count, default=Products())
-    by_block: dict[int, list[Layer]] = {}
-    for layer in layers:
-        by_block.setdefault(layer.block, []).append(layer)
-    rules = []
-    for block, inside in by_block.items():
-        kinds = {used[layer.name] for layer in inside}
-        if len(kinds) == 1 and kinds != {own}:
-            rules.append(Rule(match=Match(blocks=f"{block}-{block}"), use=kinds.pop()))
-        elif len(kinds) > 1:
-            rules += [
-                Rule(match=Match(name=layer.name), use=used[layer.name])
-                for layer in inside
-                if used[layer.name] != own
-            ]
-    products = {name: getattr(own, name) for name in DIRECTIONS["all"]}
-    return base.model_copy(update={**products, "layers": Layers(rules=tuple(rules))})
 
 
 def _same_layers(recipe: Recipe, made: Recipe, model: Model) -> bool:
