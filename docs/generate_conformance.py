@@ -73,7 +73,7 @@ CAUSES = (
         "torchao",
         ("nvfp4",),
         "The scales of a zero tensor are 0/0, so that all its values become NaN"
-        " ([text](../upstream/torchao-zero-tensor.md)).",
+        " ([text](upstream.md#torchao-all-zero-tensor)).",
         ("zero_tensor",),
     ),
     Cause(
@@ -118,7 +118,7 @@ CAUSES = (
         "modelopt",
         ("nvfp4",),
         "The scales of a zero tensor are 0/0, so that all its values become NaN"
-        " ([text](../upstream/modelopt-zero-tensor.md)).",
+        " ([text](upstream.md#modelopt-all-zero-tensor)).",
         ("zero_tensor",),
     ),
     Cause(
@@ -130,7 +130,7 @@ CAUSES = (
     Cause("modelopt", ("nvfp4",), f"It computes a / (6 (A/2688)) and x / (s (A/2688)), {ORDER}"),
     Cause("modelopt", ("mxfp4",), "It refuses tensors that are not contiguous.", ("strides",)),
     Cause("modelopt", ("mxfp4",), "A NaN makes its block zero.", ("nan_visible",)),
-    Cause("modelopt", ("mxfp4",), f"{TIES} ([text](../upstream/modelopt-mxfp4-ties.md))."),
+    Cause("modelopt", ("mxfp4",), f"{TIES} ([text](upstream.md#modelopt-ties-of-mxfp4))."),
     Cause("modelopt", ("mxfp8",), LOG2, ("power_of_two_thresholds",)),
     Cause(
         "fouroversix",
@@ -138,7 +138,7 @@ CAUSES = (
         "No clamp at 6: where a subnormal scale, or a given amax, is too small for the block,"
         " the rounded value"
         " 8 is stored as the code of -0, so that a block's largest element is lost"
-        " ([text](../upstream/fouroversix-clamp.md)).",
+        " ([text](upstream.md#fouroversix-clamp-at-6)).",
         ("subnormal_scales", "saturated_scales"),
     ),
     Cause("fouroversix", ("nvfp4",), f"It computes (a/6) S, {ORDER}"),
@@ -163,7 +163,7 @@ CAUSES = (
     Cause(
         "mlx",
         ("mxfp4", "mxfp8"),
-        "A NaN makes its block finite ([text](../upstream/mlx-cpu-quantize.md)).",
+        "A NaN makes its block finite ([text](upstream.md#mlx-mx-modes-on-the-cpu)).",
         ("nan_visible",),
     ),
     Cause(
@@ -193,7 +193,7 @@ CAUSES = (
         "comfy_kitchen",
         ("nvfp4",),
         "A zero tensor has the scale 0, and its block scales are 0/0: all its values become NaN"
-        " ([text](../upstream/comfy-kitchen-zero-tensor.md)).",
+        " ([text](upstream.md#comfy-kitchen-all-zero-tensor)).",
         ("zero_tensor",),
     ),
     Cause(
@@ -221,7 +221,7 @@ CAUSES = (
         ("mxfp4", "mxfp8"),
         "Its ceiling of log2 is computed in the dtype of x, and jnp.log2 of 2^-15, 2^-13, 2^13"
         " and 2^15 is not"
-        " exact on a CPU: scales of half or twice the size ([text](../upstream/qwix-log2.md)).",
+        " exact on a CPU: scales of half or twice the size ([text](upstream.md#qwix-log2)).",
         ("random_bf16", "every_scale", "power_of_two_thresholds", "stale_scales", "scale_layout"),
     ),
     Cause(
@@ -266,20 +266,21 @@ CAUSES = (
         "brevitas",
         ("mxfp4", "mxfp8"),
         f"Scales follow OCP's rule, but {LOW} gets twice the scale"
-        f" ([text](../upstream/brevitas-bf16-log2.md)).",
+        f" ([text](upstream.md#brevitas-log2-in-bf16)).",
     ),
     Cause(
         "neural_compressor",
         ("mxfp4", "mxfp8"),
         f"Scales follow OCP's rule, but {LOW} gets twice the scale; so do exponents of elements"
-        " ([text](../upstream/neural-compressor-bf16-log2.md)).",
+        " ([text](upstream.md#neural-compressor-log2-in-bf16)).",
     ),
     Cause("gfloat", ("mxfp4",), "It raises for a NaN, which E2M1 has not.", ("nan_visible",)),
     Cause(
         "custom_float_quant",
         ("mxfp4", "mxfp8"),
         "The largest exponent is reserved for infinity, as in IEEE 754: E2M1 ends at 3, E4M3 at 240"
-        " ([text](../upstream/custom-float-quant-e2m1.md)). A zero block has the scale of an amax of 1.",
+        " ([text](upstream.md#custom-float-quant-largest-exponent)). A zero block has the scale of an amax of"
+        " 1.",
     ),
     Cause("gguf", ("mxfp4",), "A NaN makes its block zero.", ("nan_visible",)),
     Cause("gguf", ("mxfp4",), f"{TIES}: the nearest entry of a table, as in llama.cpp."),

@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
-    if page.parent.name != "upstream"
+    if page.name != "upstream.md"
 ]
-"""Pages, but for the texts for other libraries, whose commands need those."""
+"""Pages, but for the one on faults of other libraries, whose commands need those."""
 SCRIPTS = sorted(
     {
         path.parent
