@@ -74,7 +74,7 @@ class StartingExecutor:
     def _start_pool(self) -> Pool:
         settings, resources = self._settings, self._resources
         gpus, ranks = resources.gpus_of(settings.device), resources.layout(settings.device).ranks
-        return Pool(settings.ray, settings.workers, gpus, settings.priority, ranks, console().print)
+        return Pool(settings.ray, settings.workers, gpus, ranks, console().print)
 
     def _inline(self) -> Inline:
         if self._resources.layout(self._settings.device).ranks > 1:

@@ -137,13 +137,6 @@ class SweepFlags(Flags):
         float | None,
         typer.Option(min=0, help="Cost of one worker-hour, for `budget.cost`.", rich_help_panel=LOCATIONS),
     ] = None
-    priority: Annotated[
-        int | None,
-        typer.Option(
-            help="Priority among sweeps on a Ray cluster: higher first, equal ones share.",
-            rich_help_panel=LOCATIONS,
-        ),
-    ] = None
     mlflow: Mlflow = None
     tracker: Annotated[
         str | None,

@@ -38,7 +38,7 @@ ENVIRONMENT = {
 }
 PROFILE = "ABLATE_PROFILE"
 _FLAGS = {"ray": "--address", "shared_state": "--shared-state"}
-_DEFAULTS = {"state": "runs", "executor": "ray", "device": "auto", "priority": 0, "shared_state": False}
+_DEFAULTS = {"state": "runs", "executor": "ray", "device": "auto", "shared_state": False}
 _NAME = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
@@ -66,8 +66,6 @@ class Settings:
     """Command or URL that receives the first failure and the end of a sweep."""
     price: float | None
     """Cost of one worker-hour, in the currency of `budget.cost`."""
-    priority: int
-    """Rank among the sweeps on one Ray cluster; higher runs first."""
     shared_state: bool
     """If True, a new state folder gets the permissions that the umask leaves; otherwise only this user can
     enter it.
@@ -217,10 +215,6 @@ def _price(value: object) -> str | None:
     return None if valid else f"{value!r}: must be a number above 0"
 
 
-def _priority(value: object) -> str | None:
-    return None if type(value) is int else f"{value!r}: must be a whole number; higher runs first"
-
-
 def _boolean(value: object) -> str | None:
     return None if isinstance(value, bool) else f"{value!r}: must be true or false"
 
@@ -239,7 +233,6 @@ KEYS: dict[str, Callable[[object], str | None]] = {
     "device": _one_of("auto", "cpu", "cuda"),
     "notify": _text,
     "price": _price,
-    "priority": _priority,
     "shared_state": _boolean,
 }
 

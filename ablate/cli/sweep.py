@@ -223,7 +223,7 @@ def detached_command(file: Path, settings: Settings, options: SweepOptions) -> l
         "--device",
         settings.device,
     ]
-    numbers = {"--workers": settings.workers, "--price": settings.price, "--priority": settings.priority}
+    numbers = {"--workers": settings.workers, "--price": settings.price}
     for option, number in numbers.items():
         command += [] if number is None else [option, str(number)]
     command += [] if options.fork else ["--no-fork"]

@@ -238,7 +238,7 @@ class Controller:
             ):
                 self._submit(executor, work)
                 yield self._progress()
-            # Without a slot the sweep waits for its turn.
+            # Without a slot the sweep waits for nodes that others use.
             if not self._running and (executor.slots or not self._may_start(executor)):
                 if not self.scheduler.queue:
                     self._extend()  # the last proposed points may all repeat earlier ones

@@ -19,7 +19,7 @@ class Executor(Protocol):
     """Workers that run trials; `workers/` has the implementations."""
 
     wanted: int
-    """Number of trials that run or wait; a cluster shared with other sweeps assigns nodes by it."""
+    """Number of trials that run or wait; no more workers are started."""
 
     @property
     def slots(self) -> int: ...

@@ -208,11 +208,11 @@ def test_no_password_is_in_the_words_of_a_detached_process(tmp_path, started):
 
 
 def test_a_detached_sweep_gets_every_number_that_was_given_zero_too(tmp_path):
-    settings = find_settings(state=tmp_path, price=0.0, priority=0, workers=2)
+    settings = find_settings(state=tmp_path, price=0.0, workers=2)
     options = SweepOptions(seeds=3, quiet=True)
     words = detached_command(Path("x.yaml"), settings, options)
     pairs = {*pairwise(words)}
-    assert pairs >= {("--price", "0.0"), ("--priority", "0"), ("--workers", "2"), ("--seeds", "3")}
+    assert pairs >= {("--price", "0.0"), ("--workers", "2"), ("--seeds", "3")}
     assert "--quiet" in words
 
 

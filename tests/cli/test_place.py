@@ -20,7 +20,6 @@ executor = "inline"
 device = "cpu"
 notify = "https://hooks.example/T1/secret-path"
 price = 2.5
-priority = 3
 shared_state = true
 [profile.default]
 state = "default-runs"
@@ -67,13 +66,7 @@ def test_a_profile_says_all_of_it(bare):
         "ray://head:10001",
         "http://tracker:5000",
     )
-    assert (place.workers, place.executor, place.device, place.price, place.priority) == (
-        3,
-        "inline",
-        "cpu",
-        2.5,
-        3,
-    )
+    assert (place.workers, place.executor, place.device, place.price) == (3, "inline", "cpu", 2.5)
     assert set(place.origins.values()) == {"profile lab of ablate.toml"}
 
 
@@ -159,8 +152,8 @@ def test_an_environment_for_another_process_leads_it_to_the_same_place(bare, mon
             "ablate.toml: profile.lab.workers: True: must be a whole number from 1",
         ),
         (
-            "[profile.lab]\npriority = 1.5",
-            "ablate.toml: profile.lab.priority: 1.5: must be a whole number; higher runs first",
+            "[profile.lab]\npriority = 1",
+            "ablate.toml: profile.lab.priority: no such key; 'price' is the nearest of",
         ),
         ("[profile.lab]\nprice = -1", "ablate.toml: profile.lab.price: -1: must be a number above 0"),
         (

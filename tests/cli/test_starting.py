@@ -43,7 +43,7 @@ def pools(monkeypatch) -> list[Started]:
 @pytest.fixture
 def starting() -> Iterator[Callable[..., StartingExecutor]]:
     """A maker of executors with the checks given."""
-    settings = SimpleNamespace(executor="ray", ray=None, workers=2, priority=0, device="cpu")
+    settings = SimpleNamespace(executor="ray", ray=None, workers=2, device="cpu")
     with ExitStack() as stack:
         yield lambda checks=PASSING: StartingExecutor(
             settings, Resources(), stack.enter_context(closing(Checkup(checks)))

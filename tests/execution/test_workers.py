@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 
 import psutil
 import pytest
@@ -120,14 +120,14 @@ def test_who_listens_before_the_trial_starts_hears_it_at_once(tmp_path, monkeypa
 
 HOLD = """
 import sys, time
+import ray
 from ablate.execution.workers import Pool
-from ablate.execution.workers import pool as pools
-pool = Pool(sys.argv[1], None, 0, priority=int(sys.argv[2]))
-print("slots", flush=True)
+pool = Pool(sys.argv[1], int(sys.argv[2]), 0)
 last = None
 while True:
     if pool.slots != last:
         last = pool.slots
+        ray.get([actor.describe.remote("", "") for each in pool.idle for actor in each.actors])
         print(last, flush=True)
     time.sleep(0.2)
 """
@@ -158,15 +158,20 @@ def add_node(cluster) -> None:
 
 
 @contextmanager
-def held(cluster, priority: int) -> Iterator[Callable[[], str]]:
-    """Another process's pool on the cluster; gives a function that returns its next count of slots, once that changes."""
-    command = [sys.executable, "-c", HOLD, cluster.address, str(priority)]
+def held(cluster, most: int) -> Iterator[Callable[[int], None]]:
+    """Another process's pool on the cluster; gives a function that waits until it has so many slots, and a worker at each."""
+    command = [sys.executable, "-c", HOLD, cluster.address, str(most)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     reader = threading.Thread(target=lambda: [lines.put(line.strip()) for line in process.stdout])
     reader.start()
+
+    def has(slots: int) -> None:
+        while lines.get(timeout=300) != str(slots):
+            pass
+
     try:
-        yield lambda: lines.get(timeout=300)
+        yield has
     finally:
         process.kill()
         process.wait()
@@ -174,22 +179,25 @@ def held(cluster, priority: int) -> Iterator[Callable[[], str]]:
         process.stdout.close()
 
 
-def test_sweeps_on_one_cluster_share_its_slots_by_priority_and_use_nodes_that_join(cluster):
-    with held(cluster, 0) as low:
-        assert [low(), low()] == ["slots", "3"]
-        with held(cluster, 5) as high:
-            assert [high(), high()] == ["slots", "2"]
-            assert low() == "1"
+def test_a_sweep_on_a_cluster_takes_what_others_leave_and_nodes_that_join(cluster):
+    with ExitStack() as first:
+        first.enter_context(held(cluster, 2))(2)
+        with held(cluster, 9) as has:
+            has(1)
             add_node(cluster)
-            assert high() == "4"
+            has(3)
+            first.close()
+            has(5)
 
 
 GPUS = """
-import sys
+import sys, time
 from ablate.execution.workers import Pool
-for ranks in (1, None):
-    pool = Pool(sys.argv[1], sys.maxsize, 2.0, 0, ranks)
-    pool.wanted = sys.maxsize
+for ranks, slots in ((1, 2), (None, 3)):
+    pool = Pool(sys.argv[1], sys.maxsize, 2.0, ranks)
+    pool.wanted, deadline = sys.maxsize, time.monotonic() + 200
+    while pool.slots != slots and time.monotonic() < deadline:  # the last pool's GPUs are free a moment later
+        time.sleep(0.2)
     print(pool.slots)
     pool.close()
 """

@@ -756,12 +756,12 @@ MUTANTS = (
         "only a trial whose code alone was edited is taken over",
     ),
     Mistake(
-        "execution/cluster_shares.py",
-        "plan",
-        "key=lambda name: spent[name]",
-        "key=lambda name: -spent[name]",
-        "test_shares.py",
-        "sweeps that have used the least go first",
+        "execution/workers/placement.py",
+        "placements",
+        "min(units, unused.get(node, 0.0))",
+        "units",
+        "test_placement.py",
+        "units that other programs use are not taken",
     ),
     Mistake(
         "execution/machine_paces.py",

@@ -203,6 +203,15 @@ def test_ray_has_what_the_adapter_waits_and_ends_processes_by():
     assert names == ["gcs_address", "node_id", "timeout_s", "retry_interval_s"]
 
 
+def test_ray_reports_what_is_unused_on_each_node(monkeypatch):
+    from ray._private import state
+
+    assert not inspect.signature(state.available_resources_per_node).parameters
+    nodes = {"a": {"CPU": 2.0, "node:127.0.0.1": 1.0}, "b": {"GPU": 0.5}}
+    monkeypatch.setattr(state.state, "available_resources_per_node", lambda: nodes)
+    assert ray_private.unused_units("CPU") == {"a": 2.0, "b": 0.0}
+
+
 def test_ray_describes_the_arguments_that_are_passed(monkeypatch):
     import ray
 

@@ -29,7 +29,6 @@ from support.experiments import (
 from support.gates import Gate
 
 from ablate.execution import controller
-from ablate.execution.cluster_shares import Claim
 from ablate.execution.shared_prefixes import Family
 from ablate.execution.sweep_control import damage, put_aside
 from ablate.execution.trial_runner import run
@@ -307,14 +306,11 @@ def test_an_address_where_no_ray_is_gets_a_hint(address, said, tmp_path):
     assert (done.returncode, done.stderr.splitlines()[-1]) == (2, said)
 
 
-def test_a_place_on_a_lost_node_is_forgotten_even_where_whoever_counts_the_places_was_there():
+def test_a_place_on_a_lost_node_is_forgotten():
     """The next attempt would wait there until Ray learns of it, and be lost again."""
-    placements, room = Placements(), {"lost": 1.0, "kept": 1.0}
-    claim = Claim(wants=2, room=room, ranks=1, units=1.0, priority=0, kind="CPU", holds=0.0)
-    placements.places = placements.last("a sweep", claim)
-    placements.counted = 5.0
-    assert sorted(map(str, placements.places)) == ["{'kept': 1}", "{'lost': 1}"]
+    placements = Placements()
+    placements.places, placements.counted = [{"lost": 1}, {"kept": 1}], 5.0
     placements.lose(["lost"])
     assert placements.lost_nodes() == {"lost"}
-    assert placements.counted == -math.inf  # asked again at once
-    assert placements.last("a sweep", claim) == [{"kept": 1}]
+    assert placements.counted == -math.inf  # counted again at once
+    assert placements.places == [{"kept": 1}]

@@ -2,7 +2,7 @@
 
 The problem. A sweep has many more trials than slots, and nodes, workers and trials fail in different ways:
 Ray reports an actor that died at once, a node that was lost only much later, and a process that hangs never.
-A cluster may be shared by several sweeps, may gain and lose nodes meanwhile, and may have nodes with other
+Other sweeps may use the cluster; it may gain and lose nodes meanwhile, and may have nodes with other
 versions of this package.
 
 The idea. `slots` is the number of placements that this sweep may use now. A placement gives the ranks of one
@@ -33,7 +33,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ablate.execution.cluster_shares import Claim, Place, Shares, fit
 from ablate.execution.messages import Ended, Message, Notice, TrialRequest
 from ablate.execution.workers.cluster import (
     LOOK_SECONDS,
@@ -45,14 +44,14 @@ from ablate.execution.workers.cluster import (
     connect,
     exposed,
     sigterm_kept,
-    unusable,
 )
+from ablate.execution.workers.placement import Need, Place, placements
+from ablate.execution.workers.ray_private import unused_units
 from ablate.execution.workers.running_trial import RunningTrial, Unusable, Waits
-from ablate.execution.workers.trial_actors import Need, TrialActors
+from ablate.execution.workers.trial_actors import TrialActors
 
 if TYPE_CHECKING:
     from ray import ObjectRef
-    from ray.actor import ActorHandle
 
 Answer = tuple[str, Message]
 """Id of a trial and one of its messages; the id of a Notice is empty."""
@@ -62,11 +61,7 @@ _POLL_SECONDS = 0.05
 _FILE_THREADS = 4
 _LOST_NODE_SECONDS = 60.0
 """Time for which nothing is started on a node that did not answer: Ray lists it as alive for a while."""
-_FIRST_ASK_SECONDS = 20.0
 _STALE_SECONDS = 30 * 86400.0
-_SHARES = "shares of places, 1"
-"""Name of the actor that divides a cluster among sweeps. Change its number when the actor's methods
-change."""
 _REMOTE = "records are streamed, and checkpoints fetched through Ray"
 _REFERENCE = (
     "have no compiled quantisers, and emulate slowly on their CPUs: install the package there instead of"
@@ -93,30 +88,22 @@ class Placements:
     def lose(self, nodes: Iterable[str]) -> None:
         """Forget the placements on nodes that do not answer, and count again soon.
 
-        Ray lists such a node for a while, and the next trial would wait for it. The actor that counts
-        placements may have been there too, and answers only once Ray has moved it.
+        Ray lists such a node for a while, and the next trial would wait for it.
         """
         nodes = [*nodes]
         self._lost |= dict.fromkeys(nodes, time.monotonic() + _LOST_NODE_SECONDS)
         self.places = [place for place in self.places if not place.keys() & self._lost.keys()]
         self.counted = -math.inf if nodes else self.counted
 
-    def last(self, sweep: str, claim: Claim) -> list[Place]:
-        """Return the placements of the last count; before the first one, those of a sweep that shares with no
-        other.
-        """
-        return self.places or Shares().ask(sweep, claim)
-
 
 class Pool:
-    """Executor of trials on a Ray cluster, which other sweeps may use too."""
+    """Executor of trials on a Ray cluster, which other programs may use too."""
 
     def __init__(
         self,
         address: str | None,
         workers: int | None,
         gpus: float,
-        priority: int = 0,
         ranks: int | None = None,
         say: Callable[[str], object] = print,
     ) -> None:
@@ -126,7 +113,6 @@ class Pool:
             address: of a cluster: host:port, auto, or ray://host:port; None starts a local Ray.
             workers: most trials at once; None for as many as there is room for.
             gpus: GPUs of one trial: 0, a fraction of one, or several, with one rank each.
-            priority: among the sweeps of one cluster; higher runs first, equal priorities share.
             ranks: processes of a trial without GPUs, one CPU each; None for one.
             say: called with one line before another attempt to connect.
 
@@ -137,7 +123,7 @@ class Pool:
         self._address, self._need = address, Need.of(gpus, ranks)
         self._most, self.wanted = workers or sys.maxsize, sys.maxsize
         """Most trials at once; and number of trials to run in all, as far as the controller knows."""
-        self._priority, self._sweep, self._nonce = priority, uuid.uuid4().hex, ""
+        self._nonce = ""
         self.idle: list[TrialActors] = []
         self._queue: list[TrialRequest] = []
         """Requests that wait for a placement, since theirs was lost."""
@@ -148,9 +134,11 @@ class Pool:
         """Reason by id of each node that cannot run this sweep's trials."""
         self._reported: set[Hashable] = set()
         self._threads = ThreadPoolExecutor(_FILE_THREADS, thread_name_prefix="files")
-        self._shares: Shares | ActorHandle = Shares()
+        self._salt = uuid.uuid4().hex
+        """Makes each sweep prefer other nodes: two that start at once see the same unused units."""
+        self._client = (address or "").startswith("ray://")
         self._head: Head | None = None
-        if not (address or "").startswith("ray://"):  # a client sees its proxy alone, whose loss raises
+        if not self._client:  # a client sees its proxy alone, whose loss raises
             self._head = Head(ray, PATIENCE_SECONDS if address else 0)
         try:
             self._refuse_impossible()
@@ -163,16 +151,6 @@ class Pool:
                 f"Ray listens on all network interfaces of this machine ({self._head.address}); its token"
                 " protects it",
             )
-        if address:
-            options = {
-                "name": _SHARES,
-                "namespace": "ablate",
-                "lifetime": "detached",
-                "get_if_exists": True,
-                "num_cpus": 0,
-                "max_restarts": -1,
-            }
-            self._shares = ray.remote(Shares).options(**options).remote()
 
     # Placements
 
@@ -180,8 +158,8 @@ class Pool:
     def slots(self) -> int:
         """Number of trials that may run at once now, at most `workers`.
 
-        It includes nodes that joined meanwhile. On a cluster with several sweeps it is this sweep's share,
-        which may be 0 until its turn comes. Counted again after two seconds at the earliest.
+        It includes nodes that joined meanwhile. On a cluster that other programs use it may be 0 until units
+        are free. Counted again after two seconds at the earliest.
 
         Raises:
             ClusterLost: Ray's head is gone.
@@ -190,13 +168,12 @@ class Pool:
         if now >= self._placements.counted + LOOK_SECONDS:
             if self._head:
                 self._head.look()
-            seconds = LOOK_SECONDS if self._placements.places else _FIRST_ASK_SECONDS
-            self._placements.places = self._ask_places(seconds)
+            self._placements.places = self._count_places()
             self._placements.counted = now
             self._settle()
             if not self._placements.places:
                 self._refuse_barred()
-                waits = "its turn on the cluster" if self._room() else "nodes: the cluster has lost all"
+                waits = "free nodes: others use them" if self._room() else "nodes: the cluster has lost all"
                 self._notify("waits", f"waits for {waits}")
         return len(self._placements.places)
 
@@ -214,47 +191,31 @@ class Pool:
         lost = self._placements.lost_nodes()
         units_of = {node["NodeID"]: node["Resources"].get(self._need.kind, 0.0) for node in self._nodes()}
         return {
-            node: units
-            for node, units in sorted(units_of.items())
-            if units and node not in self._barred and node not in lost
+            node: units_of[node]
+            for node in sorted(units_of, key=lambda node: hash((self._salt, node)))
+            if units_of[node] and node not in self._barred and node not in lost
         }
-
-    def _claim(self) -> Claim:
-        size = self._need.ranks * self._need.units
-        holds = sum(trial.started for trial in self._running.values()) * size
-        wants = min(self._most, max(self.wanted, 1))
-        return Claim(
-            wants, self._room(), self._need.ranks, self._need.units, self._priority, self._need.kind, holds
-        )
 
     def _refuse_impossible(self) -> None:
         """Raise ClusterError for a trial that needs more than the cluster has: Ray would let it wait without
         an end.
         """
-        claim = self._claim()
-        if fit(claim, claim.room) is None:
-            each = ", ".join(f"{units:g}" for units in claim.room.values())
-            nodes = f" on {len(claim.room)} nodes ({each})" if len(claim.room) > 1 else ""
+        room = self._room()
+        if self._need.fit(room) is None:
+            each = ", ".join(f"{units:g}" for units in room.values())
+            nodes = f" on {len(room)} nodes ({each})" if len(room) > 1 else ""
             raise ClusterError(
-                f"a trial needs {self._need.text}, and the Ray cluster has"
-                f" {sum(claim.room.values()):g}{nodes}"
+                f"a trial needs {self._need.text}, and the Ray cluster has {sum(room.values()):g}{nodes}"
             )
 
-    def _ask_places(self, seconds: float) -> list[Place]:
-        """Return this sweep's placements, or the last ones while the actor that divides the cluster moves
-        from a lost node.
-        """
-        claim = self._claim()
-        if isinstance(self._shares, Shares):
-            return self._shares.ask(self._sweep, claim)
-        try:
-            return self._ray.get(self._shares.ask.remote(self._sweep, claim), timeout=seconds)
-        except self._ray.exceptions.RayError as error:
-            if why := unusable(error):
-                self._notify("shares", f"sweeps do not share this cluster: a node of it {why}")
-            return self._placements.last(self._sweep, claim)
-        except ConnectionError as error:
-            raise self._connection_lost(error) from None
+    def _count_places(self) -> list[Place]:
+        """Return the placements that this sweep may use: those that it has, and new ones in unused units."""
+        room = self._room()
+        # Ray's client cannot read it: there, trials wait in Ray's own queue for units that others use.
+        unused = unused_units(self._need.kind) if self._address and not self._client else room
+        running = sorted(self._running.values(), key=lambda trial: not trial.started)
+        held = [actors.place for actors in (*(trial.actors for trial in running), *self.idle)]
+        return placements(self._need, min(self._most, max(self.wanted, 1)), room, unused, held)
 
     def _connection_lost(self, error: Exception) -> ClusterLost:
         return ClusterLost(f"the connection to {self._address} is gone ({' '.join(str(error).split())})")
@@ -409,7 +370,7 @@ class Pool:
         """Raise ClusterError if only excluded nodes have room for a trial: waiting would not help."""
         alive = {node["NodeID"] for node in self._nodes()}
         why = next((why for node, why in self._barred.items() if node in alive), None)
-        if why and fit(self._claim(), self._room()) is None:
+        if why and self._need.fit(self._room()) is None:
             raise ClusterError(why)
 
     def _kill_silent(self, now: float) -> None:
@@ -447,10 +408,6 @@ class Pool:
         for trial in self._running.values():
             trial.abandon()
         if not (self._head and self._head.lost):  # calls to a cluster without a head block
-            if not isinstance(self._shares, Shares):
-                # The actor may be on a lost node; it then starts anew without this sweep.
-                with suppress(self._ray.exceptions.RayError, ConnectionError):
-                    self._ray.get(self._shares.leave.remote(self._sweep), timeout=LOOK_SECONDS)
             with suppress(ConnectionError):
                 for actors in (*self.idle, *(trial.actors for trial in self._running.values())):
                     actors.dismiss()

@@ -1,8 +1,8 @@
 """Private names of Ray: the only file that may use them.
 
 Ray's public interface has no way to keep a local Ray on the loopback interface, to choose its temporary
-folder, or to start it without services that no sweep uses. A new version of Ray may rename any of these; each
-has a test in tests/store/test_private_names.py.
+folder, to start it without services that no sweep uses, or to read what is unused on each node. A new
+version of Ray may rename any of these; each has a test in tests/store/test_private_names.py.
 """
 
 import os
@@ -16,6 +16,13 @@ LOOPBACK_ARGUMENT = {"_node_ip_address": "127.0.0.1"}
 """Argument of `ray.init` for the address of a local Ray."""
 REGISTER_SECONDS = 90.0
 """Time that Ray's process on this machine has to register: with other work 30 s are too short."""
+
+
+def unused_units(kind: str) -> dict[str, float]:
+    """Return the units of a resource, `CPU` or `GPU`, that are unused, by node id; up to a second late."""
+    from ray._private.state import available_resources_per_node
+
+    return {node: units.get(kind, 0.0) for node, units in available_resources_per_node().items()}
 
 
 def temporary_folder_argument() -> dict[str, str]:

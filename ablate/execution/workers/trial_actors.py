@@ -1,16 +1,14 @@
-"""Ray actors that run one trial: a single actor, or for a gang one on each of its nodes; and the resources
-that they hold.
-"""
+"""Ray actors that run one trial: a single actor, or for a gang one on each of its nodes."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ablate.execution.cluster_shares import Place
 from ablate.execution.messages import GangPart, TrialRequest
 from ablate.execution.workers.actor import Actor, WorkerFacts
 from ablate.execution.workers.cluster import Node, silence
+from ablate.execution.workers.placement import Need, Place
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -21,38 +19,6 @@ _CALLS = 4
 move files."""
 
 NODE_GONE = "its node is gone"
-
-
-@dataclass(frozen=True)
-class Need:
-    """Resources of one trial: `ranks` processes with `gpus` GPUs each. With `gpus` 0 each takes one CPU."""
-
-    gpus: float
-    ranks: int
-
-    @classmethod
-    def of(cls, gpus: float, ranks: int | None) -> "Need":
-        """Return the need of a trial on `gpus` GPUs: one rank a GPU, part of one GPU, all for one rank if
-        `ranks` is 1, or `ranks` ranks on CPUs.
-        """
-        if gpus > 1 and ranks != 1:
-            return cls(1.0, round(gpus))
-        return cls(float(gpus), ranks or 1)
-
-    @property
-    def kind(self) -> str:
-        """Ray's name of the resource: GPU or CPU."""
-        return "GPU" if self.gpus else "CPU"
-
-    @property
-    def units(self) -> float:
-        """Units of `kind` that one rank needs: 1 CPU, or GPUs, which may be a fraction of one."""
-        return self.gpus or 1.0
-
-    @property
-    def text(self) -> str:
-        """The need for error messages, as in `2 GPUs`."""
-        return f"{self.ranks * self.units:g} {self.kind}{'s' if self.ranks * self.units > 1 else ''}"
 
 
 class TrialActors:
