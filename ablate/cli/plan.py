@@ -19,8 +19,8 @@ from ablate.engines import makes_operands
 from ablate.engines.hardware import Machine, rented_machine
 from ablate.errors import InputError, one_line
 from ablate.execution.forecast import Forecast, TimeNeeded, forecast, time_needed
-from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.sweep_facts import blame_facts
+from ablate.execution.time_model import MachinePaces
 from ablate.experiment.arms import Arm
 from ablate.experiment.edits import redefinition
 from ablate.experiment.forked_design import CALIBRATION

@@ -17,9 +17,9 @@ from ablate.cli.plan import machine_of, require_contracts, settings_for, show
 from ablate.cli.settings import Settings, writable
 from ablate.cli.sweep_run import SweepRun
 from ablate.errors import InputError
-from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.progress import RunOptions
 from ablate.execution.sweep_control import check, holder
+from ablate.execution.time_model import MachinePaces
 from ablate.execution.tracking import check_login, open_trackers
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, lock

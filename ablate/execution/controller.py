@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Literal, NoReturn
 
 from ablate.errors import one_line
 from ablate.execution import sweep_control
-from ablate.execution.estimate import TimeModel
 from ablate.execution.failures import Failures, divergence, lost_baselines
 from ablate.execution.messages import Ended, Event, Events, Message, Notice, Result, TrialRequest, Waiting
 from ablate.execution.planned_code import PlannedCode, edited_error
@@ -35,6 +34,7 @@ from ablate.execution.progress import Executor, Outcome, Progress, Routine, Runn
 from ablate.execution.scheduler import Scheduler
 from ablate.execution.study_points import GivenUp
 from ablate.execution.sweep_facts import describe, register_design, require_metrics
+from ablate.execution.time_model import TimeModel
 from ablate.execution.trial_queue import Work
 from ablate.experiment.arms import KnobError
 from ablate.experiment.load import Experiment
@@ -584,7 +584,8 @@ class Controller:
         trouble = self._projections.trouble if self._projections else None
         done, running = total - count["pending"] - count["running"], tuple(self._running.values())
         queue, asks = self.scheduler.queue, self.scheduler.asks_left
-        seconds_left = queue.seconds_left(running, self._slots, asks, self._confirmed)
+        timed = [each.timed for each in running]
+        seconds_left = queue.seconds_left(timed, self._slots, asks, self._confirmed)
         return Progress(done, total, self._failed_trials(), running, news, trouble, seconds_left)
 
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from ablate.execution.estimate import Load, TimeModel, time_left, unproposed
-from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.shared_prefixes import Family, note
+from ablate.execution.time_model import Load, MachinePaces, TimeModel, Trials, time_left, unproposed
 from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.edits import PlannedTrial, redefined
 from ablate.experiment.load import Experiment
+from ablate.experiment.roles import GROUPS
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
@@ -72,18 +72,18 @@ def forecast(experiment: Experiment, state: Path, device: str, paces: MachinePac
     pace, family = TimeModel(experiment, store, device), Family(note=note(experiment.keys.telemetry))
     if paces:
         pace.recall(paces.read())
-    todo: dict[str, float] = {}
+    todo: dict[str, Load] = {}
     finished = set(recorded.finished)
     for position, (arm, seeds) in enumerate(recorded.arms):
         specs = [experiment.spec(arm, seed, device) for seed in seeds]
-        seconds = pace.seconds(Load.of(arm, experiment, device))
+        load = Load.of(arm, experiment, device)
         done = {spec.id for spec in specs if spec.id in recorded.pruned or store.finished(spec.id)}
         finished |= done
         # Finished trials, too: a trial that shares a prefix with one starts from its checkpoint.
         for spec in specs:
             family.add(spec, store.checkpoint_step(spec.id))
             if spec.id not in done:
-                todo[spec.id] = seconds
+                todo[spec.id] = load
         if position < len(experiment.arms):
             result.rows.append((arm, specs, sum(spec.id in done for spec in specs)))
     named = {
@@ -92,35 +92,23 @@ def forecast(experiment: Experiment, state: Path, device: str, paces: MachinePac
         for spec in specs
     }
     result.redefined = redefined(recorded.members, named)
+    result.trials, result.done, result.proposed = len(todo), len(finished), recorded.proposed
     computed = family.steps(todo.keys(), {path.stem for path in (state / "checkpoints").glob("*.pt")})
     whole = {spec.id: spec.steps for spec in family if spec.id in todo}
-    shared = {trial: computed[trial] / steps for trial, steps in whole.items()}
-    parts = [seconds * shared.get(trial, 1.0) for trial, seconds in todo.items()]
-    result.trials, result.done, result.proposed, result.measured = (
-        len(todo),
-        len(finished),
-        recorded.proposed,
-        pace.measured,
-    )
     result.alone, result.steps = sum(whole.values()), sum(computed.values())
     result.resumed = sum(step for trial, step in family.resumed.items() if trial in todo)
-    result.seconds, result.longest = sum(parts), max(parts, default=0.0)
-    result.recalled = pace.recalled
-    if recorded.ended and not todo:
-        return result
-    if experiment.keys.growth:
-        result.grown = sum(max(0, experiment.keys.growth.most - len(seeds)) for _, seeds in recorded.arms)
-    if experiment.blamed:
-        each = Load.of(experiment.arms[-1], experiment, device)
-        result.later = max(0, experiment.blamed[0].runs - 2 * len(experiment.seeds) - recorded.grouped)
-        result.seconds += result.later * pace.seconds(each)
-        result.longest = max(result.longest, pace.seconds(each))
-    asks = experiment.keys.search.trials - recorded.proposed if experiment.keys.search else 0
-    for each, count in unproposed(experiment, asks, not recorded.confirmed, device).items():
-        result.later += count
-        result.seconds += count * pace.seconds(each)
-        result.longest = max(result.longest, pace.seconds(each) if count else 0.0)
-    result.recalled = pace.recalled
+    trials = Trials(
+        (load, computed[trial] / whole[trial] if trial in whole else 1.0) for trial, load in todo.items()
+    )
+    if todo or not recorded.ended:
+        if experiment.keys.growth:
+            result.grown = sum(max(0, experiment.keys.growth.most - len(seeds)) for _, seeds in recorded.arms)
+        asks = experiment.keys.search.trials - recorded.proposed if experiment.keys.search else 0
+        later = unproposed(experiment, device, asks, not recorded.confirmed, recorded.grouped)
+        result.later = later.total()
+        trials += later
+    result.seconds, result.longest = pace.sum_and_longest(trials)
+    result.measured, result.recalled = pace.measured, pace.recalled
     return result
 
 
@@ -168,8 +156,7 @@ def _add_ledger(
         members.setdefault(row.name, []).append(row)
     if experiment.keys.growth:
         recorded.arms = [(arm, _seeds(own, members.get(arm.name, []))) for arm, own in recorded.arms]
-    groups = {arm.arm for arm in ledger.arms() if arm.role in ("half", "alone")}
-    recorded.grouped = sum(row.arm in groups and store.finished(row.id) for row in rows)
+    recorded.grouped = sum(row.role in GROUPS and store.finished(row.id) for row in rows)
     if not experiment.keys.search:
         return
     recorded.proposed = ledger.proposed()

@@ -7,9 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from ablate.execution.estimate import Load
-from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.messages import Message, TrialRequest
+from ablate.execution.time_model import MachinePaces, Timed
 from ablate.execution.tracking.tracker import Tracker
 from ablate.execution.trial_queue import Work
 from ablate.store.ledger import Ledger
@@ -54,14 +53,10 @@ class Running:
     """Status and reason that it gets when it ends, if it was ordered to stop."""
 
     @property
-    def load(self) -> Load:
-        """Load of the trial, by which its time is estimated."""
-        return self.work.load
-
-    @property
-    def part(self) -> float:
-        """Share of the trial's steps that it computes itself."""
-        return self.work.part
+    def timed(self) -> Timed:
+        """Properties of the trial by which its time is estimated."""
+        done = (self.step - self.begun) / max(1, self.steps - self.begun)
+        return Timed(self.work.load, self.work.part, self.started, done)
 
     @property
     def title(self) -> str:

@@ -23,15 +23,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from ablate.errors import InputError
-from ablate.execution.estimate import Load
 from ablate.execution.messages import Result
 from ablate.execution.same_code import take_over
 from ablate.execution.study_points import GivenUp, infeasible, inside
+from ablate.execution.time_model import Load
 from ablate.execution.trial_queue import TrialQueue, Work
 from ablate.experiment.arms import Arm, KnobError, label
 from ablate.experiment.edits import edits, versions_alone
 from ablate.experiment.load import Experiment
-from ablate.experiment.roles import CONFIRM, Role
+from ablate.experiment.roles import CONFIRM, GROUPS, Role
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json
 from ablate.store.judged_files import keep
@@ -135,7 +135,7 @@ class Scheduler:
                 self._refuse_other_versions(before)
         new = {(member.name, member.seed): member for member in self.ledger.members()}
         gone = {point.name for point in self.ledger.points() if point.repeats}  # once arms of their own
-        gone |= {name for (name, _), row in before.items() if row.role in ("confirmed", "half", "alone")}
+        gone |= {name for (name, _), row in before.items() if row.role in ("confirmed", *GROUPS)}
         keys = self.experiment.keys
         seeds = not keys.growth and not keys.search  # those add seeds to the file's
         return taken + edits(before, new, gone, seeds) + keep(self.ledger, self.store)

@@ -11,8 +11,8 @@ import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from ablate.execution.estimate import Countdown, Load, Timed
 from ablate.execution.shared_prefixes import Family, note, trunks_elsewhere, wanted_elsewhere
+from ablate.execution.time_model import Countdown, Load, Timed
 from ablate.experiment.arms import Arm
 from ablate.experiment.load import Experiment
 from ablate.experiment.trial_spec import TrialSpec
@@ -78,7 +78,7 @@ class TrialQueue:
             item = heapq.heappop(self._ranked)
             if self._ready(item[1], coming):
                 chosen = item[1]
-                self.countdown.count(chosen.load, -chosen.part)
+                self.countdown.waiting[chosen.load, chosen.part] -= 1
             else:
                 postponed.append(item)
         for item in postponed:
@@ -92,7 +92,7 @@ class TrialQueue:
         self._ranked = [item for item in self._ranked if not matches(item[1])]
         heapq.heapify(self._ranked)
         for work in dropped:
-            self.countdown.count(work.load, -work.part)
+            self.countdown.waiting[work.load, work.part] -= 1
         return dropped
 
     def seconds_left(self, running: Iterable[Timed], slots: int, asks: int, confirmed: bool) -> float:
@@ -134,7 +134,7 @@ class TrialQueue:
                 part = self.family.computed(work.spec, self._begun) / work.spec.steps
                 work = replace(work, part=part)
                 self._begun.append(work.spec.id)
-            self.countdown.count(work.load, work.part)
+            self.countdown.waiting[work.load, work.part] += 1
             heapq.heappush(self._ranked, (self._rank(work), work))
         if self._arrived:
             self._arrived = []

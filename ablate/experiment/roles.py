@@ -18,3 +18,5 @@ ELSEWHERE = "elsewhere: "
 CONFIRM = "confirm: "
 """Name prefix of the arm that reruns a search's winner on fresh seeds. It is for readers; code reads the
 role."""
+GROUPS: tuple[Role, ...] = ("half", "alone")
+"""Roles of the arms that a search for a cause adds: groups of units."""

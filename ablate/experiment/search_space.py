@@ -29,6 +29,14 @@ class Dimension:
     when: Mapping[str, Json] = field(default_factory=dict)
     """Values of other knobs without which this knob does not exist."""
 
+    @property
+    def middle(self) -> Json:
+        """Middle value: of the choices, or of the range on its scale."""
+        if self.kind == "choice":
+            return self.choices[len(self.choices) // 2]
+        middle = math.sqrt(self.low * self.high) if self.log else (self.low + self.high) / 2
+        return round(middle) if self.kind == "int" else middle
+
     def ends(self) -> Sequence[Json]:
         """Return the values with which a range is checked: every choice, or both ends; for real numbers also
         a value between them."""

@@ -41,8 +41,7 @@ from support.studies import trials
 from ablate import __version__
 from ablate.cli.answer_view import how_to_read
 from ablate.cli.commands import VERBS, whole_app
-from ablate.execution.estimate import Load
-from ablate.execution.machine_paces import MachinePaces
+from ablate.execution.time_model import Load, MachinePaces
 from ablate.execution.tracking import database
 from ablate.files import lock
 from ablate.store.databases import url

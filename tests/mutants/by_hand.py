@@ -764,11 +764,11 @@ MUTANTS = (
         "units that other programs use are not taken",
     ),
     Mistake(
-        "execution/machine_paces.py",
+        "execution/time_model.py",
         "MachinePaces.keep",
-        "[-_MOST_RATIOS:]",
-        "[:_MOST_RATIOS]",
-        "test_estimate.py",
+        "[-_MOST_PACES:]",
+        "[:_MOST_PACES]",
+        "test_time_model.py",
         "the newest paces of a machine are remembered",
     ),
     # What people read

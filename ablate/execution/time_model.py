@@ -1,14 +1,16 @@
-"""Estimate how long trials take: the only source of the times in `plan`, in the live view and in `status`.
+"""Time model: how long trials take. The only source of the times in `plan`, in the live line and in `status`.
 
 A workload's `cost` counts products and elements for an average processor core. It knows neither this machine
 nor the kernels that a recipe needs, so it may be off by a factor of 10. `TimeModel` corrects it by
 measurement: the seconds of finished trials in the state folder over the cost of the same trials, from those
 most like the trial in question. Where the state folder has nothing as near, trials count that this machine
-ran for other state folders (`machine_paces`). Of a trial that went on from a state that another one left,
-only the steps that it computed itself count. `time_left` turns seconds of trials into a time until the end.
+ran for other state folders (`MachinePaces`). Of a trial that went on from a state that another one left, only
+the steps that it computed itself count.
 
-An estimate that trials overrun is made anew from those that run: `slowdown` of their estimates holds for all
-that waits, too.
+A sweep's time is that of its trials: those that wait, those that a search may still add (`unproposed`), and
+those that run. `time_left` divides them among the slots. `plan` calls it before anything runs; `Countdown`
+calls it while the sweep runs, and leaves the result in the ledger for `status`. An estimate that trials
+overrun is made anew from those that run.
 
 Trials of other workloads, engines, classes of device or data say nothing and are not read.
 """
@@ -16,20 +18,22 @@ Trials of other workloads, engines, classes of device or data say nothing and ar
 import json
 import math
 import time
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
+from ablate import __version__, cache, provenance
 from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.load import Experiment
 from ablate.experiment.recorded_spec import RecordedSpec
-from ablate.experiment.search_space import Dimension, conditions, size
-from ablate.files import Json
+from ablate.experiment.roles import GROUPS
+from ablate.experiment.search_space import conditions, size
+from ablate.files import lock, write
 from ablate.recipes import Recipe
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
@@ -49,6 +53,7 @@ _SAME = ("model", "capture")
 """Workload fields that its cost may have to read files for: trials that differ in one of them, or in data,
 are not read.
 """
+_MOST_LOADS, _MOST_PACES = 300, 8
 
 
 @dataclass(frozen=True)
@@ -89,32 +94,37 @@ class Load:
         difference = abs(
             math.log(max(self.cost, 1e-9) / self.steps) - math.log(max(other.cost, 1e-9) / other.steps)
         )
-        return difference + (
-            _OTHER_PRECISION
-            if self.plain != other.plain
-            else _OTHER_RECIPE
-            if self.recipe != other.recipe
-            else 0.0
-        )
+        if self.plain != other.plain:
+            return difference + _OTHER_PRECISION
+        return difference + (_OTHER_RECIPE if self.recipe != other.recipe else 0.0)
+
+
+Measured = tuple[Load, float]
+"""Load of a trial that ran, and its seconds divided by its cost."""
+Trials = Counter[tuple[Load, float]]
+"""Number of trials by load and by the share of its steps that each computes itself."""
 
 
 class TimeModel:
     """Estimated seconds of a trial, by its load, from trials that were measured."""
 
     def __init__(self, experiment: Experiment, store: Store, device: str) -> None:
-        self._measured: list[tuple[Load, float]] = []
-        """Load, and seconds divided by cost, oldest first."""
-        self._recalled: list[tuple[Load, float]] = []
-        """The same of trials of other state folders on this machine, oldest first."""
+        self._kind = (experiment.base.workload, experiment.engine, device)
+        self._measured: list[Measured] = []
+        """Trials of this state folder, oldest first."""
+        self._recalled: list[Measured] = []
+        """Trials of other state folders on this machine, oldest first."""
         self.recalled = 0
         """Number of these trials, once an estimate is based on them."""
-        self.learnt: list[tuple[Load, float]] = []
-        """Load, and seconds divided by cost, of the trials that ran since."""
         self._scales: dict[Load, tuple[int, float]] = {}
-        kind = (experiment.base.workload, experiment.engine, device)
-        self._kind = kind
-        for load, seconds in reversed(list(_results(store.root, kind, experiment.base.config))):
-            self._measured.append((load, _ratio(load, seconds)))
+        for load, seconds in reversed([*_results(store.root, self._kind, experiment.base.config)]):
+            self.learn(load, seconds)
+        self._earlier = self.measured
+
+    @property
+    def learnt(self) -> list[Measured]:
+        """Trials that ran since."""
+        return self._measured[self._earlier :]
 
     @property
     def measured(self) -> int:
@@ -123,27 +133,24 @@ class TimeModel:
 
     def learn(self, load: Load, seconds: float) -> None:
         """Add a trial that has just run and took `seconds` for all of its steps."""
-        self._measured.append((load, _ratio(load, seconds)))
-        self.learnt.append(self._measured[-1])
+        self._measured.append((load, seconds / max(load.cost, 1e-9)))
 
-    def recall(self, paces: Iterable[tuple[Load, float]]) -> None:
-        """Use trials of other state folders where this one has none as near.
-
-        Args:
-            paces: load, and seconds divided by cost, of trials on this machine, oldest first.
-        """
-        self._recalled = [(load, ratio) for load, ratio in paces if load.kind == self._kind]
+    def recall(self, paces: Iterable[Measured]) -> None:
+        """Use trials of other state folders, oldest first, where this one has none as near."""
+        self._recalled = [(load, pace) for load, pace in paces if load.kind == self._kind]
         self._scales = {}
 
     def seconds(self, load: Load) -> float:
         """Return the estimated seconds of one trial that starts at its first step."""
-        count, scale = self._scales.get(load, (-1, 1.0))
-        if (
-            count < 0 or self.measured > 1.1 * count
-        ):  # each new trial among few, fewer and fewer times among many
-            scale = self._scale(load)
-            self._scales[load] = self.measured, scale
-        return scale * load.cost
+        # After each new trial among few, fewer and fewer times among many.
+        if load not in self._scales or self.measured > 1.1 * self._scales[load][0]:
+            self._scales[load] = self.measured, self._scale(load)
+        return self._scales[load][1] * load.cost
+
+    def sum_and_longest(self, trials: Trials) -> tuple[float, float]:
+        """Return the seconds of trials, one after the other, and those of the longest of them."""
+        each = [(count, part * self.seconds(load)) for (load, part), count in trials.items() if count]
+        return sum(count * one for count, one in each), max((one for _, one in each), default=0.0)
 
     def _scale(self, load: Load) -> float:
         """Return the median of seconds over cost among the trials most like this one; 1 if there are none."""
@@ -152,17 +159,13 @@ class TimeModel:
             recalled = _nearest(load, self._recalled)
             if recalled and (not near or recalled[0][0] < near[0][0]):
                 near, self.recalled = recalled, len(self._recalled)
-        return median(ratio for _, ratio in near) if near else 1.0
+        return median(pace for _, pace in near) if near else 1.0
 
 
-def _ratio(load: Load, seconds: float) -> float:
-    return seconds / max(load.cost, 1e-9)
-
-
-def _nearest(load: Load, trials: list[tuple[Load, float]]) -> list[tuple[float, float]]:
+def _nearest(load: Load, trials: list[Measured]) -> list[tuple[float, float]]:
     """Return distance, and seconds over cost, of the trials most like a load, the latest of equal ones."""
-    near = sorted((load.distance(other), -order, ratio) for order, (other, ratio) in enumerate(trials))
-    return [(distance, ratio) for distance, _, ratio in near[:_NEAREST] if distance <= near[0][0] + _AS_NEAR]
+    near = sorted((load.distance(other), -order, pace) for order, (other, pace) in enumerate(trials))
+    return [(distance, pace) for distance, _, pace in near[:_NEAREST] if distance <= near[0][0] + _AS_NEAR]
 
 
 def _has_speed(estimate: float, spent: float, done: float) -> bool:
@@ -170,59 +173,48 @@ def _has_speed(estimate: float, spent: float, done: float) -> bool:
     return done >= _MEASURABLE or (done > 0 and spent > estimate)
 
 
-def slowdown(running: Iterable[tuple[float, float, float]]) -> float:
-    """Return how many times as long as estimated trials take, by those that run; 1 while none has a speed.
+def time_left(
+    waiting: float, longest: float, running: Iterable[tuple[float, float, float]], slots: int
+) -> float:
+    """Return the seconds until the last trial ends; 0 while a running one takes longer than estimated and
+    none has a speed to make the estimate anew from.
 
-    The estimate counts as a tenth of a trial: at first, most of the time that a trial has spent is its start.
-
-    Args:
-        running: of each trial the arguments of `trial_left`.
-    """
-    known = [trial for trial in running if _has_speed(*trial)]
-    prior = _MEASURABLE * sum(estimate for estimate, _, _ in known)
-    expected = prior + sum(estimate * done for estimate, _, done in known)
-    return (prior + sum(spent for _, spent, _ in known)) / expected if expected else 1.0
-
-
-def trial_left(estimate: float, spent: float, done: float) -> float:
-    """Return the seconds until a trial ends, at least one once its own speed is used: it has yet to end.
+    All that waits is taken to be as many times slower than estimated as the running trials with a speed are.
+    There, the estimate counts as a tenth of a trial: at first, most of the time that a trial has spent is its
+    start. A trial with a speed takes at least another second: it has yet to end.
 
     Args:
-        estimate: seconds that it was estimated to take.
-        spent: seconds that it has run.
-        done: share of its steps that are done, in [0, 1]; once it is large enough, or the estimate is
-            overrun, the trial's own speed is used.
-    """
-    own = _has_speed(estimate, spent, done)
-    return max(1.0, spent * (1 - done) / done) if own else max(0.0, estimate - spent)
-
-
-def time_left(waiting: float, longest: float, running: Iterable[float], slots: int) -> float:
-    """Return the seconds until the last trial ends.
-
-    Args:
-        waiting: seconds of all waiting trials.
-        longest: seconds of the longest of them.
-        running: remaining seconds of each running trial.
+        waiting: estimated seconds of all waiting trials, one after the other.
+        longest: those of the longest of them.
+        running: of each running trial the estimated seconds, the seconds that it has run, and the share of
+            its steps that are done, in [0, 1].
         slots: trials that run at once.
     """
     running = list(running)
-    return max((waiting + sum(running)) / max(1, slots), longest, *running, 0.0)
+    known = [trial for trial in running if _has_speed(*trial)]
+    if not known and any(spent > estimate for estimate, spent, _ in running):
+        return 0.0
+    prior = _MEASURABLE * sum(estimate for estimate, _, _ in known)
+    expected = prior + sum(estimate * done for estimate, _, done in known)
+    slowdown = (prior + sum(spent for _, spent, _ in known)) / expected if expected else 1.0
+    left = [
+        max(1.0, spent * (1 - done) / done)
+        if _has_speed(slowdown * estimate, spent, done)
+        else max(0.0, slowdown * estimate - spent)
+        for estimate, spent, done in running
+    ]
+    return max((slowdown * waiting + sum(left)) / max(1, slots), slowdown * longest, *left, 0.0)
 
 
-class Timed(Protocol):
+class Timed(NamedTuple):
     """Running trial, as far as its time is concerned."""
 
-    @property
-    def load(self) -> Load: ...
-    @property
-    def part(self) -> float: ...
-
+    load: Load
+    part: float
+    """Share of its steps that it computes itself."""
     started: float
-    begun: int
-    """Step from which it resumed."""
-    step: int
-    steps: int
+    done: float
+    """Share of these steps that is done."""
 
 
 class Countdown:
@@ -234,18 +226,13 @@ class Countdown:
 
     def __init__(self, experiment: Experiment, ledger: Ledger, store: Store, device: str) -> None:
         self.pace = TimeModel(experiment, store, device)
+        self.waiting = Trials()
         self._experiment, self._ledger, self._device = experiment, ledger, device
-        self._waiting: dict[Load, float] = defaultdict(float)
-        """Waiting trials by load, each counted by the share of its steps that it computes."""
         self._at, self._seconds = -math.inf, 0.0
 
-    def count(self, load: Load, part: float) -> None:
-        """Add a waiting trial that computes the share `part` of its steps; a negative `part` removes one."""
-        self._waiting[load] += part
-
     def left(self, running: Iterable[Timed], slots: int, asks: int, confirmed: bool) -> float:
-        """Return the seconds until everything that runs, waits or may still be proposed is over; 0 while that
-        takes longer than estimated and no trial that runs has a speed to make the estimate anew from.
+        """Return the seconds until everything that runs, waits or may still be proposed is over; 0 as
+        `time_left` says.
 
         Args:
             running: trials in flight.
@@ -255,30 +242,17 @@ class Countdown:
         """
         now = time.time()
         if not 0 <= now - self._at < _CLOCK_SECONDS:  # negative if the clock was set back
-            later = unproposed(self._experiment, asks, not confirmed, self._device)
-            self._at = now
-            self._seconds = self._computed(running, slots, later)
+            members = self._ledger.members() if self._experiment.keys.blame else ()
+            groups = sum(member.role in GROUPS for member in members)
+            later = unproposed(self._experiment, self._device, asks, not confirmed, groups)
+            parts = [
+                (part * self.pace.seconds(load), max(0.0, now - started), done)
+                for load, part, started, done in running
+            ]
+            waiting, longest = self.pace.sum_and_longest(self.waiting + later)
+            self._at, self._seconds = now, time_left(waiting, longest, parts, slots)
             self._ledger.facts.left = self._at, self._seconds
         return max(0.0, self._seconds - (now - self._at))
-
-    def _computed(self, running: Iterable[Timed], slots: int, later: Mapping[Load, int]) -> float:
-        seconds = {load: self.pace.seconds(load) for load, parts in self._waiting.items() if parts > 1e-9}
-        waiting = sum(self._waiting[load] * each for load, each in seconds.items())
-        longest = max((min(1.0, self._waiting[load]) * each for load, each in seconds.items()), default=0.0)
-        waiting += sum(count * self.pace.seconds(load) for load, count in later.items())
-        parts = [
-            (
-                item.part * self.pace.seconds(item.load),
-                max(0.0, self._at - item.started),
-                (item.step - item.begun) / max(1, item.steps - item.begun),
-            )
-            for item in running
-        ]
-        if any(spent > estimate for estimate, spent, _ in parts) and not any(_has_speed(*p) for p in parts):
-            return 0.0
-        times = slowdown(parts)
-        left = [trial_left(times * estimate, spent, done) for estimate, spent, done in parts]
-        return time_left(times * waiting, times * longest, left, slots)
 
 
 # Measured trials
@@ -289,10 +263,13 @@ def _results(root: Path, kind: tuple[str, str, str], config: Any) -> Iterator[tu
     computed all steps. `config`: the experiment's workload, of a class in WORKLOADS.
     """
     ours, data = config.model_dump(mode="json"), config.fingerprint()
-    for folder in _newest(root / "trials"):
-        with suppress(
-            OSError, ValueError, KeyError, TypeError
-        ):  # of another version, or damaged: whoever adopts it says so
+    ended: list[tuple[float, Path]] = []
+    for folder in (root / "trials").iterdir() if (root / "trials").exists() else ():
+        with suppress(FileNotFoundError, NotADirectoryError):
+            ended.append(((folder / "result.json").stat().st_mtime, folder))
+    for _, folder in sorted(ended, reverse=True)[:_MOST_READ]:
+        # Of another version, or damaged: whoever adopts it says so.
+        with suppress(OSError, ValueError, KeyError, TypeError):
             spec = RecordedSpec.parse((folder / "spec.json").read_bytes())
             result = json.loads((folder / "result.json").read_bytes())
             if (spec.workload, spec.engine, spec.device) != kind or result["status"] != "done":
@@ -307,15 +284,6 @@ def _results(root: Path, kind: tuple[str, str, str], config: Any) -> Iterator[tu
             computed = result["steps"] - _start(folder, result["attempt"])
             if computed > 0:
                 yield load, result["seconds"] * load.steps / computed
-
-
-def _newest(trials: Path) -> list[Path]:
-    """Return the folders of the trials that ended last."""
-    ended: list[tuple[float, Path]] = []
-    for folder in trials.iterdir() if trials.exists() else ():
-        with suppress(FileNotFoundError, NotADirectoryError):
-            ended.append(((folder / "result.json").stat().st_mtime, folder))
-    return [folder for _, folder in sorted(ended, reverse=True)[:_MOST_READ]]
 
 
 @lru_cache(maxsize=4 * _MOST_READ)
@@ -339,25 +307,74 @@ def _start(folder: Path, attempt: int) -> int:
         return json.loads(events.readline()).get("resumed") or 0
 
 
-# Trials that a search has yet to propose
+class MachinePaces:
+    """Measured trials of this machine, kept in the cache from one state folder to the next: one small file
+    for this processor, class of device and version of the package.
+
+    A new state folder has no finished trial, and its first estimate could be wrong by a factor of five on a
+    machine that had run the same recipes an hour before. Not kept: trials of a user's own code, whose cost is
+    a guess, and trials of a cluster, which ran elsewhere. The file can be deleted at any time.
+    """
+
+    def __init__(self, device: str) -> None:
+        """`device`: class of device, `cpu` or `cuda`."""
+        name = cache.key_of("paces", __version__, provenance.cpu_model(), device)
+        self._path = cache.root() / "paces" / f"{name}.json"
+
+    @classmethod
+    def of(cls, experiment: Experiment, device: str, cluster: bool) -> "MachinePaces | None":
+        """Return the paces that an experiment's trials can be compared with; None if there are none.
+
+        Args:
+            experiment: the experiment.
+            device: class of device, `cpu` or `cuda`.
+            cluster: True if the trials run on a cluster, whose machines may be others.
+        """
+        return None if cluster or experiment.base.config.own_code else cls(device)
+
+    def read(self) -> list[Measured]:
+        """Return the remembered trials, oldest first; of a damaged file, those before the damage."""
+        found: list[Measured] = []
+        with suppress(OSError, KeyError, TypeError, ValueError):
+            for entry in json.loads(self._path.read_bytes())["paces"]:
+                load = Load(**entry["load"] | {"kind": tuple(entry["load"]["kind"])})
+                found += [(load, float(pace)) for pace in entry["ratios"]]
+        return found
+
+    def keep(self, learnt: Iterable[Measured]) -> None:
+        """Add trials that have run here. Does nothing if the cache cannot be written: an estimate is worth no
+        error.
+        """
+        if not (new := [*learnt]):
+            return
+        with suppress(OSError), lock(self._path.with_suffix(".lock")):
+            kept: dict[Load, list[float]] = {}
+            for load, pace in (*self.read(), *new):
+                kept[load] = [*kept.pop(load, []), pace][-_MOST_PACES:]  # those of now come last
+            entries = [{"load": asdict(load), "ratios": paces} for load, paces in kept.items()]
+            write(self._path, {"time": time.time(), "paces": entries[-_MOST_LOADS:]})
 
 
-def unproposed(experiment: Experiment, asks: int, confirms: bool, device: str) -> Counter[Load]:
-    """Return the largest number of trials that a search may still add, by load.
+def unproposed(experiment: Experiment, device: str, asks: int, confirms: bool, groups: int) -> Trials:
+    """Return the largest number of trials that a search may still add.
 
     Repeated points add no trial, so the size of a finite space is a limit. If knobs change the workload, each
     of its values needs a baseline of its own.
 
     Args:
         experiment: the experiment.
+        device: class of device, `cpu` or `cuda`.
         asks: points that the search may still propose.
         confirms: include the winner's run on fresh seeds.
-        device: class of device, `cpu` or `cuda`.
+        groups: number of runs of groups of units that a search for a cause has requested.
     """
-    search = experiment.keys.search
+    search, found = experiment.keys.search, Trials()
+    if experiment.blamed:
+        load = Load.of(experiment.arms[-1], experiment, device)
+        found[load, 1.0] = max(0, experiment.blamed[0].runs - 2 * len(experiment.seeds) - groups)
     again = (search.confirm or 0) if search and confirms else 0
     if search is None or (asks <= 0 and not again):
-        return Counter()
+        return found
     points = min(max(0, asks), experiment.most_searched)
     workload = [knob for knob in experiment.space if knob.startswith("workload.")]
     needed = {*workload, *(other for knob in workload for other in conditions(knob, experiment.space))}
@@ -367,9 +384,8 @@ def unproposed(experiment: Experiment, asks: int, confirms: bool, device: str) -
         else 0
     )
     counts = (points * len(experiment.seeds) + again, own * len(experiment.seeds) + again)
-    found: Counter[Load] = Counter()
     for arm, count in zip(_typical(experiment), counts, strict=True):
-        found[Load.of(arm, experiment, device)] += count
+        found[Load.of(arm, experiment, device), 1.0] += count
     return found
 
 
@@ -377,17 +393,8 @@ def _typical(experiment: Experiment) -> tuple[Arm, Arm]:
     """Return an arm and its baseline, with each unconditional knob at its middle value; the file's own values
     if that fails.
     """
-    knobs = {knob: _middle(dimension) for knob, dimension in experiment.space.items() if not dimension.when}
+    knobs = {knob: dimension.middle for knob, dimension in experiment.space.items() if not dimension.when}
     try:
         return experiment.propose(knobs)
     except KnobError:
         return experiment.base.arm({}), experiment.base.arm({"recipe": "bf16"})
-
-
-def _middle(dimension: Dimension) -> Json:
-    if dimension.kind == "choice":
-        return dimension.choices[len(dimension.choices) // 2]
-    middle = (
-        math.sqrt(dimension.low * dimension.high) if dimension.log else (dimension.low + dimension.high) / 2
-    )
-    return round(middle) if dimension.kind == "int" else middle

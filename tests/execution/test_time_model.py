@@ -3,18 +3,25 @@
 import json
 import shutil
 from contextlib import closing
-from types import SimpleNamespace
 
 import pytest
 from support.commands import here
 from support.experiments import sweep, tiny, write
 
-from ablate.execution import estimate, sweep_status
+from ablate.execution import sweep_status, time_model
 from ablate.execution.controller import Controller
-from ablate.execution.estimate import Countdown, Load, TimeModel, time_left, trial_left, unproposed
 from ablate.execution.forecast import forecast
-from ablate.execution.machine_paces import MachinePaces
 from ablate.execution.progress import RunOptions
+from ablate.execution.time_model import (
+    Countdown,
+    Load,
+    MachinePaces,
+    Timed,
+    TimeModel,
+    Trials,
+    time_left,
+    unproposed,
+)
 from ablate.execution.workers import Inline
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
@@ -51,9 +58,9 @@ def searched(folder, knobs, more):
 @pytest.mark.parametrize("case", SEARCHES)
 def test_what_a_search_may_still_bring_counts_baselines_and_confirmation(case, tmp_path):
     knobs, more, count = SEARCHES[case]
-    found = unproposed(searched(tmp_path, knobs, more), 5, True, "cpu")
-    assert sum(found.values()) == count
-    assert not unproposed(searched(tmp_path, knobs, {}), 0, True, "cpu")
+    found = unproposed(searched(tmp_path, knobs, more), "cpu", 5, True, 0)
+    assert found.total() == count
+    assert not unproposed(searched(tmp_path, knobs, {}), "cpu", 0, True, 0)
 
 
 @pytest.mark.parametrize("case", SEARCHES)
@@ -118,6 +125,14 @@ def test_arms_with_more_seeds_than_an_edited_file_allows_take_none_from_the_othe
     assert forecast(edited, tmp_path, "cpu").grown == 1
 
 
+def test_a_search_for_a_cause_has_as_many_runs_left_as_its_budget_allows(tmp_path):
+    experiment = tiny(tmp_path, **BLAME)
+    runs = [unproposed(experiment, "cpu", 0, False, groups).total() for groups in (0, 5, 99)]
+    most = experiment.blamed[0].runs - 2 * 4
+    assert runs == [most, most - 5, 0]
+    assert forecast(experiment, tmp_path, "cpu").later == most > 0
+
+
 # Seconds
 
 
@@ -179,17 +194,28 @@ def test_the_trials_most_like_one_decide_and_a_larger_count_is_no_limit(tmp_path
     assert [pace.seconds(load) for load in (small, twin, plain, large)] == [5.0, 5.0, 3.0, 2000.0]
 
 
+def test_trials_of_other_state_folders_count_only_where_they_are_nearer(tmp_path):
+    pace = TimeModel(tiny(tmp_path), Store(tmp_path), "cpu")
+    kind = ("gpt", "emulated", "cpu")
+    asked, plain = Load(kind, "a", False, 1.0, 10), Load(kind, "b", True, 1.0, 10)
+    pace.learn(plain, 3.0)  # not as near that nothing else is looked at
+    pace.recall([(Load(kind, "b", True, 1000.0, 10), 7.0)])
+    assert (pace.seconds(asked), pace.recalled) == (3.0, 0)
+    pace.recall([(asked, 5.0)])
+    assert (pace.seconds(asked), pace.recalled) == (5.0, 1)
+
+
 def test_time_left_is_shared_out_and_never_less_than_the_longest_trial():
-    assert time_left(100.0, 10.0, [5.0, 15.0], 4) == 30.0
-    assert time_left(10.0, 10.0, [5.0, 50.0], 4) == 50.0
+    assert time_left(100.0, 10.0, [(5.0, 0.0, 0.0), (17.0, 2.0, 0.0)], 4) == 30.0
+    assert time_left(10.0, 10.0, [(5.0, 0.0, 0.0), (50.0, 0.0, 0.0)], 4) == 50.0
     assert time_left(12.0, 12.0, [], 8) == 12.0
     assert time_left(0.0, 0.0, [], 0) == 0.0
 
 
 def test_a_trial_goes_by_its_estimate_until_its_own_speed_is_known():
-    assert trial_left(100.0, 30.0, 0.0) == 70.0
-    assert trial_left(100.0, 130.0, 0.0) == 0.0
-    assert trial_left(100.0, 30.0, 0.25) == 90.0
+    assert time_left(0.0, 0.0, [(100.0, 30.0, 0.0)], 1) == 70.0
+    assert time_left(0.0, 0.0, [(100.0, 130.0, 0.0)], 1) == 0.0
+    assert time_left(0.0, 0.0, [(100.0, 30.0, 0.25)], 1) == 90.0
 
 
 @pytest.mark.parametrize(
@@ -207,36 +233,42 @@ def test_a_trial_goes_by_its_estimate_until_its_own_speed_is_known():
 def test_an_overrun_estimate_is_made_anew_from_what_runs(spent, step, low, high, tmp_path, monkeypatch):
     """One of nine trials runs, of 60 steps."""
     experiment, now = tiny(tmp_path, **IDLE), 1e9
-    monkeypatch.setattr(estimate.time, "time", lambda: now)
+    monkeypatch.setattr(time_model.time, "time", lambda: now)
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
         countdown = Countdown(experiment, ledger, Store(tmp_path), "cpu")
         load = Load.of(experiment.arms[0], experiment, "cpu")
         countdown.pace.learn(load, 1.0)
-        countdown.count(load, 8.0)
-        runs = SimpleNamespace(load=load, part=1.0, started=now - spent, begun=0, step=step, steps=60)
+        countdown.waiting[load, 1.0] = 8
+        runs = Timed(load, 1.0, now - spent, step / 60)
         assert low <= countdown.left([runs], 1, 0, True) <= high
 
 
 def test_trials_that_ended_are_not_counted_as_slow_again(tmp_path, monkeypatch):
     """A trial that began under the first, wrong estimate is compared with what the others took."""
     experiment, now = tiny(tmp_path, **IDLE), 1e9
-    monkeypatch.setattr(estimate.time, "time", lambda: now)
+    monkeypatch.setattr(time_model.time, "time", lambda: now)
     with closing(Ledger(tmp_path / "ledger.db")) as ledger:
         countdown = Countdown(experiment, ledger, Store(tmp_path), "cpu")
         load = Load.of(experiment.arms[0], experiment, "cpu")
-        runs = SimpleNamespace(load=load, part=1.0, started=now - 60.0, begun=0, step=30, steps=60)
+        runs = Timed(load, 1.0, now - 60.0, 0.5)
         countdown.pace.learn(load, 120.0)
-        countdown.count(load, 8.0)
+        countdown.waiting[load, 1.0] = 8
         assert countdown.left([runs], 1, 0, True) == pytest.approx(8 * 120 + 60)
+
+
+def test_the_longest_of_trials_that_share_a_prefix_is_the_longest_rest(tmp_path):
+    pace = TimeModel(tiny(tmp_path), Store(tmp_path), "cpu")
+    load = Load(("gpt", "emulated", "cpu"), "a", False, 10.0, 10)
+    assert pace.sum_and_longest(Trials({(load, 0.25): 3, (load, 0.5): 1})) == (12.5, 5.0)
 
 
 def test_a_clock_that_is_set_back_leaves_the_time_left_as_it_is(tmp_path, monkeypatch):
     experiment = tiny(tmp_path, **IDLE)
     steps = Controller(experiment, tmp_path, "cpu", Inline, None)
     now = 1e9
-    monkeypatch.setattr(estimate.time, "time", lambda: now)
+    monkeypatch.setattr(time_model.time, "time", lambda: now)
     countdown = steps.scheduler.queue.countdown
-    countdown.count(Load.of(experiment.arms[0], experiment, "cpu"), 1.0)
+    countdown.waiting[Load.of(experiment.arms[0], experiment, "cpu"), 1.0] = 1
     before = countdown.left([], 1, 0, True)
     now -= 3600.0
     assert countdown.left([], 1, 0, True) == before > 0
@@ -262,8 +294,19 @@ def test_status_and_the_live_view_show_one_time(tmp_path, monkeypatch):
     assert seen[0][0] > 0
 
 
-def test_the_clock_of_a_run_agrees_with_the_plan(tmp_path):
-    experiment = tiny(tmp_path, ablate={"cooldown": [0.25, 0.5, 0.75]}, shape={"steps": 8, "eval_every": 4})
+BLAME = {"ablate": None, "recipe": "nvfp4", "seeds": 4, "blame": {"where": "kinds", "budget": 30, "most": 1}}
+PLANNED = {
+    "arms that share a prefix": {
+        "ablate": {"cooldown": [0.25, 0.5, 0.75]},
+        "shape": {"steps": 8, "eval_every": 4},
+    },
+    "a search for a cause, which requests most of its runs later": BLAME,
+}
+
+
+@pytest.mark.parametrize("case", PLANNED)
+def test_the_clock_of_a_run_agrees_with_the_plan(case, tmp_path):
+    experiment = tiny(tmp_path, **PLANNED[case])
     planned = forecast(experiment, tmp_path, "cpu")
     steps = Controller(experiment, tmp_path, "cpu", Inline, None).run()
     with closing(steps):
