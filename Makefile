@@ -6,13 +6,15 @@ PLATFORM ?= .venv-platform
 BIN := $(VENV)/bin
 # uv, if it is installed, takes a fraction of pip's time; its indices are its own settings, not pip's.
 INSTALL = $(if $(shell command -v uv),uv pip install --quiet --compile-bytecode --python $(1)/bin/python,$(1)/bin/python -m pip install --quiet)
+# Of random draws: faults, and mutants of the code.
+SEED ?= 1
 # On 2 cores: a third of the time of tests is spent waiting for servers and Ray.
 JOBS ?= 3
 # Every command and worker is a process that imports a thousand modules: without bytecode, half of a report's time.
 unexport PYTHONDONTWRITEBYTECODE
 SOURCES := hatch_build.py $(wildcard ablate/numerics/kernels/*.[ch])
 
-.PHONY: demo test-fast test test-all mutants mutants-by-hand coverage-map peers platform env lint schema pages clean
+.PHONY: demo test-fast test test-all chaos mutants mutants-by-hand coverage-map peers platform env lint schema pages clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m ablate.sweep experiments/rht_sr.yaml
@@ -29,9 +31,16 @@ test: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0 --all
 
+# Processes are killed, state folders damaged and input files mutated, in and around real sweeps: nothing may be lost,
+# done twice, or silently wrong.
+KILLS ?= 50
+CORRUPTIONS ?= 50
+MUTANTS ?= 1000
+chaos: $(VENV)/.installed-dev
+	$(BIN)/python tests/chaos/run.py --kills $(KILLS) --corruptions $(CORRUPTIONS) --mutants $(MUTANTS) --seed $(SEED) $(if $(OUT),--out $(OUT))
+
 # 120 one-token mistakes, and the tests that see them. OUT=before.jsonl keeps the results; AGAIN=before.jsonl runs the
 # same mistakes after a change, and tests/mutants/compare.py lists those that are no longer seen.
-SEED ?= 1
 mutants: $(VENV)/.installed-dev
 	$(BIN)/python tests/mutants/run.py --seed $(SEED) $(if $(OUT),--out $(OUT)) $(if $(AGAIN),--again $(AGAIN))
 

@@ -233,43 +233,6 @@ def start(rounds: Rounds = 9, as_json: AsJson = False) -> None:
     _show([{"what": "fork to first step", "ms": 1000 * measured[rounds // 2]}], as_json)
 
 
-@app.command()
-def faults(
-    count: Annotated[int, typer.Option("--faults", min=1, help="Number of faults to inject.")] = 100,
-    seed: Annotated[int, typer.Option(help="Random seed of the fault schedule.")] = 0,
-    state: Annotated[
-        Path | None,
-        typer.Option(help="New folder for the sweeps and the evidence; default: a temporary one."),
-    ] = None,
-    without: Annotated[
-        list[str] | None, typer.Option(metavar="KIND", help="Kind of fault to leave out; repeatable.")
-    ] = None,
-) -> None:
-    """Kill processes and corrupt files at random moments of small real sweeps, then audit every record.
-
-    Processes: controller, workers, trials, Ray, and an MLflow server and a PostgreSQL that the command
-    starts. Files: events, checkpoints, results and ledgers. Exit status 1 if a record was lost, duplicated or
-    silently changed.
-    """
-    from ablate.verification import fault_report
-    from ablate.verification.injections import KINDS
-
-    if wrong := [
-        f"--without {name}: no such kind; {nearest(name, KINDS)}"
-        for name in without or ()
-        if name not in KINDS
-    ]:
-        raise InputError(*wrong)
-    print_starting("Ray, MLflow and PostgreSQL for the sweeps that are killed")
-    raise typer.Exit(
-        int(
-            not fault_report.run(
-                state, count, seed, [name for name in KINDS if name not in (without or ())], console()
-            )
-        )
-    )
-
-
 # --- asked and shown ------------------------------------------------------------------------------
 
 

@@ -54,12 +54,6 @@ def last_attempt(ledger: Ledger, trial: int) -> int | None:
     return number
 
 
-def outcomes(ledger: Ledger) -> dict[str, int]:
-    """Return the number of attempts by outcome."""
-    rows = ledger.db.execute("SELECT outcome, count(*) FROM attempts GROUP BY outcome")
-    return dict(rows)
-
-
 def pace(ledger: Ledger, trial: int, started: float) -> Pace:
     """Return a trial's progress, and its speed over its last records.
 
@@ -85,13 +79,6 @@ def pace(ledger: Ledger, trial: int, started: float) -> Pace:
         return Pace(step)
     (last, moment), (first, earlier) = recent[0], recent[-1]
     return Pace(step, moment, (last - first) / (moment - earlier) if moment > earlier else None)
-
-
-def moments(ledger: Ledger) -> int:
-    """Return the number of (trial, step) that have a record."""
-    query = "SELECT count(*) FROM (SELECT DISTINCT trial, step FROM records)"
-    count: int = ledger.db.execute(query).fetchone()[0]
-    return count
 
 
 def record_count(ledger: Ledger) -> int:

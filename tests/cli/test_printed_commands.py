@@ -34,7 +34,6 @@ SCRIPTS = sorted(
 """Folders whose files are run as scripts: Python looks for modules there first."""
 
 VERBS = {
-    "ablate bench faults": "verification/test_faults.py",
     "ablate bench kernels": "verification/test_bench.py",
     "ablate bench linear": "verification/test_bench.py",
     "ablate bench start": "verification/test_bench.py",
@@ -81,7 +80,6 @@ OTHERS = {
     "python benchmarks/same_numbers.py": "needs two revisions and minutes; by hand before a release",
     "python benchmarks/peers.py": "below",
     "python benchmarks/calibration_line.py": "results/test_fork_benchmarks.py",
-    "python benchmarks/corruption.py": "execution/test_damaged_state.py tests its corruptions",
     "python benchmarks/demo_design.py": "results/test_fork_benchmarks.py",
     "python benchmarks/equal_compute.py": "results/test_fork_benchmarks.py",
     "python benchmarks/expert_families.py": "engines/test_expert_families.py",
@@ -91,8 +89,6 @@ OTHERS = {
     "python benchmarks/transfer.py": "results/test_transfer_benchmark.py",
     "python benchmarks/sensitivity_proof.py": "results/test_fork_benchmarks.py",
     "python benchmarks/fork_designs.py": "results/test_fork_benchmarks.py",
-    "python benchmarks/fuzz_yaml.py": "verification/test_fuzz.py",
-    "python benchmarks/fuzz_runs.py": "execution/foreign/test_foreign_sources.py",
     "python benchmarks/gpu_estimates.py": "training/test_gpu_estimates.py",
     "python benchmarks/simulated_truth.py": "results/test_simulated_truth.py",
     "python benchmarks/gate_loops.py": "results/test_proposals.py",
@@ -119,6 +115,7 @@ TARGETS = {
     "test": "is this suite",
     "test-fast": "is a part of this suite",
     "test-all": "is this suite with every case",
+    "chaos": "chaos/test_chaos.py runs a sample",
     "mutants": "mutants/test_mutants.py",
     "mutants-by-hand": "mutants/test_mutants.py",
     "coverage-map": "mutants/test_mutants.py",
@@ -271,7 +268,7 @@ def test_what_a_make_target_calls_is_there(target):
     assert calls or target in ("test", "test-fast", "test-all", "lint", "clean")
 
 
-@pytest.mark.parametrize("script", ["peers.py", "platform_costs.py", "fuzz_yaml.py", "fuzz_runs.py"])
+@pytest.mark.parametrize("script", ["peers.py", "platform_costs.py"])
 def test_a_benchmark_starts(script):
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--help"]
     done = subprocess.run(

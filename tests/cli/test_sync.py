@@ -13,18 +13,18 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
+from chaos import audit
 from support.commands import INLINE, here
 from support.experiments import ablate, end, ledger, start, sweep, tiny, until, write
 from support.gates import Gate
 from support.mlflow_runs import histories, runs
 from support.processes import HOLD_LOCK, ready_process
+from support.services import free_port, mlflow
 
 from ablate.execution import controller
 from ablate.execution.tracking import database, follower, shown
 from ablate.files import lock
 from ablate.store.databases import url
-from ablate.verification import audit
-from ablate.verification.services import free_port, mlflow
 
 pytestmark = [
     pytest.mark.services,

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.clusters import OPEN, STARTS_RAY, Pair, blocker, can_hide, head, node, nodes, port
+from chaos import audit
+from support.clusters import OPEN, STARTS_RAY, Pair, blocker, can_hide, head, node, nodes
 from support.experiments import (
     ablate,
     end,
@@ -27,10 +28,9 @@ from support.experiments import (
     write,
 )
 from support.gates import customised
+from support.services import free_port, trials_in
 
 from ablate import numerics
-from ablate.verification import audit
-from ablate.verification.services import trials_in
 
 pytestmark = STARTS_RAY
 apart = pytest.mark.skipif(
@@ -114,7 +114,7 @@ def swept(address: str, *sweeps: tuple[Path, Path], ranks: tuple[int, ...] = (1,
     return process.returncode, said
 
 
-CLIENT_PORT = port()
+CLIENT_PORT = free_port()
 """Port of the head's server of Ray's client."""
 
 
@@ -512,7 +512,7 @@ def test_the_batch_script_of_the_documentation_starts_ray_runs_the_sweep_and_lea
     slurm = {
         "SLURM_JOB_NODELIST": "two",
         "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_ID": str(port()),
+        "SLURM_JOB_ID": str(free_port()),
         "SLURM_CPUS_PER_TASK": "1",
     }
     mine = {

@@ -17,15 +17,15 @@ from urllib.error import HTTPError
 import psutil
 import pytest
 import support.compose as compose
+from chaos import audit
 from support.commands import here
 from support.experiments import SHAPE, environment, shards, statuses, sweep, until, values
 from support.gates import Gate
+from support.services import Server, free_port, postgres, postgres_programs, trials_in
 
 from ablate.execution import controller
 from ablate.execution.workers.cluster import silence
 from ablate.experiment.load import load
-from ablate.verification import audit
-from ablate.verification.services import Server, free_port, postgres, postgres_programs, trials_in
 
 MISSING = [
     what

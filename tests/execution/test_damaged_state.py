@@ -6,18 +6,13 @@ import os
 import shutil
 import sqlite3
 import struct
-import sys
 import time
 from contextlib import closing
 from pathlib import Path
 
-import numpy as np
 import pytest
 from support.commands import INLINE, here
 from support.experiments import ablate, ledger, statuses, sweep, tiny, write
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import state_corruptions
 
 from ablate.cache import SETTLED_SECONDS
 from ablate.cli.report import make
@@ -76,34 +71,6 @@ def fail(folder: Path, word: str) -> None:
         assert (word in text, "ledger.db" in text, "Traceback" in text) == (True, True, False), (verb, output)
         assert verb in ("status", "show of all") or done.returncode == 2, verb
         assert "rht=true" not in done.stdout or "other" in done.stdout, verb
-
-
-# The benchmark
-
-
-@pytest.mark.parametrize("how", sorted({*state_corruptions.TEXT}))
-def test_every_corruption_of_a_file_changes_it_as_its_seed_says(how, tmp_path):
-    left = []
-    for name in ("one", "two"):
-        path, other = tmp_path / name / "events-1.jsonl", tmp_path / "events-2.jsonl"
-        path.parent.mkdir()
-        for file, number in ((path, 1), (other, 2)):
-            file.write_text("".join(f'{{"step": {number * step}}}\n' for step in range(9)))
-            os.utime(file, (5, 5))
-        before = path.read_bytes()
-        assert state_corruptions.damage(how, path, np.random.default_rng(7), [other])
-        content = path.read_bytes() if path.is_file() else None
-        left.append((content, path.is_dir(), path.is_symlink(), os.path.lexists(path)))
-        assert content != before or how in ("mode", "time")
-        if how in ("mode", "time"):
-            assert (path.stat().st_mode & 0o777 in (0o444, 0), path.stat().st_mtime != 5).count(True) == 1
-    assert left[0] == left[1]
-
-
-@pytest.mark.parametrize("kind", ["trial", "stray", "cell", "spec", "result", "ledger"])
-def test_every_corruption_of_a_state_folder_says_what_it_did(kind, copy):
-    state, rng = copy / "state", np.random.default_rng(3)
-    assert any(state_corruptions.KINDS[kind](state, state / "sweeps" / "tiny", rng) for _ in range(9))
 
 
 # Reports

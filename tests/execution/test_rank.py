@@ -14,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 from support.experiments import TOO_LARGE, events_of, gone, shards, shut, tiny, until
 from support.gates import Gate
+from support.services import free_port
 from support.trial_requests import SUPERVISE, steps
 
 from ablate.execution import rank_process
@@ -21,7 +22,6 @@ from ablate.execution.messages import GangPart, Message, TrialRequest
 from ablate.execution.supervisor import COMMANDS, Supervisor
 from ablate.execution.workers import running_trial
 from ablate.store.trial_store import Store
-from ablate.verification.services import free_port
 
 pytestmark = pytest.mark.slow
 LONG = {"steps": 100_000, "eval_every": 100_000}

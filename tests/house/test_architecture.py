@@ -74,7 +74,6 @@ SQL = {
     "store.ledger_records",
     "store.ledger_arms",
     "store.ledger_arrow",
-    "store.ledger_damage",
     "store.ledger_file",
     "store.ledger_integrity",
     "store.ledger_progress",
@@ -85,7 +84,6 @@ SQL = {
     "store.databases",  # any SQLite file: its pages, its tables, its journal
     "execution.tracking.database",  # MLflow's own
     "execution.tracking.local_database",  # the same: its rows
-    "verification.audit",  # compares what was written with queries of its own, independent of the code that wrote
 }
 """Files that may contain SQL: everybody else asks the ledger, and gets its rows."""
 _STATEMENT = re.compile(

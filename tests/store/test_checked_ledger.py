@@ -74,8 +74,6 @@ OPENED_APART = {
     "reports/report_files.py": "the state that a report shows, not its records",
     "store/checked_ledger.py": "the one place",
     "store/named_arms.py": "ids of members",
-    "verification/audit.py": "recomputes every invariant by itself",
-    "verification/services.py": "counts records while a test of the services runs",
 }
 """Files that open a ledger for reading without a comparison, with what they read or do instead."""
 

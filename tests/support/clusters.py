@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ablate.verification.services import trials_in
 from support.experiments import environment, gone, until
 from support.gates import Gate, customised
+from support.services import free_port, trials_in
 
 STARTS_RAY = [
     pytest.mark.slow,
@@ -46,12 +45,6 @@ def can_hide() -> bool:
         shutil.which("unshare") is not None
         and subprocess.run(words, capture_output=True, check=False).returncode == 0
     )
-
-
-def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def raylets_of(family: Iterable[psutil.Process]) -> list[psutil.Process]:
@@ -123,7 +116,7 @@ def ray_start(
 @contextlib.contextmanager
 def head(words: str = "", **keys: Any) -> Iterator[str]:
     """A head without CPUs; its address."""
-    number = port()
+    number = free_port()
     with ray_start(f"--head --port {number} --num-cpus 0 --include-dashboard false {words}", **keys):
         yield f"127.0.0.1:{number}"
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from ablate.verification.services import Server, free_port
+from support.services import Server, free_port
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docker" / "compose.yaml"

@@ -1,26 +1,19 @@
-"""Tests of survival: trials killed while they share their beginnings, heads and nodes of Ray that go, and the whole suite of faults."""
+"""Tests of survival: trials killed while they share their beginnings, and heads and nodes of Ray that go."""
 
-import contextlib
 import math
 import re
-import shutil
-import sqlite3
 import time
 from collections import Counter
-from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
-from support.clusters import end_family
+from ablate.verification.services import trials_in
 from support.commands import INLINE, here
 from support.experiments import (
     gone,
-    ledger,
     start,
     statuses,
-    sweep,
     tiny,
     until,
     words_of,
@@ -28,19 +21,11 @@ from support.experiments import (
 )
 from support.gates import Gate
 
-from ablate.execution import controller
 from ablate.execution.shared_prefixes import Family
-from ablate.execution.sweep_control import damage, put_aside
 from ablate.execution.trial_runner import run
-from ablate.execution.workers import Inline
 from ablate.execution.workers.pool import Placements
 from ablate.store.trial_store import Store
-from ablate.store.verify import verify
 from ablate.training.metric_names import parse
-from ablate.verification import audit, passed_checks
-from ablate.verification.fault_plan import deck
-from ablate.verification.injections import CHECKPOINT, FAULTS, HARMS, KINDS
-from ablate.verification.services import MARK, trials_in
 
 # Trials that go on from each other's states
 
@@ -101,145 +86,6 @@ def test_two_trials_that_each_go_on_from_a_state_of_the_other_have_all_their_rec
         1,
         1,
     ]  # 11 and 12 count once
-
-
-# What the audit sees
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A finished sweep and a second run of it in another state folder."""
-    folder = tmp_path_factory.mktemp("finished")
-    for state in ("ours", "theirs"):
-        sweep(tiny(folder, seeds=1), folder / state)
-    return folder
-
-
-DAMAGE = {
-    "a record is lost": ("DELETE FROM records WHERE trial = 1 AND step = 4", {"lost"}),
-    "a value is another": ("UPDATE records SET value = value + 1e-9 WHERE trial = 1 AND step = 4", {"wrong"}),
-    "a record is too many": (
-        "INSERT INTO records SELECT trial, name, 3, value, time FROM records WHERE step = 4",
-        {"wrong"},
-    ),
-    "a trial is not done": ("UPDATE trials SET status = 'running' WHERE trial = 2", {"lost"}),
-    "a member is lost": ("DELETE FROM members WHERE arm = 2", {"lost"}),
-    "an attempt never ended": ("UPDATE attempts SET ended = NULL WHERE trial = 1", {"wrong"}),
-    "a trial was run twice": (
-        "INSERT INTO attempts SELECT trial, 2, started, ended, outcome, reason FROM attempts",
-        {"twice"},
-    ),
-}
-
-
-def examine(folder: Path) -> list[audit.Finding]:
-    mine, theirs = (folder / state / "sweeps" / "tiny" for state in ("ours", "theirs"))
-    return [*audit.sweep(folder / "ours", mine, theirs), *audit.study(mine)]
-
-
-def test_nothing_is_found_in_a_sweep_that_nothing_disturbed(finished):
-    assert examine(finished) == []
-
-
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_damaged_ledger_is_found(what, finished, tmp_path):
-    statement, kinds = DAMAGE[what]
-    folder = shutil.copytree(finished, tmp_path / "copy")
-    with contextlib.closing(sqlite3.connect(folder / "ours" / "sweeps" / "tiny" / "ledger.db")) as db:
-        db.execute(statement)
-        db.commit()
-    assert kinds <= {found.kind for found in examine(folder)}
-
-
-@pytest.mark.parametrize("what", ["result.json", "events-1.jsonl"])
-def test_a_damaged_trial_folder_is_found(what, finished, tmp_path):
-    folder = shutil.copytree(finished, tmp_path / "copy")
-    next((folder / "ours" / "trials").iterdir()).joinpath(what).unlink()
-    assert {found.kind for found in examine(folder)} == {"lost"}
-
-
-def test_the_same_seed_makes_the_same_faults_and_leaves_no_kind_out():
-    drawn = [list(islice(deck(list(KINDS), np.random.default_rng(seed)), 100)) for seed in (0, 0, 1)]
-    assert drawn[0] == drawn[1] != drawn[2]
-    counts = Counter(drawn[0])
-    assert set(counts) == set(KINDS)
-    assert min(counts[name] for name in KINDS) >= 2
-
-
-LOGGED = {"seeds": 1, "telemetry": {"checkpoint": 0, "log": 1}}
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """The folder of a finished sweep, with its file two folders above."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    sweep(tiny(folder, "tiny", {"steps": 8}, **LOGGED), folder)
-    return folder / "sweeps" / "tiny"
-
-
-@pytest.fixture(scope="module")
-def left(tmp_path_factory):
-    """The state folder of the same sweep, ended within its second trial."""
-    folder = tmp_path_factory.mktemp("left")
-    experiment = tiny(folder, "tiny", {"steps": 8}, **LOGGED)
-    steps = controller.Controller(experiment, folder / "state", "cpu", Inline, None).run()
-    for step in steps:
-        if step.done == 1 and any(running.step >= 5 for running in step.running):
-            break
-    steps.close()
-    return folder / "state"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", HARMS)
-def test_what_is_corrupted_is_said_and_made_again_and_the_values_are_those_of_an_undisturbed_run(
-    kind, left, undisturbed, tmp_path
-):
-    """First in a sweep that was left and then in the finished one; without Ray and MLflow."""
-    experiment = tiny(tmp_path, "tiny", {"steps": 8}, **LOGGED)
-    state, rng = tmp_path / "ours", np.random.default_rng(17)
-    shutil.copytree(left, state)
-    folder = state / "sweeps" / "tiny"
-    for _ in range(2):
-        done = HARMS[kind].do(state, folder, rng)
-        if damage(folder / "ledger.db"):
-            put_aside(folder / "ledger.db")  # as `rebuild` does
-        assert sweep(experiment, state)[0].status == "done"
-        assert done or kind == CHECKPOINT
-    assert [*audit.sweep(state, folder, undisturbed)] == []
-    book = ledger(state)
-    assert (verify(book, Store(state)).verified, verify(book, Store(state)).mismatches) == (3, ())
-    book.close()
-
-
-# The suite
-
-
-@pytest.mark.services
-@pytest.mark.slow
-def test_five_faults_of_unlike_parts_lose_nothing_repeat_nothing_and_leave_nothing_behind():
-    """The corruptions of each kind have their test above."""
-    number, seed = 5, 55883
-    names = list(islice(deck(list(KINDS), np.random.default_rng(seed)), number))
-    kinds = [FAULTS[name] for name in names if name in FAULTS]
-    assert {kind.role for kind in kinds} == {"MLflow", "trial", "controller", "worker"}
-    assert len({kind.signal for kind in kinds}) >= 2
-    assert any(kind.then for kind in kinds)
-    assert len({name for name in names if name in HARMS}) == 1
-    bench = start("bench", "faults", "--faults", number, "--seed", seed)
-    try:
-        output, _ = bench.communicate(timeout=500)
-    finally:
-        end_family(bench)  # its servers and its Ray, too, if it takes too long
-        bench.stdout.close()
-    assert bench.returncode == 0, output
-    assert f"faults {number}, silent differences 0, losses 0, duplicates 0" in output.splitlines()
-
-
-def test_the_mark_of_a_suites_processes_does_not_make_them_repeat_the_checks_of_the_numerics(monkeypatch):
-    before = passed_checks.subject()
-    monkeypatch.setenv(MARK, "a command")
-    assert passed_checks.subject() == before
 
 
 # Ray

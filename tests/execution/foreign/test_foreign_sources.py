@@ -1,10 +1,7 @@
 """Sources of runs that were not started here: each gives the same runs, and what it cannot give is refused."""
 
-import importlib.util
 import json
 import math
-import sys
-from pathlib import Path
 
 import pytest
 from support import foreign_files
@@ -14,7 +11,6 @@ from ablate.execution.foreign import sources
 from ablate.execution.foreign.columns import Columns
 from ablate.execution.foreign.sources import read
 
-FUZZ = Path(__file__).parents[3] / "benchmarks" / "fuzz_runs.py"
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
 )
@@ -225,33 +221,3 @@ def test_several_experiments_of_mlflow_are_listed(store):
         read([str(store)])
     with pytest.raises(InputError, match="'mian'; 'main' is the nearest"):
         read([f"{store}#mian"])
-
-
-# --- mutants --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def fuzz():
-    """Return the script that mutates files, as a module."""
-    specification = importlib.util.spec_from_file_location("fuzz_runs", FUZZ)
-    module = importlib.util.module_from_spec(specification)
-    sys.modules["fuzz_runs"] = module  # its dataclasses look it up
-    specification.loader.exec_module(module)
-    return module
-
-
-def test_mutants_of_every_source_are_refused_or_read_rightly(fuzz):
-    """A part of the run that `python benchmarks/fuzz_runs.py` is."""
-    tally = fuzz.run(20_000, 25 * len(foreign_files.SOURCES), None)
-    assert tally.defects == {}
-    assert all(tally.read[name] and tally.refused[name] for name in foreign_files.SOURCES)
-
-
-@pytest.mark.parametrize("name", foreign_files.SOURCES)
-def test_a_wrong_or_missing_value_would_be_seen(name, fuzz):
-    files, values = foreign_files.SOURCES[name](), foreign_files.expected(name)
-    key = next(iter(values))
-    less = {other: value for other, value in values.items() if other != key}
-    assert fuzz.judge(name, files, next(iter(files.contents)), values, []) is None
-    for wrong in (values | {key: values[key] + 0.5}, less):
-        assert fuzz.judge(name, files, next(iter(files.contents)), wrong, [])

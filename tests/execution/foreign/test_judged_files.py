@@ -3,7 +3,6 @@
 import json
 import shutil
 import sqlite3
-import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -12,9 +11,6 @@ from support.cases import every
 from support.commands import INLINE, here
 from support.experiments import ledger, tiny
 from support.ledgers import overwrite_middle
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-import corruption
 
 from ablate.results.summary import summaries
 from ablate.store.judged import Judged
@@ -247,12 +243,3 @@ def test_the_name_of_judged_runs_is_no_experiments_even_without_their_ledger(cop
     assert (done.returncode, "give the experiment another name" in done.stderr) == (2, True)
     done = here("judge", copy / "alone.csv", "--against", "base", "--as", "tiny", "--state", copy / "state")
     assert (done.returncode, "a sweep of this name" in done.stderr) == (2, True)
-
-
-def test_a_killed_sweep_of_commands_and_a_killed_judge_lose_nothing(tmp_path):
-    """Two kills of the benchmark."""
-    lines = corruption.kills(tmp_path / "kills", seed=3, count=2)
-    assert (sum(sum(line["kills"].values()) for line in lines), [line["notes"] for line in lines]) == (
-        2,
-        [[]] * len(lines),
-    )

@@ -1,11 +1,10 @@
-"""Processes that are killed and started again: PostgreSQL, MLflow, and a sweep's command with its
-descendants.
+"""Processes that are killed and started again: PostgreSQL, MLflow, and a sweep's command with its descendants.
 
-They use folders of their own, and listen on 127.0.0.1 only. Processes that were not started here are never
-touched.
+They use folders of their own, and listen on 127.0.0.1 only. Processes that were not started here are never touched.
 """
 
 import os
+import pwd
 import shutil
 import signal
 import socket
@@ -17,6 +16,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,18 +25,26 @@ import psutil
 from ablate.provenance import own_command
 from ablate.store.databases import tables
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_progress import moments, outcomes
 
 MARK = "ABLATE_FAULT_SUITE"
 """Environment variable that identifies the descendants of a sweep's command."""
 _AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 """Ray's two agents per node. If the head died first, they poll it for 60 s, then end by themselves."""
+_TRIAL = "ablate.execution.trial_process"
 
 T = TypeVar("T")
 
 
+def _spawn(command: Sequence[str], log: Path, **options: object) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, with its output at the end of a log."""
+    with log.open("a") as out:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, start_new_session=True, **options
+        )
+
+
 class Server:
-    """Server process, in a session of its own, that can be killed and started again."""
+    """Server process that can be killed and started again."""
 
     def __init__(
         self,
@@ -46,33 +54,20 @@ class Server:
         user: str | None = None,
         **environment: str,
     ) -> None:
-        self._command, self.log, self.ready, self._user = command, log, ready, user
-        self._environment = os.environ | environment
-        self.process = self._started()
+        self.log, self.ready = log, ready
+        self._start = lambda: _spawn(command, log, env=os.environ | environment, user=user, cwd="/")
+        self.process = self._start()
         """The process, which is usable when `ready` returns True."""
-        self.due: float | None = None
-        """Time, on the monotonic clock, at which to start it again; None while it should run."""
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        with self.log.open("a") as log:
-            return subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment,
-                user=self._user,
-                cwd="/",
-                start_new_session=True,
-            )
+        self.due = 0.0
+        """Time, on the monotonic clock, at which it may be started again."""
 
     def restart_if_due(self) -> None:
         """Start the process again if it ended and its pause is over.
 
         PostgreSQL may need several starts: it exits while processes of the killed server are still ending.
         """
-        if self.process.poll() is not None and time.monotonic() >= (self.due or 0):
-            self.process, self.due = self._started(), None
+        if self.process.poll() is not None and time.monotonic() >= self.due:
+            self.process = self._start()
 
     def kill(self, how: signal.Signals, pause: float) -> None:
         """Send a signal, SIGKILL to descendants too; `restart_if_due` starts it after the pause."""
@@ -100,8 +95,6 @@ def free_port() -> int:
 
 def postgres_programs() -> Path | None:
     """Return the folder of PostgreSQL's programs; None if they, or psycopg, are not installed."""
-    from importlib.util import find_spec
-
     initdb = shutil.which("initdb")
     folders = [Path(initdb).resolve().parent] if initdb else []
     folders += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
@@ -130,44 +123,24 @@ def postgres(
         port: Port; 0 for a free one.
         more: Further arguments of its command.
     """
-    user, port = _other_user(), port or free_port()
+    users = {entry.pw_name for entry in pwd.getpwall()}
+    user = None if os.getuid() else next(name for name in ("postgres", "nobody") if name in users)
+    port, secret = port or free_port(), folder / "password"
     folder.mkdir(mode=0o700)
-    secret = folder / "password"
     secret.write_text(password or "")
-    if user:
-        shutil.chown(folder, user)
-        shutil.chown(secret, user)
-    authentication = ["-A", "scram-sha-256", "--pwfile", str(secret)] if password else ["-A", "trust"]
-    make = [str(programs / "initdb"), "-D", str(folder / "data"), *authentication]
+    for path in (folder, secret) if user else ():
+        shutil.chown(path, user)
+    access = ["-A", "scram-sha-256", "--pwfile", str(secret)] if password else ["-A", "trust"]
+    make = [str(programs / "initdb"), "-D", str(folder / "data"), *access]
     make += ["-U", "ablate", "-E", "UTF8", "--no-sync"]
     with log.open("a") as out:
         subprocess.run(make, user=user, cwd="/", stdout=out, stderr=out, check=True)
     secret.unlink()
-    command = [
-        programs / "postgres",
-        "-D",
-        folder / "data",
-        "-h",
-        "127.0.0.1",
-        "-p",
-        port,
-        "-k",
-        folder,
-        "-F",
-        *more,
-    ]
+    words = f"-h 127.0.0.1 -p {port} -k {folder} -F".split()
+    command = [str(programs / "postgres"), "-D", str(folder / "data"), *words, *more]
     probe = [str(programs / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(port)]
-    server = Server(
-        [*map(str, command)], log, lambda: subprocess.run(probe, check=False).returncode == 0, user
-    )
+    server = Server(command, log, lambda: subprocess.run(probe, check=False).returncode == 0, user)
     return server, f"postgresql://ablate@127.0.0.1:{port}/{database}"
-
-
-def _other_user() -> str | None:
-    import pwd
-
-    users = {entry.pw_name for entry in pwd.getpwall()}
-    return None if os.getuid() else next(name for name in ("postgres", "nobody") if name in users)
 
 
 def mlflow(store: str, folder: Path, log: Path, port: int | None = None) -> tuple[Server, str]:
@@ -178,18 +151,7 @@ def mlflow(store: str, folder: Path, log: Path, port: int | None = None) -> tupl
     folder.mkdir()
     port = port or free_port()
     address = f"http://127.0.0.1:{port}"
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-        "--workers",
-        "1",
-    ]
+    command = [sys.executable, *f"-m mlflow server --host 127.0.0.1 --port {port} --workers 1".split()]
     command += ["--backend-store-uri", store, "--artifacts-destination", str(folder)]
     quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
     return Server(command, log, lambda: _answers(f"{address}/health"), **quiet), address
@@ -212,24 +174,14 @@ class SweepCommand:
         self.folder, self.file, self.mlflow = state / "sweeps" / file.stem, file, mlflow
         self.state, self.log, self._mark = state, state / "output.txt", uuid.uuid4().hex
         state.mkdir(parents=True)
-        options = [
-            "--state",
-            str(state),
-            "--mlflow",
-            mlflow,
-            "--executor",
-            executor,
-            "--workers",
-            "2",
-            "--device",
-            "cpu",
-        ]
-        self._command = [
-            *own_command("ablate.sweep", str(file)),
-            *options,
-            *(("--no-fork",) if executor == "inline" else ()),
-        ]
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("ABLATE_")}
+        options = ["--state", str(state), "--mlflow", mlflow, "--executor", executor]
+        options += ["--workers", "2", "--device", "cpu", *(["--no-fork"] if executor == "inline" else ())]
+        self._command = [*own_command("ablate.sweep", str(file)), *options]
+        kept = {
+            name: value
+            for name, value in os.environ.items()
+            if name == "ABLATE_CACHE" or not name.startswith("ABLATE_")
+        }
         self._environment = kept | {"ABLATE_REPORT": "false"} | environment | {MARK: self._mark}
         self.starts = 0
         self._process: subprocess.Popen[bytes] | None = None
@@ -244,27 +196,13 @@ class SweepCommand:
     def start(self) -> None:
         """Start the command, again if it ended."""
         self.starts += 1
-        with self.log.open("a") as log:
-            self._process = subprocess.Popen(
-                self._command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment,
-                start_new_session=True,
-            )
+        self._process = _spawn(self._command, self.log, env=self._environment)
 
     def command(self, *words: str) -> tuple[int, list[str]]:
         """Run another `ablate` command on this state folder; return its exit status and its lines."""
         command = own_command("ablate", *words, "--state", str(self.state))
-        done = subprocess.run(
-            command,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
+        options = {"env": self._environment, "stdin": subprocess.DEVNULL}
+        done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
         with self.log.open("a") as log:
             print(f"$ {' '.join(words)}", done.stdout, done.stderr, sep="\n", file=log)
         return done.returncode, (done.stdout + done.stderr).splitlines()
@@ -295,8 +233,9 @@ class SweepCommand:
         return [process for process in self.family() if _role(process) == role]
 
     def records(self) -> int:
-        """Return the number of recorded moments in its ledger."""
-        return self._ask(moments, 0)
+        """Return the number of (trial, step) in its ledger that have a record."""
+        query = "SELECT count(*) FROM (SELECT DISTINCT trial, step FROM records)"
+        return self._ask(lambda book: book.db.execute(query).fetchone()[0], 0)
 
     def unshipped(self) -> int:
         """Return the number of members that are not completely in MLflow."""
@@ -304,15 +243,14 @@ class SweepCommand:
 
     def outcomes(self) -> dict[str, int]:
         """Return the number of attempts by outcome."""
-        return self._ask(outcomes, {})
+        query = "SELECT outcome, count(*) FROM attempts GROUP BY outcome"
+        return self._ask(lambda book: dict(book.db.execute(query)), {})
 
     def _ask(self, question: Callable[[Ledger], T], otherwise: T) -> T:
-        with suppress(sqlite3.DatabaseError):  # no ledger yet, no tables yet, or a damaged file
-            book = Ledger(self.folder / "ledger.db", readonly=True)
-            try:
-                return question(book)
-            finally:
-                book.close()
+        path = self.folder / "ledger.db"
+        # No ledger yet, no tables yet, or a damaged file.
+        with suppress(sqlite3.DatabaseError), closing(Ledger(path, readonly=True)) as book:
+            return question(book)
         return otherwise
 
     def await_end(self, seconds: float) -> list[str]:
@@ -328,10 +266,8 @@ class SweepCommand:
         descriptions = []
         for process in survivors:
             with suppress(psutil.NoSuchProcess):
-                descriptions.append(
-                    f"{process.name()} ({process.status()}, {_role(process) or process.name()}:"
-                    f" {' '.join(process.cmdline()[:4])})"
-                )
+                words = " ".join(process.cmdline()[:4])
+                descriptions.append(f"{process.name()} ({process.status()}, {_role(process)}: {words})")
                 process.kill()
         return descriptions
 
@@ -355,9 +291,9 @@ def _role(process: psutil.Process) -> str | None:
     with suppress(psutil.Error):
         if process.name().startswith("ray::Actor"):
             return "worker"
-        if "ablate.execution.trial_process" in process.cmdline():
+        if _TRIAL in process.cmdline():
             parent = process.parent()  # None once it has ended
-            return "trial" if parent and "ablate.execution.trial_process" in parent.cmdline() else "child"
+            return "trial" if parent and _TRIAL in parent.cmdline() else "child"
         return process.name()
     return None
 
