@@ -74,8 +74,8 @@ MOST_KILLS = 6
 """Largest number of kills of one command, which may end after that."""
 COMMANDS = {"sweep of commands killed": 1.5, "judge killed": 0.6}
 """Kills of such sweeps, with the latest moment in seconds."""
-SECONDS = 180
-"""Time limit of one fault."""
+SECONDS = 600
+"""Time limit of one fault, which takes ten seconds on an idle machine: only a command that waits without end exceeds it."""
 WORDS = re.compile(
     r"damaged|torn|no ledger|cannot be (read|opened|written)|unverified(?!\")|not what was|"
     r"is a (folder|link)|runs? again|no such|kept as|the result of another|is gone|is not a|are not those|"
@@ -197,7 +197,7 @@ class Whole:
     origin: Place
     place: Place
     outputs: dict[str, tuple[int, str]]
-    """What every reader showed before that."""
+    """Output of every reader before that."""
     over: dict[tuple[str, int], float]
     """Last loss of the members that were finished before, by arm and seed."""
 

@@ -70,8 +70,12 @@ _PAUSE = (0.5, 4.0)
 """Shortest and longest time in seconds for which a server stays down."""
 _MOST_STARTS = 8
 """Most starts of one sweep without a fault that explains them."""
-_GONE_SECONDS = 40.0
+_GONE_SECONDS = 120.0
 """Time limit for the processes of a sweep to end with its command."""
+_READY_SECONDS = 600.0
+"""Time limit for a server, or a small sweep, to be ready: a hang, not a busy machine, exceeds it."""
+_DONE_SECONDS = 1200.0
+"""Time limit for a sweep to end."""
 _MOST_AT_ONCE = 3
 """Files that are corrupted before a killed command is started again."""
 _MOST_AT_THE_END = 6
@@ -255,7 +259,7 @@ class LiveSweeps:
     def _keep(self, name: str, server: Server) -> None:
         self._servers[name] = server
         self._stack.callback(server.close)
-        self._wait(server.ready, 120, f"{name} does not answer")
+        self._wait(server.ready, _READY_SECONDS, f"{name} does not answer")
 
     def _wait(self, condition: Callable[[], bool], seconds: float, otherwise: str) -> None:
         """Wait for a condition, and restart servers that are down.
@@ -400,7 +404,9 @@ class LiveSweeps:
         def ended() -> bool:
             return sweep.process.poll() is not None
 
-        self._wait(lambda: bool(mlflow_databases(state)) or ended(), 120, "MLflow makes no database")
+        self._wait(
+            lambda: bool(mlflow_databases(state)) or ended(), _READY_SECONDS, "MLflow makes no database"
+        )
         time.sleep(draw.uniform(0, 1.5))
         count = table_count(mlflow_databases(state))
         fault.effects.append("it was done before" if ended() else f"{count} tables by then")
@@ -409,7 +415,7 @@ class LiveSweeps:
         sweep.process.wait()
         for _ in range(2):
             sweep.start()
-            self._wait(ended, 120, f"{name} does not get done")
+            self._wait(ended, _READY_SECONDS, f"{name} does not get done")
             if sweep.done and not sweep.unshipped():
                 break
         status, output = sweep.command("sync", name, "--mlflow", sweep.mlflow, "--timeout", "60")
@@ -463,9 +469,9 @@ class LiveSweeps:
     def _settle(self, number: int, sweep: SweepCommand) -> None:
         """Run the same command until the sweep is done and MLflow has all of its members."""
         for _ in range(_MOST_STARTS):
-            self._wait(lambda: self._over(number, sweep), 300, "the sweep does not get done")
+            self._wait(lambda: self._over(number, sweep), _DONE_SECONDS, "the sweep does not get done")
             for server in self._servers.values():
-                self._wait(server.ready, 120, "a server does not answer")
+                self._wait(server.ready, _READY_SECONDS, "a server does not answer")
             if not sweep.unshipped():
                 return
             sweep.start()
@@ -475,7 +481,7 @@ class LiveSweeps:
         if survivors := sweep.await_end(_GONE_SECONDS):
             self._broken(number, "wrong", f"{', '.join(survivors)} outlived the sweep", len(survivors))
         self._decide_outcomes(sweep)
-        self._wait(lambda: reference.done, 300, "the undisturbed run does not end")
+        self._wait(lambda: reference.done, _DONE_SECONDS, "the undisturbed run does not end")
         mine = [live for live in self._all if live.round == number]
         found = itertools.chain(
             audit(sweep.state, sweep.folder, reference.folder, address),
