@@ -418,7 +418,9 @@ class LiveSweeps:
             self._wait(ended, _READY_SECONDS, f"{name} does not get done")
             if sweep.done and not sweep.unshipped():
                 break
-        status, output = sweep.command("sync", name, "--mlflow", sweep.mlflow, "--timeout", "60")
+        status, output = sweep.command(
+            "sync", name, "--mlflow", sweep.mlflow, "--timeout", f"{_READY_SECONDS:.0f}"
+        )
         if sweep.unshipped() or status:
             why = output[-1] if output else sweep.last_line()
             what = f"MLflow misses {sweep.unshipped()} members; sync ended with {status}: {why}"
