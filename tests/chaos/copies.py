@@ -72,8 +72,8 @@ PAUSE = 0.004
 """Seconds of a step of that command where it is killed: many steps pass between two looks of its reader."""
 MOST_KILLS = 6
 """Largest number of kills of one command, which may end after that."""
-COMMANDS = {"sweep of commands killed": 1.5, "judge killed": 0.6}
-"""Kills of such sweeps, with the latest moment in seconds."""
+COMMANDS = ("sweep of commands killed", "judge killed")
+"""Kinds of kills of such sweeps."""
 SECONDS = 600
 """Time limit of one fault, which takes ten seconds on an idle machine: only a command that waits without end exceeds it."""
 WORDS = re.compile(
@@ -383,18 +383,20 @@ def kill_commands(folder: Path, seed: int, planned: Counter[str], report: Report
         return
     whole, left = Place(folder / "whole", "judged"), Counter(planned)
     commands(whole, PAUSE)
-    _succeed(whole.run("grid"), whole.judge())
+    moments = [time.monotonic()]
+    for work in (partial(whole.run, "grid"), whole.judge):
+        _succeed(work())
+        moments.append(time.monotonic())
     for number in itertools.count():
         if not left.total():
             return
         draw, place = Random(f"{seed} commands {number}"), Place(folder / str(number), "judged")
         commands(place, PAUSE)
-        for (kind, longest), work in zip(
-            COMMANDS.items(), (partial(place.run, "grid"), place.judge), strict=True
-        ):
+        works = (partial(place.run, "grid"), place.judge)
+        for kind, work, begun, over in zip(COMMANDS, works, moments[:-1], moments[1:], strict=True):
             for kills in itertools.count():
                 again = left[kind] and kills < MOST_KILLS
-                moment = draw.uniform(0, longest)
+                moment = draw.uniform(0, over - begun)  # as long as the undisturbed command took
                 if _killed_at(work, moment if again else None) != -signal.SIGKILL:
                     break
                 left[kind] -= 1
