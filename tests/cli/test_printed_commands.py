@@ -83,7 +83,9 @@ OTHERS = {
     "python benchmarks/demo_design.py": "results/test_fork_benchmarks.py",
     "python benchmarks/equal_compute.py": "results/test_fork_benchmarks.py",
     "python benchmarks/expert_families.py": "engines/test_expert_families.py",
-    "python docker/cloud/rent.py": "cli/test_cloud.py",
+    "modal run docker/cloud/modal_app.py": "cli/test_cloud.py",
+    "modal setup": "needs an account with Modal",
+    "export MODAL_GPU": "environment of the command above",
     "python benchmarks/validity.py": "results/test_fork_benchmarks.py",
     "python benchmarks/planted_divergences.py": "by hand; training/test_first_nonfinite.py has such faults",
     "python benchmarks/transfer.py": "results/test_transfer_benchmark.py",
@@ -129,7 +131,7 @@ TARGETS = {
 }
 
 _HEAD = re.compile(
-    r"(?:[A-Z_]+=\S* )*(?:(?:ablate|make|docker|ray|pip|sbatch|srun|export|kill)\s|python3?\s+(?:-m\s+)?\S+)"
+    r"(?:[A-Z_]+=\S* )*(?:(?:ablate|make|docker|modal|ray|pip|sbatch|srun|export|kill)\s|python3?\s+(?:-m\s+)?\S+)"
 )
 
 

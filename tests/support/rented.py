@@ -1,77 +1,70 @@
-"""Stand-ins for what docker/cloud rents: a program `modal` that runs a request as processes of this machine, and the real clients, if there are any."""
+"""Commands of docker/cloud/modal_app.py with a stand-in for Modal, and the real client, if there is one."""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.experiments import environment, program
+from support import stand_in_modal
+from support.experiments import environment
 
 ROOT = Path(__file__).parents[2]
 CLOUD = ROOT / "docker" / "cloud"
-sys.path.insert(0, str(CLOUD))
-import session  # noqa: E402 - a file of that folder
-
-
-def words_here(command: Sequence[str], home: Path, work: Path) -> list[str]:
-    """A step's words in this place of its container: this interpreter, these folders, and a CPU."""
-    words = [
-        word.replace(session.HOME, str(home)).replace(f"{session.WORK}/", f"{work}/").replace("cuda", "cpu")
-        for word in command
-    ]
-    return [*program(*words[1:]), "--executor", "inline"] if words[0] == "ablate" else words
-
+APP = CLOUD / "modal_app.py"
+modal_app = stand_in_modal.loaded(str(APP))
+"""The file, with the stand-in for Modal."""
 
 MODAL = """\
-#!{python}
-import shutil, sys
-from pathlib import Path
-sys.path[:0] = {paths!r}
-from support.rented import words_here
-import session
-stores, words = Path({stores!r}), sys.argv[1:]
-(stores / "calls.txt").open("a").write(" ".join(words) + "\\n")
-if words[:2] == ["volume", "get"]:
-    store, part, target = [word for word in words[2:] if word != "--force"]
-    shutil.copytree(stores / store / part, Path(target) / part, dirs_exist_ok=True)
-    sys.exit(0)
-options = dict(zip(words[2::2], words[3::2]))
-given, store = Path(options["--given"]), stores / options["--store"]
-request = session.Request.parse((given / "request.json").read_text())
-shutil.copytree(given / "work", store / "work" / request.run)
-work, home = stores / request.run / "work", stores / request.run / "home"
-session.take_work(store / "work", request.run, work)
-run = session.Session(request, home, store, words=lambda command: words_here(command, home, work), every=0.5)
-sys.exit(run.run())
+#!/bin/sh
+exec PYTHON STAND_IN "$@"
 """
-"""A provider on this machine: the real request, session and copies, with commands as processes here."""
+ABLATE = """\
+#!/bin/sh
+if [ "$1" = sweep ]; then set -- "$@" --check-command true --executor inline --device cpu; fi
+exec PYTHON -m ablate "$@"
+"""
+"""The command in a machine without a GPU: the last of two options counts."""
 
 
-def provider(folder: Path) -> dict[str, str]:
-    """The environment in which `modal` is the stand-in; its volumes are folders of `folder`."""
+def provider(folder: Path, ablate: str = ABLATE, **extra: str) -> dict[str, str]:
+    """Return the environment in which `modal` is the stand-in, with its volumes and machines in `folder`, and `ablate` a script."""
     (folder / "bin").mkdir(parents=True)
-    path = folder / "bin" / "modal"
-    paths = [str(CLOUD), str(ROOT / "tests"), str(ROOT)]
-    path.write_text(MODAL.format(python=sys.executable, paths=paths, stores=str(folder)))
-    path.chmod(0o755)
-    found = environment()
+    for name, text in (("modal", MODAL), ("ablate", ablate)):
+        path = folder / "bin" / name
+        path.write_text(text.replace("PYTHON", sys.executable).replace("STAND_IN", stand_in_modal.__file__))
+        path.chmod(0o755)
+    found = environment(**extra)
     return found | {
-        "PATH": f"{path.parent}{os.pathsep}{found['PATH']}",
+        "PATH": f"{folder / 'bin'}{os.pathsep}{found['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [found.get("PYTHONPATH")])]),
+        "STAND_IN": str(folder),
     }
 
 
-def calls(folder: Path) -> list[str]:
-    """The command lines that the stand-in has received."""
-    path = folder / "calls.txt"
-    return path.read_text().splitlines() if path.exists() else []
+def rent(environ: dict[str, str], folder: Path, *words: Any) -> subprocess.CompletedProcess:
+    """Return the result of `modal run docker/cloud/modal_app.py`, run in `folder`."""
+    command = ["modal", "run", str(APP), *map(str, words)]
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=environ,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+
+
+def calls(folder: Path) -> list[dict[str, Any]]:
+    """Return what the stand-in was asked for: GPU, time-out, volume and command of each call."""
+    path = folder / "calls.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def interpreter(package: str, command: str) -> str:
@@ -93,7 +86,7 @@ def asked(python: str, code: str, home: Path, *words: Any) -> Any:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=kept | {"HOME": str(home), "SKYPILOT_DISABLE_USAGE_COLLECTION": "1"},
+        env=kept | {"HOME": str(home)},
         timeout=300,
         check=False,
     )
