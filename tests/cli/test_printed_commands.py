@@ -87,7 +87,6 @@ OTHERS = {
     "modal setup": "needs an account with Modal",
     "export MODAL_GPU": "environment of the command above",
     "python benchmarks/validity.py": "results/test_fork_benchmarks.py",
-    "python benchmarks/planted_divergences.py": "by hand; training/test_first_nonfinite.py has such faults",
     "python benchmarks/transfer.py": "results/test_transfer_benchmark.py",
     "python benchmarks/sensitivity_proof.py": "results/test_fork_benchmarks.py",
     "python benchmarks/fork_designs.py": "results/test_fork_benchmarks.py",
