@@ -11,6 +11,7 @@ is the same.
 """
 
 import argparse
+import json
 import subprocess
 import sys
 from contextlib import closing
@@ -72,8 +73,7 @@ def sweep(model: str, folder: Path) -> Path:
         "metric": {"name": "val/loss", "direction": "minimize"},
     }
     path = folder / f"demo_{model}.yaml"
-    with path.open("w") as file:
-        YAML().dump(content, file)
+    path.write_text(json.dumps(content))  # JSON is YAML 1.2
     return path
 
 
@@ -127,8 +127,7 @@ def again(state: Path) -> None:
         content = YAML(typ="safe").load(SHIPPED)
         content["seeds"] = list(range(first, first + content["seeds"]))
         path = state / f"demo_{first}.yaml"
-        with path.open("w") as file:
-            YAML().dump(content, file)
+        path.write_text(json.dumps(content))
         command = [sys.executable, "-m", "ablate.sweep", str(path), "--state", str(state), "--no-report"]
         subprocess.run([*command, "--quiet"], check=True, stdout=subprocess.DEVNULL)
         with closing(open_ledger(state, path.stem)) as ledger:

@@ -10,6 +10,7 @@ takes for that arm, its baseline and the trunk. That is Student's t after one ho
 """
 
 import argparse
+import json
 import math
 import subprocess
 import sys
@@ -20,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ruamel.yaml import YAML
 from scipy import stats
 
 from ablate.files import Json
@@ -88,8 +88,7 @@ class Sweep:
         if self.design:
             content["design"] = self.design
         path = folder / f"{self.name}.yaml"
-        with path.open("w") as file:
-            YAML().dump(content, file)
+        path.write_text(json.dumps(content))  # JSON is YAML 1.2
         return path
 
 

@@ -10,17 +10,15 @@ Each scenario has a seed of its own, computed from its name. Finished scenarios 
 """
 
 import argparse
-import hashlib
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 
 import numpy as np
-from simulated_truth import draw, share
+from simulated_truth import Seeded, cached, draw, share
 
 from ablate.results.proposals import FEWEST_RERUNS, Plan, judge_look, spread_of
 
@@ -33,7 +31,7 @@ _WALK = 0.2
 
 
 @dataclass(frozen=True)
-class Scenario:
+class Scenario(Seeded):
     """One cell of a table: a rule, a true effect of every proposal, and what is not as the rule assumes."""
 
     rule: str
@@ -46,15 +44,6 @@ class Scenario:
     """Deviation of the floor's reruns; that of the baseline is 1."""
     drift: str = ""
     """Wandering mean of all runs: "" (none), `turns` (runs are made in turns), `blocks` (baseline first)."""
-
-    @property
-    def name(self) -> str:
-        """Return the key in the cache."""
-        return "/".join(map(str, astuple(self)))
-
-    def random(self) -> np.random.Generator:
-        """Return a generator that depends on nothing but the scenario."""
-        return np.random.default_rng(int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8]))
 
 
 RULES = {
@@ -195,17 +184,8 @@ def measure(scenario: Scenario, loops: int) -> dict[str, float]:
 
 
 def run(cache: Path, loops: int) -> dict[str, dict[str, float]]:
-    """Return the results of every scenario, from the cache if they are there."""
-    results = json.loads(cache.read_text()) if cache.exists() else {}
-    if results.setdefault("loops", loops) != loops:
-        raise SystemExit(f"{cache}: made with --loops {results['loops']}, not {loops}; name another --cache")
-    for scenario in scenarios():
-        if scenario.name not in results:
-            results[scenario.name] = measure(scenario, loops)
-            written = cache.with_suffix(".part")
-            written.write_text(json.dumps(results, indent=0))
-            written.replace(cache)
-    return results
+    """Return the results of every scenario."""
+    return cached(cache, "loops", loops, list(scenarios()), lambda scenario: measure(scenario, loops))
 
 
 def tables(results: Mapping[str, Mapping[str, float]]) -> Iterator[str]:

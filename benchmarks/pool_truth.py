@@ -9,6 +9,7 @@ from zlib import crc32
 
 import numpy as np
 from scipy import stats
+from simulated_truth import share
 
 from ablate.experiment.schema import Design
 from ablate.results.calibration import Candidate, best, measured, parts
@@ -73,14 +74,6 @@ def draws(*names: object) -> np.random.Generator:
 def only(values: Values, seeds: Sequence[int]) -> dict[int, float]:
     """Return the values of some seeds."""
     return {seed: values[seed] for seed in seeds}
-
-
-def share(part: float, whole: float, independent: float | None = None) -> str:
-    """Return a percentage with its standard error by the number of independent experiments."""
-    if not whole:
-        return "-"
-    p, count = part / whole, independent or whole
-    return f"{100 * p:.1f} ±{100 * math.sqrt(max(p * (1 - p), 1e-9) / count):.1f} %"
 
 
 # Coverage

@@ -12,7 +12,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
@@ -41,17 +41,8 @@ PRIORS = {
 """Distributions of the true effect; deviations are log-uniform from .5 to 4 then."""
 
 
-@dataclass(frozen=True)
-class Scenario:
-    """One line of a table: the kind of simulation and its parameters."""
-
-    kind: str
-    interval: str = "t"
-    pairs: int = 5
-    deviation: float = 1.0
-    effect: float = 0.0
-    arms: int = 1
-    shape: str = "normal"
+class Seeded:
+    """Base of a scenario, a frozen dataclass: its fields are its key in the cache and seed its draws."""
 
     @property
     def name(self) -> str:
@@ -61,6 +52,19 @@ class Scenario:
     def random(self) -> np.random.Generator:
         """Return a generator that depends on nothing but the scenario."""
         return np.random.default_rng(int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8]))
+
+
+@dataclass(frozen=True)
+class Scenario(Seeded):
+    """One line of a table: the kind of simulation and its parameters."""
+
+    kind: str
+    interval: str = "t"
+    pairs: int = 5
+    deviation: float = 1.0
+    effect: float = 0.0
+    arms: int = 1
+    shape: str = "normal"
 
 
 def scenarios() -> Iterator[Scenario]:
@@ -367,19 +371,34 @@ SHARES = {"promise": 0.03, "growth": 0.2, "search": 0.05, "steps": 0.1}
 
 
 def run(cache: Path, experiments: int, kinds: set[str]) -> dict[str, dict[str, int]]:
-    """Return the results of every scenario, from the cache if they are there; print progress on stderr."""
-    results = json.loads(cache.read_text()) if cache.exists() else {}
-    if results.setdefault("experiments", experiments) != experiments:
-        raise SystemExit(
-            f"{cache}: made with --experiments {results['experiments']}, not {experiments}; "
-            "name another --cache"
-        )
+    """Return the results of every scenario of some kinds."""
+
+    def measured(scenario: Scenario) -> dict[str, int]:
+        share_of = SHARES.get(scenario.kind, 1.0)
+        return KINDS[scenario.kind](scenario, max(1, round(experiments * share_of)))
+
     wanted = [scenario for scenario in scenarios() if scenario.kind in kinds]
+    return cached(cache, "experiments", experiments, wanted, measured)
+
+
+def cached(cache: Path, option: str, count: int, wanted: Sequence[Seeded], measure: Callable) -> dict:
+    """Return the results of scenarios, from the cache if they are there; print progress on stderr.
+
+    Args:
+        cache: file of the results so far.
+        option: option of the command whose value all results of a cache share.
+        count: its value.
+        wanted: the scenarios.
+        measure: function from a scenario to its result.
+    """
+    results = json.loads(cache.read_text()) if cache.exists() else {}
+    if results.setdefault(option, count) != count:
+        raise SystemExit(
+            f"{cache}: made with --{option} {results[option]}, not {count}; name another --cache"
+        )
     for number, scenario in enumerate(wanted, 1):
         if scenario.name not in results:
-            results[scenario.name] = KINDS[scenario.kind](
-                scenario, max(1, round(experiments * SHARES.get(scenario.kind, 1.0)))
-            )
+            results[scenario.name] = measure(scenario)
             written = cache.with_suffix(".part")
             written.write_text(json.dumps(results, indent=0))
             written.replace(cache)
@@ -391,12 +410,12 @@ def run(cache: Path, experiments: int, kinds: set[str]) -> dict[str, dict[str, i
 # Tables
 
 
-def share(part: float, whole: int) -> str:
-    """Return a percentage with its standard error."""
+def share(part: float, whole: float, independent: float | None = None) -> str:
+    """Return a percentage with its standard error by the number of independent experiments."""
     if not whole:
         return "-"
-    p = part / whole
-    return f"{100 * p:.1f} ±{100 * math.sqrt(p * (1 - p) / whole):.1f} %"
+    p, count = part / whole, independent or whole
+    return f"{100 * p:.1f} ±{100 * math.sqrt(p * (1 - p) / count):.1f} %"
 
 
 def kept(results: Mapping[str, Mapping[str, int]], **fixed: float | str) -> str:
