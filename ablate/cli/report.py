@@ -47,10 +47,6 @@ def report(
             help=f"Notebooks to run instead of the default for the experiment: {', '.join(NOTEBOOKS)}."
         ),
     ] = None,
-    from_mlflow: Annotated[
-        bool,
-        typer.Option("--from-mlflow", help="Read the runs from MLflow instead of the ledger."),
-    ] = False,
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for the reports; default: reports in the state folder."),
@@ -71,14 +67,13 @@ def report(
     wrong = [word for word in notebook or () if word not in NOTEBOOKS]
     if wrong:
         raise InputError(f"--notebook {wrong[0]}: no such notebook; {nearest(wrong[0], NOTEBOOKS)}")
-    if not from_mlflow:
-        for name in names:
-            _refuse_unknown(settings.state, name)
+    for name in names:
+        _refuse_unknown(settings.state, name)
     screen, status = console(), DONE
     print_starting(f"the notebooks of {', '.join(names)}, a few seconds each")
     for name in names:
         try:
-            made = make(settings.state, name, notebook, settings.mlflow, fetch=from_mlflow, pdf=pdf, out=out)
+            made = make(settings.state, name, notebook, settings.mlflow, pdf=pdf, out=out)
         except NotebookError as error:
             screen.print(f"{name}: {error}", soft_wrap=True, markup=False)
             status = FAILED
@@ -113,7 +108,6 @@ def make(
     name: str,
     notebooks: Sequence[str] | None = None,
     mlflow: str | None = None,
-    fetch: bool = False,
     pdf: bool = False,
     out: Path | None = None,
 ) -> Report:
@@ -123,8 +117,7 @@ def make(
         state: State folder.
         name: Name of the sweep.
         notebooks: Names of the notebooks; None: those that fit the question of the sweep.
-        mlflow: Address of MLflow, to attach the report or, with `fetch`, to read the runs.
-        fetch: Read the runs from MLflow instead of the ledger.
+        mlflow: Address of MLflow, to attach the report.
         pdf: Also print the first page as PDF, if a browser is installed.
         out: Folder for the reports; None: `reports` in the state folder.
 
@@ -140,18 +133,14 @@ def make(
         raise InputError(f"{why}; name a sweep, not a path")
     if name == WALKTHROUGH and not (state / "sweeps" / name).exists():
         return write_report(folder, state, name, [name], Heading(NOTEBOOKS[name]), pdf)
-    if fetch:
-        state = _fetched(out or state, name, mlflow)
-    else:
-        _refuse_unknown(state, name)
+    _refuse_unknown(state, name)
     check(state / "sweeps" / name, name)
     with closing(open_checked(state / "sweeps" / name / "ledger.db")) as ledger:
-        verified = "read from MLflow: not verified against the records of the trials"
-        heading = Heading.of(ledger, name, verified if fetch else _verified(ledger, state, name))
+        heading = Heading.of(ledger, name, _verified(ledger, state, name))
         with ThreadPoolExecutor(1) as thread:
             # In parallel with the notebooks, since its imports take seconds. Judged runs have no study.
             studied = (state / "sweeps" / name / "optuna.log").exists()
-            annotate = studied and writable and not fetch
+            annotate = studied and writable
             note = thread.submit(_annotate_study, state, name, folder) if annotate else None
             made = write_report(
                 folder, state, name, list(notebooks or default_notebooks(ledger)), heading, pdf
@@ -160,7 +149,7 @@ def make(
             note.result()
         if not writable and path_of(mlflow):  # the database is usually in the same read-only folder
             return made
-        return made if fetch or not mlflow else replace(made, trouble=_attach(mlflow, ledger, made))
+        return replace(made, trouble=_attach(mlflow, ledger, made)) if mlflow else made
 
 
 def _verified(ledger: Ledger, state: Path, name: str) -> str:
@@ -200,16 +189,3 @@ def _attach(mlflow: str, ledger: Ledger, made: Report) -> str | None:
     except InputError as error:
         return f"The report is not in MLflow: {error}"
     return None
-
-
-def _fetched(state: Path, name: str, mlflow: str | None) -> Path:
-    """Return a state folder with a ledger of the sweep's runs in MLflow."""
-    from ablate.execution.tracking import fetch
-
-    if not mlflow:
-        raise InputError("--from-mlflow: no MLflow is set; set its address with --mlflow, or in a profile")
-    folder = state / "fetched"
-    path = folder / "sweeps" / name / "ledger.db"
-    path.unlink(missing_ok=True)
-    fetch(mlflow, name, path).close()
-    return folder

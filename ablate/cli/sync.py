@@ -127,8 +127,7 @@ def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, scree
     address = settings.mlflow
     if address is None:
         raise InputError("sync needs an MLflow: omit `--mlflow none`, or give an address")
-    if path_of(address) is None:
-        import_client()  # takes seconds, in which the server is not asked yet
+    import_client()  # takes seconds, in which MLflow is not asked yet
     ledger = Ledger(folder / "ledger.db")
     try:
         if rebuild:

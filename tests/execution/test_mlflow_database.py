@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 from support.commands import here
 from support.experiments import environment, sweep, tiny, until
+from support.mlflow_runs import runs
 
-from ablate.execution.tracking import database
+from ablate.execution.projections import Mirror
+from ablate.execution.tracking import database, follower
 from ablate.store.databases import path_of, url
+from ablate.store.ledger import Ledger
 
 pytestmark = [
     pytest.mark.services,
@@ -153,6 +156,51 @@ def test_a_rebuild_puts_aside_a_database_that_mlflow_cannot_open_and_a_sync_does
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("mlflow.db.damaged-*"))) == 1
     assert statuses(store) == ["FINISHED"] * 4
+
+
+def test_a_database_that_is_replaced_while_a_sweep_is_drawn_gets_everything(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.setattr(follower, "RETRY_SECONDS", 0.1)
+    store, spare = tmp_path / "shared.db", tmp_path / "spare.db"
+    sweep(tiny(tmp_path, **IDLE), tmp_path)
+    for path in (store, spare):
+        database.prepare(url(path), tmp_path)
+    with closing(sqlite3.connect(store)) as db:
+        db.execute("PRAGMA journal_mode = WAL")  # in other modes SQLite itself refuses a file that was moved
+    with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book:
+        trials = {member.name: member.trial for member in book.members()}
+        book.settle(trials["bf16"], "pending")
+        mirror = Mirror(url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True)
+        until(lambda: mirror.refresh() is not None and sum(m.closed for m in book.members()) == 2)
+        spare.replace(store)
+        book.settle(trials["bf16"], "done")
+        assert mirror.finish("FINISHED", "", 60) is None
+        drawn = {member.mlflow for member in book.members()}
+    assert statuses(store) == ["FINISHED"] * 4
+    client = MlflowClient(url(store))
+    assert {run.info.run_id for run in runs(client, "tiny")} == drawn
+
+
+def test_artifacts_follow_a_state_folder_that_was_moved(tmp_path):
+    from mlflow import MlflowClient
+
+    before, after = tmp_path / "before", tmp_path / "after"
+    sweep(tiny(tmp_path, **IDLE), before, url(before / "mlflow.db"))
+    ran = {run.data.tags["ablate.member"] for run in runs(MlflowClient(url(before / "mlflow.db")), "tiny")}
+    before.rename(after)
+    for _ in range(2):
+        done = here("sync", "tiny", "--state", after)
+        assert done.returncode == 0, done.stdout + done.stderr
+    client = MlflowClient(url(after / "mlflow.db"))
+    drawn = runs(client, "tiny")
+    assert {run.data.tags["ablate.member"] for run in drawn} == ran
+    assert len(drawn) == len(ran)
+    for run in (*drawn, *runs(client, "tiny", "sweep")):
+        assert run.info.artifact_uri.startswith((after / "artifacts" / "tiny").as_uri())
+        assert client.list_artifacts(run.info.run_id) != []
+    assert len(client.search_experiments()) == 2  # MLflow's own first one, too
+    assert not before.exists()
 
 
 def test_a_database_of_something_else_is_never_put_aside(tmp_path):

@@ -14,7 +14,6 @@ from ablate.execution import controller
 from ablate.execution.controller import Controller
 from ablate.execution.projections import Mirror
 from ablate.execution.tracking import log_report
-from ablate.execution.tracking.local_database import LocalDatabase
 from ablate.execution.workers import Inline
 from ablate.store.ledger import Ledger
 from ablate.training.metric_names import SQUARED_BIAS, VARIANCE
@@ -115,9 +114,11 @@ def test_every_run_has_its_data_as_input_by_fingerprint_and_counts(client, drawn
 
 
 def test_a_run_says_its_data_in_one_call_and_once(client, store, tmp_path, monkeypatch):
-    told, say = [], LocalDatabase.dataset
+    from mlflow import MlflowClient
+
+    told, say = [], MlflowClient.log_inputs
     monkeypatch.setattr(
-        LocalDatabase, "dataset", lambda self, run, words: told.append(run) or say(self, run, words)
+        MlflowClient, "log_inputs", lambda self, run, data: told.append(run) or say(self, run, data)
     )
     sweep(tiny(tmp_path, "given", seeds=1), tmp_path, store)
     forget(tmp_path, "given", LOST["the runs"])

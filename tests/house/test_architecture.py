@@ -83,7 +83,6 @@ SQL = {
     "store.ledger_trials",
     "store.databases",  # any SQLite file: its pages, its tables, its journal
     "execution.tracking.database",  # MLflow's own
-    "execution.tracking.local_database",  # the same: its rows
 }
 """Files that may contain SQL: everybody else asks the ledger, and gets its rows."""
 _STATEMENT = re.compile(
@@ -579,7 +578,7 @@ PATTERNS = {
         "characters of a column's name that are no letters",
     ],
     "execution.foreign.names": ["a user's pattern of a name, escaped", "... as the name is matched"],
-    "execution.tracking.login": ["why a connection failed, in urllib3's message"],
+    "execution.tracking.access": ["why a connection failed, in urllib3's message"],
     "cli.servers.reports": ["the Host header of a request"],
     "training.workloads.command": ["absolute paths in a command line, as a user writes it"],
     "training.workloads.tensors": ["a distribution's parameters, as a user writes them"],

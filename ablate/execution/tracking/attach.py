@@ -1,12 +1,10 @@
 """Upload of a report's files to its sweep's run in MLflow."""
 
-from contextlib import closing
 from pathlib import Path
 
 from ablate.errors import InputError, redact
-from ablate.execution.tracking.local_database import LocalDatabase
-from ablate.execution.tracking.reader import errors_explained, look
-from ablate.execution.tracking.writer import NOTE, ClientWriter, Entries, Writer
+from ablate.execution.tracking.access import errors_explained, is_active, look, open_client
+from ablate.execution.tracking.runs import NOTE
 from ablate.store.ledger import Ledger
 
 _FOLDER = "report"
@@ -24,21 +22,13 @@ def log_report(uri: str, ledger: Ledger, folder: Path) -> None:
         return
     with errors_explained(uri):
         look(uri)
-        local = LocalDatabase.open(uri, own=False)
-        if local is None:
-            _attach(ClientWriter(uri), uri, run, folder)
-            return
-        with closing(local):  # importing MLflow takes a third of a report's time
-            _attach(local, uri, run, folder)
-
-
-def _attach(writer: Writer, uri: str, run: str, folder: Path) -> None:
-    if not writer.has(run):
-        raise InputError(f"{redact(uri)}: the sweep's run {run} was deleted in MLflow")
-    kept = writer.run(run)
-    writer.tree(kept, folder, _FOLDER)
-    name = _FIRST if (folder / _FIRST).exists() else ""
-    line = f"[The report](#/experiments/{kept.experiment}/runs/{run}/artifacts/{_FOLDER}/{name})"
-    note = writer.note(run)
-    if line not in note:
-        writer.log(run, Entries(tags={NOTE: f"{note}\n\n{line}"}))
+        client = open_client(uri)
+        if not is_active(client, run):
+            raise InputError(f"{redact(uri)}: the sweep's run {run} was deleted in MLflow")
+        client.log_artifacts(run, str(folder), _FOLDER)
+        name = _FIRST if (folder / _FIRST).exists() else ""
+        kept = client.get_run(run)
+        place = f"#/experiments/{kept.info.experiment_id}/runs/{run}/artifacts/{_FOLDER}/{name}"
+        note, line = kept.data.tags.get(NOTE, ""), f"[The report]({place})"
+        if line not in note:
+            client.set_tag(run, NOTE, f"{note}\n\n{line}")

@@ -15,15 +15,16 @@ import os
 import shutil
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib.metadata import version
 from pathlib import Path
 
 from ablate.cache import kept, key_of
 from ablate.errors import InputError
 from ablate.execution.sweep_control import damage, put_aside
+from ablate.execution.tracking.access import import_client
 from ablate.execution.tracking.mlflow_private import close_database
-from ablate.store.databases import open_readonly, path_of, tables, url
+from ablate.store.databases import open_readonly, path_of, set_journal, tables, url
 
 _EMPTY = "mlflow.db"
 """Name of the empty database in the cache."""
@@ -39,14 +40,6 @@ def lock_path(uri: str, state: Path) -> Path:
     """
     path = path_of(uri)
     return state / "mlflow.lock" if path is None else path.with_suffix(".lock")
-
-
-def revision(db: sqlite3.Connection) -> str | None:
-    """Return the revision that MLflow's tables are of. sqlite3.OperationalError for a database that is not
-    MLflow's.
-    """
-    row = db.execute("SELECT version_num FROM alembic_version").fetchone()
-    return row and row[0]
 
 
 def half_made(path: Path) -> bool:
@@ -142,9 +135,7 @@ def migrate(path: Path, artifacts: Path) -> None:
     """Have MLflow open a database, which makes its tables, and leave no connection to a file that is renamed
     afterwards.
     """
-    os.environ.setdefault(
-        "MLFLOW_LOGGING_LEVEL", "WARNING"
-    )  # read as it is imported: it tells every migration
+    import_client()
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
     address = url(path)
@@ -152,3 +143,21 @@ def migrate(path: Path, artifacts: Path) -> None:
         SqlAlchemyStore(address, artifacts.resolve().as_uri())
     finally:
         close_database(address)
+
+
+def identity(path: Path | None) -> tuple[int, int] | None:
+    """Return what tells a file from another one that replaces it under its name; None if there is none."""
+    if path is None:
+        return None
+    with suppress(FileNotFoundError):
+        status = path.stat()
+        return status.st_dev, status.st_ino
+    return None
+
+
+def wait_less(path: Path) -> None:
+    """Set the journal mode of our own database: one disk wait per transaction instead of four, and readers
+    beside the writer.
+    """
+    with closing(sqlite3.connect(path)) as db:
+        set_journal(db, path)

@@ -13,29 +13,31 @@ back. `forgotten` is set if the runs that the ledger names are gone.
 
 import json
 import queue
-import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ablate.errors import redact
 from ablate.execution.tracking import database, runs
-from ablate.execution.tracking.local_database import LocalDatabase
-from ablate.execution.tracking.login import plainly
+from ablate.execution.tracking.access import is_active, open_client, plainly
+from ablate.execution.tracking.mlflow_private import close_database
 from ablate.execution.tracking.tracker import Tracker
-from ablate.execution.tracking.writer import NOTE, ClientWriter, Entries, Point, Run, Writer
 from ablate.files import lock
-from ablate.store.databases import path_of, set_journal
+from ablate.store.databases import path_of
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_progress import unshipped_records
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
 from ablate.training.metric_names import trackable
 from ablate.training.workloads import unit
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import RunInfo
 
 _TERMINAL = {
     "done": "FINISHED",
@@ -45,7 +47,11 @@ _TERMINAL = {
     "stopped": "KILLED",
     "pruned": "KILLED",
 }
-_METRICS_A_BATCH = 1000  # MLflow's limit
+_RECORDS_A_CALL = 10_000
+"""Records that are in memory at once. MLflow's client splits them to 1,000 values a request."""
+_RUNS_A_PAGE = 200
+_Point = tuple[int, str, float, float]
+"""Step, metric, value, and time in seconds: a record of the ledger, or a gap."""
 _VIEW_TAG = f"mlflow.sharedViewState.{runs.VIEW}"
 
 
@@ -100,29 +106,33 @@ class MlflowTracker(Tracker):
         """Runs that were created and never recorded, because the controller or the server died; by member and
         trial.
         """
-        self._made: dict[str, Run] = {}
+        self._made: dict[str, RunInfo] = {}
         """Runs created here, which saves a call each."""
         self._stop = stop
-        self._writer: Writer | None = None
+        self._client: MlflowClient | None = None
+        self._path = path_of(uri)
+        """File of a database of this machine."""
+        self._file: tuple[int, int] | None = None
+        """Identity of that file when it was opened."""
 
     def refresh(self, ledger: Ledger) -> None:
         """Send what MLflow lacks."""
         self._metrics = ledger.facts.metrics
-        if self._writer is None:
-            self._writer = self._connect(ledger)
-        self._ship(self._writer, ledger)
+        if self._client is None:
+            self._client = self._connect(ledger)
+        self._ship(self._client, ledger)
 
     def finish(self, ledger: Ledger, status: str, note: str) -> None:
         """Close the runs that are open, and the parent run with the note as its description."""
-        writer, parent = self._writer, self._id(self.parent)
-        if writer is None:
+        client, parent = self._client, self._id(self.parent)
+        if client is None:
             raise RuntimeError("finish comes after a refresh")
         for member in self._shipped.values():
             if not member.closed:
-                writer.end(member.run, "KILLED")
-        self._overview(writer, self._id(self.experiment), parent, ledger)
-        writer.log(parent, Entries(tags={NOTE: note}))
-        writer.end(parent, status)
+                client.set_terminated(member.run, "KILLED")
+        self._save_view(client, self._id(self.experiment), ledger)
+        client.set_tag(parent, runs.NOTE, note)
+        client.set_terminated(parent, status)
         self._release()
 
     def trouble(self, ledger: Ledger, error: Exception) -> str:
@@ -134,80 +144,98 @@ class MlflowTracker(Tracker):
         return redact(plainly(error) or super().trouble(ledger, error), self._uri)
 
     def _release(self) -> None:
-        """Close a database that was opened here; nobody waits for an error of a broken one."""
-        if isinstance(self._writer, LocalDatabase):
-            with suppress(sqlite3.Error):
-                self._writer.close()
-        self._writer = None
+        """Drop the client, and its connections to a database: its file may be replaced."""
+        self._client = None
+        if self._path:
+            close_database(self._uri)
 
-    def _connect(self, ledger: Ledger) -> Writer:
+    def _connect(self, ledger: Ledger) -> "MlflowClient":
+        own = (self._state / "mlflow.db").resolve()
         with lock(database.lock_path(self._uri, self._state)):
             database.prepare(self._uri, self._state / "artifacts")
-            writer = self._open()
-            self.experiment = self._experiment_id(writer)
+            self._file = database.identity(self._path)
+            client = open_client(self._uri)
+            if self._path == own:
+                database.wait_less(own)
+            self.experiment = self._experiment_id(client, moves=self._path == own)
         noted = self.parent or ledger.facts.mlflow_parent
         # An earlier controller may have created the parent run and died before recording it.
-        known = noted or writer.tagged(self.experiment, "ablate.sweep_id", self._identity)
-        if known and not writer.has(known):
+        known = noted or self._parent_by_tag(client, self.experiment)
+        if known and not is_active(client, known):
             self.forgotten, self.parent = True, None
             self._stop.set()
             raise LookupError("MLflow does not have this sweep's runs any more")
-        parent = known or self._new_parent(writer, self.experiment, ledger)
+        parent = known or self._new_parent(client, self.experiment, ledger)
         if not noted:
-            self._describe(writer, self.experiment, parent, ledger)
+            for name in ("experiment.yaml", "provenance.json", "uncommitted.diff"):
+                if text := ledger.fact(name):
+                    client.log_text(parent, text, name)
+            self._save_view(client, self.experiment, ledger)
         self.parent = parent  # recorded only when it is complete
         if known:
-            writer.resume(parent)
-            self._discard(writer, ledger)
+            client.update_run(parent, status="RUNNING")
+            self._discard(client, ledger)
             noted_runs = ledger.mlflow_runs() | {member.run for member in self._shipped.values()}
-            self._orphans = self._find_orphans(writer, noted_runs)
-        return writer
+            self._orphans = self._find_orphans(client, noted_runs)
+        return client
 
-    def _open(self) -> Writer:
-        """Return our own way into a database of this machine, or MLflow's client."""
-        own = (self._state / "mlflow.db").resolve()
-        path = path_of(self._uri)
-        local = LocalDatabase.open(self._uri, own=path == own)
-        if local:
-            return local
-        writer = ClientWriter(self._uri)
-        if path == own:
-            self._wait_less(own)
-        return writer
+    def _experiment_id(self, client: "MlflowClient", moves: bool) -> str:
+        """Return the id of the sweep's experiment; create it, or restore one that a user has deleted.
 
-    def _discard(self, writer: Writer, ledger: Ledger) -> None:
+        MLflow cannot move artifacts. If the database `moves` with the state folder and this has another place
+        now, the experiment is renamed and deleted, and everything is sent again to a new one.
+        """
+        folder = self._state / "artifacts" / self._sweep
+        location = folder.resolve().as_uri() if self._path else None
+        known = client.get_experiment_by_name(self._sweep)
+        if known and known.lifecycle_stage == "deleted":  # by a user, in MLflow's pages
+            client.restore_experiment(known.experiment_id)
+        if known and moves and known.artifact_location != location:
+            client.rename_experiment(known.experiment_id, f"{self._sweep} (moved, {known.experiment_id})")
+            client.delete_experiment(known.experiment_id)
+            known = None
+        if known:
+            return known.experiment_id
+        # Without this kind the experiment's page opens on traces of language models.
+        kind = {"mlflow.experimentKind": "custom_model_development"}
+        return client.create_experiment(self._sweep, artifact_location=location, tags=kind)
+
+    def _parent_by_tag(self, client: "MlflowClient", experiment: str) -> str | None:
+        wanted = f"tags.`ablate.sweep_id` = '{self._identity}'"
+        return next(
+            (run.info.run_id for run in client.search_runs([experiment], wanted, max_results=1)), None
+        )
+
+    def _discard(self, client: "MlflowClient", ledger: Ledger) -> None:
         """Delete the runs in MLflow of results that were put aside; new runs replace them."""
-        done = []
+        experiment, done = self._id(self.experiment), []
         for trial, moment, member in ledger.discarded():
-            writer.discard(self._id(self.experiment), self._id(self.parent), trial, member, moment)
+            of_member = f" AND tags.`ablate.member` = '{member}'" if member else ""
+            for run in client.search_runs([experiment], f"tags.`ablate.trial` = '{trial}'{of_member}"):
+                if run.data.tags.get(runs.PARENT) == self.parent and run.info.start_time < moment:
+                    client.set_tag(run.info.run_id, "ablate.status", "replaced")
+                    client.delete_run(run.info.run_id)
             done.append((trial, moment, member))
         self.discarded = tuple(done)
 
-    @staticmethod
-    def _wait_less(own: Path) -> None:
-        """Set the journal mode of our own database: one disk wait per transaction instead of four, and
-        readers beside the writer.
-        """
-        with closing(sqlite3.connect(own)) as db:
-            set_journal(db, own)
-
-    def _experiment_id(self, writer: Writer) -> str:
-        local = path_of(self._uri) is not None
-        location = (self._state / "artifacts" / self._sweep).resolve().as_uri() if local else None
-        # Without this kind the experiment's page opens on traces of language models.
-        return writer.experiment(self._sweep, location, {"mlflow.experimentKind": "custom_model_development"})
-
-    def _find_orphans(self, writer: Writer, noted: set[str]) -> dict[tuple[str | None, str | None], str]:
+    def _find_orphans(
+        self, client: "MlflowClient", noted: set[str]
+    ) -> dict[tuple[str | None, str | None], str]:
         """Return created but unrecorded runs. They are among the latest, so stop at the first page without
         any.
         """
         orphans: dict[tuple[str | None, str | None], str] = {}
-        for page in writer.children(self._id(self.experiment), self._id(self.parent)):
-            new = [child for child in page if child.run not in noted]
-            if not new:
-                break
-            orphans |= {(child.member, child.trial): child.run for child in new}
-        return orphans
+        wanted, order = f"tags.`{runs.PARENT}` = '{self.parent}'", ["attributes.start_time DESC"]
+        token = None
+        while True:
+            page = client.search_runs([self._id(self.experiment)], wanted, 1, _RUNS_A_PAGE, order, token)
+            new = [run for run in page if run.info.run_id not in noted]
+            for run in new:
+                key = run.data.tags.get("ablate.member"), run.data.tags.get("ablate.trial")
+                orphans[key] = run.info.run_id
+            token = page.token
+            if not (new and token):
+                return orphans
 
     @staticmethod
     def _id(known: str | None) -> str:
@@ -216,26 +244,17 @@ class MlflowTracker(Tracker):
             raise RuntimeError("MLflow is not connected")
         return known
 
-    def _new_parent(self, writer: Writer, experiment: str, ledger: Ledger) -> str:
+    def _new_parent(self, client: "MlflowClient", experiment: str, ledger: Ledger) -> str:
         tags = {
             "ablate.kind": "sweep",
             "ablate.sweep_id": self._identity,
             "ablate.sweep": self._sweep,
-            "mlflow.note.content": ledger.facts.question,
+            runs.NOTE: ledger.facts.question,
         }
-        return writer.create(experiment, self._sweep, tags).id
+        return client.create_run(experiment, tags=tags, run_name=self._sweep).info.run_id
 
-    def _describe(self, writer: Writer, experiment: str, parent: str, ledger: Ledger) -> None:
-        for name in ("experiment.yaml", "provenance.json", "uncommitted.diff"):
-            if text := ledger.fact(name):
-                writer.text(parent, text, name)
-        self._overview(writer, experiment, parent, ledger)
-
-    def _overview(self, writer: Writer, experiment: str, parent: str, ledger: Ledger) -> None:
-        """Write the current description of the sweep, from which it can be imported, and the saved view of
-        its runs.
-        """
-        writer.text(parent, runs.description(ledger), "sweep.json")
+    def _save_view(self, client: "MlflowClient", experiment: str, ledger: Ledger) -> None:
+        """Write the saved view of the sweep's runs."""
         metric = ledger.facts.metric
         knobs = dict.fromkeys(knob for arm in ledger.arms() for knob in json.loads(arm.knobs))
         counted = next((unit(member.resolved.workload, metric.name) for member in ledger.members()), "")
@@ -243,9 +262,9 @@ class MlflowTracker(Tracker):
         gaps = runs.gap_names(ledger, counted)
         shown = runs.view(knobs, metric.name, ledger.facts.metrics or [metric.name], gaps, minimize, now)
         if shown:
-            writer.experiment_tag(experiment, _VIEW_TAG, shown)
+            client.set_experiment_tag(experiment, _VIEW_TAG, shown)
 
-    def _ship(self, writer: Writer, ledger: Ledger) -> None:
+    def _ship(self, client: "MlflowClient", ledger: Ledger) -> None:
         """Bring the run of every unfinished member up to date with the ledger."""
         for member in ledger.to_ship():
             key = (member.arm, member.seed)
@@ -254,13 +273,14 @@ class MlflowTracker(Tracker):
                 return
             if known.closed:
                 continue
-            with writer.batch():
-                now = self._draw(writer, ledger, member, known)
+            if database.identity(self._path) != self._file:
+                raise FileNotFoundError(f"{self._path} was deleted or replaced")
+            now = self._draw(client, ledger, member, known)
             if now != known:
                 self._shipped[key] = now
                 self.news.put(now)
 
-    def _draw(self, writer: Writer, ledger: Ledger, member: Member, known: Shipped) -> Shipped:
+    def _draw(self, client: "MlflowClient", ledger: Ledger, member: Member, known: Shipped) -> Shipped:
         """Bring one member's run up to date in as few calls as possible: each costs a server a round trip."""
         over, run = (
             member.status in _TERMINAL,
@@ -271,29 +291,31 @@ class MlflowTracker(Tracker):
         params = [param for param in runs.params(member) if trackable(param[0])] if new else []
         tags = {"ablate.status": member.status} if over and run else {}
         if not run:
-            run = self._create(writer, member)
+            run = self._create(client, member)
         elif not (begun or over):
-            writer.resume(run)
+            client.update_run(run, status="RUNNING")
         if params:
-            self._data(writer, ledger, run, member)
-        step = known.step
+            self._log_data(client, ledger, run, member)
         gaps = self._gaps(ledger, member, run) if over else {}
-        for last, points in self._batches(ledger.records(member.trial, step), gaps.pop(run, [])):
-            writer.log(run, Entries(points, params, tags))
-            step, params, tags = max(step, last), [], {}
-        if params or tags:
-            writer.log(run, Entries(params=params, tags=tags))
-        for other, points in gaps.items():
-            if writer.has(other):  # may have been deleted in its pages
-                writer.log(other, Entries(points))
+        step, more = known.step, gaps.pop(run, [])
+        records = ledger.records(member.trial, step)
+        while (part := [*islice(records, _RECORDS_A_CALL)]) or more or params or tags:
+            step = max([step, *(record[0] for record in part)])
+            points = [record for record in part if runs.shown(record[1], self._metrics)]
+            self._log(client, run, points + more, params, tags)
+            more, params, tags = [], [], {}
+        for other, compared in gaps.items():
+            if is_active(client, other):  # may have been deleted in its pages
+                self._log(client, other, compared)
         if over:
-            facts = self._made.pop(run, None) or writer.run(run)
-            writer.files(facts, self._artifacts(member))
+            facts = self._made.pop(run, None) or client.get_run(run).info
+            self._log_artifacts(facts, member)
             lasted = member.seconds and int(1000 * member.seconds)  # of the trial, not of the upload
-            writer.end(run, _TERMINAL[member.status], facts.start_ms + lasted if lasted else None)
+            ended = facts.start_time + lasted if lasted else None
+            client.set_terminated(run, _TERMINAL[member.status], ended)
         return Shipped(known.arm, known.seed, run, step, over)
 
-    def _gaps(self, ledger: Ledger, member: Member, run: str) -> dict[str, list[Point]]:
+    def _gaps(self, ledger: Ledger, member: Member, run: str) -> dict[str, list[_Point]]:
         """Return gaps to the baseline, by run, that can be computed because this member has ended.
 
         Of two members that are compared, the one sent last adds the gap; sent twice, it is stored once.
@@ -306,46 +328,55 @@ class MlflowTracker(Tracker):
             )
             if own or known.closed:
                 found[run if own else known.run] = [
-                    Point(name, value, int(moment * 1000), step) for name, value in metrics.items()
+                    (step, name, value, moment) for name, value in metrics.items()
                 ]
         return found
 
-    def _create(self, writer: Writer, member: Member) -> str:
+    def _create(self, client: "MlflowClient", member: Member) -> str:
         tags = runs.tags(member, self._sweep, self.parent, member.against)
-        run = writer.create(self._id(self.experiment), f"{member.name} seed={member.seed}", tags)
-        self._made[run.id] = run
-        return run.id
+        name = f"{member.name} seed={member.seed}"
+        info = client.create_run(self._id(self.experiment), tags=tags, run_name=name).info
+        self._made[info.run_id] = info
+        return info.run_id
 
-    def _data(self, writer: Writer, ledger: Ledger, run: str, member: Member) -> None:
+    def _log_data(self, client: "MlflowClient", ledger: Ledger, run: str, member: Member) -> None:
         """Add the member's training data as its run's input; sent twice, it is stored once."""
         if facts := ledger.facts.data(member.resolved.data):
-            writer.dataset(run, runs.dataset(member, facts))
+            from mlflow.entities import Dataset, DatasetInput, InputTag
 
-    def _batches(
-        self, records: Iterator[tuple[int, str, float, float]], more: list[Point]
-    ) -> Iterator[tuple[int, list[Point]]]:
-        """Yield last step and metrics of as many whole steps as fit one call; `more` goes with the last."""
-        batch: list[Point] = []
-        last = -1
-        for step, found in groupby(records, key=lambda record: record[0]):
-            points = [
-                Point(name, value, int(moment * 1000), step)
-                for _, name, value, moment in found
-                if runs.shown(name, self._metrics)
-            ]
-            if batch and len(batch) + len(points) + len(more) > _METRICS_A_BATCH:
-                yield last, batch
-                batch = []
-            batch, last = batch + points, step
-        if batch or more:
-            yield last, batch + more
+            tags = [InputTag("mlflow.data.context", "training")]
+            client.log_inputs(run, [DatasetInput(Dataset(**runs.dataset(member, facts)), tags)])
 
-    def _artifacts(self, member: Member) -> list[Path]:
-        """Return the resolved spec, the result with its environment, and the trial's own artifacts.
+    @staticmethod
+    def _log(
+        client: "MlflowClient",
+        run: str,
+        points: Iterable[_Point],
+        params: Iterable[tuple[str, str]] = (),
+        tags: Mapping[str, str] = {},
+    ) -> None:
+        """Add values, params and tags to a run, in as many calls as MLflow's limits require. A value that the
+        run has already is stored once.
+        """
+        from mlflow.entities import Metric, Param, RunTag
+
+        client.log_batch(
+            run,
+            [Metric(name, value, int(moment * 1000), step) for step, name, value, moment in points],
+            [Param(*param) for param in params],
+            [RunTag(*tag) for tag in tags.items()],
+        )
+
+    def _log_artifacts(self, info: "RunInfo", member: Member) -> None:
+        """Store the resolved spec, the result with its environment, and the trial's own artifacts.
 
         What is a link, a folder or a device in their place is left out: MLflow would get what lies elsewhere.
         """
+        from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
+
+        artifacts = get_artifact_repository(info.artifact_uri, tracking_uri=self._uri)
         store = Store(self._state)
         folder = store.folder(member.id)
-        paths = (folder / "spec.json", folder / "result.json", *store.artifacts(member.id))
-        return [path for path in paths if path.is_file() and not path.is_symlink()]
+        for path in (folder / "spec.json", folder / "result.json", *store.artifacts(member.id)):
+            if path.is_file() and not path.is_symlink():
+                artifacts.log_artifact(str(path))

@@ -9,19 +9,20 @@ import hashlib
 import json
 import math
 import os
-from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
 from typing import TypedDict
 
 from ablate.errors import redact
 from ablate.files import Json
-from ablate.results.learning_floor import Floors
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
-from ablate.store.sweep_facts import IN_MLFLOW
 from ablate.training.metric_names import DAMAGE, GAP, Name, parse, trackable
 from ablate.training.workloads import unit
 
+NOTE = "mlflow.note.content"
+"""Tag with the description of a run."""
+PARENT = "mlflow.parentRunId"
+"""Tag with the id of the run that a run is shown below."""
 TURNED = "ablate."
 VIEW = "arms"
 """Id of the saved view of a sweep's runs; `?viewStateShareKey=` opens it."""
@@ -69,7 +70,7 @@ def tags(member: Member, sweep: str, parent: str | None, against: str | None) ->
     """
     spec = member.resolved
     found = {
-        "mlflow.parentRunId": parent,
+        PARENT: parent,
         "mlflow.runColor": _BASELINE_COLOUR if against is None else _COLOURS[member.arm % len(_COLOURS)],
         "ablate.kind": "trial",
         "ablate.sweep": sweep,
@@ -203,49 +204,6 @@ def gap_in(unit: str) -> str:
 
 
 # A sweep
-
-
-def _context_free(ledger: Ledger) -> str:
-    """Return JSON with each arm's loss of a model that ignores its input, from its first finished run; no
-    record has it.
-    """
-    floors = Floors.of_ledger(ledger)
-    members: defaultdict[str, list[Member]] = defaultdict(list)
-    for member in ledger.members():
-        members[member.name].append(member)
-    found = {name: floors.of(of_arm)[0] for name, of_arm in members.items()}
-    return json.dumps({name: loss for name, loss in found.items() if loss is not None})
-
-
-def description(ledger: Ledger) -> str:
-    """Return as JSON everything that a sweep's runs lack; its ledger can be made again from this and the
-    runs.
-    """
-    names: dict[int | None, str] = {arm.arm: arm.name for arm in ledger.arms()}
-    members: dict[int, dict[str, str]] = {}
-    for member in ledger.members():
-        members.setdefault(member.arm, {})[str(member.seed)] = member.id
-    return json.dumps(
-        {
-            "facts": {key: ledger.fact(key) for key in IN_MLFLOW} | {"context_free": _context_free(ledger)},
-            "arms": [
-                {
-                    "name": arm.name,
-                    "knobs": json.loads(arm.knobs),
-                    "against": names.get(arm.baseline),
-                    "optuna": arm.optuna,
-                    "role": arm.role,
-                    "reason": arm.reason,
-                    "trials": members.get(arm.arm, {}),
-                }
-                for arm in ledger.arms()
-            ],
-            "trials": {
-                row.id: {"reason": row.reason, "seconds": row.seconds} for row in ledger.wanted_trials()
-            },
-        },
-        indent=1,
-    )
 
 
 def view(

@@ -6,10 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ablate.errors import InputError, nearest, one_line, redact
-from ablate.execution.tracking.reader import errors_explained, look
+from ablate.execution.tracking.access import errors_explained, look, open_client
 from ablate.files import Json
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 _RUNS_A_PAGE = 200
 _STATUS = {"FINISHED": "done", "RUNNING": "running", "SCHEDULED": "running"}
@@ -55,9 +59,7 @@ def stored_runs(uri: str, experiment: str | None) -> tuple[str, list[StoredRun]]
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 reads folders only if asked
     with errors_explained(uri):
         look(uri)
-        from mlflow import MlflowClient
-
-        client = MlflowClient(uri if "://" in uri else Path(uri).resolve().as_uri())
+        client = open_client(uri if "://" in uri else Path(uri).resolve().as_uri())
         runs = {one.name: [*_runs(client, one.experiment_id)] for one in client.search_experiments()}
     if experiment is not None:
         if experiment not in runs:
@@ -72,11 +74,8 @@ def stored_runs(uri: str, experiment: str | None) -> tuple[str, list[StoredRun]]
     return full[0], runs[full[0]]
 
 
-def _runs(client: object, experiment: str) -> Iterator[StoredRun]:
+def _runs(client: "MlflowClient", experiment: str) -> Iterator[StoredRun]:
     """Yield the runs of an experiment, the first first."""
-    from mlflow import MlflowClient
-
-    assert isinstance(client, MlflowClient)
     token: str | None = None
     while True:
         page = client.search_runs(

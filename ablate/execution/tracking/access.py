@@ -1,0 +1,183 @@
+"""Access to MLflow: its client, a check before anything runs, and its errors in one sentence.
+
+A wrong password is an error of the user's and ends the command. A server that does not answer may come back,
+so the sweep runs and ships its records later.
+"""
+
+import base64
+import os
+import re
+import sqlite3
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit, urlunsplit
+
+from ablate.errors import InputError, redact
+from ablate.store.databases import open_readonly, path_of, tables
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+_USER, _PASSWORD = "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"
+_REFUSED = (401, 403)
+LOOK_SECONDS = 5.0
+
+
+def import_client() -> None:
+    """Import MLflow's client, which takes seconds, with the settings that it reads from the environment."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    # A retry would create a second run if the answer to the first call was lost.
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+    # MLflow would print the address with its password.
+    os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
+    import mlflow  # noqa: F401
+
+
+def open_client(uri: str) -> "MlflowClient":
+    """Return MLflow's client of a server or of a database."""
+    import_client()
+    from mlflow import MlflowClient
+
+    return MlflowClient(uri)
+
+
+def is_active(client: "MlflowClient", run: str) -> bool:
+    """Return True if there is such a run, and it is not deleted."""
+    from mlflow.exceptions import MlflowException
+
+    try:
+        return client.get_run(run).info.lifecycle_stage == "active"
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        return False
+
+
+def check_login(uri: str | None) -> None:
+    """Raise InputError, in one sentence, if a server refuses access. A server that does not answer is not an
+    error here.
+    """
+    if not uri or not uri.startswith(("http://", "https://")) or _answer(uri) not in _REFUSED:
+        return
+    # Importing MLflow takes seconds; it has more ways to log in than `_answer` tries.
+    client = open_client(uri)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.search_experiments(max_results=1)
+    except MlflowException as error:
+        why = refusal(error)
+        if why:
+            raise InputError(f"{redact(uri)}: {why}. Nothing was done, and nothing is lost.") from None
+
+
+def refusal(error: Exception) -> str | None:
+    """Return the reason and the remedy if MLflow's error means that its server refuses access; None for
+    another error.
+    """
+    status = getattr(error, "get_http_status_code", lambda: 0)()
+    if status not in _REFUSED:
+        return None
+    if status == 401 or "not authenticated" in str(error):
+        user = os.environ.get(_USER)
+        cause = f"user {user!r} or the password is wrong" if user else "no credentials were sent"
+        return f"MLflow returned 401 Unauthorized: {cause}; set {_USER} and {_PASSWORD}"
+    answer = str(error).partition("Response body: ")[2].strip(" '") or str(error).splitlines()[0]
+    hint = (
+        "; `mlflow server --allowed-hosts` names the hosts that it answers to"
+        if "Invalid Host" in answer
+        else ""
+    )
+    return f"MLflow returned 403 Forbidden: {answer}{hint}"
+
+
+def plainly(error: Exception) -> str | None:
+    """Return a plain sentence if MLflow's error means that its server refuses access or does not answer; else
+    None.
+    """
+    unanswered = re.search(r"HTTPS?Connection.*\[Errno -?\d+\] ([^\"')]+)", str(error))
+    return refusal(error) or (f"MLflow's server does not answer: {unanswered[1]}" if unanswered else None)
+
+
+def _answer(uri: str) -> int | None:
+    """Return the HTTP status of a call that needs no more than a login; None if there is no answer."""
+    parts = urlsplit(uri)
+    address = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2])).rstrip("/")
+    request = urllib.request.Request(f"{address}/api/2.0/mlflow/experiments/search?max_results=1")
+    user, password = os.environ.get(_USER), os.environ.get(_PASSWORD)
+    if not (user and password) and parts.password:
+        user, password = unquote(parts.username or ""), unquote(parts.password)
+    if user and password:
+        request.add_unredirected_header(
+            "Authorization", f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
+        )
+    try:
+        with urllib.request.urlopen(request, timeout=LOOK_SECONDS) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def errors_explained(uri: str) -> Iterator[None]:
+    """Convert errors of MLflow within the block to InputError, in one sentence and without passwords."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        if not isinstance(error, _errors()):
+            raise
+        first = plainly(error) or next(
+            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
+        )
+        hint = (
+            f"; `{Path(sys.executable).parent / 'mlflow'} db upgrade` brings it up to date"
+            if "out-of-date" in first
+            else ""
+        )
+        raise InputError(
+            redact(
+                f"{redact(uri)}: MLflow cannot be used there: {first.partition(' Take a backup')[0]}{hint}",
+                uri,
+            )
+        ) from error
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """Return the classes of MLflow's errors; they are imported only once there is an error."""
+    from alembic.util.exc import CommandError
+    from mlflow.exceptions import MlflowException
+    from sqlalchemy.exc import SQLAlchemyError
+
+    # requests' are OSErrors
+    return OSError, sqlite3.Error, MlflowException, SQLAlchemyError, CommandError
+
+
+def look(uri: str) -> None:
+    """Raise InputError if a SQLite store cannot be opened. MLflow would create a missing one, and retry a
+    locked one for minutes.
+    """
+    path = path_of(uri)
+    if path is None:
+        return
+    if not path.exists():
+        raise InputError(f"{path}: no such file")
+    db = open_readonly(path, LOOK_SECONDS)
+    try:
+        foreign = "alembic_version" not in tables(db)
+    except sqlite3.DatabaseError as error:
+        raise InputError(f"{path}: cannot be read: {error}") from None
+    finally:
+        db.close()
+    if foreign:
+        raise InputError(f"{path}: is no database of MLflow's")
