@@ -13,7 +13,7 @@ from ablate.experiment.schema import Metric
 from ablate.files import Json
 from ablate.results.forked import FIFTH, Readings, Views, qualified, readings_of, sharpened, views
 from ablate.results.intervals import ALPHA, Interval
-from ablate.results.learning_floor import Floors
+from ablate.results.learning_floor import floor
 from ablate.results.paired_stats import Difference, Reason, Verdict, judge, p_value, paired_difference
 from ablate.results.run_lengths import Copies, Lengths, lengths, steps_to
 from ablate.results.unpaired import difference_of, unpaired_difference
@@ -498,8 +498,8 @@ def _with_references(
     training."""
     if not parse(metric.name).of_data:
         return arms
-    floors = Floors.of_ledger(ledger)
-    found = [floors.of(group) for group in members.values()]
+    recorded = ledger.context_free()
+    found = [floor(group, recorded) for group in members.values()]
     return [
         replace(arm, context_free=loss, floor_unknown=unknown)
         for arm, (loss, unknown) in zip(arms, found, strict=True)

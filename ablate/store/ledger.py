@@ -143,7 +143,3 @@ class Ledger(RecordQueries, TrialStates, ShippingState):
             "UPDATE members SET mlflow = NULL, shipped = -1, closed = 0 WHERE arm = ? AND seed = ?",
             [(arm, seed) for arm, seed, _ in rows],
         )
-
-    def move_arm(self, arm: int, place: int) -> None:
-        """Set an arm's position in the order of wanted arms."""
-        self.db.execute("UPDATE arms SET place = ? WHERE arm = ?", (place, arm))

@@ -18,18 +18,6 @@ if TYPE_CHECKING:
     from ablate.experiment.schema import Asked, Design, Map, Metric, Published
 
 T = TypeVar("T")
-IN_MLFLOW = (
-    "name",
-    "question",
-    "metric",
-    "metrics",
-    "interval",
-    "search",
-    "design",
-    "map",
-    "provenance.json",
-)
-"""Keys of the rows that MLflow gets too, so that a ledger can be filled from there."""
 
 
 class Fact(Generic[T]):
@@ -161,8 +149,6 @@ class SweepFacts:
     """Names of the states at which windows leave their trunks; None before any is queued."""
     warm: Fact[dict[str, Any]] = _json("warm", "{}")
     """The arms that a search starts with (`arms`), and the keys that they were read for (`of`)."""
-    context_free: Fact[dict[str, float]] = _json("context_free", "{}")
-    """Loss of a model that ignores its input, by arm, in a ledger that was filled from MLflow."""
 
     mlflow = _or_none("mlflow")
     """Digest of the address."""

@@ -54,7 +54,6 @@ VALUES = {
     "shared": {"one", "two"},
     "trunks": set(),
     "warm": {"of": "x", "arms": []},
-    "context_free": {"a": 2.5},
     "mlflow_discarded": [("t0", 5, ""), ("t1", 6, "a:0")],
 }
 """A value of each fact that is not a text."""
@@ -80,7 +79,7 @@ def test_each_fact_has_a_key_of_its_own_and_no_other_file_reads_one_by_its_key(b
     package = Path(ablate.__file__).parent
     texts = {path.name: path.read_text() for path in package.rglob("*.py")}
     calls = {name for name, text in texts.items() if ".fact(" in text or "ledger.describe(" in text}
-    assert calls == {"runs.py", "mlflow_tracker.py"}  # copies of rows, key by key
+    assert calls == {"mlflow_tracker.py"}  # copies of rows, key by key
 
 
 def test_an_arm_keeps_its_number_and_has_the_knobs_the_baseline_and_the_point_it_was_last_given(book):

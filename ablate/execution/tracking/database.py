@@ -65,6 +65,7 @@ def unusable(path: Path) -> str | None:
         return found
     if half_made(path):
         return "its first migration was interrupted"
+    import_client()  # before anything of MLflow's: its settings
     from alembic.util.exc import CommandError
     from mlflow.exceptions import MlflowException
     from sqlalchemy.exc import SQLAlchemyError
