@@ -76,7 +76,7 @@ schema: $(VENV)/.installed
 pages: $(VENV)/.installed
 	$(BIN)/python tests/regenerate_recipes_page.py
 	$(BIN)/python docs/generate_reference.py
-	$(BIN)/python docs/generate_conformance.py
+	$(BIN)/python benchmarks/conformance.py
 	$(BIN)/python docs/generate_tensor_cores.py
 
 $(VENV)/bin/python:

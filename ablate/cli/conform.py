@@ -26,9 +26,7 @@ _STYLES = {"pass": "green", "variant": "yellow", "fail": "bold red", "report": "
 def conform(
     subject: Annotated[
         str,
-        typer.Argument(
-            help="module:function, file.py:function, module:SUBJECT, a library, or a folder of dumps."
-        ),
+        typer.Argument(help="module:function, file.py:function, module:SUBJECT, or a folder of dumps."),
     ] = "",
     recipe: Annotated[str, typer.Option("--as", help="Recipe that it should compute.")] = "nvfp4",
     only: Annotated[

@@ -34,10 +34,6 @@ def doctor(
     fast: Annotated[
         bool, typer.Option("--fast", help="Run only the quick checks, as before every sweep.")
     ] = False,
-    exhaustive: Annotated[
-        bool,
-        typer.Option("--exhaustive", help="Enumerate every case of the NVFP4 cast instead (10 minutes)."),
-    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     engine: Annotated[
         str | None,
@@ -55,11 +51,10 @@ def doctor(
 ) -> None:
     """Show what this machine can run, and check its numerics.
 
-    The numerics are compared with published figures, known answers, and every public implementation that is
-    installed. With --engine transformer_engine or scaled_mm, compare its kernels with the emulator; --fast
-    skips the training runs. With --exhaustive, compare kernels, reference and integer arithmetic in every
-    case of the NVFP4 cast; a killed run continues. Exit status: 0 all checks agree, 1 one does not, 2 bad
-    input, or the comparison is impossible here.
+    The numerics are compared with published figures, known answers, and Transformer Engine's reference,
+    torchao and ml_dtypes if they are installed. With --engine transformer_engine or scaled_mm, compare its
+    kernels with the emulator; --fast skips the training runs. Exit status: 0 all checks agree, 1 one does
+    not, 2 bad input, or the comparison is impossible here.
     """
     if lifeline:
         threading.Thread(target=_end_with_standard_input, daemon=True).start()
@@ -67,8 +62,6 @@ def doctor(
         raise InputError(
             "--record needs --engine transformer_engine or scaled_mm: it names the file of that comparison"
         )
-    if exhaustive and (fast or engine is not None):
-        raise InputError("--exhaustive runs by itself; omit --fast and --engine")
     if engine is not None:
         _compare(engine, record, fast, as_json)
     print_starting("importing torch, then checking the numerics", quiet=as_json)
@@ -76,7 +69,7 @@ def doctor(
     rows: list[tuple[str, Row]] = []
     screen = Console(quiet=True) if as_json else console()
     with nullcontext() if as_json or not screen.is_terminal else screen.status("[dim]torch ...[/]") as status:
-        for group, group_rows in _groups(exhaustive, fast, status.update if status else None):
+        for group, group_rows in _groups(fast, status.update if status else None):
             screen.print(Text(group, "bold"), _table(group_rows, screen.width, header=not rows), "")
             rows += ((group, row) for row in group_rows)
     seconds = time.monotonic() - started
@@ -167,13 +160,10 @@ def _written(comparison: "ParityRun", document: "ParityDocument", record: Path |
 # --- this machine's numerics ----------------------------------------------------------------------
 
 
-def _groups(
-    exhaustive: bool, fast: bool, show: Callable[[str], object] | None
-) -> Iterator[tuple[str, list["Row"]]]:
+def _groups(fast: bool, show: Callable[[str], object] | None) -> Iterator[tuple[str, list["Row"]]]:
     from ablate.verification import checks  # torch
-    from ablate.verification import exhaustive as enumerated
 
-    return enumerated.by_group(show) if exhaustive else checks.by_group(fast, show)
+    return checks.by_group(fast, show)
 
 
 def _table(rows: list["Row"], width: int, header: bool) -> Table:

@@ -11,13 +11,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
-from ablate.numerics.spec import Hadamard, Outer, Quant, Range, Select
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
 from ablate.verification.check_result import Row, near, normal, present
-from ablate.verification.peer_comparison import mx
 
 ROOM = Range(headroom=17 / 16)
+
+
+def mx(element: str, rounding: str) -> Quant:
+    """Return an MX quantiser: 1x32 blocks with power-of-two scales, and no outer scale.
+
+    `rounding` is OCP's `floor`, or `ceil`, which never saturates. OCP's floor rule maps the power of two at
+    or below a block's amax to the element's largest power of two.
+    """
+    top = ELEMENTS[element].top_power if rounding == "floor" else None
+    scale = BlockScale(format="e8m0", rounding=rounding)
+    return Quant(element=element, block="1x32", scale=scale, range=Range(map_to=top), outer=None)
 
 
 def four_over_six(criterion: str) -> Quant:

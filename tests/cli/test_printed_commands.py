@@ -73,7 +73,7 @@ OTHERS = {
     "pip install": "needs a package index: house/test_wheel.py",
     'python -c "from ablate.execution.trial_process import *; tune_process(); rehearse()"': "below",
     "python benchmarks/conformance_mutants.py": "verification/test_conformance_mutants.py",
-    "python benchmarks/conformance_table.py": "needs the libraries: verification/test_conformance_libraries.py",
+    "python benchmarks/conformance.py": "the page: house/test_docs.py; needs the libraries to examine them",
     "python benchmarks/exhaustive_cast.py": "verification/test_exhaustive.py tests its enumerations",
     "python benchmarks/many_arms.py": "by hand; tests have each of its commands",
     "python benchmarks/platform_costs.py": "verification/test_platform.py",
@@ -95,7 +95,6 @@ OTHERS = {
     "python benchmarks/gate_loops.py": "results/test_proposals.py",
     "python benchmarks/blame_simulation.py": "results/test_blame.py",
     "python -m pytest": "is this suite",
-    "python docs/generate_conformance.py": "house/test_docs.py",
     "python docs/generate_reference.py": "house/test_docs.py",
     "python docs/generate_tensor_cores.py": "recipes/test_scaled_mapping.py",
     "python benchmarks/gpu_counts.py": "training/test_gpu_estimates.py",
@@ -269,7 +268,7 @@ def test_what_a_make_target_calls_is_there(target):
     assert calls or target in ("test", "test-fast", "test-all", "lint", "clean")
 
 
-@pytest.mark.parametrize("script", ["peers.py", "platform_costs.py"])
+@pytest.mark.parametrize("script", ["peers.py", "conformance.py", "exhaustive_cast.py", "platform_costs.py"])
 def test_a_benchmark_starts(script):
     command = [sys.executable, str(ROOT / "benchmarks" / script), "--help"]
     done = subprocess.run(
@@ -281,9 +280,7 @@ def test_a_benchmark_starts(script):
 
 def test_what_the_peers_need_of_this_project_can_be_imported():
     """In the folder of the benchmarks, as `make peers` runs them: also what is imported within their functions."""
-    program = (
-        "import peers, peer_kernels, peer_steps, peer_entry, uuid, platform; uuid.uuid1(); platform.system()"
-    )
+    program = "import peers, libraries, uuid, platform; uuid.uuid1(); platform.system()"
     environ = environment() | {"PYTHONPATH": f"{ROOT / 'benchmarks'}:{ROOT}"}
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, env=environ, timeout=300, check=False

@@ -1,6 +1,6 @@
 """The baselines beside NVFP4, as their presets train with them: each operand of a layer by its definition in other people's types.
 
-The quantisers alone are compared with torchao, gfloat and Transformer Engine in ablate/verification/peers.py. Here the presets are, in all six
+The quantisers alone are compared with torchao, ml_dtypes and Transformer Engine in ablate/verification/peers.py. Here the presets are, in all six
 slots of a layer, along the dimension that each product contracts, and the products that follow.
 """
 

@@ -10,7 +10,7 @@ import ablate
 from ablate.recipes import PRESETS
 from ablate.recipes.te_import import recipe_of
 from ablate.recipes.te_mapping import te_recipe
-from ablate.verification.peer_comparison import shells
+from ablate.verification.peers import shells
 
 
 @pytest.fixture(scope="module")

@@ -26,15 +26,15 @@ UPSTREAM = ROOT / "docs" / "project" / "upstream.md"
 """Page for the authors of other libraries, most of which is commands. Its words are not counted."""
 
 
-@pytest.mark.parametrize("script", ["generate_reference.py", "generate_conformance.py"])
+@pytest.mark.parametrize("script", ["docs/generate_reference.py", "benchmarks/conformance.py"])
 def test_generated_pages_are_current(script):
     """The page of recipes has its own test."""
-    done = subprocess.run([sys.executable, str(ROOT / "docs" / script), "--check"], check=False)
+    done = subprocess.run([sys.executable, str(ROOT / script), "--check"], check=False)
     assert done.returncode == 0, "run `make pages`"
 
 
 def test_every_fault_of_another_library_has_its_version_a_short_reproduction_and_a_citation():
-    page, cited = UPSTREAM.read_text(), (ROOT / "docs" / "generate_conformance.py").read_text()
+    page, cited = UPSTREAM.read_text(), (ROOT / "benchmarks" / "conformance.py").read_text()
     rows = re.findall(
         r"^\| \[[\w -]+ \d+\.\d+[^\]]*\]\(#([\w-]+)\) \| .+ \| .+ \| .+ \|$", page, re.MULTILINE
     )

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Select
+from ablate.verification import peers
 
 SEEDS = range(9)
 
@@ -106,3 +107,13 @@ def test_power_of_two_scales_rounded_up_equal_transformer_engines_mxfp4(kind, se
     ours = quantize(x, MXFP4, keep=True)
     assert torch.equal(ours.block_scale[:, 0, :, 0], scales)
     assert torch.equal(ours.codes, te.reference().nvfp4.cast_from_fp4x2(codes, torch.float32))
+
+
+@pytest.mark.parametrize(("element", "dtype"), [("e4m3", torch.float8_e4m3fn), ("e5m2", torch.float8_e5m2)])
+def test_fp8_codes_with_one_scale_a_tensor_equal_transformer_engines(element, dtype):
+    """But for subnormal tensors: where S overflows, TE caps it by the input's dtype and not at FLT_MAX."""
+    theirs = te.reference().current_scaling.CurrentScalingQuantizerRef(dtype)
+    quant = Quant(element=element, block=None, scale=None, outer=Outer(bound=1.0))
+    kinds = {name: x for name, x in peers.tensors().items() if name != "subnormal"}
+    for name, x in kinds.items():
+        assert torch.equal(quantize(x, quant).values.double(), theirs.quantize(x).data.double()), name

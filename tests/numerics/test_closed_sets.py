@@ -167,7 +167,6 @@ def test_a_direction_drops_its_products(direction):
 REGISTRIES = ("numerics/formats.py", "numerics/choices.py", "numerics/spec.py")
 OTHERS_FACTS = "what another implementation can compute"
 PASSES = "the passes of a training step"
-ENUMERATED = "forms whose casts are enumerated"
 WRONG = "computations that a recipe does not name, by which faults are recognised"
 EXCEPTIONS = {
     ("recipes/te_mapping.py", "element"): OTHERS_FACTS,
@@ -183,14 +182,8 @@ EXCEPTIONS = {
     ("recipes/scaled_mapping.py", "granularity"): OTHERS_FACTS,
     ("verification/parity/bench.py", "criterion"): OTHERS_FACTS,
     ("verification/peers.py", "element"): OTHERS_FACTS,
-    ("verification/peers.py", "format"): OTHERS_FACTS,
     ("verification/peers.py", "block"): OTHERS_FACTS,
     ("verification/peers.py", "rounding"): OTHERS_FACTS,
-    ("verification/cast_oracle.py", "element"): "an oracle that shares nothing with the registries",
-    ("verification/exhaustive_forms.py", "format"): ENUMERATED,
-    ("verification/exhaustive_forms.py", "rounding"): ENUMERATED,
-    ("verification/conformance/libraries/__init__.py", "element"): OTHERS_FACTS,
-    ("verification/conformance/libraries/__init__.py", "rounding"): OTHERS_FACTS,
     ("verification/conformance/cast_faults.py", "block"): WRONG,
     ("verification/conformance/selection_faults.py", "criterion"): WRONG,
     ("verification/conformance/cast_faults.py", "rounding"): WRONG,

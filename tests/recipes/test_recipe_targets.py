@@ -38,7 +38,7 @@ from ablate.recipes.targets.torchao import SIGNS
 from ablate.recipes.te_import import recipe_of
 from ablate.recipes.te_mapping import TENSORS, Custom, te_recipe
 from ablate.verification import peers
-from ablate.verification.peer_comparison import shells
+from ablate.verification.peers import shells
 
 BLOCKS = 8
 OWN = {"bf16", "fp8_current", "mxfp8", "nvfp4", "nvfp4_paper", "nvfp4_dequantised"}

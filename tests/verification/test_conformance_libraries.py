@@ -1,5 +1,7 @@
 """Adaptors of public libraries: those that are installed return what their library computes, in the kit's form."""
 
+import inspect
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,14 @@ from torch import Tensor
 from ablate.errors import InputError
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.quantize import quantize
-from ablate.verification.conformance import libraries
 from ablate.verification.conformance.examination import reference
-from ablate.verification.conformance.libraries import CHANGES, SUBJECTS, claimed, library_subject
 from ablate.verification.conformance.numbers import differences, read
-from ablate.verification.peer_comparison import tensors
+from ablate.verification.peers import tensors
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import conformance
+import libraries
+from libraries import CHANGES, LIBRARIES, claimed, library_subject
 
 EXACT = {
     "transformer_engine": ("nvfp4", "four_over_six", "row_scaled", "mxfp4"),
@@ -27,10 +32,10 @@ EXACT = {
     ("name", "recipe"), [(name, recipe) for name, all in EXACT.items() for recipe in all]
 )
 def test_a_library_that_computes_the_recipe_equals_it(name, recipe):
-    if SUBJECTS[name].version is None:
+    if LIBRARIES[name].version is None:
         pytest.skip(f"{name} is not installed")
     subject, quant = library_subject(name, recipe), claimed(name, recipe).fprop.x
-    assert subject.version == SUBJECTS[name].version
+    assert subject.version == LIBRARIES[name].version
     for kind in ("gaussian", "outliers", "ties", "zero_blocks"):
         x = tensors()[kind][:32, :128].contiguous()
         got = read(subject.cast(x), *x.shape, quant, subject.swizzled)
@@ -65,15 +70,18 @@ def test_the_even_rule_takes_the_next_power_of_two_where_amd_does(name, recipe, 
 
 
 def test_every_adaptor_is_a_library_and_every_change_is_in_words():
-    files = {path.stem for path in Path(libraries.__file__).parent.glob("*.py")} - {"__init__"}
-    assert files == set(SUBJECTS)
-    used = {change for library in SUBJECTS.values() for change in library.recipes.values()}
+    made = {
+        name for name, thing in vars(libraries).items() if inspect.isfunction(thing) and name in LIBRARIES
+    }
+    assert made == {name for name, library in LIBRARIES.items() if library.subject} == set(conformance.CODES)
+    assert all(library.subject is getattr(libraries, name, None) for name, library in LIBRARIES.items())
+    used = {change for library in LIBRARIES.values() for change in (library.recipes or {}).values()}
     assert used - {""} == set(CHANGES)
 
 
 def test_one_sentence_says_what_is_missing():
-    absent = next(name for name, library in SUBJECTS.items() if library.version is None)
-    recipe = next(iter(SUBJECTS[absent].recipes))
+    absent = next(name for name, library in LIBRARIES.items() if library.recipes and library.version is None)
+    recipe = next(iter(LIBRARIES[absent].recipes))
     for name, asked, words in (
         ("torcha", "nvfp4", "'torchao' is the nearest"),
         ("gguf", "nvfp4", "gguf has no cast of nvfp4; it has mxfp4"),

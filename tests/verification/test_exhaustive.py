@@ -1,7 +1,6 @@
 """The enumeration of the cast: small slices agree, a wrong kernel is found and its case named, and a killed run continues."""
 
 import ctypes
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -10,41 +9,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.commands import here
 
-from ablate.cache import key_of
 from ablate.errors import InputError
-from ablate.files import write
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.kernels import builds
 from ablate.numerics.quantize import quantize
 from ablate.numerics.rounding import ROUNDINGS
 from ablate.numerics.spec import Quant
-from ablate.verification import cast_oracle, exhaustive_forms
-from ablate.verification.cast_oracle import LARGEST, SCALES
-from ablate.verification.enumeration import Part, Record, Tally, rows_of
-from ablate.verification.exhaustive import record
-from ablate.verification.exhaustive_nvfp4 import BLOCKS, form, largest_of, layout, parts
-from ablate.verification.exhaustive_nvfp4 import NEAREST as NEAREST_OUTERS
-from ablate.verification.exhaustive_nvfp4 import STOCHASTIC as STOCHASTIC_OUTERS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import cast_oracle
 import exhaustive_cast
+from cast_oracle import LARGEST, SCALES
+from exhaustive_cast import BLOCKS, NEAREST, STOCHASTIC, Form, Record, Tally, at_scale, layout, own_parts
 
-SCALE_PAIRS, FP32, NEAREST, STOCHASTIC = parts(stochastic=(2688.0,), nearest=(1.0,))
+SCALE_PAIRS, FP32, TO_NEAREST, *DRAWN, OTHERS, OTHERS_DRAWN = own_parts().values()
 SLICES = {
-    "block scales": (SCALE_PAIRS.chunks["0x4501"], 128 * (LARGEST + 1)),  # outer statistics from 2064
-    "fp32, -0 and subnormals": (FP32.chunks["0x80000000"], 2**24),
-    "nearest": (NEAREST.chunks["1.0"], 127 * 2 * (LARGEST + 1)),
+    "block scales": (SCALE_PAIRS["0x4501"], 128 * (LARGEST + 1)),  # outer statistics from 2064
+    "fp32, -0 and subnormals": (FP32["0x80000000"], 2**24),
+    "nearest": (TO_NEAREST["1.0"], 127 * 2 * (LARGEST + 1)),
     "another form": (
-        partial(exhaustive_forms.at_scale, "e3m2", "ue5m3", "away", 2.0**-17),
+        partial(at_scale, Form(2688.0, "away", "e3m2", "ue5m3", True), 2.0**-17),
         2 * (LARGEST + 1),
     ),
-    "stochastic, another form": (
-        partial(exhaustive_forms.at_scale, "int4", "e8m0", "stochastic", 1.0),
-        256 * 2 * (LARGEST + 1),
-    ),
-    "stochastic": (STOCHASTIC.chunks["1.0"], 256 * 2 * (LARGEST + 1)),
+    "stochastic, another form": (OTHERS_DRAWN["int4, e8m0"], 256 * 2 * (LARGEST + 1)),
+    "stochastic": (DRAWN[0]["1.0"], 256 * 2 * (LARGEST + 1)),
 }
 compiled = pytest.mark.skipif(builds.build() is None, reason="installed without compiled quantisers")
 
@@ -80,6 +69,18 @@ def test_a_slice_agrees(name):
     assert count() == Tally(cases)
 
 
+def test_the_parts_are_those_that_the_status_page_counts():
+    names = [name.partition(",")[0] for name in own_parts()]
+    assert names == [
+        "block scales",
+        "codes of E2M1",
+        "to nearest",
+        *["stochastic"] * len(STOCHASTIC),
+        *["other forms"] * 2,
+    ]
+    assert len(OTHERS) == 2 * len(OTHERS_DRAWN) == 2 * len(cast_oracle.ELEMENTS) * len(SCALES)
+
+
 def test_the_layout_has_every_pair_of_number_and_byte_beside_the_largest():
     placed = layout(LARGEST, True, BLOCKS)
     assert placed.cases == 256 * 2 * (LARGEST + 1)
@@ -89,12 +90,12 @@ def test_the_layout_has_every_pair_of_number_and_byte_beside_the_largest():
     }
 
 
-@pytest.mark.parametrize("amax", sorted({*NEAREST_OUTERS[-7:], *STOCHASTIC_OUTERS}))
+@pytest.mark.parametrize("amax", sorted({*NEAREST[-7:], *STOCHASTIC}))
 def test_every_outer_statistic_gives_a_block_every_scale(amax):
-    for scale in SCALES:
-        largest, headroom = largest_of(scale, amax)
+    for scale in SCALES["e4m3"]:
+        largest, headroom = Form(amax).forced(scale)
         x = torch.full((1, 16), largest, dtype=torch.int16).view(torch.bfloat16)
-        assert quantize(x, form(amax, headroom, False)).block_scale.item() == scale
+        assert quantize(x, Form(amax).quant(headroom)).block_scale.item() == scale
 
 
 @compiled
@@ -103,9 +104,9 @@ def test_a_wrong_result_of_a_kernel_is_found_and_its_case_named():
     placed = layout(LARGEST, True, BLOCKS)
     bits, byte = int(placed.bits[0][place]), int(placed.bytes[0][place])
     with builds.using(Wrong("rows", flip(place))):  # type: ignore[arg-type]
-        tally = STOCHASTIC.chunks["1.0"]()
+        tally = DRAWN[0]["1.0"]()
     assert tally.differences == len(placed.sources)
-    assert tally.first.startswith(f"rows, outer 2688, block scale 1, bf16 {bits:#06x} ")
+    assert tally.first.startswith(f"rows, stochastic, outer 2688, block scale 1, bf16 {bits:#06x} ")
     assert f", byte {byte}: " in tally.first
 
 
@@ -113,47 +114,49 @@ def test_a_wrong_result_of_a_kernel_is_found_and_its_case_named():
 @pytest.mark.parametrize(
     ("part", "chunk", "kernel", "place", "words"),
     [
-        (FP32, "0x3f000000", "rows", 16 + 6, "rows, outer 2688, block scale 1, fp32 0x3f000014 (0.500001): "),
+        (FP32, "0x3f000000", "rows", 16 + 4, "rows, fp32 0x3f000013 (0.500001132): "),
+        (FP32, "0x3f000000", "columns", 3 * BLOCKS + 5, "columns, fp32 0x3f00004e "),
         (
-            FP32,
-            "0x3f000000",
-            "columns",
-            3 * BLOCKS + 5,
-            "columns, outer 2688, block scale 1, fp32 0x3f00004d ",
+            TO_NEAREST,
+            "1.0",
+            "tiles",
+            16 + 6,
+            "tiles, nearest, outer 1, block scale 0, bf16 0x0014 (1.83671e-39): ",
         ),
-        (NEAREST, "1.0", "tiles", 16 + 6, "tiles, outer 1, block scale 0, bf16 0x0014 (1.83671e-39): "),
     ],
     ids=["rows", "columns", "tiles"],
 )
 def test_a_wrong_code_to_nearest_is_named(part, chunk, kernel, place, words):
-    """Lane 6 of block 1 has number 15 + 5, since a lane of each block is taken; lane 3 of block 5 number 5 * 15 + 2."""
+    """Lane 12 is taken: lane 4 of block 1 has number 15 + 4, and lane 3 of block 5 number 5 * 15 + 3."""
     with builds.using(Wrong(kernel, flip(place))):  # type: ignore[arg-type]
-        tally = part.chunks[chunk]()
+        tally = part[chunk]()
     assert tally.differences > 0
-    assert tally.first.startswith(words)
+    assert tally.first.startswith(words), tally.first
 
 
 @compiled
 def test_a_wrong_result_of_another_form_is_named():
     with builds.using(Wrong("quantize", flip(16 + 6))):  # type: ignore[arg-type]
-        tally = exhaustive_forms.at_scale("e3m2", "ue5m3", "nearest", 2.0)
+        tally = at_scale(Form(2688.0, "nearest", "e3m2", "ue5m3", True), 2.0)
     assert tally.differences == 1
-    assert tally.first.startswith("general, e3m2 with ue5m3 scales, nearest, block scale 2, bf16 0x0014 (")
+    assert tally.first.startswith(
+        "general, e3m2 with ue5m3 scales, nearest, outer 2688, block scale 2, bf16 0x0014 ("
+    )
 
 
 @compiled
 def test_a_wrong_block_scale_is_named():
     spoil = Wrong("columns", lambda values, scales: scales.__setitem__(40, 3.0))
     with builds.using(spoil):  # type: ignore[arg-type]
-        tally = SCALE_PAIRS.chunks["0x4501"]()
+        tally = SCALE_PAIRS["0x4501"]()
     assert tally.differences == 128
-    assert tally.first == "columns, outer 2064, block amax 3.67342e-39 (0x0028): 3 instead of 0"
+    assert tally.first == "columns, tensor amax 2064, block amax 3.67342e-39: 3 instead of 0"
 
 
 def test_integer_arithmetic_has_known_answers():
-    assert SCALES[:3] == (0, 2**-9, 2**-8)
-    assert SCALES[-1] == 448
-    assert len(SCALES) == 127
+    assert SCALES["e4m3"][:3] == (0, 2**-9, 2**-8)
+    assert SCALES["e4m3"][-1] == 448
+    assert len(SCALES["e4m3"]) == 127
     cast = cast_oracle.Cast.of(1.0, 2688.0)
     tie, above, negative = 0x4020, 0x4026, 0xC026  # 2.5, 2.59375, -2.59375
     named = {0: "zero", 0x4000: "2", 0x4040: "3", 0xC040: "-3"}
@@ -172,8 +175,9 @@ def test_the_benchmark_finds_no_difference_in_our_own_quantiser():
         operand = quantize(x, Quant())
         return operand.values, operand.block_scale.view(-1)
 
-    scales = [exhaustive_cast.every_scale(quantiser, zero, 0x3FC0) for zero in (False, True)]
-    assert scales[0] + scales[1] == Tally(0x3FC1)
+    scales = partial(exhaustive_cast.scales_of, quantiser)
+    tallies = [exhaustive_cast.every_scale(scales, zero, 0x3FC0) for zero in (False, True)]
+    assert tallies[0] + tallies[1] == Tally(0x3FC1)
     tally = exhaustive_cast.every_element(quantiser, 0x3FC0)
     assert tally.differences == 0
     assert tally.cases > 126 * 2 * 0x3000
@@ -181,7 +185,7 @@ def test_the_benchmark_finds_no_difference_in_our_own_quantiser():
 
 def test_the_benchmark_names_the_first_tie_that_another_cast_rounds_away():
     away = partial(ROUNDINGS["away"], grid=ELEMENTS["e2m1"])
-    tally = exhaustive_cast.every_code(away, 0x3E000000)
+    tally = exhaustive_cast.every_code(lambda x: iter([("", away(x))]), False, 0x3E000000)
     assert tally.differences == 1
     assert tally.first == "fp32 0x3e800000 (0.25): 0.5 instead of 0"
 
@@ -192,33 +196,23 @@ def test_the_benchmark_names_the_first_tie_that_another_cast_rounds_away():
 def test_a_killed_run_repeats_only_the_chunk_that_it_had_begun(tmp_path):
     counted = []
 
-    def count(name: str, end: bool = False) -> Tally:
+    def count(name: str, end: bool) -> Tally:
         counted.append(name)
         if end:
             raise KeyboardInterrupt
         return Tally(10, name == "b", "case b" if name == "b" else "")
 
     def enumerate_all(end: bool):
-        chunks = {name: lambda name=name: count(name, end and name == "c") for name in "abcd"}
-        return list(rows_of([Part("group", "part", chunks)], Record(tmp_path / "kept.json")))
+        record = Record(tmp_path / "kept.json")
+        return sum(
+            (record.of("part", name, partial(count, name, end and name == "c")) for name in "abcd"), Tally(0)
+        )
 
     with pytest.raises(KeyboardInterrupt):
         enumerate_all(end=True)
-    [(group, [row])] = enumerate_all(end=False)
+    tally = enumerate_all(end=False)
     assert counted == ["a", "b", "c", "c", "d"]
-    assert (group, row.what, row.ok) == ("group", "part", False)
-    assert row.measured.startswith("1 of 40 differ")
-    assert row.measured.endswith("the first: case b")
-
-
-def test_an_exception_fails_the_row_and_is_not_kept(tmp_path):
-    def count():
-        raise ValueError("why")
-
-    path = tmp_path / "kept.json"
-    [(_, [row])] = rows_of([Part("group", "part", {"a": count})], Record(path))
-    assert (row.ok, row.measured) == (False, "chunk a: ValueError: why")
-    assert not path.exists()
+    assert (tally.cases, tally.differences, tally.first) == (40, 1, "case b")
 
 
 @pytest.mark.parametrize("text", ['{"chunks": {}', "[]", "{}"])
@@ -232,19 +226,19 @@ def test_a_record_that_was_changed_is_refused(text, tmp_path):
             Record(path)
 
 
-def test_the_command_prints_kept_results_and_fails_for_a_difference(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("differences", "status"), [(0, 0), (1, 1)])
+def test_the_program_prints_rows_and_fails_for_a_difference_of_ours(
+    differences, status, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path))
-    assert here("doctor", "--exhaustive", "--fast").returncode == 2
-    chunks = {
-        f"{part.what}: {name}": [1000, wrong := part.what.endswith("1") and name == "2.0", "x 0x3f80" * wrong]
-        for part in (*parts(), *exhaustive_forms.parts())
-        for name in part.chunks
-    }
-    path = record().path
-    path.parent.mkdir()
-    write(path, {"chunks": chunks, "seal": key_of(chunks)})
-    done = here("doctor", "--exhaustive", "--json", ABLATE_CACHE=str(tmp_path))
-    assert done.returncode == 1, done.stdout + done.stderr
-    rows = json.loads(done.stdout)["rows"]
-    assert [row["ok"] for row in rows] == [None, None, True, True, True, True, False, True, True, True]
-    assert "0x3f80" in rows[6]["measured"]
+    part = {"chunk": lambda: Tally(1000, differences, "x 0x3f80" * differences)}
+    monkeypatch.setattr(exhaustive_cast, "own_parts", lambda: {"part": part})
+    monkeypatch.setattr(sys, "argv", ["exhaustive_cast.py", "ablate"])
+    for _ in range(2):  # counted, then kept
+        with pytest.raises(SystemExit) as end:
+            exhaustive_cast.main()
+        assert end.value.code == status
+        row = capsys.readouterr().out.rstrip("\n").split("\t")
+        assert row[2:5] == ["part", "1000", str(differences)]
+        assert row[-1] == "x 0x3f80" * differences
+        part["chunk"] = None

@@ -1,4 +1,4 @@
-"""From what a user names to a subject: a function, a Subject, an adaptor, an entry point."""
+"""From what a user names to a subject: a function, a Subject, our emulator, an entry point."""
 
 import importlib
 import importlib.util
@@ -16,7 +16,6 @@ from typing import Any
 from ablate.errors import InputError, nearest
 from ablate.experiment.recipe_source import load
 from ablate.verification.conformance.emulator import emulator
-from ablate.verification.conformance.libraries import SUBJECTS, library_subject
 from ablate.verification.conformance.subject import Subject
 
 GROUP = "ablate.conformance"
@@ -82,9 +81,8 @@ def find(text: str, recipe: str, device: str = "cpu") -> Subject:
     """Return the subject that a user names.
 
     Args:
-        text: `module:function`, `file.py:function`, `module:OBJECT`, the name of an adaptor or of an entry
-            point.
-        recipe: Name of the recipe, by which an adaptor chooses its functions.
+        text: `module:function`, `file.py:function`, `module:OBJECT`, `ablate`, or the name of an entry point.
+        recipe: Name of the recipe that our emulator computes.
         device: Device on which tensors are handed to it.
 
     Raises:
@@ -96,9 +94,8 @@ def find(text: str, recipe: str, device: str = "cpu") -> Subject:
 
 
 def names() -> dict[str, Callable[[str], Subject]]:
-    """Return the subjects that have a name: functions of the recipe's name, by entry points and libraries."""
+    """Return the subjects that have a name, `ablate` and entry points, as functions of the recipe's name."""
     found: dict[str, Callable[[str], Subject]] = {"ablate": lambda recipe: emulator(load(recipe))}
-    found |= {name: partial(library_subject, name) for name in SUBJECTS}
     for entry in entry_points(group=GROUP):
         found[entry.name] = partial(_of_entry, entry)
     return found
@@ -121,7 +118,7 @@ def _named(text: str, recipe: str) -> Subject:
             f"{text}: name one of its functions, as {text}:NAME; it has {', '.join(names_of) or 'none'}"
         )
     if text not in known:
-        hint = f"give module:function, file.py:function, dumps or a library; {nearest(text, known)}"
+        hint = f"give module:function, file.py:function or a folder of dumps; {nearest(text, known)}"
         raise InputError(f"{text}: {hint}")
     return known[text](recipe)
 

@@ -33,10 +33,23 @@ ELEMENTS = {
     "e5m2": (2, -14, 57344.0),
 }
 """Mantissa bits, exponent of the smallest normal, largest magnitude of formats with a mantissa."""
-SCALES = tuple(
-    m / 512 if e == -7 else (1 + m / 8) * 2.0**e for e in range(-7, 9) for m in range(8) if (e, m) != (8, 7)
-)
-"""Zero and the 126 positive finite values of E4M3, by code."""
+SCALES = {
+    "e4m3": tuple(
+        m / 512 if e == -7 else (1 + m / 8) * 2.0**e
+        for e in range(-7, 9)
+        for m in range(8)
+        if (e, m) != (8, 7)
+    ),
+    "ue5m3": tuple(
+        m / 2**17 if e == -15 else (1 + m / 8) * 2.0**e
+        for e in range(-15, 16)
+        for m in range(8)
+        if (e, m) != (15, 7)
+    ),
+    "e8m0": tuple(2.0**e for e in range(-100, 101)),
+}
+"""All values of the formats of block scales, but E8M0's beyond 2^100 and below 2^-100, by which results need
+not be bf16 numbers. E4M3 has zero and 126 positive ones."""
 _MOST_SHIFT = 62
 _BOUNDS = {0.25: False, 0.75: True, 1.25: False, 1.75: True, 2.5: False, 3.5: True, 5.0: False}
 """Halfway points of E2M1; True if the even code is the upper one."""
@@ -61,9 +74,9 @@ def outer_scale(amax: float) -> Fraction:
     return fp32(6 * 448 / Fraction(amax)) or Fraction(1) if amax else Fraction(1)
 
 
-def multiplier(amax: float, headroom: float = 1.0) -> Fraction:
-    """Return the factor from a block's amax to its scale: S / 6 times the headroom, an fp32 number."""
-    return fp32(fp32(outer_scale(amax) * fp32(Fraction(1, 6))) * Fraction(headroom))
+def multiplier(amax: float) -> Fraction:
+    """Return the factor from a block's amax to its scale: S / 6, an fp32 number."""
+    return fp32(outer_scale(amax) * fp32(Fraction(1, 6)))
 
 
 def element_factor(scale: float, amax: float) -> Fraction:
@@ -147,9 +160,9 @@ def neighbours(numbers: Numbers, mantissa: int, least: int, largest: float) -> N
     )
 
 
-def block_scales(largest: Numbers, amax: float, headroom: float = 1.0) -> Doubles:
+def block_scales(largest: Numbers, amax: float) -> Doubles:
     """Return the block scales of blocks with these amaxes in a tensor with this outer statistic."""
-    found = neighbours(product(largest, multiplier(amax, headroom)), *ELEMENTS["e4m3"])
+    found = neighbours(product(largest, multiplier(amax)), *ELEMENTS["e4m3"])
     return np.where(found.up, found.high, found.low)
 
 
@@ -198,20 +211,6 @@ def _signed(magnitudes: Integers) -> NDArray[np.int16]:
     both[:, : LARGEST + 1] = magnitudes
     both[1, : LARGEST + 1] |= 0x8000
     return both.reshape(-1).view(np.int16)
-
-
-def forced_headroom(scale: float, amax: float, largest: float) -> float | None:
-    """Return a headroom that gives a block with the amax `largest` this scale; None if there is none.
-
-    The cast takes any headroom in (0, 4], and thereby every pair of element and block scale occurs: a block
-    that contains the largest bf16 may contain all others.
-    """
-    wanted = Fraction(scale or 2.0**-11)  # 2^-11 rounds to a scale of zero
-    headroom = fp32(wanted * 6 / (outer_scale(amax) * Fraction(largest)))
-    significand, exponent = np.frexp(np.array([largest]))
-    block = Numbers((significand * 2**24).astype(np.int64), exponent.astype(np.int64) - 24)
-    fits = 0 < headroom <= 4 and block_scales(block, amax, float(headroom))[0] == scale
-    return float(headroom) if fits else None
 
 
 def nearest_e2m1(patterns: range) -> NDArray[np.int16]:

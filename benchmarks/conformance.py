@@ -1,20 +1,37 @@
-"""Write docs/project/conformance.md from benchmarks/conformance.json.
+"""Run the conformance kit on the public libraries, and write docs/project/conformance.md from the findings.
 
-`python docs/generate_conformance.py [--check]`. With `--check` nothing is written: exit status 1 if the page
-differs from what would be written, or if a difference has no explanation.
+    python benchmarks/conformance.py --examine [--again] [NAME ...]    # default: all that are installed
+    python benchmarks/conformance.py [--check]                         # the page
+
+Each library runs in a process of its own, since several change what others import. Findings go to
+benchmarks/conformance.json, one entry a library, recipe and version; an entry of the installed version and of
+these properties is kept, unless `--again`. Libraries need several environments: run it once in each. With
+`--check` nothing is written: exit status 1 if the page differs from what would be written, or if a difference
+has no explanation.
 """
 
+import argparse
+import hashlib
 import json
+import platform
+import re
+import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from inspect import getsource
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 FINDINGS = ROOT / "benchmarks" / "conformance.json"
 PAGE = ROOT / "docs" / "project" / "conformance.md"
+LONGEST = 160
+"""Characters of a block's computation that are kept."""
+MARK = "@@findings "
+"""Prefix of the line with the findings in the output of a library's process."""
 COLUMNS, LIBRARIES = 110, 9
 """Largest width of a table in characters, and of the libraries in one."""
 RECIPES = {"nvfp4": "NVFP4", "four_over_six": "Four Over Six", "row_scaled": "Row-scaled NVFP4"}
@@ -289,8 +306,8 @@ PREFACE = """\
 # Conformance of public libraries
 
 Do other libraries compute the recipes that they name? Each cast below went through the properties of the
-conformance kit on one CPU; `python benchmarks/conformance_table.py` repeats it for the libraries that are
-installed, and `python docs/generate_conformance.py` writes this page.
+conformance kit on one CPU; `python benchmarks/conformance.py --examine` repeats it for the installed
+libraries, and without `--examine` it writes this page.
 
 A difference is not yet a defect. Most are exact ties that another order of operations rounds to the other
 side, or a rule that a library states; both are named [below](#differences). A library is compared with the
@@ -438,9 +455,93 @@ def page() -> str:
     return "\n".join([*lines, *differences(findings)]).rstrip() + "\n"
 
 
+# --- the findings ---------------------------------------------------------------------------------
+
+
+def examine(name: str) -> dict[str, Any]:
+    """Return the findings on all recipes of a library: by recipe, then by property."""
+    from libraries import LIBRARIES, claimed, library_subject
+
+    from ablate.verification.conformance.examination import Examination
+    from ablate.verification.conformance.properties import PROPERTIES
+    from ablate.verification.conformance.result import Outcome
+    from ablate.verification.conformance.run import examined
+
+    found = {}
+    for recipe, change in LIBRARIES[name].recipes.items():
+        bench = Examination(library_subject(name, recipe), claimed(name, recipe))
+        kept = {}
+        for one in PROPERTIES.values():
+            row = examined(bench, one)
+            kept[row.property] = finding = {"outcome": row.outcome.value}
+            if row.outcome is not Outcome.NOT_APPLICABLE:
+                finding |= {"cases": row.cases, "differing": row.differing}
+                finding |= {"detail": row.detail} if row.detail else {}
+            if row.block is not None and row.outcome is Outcome.FAIL:
+                parts = (row.block.place, row.block.computed, row.block.computed_by_subject)
+                finding["block"] = [part[:LONGEST] for part in parts]
+        found[recipe] = {"change": change, "rows": kept}
+    return found
+
+
+def examine_all(names: list[str], again: bool) -> None:
+    """Examine libraries, or all that are installed, each in a process of its own, and keep the findings."""
+    import torch
+    from libraries import LIBRARIES
+
+    from ablate import files
+    from ablate.verification import conformance
+
+    kit = b"".join(path.read_bytes() for path in sorted(Path(conformance.__file__).parent.rglob("*.py")))
+    kept = json.loads(FINDINGS.read_text()) if FINDINGS.exists() else {}
+    for name in names or [name for name, library in LIBRARIES.items() if library.subject]:
+        library, entry = LIBRARIES[name], kept.get(name, {})
+        mark = hashlib.sha256(kit + getsource(library.subject).encode()).hexdigest()[:12]
+        if library.version is None:
+            print(f"{name}: not installed ({library.command})")
+            continue
+        if (entry.get("version"), entry.get("kit")) == (library.version, mark) and not again:
+            print(f"{name} {library.version}: kept, of {entry['date']}")
+            continue
+        command = [sys.executable, "-W", "ignore", __file__, "--child", name]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        lines = [line for line in done.stdout.splitlines() if line.startswith(MARK)]
+        if done.returncode or not lines:
+            print(f"{name} {library.version}: failed\n{done.stderr[-2000:]}")
+            continue
+        kept[name] = {
+            "version": library.version,
+            "date": f"{datetime.now(UTC):%Y-%m-%d}",
+            "python": platform.python_version(),
+            "torch": torch.__version__.partition("+")[0],
+            "kit": mark,
+            "recipes": json.loads(lines[-1].removeprefix(MARK)),
+        }
+        whole = json.dumps(dict(sorted(kept.items())), indent=1)
+        rows = re.sub(r"{\n +\"outcome\"[^{}]*}", lambda row: json.dumps(json.loads(row[0])), whole)
+        files.write_text(FINDINGS, rows + "\n")
+        print(f"{name} {library.version}: examined")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help="libraries; default: all that are installed")
+    parser.add_argument("--examine", action="store_true", help="examine libraries; do not write the page")
+    parser.add_argument("--again", action="store_true", help="examine again what is in the file")
+    parser.add_argument("--check", action="store_true", help="compare the page, write nothing")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        print(MARK + json.dumps(examine(args.names[0])))
+    elif args.examine:
+        examine_all(args.names, args.again)
+    elif args.names or args.again:
+        parser.error("NAME and --again need --examine")
+    elif not args.check:
+        PAGE.write_text(page())
+    elif not PAGE.exists() or PAGE.read_text() != page():
+        sys.exit("conformance.md differs: run `make pages`")
+
+
 if __name__ == "__main__":
-    made = page()
-    if "--check" in sys.argv[1:]:
-        same = PAGE.exists() and PAGE.read_text() == made
-        sys.exit(0 if same else "conformance.md differs: run `make pages`")
-    PAGE.write_text(made)
+    main()
