@@ -285,10 +285,8 @@ def percentile(asked: argparse.Namespace) -> int:
         "amax": Quant(),
         **{f"{p}": Quant(outer=Outer(statistic=f"percentile:{p}")) for p in ("0.999", "0.9999")},
     }
-    clock = timing.CudaStopwatch() if asked.device == "cuda" else timing.WallStopwatch()
-    spent = timing.medians_by(
-        clock, {name: (lambda quant=quant: quantize(here, quant)) for name, quant in quants.items()}, 5
-    )
+    calls = {name: (lambda quant=quant: quantize(here, quant)) for name, quant in quants.items()}
+    spent = {name: one.median for name, one in timing.on_device(calls, 5, asked.device).items()}
     ours = {name: dequantized(quantize(x, quant)) for name, quant in quants.items()}
     theirs = {name: dequantized(quantize(here, quant)).cpu() for name, quant in quants.items()}
     different = [name for name in quants if not torch.equal(ours[name], theirs[name])]

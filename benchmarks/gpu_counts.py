@@ -41,7 +41,7 @@ from triton import JITFunction
 
 from ablate.numerics.kernels import cuda
 from ablate.recipes import PRESETS
-from ablate.verification.bench_workloads import stepper
+from ablate.verification.bench_runs import stepper
 
 WIDTH, TOKENS = 2048, 8192
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}

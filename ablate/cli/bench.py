@@ -1,6 +1,6 @@
-"""`ablate bench`: time quantisers, layers, training steps and the start of a trial on this machine.
+"""`ablate bench`: time quantisers, layers and training steps on this machine.
 
-Times are medians over interleaved rounds, on one thread.
+Times are medians over interleaved rounds, on one thread; `spread` is the interquartile range as a fraction.
 """
 
 import json
@@ -20,7 +20,7 @@ from ablate.engines.hardware import Refusal, this_machine
 from ablate.errors import InputError, nearest
 from ablate.recipes import PRESETS, Recipe
 from ablate.verification import bench_runs, linear_layers, timing
-from ablate.verification.bench_workloads import Stepper, forked, in_both_modes, stepper
+from ablate.verification.bench_runs import Line, Stepper, in_both_modes, stepper
 
 app = App(help="Time quantisers, layers and training steps on this machine.", no_args_is_help=True)
 
@@ -32,25 +32,15 @@ Names = Annotated[
     typer.Argument(metavar="[PRESET]...", help="Presets besides bf16; default: fp32 and nvfp4."),
 ]
 OnDevice = Annotated[Literal["cpu", "cuda"], typer.Option(help="Device to measure on.")]
-Line = linear_layers.Line
-
 FORMS = {
-    "ms": "{:.3g}",
+    **dict.fromkeys(("ms", "forward ms", "backward ms"), "{:.3g}"),
     "step ms": "{:.1f}",
-    "forward ms": "{:.3g}",
-    "backward ms": "{:.3g}",
-    "tokens/s": "{:,.0f}",
+    **dict.fromkeys(("tokens/s", "Melem/s", "copy GB/s", "peak MiB"), "{:,.0f}"),
+    **dict.fromkeys(("of memcpy", "of bf16", "of fp32"), "{:.2f}"),
+    **dict.fromkeys((*timing.GROUPS, "rest", "spread"), "{:.0%}"),
+    **{f"{way} {unit}": "{:,.0f}" for way in ("forward", "backward") for unit in ("GFLOP/s", "TFLOP/s")},
+    **{f"{way} {share}": "{:.0%}" for way in ("forward", "backward") for share in ("of peak", "casts")},
 }
-FORMS |= {
-    "Melem/s": "{:,.0f}",
-    "copy GB/s": "{:,.0f}",
-    "of memcpy": "{:.2f}",
-    "of bf16": "{:.2f}",
-    "of fp32": "{:.2f}",
-}
-FORMS |= {"peak MiB": "{:,.0f}", "joules": "{:.2f}"} | dict.fromkeys((*timing.GROUPS, "rest"), "{:.0%}")
-FORMS |= {f"{way} {unit}": "{:,.0f}" for way in ("forward", "backward") for unit in ("GFLOP/s", "TFLOP/s")}
-FORMS |= {f"{way} {share}": "{:.0%}" for way in ("forward", "backward") for share in ("of peak", "casts")}
 """Format of each numeric column."""
 
 
@@ -205,7 +195,7 @@ def linear(
     recipes = in_both_modes(names) if wide else {name: PRESETS[name]() for name in names}
     chosen = _engines(engine, recipes, sizes, target)
     timing.one_thread()
-    found = bench_runs.layer_speeds(chosen, sizes, target, weights, rounds)
+    found = linear_layers.layer_speeds(chosen, sizes, target, weights, rounds)
     _draw(png, "speeds", found.lines, found.unit, f"Lines: {found.yardstick}.")
     if as_json:
         about = {
@@ -216,21 +206,6 @@ def linear(
         print(json.dumps(about | {"of peak": found.yardstick, "lines": found.lines}, indent=1))
         return
     _show_layers(found)
-
-
-@app.command()
-def start(rounds: Rounds = 9, as_json: AsJson = False) -> None:
-    """Time the start of a trial on a warm worker: from the fork to the first step of a gpt of the default
-    size.
-    """
-    print_starting("importing torch, then timing the start of trials", quiet=as_json)
-    from ablate.execution.trial_process import rehearse
-    from ablate.training.workloads.gpt import Gpt
-
-    timing.one_thread()
-    rehearse()
-    measured = sorted(forked(lambda: Gpt().prepare(PRESETS["nvfp4"](), 0, "cpu")) for _ in range(rounds))
-    _show([{"what": "fork to first step", "ms": 1000 * measured[rounds // 2]}], as_json)
 
 
 # --- asked and shown ------------------------------------------------------------------------------
@@ -371,14 +346,13 @@ def _show(lines: list[Line], as_json: bool) -> None:
     console().print(table)
 
 
-def _show_layers(found: bench_runs.LayerSpeeds) -> None:
+def _show_layers(found: linear_layers.LayerSpeeds) -> None:
     """Print the table of layers, and what its fractions are fractions of."""
     hidden = {"multiplies", "forward peak", "backward peak"}
-    hidden |= set() if found.layers_have_names else {"size"}
-    _show(
-        [{name: value for name, value in line.items() if name not in hidden} for line in found.lines],
-        as_json=False,
-    )
+    if all(line["shape"] == line["size"] for line in found.lines):
+        hidden.add("size")
+    shown = [{name: value for name, value in line.items() if name not in hidden} for line in found.lines]
+    _show(shown, as_json=False)
     own = [line["forward peak"] for line in found.lines if line["preset"] == "bf16"]
     tops = [peak for peak in own if isinstance(peak, float)]
     figure = f": {min(tops):,.0f} to {max(tops):,.0f} {found.unit}" if found.measured else ""

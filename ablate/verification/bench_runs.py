@@ -1,19 +1,73 @@
-"""Measurements of `ablate bench`: speeds of quantisers, training steps and layers, as lines of a table."""
+"""Speeds of quantisers and of training steps for `ablate bench`, as lines of a table."""
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from ctypes import CDLL
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ablate.recipes import Recipe
-from ablate.verification import linear_layers, timing
-from ablate.verification.bench_workloads import Stepper, back_ends, operations, with_build
-from ablate.verification.linear_layers import Line
+from ablate.recipes import PRESETS, Recipe
+from ablate.verification import timing
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from ablate.engines.emulated_layer import EmulatedLinear
+
+Line = dict[str, str | float | dict[str, str] | None]
+"""Line of the table: values by column."""
+
+
+# --- quantisers -----------------------------------------------------------------------------------
+
+
+def operations(x: "Tensor") -> dict[str, Callable[[], object]]:
+    """Return the quantisers to time, by name. Only bf16 is rotated."""
+    import torch
+
+    from ablate.numerics.philox import Clock
+    from ablate.numerics.quantize import quantize
+    from ablate.numerics.spec import Hadamard, Outer, Quant
+
+    nearest, rotation = Quant(), Hadamard()
+    given = Quant(outer=Outer(statistic=f"static:{x.abs().max().item()}"))
+    drawn = partial(quantize, quant=Quant(rounding="stochastic"), clock=Clock(0))
+    quantisers: dict[str, Callable[[], object]] = {
+        "rows, nearest": lambda: quantize(x, nearest),
+        "rows, nearest, amax given": lambda: quantize(x, given),
+        "rows, stochastic": lambda: drawn(x),
+        "columns, nearest": lambda: quantize(x.t(), nearest),
+        "columns, stochastic": lambda: drawn(x.t()),
+        "16x16, nearest": lambda: quantize(x, Quant(block="16x16")),
+    }
+    if x.dtype == torch.bfloat16:
+        quantisers |= {
+            "columns, rotated, nearest": lambda: quantize(x.t(), nearest, rotation=rotation),
+            "columns, rotated, stochastic": lambda: drawn(x.t(), rotation=rotation),
+        }
+    return quantisers
+
+
+def back_ends(every: bool, device: "torch.device") -> dict[str, CDLL | None]:
+    """Return compiled builds by name: the one in use, with `every` the others that can run, and None for the
+    reference. On a GPU: None alone, named after the kernels that run there.
+    """
+    from ablate.numerics.kernels import builds, cuda
+
+    if device.type == "cuda":
+        return {"triton" if cuda.runs_on(device) else "reference": None}
+    mine = builds.level()
+    levels = list(builds.LEVELS.values())
+    others = [*levels[levels.index(mine) + 1 :], "portable"] if mine in levels else []
+    used = (mine, *(others if every else []))
+    return {name: builds.load(builds.path(name)) for name in used} | {"reference": None}
 
 
 def quantiser_speeds(
-    sizes: Iterable[Sequence[int]], device: str, rounds: int, builds: bool = False
+    sizes: Iterable[Sequence[int]], device: str, rounds: int, every: bool = False
 ) -> list[Line]:
     """Return the speed of each quantiser beside that of a copy of the tensor.
 
@@ -21,36 +75,95 @@ def quantiser_speeds(
         sizes: rows and columns of each tensor, which is timed in bf16 and in fp32.
         device: `cpu` or `cuda`.
         rounds: number of interleaved rounds; the median is reported.
-        builds: time every compiled build that this CPU can run.
+        every: time every compiled build that this CPU can run.
     """
     import torch
 
-    lines = []
+    from ablate.numerics.kernels import builds
+
+    def built(build: CDLL | None, call: Callable[[], object]) -> None:
+        with builds.using(build):
+            call()
+
+    lines: list[Line] = []
     for (rows, columns), dtype in itertools.product(sizes, (torch.bfloat16, torch.float32)):
         x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-        work = {
-            (back_end, name): partial(with_build, build, partial(call, x))
-            for (back_end, build), (name, call) in itertools.product(
-                back_ends(builds, x.device).items(), operations(x).items()
-            )
-        }
-        calls = work | {"copy": partial(torch.empty_like(x).copy_, x)}
-        seconds = (
-            timing.medians_by(timing.CudaStopwatch(), calls, rounds, least=0.02)
-            if device == "cuda"
-            else timing.medians(calls, rounds, least=0.01)
-        )
+        pairs = itertools.product(back_ends(every, x.device).items(), operations(x).items())
+        work = {(back_end, name): partial(built, build, call) for (back_end, build), (name, call) in pairs}
+        copy = {("", "copy"): partial(torch.empty_like(x).copy_, x)}
+        found = timing.on_device(work | copy, rounds, device, least=0.01)
+        whole = found.pop(("", "copy")).median
         about = {"shape": f"{rows}x{columns}", "dtype": str(dtype).removeprefix("torch.")}
-        for back_end, name in work:
-            spent = seconds[back_end, name]
-            speed = {
-                "ms": 1000 * spent,
-                "Melem/s": x.numel() / spent / 1e6,
-                "copy GB/s": 2 * x.nbytes / seconds["copy"] / 1e9,
-                "of memcpy": seconds["copy"] / spent,
+        lines += [
+            {
+                "operation": name,
+                **about,
+                "back end": back_end,
+                "ms": 1000 * one.median,
+                "spread": one.iqr / one.median,
+                "Melem/s": x.numel() / one.median / 1e6,
+                "copy GB/s": 2 * x.nbytes / whole / 1e9,
+                "of memcpy": whole / one.median,
             }
-            lines.append({"operation": name, **about, "back end": back_end, **speed})
+            for (back_end, name), one in found.items()
+        ]
     return lines
+
+
+# --- training steps -------------------------------------------------------------------------------
+
+
+def in_both_modes(names: list[str]) -> dict[str, Recipe]:
+    """Return the recipes of the presets, and those that quantise also with all products in fp32_out."""
+    recipes = {name: PRESETS[name]() for name in names}
+    wide = {"fprop": {"gemm": "fp32_out"}, "dgrad": {"gemm": "fp32_out"}, "wgrad": {"dw": "fp32"}}
+    return recipes | {
+        f"{name}, fp32_out": recipe.model_copy(
+            update={one: getattr(recipe, one).model_copy(update=out) for one, out in wide.items()}
+        )
+        for name, recipe in recipes.items()
+        if not recipe.products.plain
+    }
+
+
+@dataclass(frozen=True)
+class Stepper:
+    """Training run of a gpt, without telemetry and evaluation."""
+
+    step: Callable[[], object]
+    """Function that runs one training step per call."""
+    layers: "Collection[EmulatedLinear]"
+    """Layers of the model that a recipe may quantise."""
+    quantised: bool
+    """True if the recipe quantises one of them in the first step."""
+
+
+def stepper(
+    recipe: Recipe, layers: int, width: int, tokens: int, device: str, compile: bool = False
+) -> Stepper:
+    """Return a training run of a gpt with this recipe."""
+    from ablate.recipes.recipe import Run
+    from ablate.training.loop import Record, Telemetry
+    from ablate.training.workloads.gpt import Gpt
+
+    never = 10**6
+    config = Gpt(
+        layers=layers,
+        width=width,
+        heads=width // 64,
+        context=128,
+        batch=tokens // 128,
+        steps=never,
+        eval_every=never,
+        warmup=0,
+        decay="none",
+        compile=compile,
+    )
+    run = config.prepare(recipe, 0, device)
+    steps: Iterator[Record] = config.train(run, Telemetry(every=never, log=1, shadow=never))
+    run.engine.at(0, Run(never), counted=False)
+    placed = tuple(run.engine.layers.values())
+    return Stepper(partial(next, steps), placed, not all(layer.products.plain for layer in placed))
 
 
 def step_speeds(
@@ -65,81 +178,17 @@ def step_speeds(
         rounds: number of interleaved rounds; the median is reported.
         trace: folder for a profiler trace of each step.
     """
-    seconds = timing.medians({name: run.step for name, run in steppers.items()}, rounds)
+    found = timing.interleaved({name: run.step for name, run in steppers.items()}, rounds)
     if trace:
         trace.mkdir(parents=True, exist_ok=True)
     lines: list[Line] = []
     for name, run in steppers.items():
-        file = trace and trace / f"{name.replace(', ', '-')}.json"
-        line: Line = {"preset": name, "step ms": 1000 * seconds[name], "tokens/s": tokens / seconds[name]}
-        line |= {f"of {base}": seconds[name] / seconds[base] for base in ("bf16", "fp32") if base in seconds}
-        lines.append(line)
-        if device == "cuda":
-            line["peak MiB"] = timing.cuda_peak(run.step) / 2**20
-            if file:
-                timing.profile(run.step, file, run.layers)
-            continue
-        shares = timing.profile(run.step, file, run.layers)
-        line |= {"peak MiB": shares.pop("peak") / 2**20, **shares}
-        energy = timing.joules(run.step)
-        if energy is not None:
-            line["joules"] = energy
+        file, seconds = trace and trace / f"{name.replace(', ', '-')}.json", found[name].median
+        line: Line = {"preset": name, "step ms": 1000 * seconds, "spread": found[name].iqr / seconds}
+        line |= {"tokens/s": tokens / seconds}
+        line |= {f"of {base}": seconds / found[base].median for base in ("bf16", "fp32") if base in found}
+        peak = timing.cuda_peak(run.step) if device == "cuda" else 0.0
+        shares = timing.profile(run.step, file, run.layers) if device == "cpu" or file else {}
+        lines.append(line | {"peak MiB": (shares.pop("peak", 0.0) if device == "cpu" else peak) / 2**20})
+        lines[-1] |= shares if device == "cpu" else {}
     return lines
-
-
-@dataclass(frozen=True)
-class LayerSpeeds:
-    """Speeds of linear layers, and what their fractions of a peak are fractions of."""
-
-    lines: list[Line]
-    unit: str
-    """`TFLOP/s` or `GFLOP/s`."""
-    yardstick: str
-    measured: bool
-    """True if no peak of this hardware is published, so that torch's bf16 product replaces it."""
-    layers_have_names: bool
-    """True if a layer is called otherwise than by its size."""
-
-
-def layer_speeds(
-    recipes: Mapping[linear_layers.Case, Recipe],
-    shapes: Sequence[linear_layers.Shape],
-    device: str,
-    weights: str,
-    rounds: int,
-) -> LayerSpeeds:
-    """Return the speed of forward and backward of each layer in each recipe.
-
-    Args:
-        recipes: recipes by preset and engine.
-        shapes: layers.
-        device: `cpu` or `cuda`.
-        weights: type of the weights, `bf16` or `fp32`.
-        rounds: number of interleaved rounds.
-    """
-    stick, lines = linear_layers.yardstick(device), []
-    clock, least, unit = (
-        (timing.CudaStopwatch(), 0.02, ("TFLOP/s", 1e12))
-        if device == "cuda"
-        else (timing.WallStopwatch(), 0.0, ("GFLOP/s", 1e9))
-    )
-    beside = {}
-    if not stick.peaks:
-        side = linear_layers.side(
-            device,
-            lambda side: sum(timing.stretches({None: linear_layers.matmul(side, device)}, 1, clock)[None]),
-        )
-        stick = stick._replace(description=linear_layers.measured_yardstick(side, device))
-        beside = {None: linear_layers.matmul(side, device)}
-    for shape in shapes:
-        layers = linear_layers.passes(recipes, shape, device, weights)
-        calls = layers.whole | {("casts", *case): call for case, call in layers.casts.items()} | beside
-        seconds = timing.stretches(calls, rounds, clock, least)
-        peaks = stick.peaks or linear_layers.measured(2 * side**3 / seconds[None][0])
-        bf16 = sum(seconds["bf16", linear_layers.PLAIN])
-        for (name, by), recipe in recipes.items():
-            spent, casts = seconds[name, by], seconds.get(("casts", name, by))
-            line = linear_layers.line(shape, name, recipe, by, spent, peaks, unit, casts)
-            lines.append(line | {"of bf16": sum(spent) / bf16})
-    named = any(shape.name != shape.size for shape in shapes)
-    return LayerSpeeds(lines, unit[0], stick.description, not stick.peaks, named)

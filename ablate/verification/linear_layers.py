@@ -1,12 +1,10 @@
 """Linear layers of `ablate bench linear`: shapes of real models, forward and backward, by every engine.
 
-This file does not measure. It decides which engine computes a preset on this machine, builds the layers, and
-turns measured seconds into lines of the table.
+It decides which engine computes a preset on this machine, builds the layers, measures them, and turns seconds
+into lines of the table.
 """
 
-import csv
-import subprocess
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ablate import provenance
@@ -17,6 +15,8 @@ from ablate.recipes import Recipe, scaled_mapping
 from ablate.recipes.reasons import all_of
 from ablate.recipes.recipe import DIRECTIONS, Product, Products
 from ablate.recipes.te_mapping import MULTIPLE, families, recipe_refusals, variants
+from ablate.verification import timing
+from ablate.verification.bench_runs import Line
 from ablate.verification.gpu_peaks import Peaks, known, share
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ _SMALLEST_SIDE, _PRODUCT_SECONDS = 256, 0.25
 side is expected to stay below the limit."""
 TOKENS = {"cpu": 512, "cuda": 8192}
 """Default tokens of `--model`, by device class: seconds on a CPU, enough to fill a GPU."""
-_BACKWARD = ("dgrad", "wgrad")
-_SMI = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 
 
 class BlockWidths(NamedTuple):
@@ -147,24 +145,17 @@ def _format(product: Product, engine: str, dtype: str) -> str:
 
 # --- layers ---------------------------------------------------------------------------------------
 
-Passes = Callable[[Callable[[], None]], None]
-"""Forward and backward pass of a layer; it calls its argument before, between and after the two."""
-
-
 Case = tuple[str, str]
 """Names of a recipe and of the engine that computes it."""
+Call = Callable[[], object]
 
 
-class LayerPasses(NamedTuple):
-    """The passes of some layers, by case."""
-
-    whole: dict[Case, Passes]
-    casts: dict[Case, Passes]
-    """The operands alone, made as for the products; of engines that show them."""
-
-
-def passes(recipes: Mapping[Case, Recipe], shape: Shape, device: str, weights: str) -> LayerPasses:
-    """Return the passes of a layer of this shape for each recipe and engine.
+def layer_calls(
+    recipes: Mapping[Case, Recipe], shape: Shape, device: str, weights: str
+) -> dict[tuple[str, Case], Call]:
+    """Return the passes of a layer of this shape by their name and case: `forward`, and `both`, that is
+    forward and backward; and of engines that show them the operands alone, `forward casts` and
+    `backward casts`, made as for the products.
 
     All layers have the same weight, of type `weights`, and the same bf16 input and gradient.
     """
@@ -179,15 +170,15 @@ def passes(recipes: Mapping[Case, Recipe], shape: Shape, device: str, weights: s
     bare = torch.nn.Linear(inputs, outputs, bias=False, device="meta")
     weight = torch.empty(outputs, inputs, device=device, dtype=getattr(torch, DTYPES[weights]))
     bare.weight = torch.nn.Parameter(weight.normal_(0, 0.02, generator=generator))
-    layers = {case: _layer(bare, recipe, case[1]) for case, recipe in recipes.items()}
-    return LayerPasses(
-        {case: _passes(layer, x.requires_grad_(), dy) for case, layer in layers.items()},
-        {
-            case: _casts(layer, x.detach(), dy)
-            for case, layer in layers.items()
-            if makes_operands(case[1]) and not recipes[case].plain
-        },
-    )
+    calls: dict[tuple[str, Case], Call] = {}
+    for case, recipe in recipes.items():
+        layer = _layer(bare, recipe, case[1])
+        calls |= {
+            (name, case): call for name, call in _passes(layer, x.detach().requires_grad_(), dy).items()
+        }
+        if makes_operands(case[1]) and not recipe.plain:
+            calls |= {(name, case): call for name, call in _casts(layer, x, dy).items()}
+    return calls
 
 
 def _layer(bare: "nn.Linear", recipe: Recipe, engine: str) -> "EmulatedLinear":
@@ -211,20 +202,16 @@ def _layer(bare: "nn.Linear", recipe: Recipe, engine: str) -> "EmulatedLinear":
     return layer
 
 
-def _passes(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> Passes:
-    def both(mark: Callable[[], None]) -> None:
+def _passes(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> dict[str, Call]:
+    def both() -> None:
         x.grad = layer.weight.grad = None
-        mark()
-        y = layer(x)
-        mark()
-        y.backward(dy)
-        mark()
+        layer(x).backward(dy)
 
-    return both
+    return {"forward": lambda: layer(x), "both": both}
 
 
-def _casts(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> Passes:
-    """Return passes that make the operands of the three products, and multiply nothing.
+def _casts(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> dict[str, Call]:
+    """Return functions that make the operands of the three products, and multiply nothing.
 
     On an engine `scaled_mm` also their bytes. An operand that starts from the forward pass's quantised copy
     is made from the original, which takes as long.
@@ -243,24 +230,27 @@ def _casts(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> Passes:
             for operand in (a[0], b[0]):
                 layer.bytes_of(operand, family, width)  # type: ignore[operator]
 
-    def both(mark: Callable[[], None]) -> None:
-        with torch.no_grad():
-            mark()
-            a = layer.operand(x, "fprop.x", forward.x, forward.hadamard)
-            b = layer.weight_operand("fprop.w", forward.w, forward.hadamard, layer.weight)
-            bytes_of(a, b, forward.gemm)
-            mark()
-            g, gt = layer.gradients(dy, products, True, True)
-            wt = layer.weight_operand("dgrad.w", rows.w, rows.hadamard, layer.weight)
-            xt = layer.operand(x.t(), "wgrad.x", columns.x, columns.hadamard)
-            bytes_of(g, wt, rows.gemm)
-            bytes_of(gt, xt, columns.dw)
-            mark()
+    @torch.no_grad()
+    def forward_casts() -> None:
+        a = layer.operand(x, "fprop.x", forward.x, forward.hadamard)
+        b = layer.weight_operand("fprop.w", forward.w, forward.hadamard, layer.weight)
+        bytes_of(a, b, forward.gemm)
 
-    return both
+    @torch.no_grad()
+    def backward_casts() -> None:
+        g, gt = layer.gradients(dy, products, True, True)
+        wt = layer.weight_operand("dgrad.w", rows.w, rows.hadamard, layer.weight)
+        xt = layer.operand(x.t(), "wgrad.x", columns.x, columns.hadamard)
+        bytes_of(g, wt, rows.gemm)
+        bytes_of(gt, xt, columns.dw)
+
+    return {"forward casts": forward_casts, "backward casts": backward_casts}
 
 
-def matmul(side: int, device: str) -> Passes:
+# --- peaks ----------------------------------------------------------------------------------------
+
+
+def matmul(side: int, device: str) -> Call:
     """Return torch's square bf16 product a b^T, as a layer computes it: the yardstick if no peak is known.
 
     Without bf16 instructions the operands are converted to fp32, as in the layers: oneDNN's bf16 product then
@@ -274,13 +264,7 @@ def matmul(side: int, device: str) -> Passes:
     a, b = (
         torch.randn(side, side, generator=generator, device=device, dtype=torch.bfloat16) for _ in range(2)
     )
-
-    def product(mark: Callable[[], None]) -> None:
-        mark()
-        linear(a, b)
-        mark()
-
-    return product
+    return lambda: linear(a, b)
 
 
 def side(device: str, seconds: Callable[[int], float]) -> int:
@@ -291,15 +275,10 @@ def side(device: str, seconds: Callable[[int], float]) -> int:
         seconds: Function that measures the product of a given side.
     """
     largest = YARDSTICK[device]
-    if device == GPU:
-        return largest
-    size = min(_SMALLEST_SIDE, largest)
+    size = min(_SMALLEST_SIDE, largest) if device != GPU else largest
     while size < largest and 8 * seconds(size) <= _PRODUCT_SECONDS:
         size *= 2
     return size
-
-
-# --- lines ----------------------------------------------------------------------------------------
 
 
 class Yardstick(NamedTuple):
@@ -320,25 +299,7 @@ def yardstick(device: str) -> Yardstick:
     return Yardstick({}, "")
 
 
-def measured_yardstick(side: int, device: str) -> str:
-    """Return the description of the measured product, for a device without a known peak."""
-    from ablate.numerics.product import multiplies_bf16
-
-    by = (
-        ""
-        if device == GPU or multiplies_bf16()
-        else ", by way of fp32 operands since this CPU has no bf16 instructions"
-    )
-    return f"torch's own bf16 product of {side}x{side}x{side}{by}, measured in turn with the layers"
-
-
-def measured(speed: float) -> Peaks:
-    """Return peaks that have the same speed, in FLOP/s, for every format."""
-    return dict.fromkeys(("bf16", "fp8", "fp4", "fp32"), speed)
-
-
-Line = dict[str, str | float | dict[str, str] | None]
-"""Line of the table: values by column."""
+# --- lines ----------------------------------------------------------------------------------------
 
 
 def line(
@@ -365,33 +326,90 @@ def line(
             them, or there are none.
     """
     formats = multiplied(recipe.products, engine, recipe.dtype)
-    columns: Line = {"shape": shape.name, "size": shape.size, "preset": preset, "engine": engine}
-    parts = zip(("forward", "backward"), (("fprop",), _BACKWARD), seconds, strict=True)
-    directions = [
-        (way, _sums(shape.flops, [formats[name] for name in names]), spent) for way, names, spent in parts
-    ]
-    columns |= {f"{way} ms": 1000 * spent for way, _, spent in directions}
-    columns |= {f"{way} {unit[0]}": sum(flops.values()) / spent / unit[1] for way, flops, spent in directions}
-    columns |= {f"{way} of peak": share(flops, spent, peaks) for way, flops, spent in directions}
-    for number, (way, _, spent) in enumerate(directions):
-        columns[f"{way} casts"] = casts[number] / spent if casts else None
-    columns["multiplies"] = formats
-    for way, flops, _ in directions:
-        ideal = share(flops, 1.0, peaks)
-        columns[f"{way} peak"] = sum(flops.values()) / ideal / unit[1] if ideal else None
-    return columns
+    ways: dict[str, Line] = {}
+    for number, (way, names) in enumerate((("forward", ["fprop"]), ("backward", ["dgrad", "wgrad"]))):
+        spent, used = seconds[number], [formats[name] for name in names]
+        flops = {name: shape.flops * used.count(name) for name in dict.fromkeys(used)}
+        whole, ideal = sum(flops.values()), share(flops, 1.0, peaks)
+        ways[way] = {
+            "ms": 1000 * spent,
+            unit[0]: whole / spent / unit[1],
+            "of peak": share(flops, spent, peaks),
+            "casts": casts[number] / spent if casts else None,
+            "peak": whole / ideal / unit[1] if ideal else None,
+        }
+    about: Line = {"shape": shape.name, "size": shape.size, "preset": preset, "engine": engine}
+    columns = {f"{way} {name}": ways[way][name] for name in ways["forward"] for way in ways}
+    peak = {name: columns.pop(name) for name in ("forward peak", "backward peak")}
+    return about | columns | {"multiplies": formats} | peak
 
 
-def _sums(flops: float, formats: Sequence[str]) -> dict[str, float]:
-    return {name: flops * formats.count(name) for name in dict.fromkeys(formats)}
+class LayerSpeeds(NamedTuple):
+    """Speeds of linear layers, and what their fractions of a peak are fractions of."""
+
+    lines: list[Line]
+    unit: str
+    """`TFLOP/s` or `GFLOP/s`."""
+    yardstick: str
+    measured: bool
+    """True if no peak of this hardware is published, so that torch's bf16 product replaces it."""
+
+
+def layer_speeds(
+    recipes: Mapping[Case, Recipe], shapes: Sequence[Shape], device: str, weights: str, rounds: int
+) -> LayerSpeeds:
+    """Return the speed of forward and backward of each layer in each recipe.
+
+    The backward pass takes the seconds of both passes less those of the forward pass.
+
+    Args:
+        recipes: recipes by preset and engine.
+        shapes: layers.
+        device: `cpu` or `cuda`.
+        weights: type of the weights, `bf16` or `fp32`.
+        rounds: number of interleaved rounds.
+    """
+    from ablate.numerics.product import multiplies_bf16
+
+    unit = ("TFLOP/s", 1e12) if device == "cuda" else ("GFLOP/s", 1e9)
+    peaks, description = yardstick(device)
+    beside: dict[tuple[str, Case], Call] = {}
+    yard = ("yardstick", ("", ""))
+    if not peaks:
+        length = side(device, lambda size: timing.on_device({"": matmul(size, device)}, 1, device)[""].median)
+        beside = {yard: matmul(length, device)}
+        slow = ", by way of fp32 operands since this CPU has no bf16 instructions"
+        by = "" if device == GPU or multiplies_bf16() else slow
+        size = "x".join([str(length)] * 3)
+        description = f"torch's own bf16 product of {size}{by}, measured in turn with the layers"
+    lines: list[Line] = []
+    for shape in shapes:
+        found = timing.on_device(layer_calls(recipes, shape, device, weights) | beside, rounds, device)
+        reached = (
+            dict.fromkeys(("bf16", "fp8", "fp4", "fp32"), 2 * length**3 / found[yard].median)
+            if beside
+            else peaks
+        )
+        for case, recipe in recipes.items():
+            both, forward = found["both", case], found["forward", case].median
+            spent = (forward, max(both.median - forward, 1e-9))
+            casts = (
+                [found[f"{way} casts", case].median for way in ("forward", "backward")]
+                if (
+                    "forward casts",
+                    case,
+                )
+                in found
+                else None
+            )
+            row = line(shape, case[0], recipe, case[1], spent, reached, unit, casts)
+            row |= {"of bf16": both.median / found["both", ("bf16", PLAIN)].median}
+            lines.append(row | {"spread": both.iqr / both.median})
+    return LayerSpeeds(lines, unit[0], description, not peaks)
 
 
 def machine(device: str) -> dict[str, object]:
-    """Return the machine of a measurement: processor, versions, and for a GPU its name, capability and
-    driver.
-
-    Current clocks of the GPU are included if nvidia-smi is there.
-    """
+    """Return the machine of a measurement: processor, versions, and for a GPU its name and capability."""
     import torch
 
     facts: dict[str, object] = {
@@ -404,16 +422,6 @@ def machine(device: str) -> dict[str, object]:
             "gpu": gpu.name,
             "capability": f"{gpu.major}.{gpu.minor}",
             "gpu memory GiB": gpu.total_memory / 2**30,
+            "cuda": torch.version.cuda,
         }
-        facts |= {"cuda": torch.version.cuda} | dict(_smi(f"GPU-{gpu.uuid}"))
     return facts
-
-
-def _smi(uuid: str) -> Iterator[tuple[str, str]]:
-    """Yield the properties _SMI of a GPU and their values; nothing without nvidia-smi."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(_SMI)}", "--format=csv,noheader", "-i", uuid]
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return
-    yield from zip(_SMI, next(csv.reader(output.splitlines(), skipinitialspace=True), ()), strict=False)

@@ -1,17 +1,14 @@
-"""Measurements of `ablate bench`: medians over interleaved rounds, and profiles of time and memory."""
+"""Times of `ablate bench` by torch.utils.benchmark over interleaved rounds, and a profile of a call."""
 
-import itertools
-import math
 import os
-import statistics
-import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    import torch
+    from torch.utils.benchmark import Measurement
 
     from ablate.engines.emulated_layer import EmulatedLinear
 
@@ -24,8 +21,8 @@ GROUPS = {
     "optimizer": ("aten::_fused_adamw_",),
 }
 """Groups of a step's operations, by prefixes of the profiler's names; all others are `rest`."""
-
-_ENERGY = Path("/sys/class/powercap/intel-rapl:0")
+AHEAD = 4_000_000
+"""Cycles for which a GPU is kept busy: about 2 ms, longer than the launches of a layer's two passes."""
 
 
 def one_thread() -> None:
@@ -39,176 +36,70 @@ def one_thread() -> None:
     torch.set_num_threads(1)
 
 
-def medians(calls: Mapping[Key, Callable[[], object]], rounds: int, least: float = 0.0) -> dict[Key, float]:
-    """Return the median seconds of each call.
+def interleaved(
+    calls: Mapping[Key, Callable[[], object]],
+    rounds: int,
+    least: float = 0.0,
+    before: Callable[[], object] | None = None,
+    clock: Callable[[], float] | None = None,
+) -> "dict[Key, Measurement]":
+    """Return the seconds of each call as a measurement with `median` and `iqr`.
 
-    Every round runs all calls in turn, so that slow drifts of the machine affect all of them alike. The first
-    round does not count. Short calls are repeated, and then run with their data in cache, as in training.
+    Every round runs all calls in turn, so that slow drifts of the machine affect all of them alike. Within a
+    round, runs before the measured ones compile, allocate and bring the data into the cache.
 
     Args:
         calls: Functions to measure, by name.
-        rounds: Number of rounds that count.
-        least: Seconds for which a call is repeated in each round.
+        rounds: Number of rounds.
+        least: Seconds for which a short call is repeated in each round.
+        before: Function that runs before each call; its own time is measured, too, and subtracted.
+        clock: Clock in seconds; None: torch's, which waits for a GPU.
     """
-    repeats = {name: 1 + int(least / seconds(call, 2)) if least else 1 for name, call in calls.items()}
-    measured = [
-        {name: seconds(call, repeats[name]) for name, call in calls.items()} for _ in range(rounds + 1)
+    from torch.utils import benchmark
+
+    timers = [
+        benchmark.Timer(
+            "before(); call()" if before else "call()",
+            timer=clock or benchmark.timer,
+            globals={"before": before, "call": call},
+        )
+        for call in (*calls.values(), *([lambda: None] if before else []))
     ]
-    return {name: statistics.median(spent[name] for spent in measured[1:]) for name in calls}
+    blocks = [[timer.blocked_autorange(min_run_time=least) for timer in timers] for _ in range(rounds)]
+    found = [benchmark.Measurement.merge(one)[0] for one in zip(*blocks, strict=True)]
+    idle = found.pop().median if before else 0.0
+    return {
+        name: replace(one, raw_times=[max(seconds - idle, 1e-9) for seconds in one.raw_times])
+        for name, one in zip(calls, found, strict=True)
+    }
 
 
-def seconds(call: Callable[[], object], repeats: int) -> float:
-    """Return the mean seconds of a call."""
+def cold_gpu() -> Callable[[], object]:
+    """Return a function that overwrites the L2 cache, then keeps the GPU busy while kernels are launched.
+
+    Launches are then not measured. In a training step they overlap with kernels in the same way.
+    """
     import torch
 
-    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
-    wait()
-    start = time.perf_counter()
-    for _ in range(repeats):
-        call()
-    wait()
-    return (time.perf_counter() - start) / repeats
+    size = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
+    cache = torch.empty(size, dtype=torch.int8, device="cuda")
+
+    def before() -> None:
+        cache.zero_()
+        torch.cuda._sleep(AHEAD)
+
+    return before
 
 
-Mark = TypeVar("Mark")
-"""Time stamp of one kind of stopwatch."""
-
-
-class Stopwatch(Protocol[Mark]):
-    """Time stamps on a device; they may be taken while it still computes, and are read afterwards."""
-
-    def begin(self) -> None:
-        """Prepare the device for a call that is measured."""
-
-    def mark(self) -> Mark:
-        """Return a time stamp, ordered after all work submitted to the device so far."""
-
-    def stretches(self, marks: list[Mark]) -> list[float]:
-        """Return the seconds between each mark and the next."""
-
-
-class WallStopwatch:
-    """Stopwatch for a processor, which computes synchronously: the wall clock."""
-
-    def begin(self) -> None:
-        """Do nothing: caches stay warm, as between the layers of a training step."""
-
-    def mark(self) -> float:
-        """Return the time of a monotonic clock in seconds."""
-        return time.perf_counter()
-
-    def stretches(self, marks: list[float]) -> list[float]:
-        """Return the seconds between each mark and the next."""
-        return [after - before for before, after in itertools.pairwise(marks)]
-
-
-class CudaStopwatch:
-    """Stopwatch for a GPU: CUDA events.
-
-    Before each call the L2 cache is overwritten, and the GPU is kept busy while the host launches the
-    kernels, so that launches are not measured. In a training step they overlap with kernels in the same way.
-    """
-
-    AHEAD = 4_000_000
-    """Cycles for which the GPU is kept busy: about 2 ms, longer than the launches of a layer's two passes."""
-
-    def __init__(self) -> None:
-        import torch
-
-        size = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        self._cache = torch.empty(size, dtype=torch.int8, device="cuda")
-
-    def begin(self) -> None:
-        """Overwrite the L2 cache, then keep the GPU busy."""
-        import torch
-
-        self._cache.zero_()
-        torch.cuda._sleep(self.AHEAD)
-
-    def mark(self) -> "torch.cuda.Event":
-        """Record an event on the current stream."""
-        import torch
-
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def stretches(self, marks: "list[torch.cuda.Event]") -> list[float]:
-        """Wait for the last event; return the seconds between each event and the next."""
-        marks[-1].synchronize()
-        return [before.elapsed_time(after) / 1000 for before, after in itertools.pairwise(marks)]
-
-
-def stretches(
-    calls: Mapping[Key, Callable[[Callable[[], None]], None]],
-    rounds: int,
-    stopwatch: Stopwatch[Mark],
-    least: float = 0.0,
-) -> dict[Key, list[float]]:
-    """Return the median seconds of each stretch of each call.
-
-    Every round runs all calls in turn. The first run of a call, which compiles and allocates, does not count.
-
-    Args:
-        calls: Functions to measure, by name. A function calls its argument at the start and at the end of
-            each stretch.
-        rounds: Number of rounds.
-        stopwatch: Clock of the device.
-        least: Seconds for which a short call is repeated in each round, at most 100 times.
-    """
-    for call in calls.values():
-        _stretches(call, stopwatch)
-    repeats = {
-        name: min(100, math.ceil(least / sum(_stretches(call, stopwatch)))) if least else 1
-        for name, call in calls.items()
-    }
-    measured: dict[Key, list[list[float]]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            measured[name] += (_stretches(call, stopwatch) for _ in range(repeats[name]))
-    return {
-        name: [statistics.median(column) for column in zip(*lines, strict=True)]
-        for name, lines in measured.items()
-    }
-
-
-def medians_by(
-    stopwatch: Stopwatch[Mark], calls: Mapping[Key, Callable[[], object]], rounds: int, least: float = 0.0
-) -> dict[Key, float]:
-    """Return the median seconds of each call on a device, as `stretches` measures them."""
-
-    def marked(call: Callable[[], object]) -> Callable[[Callable[[], None]], None]:
-        def whole(mark: Callable[[], None]) -> None:
-            mark()
-            call()
-            mark()
-
-        return whole
-
-    measured = stretches({name: marked(call) for name, call in calls.items()}, rounds, stopwatch, least)
-    return {name: spent for name, (spent,) in measured.items()}
-
-
-def _stretches(call: Callable[[Callable[[], None]], None], stopwatch: Stopwatch[Mark]) -> list[float]:
-    marks: list[Mark] = []
-    stopwatch.begin()
-    call(lambda: marks.append(stopwatch.mark()))
-    return stopwatch.stretches(marks)
-
-
-def joules(call: Callable[[], object]) -> float | None:
-    """Return the energy of a call in joules, from the processor's counter (Intel RAPL, readable by root
-    only).
-
-    None without such a counter.
-    """
-    counter = _ENERGY / "energy_uj"
-    if not os.access(counter, os.R_OK):
-        return None
-    before = int(counter.read_text())
-    call()
-    wrap = int((_ENERGY / "max_energy_range_uj").read_text())
-    return (int(counter.read_text()) - before) % wrap / 1e6
+def on_device(
+    calls: Mapping[Key, Callable[[], object]], rounds: int, device: str, least: float = 0.0
+) -> "dict[Key, Measurement]":
+    """Measure as `interleaved`; on a GPU with an empty cache, without launches, and for 20 ms a round."""
+    return (
+        interleaved(calls, rounds, 0.02, cold_gpu())
+        if device == "cuda"
+        else interleaved(calls, rounds, least)
+    )
 
 
 def cuda_peak(call: Callable[[], object]) -> float:
@@ -235,11 +126,13 @@ def profile(
         trace: File to write a trace to, for chrome://tracing or Perfetto.
         layers: Layers whose quantisers are counted as such.
     """
-    import torch.profiler
+    import torch
+    from torch.profiler import ProfilerActivity
 
+    devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_initialized()
     with (
         _named_quantisers(layers),
-        torch.profiler.profile(activities=_activities(), profile_memory=True) as profiler,
+        torch.profiler.profile(activities=devices, profile_memory=True) as profiler,
     ):
         call()
     if trace:
@@ -251,17 +144,12 @@ def profile(
         spent[group] += event.self_cpu_time_total if group != "quantisers" else event.cpu_time_total
     inner = spent["quantisers"] - sum(e.self_cpu_time_total for e in averages if e.key.startswith("quantise"))
     spent["rest"] = max(0.0, spent["rest"] - inner)
+    level, levels = 0, [0]  # bytes of tensors above those at the start, after each allocation
+    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
+        level += event.nbytes() if event.name() == "[memory]" else 0
+        levels.append(level)
     whole = sum(spent.values())
-    return {name: value / whole for name, value in spent.items()} | {
-        "peak": float(max(_levels(profiler), default=0))
-    }
-
-
-def _activities() -> "list[torch.profiler.ProfilerActivity]":
-    import torch
-    from torch.profiler import ProfilerActivity
-
-    return [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if torch.cuda.is_initialized() else [])
+    return {name: value / whole for name, value in spent.items()} | {"peak": float(max(levels))}
 
 
 @contextmanager
@@ -283,12 +171,3 @@ def _named_quantisers(layers: "Iterable[EmulatedLinear]") -> Iterator[None]:
     finally:
         for layer in layers:
             layer.quantize = quantize
-
-
-def _levels(profiler: "torch.profiler.profile") -> Iterator[int]:
-    """Yield the bytes of tensors above those at the start, after each allocation."""
-    level = 0
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            level += event.nbytes()
-            yield level

@@ -36,7 +36,6 @@ SCRIPTS = sorted(
 VERBS = {
     "ablate bench kernels": "verification/test_bench.py",
     "ablate bench linear": "verification/test_bench.py",
-    "ablate bench start": "verification/test_bench.py",
     "ablate bench step": "verification/test_bench.py",
     "ablate calibrate": "cli/test_calibrate.py",
     "ablate check": "training/workloads/test_python.py",

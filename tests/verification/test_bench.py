@@ -1,6 +1,5 @@
 """The bench measures what it names, in a form that machines read; what it measures is no test."""
 
-import itertools
 import json
 import os
 import re
@@ -19,7 +18,7 @@ from ablate.recipes import PRESETS
 from ablate.verification import linear_layers, peers
 from ablate.verification.gpu_peaks import GPUS, known, share
 from ablate.verification.linear_layers import NATIVE, Shape, multiplied, refused, shapes_of
-from ablate.verification.timing import GROUPS, medians, medians_by, profile, stretches
+from ablate.verification.timing import GROUPS, interleaved, profile
 
 ENGINES = Path(__file__).parents[1] / "engines"
 B200 = Machine("2.20.2", native=True, capability=(10, 0))
@@ -48,6 +47,7 @@ def test_kernels_are_timed_by_operation_shape_dtype_and_back_end(tmp_path):
     ) == len(found)
     assert len(found) == 2 * (8 + 6) * len(builds)  # bf16 is rotated too
     assert all(line[key] > 0 for line in found for key in ("Melem/s", "ms", "copy GB/s", "of memcpy"))
+    assert all(line["spread"] >= 0 for line in found)
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -178,7 +178,7 @@ def test_the_yardsticks_product_is_the_one_that_layers_compute(monkeypatch):
     """Not `a @ b`, which takes a hundred times as long on a CPU without bf16 instructions."""
     seen = []
     monkeypatch.setattr("ablate.numerics.product.linear", lambda x, w: seen.append(x.shape))
-    linear_layers.matmul(64, "cpu")(lambda: None)
+    linear_layers.matmul(64, "cpu")()
     assert seen == [(64, 64)]
 
 
@@ -379,12 +379,6 @@ def test_transformer_engine_is_taken_where_preset_machine_and_shape_allow(
     assert found is None if why is None else found.why.startswith(why)
 
 
-def test_the_start_of_a_trial_is_timed():
-    done = here("bench", "start", "--rounds", 1, "--json")
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)[0]["ms"] > 0
-
-
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -428,68 +422,63 @@ def test_a_preset_that_is_not_there_is_told():
     assert done.stderr.startswith("nvfp5: no such preset; 'nvfp4'")
 
 
-def test_rounds_are_interleaved_and_the_first_does_not_count():
+def test_rounds_are_interleaved_and_a_call_runs_once_before_it_is_measured():
     order = []
-    assert set(medians({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, rounds=2)) == {
-        "a",
-        "b",
-    }
-    assert order == ["a", "b"] * 3
+    found = interleaved(
+        {name: lambda name=name: order.append(name) for name in "ab"}, rounds=3, clock=Scripted()
+    )
+    assert list(found) == ["a", "b"]
+    assert "".join(order) == "aabb" * 3
 
 
 class Scripted:
-    """A clock whose marks are told."""
+    """Clock that stands still but for the seconds that a call adds."""
 
-    def __init__(self, moments):
-        self.moments, self.begun = iter(moments), 0
+    def __init__(self):
+        self.now = 0.0
 
-    def begin(self):
-        self.begun += 1
+    def __call__(self):
+        return self.now
 
-    def mark(self):
-        return next(self.moments)
+    def takes(self, *seconds):
+        """Return a function whose n-th call takes the n-th of these seconds, and the last one from then on."""
+        left = list(seconds)
 
-    def stretches(self, marks):
-        return [after - before for before, after in itertools.pairwise(marks)]
+        def call():
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return call
 
 
-def test_stretches_are_medians_of_what_lies_between_marks_and_the_first_does_not_count():
-    order = []
+def test_a_time_is_the_median_of_the_rounds_and_its_spread_their_quartiles():
+    clock = Scripted()
+    calls = {
+        "a": clock.takes(90, 1, 90, 3, 90, 8),
+        "b": clock.takes(5),
+    }  # the first run of a round does not count
+    found = interleaved(calls, 3, clock=clock)
+    assert (found["a"].median, found["a"].iqr) == pytest.approx((3, (8 + 3) / 2 - (1 + 3) / 2))
+    assert (found["b"].median, found["b"].iqr) == pytest.approx((5, 0))
 
-    def call(name):
-        def both(mark):
-            mark()
-            order.append(name)
-            mark()
-            mark()
 
-        return both
-
-    # Of a: 90 and 90 (not counted), then 1 and 20, 3 and 40, 8 and 30. Of b, in between, always 5 and 5.
-    moments = []
-    for a in ((90, 90), (1, 20), (3, 40), (8, 30)):
-        moments += [0, a[0], sum(a), 0, 5, 10]
-    clock = Scripted(moments)
-    assert stretches({"a": call("a"), "b": call("b")}, 3, clock) == {"a": [3, 30], "b": [5, 5]}
-    assert order == ["a", "b"] * 4
-    assert clock.begun == 8
+def test_what_runs_before_each_call_is_measured_and_subtracted():
+    clock, order = Scripted(), []
+    wait, work = clock.takes(7), clock.takes(3)
+    before, call = lambda: (order.append("before"), wait()), lambda: (order.append("call"), work())
+    found = interleaved({"a": call}, 2, before=before, clock=clock)
+    assert found["a"].median == pytest.approx(3)
+    assert order == ["before", "call", "before", "call", "before", "before"] * 2  # the last two alone
 
 
 def test_short_calls_are_repeated_within_a_round_for_as_long_as_asked():
-    clock, calls = Scripted(range(10**6)), []
+    clock, calls = Scripted(), []
+    wait = clock.takes(1)
 
-    def call(mark):
-        mark()
+    def call():
         calls.append(1)
-        mark()
+        wait()
 
-    stretches(
-        {"a": call}, 2, clock, least=7
-    )  # a call takes 1: 7 calls a round, after one that warms up and one that is timed for that
-    assert len(calls) == 2 + 2 * 7
-
-
-def test_the_median_of_a_call_is_that_between_its_two_marks():
-    clock = Scripted([0, 90, 0, 3, 0, 1, 0, 2])
-    assert medians_by(clock, {"a": lambda: None}, 3) == {"a": 2}
-    assert clock.begun == 4
+    found = interleaved({"a": call}, 2, least=7, clock=clock)
+    assert found["a"].median == pytest.approx(1)
+    assert len(found["a"].times) * found["a"].number_per_run <= len(calls)
+    assert len(calls) >= 2 * 7
