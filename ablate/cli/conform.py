@@ -35,11 +35,14 @@ def conform(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     device: Annotated[str, typer.Option(help="Device of the tensors that it is handed.")] = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the data.")] = 0,
+    save: Annotated[
+        Path | None, typer.Option(metavar="CSV", help="Write every number of the wrong stages to this file.")
+    ] = None,
     demo: Annotated[
         bool, typer.Option("--demo", help="Show a published fault, injected and detected.")
     ] = False,
 ) -> None:
-    """Find out whether a quantiser or product computes a recipe, and show the first block that differs.
+    """Find out whether a quantiser or product computes a recipe, and show its first wrong stage.
 
     Codes and scales are compared exactly with the recipe's specification, on data that hits ties, subnormals,
     saturation and odd shapes; draws by their distribution; products by a bound on their sums. Exit status: 0
@@ -53,7 +56,7 @@ def conform(
     rows: list[Row] = []
 
     def show(row: "Row") -> None:
-        known = any(row.fault and row.fault == other.fault for other in rows)
+        known = any(row.stage and _stage(row) == _stage(other) for other in rows)
         rows.append(row)
         if not as_json and row.outcome != "n/a":
             print_row(screen, row, known=known)
@@ -71,7 +74,23 @@ def conform(
         for row in findings.rows[len(rows) :]:  # of a folder of dumps
             print_row(screen, row)
         _print_end(screen, findings, time.monotonic() - started)
-    raise typer.Exit(DONE if findings.passed or (demo and bool(findings.faults)) else FAILED)
+    if save is not None:
+        _save(findings, save, screen, quiet=as_json)
+    raise typer.Exit(DONE if findings.passed != demo else FAILED)
+
+
+def _save(findings: "Findings", path: Path, screen: Screen, quiet: bool) -> None:
+    """Write the wrong numbers to a file; InputError if it cannot be written."""
+    try:
+        count = findings.save(path)
+    except OSError as error:
+        raise InputError(f"--save {path}: {error.strerror}; name a file in a folder that exists") from None
+    if not quiet:
+        screen.print(Text(f"{count:,} wrong numbers are in {path}"))
+
+
+def _stage(row: "Row") -> str:
+    return row.stage.partition(":")[0]
 
 
 def _examined(
@@ -132,7 +151,7 @@ def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
 def print_row(screen: Screen, row: "Row", known: bool = False) -> None:
     """Print one property in a line, and below it what differs, with the first block.
 
-    A row whose fault is `known` from one above says so in a line.
+    Of a row whose wrong stage is `known` from one above, the stage alone is shown.
     """
     from ablate.verification.conformance.result import counts
 
@@ -143,16 +162,12 @@ def print_row(screen: Screen, row: "Row", known: bool = False) -> None:
         screen.print(Text.assemble((f"{word:8}", style), one_line(row.property)))
     else:
         screen.print(Text.assemble((f"{word:8}", style), f"{row.property:{_NAME}}{counted:>30}".rstrip()))
-    if known:
-        _indented(screen, "explained by the same fault")
-        return
-    if row.detail and row.outcome != "pass":
+    if row.detail and row.outcome != "pass" and not known:
         _indented(screen, row.detail)
-    if row.outcome == "fail":
-        if row.block is not None:
-            _print_block(screen, row.block)
-        if row.fault:
-            _indented(screen, f"likely fault: {row.fault}", "bold")
+    if row.block is not None and not known:
+        _print_block(screen, row.block)
+    if row.stage:
+        _indented(screen, f"first wrong stage: {row.stage}", "bold")
 
 
 def _print_block(screen: Screen, block: "Block") -> None:
@@ -194,6 +209,8 @@ def _document(findings: "Findings", seconds: float) -> dict[str, object]:
         "text": findings.text,
         "seconds": round(seconds, 2),
         "rows": [
-            {**vars(row), "block": None if row.block is None else vars(row.block)} for row in findings.rows
+            {key: value for key, value in vars(row).items() if key != "wrong"}
+            | {"block": None if row.block is None else vars(row.block)}
+            for row in findings.rows
         ],
     }

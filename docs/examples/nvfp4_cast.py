@@ -14,8 +14,8 @@ def to_e2m1(y: torch.Tensor) -> torch.Tensor:
     return GRID[torch.where(up % 2 == 0, up, down)].copysign(y)
 
 
-def quantise(x: torch.Tensor) -> torch.Tensor:
-    """Return x [rows, columns], cast to NVFP4 in blocks of 1 x 16 and dequantised, fp32."""
+def quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return x [rows, columns], cast to NVFP4 in blocks of 1 x 16: codes, scales, outer factor."""
     blocks = x.float().reshape(x.shape[0], -1, 16)
     amax = blocks.abs().amax()
     outer = (torch.tensor(2688.0) / amax).clamp(max=FLT_MAX)  # a tensor: `2688 / amax` rounds twice
@@ -23,4 +23,4 @@ def quantise(x: torch.Tensor) -> torch.Tensor:
     exact = blocks.abs().amax(2, keepdim=True) * (outer * torch.tensor(1 / 6))
     scale = exact.clamp(max=448).to(torch.float8_e4m3fn).float()
     codes = to_e2m1(blocks * (1 / (scale * (1 / outer))).clamp(max=FLT_MAX))
-    return (codes * (scale * amax * torch.tensor(1 / 2688))).reshape(x.shape)
+    return codes.reshape(x.shape), scale.squeeze(2), amax * torch.tensor(1 / 2688)

@@ -71,7 +71,7 @@ OTHERS = {
     "make": "below",
     "pip install": "needs a package index: house/test_wheel.py",
     'python -c "from ablate.execution.trial_process import *; tune_process(); rehearse()"': "below",
-    "python benchmarks/conformance_mutants.py": "verification/test_conformance_mutants.py",
+    "python tests/mutants/conformance/run.py": "verification/test_conformance_mutants.py",
     "python benchmarks/conformance.py": "the page: house/test_docs.py; needs the libraries to examine them",
     "python benchmarks/exhaustive_cast.py": "verification/test_exhaustive.py tests its enumerations",
     "python benchmarks/many_arms.py": "by hand; tests have each of its commands",

@@ -15,7 +15,7 @@ from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand
 from ablate.recipes.presets import nvfp4
 from ablate.recipes.recipe import Run
-from ablate.verification.conformance.product_faults import packed_scales
+from ablate.verification.conformance.demo import packed_scales
 from ablate.verification.conformance.reference_product import gain_and_error
 from ablate.verification.conformance.result import Outcome
 from ablate.verification.conformance.run import conform
@@ -101,9 +101,12 @@ def faulty(*given: Tensor) -> tuple[Tensor, ...]:
         return watched
 
     called(*given, made=watch)
-    sides = zip(*(layer.multiplied[2] for layer in watched), strict=True)
-    wrong = [*zip(*(packed_scales(list(side)) for side in sides), strict=True)]
-    return called(*given, made=lambda layers: [*map(Watched, layers, wrong)])
+    sides = zip(*(layer.multiplied[2] for layer in watched if layer.multiplied), strict=True)
+    wrong = zip(*(packed_scales(list(side)) for side in sides), strict=True)
+    given_to = [
+        next(wrong) if layer.multiplied else None for layer in watched
+    ]  # an expert may have no tokens
+    return called(*given, made=lambda layers: [*map(Watched, layers, given_to)])
 
 
 @pytest.mark.parametrize("grouped", [called, one_by_one])
@@ -113,10 +116,10 @@ def test_the_grouped_product_conforms(grouped):
     assert found.rows[0].cases > 0
 
 
-def test_scales_over_packed_tokens_are_found_and_named():
+def test_scales_over_packed_tokens_are_found():
     """See pytorch/ao b3c77e59a."""
     [row] = conform(Subject("engine", grouped=faulty), nvfp4(), only=("grouped_weight_gradient",)).rows
-    assert (row.outcome, row.fault) == (Outcome.FAIL, "scales over packed tokens")
+    assert (row.outcome, row.stage.startswith("product: dw, ")) == (Outcome.FAIL, True)
 
 
 def figures(

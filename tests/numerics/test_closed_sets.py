@@ -167,7 +167,6 @@ def test_a_direction_drops_its_products(direction):
 REGISTRIES = ("numerics/formats.py", "numerics/choices.py", "numerics/spec.py")
 OTHERS_FACTS = "what another implementation can compute"
 PASSES = "the passes of a training step"
-WRONG = "computations that a recipe does not name, by which faults are recognised"
 EXCEPTIONS = {
     ("recipes/te_mapping.py", "element"): OTHERS_FACTS,
     ("recipes/te_mapping.py", "block"): OTHERS_FACTS,
@@ -184,14 +183,11 @@ EXCEPTIONS = {
     ("verification/peers.py", "element"): OTHERS_FACTS,
     ("verification/peers.py", "block"): OTHERS_FACTS,
     ("verification/peers.py", "rounding"): OTHERS_FACTS,
-    ("verification/conformance/cast_faults.py", "block"): WRONG,
-    ("verification/conformance/selection_faults.py", "criterion"): WRONG,
-    ("verification/conformance/cast_faults.py", "rounding"): WRONG,
-    ("verification/conformance/product_faults.py", "block"): WRONG,
     ("verification/conformance/examination.py", "rounding"): "the two roundings to nearest",
     ("verification/conformance/emulator.py", "rounding"): "names of a subject's casts",
-    ("verification/conformance/properties/extremes.py", "granularity"): "extents of a NaN",
+    ("verification/conformance/properties/calls.py", "granularity"): "extents of a NaN",
     ("verification/conformance/declared.py", "granularity"): "extents of a NaN",
+    ("verification/conformance/declared.py", "rounding"): "roundings that a subject may declare",
     ("numerics/product.py", "dtype"): "the ways in which a CPU multiplies bf16 operands",
     ("reports/walkthrough.py", "block"): "one row for each of two blocks of one figure",
     ("recipes/recipe.py", "slots"): "the registry of directions",
@@ -206,7 +202,6 @@ EXCEPTIONS = {
     ("cli/bench.py", "dtype"): "the two baselines' presets",
     ("verification/bench_runs.py", "dtype"): "the two baselines' presets",
     ("verification/linear_layers.py", "dtype"): "formats that a GPU has a peak for",
-    ("verification/conformance/stages/casts.py", "granularity"): "those whose stages a cast is measured by",
 }
 """Modules outside the registries that list words, and why they may: the fewer, the better."""
 

@@ -1,7 +1,6 @@
-"""Replay of dumps: what the emulator wrote is right, planted faults are found by layer, product and name, bad folders are refused."""
+"""Replay of dumps: what the emulator wrote is right, planted faults are found by layer and product, bad folders are refused."""
 
 import random
-import re
 import statistics
 import sys
 from pathlib import Path
@@ -16,13 +15,9 @@ import product_gains
 from support.cases import every
 
 from ablate.errors import InputError
-from ablate.numerics.encoded import encode
-from ablate.numerics.philox import Clock, site
-from ablate.numerics.quantize import quantize
-from ablate.numerics.stored import unswizzle
 from ablate.recipes import PRESETS
 from ablate.verification.conformance.dumps import DumpedLayer, read, write
-from ablate.verification.conformance.replay import findings, replay
+from ablate.verification.conformance.replay import findings
 from ablate.verification.conformance.result import Outcome
 
 SHAPE = (128, 64, 256)
@@ -83,12 +78,35 @@ def test_a_right_product_of_heavy_tailed_operands_is_right_and_one_of_another_si
 
 
 @every(number=range(1, 28, 2))
-def test_every_kind_of_fault_is_found_by_layer_product_and_name(number):
+def test_every_kind_of_fault_is_found_by_layer_and_product(number):
     """The benchmark's first dump of each kind."""
     row = bench.row(number)
     assert row["hit"], row["planted"]
-    assert row["named"] == [row["planted"]["kind"]]
     assert row["false"] == []
+
+
+def test_layers_are_in_the_order_of_their_numbers(tmp_path):
+    """The first that is wrong is where a fault begins: it is not that of the tenth block."""
+    names = [f"blocks.{number}.mlp.up" for number in (10, 2, 1)]
+    write(tmp_path, [DumpedLayer(name, {"x": torch.ones(4, 8)}, 7, 0) for name in names])
+    assert [one.name for one in read(tmp_path)] == names[::-1]
+
+
+SHOWN = {
+    "zeros": "zeros from row 16, column 32, in 1 tiles of 16 x 16",
+    "nan": "not finite at row 16, column 32",
+}
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_what_is_visible_in_a_product_is_said_with_its_place(kind):
+    own = layer()
+    dw = own.tensors["dw"].clone()
+    dw[16:32, 32:48] = 0.0 if kind == "zeros" else dw[16:32, 32:48]
+    dw[16, 32] = torch.nan if kind == "nan" else 0.0
+    given = DumpedLayer(own.name, dict(own.tensors) | {"dw": dw}, 7)
+    found = [*findings(given, PRESETS["nvfp4"]().products)][-1]
+    assert (found.right, found.detail.partition(";")[0]) == (False, SHOWN[kind])
 
 
 def test_what_the_dump_does_not_have_is_not_judged():
@@ -126,31 +144,6 @@ def test_a_bias_in_the_output_is_no_fault(size):
     assert "bias" in found.detail
 
 
-def stored(kind: str) -> DumpedLayer:
-    """A layer with the codes of fprop.x, packed, and its scales in tiles."""
-    own = layer()
-    part = quantize(
-        own.tensors["x"], PRESETS["nvfp4"]().products.fprop.x, clock=Clock(0), where=site("x", "fprop.x")
-    )
-    packed = encode(part, "nvfp4")
-    codes, scales = packed.data.view(torch.uint8), packed.scales
-    if kind == "nibbles swapped":
-        codes = codes >> 4 | (codes & 15) << 4
-    if kind == "block scales shifted":
-        scales = unswizzle(scales, SHAPE[0], SHAPE[1] // 16).view(torch.uint8).roll(1, 1)
-    more = {"fprop.x.codes": codes, "fprop.x.scales": scales, "fprop.x.amax": part.amax}
-    return DumpedLayer(own.name, dict(own.tensors) | more, 7)
-
-
-@pytest.mark.parametrize("kind", ["", "nibbles swapped", "block scales shifted"])
-def test_stored_codes_and_scales_are_compared_with_the_recipes(kind, tmp_path):
-    write(tmp_path, [stored(kind)])
-    found = {one.product: one for one in replay(tmp_path, PRESETS["nvfp4"]())}
-    assert set(found) == {"fprop.x", "fprop", "dgrad", "wgrad"}
-    assert (found["fprop.x"].right, found["fprop.x"].fault) == (not kind, kind)
-    assert found["fprop"].right  # the product itself is
-
-
 NOT_JUDGED = {"nan": "x is not finite", "no tokens": "x is empty"}
 
 
@@ -162,29 +155,6 @@ def test_operands_that_have_no_product_are_not_judged(kind):
     found = {one.product: one for one in findings(DumpedLayer("l", own), PRESETS["nvfp4"]().products)}
     assert found["fprop"].right is found["wgrad"].right is None
     assert NOT_JUDGED[kind] in found["fprop"].detail
-
-
-STORED = {
-    "scales that are no numbers": ("scales", torch.full((128, 4), torch.nan), "512 of 8192|8192 of 8192"),
-    "integer scales": ("scales", torch.ones(128, 4, dtype=torch.int32), "torch.int32"),
-    "codes in one dimension": (
-        "codes",
-        torch.zeros(128, dtype=torch.uint8),
-        r"codes are torch.uint8 \[128\]",
-    ),
-    "codes of 8 bytes": ("codes", torch.zeros(128, 64, dtype=torch.int64), "torch.int64"),
-    "amaxes of rows": ("amax", torch.ones(128), "has 128 numbers"),
-}
-
-
-@every(kind=STORED)
-def test_stored_operands_that_cannot_be_right_are_wrong(kind):
-    part, tensor, why = STORED[kind]
-    own = stored("")
-    changed = DumpedLayer(own.name, {**own.tensors, f"fprop.x.{part}": tensor}, 7)
-    found = next(findings(changed, PRESETS["nvfp4"]().products))
-    assert (found.product, found.right) == ("fprop.x", False)
-    assert re.search(why, found.detail)
 
 
 class Foreign:
@@ -234,5 +204,5 @@ def test_a_product_whose_gain_and_error_are_right_says_what_is_not():
     moved = plain + (own.tensors["dw"].double() - plain).roll((5, 3), (0, 1))
     tensors = dict(own.tensors) | {"dw": moved.bfloat16()}
     found = [*findings(DumpedLayer(own.name, tensors), PRESETS["nvfp4"]().products)][-1]
-    assert (found.right, found.fault, found.row.fault) == (False, "unknown", "")
+    assert (found.right, found.row.outcome) == (False, Outcome.FAIL)
     assert "its elements are not those of another draw" in found.detail

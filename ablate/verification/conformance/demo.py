@@ -1,4 +1,4 @@
-"""Demonstration: a published fault of a mixture-of-experts layer, injected, seen and named on a laptop."""
+"""Demonstration: a published fault of a mixture-of-experts layer, injected and seen on a laptop."""
 
 from dataclasses import replace
 
@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.product import product
+from ablate.numerics.quantize import Operand
+from ablate.numerics.stored import swizzle, unswizzle
 from ablate.recipes import PRESETS
 from ablate.verification.conformance.emulator import emulator
-from ablate.verification.conformance.product_faults import packed_scales
 from ablate.verification.conformance.reference_product import operands
 from ablate.verification.conformance.subject import Subject
 
@@ -44,3 +45,25 @@ def faulty() -> Subject:
         return y, dx, dw
 
     return Subject("a layer of experts", grouped=grouped)
+
+
+def packed_scales(made: list[Operand]) -> list[Operand]:
+    """Return operands whose scales were laid out over all experts' tokens, and read as each expert's own.
+
+    Args:
+        made: The experts' operands [rows, tokens of the expert], with E4M3 scales in blocks of one row.
+    """
+    scales = [operand.block_scale[:, 0, :, 0] for operand in made if operand.block_scale is not None]
+    if len(scales) != len(made) or any(scale.shape[1] % 4 for scale in scales):
+        return made
+    rows = len(scales[0])
+    flat, start, read = swizzle(torch.cat(scales, dim=1).to(torch.float8_e4m3fn)), 0, []
+    for operand, scale in zip(made, scales, strict=True):
+        size = (rows + -rows % 128) * scale.shape[1]
+        other = unswizzle(flat[start : start + size], *scale.shape).float()
+        start += size
+        length = operand.values.shape[1] // max(1, scale.shape[1])
+        spread, swapped = (z.repeat_interleave(length, dim=1) for z in (scale, other))
+        codes = torch.where(spread == 0, operand.values.float(), operand.values.float() / spread)
+        read.append(replace(operand, values=codes * swapped))
+    return read

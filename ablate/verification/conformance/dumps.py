@@ -8,10 +8,6 @@ Three layouts are read, alone or side by side:
     <name>.safetensors                                     x, w, dy, y, dx, dw of one layer, or <layer>/x ...
     <name>.pt                                              a dict of the same tensors, as torch.save writes it
 
-A safetensors file, or a dict, may also hold operands as they were multiplied, by their slot: `wgrad.g.codes`
-(uint8, two FP4 codes a byte, or of an fp8 dtype), `wgrad.g.scales` (plain, or flat in tiles of 128 x 4), and
-`wgrad.g.amax` or `wgrad.g.per_tensor_scale`; torchao's names `qdata` and `scale` are read too.
-
 x [tokens, in], w [out, in], dy [tokens, out], y [tokens, out], dx [tokens, in], dw [out, in]; tokens may have
 several dimensions. A safetensors file names its layer in its metadata (`layer`), else its file name does.
 Transformer Engine writes the dots of a layer's name as underscores.
@@ -30,17 +26,13 @@ import torch
 from torch import Tensor
 
 from ablate.errors import InputError
-from ablate.recipes.recipe import SLOTS
 
 TENSORS = ("x", "w", "dy", "y", "dx", "dw")
 TE_TENSORS = {"activation": "x", "weight": "w", "gradient": "dy", "output": "y", "dgrad": "dx", "wgrad": "dw"}
 """Names of Transformer Engine's DumpTensors."""
 _TE_FILE = re.compile(rf"(.+)_({'|'.join(TE_TENSORS)})(?:_iter_(\d+))?\.pt")
 _PLACES = {"rank": re.compile(r"rank_(\d+)"), "step": re.compile(r"iter_(\d+)")}
-_STORED = {"codes": "codes", "qdata": "codes", "scales": "scales", "scale": "scales", "amax": "amax"}
-_STORED |= {"per_tensor_scale": "factor"}
-_OPERAND = re.compile(rf"({'|'.join(map(re.escape, SLOTS))})\.({'|'.join(_STORED)})")
-_EXPERT = re.compile(r"(.*experts?[._])(\d+)([._].*)?")
+_NUMBER = re.compile(r"(\d+)")
 
 
 @dataclass(frozen=True)
@@ -49,20 +41,14 @@ class DumpedLayer:
 
     name: str
     tensors: Mapping[str, Tensor]
-    """By names of `TENSORS`, matrices; and `<slot>.codes`, `.scales`, `.amax`, `.factor` as stored."""
+    """By names of `TENSORS`, matrices."""
     step: int = 0
     rank: int = 0
     files: tuple[Path, ...] = field(default=(), compare=False)
 
-    @property
-    def group(self) -> tuple[str, int] | None:
-        """Return the name that the experts of a layer share, and the number of this one; None for others."""
-        match = _EXPERT.fullmatch(self.name)
-        return (f"{match[1]}*{match[3] or ''}", int(match[2])) if match else None
-
 
 def read(folder: Path) -> list[DumpedLayer]:
-    """Return the layers of a folder of dumps, by rank, step and name.
+    """Return the layers of a folder of dumps, by rank, step and name, numbers in names by their size.
 
     Raises:
         InputError: there is no dump, or a file cannot be read or does not fit.
@@ -80,14 +66,21 @@ def read(folder: Path) -> list[DumpedLayer]:
     if not gathered:
         raise InputError(f"{folder} has no dumps: no .pt file of DumpTensors and no .safetensors file")
     layers = [
-        DumpedLayer(
-            name, {key: _matrix(key, tensor) for key, tensor in own.items()}, step, rank, tuple(files)
-        )
-        for (rank, step, name), (own, files) in sorted(gathered.items())
+        DumpedLayer(name, {key: _matrix(tensor) for key, tensor in own.items()}, step, rank, tuple(files))
+        for (rank, step, name), (own, files) in sorted(gathered.items(), key=lambda item: _order(*item[0]))
     ]
     if problems := [problem for layer in layers for problem in _misfits(layer)]:
         raise InputError(*problems)
     return layers
+
+
+def _order(rank: int, step: int, name: str) -> tuple[int, int, list[tuple[str, int]]]:
+    parts = _NUMBER.split(name)
+    return (
+        rank,
+        step,
+        [(text, int(number or 0)) for text, number in zip(parts[::2], [*parts[1::2], ""], strict=True)],
+    )
 
 
 def write(folder: Path, layers: Iterable[DumpedLayer], te: bool = False) -> None:
@@ -102,8 +95,6 @@ def write(folder: Path, layers: Iterable[DumpedLayer], te: bool = False) -> None
 
     names = {own: theirs for theirs, own in TE_TENSORS.items()}
     for layer in layers:
-        if te and (extra := layer.tensors.keys() - set(TENSORS)):
-            raise ValueError(f"DumpTensors has no place for {min(extra)}")
         target = folder / "tensor_dumps" / f"rank_{layer.rank}" if te else folder
         target.mkdir(parents=True, exist_ok=True)
         if te:
@@ -139,9 +130,7 @@ def _of_file(path: Path) -> Iterator[tuple[str, int, int, dict[str, Tensor]]]:
         if not isinstance(key, str):
             continue
         inside, _, name = key.rpartition("/")
-        stored = _OPERAND.fullmatch(name)
-        name = f"{stored[1]}.{_STORED[stored[2]]}" if stored else name
-        if (name in TENSORS or stored) and isinstance(tensor, Tensor):
+        if name in TENSORS and isinstance(tensor, Tensor):
             if tensor.layout != torch.strided:
                 raise InputError(f"{path}: {key} is {tensor.layout}, and dense tensors are read")
             by_layer.setdefault(inside or layer, {})[name] = tensor
@@ -175,9 +164,7 @@ def _pickled(path: Path) -> dict[str, object]:
     return content
 
 
-def _matrix(key: str, tensor: Tensor) -> Tensor:
-    if key not in TENSORS:
-        return tensor.detach()
+def _matrix(tensor: Tensor) -> Tensor:
     return tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.detach().view(1, 1)
 
 
@@ -187,8 +174,6 @@ def _misfits(layer: DumpedLayer) -> Iterator[str]:
     roles = {"x": ("tokens", "in"), "w": ("out", "in"), "dy": ("tokens", "out"), "y": ("tokens", "out")}
     roles |= {"dx": ("tokens", "in"), "dw": ("out", "in")}
     for name, tensor in layer.tensors.items():
-        if name not in TENSORS:
-            continue
         if not tensor.is_floating_point():
             yield f"{layer.name}: {name} holds {tensor.dtype}, and floating-point numbers are read"
             continue

@@ -1,4 +1,4 @@
-"""Pytest fixture for a kernel's own tests: `conform(quantise, "nvfp4")` fails with the table and the fault.
+"""Pytest fixture for a kernel's own tests: `conform(quantise, "nvfp4")` fails with the table of wrong stages.
 
 Installed with this package; a project that does not install it as a plug-in writes
 `pytest_plugins = ["ablate.verification.conformance.pytest_plugin"]` in its conftest.py.

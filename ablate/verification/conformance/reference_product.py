@@ -16,6 +16,8 @@ from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes.recipe import FORWARD_COPY, Products
 
+OPERANDS = {"y": ("x", "w"), "dx": ("dy", "w of dx"), "dw": ("dy of dw", "x of dw")}
+"""Operands of each product, in words."""
 FACTORS = 8
 """fp32 roundings of the tensor scales, beside those of the sum."""
 HALF_ULP = {torch.bfloat16: 8, torch.float16: 11}
@@ -28,8 +30,13 @@ class Exact:
 
     values: Tensor
     magnitudes: Tensor
-    terms: int
-    """Length of the contraction."""
+    operands: tuple[Operand, Operand]
+    """[M, K] and [N, K]."""
+
+    @property
+    def terms(self) -> int:
+        """Length of the contraction."""
+        return max(operand.values.shape[1] for operand in self.operands)
 
     def far(self, got: Tensor) -> Tensor:
         """Return where a result is not what fp32 additions in some order, rounded once, can give."""
@@ -95,26 +102,24 @@ def multiply(a: Operand, b: Operand) -> Exact:
     left, right = (torch.nn.functional.pad(z.values.double(), (0, width - z.values.shape[1])) for z in (a, b))
     factor = alpha(a, b)
     scale = 1.0 if factor is None else factor.double()
-    return Exact(left @ right.t() * scale, left.abs() @ right.abs().t() * scale, width)
+    return Exact(left @ right.t() * scale, left.abs() @ right.abs().t() * scale, (a, b))
 
 
 def exact_products(products: Products, x: Tensor, w: Tensor, dy: Tensor, seed: int = 0) -> dict[str, Exact]:
     """Return y, dx and dw of one layer by the reference."""
-    made = operands(products, x, w, dy, seed)
-    return {
-        "y": multiply(made.x, made.w),
-        "dx": multiply(made.g, made.wt),
-        "dw": multiply(made.gt, made.xt),
-    }
+    return _multiplied(operands(products, x, w, dy, seed))
 
 
 def plain_products(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Exact]:
     """Return y, dx and dw without quantisation, in fp64."""
-    given = Operands(*(Operand(z.double()) for z in (x, w, dy, w.t(), dy.t(), x.t())))
+    return _multiplied(Operands(*(Operand(z.double()) for z in (x, w, dy, w.t(), dy.t(), x.t()))))
+
+
+def _multiplied(made: Operands) -> dict[str, Exact]:
     return {
-        "y": multiply(given.x, given.w),
-        "dx": multiply(given.g, given.wt),
-        "dw": multiply(given.gt, given.xt),
+        "y": multiply(made.x, made.w),
+        "dx": multiply(made.g, made.wt),
+        "dw": multiply(made.gt, made.xt),
     }
 
 

@@ -1,7 +1,8 @@
 """Findings on a subject: a row a property, with the first block that differs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class Outcome(StrEnum):
@@ -33,6 +34,20 @@ class Block:
     """The same of the subject, as far as its result shows it."""
 
 
+class Wrong(NamedTuple):
+    """One wrong number of a stage."""
+
+    tensor: str
+    """Tensor of the property in words, or the product."""
+    row: int
+    column: int
+    """Column; of a block scale, number of the block in its row."""
+    input: float
+    """Input element; of a block scale, its largest magnitude; NaN of a product."""
+    recipe: float
+    subject: float
+
+
 @dataclass(frozen=True)
 class Row:
     """Finding on one property: outcome, number of cases, and where the first difference is."""
@@ -43,10 +58,12 @@ class Row:
     """Compared numbers: elements, blocks or draws, as the property counts."""
     differing: int = 0
     block: Block | None = None
-    fault: str = ""
-    """Likely fault by name (a key of `FAULTS`), if the difference has the mark of a known one."""
+    stage: str = ""
+    """First stage that is wrong, and what is measured of it: `code: 3 % of 8,192 wrong, ...`."""
     detail: str = ""
     """One sentence: measured number with its bound, variant, or reason of n/a."""
+    wrong: tuple[Wrong, ...] = field(default=(), repr=False)
+    """Every wrong number of that stage."""
 
 
 def counts(row: Row) -> str:

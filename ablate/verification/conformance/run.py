@@ -1,34 +1,33 @@
 """Run of the kit: all properties of a subject, and the findings."""
 
+import csv
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.recipe_source import RecipeSource, load
-from ablate.verification.conformance.declared import check
-from ablate.verification.conformance.diagnosis import (
-    commonest_fault,
-    diagnosed,
-    hinted,
-    measured,
-    relabelled,
-    supported,
-)
+from ablate.verification.conformance.declared import check, entry, suggestions, varied, words_of
 from ablate.verification.conformance.examination import (
     Examination,
     NotApplicableError,
     RefusedError,
+    explains,
 )
 from ablate.verification.conformance.properties import PROPERTIES
 from ablate.verification.conformance.properties.property import Property
-from ablate.verification.conformance.result import Outcome, Row, counts
+from ablate.verification.conformance.result import Outcome, Row, Wrong, counts
 from ablate.verification.conformance.source import as_subject
+from ablate.verification.conformance.stages.casts import first_wrong_stage
 from ablate.verification.conformance.subject import Subject
 
 TRIES = 2
 """Properties in which a function may fail before it is called no more, if it never returned a result. A cast
 is handed bf16 by the first of them and fp32 by the second."""
+
+_TRIED = 3
+"""Properties that no declaration explains, after which only those that explained another one are tried."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,6 @@ class Findings:
     rows: tuple[Row, ...]
     counted: str = "properties hold"
     """End of the sentence on what was examined."""
-    likely: str = ""
-    """Fault that explains most of the rows that failed, if one is known."""
 
     @property
     def passed(self) -> bool:
@@ -50,68 +47,81 @@ class Findings:
         return bool(judged) and all(row.outcome != Outcome.FAIL for row in judged)
 
     @property
-    def faults(self) -> list[str]:
-        """Likely faults by name: the one that explains most first, then the most frequent."""
-        counts = Counter(row.fault for row in self.rows if row.outcome == Outcome.FAIL and row.fault)
-        names = [fault for fault, _ in counts.most_common()]
-        return [self.likely, *(name for name in names if name != self.likely)] if self.likely else names
-
-    @property
     def table(self) -> str:
-        """Rows that failed, a line each: property, differences, likely fault or detail."""
+        """Rows that failed, a line each: property, differences, first wrong stage or detail."""
         lines = []
         for row in self.rows:
             if row.outcome == Outcome.FAIL:
                 place = f"first at {row.block.place}" if row.block else ""
-                parts = (f"FAIL {row.property}: {counts(row)}", row.fault or row.detail, place)
+                parts = (f"FAIL {row.property}: {counts(row)}", row.stage or row.detail, place)
                 lines.append("; ".join(filter(None, parts)))
         return "\n".join(lines)
 
     @property
     def text(self) -> str:
-        """One plain sentence: how many properties hold, and the likely fault."""
+        """One plain sentence: how many properties hold, and the stages that are wrong in the others."""
         judged = [row for row in self.rows if row.outcome in (Outcome.PASS, Outcome.VARIANT, Outcome.FAIL)]
-        held = sum(row.outcome != Outcome.FAIL for row in judged)
+        failed = [row for row in judged if row.outcome == Outcome.FAIL]
         declared = sum(row.outcome == Outcome.VARIANT for row in judged)
-        sentence = f"{held} of {len(judged)} {self.counted}" + f", {declared} as declared" * bool(declared)
-        failed = Counter(row.fault for row in judged if row.outcome == Outcome.FAIL)
+        sentence = f"{len(judged) - len(failed)} of {len(judged)} {self.counted}"
+        sentence += f", {declared} as declared" * bool(declared)
         if not judged:
             return "No property could be examined, each for its reason."
-        if held == len(judged):
+        if not failed:
             return f"{sentence}: what was examined of {self.subject} computes {self.recipe}."
-        if not self.faults:
-            return f"{sentence}; no known fault explains the others."
-        first, number = self.faults[0], len(judged) - held
-        if failed[first] == number:
-            return f"{sentence}, {number} {_differ(number)} by one fault: {first}; nothing else differs."
-        others = [f"{failed[name]} by another: {name}" for name in self.faults[1:]]
-        unknown = [f"{failed['']} by no known fault"] if failed[""] else []
-        text = "; ".join(
-            [f"{failed[first]} {_differ(failed[first])} by one fault: {first}", *others, *unknown]
-        )
-        return f"{sentence}, {text}."
+        stages = Counter(row.stage.partition(":")[0] for row in failed if row.stage)
+        listed = ", ".join(f"{stage} ({count})" for stage, count in stages.most_common())
+        sentence += f"; the first of the others is {failed[0].property}"
+        return f"{sentence}. First wrong stages: {listed}." if stages else f"{sentence}."
 
-
-def _differ(number: int) -> str:
-    return "differs" if number == 1 else "differ"
+    def save(self, path: Path) -> int:
+        """Write every wrong number of the first wrong stages as CSV; return how many there are."""
+        with path.open("w", newline="") as file:
+            lines = csv.writer(file)
+            lines.writerow(("property", "stage", *Wrong._fields))
+            rows = [(row, number) for row in self.rows for number in row.wrong]
+            lines.writerows((row.property, row.stage.partition(":")[0], *number) for row, number in rows)
+        return len(rows)
 
 
 def examined(bench: Examination, one: Property) -> Row:
-    """Return the row of one property, without its fault. A subject that raises fails, with its error."""
-    if bench.refused.count(one.needs) >= TRIES and one.needs not in bench.answered:
-        text = f"{one.needs} failed at once in the first {TRIES} properties that call it"
+    """Return the row of one property. A subject that raises fails, with its error."""
+    if bench.refused.count(one.function) >= TRIES and one.function not in bench.answered:
+        text = f"{one.function} failed at once in the first {TRIES} properties that call it"
         return Row(one.name, Outcome.NOT_APPLICABLE, detail=text)
     try:
-        row = one.examine(bench)
+        row = one.compare(bench, one)
     except NotApplicableError as reason:
         return Row(one.name, Outcome.NOT_APPLICABLE, detail=str(reason))
     except RefusedError as error:
-        bench.refused.append(one.needs)
+        bench.refused.append(one.function)
         return Row(one.name, Outcome.FAIL, detail=str(error))
-    bench.answered.add(one.needs)
-    if row.outcome == Outcome.FAIL and row.block is None and not row.detail:
-        return replace(row, detail=f"this does not hold: {one.promise}")
-    return row
+    bench.answered.add(one.function)
+    if row.outcome != Outcome.FAIL:
+        return row
+    if pairs := bench.failed.get(one.name):
+        stage, wrong = first_wrong_stage(pairs)
+        row = replace(row, stage=stage, wrong=wrong)
+    more = "; ".join(filter(None, (row.detail, _declaration(bench, one.name))))
+    return replace(row, detail=f"promised: {one.promise} {more}".strip())
+
+
+def _declaration(bench: Examination, name: str) -> str:
+    """Return what to declare, if the property then holds; else ''."""
+    pairs = bench.declarable.get(name) or bench.failed.get(name)
+    if not pairs:
+        return ""
+    explaining: list[tuple[str, ...]] = bench.cache.setdefault("declarations", [])
+    others = (
+        suggestions(words_of(bench.subject.variants)) if bench.cache.get("undeclared", 0) < _TRIED else ()
+    )
+    for words in (*explaining, *others):
+        if explains(varied(words), sorted(pairs, key=lambda pair: pair.x.numel())):
+            if words not in explaining:
+                explaining.append(words)
+            return f"declare {entry(words)} if meant"
+    bench.cache["undeclared"] = bench.cache.get("undeclared", 0) + 1
+    return ""
 
 
 def conform(
@@ -131,7 +141,7 @@ def conform(
         recipe: a preset's name, a recipe file, its content, or a `Recipe`.
         only: names of the properties to examine; none: all.
         seed: seed of all data.
-        show: called with each row in turn; from the first that fails on, when all are known.
+        show: called with each row in turn.
 
     Returns:
         Rows of all properties, `passed`, and `text`, one sentence.
@@ -149,19 +159,10 @@ def conform(
     one = as_subject(subject, getattr(subject, "__name__", "subject"))
     check(one.variants, PROPERTIES)
     bench = Examination(one, made, seed)
-    rows, shown = [], 0
+    rows = []
     for known in PROPERTIES.values():
         if not wanted or known.name in wanted:
             rows.append(examined(bench, known))
-            if show is not None and all(row.outcome != Outcome.FAIL for row in rows):
+            if show is not None:
                 show(rows[-1])
-                shown += 1
-    named = [diagnosed(bench, PROPERTIES[row.property], row) for row in rows]  # by all casts at once
-    likely = commonest_fault(bench, named)
-    named = measured(bench, supported(bench, relabelled(bench, named, likely)))
-    named = [hinted(bench, row) for row in named]
-    likely = likely if any(row.fault == likely for row in named) else ""
-    if show is not None:
-        for row in named[shown:]:
-            show(row)
-    return Findings(one.name, name, tuple(named), likely=likely)
+    return Findings(one.name, name, tuple(rows))

@@ -91,7 +91,7 @@ class Subject:
     """Device on which tensors are handed to it."""
     variants: Mapping[str, str] = field(default_factory=dict)
     """Declared differences that are legitimate. {"*": "elements S/s, zero block 1"}: words of
-    `cast_faults.VARIANTS`, for all casts. {"nan_visible": "zero"}: the form of one property, by
+    `declared.VARIANTS`, for all casts. {"nan_visible": "zero"}: the form of one property, by
     `declared.FORMS`. What they concern has to hold in the declared form; it is not excused."""
     seeded: bool = True
     """The seed of `cast_stochastic` determines the draw."""

@@ -6,8 +6,9 @@ and for random gradients the interval that the reference's own draws give.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,34 +20,33 @@ from ablate.verification.conformance import inputs
 from ablate.verification.conformance.examination import Examination, NotApplicableError, RefusedError
 from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.reference_product import (
+    OPERANDS,
     Exact,
     exact_products,
     gain_and_error,
     plain_products,
 )
-from ablate.verification.conformance.result import Block, Outcome, Row
+from ablate.verification.conformance.result import Block, Outcome, Row, Wrong
+from ablate.verification.conformance.stages.products import wrong_product
 
-BOUND = "the order of fp32 additions, and one rounding of the result"
-INTERVAL = "eight standard deviations of the reference's own 12 draws"
 REFERENCE_DRAWS, SIGMAS = 12, 8.0
 NAMES = ("y", "dx", "dw")
 TOKENS, IN, OUT = 96, 160, 144
-LONG = (2048,)
 CONTRACTIONS = (16, 48, 80, 272, 336, 528, 656, 784, 1104, 1168, 1552, 2320)
 """Terms of a sum: on both sides of multiples of 32 to 512."""
 
 
-@dataclass(frozen=True)
-class Layer:
+class Layer(NamedTuple):
     """Tensors of one linear layer, in a dtype that the subject takes."""
 
     x: Tensor
     w: Tensor
     dy: Tensor
 
-
-Summed = tuple[str, Layer, Tensor, Exact]
-"""`y`, `dx` or `dw`; its layer; the subject's result; the reference's."""
+    @property
+    def bf16(self) -> "Layer":
+        """The same numbers in bf16."""
+        return Layer(*(z.bfloat16() for z in self))
 
 
 def products_of(bench: Examination) -> Products:
@@ -109,6 +109,7 @@ def layer(
     bench: Examination, size: float = 1.0, seed: int = 0, sizes: tuple[int, int, int] = (TOKENS, IN, OUT)
 ) -> Layer:
     """Return a layer with random x and w, and a gradient whose rounding draws nothing."""
+    bench.function("product")
     tokens, inner, out = (side(bench, wanted) for wanted in sizes)
     dy = certain_gradient(bench, products_of(bench), tokens, out)
     return Layer(
@@ -135,62 +136,104 @@ def call(
     return made
 
 
-def judged(name: str, got: Tensor, exact: Exact, where: str = "") -> Row:
-    """Return the row of one result beside the reference's."""
+def judged(name: str, key: str, got: Tensor, exact: Exact, where: str = "") -> Row:
+    """Return the row of one result: up to the order of fp32 additions, and one rounding.
+
+    Args:
+        name: Property.
+        key: `y`, `dx` or `dw`.
+        got: The subject's result.
+        exact: The reference's.
+        where: Layer or expert in words, with a colon.
+    """
     far = exact.far(got)
     if not far.any():
         return Row(name, Outcome.PASS, far.numel())
     row, column = (int(i) for i in far.nonzero()[0])
-    block = Block(
-        f"{where}row {row}, column {column}",
-        (),
-        (float(exact.values[row, column]),),
-        (float(got[row, column]),),
-    )
+    one, other = float(exact.values[row, column]), float(got[row, column])
+    block = Block(f"{where}{key}: row {row}, column {column}", (), (one,), (other,))
     gain, error = gain_and_error(got, exact.values)
-    detail = f"{where}gain {gain:.4f}, relative L2 distance {error:.4f} from the recipe's result"
-    return Row(name, Outcome.FAIL, far.numel(), int(far.sum()), block, detail=detail)
+    wrong = tuple(
+        Wrong(f"{where}{key}", i, j, math.nan, float(exact.values[i, j]), float(got[i, j]))
+        for i, j in far.nonzero().tolist()
+    )
+    return Row(
+        name,
+        Outcome.FAIL,
+        far.numel(),
+        int(far.sum()),
+        block,
+        f"product: {key}, {wrong_product(exact, got, OPERANDS[key])}",
+        f"{where}{key} has a gain of {gain:.4f} and a relative L2 distance of {error:.4f} from the recipe's",
+        wrong,
+    )
 
 
-def _one(bench: Examination, name: str, key: str) -> Row:
+def worst(name: str, rows: Sequence[Row]) -> Row:
+    """Return one row of several: the first that failed, with the cases and differences of all."""
+    failed = next((row for row in rows if row.outcome == Outcome.FAIL), rows[0])
+    cases, differing = sum(row.cases for row in rows), sum(row.differing for row in rows)
+    wrong = tuple(number for row in rows for number in row.wrong)
+    return replace(failed, property=name, cases=cases, differing=differing, wrong=wrong)
+
+
+def _multiplied(bench: Examination, one: Property, given: Layer, where: str = "") -> dict[str, Row]:
+    """Return the rows of y, dx and dw of one layer."""
+    got, exact = call(bench, *given), exact_products(products_of(bench), *given.bf16)
+    return {key: judged(one.name, key, got[key], exact[key], where) for key in NAMES}
+
+
+def _only(key: str) -> Callable[[Examination, Property], Row]:
+    """Return the comparison of `y`, `dx` or `dw` of one layer, as `judged` compares."""
+
+    def compare(bench: Examination, one: Property) -> Row:
+        row = _multiplied(bench, one, one.inputs(bench))[key]
+        if "operand" in row.stage or row.outcome == Outcome.PASS:
+            return row
+        return replace(row, stage=_of_operand(bench, key) or row.stage)
+
+    return compare
+
+
+def _of_operand(bench: Examination, key: str) -> str:
+    """Return which operand of a product is not the recipe's, by a short contraction that shows it; or ''."""
+    sizes = {"y": (240, 48, 144), "dx": (240, 144, 48), "dw": (48, 144, 240)}[key]
+    given = layer(bench, sizes=sizes)
+    exact = exact_products(products_of(bench), *given.bf16)[key]
+    got = call(bench, *given)[key]
+    text = wrong_product(exact, got, OPERANDS[key]) if exact.far(got).any() else ""
+    return f"product: {key}, {text}" if "operand" in text else ""
+
+
+def _all(bench: Examination, one: Property) -> Row:
+    """Compare y, dx and dw of several layers, as `judged` compares."""
+    rows = [_multiplied(bench, one, given, where) for where, given in one.inputs(bench).items()]
+    return worst(one.name, [row for layers in rows for row in layers.values()])
+
+
+# --- random gradients -----
+
+
+def random_layer(bench: Examination) -> Layer:
+    """Return random x, w and dy."""
     bench.function("product")
-    given = layer(bench)
-    got = call(bench, given.x, given.w, given.dy)
-    exact = exact_products(products_of(bench), *_bf16(given))
-    return judged(name, got[key], exact[key])
+    tokens, inner, out = (side(bench, wanted) for wanted in (TOKENS, IN, OUT))
+    return Layer(
+        bench.typed(inputs.normal(tokens, inner, bench.seed)),
+        bench.typed(0.02 * inputs.normal(out, inner, bench.seed + 1)),
+        bench.typed(inputs.normal(tokens, out, bench.seed + 9)),
+    )
 
 
-def _bf16(given: Layer) -> tuple[Tensor, Tensor, Tensor]:
-    return given.x.bfloat16(), given.w.bfloat16(), given.dy.bfloat16()
-
-
-def forward_product(bench: Examination) -> Row:
-    """Compare y = x w^T of random x and w."""
-    return _one(bench, "forward_product", "y")
-
-
-def input_gradient(bench: Examination) -> Row:
-    """Compare dx = dy w for a dy that rounding does not change."""
-    return _one(bench, "input_gradient", "dx")
-
-
-def weight_gradient(bench: Examination) -> Row:
-    """Compare dw = dy^T x for a dy that rounding does not change, rotated or not."""
-    return _one(bench, "weight_gradient", "dw")
-
-
-def random_gradients(bench: Examination) -> Row:
+def _random_gradients(bench: Examination, one: Property) -> Row:
     """Compare gain and relative L2 distance of dx and dw, for random dy, with the reference's draws."""
-    bench.function("product")
-    products = products_of(bench)
-    x, w, dy = random_layer(bench)
-    got = call(bench, x, w, dy)
-    given = (x.bfloat16(), w.bfloat16(), dy.bfloat16())
-    row = interval_row("random_gradients", products, given, got)
-    if row.outcome == Outcome.FAIL and bench.subject.variants.get("random_gradients") == "nearest":
-        made = exact_products(rounded_to_nearest(products), *given)
+    given, products = one.inputs(bench), products_of(bench)
+    got = call(bench, *given)
+    row = interval_row(one.name, products, given.bf16, got)
+    if row.outcome == Outcome.FAIL and bench.subject.variants.get(one.name) == "nearest":
+        made = exact_products(rounded_to_nearest(products), *given.bf16)
         if not any(bool(made[key].far(got[key]).any()) for key in ("dx", "dw")):
-            return Row("random_gradients", Outcome.VARIANT, 4, detail="as declared: dy rounded to nearest")
+            return Row(one.name, Outcome.VARIANT, 4, detail="as declared: dy rounded to nearest")
     return row
 
 
@@ -203,15 +246,6 @@ def rounded_to_nearest(products: Products) -> Products:
     return products
 
 
-def random_layer(bench: Examination) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random x, w and dy."""
-    tokens, inner, out = (side(bench, wanted) for wanted in (TOKENS, IN, OUT))
-    x = bench.typed(inputs.normal(tokens, inner, bench.seed))
-    w = bench.typed(0.02 * inputs.normal(out, inner, bench.seed + 1))
-    dy = bench.typed(inputs.normal(tokens, out, bench.seed + 9))
-    return x, w, dy
-
-
 def interval_row(
     name: str,
     products: Products,
@@ -219,7 +253,7 @@ def interval_row(
     got: dict[str, Tensor],
     where: str = "",
 ) -> Row:
-    """Compare gain and relative L2 distance from fp64 with the interval of the reference's draws."""
+    """Compare gain and relative L2 distance with the reference's draws: eight standard deviations."""
     plain = plain_products(*given)
     drawn = [exact_products(products, *given, seed=seed) for seed in range(REFERENCE_DRAWS)]
     parts, wrong = [], []
@@ -240,8 +274,11 @@ def interval_row(
     return Row(name, Outcome.FAIL if wrong else Outcome.PASS, 4, len(wrong), detail=detail)
 
 
-def same_weight_codes(bench: Examination) -> Row:
-    """Read W out of y and out of dx by unit vectors: both products use the same codes."""
+# --- other inputs -----
+
+
+def _weights(bench: Examination) -> Layer:
+    """Make a layer whose x and dy are unit vectors, so that y and dx show W."""
     bench.function("product")
     products = products_of(bench)
     w_quant, wt_quant = products.fprop.w, products.dgrad.w
@@ -249,181 +286,106 @@ def same_weight_codes(bench: Examination) -> Row:
     if turned or w_quant is None or w_quant != wt_quant or w_quant.tile[0] == 1 or w_quant.draws:
         raise NotApplicableError("the recipe casts W for each product by itself")
     size = side(bench, 128)
-    w = bench.typed(0.02 * inputs.normal(size, size, bench.seed + 4))
     unit = bench.typed(torch.eye(size))
-    got = call(bench, unit, w, unit)
+    return Layer(unit, bench.typed(0.02 * inputs.normal(size, size, bench.seed + 4)), unit)
+
+
+def _same_codes(bench: Examination, one: Property) -> Row:
+    """Compare W as y and as dx show it, up to one rounding to bf16 in either."""
+    got = call(bench, *one.inputs(bench))
     forward, backward = got["y"].t().double(), got["dx"].double()
     # Each reads one value; the two may round it to bf16 after another order of the scales.
     differ = (forward - backward).abs() > 2.0**-7 * forward.abs()
     detail = "W differs in the two products" if differ.any() else ""
     outcome = Outcome.FAIL if differ.any() else Outcome.PASS
-    return Row("same_weight_codes", outcome, differ.numel(), int(differ.sum()), detail=detail)
+    return Row(one.name, outcome, differ.numel(), int(differ.sum()), detail=detail)
 
 
-def product_strides(bench: Examination) -> Row:
-    """Hand in transposed and expanded tensors: the result of their contiguous copies."""
-    bench.function("product")
+def _views(bench: Examination) -> dict[str, Layer]:
     given = layer(bench)
-    views = Layer(given.x.t().contiguous().t(), given.w.t().contiguous().t(), given.dy.t().contiguous().t())
-    got = call(bench, views.x, views.w, views.dy)
-    exact = exact_products(products_of(bench), *_bf16(given))
-    rows = [judged("product_strides", got[key], exact[key], f"{key}: ") for key in NAMES]
-    products = products_of(bench)
-    if not any(quant.draws for quant, _ in gradient_slots(products)):
+    made = {"transposed views, ": Layer(*(z.t().contiguous().t() for z in given))}
+    if not any(quant.draws for quant, _ in gradient_slots(products_of(bench))):
         ones = bench.typed(torch.ones(())).expand(given.dy.shape)
-        got = call(bench, given.x, given.w, ones)
-        exact = exact_products(products, given.x.bfloat16(), given.w.bfloat16(), ones.bfloat16().contiguous())
-        rows += [judged("product_strides", got[key], exact[key], f"{key} of dy.expand: ") for key in NAMES]
-    return worst("product_strides", rows)
+        made["dy.expand, "] = given._replace(dy=ones)
+    return made
 
 
-def small_products(bench: Examination) -> Row:
-    """Multiply tensors of 1e-20 and of 1e10: nothing underflows or overflows on the way."""
-    bench.function("product")
-    rows = []
-    for size in (1e-20, 1e10):
-        given = layer(bench, size)
-        if size < 1:  # dw is of size 1e-40, below what bf16 keeps in full, if both are small
-            given = Layer(given.x, given.w, layer(bench).dy)
-        else:
-            given = Layer(given.x, given.w, layer(bench).dy)
-        got = call(bench, given.x, given.w, given.dy)
-        exact = exact_products(products_of(bench), *_bf16(given))
-        rows += [judged("small_products", got[key], exact[key], f"{key} at {size:g}: ") for key in NAMES]
-    return worst("small_products", rows)
+def _magnitudes(bench: Examination) -> dict[str, Layer]:
+    """Make tensors of 1e-20 and of 1e10, each with a dy of ordinary size, of which bf16 keeps dw in full."""
+    dy = layer(bench).dy
+    return {f"at {size:g}, ": layer(bench, size)._replace(dy=dy) for size in (1e-20, 1e10)}
 
 
-def product_repeats(bench: Examination) -> Row:
-    """Multiply the same tensors 20 times, with other tensors between: the same bits."""
-    bench.function("product")
-    given, other = layer(bench), layer(bench, 100.0, 5)
-    first = call(bench, given.x, given.w, given.dy)
-    differ = 0
+def _repeats(bench: Examination, one: Property) -> Row:
+    """Compare 20 products of the same tensors, with other tensors between, exactly."""
+    given, other = one.inputs(bench), layer(bench, 100.0, 5)
+    first, differ = call(bench, *given), 0
     for number in range(20):
         if number % 5 == 0:
-            call(bench, other.x, other.w, other.dy)
-        again = call(bench, given.x, given.w, given.dy)
+            call(bench, *other)
+        again = call(bench, *given)
         differ += sum(int((again[key] != first[key]).sum()) for key in NAMES)
     cases = 20 * sum(first[key].numel() for key in NAMES)
-    return Row("product_repeats", Outcome.FAIL if differ else Outcome.PASS, cases, differ)
+    return Row(one.name, Outcome.FAIL if differ else Outcome.PASS, cases, differ)
 
 
-def summed(bench: Examination, lengths: Sequence[int]) -> Iterator[Summed]:
-    """Yield results whose contractions have these lengths: name, layer, the subject's and the reference's."""
-    bench.function("product")
-    for length in lengths:
-        for key, sizes in (("y", (32, length, 32)), ("dx", (32, 32, length)), ("dw", (length, 32, 32))):
-            given = layer(bench, sizes=sizes)
-            if length in LONG:  # terms of one sign, whose partial sums grow
-                given = Layer(given.x.abs(), given.w.abs(), given.dy.abs())
-            got = call(bench, given.x, given.w, given.dy)
-            yield key, given, got[key], exact_products(products_of(bench), *_bf16(given))[key]
+def _lengths(
+    lengths: Sequence[int], positive: bool = False
+) -> Callable[[Examination], Iterator[tuple[str, Layer]]]:
+    """Return inputs whose contractions have these lengths: the product, and its layer; `positive`: terms of
+    one sign, whose partial sums grow."""
+
+    def made(bench: Examination) -> Iterator[tuple[str, Layer]]:
+        for length in lengths:
+            for key, sizes in (("y", (32, length, 32)), ("dx", (32, 32, length)), ("dw", (length, 32, 32))):
+                given = layer(bench, sizes=sizes)
+                yield key, Layer(*(z.abs() for z in given)) if positive else given
+
+    return made
 
 
-def _of_lengths(bench: Examination, name: str, lengths: Sequence[int]) -> Row:
-    rows = [
-        judged(name, got, exact, f"{key} of {exact.terms:,} terms: ")
-        for key, _, got, exact in summed(bench, lengths)
-    ]
-    return worst(name, rows)
+def _sums(bench: Examination, one: Property) -> Row:
+    """Compare sums of several lengths, as `judged` compares."""
+    rows = []
+    for key, given in one.inputs(bench):
+        exact = exact_products(products_of(bench), *given.bf16)[key]
+        got = call(bench, *given)[key]
+        rows.append(judged(one.name, key, got, exact, f"{exact.terms:,} terms, "))
+    return worst(one.name, rows)
 
 
-def long_sums(bench: Examination) -> Row:
-    """Sum 2,048 terms of one sign: partial sums that are rounded to bf16 differ by more than fp32's order."""
-    return _of_lengths(bench, "long_sums", LONG)
-
-
-def contraction_sizes(bench: Examination) -> Row:
-    """Sum other numbers of terms, most of which leave a part behind whole tiles of 32 to 256."""
-    return _of_lengths(bench, "contraction_sizes", CONTRACTIONS)
-
-
-def worst(name: str, rows: list[Row]) -> Row:
-    """Return one row of several: the first that failed, with the cases and differences of all."""
-    failed = next((row for row in rows if row.outcome == Outcome.FAIL), rows[0])
-    cases, differing = sum(row.cases for row in rows), sum(row.differing for row in rows)
-    return Row(name, failed.outcome, cases, differing, failed.block, failed.fault, failed.detail)
-
-
-PROPERTIES = (
-    Property(
-        "forward_product",
-        "y is the product of the recipe's operands, rounded once.",
-        BOUND,
-        "product",
-        (11, 16),
-        forward_product,
-    ),
-    Property(
-        "input_gradient",
-        "dx is the product of the recipe's operands, rounded once.",
-        BOUND,
-        "product",
-        (25, 29),
-        input_gradient,
-    ),
-    Property(
-        "weight_gradient",
-        "dw is the product of the recipe's operands, rotated alike, rounded once.",
-        BOUND,
-        "product",
-        (1, 24, 29),
-        weight_gradient,
-    ),
-    Property(
-        "random_gradients",
-        "Gain and error of dx and dw against fp64 are those of the recipe.",
-        INTERVAL,
-        "product",
-        (2, 3, 29),
-        random_gradients,
-    ),
-    Property(
-        "same_weight_codes",
-        "y and dx use one quantised W.",
-        "one rounding to bf16 in either",
-        "product",
-        (25,),
-        same_weight_codes,
-    ),
-    Property(
-        "product_strides",
-        "Views that are not contiguous give what their copies give.",
-        BOUND,
-        "product",
-        (30,),
-        product_strides,
-    ),
-    Property(
-        "small_products",
-        "Products of tensors of 1e-20 and of 1e10 are as exact as others.",
-        BOUND,
-        "product",
-        (14, 16),
-        small_products,
-    ),
-    Property(
-        "product_repeats",
-        "The same tensors give the same bits, 20 times.",
-        "exact",
-        "product",
-        (22,),
-        product_repeats,
-    ),
-    Property(
-        "long_sums",
-        "Long sums are accumulated in fp32.",
-        BOUND,
-        "product",
-        (16,),
-        long_sums,
-    ),
-    Property(
-        "contraction_sizes",
-        "Sums of 16 to 2,320 terms are whole, also behind the last tile.",
-        BOUND,
-        "product",
-        (26, 27),
-        contraction_sizes,
-    ),
+PROPERTIES = tuple(
+    Property(name, promise, made, "product", compare)
+    for name, promise, made, compare in (
+        ("forward_product", "y is the product of the recipe's operands, rounded once.", layer, _only("y")),
+        ("input_gradient", "dx is the product of the recipe's operands, rounded once.", layer, _only("dx")),
+        (
+            "weight_gradient",
+            "dw is the product of the recipe's operands, rotated alike, rounded once.",
+            layer,
+            _only("dw"),
+        ),
+        (
+            "random_gradients",
+            "Gain and error of dx and dw against fp64 are those of the recipe.",
+            random_layer,
+            _random_gradients,
+        ),
+        ("same_weight_codes", "y and dx use one quantised W.", _weights, _same_codes),
+        ("product_strides", "Views that are not contiguous give what their copies give.", _views, _all),
+        (
+            "small_products",
+            "Products of tensors of 1e-20 and of 1e10 are as exact as others.",
+            _magnitudes,
+            _all,
+        ),
+        ("product_repeats", "The same tensors give the same bits, 20 times.", layer, _repeats),
+        ("long_sums", "Long sums are accumulated in fp32.", _lengths((2048,), positive=True), _sums),
+        (
+            "contraction_sizes",
+            "Sums of 16 to 2,320 terms are whole, also behind the last tile.",
+            _lengths(CONTRACTIONS),
+            _sums,
+        ),
+    )
 )

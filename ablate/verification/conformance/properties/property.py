@@ -1,7 +1,8 @@
-"""One property: what is promised, by which tolerance, and which faults of the field it detects."""
+"""One property: a promise, what a subject is handed, which of its functions, and the comparison."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ablate.verification.conformance.examination import Examination
 from ablate.verification.conformance.result import Row
@@ -14,10 +15,9 @@ class Property:
     name: str
     promise: str
     """One sentence: what an implementation of the recipe does."""
-    tolerance: str
-    """Allowed differences, with their cause."""
-    needs: str
+    inputs: Callable[[Examination], Any]
+    """Makes what the function is handed. NotApplicableError: there is nothing to try."""
+    function: str
     """Function of the subject that is called: a field of `Subject`."""
-    faults: tuple[int, ...]
-    """Published faults that it detects, by the numbers of `faults.PUBLISHED`."""
-    examine: Callable[[Examination], Row]
+    compare: Callable[[Examination, "Property"], Row]
+    """Calls the function with the inputs and compares; its docstring names the tolerance, with its cause."""

@@ -1,6 +1,7 @@
 """Rotation: orthogonal, along the columns, the same for both operands of a product."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,20 +24,36 @@ def _rotate(bench: Examination, x: Tensor) -> Tensor:
     return y.detach().cpu()
 
 
-def _matrix(bench: Examination) -> Tensor:
-    """Return the rotation of one group as the subject computes it: row i is the rotated unit vector i."""
-    size = bench.rotation.size
-    rows, columns = bench.rows(size), bench.columns(size)
-    unit = torch.zeros(rows, columns)
-    unit[:size, :size] = torch.eye(size)
-    return _rotate(bench, bench.typed(unit))[:size, :size].double()
-
-
-def orthogonal(bench: Examination) -> Row:
-    """Rotate unit vectors: R R^T = I, and each entry is +-1/sqrt(size)."""
+def _units(bench: Examination) -> Tensor:
+    """Make the unit vectors of one group."""
     bench.function("rotate")
     size = bench.rotation.size
-    matrix = _matrix(bench)
+    unit = torch.zeros(bench.rows(size), bench.columns(size))
+    unit[:size, :size] = torch.eye(size)
+    return bench.typed(unit)
+
+
+def _matrix(bench: Examination, unit: Tensor) -> Tensor:
+    """Return the rotation of one group as the subject computes it: row i is the rotated unit vector i."""
+    size = bench.rotation.size
+    return _rotate(bench, unit)[:size, :size].double()
+
+
+def _normal(rows: int, groups: int) -> Callable[[Examination], Tensor]:
+    """Return inputs of normal bf16 numbers with so many rows and groups of columns."""
+
+    def made(bench: Examination) -> Tensor:
+        bench.function("rotate")
+        size = bench.rows(rows), bench.columns(groups * bench.rotation.size)
+        return bench.typed(inputs.normal(*size, bench.seed))
+
+    return made
+
+
+def _orthogonal(bench: Examination, one: Property) -> Row:
+    """Compare R R^T of rotated unit vectors with I: exactly for sizes 4, 16 and 64."""
+    size = bench.rotation.size
+    matrix = _matrix(bench, one.inputs(bench))
     allowed = 0.0 if size in (4, 16, 64) else 2.0**-7  # 1/sqrt(size) is exact, or rounded to bf16
     gram = matrix @ matrix.t()
     error = (gram - torch.eye(size).double()).abs().nan_to_num(math.inf)
@@ -45,15 +62,13 @@ def orthogonal(bench: Examination) -> Row:
         row, column = divmod(int(error.argmax()), size)
         detail = f"R R^T is {float(gram[row, column]):.4g} at ({row}, {column}), not {int(row == column)}"
     outcome = Outcome.FAIL if off.any() else Outcome.PASS
-    return Row("orthogonal", outcome, off.numel(), int(off.sum()), detail=detail)
+    return Row(one.name, outcome, off.numel(), int(off.sum()), detail=detail)
 
 
-def rotation_values(bench: Examination) -> Row:
-    """Rotate random data: sums and differences in fp32, rounded once to the dtype of x."""
-    bench.function("rotate")
-    size = bench.rotation.size
-    signs = _matrix(bench)[:, 0].sign().float()
-    x = bench.typed(inputs.normal(bench.rows(64), bench.columns(8 * size), bench.seed))
+def _values(bench: Examination, one: Property) -> Row:
+    """Compare rotated random data: up to the order of fp32 additions, and one rounding to the dtype of x."""
+    x, size = one.inputs(bench), bench.rotation.size
+    signs = _matrix(bench, _units(bench))[:, 0].sign().float()
     got = _rotate(bench, x)
     groups = x.float().view(-1, size)
     exact = butterflies((groups * signs).double().float()).view(x.shape)
@@ -70,22 +85,25 @@ def rotation_values(bench: Examination) -> Row:
     if not failed and size == len(TE_SIGNS) and bench.rotation.signs == "fixed" and signed != TE_SIGNS:
         detail = "with other signs than Transformer Engine's"
     outcome = Outcome.FAIL if failed else Outcome.PASS
-    return Row("rotation_values", outcome, differ.numel(), int(differ.sum()) + int(wide), detail=detail)
+    return Row(one.name, outcome, differ.numel(), int(differ.sum()) + int(wide), detail=detail)
 
 
-def rotation_axis(bench: Examination) -> Row:
-    """Rotate one non-zero element: only its own row and group of columns change."""
+def _one_element(bench: Examination) -> Tensor:
     bench.function("rotate")
     size = bench.rotation.size
-    rows, columns = bench.rows(2 * size), bench.columns(4 * size)
-    x = torch.zeros(rows, columns)
+    x = torch.zeros(bench.rows(2 * size), bench.columns(4 * size))
     x[3, size + 2] = 4.0
-    got = _rotate(bench, bench.typed(x))
+    return bench.typed(x)
+
+
+def _axis(bench: Examination, one: Property) -> Row:
+    """Look for changes outside of the own row and group of columns of the one non-zero element."""
+    size, got = bench.rotation.size, _rotate(bench, one.inputs(bench))
     outside = got != 0
     outside[3, size : 2 * size] = False
     detail = f"{int(outside.sum())} elements of other rows or groups changed" if outside.any() else ""
     return Row(
-        "rotation_axis",
+        one.name,
         Outcome.FAIL if outside.any() else Outcome.PASS,
         got.numel(),
         int(outside.sum()),
@@ -93,65 +111,46 @@ def rotation_axis(bench: Examination) -> Row:
     )
 
 
-def rotation_cancels(bench: Examination) -> Row:
-    """Multiply two rotated matrices: the product of the matrices themselves."""
+def _integers(bench: Examination) -> tuple[Tensor, Tensor]:
     bench.function("rotate")
-    size = bench.rotation.size
-    rows, columns = bench.rows(16), bench.columns(4 * size)
-    generator = torch.Generator().manual_seed(bench.seed)
-    a, b = (torch.randint(-3, 4, (rows, columns), generator=generator).float() for _ in range(2))
-    turned = [_rotate(bench, bench.typed(z)).double() for z in (a, b)]
+    size, generator = (bench.rows(16), bench.columns(4 * bench.rotation.size)), torch.Generator()
+    generator.manual_seed(bench.seed)
+    a, b = (torch.randint(-3, 4, size, generator=generator).float() for _ in range(2))
+    return bench.typed(a), bench.typed(b)
+
+
+def _cancels(bench: Examination, one: Property) -> Row:
+    """Compare the product of two rotated matrices of small integers with that of the matrices: exactly."""
+    (a, b), size = one.inputs(bench), bench.rotation.size
+    turned = [_rotate(bench, z).double() for z in (a, b)]
     # Small integers: every sum of 16 of them, over 4, is exact in bf16; sizes with an inexact root round.
-    allowed = 1e-12 if size in (4, 16) else 2.0**-7 * (a.abs() @ b.abs().t()).max()
+    allowed = 1e-12 if size in (4, 16) else 2.0**-7 * (a.float().abs() @ b.float().abs().t()).max()
     off = (turned[0] @ turned[1].t() - a.double() @ b.double().t()).abs() > allowed
-    return Row("rotation_cancels", Outcome.FAIL if off.any() else Outcome.PASS, off.numel(), int(off.sum()))
+    return Row(one.name, Outcome.FAIL if off.any() else Outcome.PASS, off.numel(), int(off.sum()))
 
 
-def rotation_large(bench: Examination) -> Row:
-    """Rotate a large tensor whole, and in parts of 64 rows."""
-    bench.function("rotate")
-    rows, columns = bench.rows(8195), bench.columns(bench.rotation.size)
-    x = bench.typed(inputs.normal(rows, columns, bench.seed))
-    step = bench.rows(64)
-    parts = torch.cat([_rotate(bench, part.clone()) for part in x.split(step)])
+def _in_parts(bench: Examination, one: Property) -> Row:
+    """Compare a large tensor rotated whole with it in parts of 64 rows, exactly."""
+    x = one.inputs(bench)
+    parts = torch.cat([_rotate(bench, part.clone()) for part in x.split(bench.rows(64))])
     wrong = _rotate(bench, x) != parts
     outcome = Outcome.FAIL if wrong.any() else Outcome.PASS
-    detail = f"rows {number_ranges(wrong.any(1))} of {rows}" if wrong.any() else ""
-    return Row("rotation_large", outcome, parts.numel(), int(wrong.sum()), detail=detail)
+    detail = f"rows {number_ranges(wrong.any(1))} of {len(x)}" if wrong.any() else ""
+    return Row(one.name, outcome, parts.numel(), int(wrong.sum()), detail=detail)
 
 
-PROPERTIES = (
-    Property("orthogonal", "R R^T = I.", "exact for sizes 4, 16 and 64", "rotate", (24,), orthogonal),
-    Property(
-        "rotation_values",
-        "Rotated values are summed in fp32 and rounded once to the dtype of x.",
-        "the order of additions, and one rounding",
-        "rotate",
-        (24,),
-        rotation_values,
-    ),
-    Property(
-        "rotation_axis",
-        "Groups of columns are rotated, within their row.",
-        "exact",
-        "rotate",
-        (24,),
-        rotation_axis,
-    ),
-    Property(
-        "rotation_cancels",
-        "(a R)(b R)^T = a b^T.",
-        "exact on small integers",
-        "rotate",
-        (24,),
-        rotation_cancels,
-    ),
-    Property(
-        "rotation_large",
-        "A large tensor is rotated as its parts are.",
-        "exact",
-        "rotate",
-        (24, 26),
-        rotation_large,
-    ),
+PROPERTIES = tuple(
+    Property(name, promise, made, "rotate", compare)
+    for name, promise, made, compare in (
+        ("orthogonal", "R R^T = I.", _units, _orthogonal),
+        (
+            "rotation_values",
+            "Rotated values are summed in fp32 and rounded once to the dtype of x.",
+            _normal(64, 8),
+            _values,
+        ),
+        ("rotation_axis", "Groups of columns are rotated, within their row.", _one_element, _axis),
+        ("rotation_cancels", "(a R)(b R)^T = a b^T.", _integers, _cancels),
+        ("rotation_large", "A large tensor is rotated as its parts are.", _normal(8195, 1), _in_parts),
+    )
 )

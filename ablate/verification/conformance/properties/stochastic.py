@@ -6,7 +6,7 @@ right implementation leaves once in 1.7 million cases. The recipe's 8 random bit
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +36,6 @@ class Draws:
     """Position of each element between its neighbours, [rows, columns]; 0 for the blocks' largest element."""
     drawn: tuple[Tensor, ...]
     """For each call, (value - lower neighbour) / step; 0 or 1 if the draw is adjacent."""
-    x: Tensor
-    values: tuple[Tensor, ...]
 
 
 def _nearest_of(quant: Quant) -> Quant:
@@ -97,16 +95,29 @@ def draws(bench: Examination) -> Draws:
         x[:, :: quant.tile[1]] = top
         x = bench.typed(x * (amax / top))
         below, step, position = grid(bench, x)
-        values = tuple(_values(bench, x, seed) for seed in range(CALLS))
-        drawn = tuple((value.double() - below) / step for value in values)
-        bench.cache["draws"] = Draws(position, drawn, x, values)
+        drawn = tuple((_values(bench, x, seed).double() - below) / step for seed in range(CALLS))
+        bench.cache["draws"] = Draws(position, drawn)
     made: Draws = bench.cache["draws"]
     return made
 
 
-def adjacent_draws(bench: Examination) -> Row:
-    """Compare every draw with the two neighbours of its element."""
-    x = bench.typed(inputs.normal(bench.rows(64), bench.columns(128, bench.stochastic), bench.seed))
+# --- comparisons -----
+
+
+def _normal(rows: int, columns: int, seed: int = 0) -> Callable[[Examination], Tensor]:
+    """Return inputs of one tensor of normal bf16 numbers of about this size."""
+
+    def made(bench: Examination) -> Tensor:
+        bench.function("cast_stochastic")
+        size = bench.rows(rows), bench.columns(columns, bench.stochastic)
+        return bench.typed(inputs.normal(*size, bench.seed + seed))
+
+    return made
+
+
+def _adjacent(bench: Examination, one: Property) -> Row:
+    """Compare every draw with the two neighbours of its element, up to the roundings of dequantisation."""
+    x = one.inputs(bench)
     below, step, position = grid(bench, x)
     differ = cases = 0
     block = None
@@ -123,68 +134,83 @@ def adjacent_draws(bench: Examination) -> Row:
             text = f"neighbours {lower:.6g} and {upper:.6g}"
             place = f"row {row}, column {column}"
             block = Block(place, (float(x[row, column]),), (lower, upper), drawn, text)
-    return Row("adjacent_draws", Outcome.FAIL if differ else Outcome.PASS, cases, differ, block)
+    return Row(one.name, Outcome.FAIL if differ else Outcome.PASS, cases, differ, block)
 
 
-def exact_values_kept(bench: Examination) -> Row:
-    """Cast values that are on the grid: every draw keeps them."""
+def _on_grid(bench: Examination) -> Tensor:
     quant = bench.stochastic
     amax = inputs.exact_amax([(quant, None)])
     if amax is None:
         raise NotApplicableError("the recipe's headroom leaves no tensor of bf16 numbers on the grid")
-    x = inputs.permuted_tiles(bench.rows(64), bench.columns(128, quant), bench.seed, amax)
-    x = bench.typed(x)
+    size = bench.rows(64), bench.columns(128, quant)
+    return bench.typed(inputs.permuted_tiles(*size, bench.seed, amax))
+
+
+def _kept(bench: Examination, one: Property) -> Row:
+    """Compare draws of values on the grid with the values, up to the roundings of dequantisation."""
+    x = one.inputs(bench)
     differ = sum(int(far(_values(bench, x, seed), x.float()).sum()) for seed in range(CALLS))
-    return Row("exact_values_kept", Outcome.FAIL if differ else Outcome.PASS, CALLS * x.numel(), differ)
+    return Row(one.name, Outcome.FAIL if differ else Outcome.PASS, CALLS * x.numel(), differ)
 
 
-def _by_position(made: Draws) -> Iterator[tuple[float, Tensor]]:
-    """Yield each of `POSITIONS` that has draws, with them: 1 for those that rounded up."""
-    for position in POSITIONS:
-        hit = (made.position - position).abs() < 1e-6
-        if hit.any():
-            yield position, torch.cat([drawn[hit] for drawn in made.drawn])
+def _moment(
+    of: Callable[[Tensor, float], Tensor], expected: Callable[[float], float], allowed: Callable[..., float]
+) -> Callable[[Examination, Property], Row]:
+    """Return the comparison of a moment of draws at each position: five standard deviations of the counts,
+    and 2^-8 for the random bits.
+
+    Args:
+        of: Draws, 1 for those that round up, and their position, to the numbers whose mean is the moment.
+        expected: Moment of a position.
+        allowed: Largest difference, of the position, the number of draws and the random bits.
+    """
+
+    def compare(bench: Examination, one: Property) -> Row:
+        made, off, texts, cases = one.inputs(bench), False, [], 0
+        for position in POSITIONS:
+            hit = (made.position - position).abs() < 1e-6
+            if not hit.any():
+                continue
+            ups = torch.cat([drawn[hit] for drawn in made.drawn])
+            cases += len(ups)
+            got, right = float(of(ups, position).mean()), expected(position)
+            reach = allowed(position, len(ups), bench.stochastic.bits)
+            off |= not abs(got - right) <= reach
+            texts.append(f"{got:.4f} at {position:g} of a step, not {right:.4f} +- {reach:.4f}")
+        outcome = Outcome.FAIL if off else Outcome.PASS
+        return Row(one.name, outcome, cases, int(off), detail="; ".join(texts) if off else "")
+
+    return compare
 
 
-def mean_of_draws(bench: Examination) -> Row:
-    """Compare the share of draws that round up with the element's position between its neighbours."""
-    worst, text, cases = 0.0, "", 0
-    for position, ups in _by_position(draws(bench)):
-        cases += len(ups)
-        allowed = 2.0**-bench.stochastic.bits + SIGMAS * math.sqrt(position * (1 - position) / len(ups))
-        off = abs(float(ups.mean()) - position) / allowed
-        if off > worst or math.isnan(off):
-            worst = math.inf if math.isnan(off) else off
-            text = f"at {position:g} of a step, {float(ups.mean()):.4f} of a step on average"
-            text += f"; allowed {position:g} +- {allowed:.4f}"
-    outcome = Outcome.FAIL if worst > 1 else Outcome.PASS
-    return Row("mean_of_draws", outcome, cases, int(worst > 1), detail=text if worst > 1 else "")
+_mean = _moment(
+    lambda ups, position: ups,
+    lambda position: position,
+    lambda position, count, bits: 2.0**-bits + SIGMAS * math.sqrt(position * (1 - position) / count),
+)
 
 
-def variance_of_draws(bench: Examination) -> Row:
-    """Compare the variance of draws with f (1 - f) step^2."""
-    worst, text, cases = 0.0, "", 0
-    for position, ups in _by_position(draws(bench)):
-        cases += len(ups)
-        square = float((ups - position).square().mean())
-        expected = position * (1 - position)
-        spread = abs(1 - 2 * position) * math.sqrt(expected / len(ups))
-        # At 1/2 every draw has the same square, so only the values' own rounding is left.
-        allowed = SIGMAS * spread + abs(1 - 2 * position) * 2.0**-bench.stochastic.bits + 1e-2 * expected
-        if not abs(square - expected) <= worst * allowed:
-            worst = abs(square - expected) / allowed
-            text = f"at {position:g} of a step, variance {square:.4f} step^2, not {expected:.4f}"
-    outcome = Outcome.PASS if worst <= 1 else Outcome.FAIL
-    return Row("variance_of_draws", outcome, cases, int(worst > 1), detail=text if worst > 1 else "")
+def _variance_reach(position: float, count: int, bits: int) -> float:
+    """Return the largest difference of a variance; at 1/2 every draw has the same square, so that only the
+    values' own rounding is left."""
+    variance, skew = position * (1 - position), abs(1 - 2 * position)
+    return SIGMAS * skew * math.sqrt(variance / count) + skew * 2.0**-bits + 1e-2 * variance
 
 
-def bias_of_draws(bench: Examination) -> Row:
-    """Measure the mean error in steps, and the gain of normal numbers, with their intervals: reported."""
-    made = draws(bench)
+_variance = _moment(
+    lambda ups, position: (ups - position).square(),
+    lambda position: position * (1 - position),
+    _variance_reach,
+)
+
+
+def _bias(bench: Examination, one: Property) -> Row:
+    """Report the mean error in steps, and the gain of normal numbers, with their 95 % intervals."""
+    made: Draws = one.inputs(bench)
     inner = made.position > 0
     error = torch.cat([(drawn - made.position)[inner] for drawn in made.drawn])
     half = SIGMAS / 2.5 * float(error.std()) / math.sqrt(len(error))
-    x = bench.typed(inputs.normal(bench.rows(128), bench.columns(256, bench.stochastic), bench.seed + 3))
+    x = _normal(128, 256, 3)(bench)
     gains = []
     for seed in range(CALLS):
         values = _values(bench, x, seed).double()
@@ -192,14 +218,12 @@ def bias_of_draws(bench: Examination) -> Row:
     mean = sum(gains) / CALLS
     spread = 2 * math.sqrt(sum((gain - mean) ** 2 for gain in gains) / (CALLS - 1) / CALLS)
     detail = f"mean error {float(error.mean()):+.4f} +- {half:.4f} step; gain of normal data"
-    return Row("bias_of_draws", Outcome.REPORT, len(error), 0, detail=f"{detail} {mean:.4f} +- {spread:.4f}")
+    return Row(one.name, Outcome.REPORT, len(error), 0, detail=f"{detail} {mean:.4f} +- {spread:.4f}")
 
 
-def seeds(bench: Examination) -> Row:
-    """Draw twice with each seed: equal seeds give equal draws, other seeds others, seed 0 included."""
-    bench.function("cast_stochastic")
-    quant = bench.stochastic
-    x = bench.typed(inputs.normal(bench.rows(32), bench.columns(128, quant), bench.seed))
+def _seeds(bench: Examination, one: Property) -> Row:
+    """Compare draws of equal and of other seeds, seed 0 included, exactly."""
+    x = one.inputs(bench)
     drawn = {seed: _values(bench, x, seed) for seed in (0, 1, 2, 12345)}
     same = [(a, b) for a in drawn for b in drawn if a < b and torch.equal(drawn[a], drawn[b])]
     changed = [seed for seed in drawn if not torch.equal(_values(bench, x, seed), drawn[seed])]
@@ -208,14 +232,14 @@ def seeds(bench: Examination) -> Row:
     elif changed and bench.subject.seeded:
         detail = f"seed {changed[0]} gives other draws the second time"
     else:
-        return Row("seeds", Outcome.PASS, len(drawn))
+        return Row(one.name, Outcome.PASS, len(drawn))
     pairs = len(drawn) * (len(drawn) - 1) // 2
-    return Row("seeds", Outcome.FAIL, pairs + len(drawn), len(same) + len(changed), detail=detail)
+    return Row(one.name, Outcome.FAIL, pairs + len(drawn), len(same) + len(changed), detail=detail)
 
 
-def independent_draws(bench: Examination) -> Row:
-    """Correlate the draws of neighbouring elements, rows, blocks, halves and seeds."""
-    made = draws(bench)
+def _independent(bench: Examination, one: Property) -> Row:
+    """Correlate draws of neighbours, rows, blocks, halves and seeds: five standard deviations."""
+    made: Draws = one.inputs(bench)
     inner = made.position > 0
     residual = [torch.where(inner, drawn - made.position, 0.0) for drawn in made.drawn]
     rows, columns = made.position.shape
@@ -248,7 +272,7 @@ def independent_draws(bench: Examination) -> Row:
         if size > worst:
             worst, text = size, f"draws of {what} correlate: {ratio:.3f}"
     outcome = Outcome.FAIL if text else Outcome.PASS
-    return Row("independent_draws", outcome, cases, int(bool(text)), detail=text)
+    return Row(one.name, outcome, cases, int(bool(text)), detail=text)
 
 
 def _correlation(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, int]:
@@ -261,11 +285,9 @@ def _correlation(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, int]:
     return float((one * other).sum()) / power if power else 0.0, int(both.sum())
 
 
-def calls_differ(bench: Examination) -> Row:
-    """Draw for two tensors of equal content in one call, one above the other: shards differ."""
-    bench.function("cast_stochastic")
-    quant = bench.stochastic
-    half = bench.typed(inputs.normal(bench.rows(64), bench.columns(256, quant), bench.seed))
+def _halves(bench: Examination, one: Property) -> Row:
+    """Compare the draws of two equal tensors in one call, one above the other: five standard deviations."""
+    half = one.inputs(bench)
     values = _values(bench, torch.cat((half, half)), 5)
     _, _, position = grid(bench, half)
     inner = position > 0
@@ -276,69 +298,30 @@ def calls_differ(bench: Examination) -> Row:
     differ = share > limit
     detail = f"{100 * share:.1f} % of draws agree, not {100 * expected:.1f} %" if differ else ""
     return Row(
-        "calls_differ", Outcome.FAIL if differ else Outcome.PASS, int(inner.sum()), int(differ), detail=detail
+        one.name, Outcome.FAIL if differ else Outcome.PASS, int(inner.sum()), int(differ), detail=detail
     )
 
 
-_COUNTS = "five standard deviations of the counts, and 2^-8 for the random bits"
-PROPERTIES = (
-    Property(
-        "adjacent_draws",
-        "Each draw is one of the two neighbours of its element.",
-        "roundings of dequantisation",
-        "cast_stochastic",
-        (2, 3),
-        adjacent_draws,
-    ),
-    Property(
-        "exact_values_kept",
-        "Values on the grid are kept by every draw.",
-        "roundings of dequantisation",
-        "cast_stochastic",
-        (2, 3),
-        exact_values_kept,
-    ),
-    Property(
-        "mean_of_draws",
-        "The share of draws that round up is the position in the step.",
-        _COUNTS,
-        "cast_stochastic",
-        (3, 6),
-        mean_of_draws,
-    ),
-    Property(
-        "variance_of_draws",
-        "The variance of draws is f (1 - f) step^2.",
-        _COUNTS,
-        "cast_stochastic",
-        (2,),
-        variance_of_draws,
-    ),
-    Property(
-        "bias_of_draws",
-        "The mean error in steps, and the gain of normal data.",
-        "reported with its 95 % interval",
-        "cast_stochastic",
-        (5, 6),
-        bias_of_draws,
-    ),
-    Property(
-        "seeds", "Equal seeds give equal draws, other seeds others.", "exact", "cast_stochastic", (4,), seeds
-    ),
-    Property(
-        "independent_draws",
-        "Draws of elements, rows, blocks and seeds do not correlate.",
-        "five standard deviations",
-        "cast_stochastic",
-        (4,),
-        independent_draws,
-    ),
-    Property(
-        "calls_differ",
-        "Two equal halves of a tensor get other draws.",
-        "five standard deviations",
-        "cast_stochastic",
-        (4,),
-        calls_differ,
-    ),
+PROPERTIES = tuple(
+    Property(name, promise, made, "cast_stochastic", compare)
+    for name, promise, made, compare in (
+        (
+            "adjacent_draws",
+            "Each draw is one of the two neighbours of its element.",
+            _normal(64, 128),
+            _adjacent,
+        ),
+        ("exact_values_kept", "Values on the grid are kept by every draw.", _on_grid, _kept),
+        ("mean_of_draws", "The share of draws that round up is the position in the step.", draws, _mean),
+        ("variance_of_draws", "The variance of draws is f (1 - f) step^2.", draws, _variance),
+        ("bias_of_draws", "The mean error in steps, and the gain of normal data.", draws, _bias),
+        ("seeds", "Equal seeds give equal draws, other seeds others.", _normal(32, 128), _seeds),
+        (
+            "independent_draws",
+            "Draws of elements, rows, blocks and seeds do not correlate.",
+            draws,
+            _independent,
+        ),
+        ("calls_differ", "Two equal halves of a tensor get other draws.", _normal(64, 256), _halves),
+    )
 )

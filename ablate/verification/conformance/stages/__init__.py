@@ -1,1 +1,1 @@
-"""Stages of a cast and of a product, each measured given what the subject's stage before gave."""
+"""First wrong stage of a cast or a product, measured given what the subject's stage before gave."""

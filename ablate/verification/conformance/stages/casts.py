@@ -1,219 +1,152 @@
-"""Stage of a cast that is wrong, measured: each stage is judged given what the subject's stage before gave.
+"""First wrong stage of a cast: the one whose input is right, and whose result is not.
 
-A cast is four functions in a row: amax of the tensor, block scales, codes, values. Compared with the recipe's
-result, one wrong stage makes all later ones differ. So each is computed from the subject's own input to it:
-the block scales from its own second level, the codes from its own scales, the values from its own codes. What
-still differs is the fault of that stage alone, and faults of several stages are found one by one.
+A cast is four functions in a row: amax of the tensor, block scales, codes, values. One wrong stage makes all
+later ones differ from the recipe's. So stages are compared in their order: as long as none differs, the
+subject's own stage before is the recipe's, and the first that differs is where the fault is. It is described
+by numbers alone:
 
-What the stage computes instead is read from its inputs and outputs: a constant factor, a range in which it is
-wrong, another place, elements that an amax leaves out. No list of faults is needed:
+    block scale: 41 % of 1,024 wrong, 1.5 times the recipe's, such as 1.5, not 1, ...
 
-    scaled elements of magnitude 256 to 448 become 448        # a table, or a wrong limit
-    amax of the tensor leaves out elements from 8,192 on      # a reduction that stops early
-
-The casts of a recipe with micro-exponents, or with a second level in groups, are not taken apart.
+A subject that returns values alone has one stage.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ablate.numerics.formats import ELEMENTS
 from ablate.verification.conformance.examination import Pair
-from ablate.verification.conformance.numbers import FP32_ROUNDINGS, TOLERANCES, far, over_elements
-from ablate.verification.conformance.stages.codes import codes, of_scales
-from ablate.verification.conformance.stages.parts import Parts, apart
-from ablate.verification.conformance.stages.places import FEW, NEAR, left_out, times, wrong_places
-from ablate.verification.conformance.stages.scales import choice, scales
+from ablate.verification.conformance.numbers import far, over_elements
+from ablate.verification.conformance.result import Wrong
+from ablate.verification.conformance.stages.places import NEAR, moved, ratio_text, share_text, unequal
+
+_MANY = 8
+"""Wrong numbers that have to be of one kind for it to be said."""
 
 
-def wrong_stages(pairs: Sequence[Pair]) -> str:
-    """Return what is wrong in the stages of some casts of one quantiser, joined; '' if nothing was found.
+@dataclass(frozen=True)
+class Compared:
+    """One stage of one cast: numbers of the subject and of the recipe."""
 
-    Args:
-        pairs: Casts of one quantiser, at least one, that differ from the recipe, and perhaps others.
-    """
-    quant = pairs[0].quant
-    if quant.scale is None or quant.scale.micro_exponents or quant.draws or quant.range.prescale != 1:
-        return ""
-    if quant.outer is not None and quant.outer.granularity not in ("tensor", "row"):
-        return ""
+    got: Tensor
+    """[rows, columns], [rows, blocks], or [1, 1] of an amax."""
+    right: Tensor
+    input: Tensor
+    """Input element of each; of a block scale or an amax, the element of the largest magnitude."""
+    wrong: Tensor
+    """bool, of the same shape."""
+    partial: Tensor
+    """bool: numbers of blocks that are cut short."""
+    where: str
+    """Tensor in words."""
+
+
+def first_wrong_stage(pairs: Sequence[Pair]) -> tuple[str, tuple[Wrong, ...]]:
+    """Return the first wrong stage of some casts of one quantiser in words, and its wrong numbers; ('', ())
+    if no stage differs."""
     finite = [pair for pair in pairs if bool(pair.x.isfinite().all()) and pair.x.numel()]
-    made = [taken for pair in finite if (taken := apart(pair)) is not None]
-    if not made:
-        return ""
-    texts, total = list[str](), sum(pair.difference.count for pair in pairs)
-    for stage in (_amax, choice, scales, codes, _values):
-        # A second fault has to show in more than the roundings that the first one moved.
-        least = int(max(FEW, 0.02 * total)) if any(texts) else FEW
-        texts.append(stage(made, least))
-    return "; ".join(dict.fromkeys(filter(None, texts)))
+    for name, stage in STAGES.items():
+        compared = [one for pair in finite if (one := stage(pair)) is not None]
+        if any(one.wrong.any() for one in compared):
+            return f"{name}: {_described(name, compared)}", tuple(_wrong_numbers(compared))
+    return "", ()
 
 
-# --- the amax of the tensor -----
+# --- stages -----
 
 
-def _amax(made: Sequence[Parts], least: int) -> str:
-    """Return what is wrong with the second level."""
-    pairs = list[tuple[float, float, Parts]]()
-    for one in made:
-        used, wanted = one.amax, one.pair.expected.amax
-        if used is None or wanted is None or used.ndim or wanted.ndim:
-            continue
-        if 0 < float(wanted) < float("inf"):
-            pairs.append((float(used), float(wanted), one))
-    wrong = [(own, right, one) for own, right, one in pairs if abs(own / right - 1) > NEAR]
-    if not wrong:
-        return ""
-    text = _amax_rule(pairs, wrong)
-    return f"{text} (returned; the block scales are made with the right one)" if wrong[0][2].other else text
+def _amax(pair: Pair) -> Compared | None:
+    """Compare the amax that the returned factor of the second level shows, or else that of the values."""
+    got, expected = pair.got, pair.expected
+    if expected.amax is None or expected.outer is None or expected.amax.ndim or not expected.amax > 0:
+        return None
+    outer = got.outer
+    if outer is None and got.codes is not None and got.scales is not None and got.values is not None:
+        unit = got.codes * over_elements(got.scales, pair.quant.tile[1], pair.x.shape[1])
+        shown = (unit != 0) & unit.isfinite() & got.values.isfinite()
+        if shown.any() and expected.scales is not None and unequal(got.scales, expected.scales).any():
+            outer = (got.values[shown] / unit[shown]).median()
+    if outer is None or not bool(outer.isfinite().all()) or bool((outer != outer.flatten()[0]).any()):
+        return None
+    ratio = outer.flatten()[:1].view(1, 1).double() / expected.outer.double()
+    right, x = expected.amax.view(1, 1), pair.x.float().flatten()
+    wrong = (ratio - 1).abs() > NEAR
+    largest = x[x.abs().argmax()].view(1, 1)
+    return Compared((ratio * right).float(), right, largest, wrong, torch.zeros_like(wrong), pair.where)
 
 
-def _amax_rule(
-    pairs: Sequence[tuple[float, float, Parts]], wrong: Sequence[tuple[float, float, Parts]]
-) -> str:
-    """Return what the second level is instead, of (used amax, right amax, cast)."""
-    ratios = [own / right for own, right, _ in wrong]
-    product = [own * right / 2688.0**2 for own, right, _ in wrong]
-    if all(abs(one - 1) < 1e-3 for one in product) and max(ratios) / min(ratios) > 1.01:
-        return "second level inverted: 2688/amax in place of amax/2688"
-    if len(wrong) == len(pairs) and len(wrong) > 1 and max(ratios) / min(ratios) - 1 < 1e-5:
-        return f"second-level factor {times(ratios[0])} times what it should be, for every tensor"
-    previous = [one.pair.previous for _, _, one in wrong]
-    stale = sum(
-        z is not None and z.numel() > 0 and abs(float(z.float().abs().max()) / own - 1) < 1e-5
-        for (own, _, _), z in zip(wrong, previous, strict=True)
-    )
-    if stale > 0.7 * len(wrong):  # a property may have called the subject between two compared casts
-        return "amax of the tensor is that of the call before"
-    if text := _limits([(own, right) for own, right, _ in pairs]):
-        return text
-    if all(abs(one - 1) < 0.13 for one in ratios) and (text := _rounded_amax(wrong)):
-        return text
-    if text := left_out([(one.x, own) for own, _, one in wrong], "amax of the tensor"):
-        return text
-    own, right, _ = wrong[0]
-    size = "smaller" if all(one < 1 for one in ratios) else "larger" if min(ratios) > 1 else "other"
-    return f"second level of a {size} amax than the tensor's: {own:.6g}, where it is {right:.6g}"
+def _scale(pair: Pair) -> Compared | None:
+    got, right, wide = pair.got.scales, pair.expected.scales, pair.quant.tile[1]
+    if got is None or right is None:
+        return None
+    rows, columns = pair.x.shape
+    blocks = torch.nn.functional.pad(pair.x.float(), (0, -columns % wide)).view(rows, -1, wide)
+    largest = blocks.gather(2, blocks.abs().argmax(2, keepdim=True))[:, :, 0]
+    return Compared(got, right, largest, unequal(got, right), _cut(pair)[:, ::wide], pair.where)
 
 
-def _limits(pairs: Sequence[tuple[float, float]]) -> str:
-    """Return the limits that the amax is clamped to, of (used, right) pairs."""
-    wrong = [(own, right) for own, right in pairs if abs(own / right - 1) > NEAR]
-    if len(wrong) < 2:
-        return ""
-    owns = [own for own, _ in pairs]
-    if len({right for _, right in wrong}) > 1 and max(owns) < min(owns) * (1 + 1e-5):
-        return f"amax of the tensor is a constant, {wrong[0][0]:.6g} (factor {wrong[0][0] / 2688:.4g})"
-    texts = []
-    for word, sign in (("at least", 1), ("at most", -1)):
-        side = [own for own, right in wrong if sign * (own - right) > 0]
-        if not side:
-            continue
-        limit = side[0]
-        if any(abs(own / limit - 1) > 1e-5 for own in side):
-            return ""
-        kept = [right for own, right in pairs if abs(own / right - 1) <= NEAR]
-        if any(sign * (right - limit) < -1e-5 * limit for right in kept):
-            return ""
-        texts.append(f"{word} {limit:.6g} (factor {limit / 2688:.4g})")
-    return f"amax of the tensor clamped to {' and '.join(texts)}"
+def _code(pair: Pair) -> Compared | None:
+    got, right, scales = pair.got.codes, pair.expected.codes, pair.expected.scales
+    if got is None or right is None:
+        return None
+    wrong = unequal(got, right)
+    if scales is not None:  # under a zero scale every code has the value zero
+        spread = over_elements(scales, pair.quant.tile[1], pair.x.shape[1])
+        wrong &= (spread != 0) & spread.isfinite()
+    return Compared(got, right, pair.x.float(), wrong, _cut(pair), pair.where)
 
 
-def _rounded_amax(wrong: Sequence[tuple[float, float, Parts]]) -> str:
-    """Return the dtype that the second level was rounded to, if amax, S or factor are numbers of it."""
-    for what, change in (
-        ("amax of the tensor", lambda own: own),
-        ("second-level factor amax/2688", lambda own: own / 2688.0),
-        ("S = 2688/amax", lambda own: 2688.0 / own),
-    ):
-        used, right = (torch.tensor([change(one[n]) for one in wrong], dtype=torch.float64) for n in (0, 1))
-        for dtype in (
-            *(torch.float8_e8m0fnu, torch.float8_e5m2, torch.float8_e4m3fn),
-            *(torch.bfloat16, torch.float16),
-        ):
-            if bool(((used / right.float().to(dtype).double() - 1).abs() < 2.0**-21).all()):
-                name = str(dtype).removeprefix("torch.").removeprefix("float8_")
-                return f"{what} rounded to {'a power of two' if 'e8m0' in name else name}"
-        if bool((torch.frexp(used)[0] == 0.5).all()):
-            return f"{what} rounded to a power of two"
-    return ""
+def _value(pair: Pair) -> Compared | None:
+    got, right = pair.got, pair.expected.values
+    if got.values is None or right is None:
+        return None
+    wrong = far(got.values, right, got.dtype)
+    return Compared(got.values, right, pair.x.float(), wrong, _cut(pair), pair.where)
 
 
-# --- values -----
-
-_LEVELS = {
-    2: "the second level inverted",
-    1: "the second level left out",
-    -1: "the second level applied twice",
+STAGES: dict[str, Callable[[Pair], Compared | None]] = {
+    "amax": _amax,
+    "block scale": _scale,
+    "code": _code,
+    "value": _value,
 }
-"""Faults of the values' second level, by the power of 2688/amax that they multiply the values by."""
+"""Stages of a cast in their order."""
 
 
-def _values(made: Sequence[Parts], least: int) -> str:
-    """Return what is wrong with the values, given the subject's codes, scales and second level."""
-    amaxes: list[Tensor | None] = []
-    gots, rights, keys, masks = (list[Tensor]() for _ in range(4))
-    for one in made:
-        got, quant = one.pair.got, one.pair.quant
-        if got.values is None or got.codes is None or got.scales is None:
-            continue
-        spread = over_elements(got.scales, quant.tile[1], one.x.shape[1])
-        if one.amax is None or quant.outer is None:
-            unit = got.codes * spread
-        else:
-            divisor = torch.tensor(ELEMENTS[quant.element].max * quant.outer.bound)
-            unit = got.codes * (spread * one.amax * (1 / divisor))
-        tolerance = TOLERANCES.get(got.dtype, FP32_ROUNDINGS)
-        mask = ~((got.values - unit).abs() <= 2 * tolerance * unit.abs() + 2.0**-126)
-        mask &= ~(got.values.isnan() & unit.isnan())
-        assert one.pair.expected.values is not None
-        mask &= far(got.values, one.pair.expected.values, got.dtype)  # right ones, of codes stored wrongly
-        amaxes.append(one.amax)
-        for values, z in ((gots, got.values), (rights, unit), (keys, spread), (masks, mask)):
-            values.append(z)
-    wrong = torch.cat([mask.flatten() for mask in masks]) if masks else torch.zeros(0)
-    if int(wrong.sum()) < least:
-        return ""
-    what = "values are not code x scale x outer of what is stored"
-    if text := _value_level(amaxes, gots, rights, masks):
-        return f"values are code x scale with {text}" if text in _LEVELS.values() else f"{what}: {text}"
-    where = wrong_places([mask for mask in masks if mask.any()], "values")
-    got, right, s = (torch.cat([z.flatten() for z in zs]) for zs in (gots, rights, keys))
-    ratio = (got / right)[wrong & (right != 0)]
-    if _constant(ratio):
-        return f"{what}, but {times(float(ratio.median()))} times that{of_scales(s, wrong)}{where}"
-    if bool((got[wrong] == 0).all()):
-        return f"{what}, but zero{of_scales(s, wrong)}{where}"
-    off = float((ratio - 1).abs().median()) if len(ratio) else float("inf")
-    if off < 2.0**-6:
-        return f"{what}, but rounded: typically off by {off:.2g} of each{of_scales(s, wrong)}{where}"
-    return f"{what}{of_scales(s, wrong)}{where}"
+def _cut(pair: Pair) -> Tensor:
+    """Return a mask of the elements in blocks that are cut short."""
+    columns = pair.x.shape[1]
+    return (torch.arange(columns) >= columns // pair.quant.tile[1] * pair.quant.tile[1]).expand(pair.x.shape)
 
 
-def _value_level(
-    amaxes: Sequence[Tensor | None],
-    gots: Sequence[Tensor],
-    rights: Sequence[Tensor],
-    masks: Sequence[Tensor],
-) -> str:
-    """Return the fault of `_LEVELS` that the values have, or that each tensor has another factor, or ''."""
-    factors: list[tuple[float, float]] = []
-    for amax, got, right, mask in zip(amaxes, gots, rights, masks, strict=True):
-        if mask.any() and amax is not None and not amax.ndim:
-            ratio = (got / right)[mask & (right != 0)]
-            if not _constant(ratio):
-                return ""
-            factors.append((float(ratio.median()), 2688.0 / float(amax)))
-    if len(factors) < 2 or max(f for f, _ in factors) <= 1.01 * min(f for f, _ in factors):
-        return ""
-    for power, words in _LEVELS.items():
-        if all(abs(factor / level**power - 1) < 0.01 for factor, level in factors):
-            return words
-    return "another factor for each tensor"
+# --- words -----
 
 
-def _constant(ratio: Tensor) -> bool:
-    """Return True if there are ratios, and all are the same but for roundings to bf16."""
-    return len(ratio) > 0 and bool(((ratio / ratio.median() - 1).abs() < 2.0**-7).all())
+def _described(name: str, compared: Sequence[Compared]) -> str:
+    """Return share, factor, kind and an example of the wrong numbers of a stage."""
+    got, right, source, wrong, cut = (
+        torch.cat([getattr(one, key).flatten() for one in compared])
+        for key in ("got", "right", "input", "wrong", "partial")
+    )
+    texts = [share_text(wrong), ratio_text(got[wrong], right[wrong])]
+    if name == "block scale":
+        texts.append(moved([(one.got, one.right) for one in compared if one.wrong.any()]))
+    for kind, mask in (("negative", source < 0), ("in blocks cut short", cut)):
+        if bool(mask[wrong].all()) and not bool(mask.all()) and int(wrong.sum()) >= _MANY:
+            texts.append(f"all {kind} ({100 * int(wrong.sum()) / int(mask.sum()):.3g} % of those)")
+    one = next(each for each in compared if each.wrong.any())
+    row, column = one.wrong.nonzero()[0].tolist()
+    at = "" if name == "amax" else f" at row {row}, {'block' if name == 'block scale' else 'column'} {column}"
+    example = f"such as {float(one.got[row, column]):.6g}, not {float(one.right[row, column]):.6g}, for"
+    example += f" {float(one.input[row, column]):.6g}{at}" + f" of {one.where}" * bool(one.where)
+    return ", ".join(filter(None, [*texts, example]))
+
+
+def _wrong_numbers(compared: Sequence[Compared]) -> list[Wrong]:
+    made = []
+    for one in compared:
+        for row, column in one.wrong.nonzero().tolist():
+            numbers = (float(part[row, column]) for part in (one.input, one.right, one.got))
+            made.append(Wrong(one.where, row, column, *numbers))
+    return made

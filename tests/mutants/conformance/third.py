@@ -1,32 +1,9 @@
-"""Third set of conformance_mutants.py: published faults and controls, to test the kit again.
-
-The set was chosen from public reports and written down before the kit was run on it, without reading the kit
-or what it says of the first two sets. None of its faults is one of theirs.
-"""
+"""Third set of mutants and controls: published faults, none of which is one of the first two sets."""
 
 from dataclasses import replace
 
 import numpy
 import torch
-from conformance_subjects import (
-    ALL,
-    E8M0,
-    GRADIENT,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    ROTATION,
-    SQUARE,
-    Control,
-    Layer,
-    Mutant,
-    layer_data,
-    normal,
-    reference,
-    spread,
-    stepwise,
-    with_zeros,
-)
 from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS
@@ -38,10 +15,37 @@ from ablate.numerics.rounding import nearest, stochastic
 from ablate.numerics.scaling import block_scales, element_scales
 from ablate.numerics.spec import Quant
 from ablate.verification.conformance.subject import Quantised, Subject
+from mutants.conformance.subjects import (
+    ALL,
+    E8M0,
+    GRADIENT,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    ROTATION,
+    SQUARE,
+    Layer,
+    MutantSet,
+    layer_data,
+    normal,
+    reference,
+    spread,
+    stepwise,
+    with_zeros,
+)
 
-# --- casts ----------------------------------------------------------------------------------------
+THIRD = MutantSet()
+mutant, control = THIRD.mutant, THIRD.control
 
 
+def with_nan() -> Tensor:
+    """Return normal numbers of which one is NaN."""
+    x = normal(16, 64)
+    x[3, 20] = torch.nan
+    return x
+
+
+@mutant("NVIDIA/TransformerEngine#3550", "mxfp8", (with_nan(),), hides=(normal(16, 64),))
 def dropped_nan() -> Subject:
     """Reduce the amax of bf16 blocks with a maximum that ignores NaN: the other elements give the scale."""
 
@@ -58,6 +62,7 @@ def dropped_nan() -> Subject:
     return Subject("dropped_nan", cast=cast, columns=32)
 
 
+@mutant("pytorch/ao#4725", "mxfp4", (normal(256, 256, dtype=torch.float32),), hides=(normal(64, 64),))
 def amax_through_bf16() -> Subject:
     """Round a block's fp32 amax to bf16 before its exponent is taken: 1.999 becomes 2."""
 
@@ -68,6 +73,7 @@ def amax_through_bf16() -> Subject:
     return Subject("amax_through_bf16", cast=lambda x: stepwise(x, MXFP4, blocks=blocks), columns=32)
 
 
+@mutant("sgl-project/sglang#40581", "mxfp8", (normal(64, 64),))
 def early_saturation() -> Subject:
     """Encode E4M3 elements of 256 and more, whose exponent field is the last one, as 448."""
 
@@ -78,6 +84,12 @@ def early_saturation() -> Subject:
     return Subject("early_saturation", cast=lambda x: stepwise(x, MXFP8, rounded=rounded), columns=32)
 
 
+@mutant(
+    "flashinfer-ai/flashinfer#3932, local-inference-lab/b12x#388",
+    "nvfp4",
+    (spread(),),
+    hides=(normal(64, 64),),
+)
 def subnormal_scale() -> Subject:
     """Decode stored subnormal scales as normal numbers when elements are divided by them."""
 
@@ -89,6 +101,7 @@ def subnormal_scale() -> Subject:
     return Subject("subnormal_scale", cast=lambda x: stepwise(x, factor=factor))
 
 
+@mutant("AMD-AGI/Primus-Turbo#306", "nvfp4", (normal(128, 256),), hides=(normal(128, 64),))
 def amax_of_first_tile() -> Subject:
     """Take the outer amax of the first 8192 elements only."""
     return Subject(
@@ -97,6 +110,7 @@ def amax_of_first_tile() -> Subject:
     )
 
 
+@mutant("bitsandbytes-foundation/bitsandbytes#1721", "nvfp4", (normal(64, 64),))
 def uncleared_byte() -> Subject:
     """Pack codes in a variable that is not cleared: every second byte keeps the bits of the first."""
 
@@ -110,6 +124,7 @@ def uncleared_byte() -> Subject:
     return Subject("uncleared_byte", cast=cast)
 
 
+@mutant("vllm-project/vllm#50084", "nvfp4", (normal(64, 64),))
 def rows_of_four() -> Subject:
     """Store the scales of every four rows column by column, where row by row is expected."""
 
@@ -123,6 +138,12 @@ def rows_of_four() -> Subject:
     return Subject("rows_of_four", cast=cast, rows=4)
 
 
+@mutant(
+    "modular/modular#6600",
+    "nvfp4",
+    (normal(64, 64), torch.tensor(8.0)),
+    hides=(normal(64, 64), torch.tensor(2688.0)),
+)
 def inverted_outer() -> Subject:
     """Return the given outer factor as a divisor, 2688/amax, which is not inverted again."""
 
@@ -133,9 +154,7 @@ def inverted_outer() -> Subject:
     return Subject("inverted_outer", cast_given=cast_given)
 
 
-# --- rounding and rotation ------------------------------------------------------------------------
-
-
+@mutant("pytorch/helion#685, karpathy/llm.c#597", "nvfp4", (normal(64, 64), 1), hides=(normal(16, 64), 1))
 def repeated_bits() -> Subject:
     """Draw the random bits of 16 rows, and use them for every 16 rows."""
 
@@ -151,11 +170,15 @@ def repeated_bits() -> Subject:
     return Subject("repeated_bits", cast_stochastic=cast_stochastic)
 
 
+@mutant("Nerogar/OneTrainer#994", "nvfp4", (normal(64, 64), 1))
 def overwritten() -> Subject:
     """Round stochastically, and then overwrite the result with that of rounding to nearest."""
     return Subject("overwritten", cast_stochastic=lambda x, seed: reference(x))
 
 
+@mutant(
+    "tile-ai/tilelang-ascend#1513", "nvfp4", (normal(64, 64),), hides=(normal(64, 64, dtype=torch.float32),)
+)
 def rounded_stages() -> Subject:
     """Round the sums and differences of every stage of a rotation to the dtype of the data."""
 
@@ -170,9 +193,7 @@ def rounded_stages() -> Subject:
     return Subject("rounded_stages", rotate=turn)
 
 
-# --- products -------------------------------------------------------------------------------------
-
-
+@mutant("NVIDIA/cutlass#3536", "nvfp4", layer_data(16, 1152), hides=layer_data(16, 1024))
 def dropped_tail() -> Subject:
     """Leave out the last contraction % 256 elements if the number of whole tiles is a multiple of 4."""
 
@@ -186,6 +207,7 @@ def dropped_tail() -> Subject:
     return Subject("dropped_tail", product=Layer(multiply).product)
 
 
+@mutant("ModelCloud/GPTQModel#2980", "nvfp4", layer_data(64, 64))
 def one_rotated() -> Subject:
     """Rotate dy, but not x, in the product that gives dw."""
     layer = Layer()
@@ -199,6 +221,12 @@ def one_rotated() -> Subject:
     return Subject("one_rotated", product=faulty)
 
 
+@mutant(
+    "marin-community/marin#8339",
+    "nvfp4",
+    ALL,
+    hides=(normal(128, 64), ALL[1][:2], normal(128, 64, seed=2), torch.tensor([64, 128], dtype=torch.int32)),
+)
 def past_the_group() -> Subject:
     """Contract dw of an expert over whole tiles of 64 tokens, the last of which holds the next expert's."""
 
@@ -226,6 +254,7 @@ def past_the_group() -> Subject:
     return Subject("past_the_group", grouped=grouped)
 
 
+@mutant("flashinfer-ai/flashinfer#3548", "nvfp4", ALL)
 def scale_left_out() -> Subject:
     """Multiply y of experts by the outer factor of w alone, without that of x."""
     layer = Layer()
@@ -245,9 +274,7 @@ def scale_left_out() -> Subject:
     return Subject("scale_left_out", grouped=grouped)
 
 
-# --- controls -------------------------------------------------------------------------------------
-
-
+@control("mxfp4", normal(64, 64), spread(torch.float32), normal(64, 64, scale=2.0**-126))
 def in_thresholds() -> Subject:
     """Compute MXFP4 by exponents and by counting the thresholds passed; a code a byte."""
     even = torch.tensor([0.75, 1.75, 3.5], dtype=torch.float64)
@@ -268,6 +295,7 @@ def in_thresholds() -> Subject:
     return Subject("in_thresholds", cast=cast, columns=32)
 
 
+@control("nvfp4", normal(64, 64), spread(torch.float32), with_zeros())
 def by_rows() -> Subject:
     """Return the outer factor once a row, codes a byte each, and tensors that are not contiguous."""
 
@@ -286,6 +314,7 @@ def by_rows() -> Subject:
     )
 
 
+@control("nvfp4", normal(16, 16), own_draws=True)
 def in_padded_experts() -> Subject:
     """Draw 16 bits with numpy; pad the tokens of each expert with zeros to a multiple of 16."""
 
@@ -313,185 +342,3 @@ def in_padded_experts() -> Subject:
         return y, dx, dw
 
     return Subject("in_padded_experts", cast_stochastic=cast_stochastic, grouped=grouped)
-
-
-# --- what they are --------------------------------------------------------------------------------
-
-
-def with_nan() -> Tensor:
-    """Return normal numbers of which one is NaN."""
-    x = normal(16, 64)
-    x[3, 20] = torch.nan
-    return x
-
-
-THIRD = {
-    "dropped_nan": Mutant(
-        "NVIDIA/TransformerEngine#3550",
-        "The amax of a bf16 block was reduced with a maximum that ignores NaN, so a block with a NaN among"
-        " finite numbers got a finite E8M0 scale, not code 255.",
-        "NaN ignored by the amax of a block: finite scale for a block that holds a NaN",
-        "mxfp8",
-        dropped_nan,
-        (with_nan(),),
-        "bf16 blocks with a NaN",
-        (normal(16, 64),),
-    ),
-    "amax_through_bf16": Mutant(
-        "pytorch/ao#4725",
-        "The fp32 amax of a block was rounded to bf16 before its exponent was taken, so an amax just below a"
-        " power of two got twice the scale (reported of MXFP8 with the floor rule; here MXFP4).",
-        "block amax rounded to bf16 first: scale twice as large just below a power of two",
-        "mxfp4",
-        amax_through_bf16,
-        (normal(256, 256, dtype=torch.float32),),
-        "fp32 blocks with an amax within 0.2 % below a power of two",
-        (normal(64, 64),),
-    ),
-    "early_saturation": Mutant(
-        "sgl-project/sglang#40581",
-        "The software conversion to E4M3 saturated at the last exponent, from 256 on, not at 448: the largest"
-        " elements of many groups became 448.",
-        "E4M3 elements from 256 to 448 saturate to 448",
-        "mxfp8",
-        early_saturation,
-        (normal(64, 64),),
-        "any data",
-    ),
-    "subnormal_scale": Mutant(
-        "flashinfer-ai/flashinfer#3932, local-inference-lab/b12x#388",
-        "The quantiser decoded subnormal E4M3 block scales by the formula of normal ones, up to 4.5 times too"
-        " large, while tensor cores decode the same byte correctly.",
-        "elements divided by a wrongly decoded subnormal block scale: small blocks come out too small",
-        "nvfp4",
-        subnormal_scale,
-        (spread(),),
-        "blocks with an amax below 3.5e-5 of the tensor's",
-        (normal(64, 64),),
-    ),
-    "amax_of_first_tile": Mutant(
-        "AMD-AGI/Primus-Turbo#306",
-        "A wrong index in a reduction of several rounds gave the amax of the first tile of 8192 elements as"
-        " that of the tensor (reported of FP8; here NVFP4's outer amax).",
-        "outer amax from the first 8192 elements only: larger elements elsewhere saturate",
-        "nvfp4",
-        amax_of_first_tile,
-        (normal(128, 256),),
-        "more than 8192 elements, with the largest beyond the first 8192",
-        (normal(128, 64),),
-    ),
-    "uncleared_byte": Mutant(
-        "bitsandbytes-foundation/bitsandbytes#1721",
-        "The variable in which two codes are packed was not cleared between the bytes of a thread, so later"
-        " bytes kept the bits of earlier ones (reported of blocks of more than 512).",
-        "every second byte of codes is or-ed with the byte before it",
-        "nvfp4",
-        uncleared_byte,
-        (normal(64, 64),),
-        "any data",
-    ),
-    "rows_of_four": Mutant(
-        "vllm-project/vllm#50084",
-        "Block scales of the V cache were written in the swizzle of four tokens that one kernel wants, and"
-        " read in linear order by another.",
-        "scales of every four rows stored transposed (swizzled where a linear layout is read)",
-        "nvfp4",
-        rows_of_four,
-        (normal(64, 64),),
-        "any data",
-    ),
-    "inverted_outer": Mutant(
-        "modular/modular#6600",
-        "Global scales that a checkpoint stores as divisors were used as multipliers without inverting them.",
-        "outer factor inverted (2688/amax in place of amax/2688)",
-        "nvfp4",
-        inverted_outer,
-        (normal(64, 64), torch.tensor(8.0)),
-        "any given amax but 2688",
-        (normal(64, 64), torch.tensor(2688.0)),
-    ),
-    "repeated_bits": Mutant(
-        "pytorch/helion#685, karpathy/llm.c#597",
-        "Random numbers were drawn by the position in a tile, without the tile's own offset, so all tiles got"
-        " the same ones.",
-        "random bits repeat from tile to tile (every 16 rows): rounding errors of rows are correlated",
-        "nvfp4",
-        repeated_bits,
-        (normal(64, 64), 1),
-        "more than 16 rows",
-        (normal(16, 64), 1),
-    ),
-    "overwritten": Mutant(
-        "Nerogar/OneTrainer#994",
-        "A plain copy, rounded to nearest, overwrote the stochastically rounded result (reported of bf16;"
-        " here FP4).",
-        "stochastic rounding has no effect: rounds to nearest, the same for every seed",
-        "nvfp4",
-        overwritten,
-        (normal(64, 64), 1),
-        "any data",
-    ),
-    "rounded_stages": Mutant(
-        "tile-ai/tilelang-ascend#1513",
-        "A Hadamard kernel rounded the sums of every butterfly stage to half precision; a later version keeps"
-        " them in fp32.",
-        "intermediate sums of the rotation rounded to bf16 (not computed in fp32)",
-        "nvfp4",
-        rounded_stages,
-        (normal(64, 64),),
-        "bf16",
-        (normal(64, 64, dtype=torch.float32),),
-    ),
-    "dropped_tail": Mutant(
-        "NVIDIA/cutlass#3536",
-        "A block-scaled product left out the part of the contraction behind its last whole tile of 256 if the"
-        " number of whole tiles is a multiple of its 4 stages (reported of a matrix times a vector).",
-        "last columns of a long contraction left out of the product",
-        "nvfp4",
-        dropped_tail,
-        layer_data(16, 1152),
-        "contractions of 1024 to 1279 or 2048 to 2303, and so on, but not of whole tiles",
-        layer_data(16, 1024),
-    ),
-    "one_rotated": Mutant(
-        "ModelCloud/GPTQModel#2980",
-        "Weights were stored rotated, but inference did not apply the same rotation to the input (here dy and"
-        " x of dw).",
-        "only one operand of dw is rotated",
-        "nvfp4",
-        one_rotated,
-        layer_data(64, 64),
-        "any data",
-    ),
-    "past_the_group": Mutant(
-        "marin-community/marin#8339",
-        "A grouped product for weight gradients read whole tiles of 64 tokens through one view of all groups:"
-        " the last tile of a group held tokens of the next, and only the last expert's gradient was right.",
-        "dw of an expert includes tokens of the next expert",
-        "nvfp4",
-        past_the_group,
-        ALL,
-        "experts whose number of tokens is not a multiple of 64",
-        (normal(128, 64), ALL[1][:2], normal(128, 64, seed=2), torch.tensor([64, 128], dtype=torch.int32)),
-    ),
-    "scale_left_out": Mutant(
-        "flashinfer-ai/flashinfer#3548",
-        "The global scale of the activations never reached the product of the experts, whose output was too"
-        " large by that factor.",
-        "outer factor of x missing in y of experts (output too large by 2688/amax)",
-        "nvfp4",
-        scale_left_out,
-        ALL,
-        "any data with an amax other than 2688",
-    ),
-}
-"""Faulty subjects. `amax_through_bf16`, `amax_of_first_tile`, `overwritten` and `one_rotated` carry over what
-was reported of a neighbouring format or product."""
-THIRD_CONTROLS = {
-    "in_thresholds": Control(
-        "mxfp4", in_thresholds, (normal(64, 64), spread(torch.float32), normal(64, 64, scale=2.0**-126))
-    ),
-    "by_rows": Control("nvfp4", by_rows, (normal(64, 64), spread(torch.float32), with_zeros())),
-    "in_padded_experts": Control("nvfp4", in_padded_experts, (normal(16, 16),), own_draws=True),
-}
-"""Correct subjects, written otherwise."""

@@ -1,31 +1,9 @@
-"""Second set of conformance_mutants.py: other published faults and controls, to test the kit on.
-
-The set was chosen from public reports and written down before the kit was run on it, without looking at the
-kit's properties or at what the kit says of the first set.
-"""
+"""Second set of mutants and controls: other published faults, written down before the kit was run on them."""
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from conformance_subjects import (
-    ALL,
-    E4M3,
-    MXFP4,
-    MXFP8,
-    NVFP4,
-    ROTATION,
-    SQUARE,
-    Control,
-    Layer,
-    Mutant,
-    layer_data,
-    normal,
-    reference,
-    spread,
-    stepwise,
-    with_zeros,
-)
 from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS, SCALES
@@ -38,10 +16,35 @@ from ablate.numerics.scaling import FLT_MAX, block_scales
 from ablate.numerics.spec import Quant
 from ablate.numerics.stored import swizzle, unpack, unswizzle
 from ablate.verification.conformance.subject import Quantised, Subject
+from mutants.conformance.subjects import (
+    ALL,
+    E4M3,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    ROTATION,
+    SQUARE,
+    Layer,
+    MutantSet,
+    layer_data,
+    normal,
+    reference,
+    spread,
+    stepwise,
+    with_zeros,
+)
 
-# --- casts ----------------------------------------------------------------------------------------
+SECOND = MutantSet()
+mutant, control = SECOND.mutant, SECOND.control
 
 
+def halves(factor: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return data of experts: the second half of the rows of w is the first times `factor`."""
+    x, w, dy, offsets = ALL
+    return x, torch.cat((w[:, :32], w[:, :32] * factor), 1), dy, offsets
+
+
+@mutant("ml-explore/mlx#3934", "nvfp4", (normal(64, 64),), hides=(normal(1, 32),))
 def pair_amax() -> Subject:
     """Take the amax of 32 elements, two blocks, for both of their scales; the first two blocks are right."""
 
@@ -54,6 +57,7 @@ def pair_amax() -> Subject:
     return Subject("pair_amax", cast=lambda x: stepwise(x, blocks=blocks))
 
 
+@mutant("FlashML-org/FreeToken#85", "nvfp4", (normal(256, 256),), hides=(normal(1, 16),))
 def scale_through_fp16() -> Subject:
     """Round block scales to fp16 toward zero before E4M3."""
 
@@ -65,6 +69,7 @@ def scale_through_fp16() -> Subject:
     return Subject("scale_through_fp16", cast=lambda x: stepwise(x, blocks=blocks))
 
 
+@mutant("sgl-project/sglang#23625", "nvfp4", (normal(64, 64),))
 def swapped_nibbles() -> Subject:
     """Store the even column of a byte in the high nibble."""
 
@@ -76,6 +81,7 @@ def swapped_nibbles() -> Subject:
     return Subject("swapped_nibbles", cast=cast)
 
 
+@mutant("ROCm/aiter#2900", "nvfp4", (normal(256, 96),), hides=(normal(256, 128),))
 def unpadded_stride() -> Subject:
     """Write the tile rows of swizzled scales at the stride of scales that are not padded to 4 columns."""
 
@@ -92,6 +98,12 @@ def unpadded_stride() -> Subject:
     return Subject("unpadded_stride", cast=cast, swizzled=True)
 
 
+@mutant(
+    "NVIDIA/Model-Optimizer#1633",
+    "nvfp4",
+    (normal(64, 64), torch.tensor(2.0)),
+    hides=(normal(64, 64), torch.tensor(8.0)),
+)
 def nan_above_given_amax() -> Subject:
     """Cast block scales to E4M3 without saturation: above 464, which a given amax allows, they are NaN."""
 
@@ -108,6 +120,7 @@ def nan_above_given_amax() -> Subject:
     return Subject("nan_above_given_amax", cast_given=cast_given)
 
 
+@mutant("vllm-project/vllm#43557", "mxfp4", (normal(64, 64),))
 def exponent_of_quotient() -> Subject:
     """Take E8M0's exponent from amax/6, not from amax and then minus 2."""
 
@@ -119,6 +132,7 @@ def exponent_of_quotient() -> Subject:
     return Subject("exponent_of_quotient", cast=lambda x: stepwise(x, MXFP4, blocks=blocks), columns=32)
 
 
+@mutant("sgl-project/sglang#25519", "mxfp4", (normal(64, 64, scale=256.0),), hides=(normal(64, 64),))
 def nan_for_128() -> Subject:
     """Decode E8M0 by comparing the scale with 128, not the code with 255: 128 is NaN, and NaN is infinite."""
 
@@ -133,6 +147,7 @@ def nan_for_128() -> Subject:
     return Subject("nan_for_128", cast=cast, columns=32)
 
 
+@mutant("tile-ai/tilelang#2704", "mxfp4", (normal(64, 64),))
 def no_subnormals() -> Subject:
     """Decode E2M1 codes with exponent 0 as normal numbers: 0 becomes 0.5, and 0.5 becomes 0.75."""
 
@@ -147,6 +162,7 @@ def no_subnormals() -> Subject:
     return Subject("no_subnormals", cast=cast, columns=32)
 
 
+@mutant("vllm-project/vllm#41015", "mxfp4", (normal(64, 64, scale=1e-6),), hides=(normal(64, 64),))
 def amax_of_at_least() -> Subject:
     """Clamp a block's amax to at least 1e-4 before its scale."""
     return Subject(
@@ -158,6 +174,7 @@ def amax_of_at_least() -> Subject:
     )
 
 
+@mutant("tenstorrent/tt-metal#51971", "mxfp8", (spread().t().contiguous(),), hides=(normal(1, 32),))
 def half_subnormals() -> Subject:
     """Encode E4M3's subnormal elements, below 2^-6, a binade too small."""
 
@@ -167,9 +184,7 @@ def half_subnormals() -> Subject:
     return Subject("half_subnormals", cast=lambda x: stepwise(x, MXFP8, rounded=rounded), columns=32)
 
 
-# --- rounding and rotation ------------------------------------------------------------------------
-
-
+@mutant("ROCm/llvm-project#3275", "nvfp4", (normal(64, 64), 1))
 def lost_carry() -> Subject:
     """Drop the carry from the mantissa into the exponent: what rounds up to 2 or 4 becomes 1 or 2."""
 
@@ -188,6 +203,7 @@ def lost_carry() -> Subject:
     return Subject("lost_carry", cast_stochastic=cast_stochastic)
 
 
+@mutant("Dao-AILab/fast-hadamard-transform#9", "nvfp4", (normal(64, 64),))
 def wrong_table() -> Subject:
     """Rotate with a 16x16 table that has the signs of one 4x4 block reversed."""
 
@@ -202,9 +218,7 @@ def wrong_table() -> Subject:
     return Subject("wrong_table", rotate=turn)
 
 
-# --- products -------------------------------------------------------------------------------------
-
-
+@mutant("ml-explore/mlx#3854", "nvfp4", layer_data(64, 64))
 def overlapping_parts() -> Subject:
     """Read parts of a split contraction in tiles of 32, also where their length is an odd multiple of 16."""
 
@@ -245,6 +259,12 @@ def with_weights(name: str, faulty: Callable[[Tensor, int], Operand]) -> Subject
     return Subject(name, grouped=grouped)
 
 
+@mutant(
+    "vllm-project/vllm#35497",
+    "nvfp4",
+    ALL,
+    hides=(normal(48, 64), normal(4, 128, 64, seed=3, scale=0.1), normal(48, 128, seed=2), ALL[3] // 2),
+)
 def unpadded_experts() -> Subject:
     """Read swizzled scales of experts, padded to 128 rows each, as if each had its rows alone."""
 
@@ -268,6 +288,7 @@ def unpadded_experts() -> Subject:
     return with_weights("unpadded_experts", faulty)
 
 
+@mutant("vllm-project/vllm#54974, NVIDIA/TensorRT-LLM#14199", "nvfp4", halves(0.5), hides=halves(1.0))
 def scale_of_gate() -> Subject:
     """Quantise both halves of the rows of w with their own amax, and multiply both by the first half's."""
 
@@ -280,9 +301,7 @@ def scale_of_gate() -> Subject:
     return with_weights("scale_of_gate", faulty)
 
 
-# --- controls -------------------------------------------------------------------------------------
-
-
+@control("mxfp8", normal(64, 64), spread(torch.float32), normal(64, 64, scale=2.0**-122))
 def in_bit_fields() -> Subject:
     """Compute MXFP8 with integers on the bits of amax, and torch's conversion to E4M3."""
 
@@ -301,6 +320,7 @@ def in_bit_fields() -> Subject:
     return Subject("in_bit_fields", cast=cast, columns=32)
 
 
+@control("nvfp4", normal(64, 64), spread(torch.float32), with_zeros())
 def in_two_passes() -> Subject:
     """Find the amax first and cast with it; cast squares of the transposed matrix."""
 
@@ -323,6 +343,7 @@ def in_two_passes() -> Subject:
     )
 
 
+@control("nvfp4", normal(16, 16), own_draws=True)
 def own_generator() -> Subject:
     """Draw with torch's generator; select the rows of each expert by its number in a list of owners."""
 
@@ -351,183 +372,3 @@ def own_generator() -> Subject:
         return y, dx, dw
 
     return Subject("own_generator", cast_stochastic=cast_stochastic, grouped=grouped)
-
-
-# --- what they are --------------------------------------------------------------------------------
-
-
-def halves(factor: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return data of experts: the second half of the rows of w is the first times `factor`."""
-    x, w, dy, offsets = ALL
-    return x, torch.cat((w[:, :32], w[:, :32] * factor), 1), dy, offsets
-
-
-HELD_OUT = {
-    "pair_amax": Mutant(
-        "ml-explore/mlx#3934",
-        "Blocks were told apart by the thread's number in the grid, not in its group of 32, so from the"
-        " second group on both blocks of 16 took the maximum of 32 values.",
-        "scales from the amax of two neighbouring blocks (32 elements, not 16)",
-        "nvfp4",
-        pair_amax,
-        (normal(64, 64),),
-        "any data with more than 32 elements",
-        (normal(1, 32),),
-    ),
-    "scale_through_fp16": Mutant(
-        "FlashML-org/FreeToken#85",
-        "Triton converted fp32 to E4M3 through fp16 rounded toward zero, so values just above a midpoint were"
-        " rounded down (reported of activations; here block scales).",
-        "block scales rounded twice, through fp16: those just above a midpoint go down",
-        "nvfp4",
-        scale_through_fp16,
-        (normal(256, 256),),
-        "one block scale in a few hundred",
-        (normal(1, 16),),
-    ),
-    "swapped_nibbles": Mutant(
-        "sgl-project/sglang#23625",
-        "A checkpoint had the two FP4 codes of a byte in the other order than the kernel read them.",
-        "order of the two codes in a byte",
-        "nvfp4",
-        swapped_nibbles,
-        (normal(64, 64),),
-        "any data",
-    ),
-    "unpadded_stride": Mutant(
-        "ROCm/aiter#2900",
-        "Scales were written with the row stride of the real number of scale columns, and read with that of"
-        " the padded number, so all row groups but the first were misplaced.",
-        "row stride of swizzled scales ignores the padding of their columns",
-        "nvfp4",
-        unpadded_stride,
-        (normal(256, 96),),
-        "more than 128 rows and columns that are not a multiple of 64",
-        (normal(256, 128),),
-    ),
-    "nan_above_given_amax": Mutant(
-        "NVIDIA/Model-Optimizer#1633",
-        "Block scales were cast from fp32 to E4M3 without a clamp, so blocks above the calibrated amax got"
-        " NaN scales.",
-        "NaN scale for blocks above the given amax (E4M3 cast without saturation)",
-        "nvfp4",
-        nan_above_given_amax,
-        (normal(64, 64), torch.tensor(2.0)),
-        "values above 464/448 of the given amax",
-        (normal(64, 64), torch.tensor(8.0)),
-    ),
-    "exponent_of_quotient": Mutant(
-        "vllm-project/vllm#43557",
-        "The E8M0 scale was the exponent of amax/6, which is one too small for amaxes of 1 to 1.5 times a"
-        " power of two: their blocks saturated.",
-        "block scale one power of two too small in many blocks, whose largest elements saturate",
-        "mxfp4",
-        exponent_of_quotient,
-        (normal(64, 64),),
-        "any data",
-    ),
-    "nan_for_128": Mutant(
-        "sgl-project/sglang#25519",
-        "The decoder of E8M0 compared the decoded scale, not the code, with its NaN mark: scales of 128"
-        " became NaN.",
-        "E8M0 scale 128 decoded as NaN",
-        "mxfp4",
-        nan_for_128,
-        (normal(64, 64, scale=256.0),),
-        "blocks with an amax of 512 to 1023",
-        (normal(64, 64),),
-    ),
-    "no_subnormals": Mutant(
-        "tile-ai/tilelang#2704",
-        "The decoder of E2M1 treated exponent 0 as that of normal numbers: 0 was decoded as 0.5 and 0.5 as"
-        " 0.75.",
-        "E2M1 codes 0 and 1 decoded as 0.5 and 0.75 (zero and subnormal treated as normal)",
-        "mxfp4",
-        no_subnormals,
-        (normal(64, 64),),
-        "any data",
-    ),
-    "amax_of_at_least": Mutant(
-        "vllm-project/vllm#41015",
-        "A kernel clamped the amax of a block to at least 1e-4, far above the format's smallest scale, so"
-        " small inputs lost precision or became zero.",
-        "amax of a block clamped to at least 1e-4: small values become zero",
-        "mxfp4",
-        amax_of_at_least,
-        (normal(64, 64, scale=1e-6),),
-        "blocks with an amax below 6.1e-5",
-        (normal(64, 64),),
-    ),
-    "half_subnormals": Mutant(
-        "tenstorrent/tt-metal#51971",
-        "The encoder of MX elements rounded subnormals at the wrong bit and stored them a binade too small.",
-        "subnormal E4M3 elements half as large as they should be",
-        "mxfp8",
-        half_subnormals,
-        (spread().t().contiguous(),),
-        "elements below 2^-14 or so of their block's amax",
-        (normal(1, 32),),
-    ),
-    "lost_carry": Mutant(
-        "ROCm/llvm-project#3275",
-        "Stochastic rounding added noise to the mantissa and masked it, so a carry into the exponent was lost"
-        " (reported of UE5M3; here E2M1).",
-        "stochastic rounding up to a power of two loses the carry: 2 becomes 1, and 4 becomes 2",
-        "nvfp4",
-        lost_carry,
-        (normal(64, 64), 1),
-        "any data",
-    ),
-    "wrong_table": Mutant(
-        "Dao-AILab/fast-hadamard-transform#9",
-        "The table of the 12x12 Hadamard matrix had wrong signs, so that H H^T was not diagonal (reported of"
-        " size 12; here 16).",
-        "rotation not orthogonal: wrong signs in a block of its matrix",
-        "nvfp4",
-        wrong_table,
-        (normal(64, 64),),
-        "any data",
-    ),
-    "overlapping_parts": Mutant(
-        "ml-explore/mlx#3854",
-        "A split-K product chose parts that are not a multiple of its tile of 32, so tiles read into the next"
-        " part, which was counted twice.",
-        "parts of a split contraction overlap: groups of 16 at their ends counted twice",
-        "nvfp4",
-        overlapping_parts,
-        layer_data(64, 64),
-        "contractions whose parts are an odd multiple of 16 long",
-    ),
-    "unpadded_experts": Mutant(
-        "vllm-project/vllm#35497",
-        "The scales of each expert were padded to 128 rows, but found at an offset computed from the rows"
-        " without padding: all experts but the first read wrong scales.",
-        "offset of an expert's scales ignores their padding: wrong scales for all experts but the first",
-        "nvfp4",
-        unpadded_experts,
-        ALL,
-        "numbers of outputs that are not a multiple of 128",
-        (normal(48, 64), normal(4, 128, 64, seed=3, scale=0.1), normal(48, 128, seed=2), ALL[3] // 2),
-    ),
-    "scale_of_gate": Mutant(
-        "vllm-project/vllm#54974, NVIDIA/TensorRT-LLM#14199",
-        "The gate and up projections of an expert, quantised with their own global scales, were fused and"
-        " both multiplied by the gate's.",
-        "outer scale of the first half of w's rows used for both halves",
-        "nvfp4",
-        scale_of_gate,
-        halves(0.5),
-        "halves of the rows of w with another amax",
-        halves(1.0),
-    ),
-}
-"""Faulty subjects. `scale_through_fp16`, `lost_carry` and `wrong_table` carry over what was reported of a
-neighbouring format or size."""
-HELD_OUT_CONTROLS = {
-    "in_bit_fields": Control(
-        "mxfp8", in_bit_fields, (normal(64, 64), spread(torch.float32), normal(64, 64, scale=2.0**-122))
-    ),
-    "in_two_passes": Control("nvfp4", in_two_passes, (normal(64, 64), spread(torch.float32), with_zeros())),
-    "own_generator": Control("nvfp4", own_generator, (normal(16, 16),), own_draws=True),
-}
-"""Correct subjects, written otherwise."""

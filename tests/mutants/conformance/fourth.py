@@ -1,8 +1,7 @@
-"""Fourth set of conformance_mutants.py: faults of real casts and products, in code of their own.
+"""Fourth set of mutants and controls: faults of real casts and products, in code of their own.
 
-The set was written down before the kit was run on it, without reading the kit or what it says of the other
-sets. None of its faults is one of theirs. Casts are written anew from the specification, not taken from the
-reference, so that a mutant differs from it in other ways than by one replaced step.
+Casts are written anew from the specification, not taken from the reference, so that a mutant differs from it
+in other ways than by one replaced step.
 """
 
 from collections.abc import Callable
@@ -10,7 +9,13 @@ from dataclasses import replace
 
 import numpy
 import torch
-from conformance_subjects import (
+from torch import Tensor
+
+from ablate.numerics.philox import Clock, random_bits
+from ablate.numerics.product import alpha, product
+from ablate.numerics.quantize import Operand, quantize
+from ablate.verification.conformance.subject import Quantised, Subject
+from mutants.conformance.subjects import (
     ALL,
     E4M3,
     E8M0,
@@ -19,29 +24,36 @@ from conformance_subjects import (
     ONE_IDLE,
     ROTATION,
     SQUARE,
-    Control,
     Layer,
-    Mutant,
+    MutantSet,
     expert_data,
     layer_data,
     normal,
     spread,
     with_zeros,
 )
-from torch import Tensor
 
-from ablate.numerics.philox import Clock, random_bits
-from ablate.numerics.product import alpha, product
-from ablate.numerics.quantize import Operand, quantize
-from ablate.verification.conformance.subject import Quantised, Subject
+FOURTH = MutantSet()
+mutant, control = FOURTH.mutant, FOURTH.control
+
+
+def below_powers() -> Tensor:
+    """Return fp32 numbers, row r times 4^(r-16), whose blocks have an amax just below a power of two."""
+    x = normal(32, 64, dtype=torch.float32).clamp(-1.5, 1.5)
+    x[:, 5::32] = 2 - 2.0**-23
+    return x * 4.0 ** torch.arange(-16, 16)[:, None]
+
+
+def wide() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return data of experts with 128 outputs."""
+    x, _, _, offsets = expert_data((16, 48, 64, 96))
+    return x, normal(4, 128, 64, seed=3, scale=0.1), normal(96, 128, seed=2, scale=0.01), offsets
+
 
 LARGEST = torch.finfo(torch.float32).max
 SIXTH, WHOLE = torch.tensor(1 / 6), torch.tensor(1 / 2688)
 SIGNS = torch.tensor([1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1], dtype=torch.float32)
 Round = Callable[[Tensor], Tensor]
-
-
-# --- a cast of their own --------------------------------------------------------------------------
 
 
 def e2m1(y: Tensor) -> Tensor:
@@ -116,9 +128,13 @@ def drawn(y: Tensor, r: Tensor) -> Tensor:
     return e2m1((lower + up) * step)
 
 
-# --- casts ----------------------------------------------------------------------------------------
-
-
+@mutant(
+    "plausible; a buffer for atomicMax, which must be cleared by a memset (ROCm/TransformerEngine#509)",
+    "nvfp4",
+    (normal(64, 64),),
+    hides=(normal(64, 64),),
+    before=(normal(64, 64, scale=100.0),),
+)
 def running_amax() -> Subject:
     """Take the maximum into a buffer that is not cleared: the outer amax is the largest of all calls."""
     buffer = torch.zeros(())
@@ -131,11 +147,18 @@ def running_amax() -> Subject:
     return Subject("running_amax", cast=cast)
 
 
+@mutant("pytorch/ao, nvfp4_quantize (E4M3_EPS)", "nvfp4", (spread(),), hides=(normal(64, 64),))
 def smallest_normal_scale() -> Subject:
     """Clamp block scales to at least 2^-6, the smallest normal number of E4M3."""
     return Subject("smallest_normal_scale", cast=lambda x: nvfp4(x, least=torch.finfo(E4M3).tiny))
 
 
+@mutant(
+    "microsoft/microxcaling (floor of torch.log2), higham/chop#5",
+    "mxfp4",
+    (below_powers(),),
+    hides=(normal(64, 64),),
+)
 def log2_exponent() -> Subject:
     """Take the exponent of a block as floor(log2(amax)) in fp32, which is too large just below a power."""
 
@@ -152,6 +175,7 @@ def log2_exponent() -> Subject:
     return Subject("log2_exponent", cast=cast, columns=32)
 
 
+@mutant("flashinfer-ai/flashinfer#4574", "nvfp4", (normal(128, 128),))
 def tiles_of_eight() -> Subject:
     """Store swizzled scales in tiles of 8 rows, where a tile has 128."""
 
@@ -167,6 +191,12 @@ def tiles_of_eight() -> Subject:
     return Subject("tiles_of_eight", cast=cast, swizzled=True)
 
 
+@mutant(
+    "plausible; uxlfoundation/oneDNN#5908 is a layout of scales that is not checked",
+    "nvfp4",
+    (normal(64, 128),),
+    hides=(normal(16, 64),),
+)
 def squares_by_columns() -> Subject:
     """Store the scales of square blocks column by column."""
 
@@ -179,9 +209,7 @@ def squares_by_columns() -> Subject:
     return Subject("squares_by_columns", cast_square=cast)
 
 
-# --- stochastic casts, rotations ------------------------------------------------------------------
-
-
+@mutant("axolotl-ai-cloud/axolotl#3767", "nvfp4", (normal(64, 64), 1))
 def twice_the_step() -> Subject:
     """Add noise from -1 to 1 grid steps, not from -1/2 to 1/2, before rounding to nearest."""
 
@@ -197,6 +225,11 @@ def twice_the_step() -> Subject:
     return Subject("twice_the_step", cast_stochastic=cast)
 
 
+@mutant(
+    "plausible; a random addend to the mantissa, with a separate path for subnormals (pytorch/ao#3384)",
+    "nvfp4",
+    (normal(64, 64), 1),
+)
 def nearest_below_one() -> Subject:
     """Round E2M1's subnormal range, below 1, to nearest: only normal numbers get random bits."""
 
@@ -207,6 +240,7 @@ def nearest_below_one() -> Subject:
     return Subject("nearest_below_one", cast_stochastic=cast)
 
 
+@mutant("plausible; cvt.rs converts four elements with one 32-bit word", "nvfp4", (normal(64, 64), 1))
 def byte_for_four() -> Subject:
     """Use one random byte for four neighbouring elements, which are converted together."""
 
@@ -217,6 +251,11 @@ def byte_for_four() -> Subject:
     return Subject("byte_for_four", cast_stochastic=cast)
 
 
+@mutant(
+    "plausible; a matrix of signs times Hadamard, passed where its transpose is expected",
+    "nvfp4",
+    (normal(64, 64),),
+)
 def signs_after() -> Subject:
     """Multiply by the signs after the Hadamard transform, not before it: the transposed rotation."""
     number = torch.arange(16)
@@ -227,9 +266,6 @@ def signs_after() -> Subject:
         return (x.float().reshape(-1, 16) @ table).to(x.dtype).view(x.shape)
 
     return Subject("signs_after", rotate=turn)
-
-
-# --- products -------------------------------------------------------------------------------------
 
 
 def linear(
@@ -247,6 +283,7 @@ def linear(
     return y, layer.multiply(g, w_turned(w), x.dtype), dw
 
 
+@mutant("NVIDIA/TransformerEngine#1490", "nvfp4", layer_data(64, 64))
 def quantised_twice() -> Subject:
     """Compute dw from the quantised x of the forward pass, decoded and quantised again."""
     layer = Layer()
@@ -257,6 +294,7 @@ def quantised_twice() -> Subject:
     return Subject("quantised_twice", product=lambda x, w, dy: linear(layer, (x, w, dy), x_turned=saved))
 
 
+@mutant("vllm-project/vllm#37135", "nvfp4", layer_data(64, 64))
 def factor_after_cast() -> Subject:
     """Round the accumulator to the dtype of the result, and multiply it by the outer factors then."""
 
@@ -268,6 +306,9 @@ def factor_after_cast() -> Subject:
     return Subject("factor_after_cast", product=Layer(multiply).product)
 
 
+@mutant(
+    "plausible; NVIDIA/TransformerEngine's NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "nvfp4", layer_data(64, 64)
+)
 def rows_in_dx() -> Subject:
     """Quantise the transposed weights of dx in blocks of 1x16, not in the squares of the forward pass."""
     layer = Layer()
@@ -278,9 +319,7 @@ def rows_in_dx() -> Subject:
     return Subject("rows_in_dx", product=lambda x, w, dy: linear(layer, (x, w, dy), turned))
 
 
-# --- products of experts --------------------------------------------------------------------------
-
-
+@mutant("plausible; lists of experts that have tokens, numbered from 0", "nvfp4", ONE_IDLE, hides=ALL)
 def compacted_experts() -> Subject:
     """Leave out experts without tokens, and number the others anew: they use the weights before theirs."""
     layer = Layer()
@@ -292,6 +331,13 @@ def compacted_experts() -> Subject:
     return Subject("compacted_experts", grouped=grouped)
 
 
+@mutant(
+    "plausible; NVIDIA/TransformerEngine#2769 and NVIDIA/Megatron-LM#6279 discuss when dw is added",
+    "nvfp4",
+    ALL,
+    hides=ALL,
+    before=ALL,
+)
 def added_gradient() -> Subject:
     """Add dw to that of the call before, if it has the same shape."""
     layer = Layer()
@@ -308,6 +354,7 @@ def added_gradient() -> Subject:
     return Subject("added_gradient", grouped=grouped)
 
 
+@mutant("huggingface/kernels-community#1153", "nvfp4", ALL, hides=wide())
 def overhanging_tile() -> Subject:
     """Store tiles of 128 columns of y whole: columns past the last are written into the next rows."""
     layer = Layer()
@@ -333,9 +380,7 @@ def overhanging_tile() -> Subject:
     return Subject("overhanging_tile", grouped=grouped)
 
 
-# --- controls -------------------------------------------------------------------------------------
-
-
+@control("nvfp4", normal(64, 64), spread(torch.float32), with_zeros())
 def by_search() -> Subject:
     """Compute NVFP4 by columns of blocks in numpy, by searching tables of midpoints; a code a byte."""
     codes = numpy.arange(127)
@@ -373,6 +418,7 @@ def by_search() -> Subject:
     return Subject("by_search", cast=cast)
 
 
+@control("mxfp8", normal(64, 64), spread(torch.float32), normal(64, 64, scale=2.0**-126))
 def by_multiples() -> Subject:
     """Compute MXFP8 in fp64 as multiples of each element's step; values and scales as bytes."""
 
@@ -394,6 +440,7 @@ def by_multiples() -> Subject:
     return Subject("by_multiples", cast=cast, columns=32)
 
 
+@control("nvfp4", normal(16, 16))
 def summed_in_fp64() -> Subject:
     """Multiply in fp64, codes times block scales; draw like the reference; take experts last to first."""
 
@@ -417,179 +464,3 @@ def summed_in_fp64() -> Subject:
         return y, dx, dw
 
     return Subject("summed_in_fp64", product=layer.product, grouped=grouped)
-
-
-# --- registry -------------------------------------------------------------------------------------
-
-
-def below_powers() -> Tensor:
-    """Return fp32 numbers, row r times 4^(r-16), whose blocks have an amax just below a power of two."""
-    x = normal(32, 64, dtype=torch.float32).clamp(-1.5, 1.5)
-    x[:, 5::32] = 2 - 2.0**-23
-    return x * 4.0 ** torch.arange(-16, 16)[:, None]
-
-
-def wide() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return data of experts with 128 outputs."""
-    x, _, _, offsets = expert_data((16, 48, 64, 96))
-    return x, normal(4, 128, 64, seed=3, scale=0.1), normal(96, 128, seed=2, scale=0.01), offsets
-
-
-FOURTH = {
-    "running_amax": Mutant(
-        "plausible; a buffer for atomicMax, which must be cleared by a memset (ROCm/TransformerEngine#509)",
-        "The amax is reduced by atomicMax into a buffer that is not cleared between calls.",
-        "outer amax is the largest of all calls so far (stale state): smaller tensors get too small codes",
-        "nvfp4",
-        running_amax,
-        (normal(64, 64),),
-        "a call after one of a tensor with a larger amax",
-        (normal(64, 64),),
-        (normal(64, 64, scale=100.0),),
-    ),
-    "smallest_normal_scale": Mutant(
-        "pytorch/ao, nvfp4_quantize (E4M3_EPS)",
-        "Block scales are clamped to at least finfo(float8_e4m3fn).tiny, which is 2^-6, not the smallest.",
-        "block scales clamped to 2^-6: subnormal scales are never used, and small blocks lose their values",
-        "nvfp4",
-        smallest_normal_scale,
-        (spread(),),
-        "blocks with an amax below 3.5e-5 of the tensor's",
-        (normal(64, 64),),
-    ),
-    "log2_exponent": Mutant(
-        "microsoft/microxcaling (floor of torch.log2), higham/chop#5",
-        "The shared exponent was floor(log2(amax)) in fp32: log2 rounds up to an integer just below a power"
-        " of two, so that the scale is twice as large.",
-        "exponent from a rounded log2: scale twice as large for an amax within some ulp below a power of two",
-        "mxfp4",
-        log2_exponent,
-        (below_powers(),),
-        "fp32 blocks with an amax within a few ulp below a power of two",
-        (normal(64, 64),),
-    ),
-    "tiles_of_eight": Mutant(
-        "flashinfer-ai/flashinfer#4574",
-        "Scales were written in the 8x4 layout of small batches and read in the 128x4 layout.",
-        "swizzled scales in tiles of 8x4, not 128x4",
-        "nvfp4",
-        tiles_of_eight,
-        (normal(128, 128),),
-        "any data",
-    ),
-    "squares_by_columns": Mutant(
-        "plausible; uxlfoundation/oneDNN#5908 is a layout of scales that is not checked",
-        "The scales of 16x16 blocks were written with the strides of the transposed weights.",
-        "scales of square blocks stored column by column (transposed)",
-        "nvfp4",
-        squares_by_columns,
-        (normal(64, 128),),
-        "more than one block in each direction",
-        (normal(16, 64),),
-    ),
-    "twice_the_step": Mutant(
-        "axolotl-ai-cloud/axolotl#3767",
-        "Stochastic rounding dithered with twice the grid step: right on average, with too much variance.",
-        "noise of stochastic rounding twice as wide as the grid's step: draws go past the neighbours",
-        "nvfp4",
-        twice_the_step,
-        (normal(64, 64), 1),
-        "any data",
-    ),
-    "nearest_below_one": Mutant(
-        "plausible; a random addend to the mantissa, with a separate path for subnormals (pytorch/ao#3384)",
-        "The path for subnormal results rounds to nearest, as it did before stochastic rounding was added.",
-        "elements below 1 (E2M1's subnormal range) rounded to nearest, not stochastically: biased",
-        "nvfp4",
-        nearest_below_one,
-        (normal(64, 64), 1),
-        "any data",
-    ),
-    "byte_for_four": Mutant(
-        "plausible; cvt.rs converts four elements with one 32-bit word",
-        "One byte of the word is broadcast to the four elements that are converted together.",
-        "four neighbouring elements share their random bits: their rounding errors are correlated",
-        "nvfp4",
-        byte_for_four,
-        (normal(64, 64), 1),
-        "any data",
-    ),
-    "signs_after": Mutant(
-        "plausible; a matrix of signs times Hadamard, passed where its transpose is expected",
-        "The random signs are applied after the transform, so that it is the inverse rotation.",
-        "rotation transposed: signs multiplied after the Hadamard transform, not before",
-        "nvfp4",
-        signs_after,
-        (normal(64, 64),),
-        "any data",
-    ),
-    "quantised_twice": Mutant(
-        "NVIDIA/TransformerEngine#1490",
-        "The columnwise tensor for the weight gradient is made from the decoded rowwise one.",
-        "dw uses x quantised twice (from the quantised x of the forward pass, not from x)",
-        "nvfp4",
-        quantised_twice,
-        layer_data(64, 64),
-        "any data",
-    ),
-    "factor_after_cast": Mutant(
-        "vllm-project/vllm#37135",
-        "The epilogue cast the fp32 accumulator to the dtype of the result before it multiplied by the global"
-        " scale (reported of fp16, where it overflows; here also bf16).",
-        "result rounded before the outer factor is applied (two roundings; overflow in fp16)",
-        "nvfp4",
-        factor_after_cast,
-        layer_data(64, 64),
-        "bf16 and fp16 results",
-    ),
-    "rows_in_dx": Mutant(
-        "plausible; NVIDIA/TransformerEngine's NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
-        "The transposed weights are quantised in 1x16 blocks along the other dimension.",
-        "w of dx in blocks of 1x16, not 16x16: not the weights of the forward pass",
-        "nvfp4",
-        rows_in_dx,
-        layer_data(64, 64),
-        "any data",
-    ),
-    "compacted_experts": Mutant(
-        "plausible; lists of experts that have tokens, numbered from 0",
-        "Groups without tokens are dropped before the launch, and the number of a group is its place in the"
-        " shorter list.",
-        "experts after one without tokens use the wrong weights (numbered without it), and dw is misplaced",
-        "nvfp4",
-        compacted_experts,
-        ONE_IDLE,
-        "an expert without tokens that is not the last",
-        ALL,
-    ),
-    "added_gradient": Mutant(
-        "plausible; NVIDIA/TransformerEngine#2769 and NVIDIA/Megatron-LM#6279 discuss when dw is added",
-        "The product for dw accumulates into its output, which still holds the last call's gradient.",
-        "dw is added to that of the call before (accumulates over calls)",
-        "nvfp4",
-        added_gradient,
-        ALL,
-        "a second call with weights of the same shape",
-        ALL,
-        ALL,
-    ),
-    "overhanging_tile": Mutant(
-        "huggingface/kernels-community#1153",
-        "Stores of a tile were masked by rows only: columns past the last were written into the next rows.",
-        "y overwritten by the columns of a tile past the last output (no mask; reads the next expert's w)",
-        "nvfp4",
-        overhanging_tile,
-        ALL,
-        "outputs that are not a multiple of 128",
-        wide(),
-    ),
-}
-"""Faulty subjects, each with the name of its fault as its author would need it."""
-FOURTH_CONTROLS = {
-    "by_search": Control("nvfp4", by_search, (normal(64, 64), spread(torch.float32), with_zeros())),
-    "by_multiples": Control(
-        "mxfp8", by_multiples, (normal(64, 64), spread(torch.float32), normal(64, 64, scale=2.0**-126))
-    ),
-    "summed_in_fp64": Control("nvfp4", summed_in_fp64, (normal(16, 16),)),
-}
-"""Correct subjects, written otherwise."""

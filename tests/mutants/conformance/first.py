@@ -1,12 +1,7 @@
-"""Subjects of conformance_mutants.py: published faults rebuilt on the reference, and correct controls.
-
-Each mutant is the reference with one thing changed, named in its docstring. What the report said and which
-data show it stand in the registry.
-"""
+"""First set of mutants and controls: published faults of FP4 and MX libraries, rebuilt on the reference."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy
 import torch
@@ -16,207 +11,42 @@ from ablate.numerics.formats import ELEMENTS, SCALES
 from ablate.numerics.hadamard import rotate, signs
 from ablate.numerics.philox import Clock, random_bits
 from ablate.numerics.product import alpha, product
-from ablate.numerics.quantize import Operand, pad, quantize
+from ablate.numerics.quantize import Operand
 from ablate.numerics.rounding import away, nearest
 from ablate.numerics.scaling import block_amax, block_scales, element_scales, encode_scale
 from ablate.numerics.select import Candidate, mse, scales
-from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
-from ablate.numerics.stored import pack, swizzle, unpack
+from ablate.numerics.spec import Quant
+from ablate.numerics.stored import swizzle, unpack
 from ablate.verification.conformance.subject import Quantised, Subject
-
-NVFP4 = Quant()
-SQUARE = Quant(block="16x16")
-GRADIENT = Quant(rounding="stochastic")
-OVER_SIX = Quant(select=Select(among="scales"), outer=Outer(bound=256.0))
-MXFP4 = Quant(
-    block="1x32", scale=BlockScale(format="e8m0", rounding="floor"), outer=None, range=Range(map_to=4.0)
+from mutants.conformance.subjects import (
+    ALL,
+    E4M3,
+    GRADIENT,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    ONE_IDLE,
+    OVER_SIX,
+    ROTATION,
+    SQUARE,
+    Layer,
+    MutantSet,
+    Steps,
+    layer_data,
+    normal,
+    packaged,
+    reference,
+    skewed,
+    spread,
+    stepwise,
+    with_zeros,
 )
-MXFP8 = Quant(
-    element="e4m3", block="1x32", scale=BlockScale(format="e8m0", rounding="ceil"), outer=None, range=Range()
-)
-ROTATION = Hadamard()
-E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu
-Steps = Callable[..., Tensor]
+
+FIRST = MutantSet()
+mutant, control = FIRST.mutant, FIRST.control
 
 
-# --- data that show a fault -----------------------------------------------------------------------
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0, scale: float = 1.0) -> Tensor:
-    """Return normal numbers."""
-    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-    return (drawn * scale).to(dtype)
-
-
-def spread(dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return 64 rows of 64 normal numbers, row r times 2^-r."""
-    return (normal(64, 64, dtype=torch.float32) * torch.exp2(-torch.arange(64.0))[:, None]).to(dtype)
-
-
-def with_zeros() -> Tensor:
-    """Return normal numbers with a block of zeros."""
-    x = normal(16, 64)
-    x[3, 16:32] = 0
-    return x
-
-
-def skewed() -> Tensor:
-    """Return normal numbers whose largest magnitude, 20, is negative."""
-    x = normal(32, 64)
-    x[5, 7] = -20
-    return x
-
-
-def layer_data(tokens: int, width: int, out: int = 64) -> tuple[Tensor, Tensor, Tensor]:
-    """Return x, w and dy."""
-    return (
-        normal(tokens, width),
-        normal(out, width, seed=1, scale=0.1),
-        normal(tokens, out, seed=2, scale=0.01),
-    )
-
-
-def expert_data(ends: tuple[int, ...]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return x, w, dy and offsets of four experts."""
-    x, _, dy = layer_data(ends[-1], 64)
-    return x, normal(4, 64, 64, seed=3, scale=0.1), dy, torch.tensor(ends, dtype=torch.int32)
-
-
-ALL, ONE_IDLE = expert_data((16, 48, 64, 96)), expert_data((16, 48, 48, 96))
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """Faulty subject: where the fault was reported, what went wrong, and data that show it."""
-
-    source: str
-    sentence: str
-    fault: str
-    """Name of the fault, by which a person judges whether the kit named it."""
-    recipe: str
-    subject: Callable[[], Subject]
-    shows: tuple
-    """Arguments of the subject's function with which it differs from the reference."""
-    where: str
-    """These data, in words."""
-    hides: tuple | None = None
-    """Arguments with which it is equal to the reference, if it is on ordinary data."""
-    before: tuple | None = None
-    """Arguments of an earlier call."""
-
-
-@dataclass(frozen=True)
-class Control:
-    """Correct subject, the recipe it follows, and arguments with which it is compared with the reference."""
-
-    recipe: str
-    subject: Callable[[], Subject]
-    data: tuple[Tensor, ...]
-    own_draws: bool = False
-    """Draws other bits than the reference, so that only the mean of its stochastic casts is compared."""
-
-
-# --- the reference, and a cast with one step replaced ---------------------------------------------
-
-
-def packaged(operand: Operand) -> Quantised:
-    """Return codes, scales and factor of a quantised operand that kept its intermediate tensors."""
-    quant = operand.quant
-    assert quant is not None
-    assert operand.codes is not None
-    assert operand.block_scale is not None
-    blocks = operand.block_scale[:, 0, :, 0]
-    codes = pack(operand.codes) if quant.four_bits else operand.codes.to(E4M3)
-    outer = None if operand.amax is None else operand.amax * (1.0 / torch.tensor(operand.divisor))
-    stored = blocks.to(E8M0 if quant.scale and quant.scale.format == "e8m0" else E4M3)
-    return Quantised(operand.dequantize(), codes, stored, outer, operand.amax)
-
-
-def reference(x: Tensor, quant: Quant = NVFP4, seed: int | None = None) -> Quantised:
-    """Return the reference's cast of x; `seed` is that of a stochastic one."""
-    clock = None if seed is None else Clock(seed)
-    return packaged(quantize(x, quant, clock=clock, keep=True))
-
-
-def stepwise(
-    x: Tensor,
-    quant: Quant = NVFP4,
-    *,
-    amax: Steps = lambda tiles: block_amax(tiles).amax(),
-    encoded: Steps = encode_scale,
-    blocks: Steps = block_scales,
-    factor: Steps = lambda s, S, exact: element_scales(s, S),
-    rounded: Steps = lambda scaled, grid: nearest(scaled, grid),
-) -> Quantised:
-    """Return a cast in the specification's steps, of which a mutant replaces one.
-
-    Args:
-        x: [rows, columns], whole blocks.
-        quant: Format and scaling.
-        amax: Outer statistic of fp32 tiles.
-        encoded: S, of the statistic and `quant`.
-        blocks: Block scales, of block maxima, S and `quant`.
-        factor: Factor of the elements, of block scales, S and the scales before their rounding.
-        rounded: Grid values, of scaled elements and the grid.
-    """
-    high, wide = quant.tile
-    rows, columns = x.shape
-    if not x.numel():
-        return reference(x, quant)
-    padded = pad(x, high, wide).to(torch.float32).contiguous()
-    tiles = padded.view(padded.shape[0] // high, high, padded.shape[1] // wide, wide)
-    largest = block_amax(tiles)
-    outer = None if quant.outer is None else amax(tiles)
-    S = torch.ones(()) if outer is None else encoded(outer, quant)
-    top = quant.range.map_to or ELEMENTS[quant.element].max
-    s = blocks(largest, S, quant)
-    scaled = tiles * factor(s, S, largest * (S * torch.full_like(S, 1 / top)))
-    codes = rounded(scaled, ELEMENTS[quant.element])
-    operand = Operand((codes * s).view(padded.shape)[:rows, :columns], quant, outer, s)
-    return packaged(replace(operand, codes=codes.view(padded.shape)[:rows, :columns]))
-
-
-class Layer:
-    """The reference's three products of a linear layer by the recipe nvfp4, and those of experts.
-
-    Each call draws other bits for dy. `multiply` makes a product of two operands.
-    """
-
-    def __init__(self, multiply: Callable[[Operand, Operand, torch.dtype], Tensor] = product) -> None:
-        self.multiply, self.calls = multiply, 0
-
-    def clock(self) -> Clock:
-        """Return the time of the next call."""
-        self.calls += 1
-        return Clock(0, micro_batch=self.calls)
-
-    def product(self, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y, dx and dw."""
-        clock = self.clock()
-        y = self.multiply(quantize(x, NVFP4), quantize(w, SQUARE), x.dtype)
-        g = quantize(dy, GRADIENT, clock=clock, where=1)
-        dx = self.multiply(g, quantize(w.t(), SQUARE), x.dtype)
-        turned = quantize(dy.t(), GRADIENT, rotation=ROTATION, clock=clock, where=2)
-        return y, dx, self.multiply(turned, quantize(x.t(), NVFP4, rotation=ROTATION), x.dtype)
-
-    def grouped(
-        self, x: Tensor, w: Tensor, dy: Tensor, offsets: Tensor, dw: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y, dx and dw of experts; `dw` is the memory that experts with tokens are written to."""
-        dw = torch.zeros_like(w) if dw is None else dw
-        y, dx = x.new_zeros(x.shape[0], w.shape[1]), torch.zeros_like(x)
-        first = 0
-        for expert, last in enumerate(offsets.tolist()):
-            if last > first:
-                rows = slice(first, last)
-                y[rows], dx[rows], dw[expert] = self.product(x[rows], w[expert], dy[rows])
-            first = last
-        return y, dx, dw
-
-
-# --- mutants --------------------------------------------------------------------------------------
-
-
+@mutant("vllm-project/compressed-tensors#824", "nvfp4", (normal(256, 256, dtype=torch.float32),))
 def through_bf16() -> Subject:
     """Round scaled elements to bf16 before E2M1: 2.500004 becomes 2.5, a tie, and then 2."""
     return Subject(
@@ -225,6 +55,7 @@ def through_bf16() -> Subject:
     )
 
 
+@mutant("vllm-project/vllm#49092", "nvfp4", (normal(64, 128)[:, 32:96],), hides=(normal(64, 64),))
 def linear_view() -> Subject:
     """Read the buffer of a strided view from its first element on, as if it were contiguous."""
 
@@ -236,6 +67,7 @@ def linear_view() -> Subject:
     return Subject("linear_view", cast=cast)
 
 
+@mutant("NVIDIA/Model-Optimizer#1397", "nvfp4", (with_zeros(),), hides=(normal(16, 64),))
 def zero_block_nan() -> Subject:
     """Give a zero block the scale 1 before the outer factor, and cast to E4M3 without saturation."""
 
@@ -249,6 +81,7 @@ def zero_block_nan() -> Subject:
     return Subject("zero_block_nan", cast=lambda x: stepwise(x, blocks=blocks, rounded=rounded))
 
 
+@mutant("NVIDIA/Model-Optimizer#2243", "nvfp4", (normal(64, 64),))
 def unrounded_scale() -> Subject:
     """Divide elements by the fp32 block scale, and store the one rounded to E4M3."""
     return Subject(
@@ -256,6 +89,7 @@ def unrounded_scale() -> Subject:
     )
 
 
+@mutant("pytorch/ao#2604", "nvfp4", (normal(64, 64, scale=1e-4),), hides=(normal(64, 64, scale=100.0),))
 def clamped_outer() -> Subject:
     """Clamp the outer decode scale to [2^-6, 448], the range of normal E4M3 numbers."""
 
@@ -274,6 +108,7 @@ def clamped_outer() -> Subject:
     return Subject("clamped_outer", cast=cast)
 
 
+@mutant("vllm-project/vllm#20578", "nvfp4", (skewed(),), hides=(-skewed(),))
 def signed_amax() -> Subject:
     """Take the outer statistic of weights as the largest value, not the largest magnitude."""
 
@@ -292,11 +127,18 @@ def signed_amax() -> Subject:
     )
 
 
+@mutant("ROCm/aiter#3992", "mxfp4", (normal(64, 64),))
 def ties_away() -> Subject:
     """Round ties of E2M1 away from zero: 0.25, 1.25, 2.5 and 5 go up."""
     return Subject("ties_away", cast=lambda x: stepwise(x, MXFP4, rounded=away), columns=32)
 
 
+@mutant(
+    "NVIDIA/TransformerEngine#3262",
+    "mxfp8",
+    (normal(32, 64, dtype=torch.float32, scale=2.0**-122),),
+    hides=(normal(32, 64),),
+)
 def lost_smallest_scale() -> Subject:
     """Expand E8M0 code 0 by a shift into the exponent field, which gives 0 in place of 2^-127."""
 
@@ -310,6 +152,12 @@ def lost_smallest_scale() -> Subject:
     return Subject("lost_smallest_scale", cast=cast, columns=32)
 
 
+@mutant(
+    "radixark/miles#1261, flashinfer-ai/flashinfer#3448",
+    "four_over_six",
+    (normal(512, 512, seed=1, scale=0.02),),
+    hides=(normal(16, 32),),
+)
 def error_by_decode_scale() -> Subject:
     """Score Four Over Six's candidates with code*s*(1/S), not with code*s*amax/1536."""
     return Subject("error_by_decode_scale", cast=lambda x: over_six(x, lambda q, amax, S: q * (1 / S)))
@@ -330,11 +178,13 @@ def over_six(x: Tensor, decoded: Steps) -> Quantised:
     return packaged(replace(operand, codes=best.codes.view(x.shape)))
 
 
+@mutant("AMD-AGI/Primus-Turbo#365", "nvfp4", (normal(64, 64), 1), hides=(normal(64, 64), 0))
 def dropped_seed() -> Subject:
     """Draw with the seed 0 at every call."""
     return Subject("dropped_seed", cast_stochastic=lambda x, seed: reference(x, GRADIENT, 0))
 
 
+@mutant("uxlfoundation/oneDNN#2903", "nvfp4", (normal(64, 64), 1))
 def low_bits() -> Subject:
     """Add the random bits four places too low: only positions above 15/16 can round up."""
 
@@ -354,6 +204,7 @@ def low_bits() -> Subject:
     return Subject("low_bits", cast_stochastic=cast_stochastic)
 
 
+@mutant("NVIDIA/TransformerEngine#3485", "nvfp4", (normal(256, 128),), hides=(normal(128, 256),))
 def tiles_by_columns() -> Subject:
     """Store the 128x4 tiles of scales column by column, not row by row."""
 
@@ -368,6 +219,7 @@ def tiles_by_columns() -> Subject:
     return Subject("tiles_by_columns", cast=cast, swizzled=True)
 
 
+@mutant("vllm-project/vllm#57014", "nvfp4", (normal(8195, 16),), hides=(normal(8192, 16),))
 def stale_tail() -> Subject:
     """Return earlier rows in the last rows of a large tensor, if their number modulo 8 is 1 to 4."""
 
@@ -381,6 +233,7 @@ def stale_tail() -> Subject:
     return Subject("stale_tail", rotate=turn)
 
 
+@mutant("modular/modular#7165", "nvfp4", layer_data(64, 512), hides=layer_data(64, 128))
 def split_sums() -> Subject:
     """Add the partial sums of a long contraction in the dtype of the result."""
 
@@ -403,6 +256,7 @@ def split_sums() -> Subject:
     return Subject("split_sums", product=Layer(multiply).product)
 
 
+@mutant("meta-pytorch/MSLK#158, pytorch/pytorch#172439", "nvfp4", ONE_IDLE, hides=ALL, before=ALL)
 def stale_gradient() -> Subject:
     """Leave dw of an expert without tokens as the memory was, which holds an earlier call's gradients."""
     layer, memory = Layer(), {}
@@ -415,9 +269,7 @@ def stale_gradient() -> Subject:
     return Subject("stale_gradient", grouped=grouped)
 
 
-# --- controls -------------------------------------------------------------------------------------
-
-
+@control("nvfp4", normal(64, 64), normal(64, 64, dtype=torch.float32), spread())
 def in_numpy() -> Subject:
     """Compute NVFP4 with numpy from the specification alone; values only."""
     magnitudes = numpy.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], numpy.float32)
@@ -447,6 +299,7 @@ def in_numpy() -> Subject:
     return Subject("in_numpy", cast=cast)
 
 
+@control("nvfp4", normal(128, 64), spread(torch.float32), with_zeros())
 def in_pieces() -> Subject:
     """Cast rows in pieces of 48 with the amax of all; a code a byte, and block scales in fp32."""
 
@@ -470,6 +323,7 @@ def in_pieces() -> Subject:
     )
 
 
+@control("mxfp4", normal(64, 64), spread(torch.float32), normal(64, 64, scale=2.0**-126))
 def in_fp64() -> Subject:
     """Compute MXFP4 in fp64, where scaling by powers of two and every sum is exact; values only."""
 
@@ -485,6 +339,7 @@ def in_fp64() -> Subject:
     return Subject("in_fp64", cast=cast, columns=32)
 
 
+@control("nvfp4", normal(160, 144), spread(), with_zeros())
 def in_bytes() -> Subject:
     """Return packed bytes and swizzled scales as bytes, without values."""
 
@@ -496,6 +351,7 @@ def in_bytes() -> Subject:
     return Subject("in_bytes", cast=cast, swizzled=True)
 
 
+@control("nvfp4", normal(64, 64), spread(torch.float32))
 def in_other_order() -> Subject:
     """Draw, rotate and multiply like the reference, by other arithmetic with the same bits."""
 
