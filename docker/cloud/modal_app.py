@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2] if modal.is_local() else Path("/opt/a
 STATE, KEPT, ARCHIVE, LOCK = "/session/runs", "/kept", "state.tar", "started"
 CAPABILITY = {"B200": "10.0", "RTX-PRO-6000": "12.0", "H100": "9.0", "H200": "9.0", "L40S": "8.9"}
 """Compute capability by Modal's name of the GPU."""
-BENCHES = {name: f"ablate bench {name}" for name in ("linear", "kernels", "step", "start")}
+BENCHES = {name: f"ablate bench {name}" for name in ("linear", "kernels", "step")}
 BENCHES["gpu-day"] = f"/opt/ablate/benchmarks/gpu_day.sh --resume --out {STATE}/rented/gpu-day"
 DOCTOR = f"""ablate doctor && for engine in transformer_engine scaled_mm; do
     ablate doctor --engine $engine --record {STATE}/rented/parity-$engine.json || exit; done"""
