@@ -11,6 +11,7 @@ from ablate.numerics.product import product
 from ablate.recipes.presets import PRESETS
 from ablate.verification.conformance import inputs
 from ablate.verification.conformance.examination import Examination
+from ablate.verification.conformance.result import Outcome
 from ablate.verification.conformance.run import conform
 from ablate.verification.conformance.stages.casts import first_wrong_stage
 from ablate.verification.conformance.subject import Subject
@@ -76,6 +77,19 @@ def test_a_fault_is_found_in_its_stage_and_measured(name):
     first = wrong[0]
     assert f"such as {first.subject:.6g}, not {first.recipe:.6g}, for {first.input:.6g}" in text
     assert {number.tensor for number in wrong} <= {pair.where for pair in pairs}
+
+
+def test_an_amax_that_forgets_negative_numbers_is_counted_over_all_tensors_and_said():
+    """Tensors whose amax is right count too, or else every amax would look wrong."""
+    made = [inputs.normal(32, 128, 0) for _ in range(6)]
+    for number, x in enumerate(made):
+        x[3, 5] = 50.0 * (-1) ** (number % 3 > 0)
+    bench = Examination(Subject("s", cast=lambda x: nvfp4(x, amax=lambda x: x.amax())), PRESETS["nvfp4"]())
+    row = bench.judged("p", [bench.pair(bench.typed(x), bench.nearest) for x in made])
+    text, _ = first_wrong_stage(bench.failed["p"])
+    assert row.outcome == Outcome.FAIL
+    assert text.startswith("amax: 4 of 6 wrong")
+    assert "all where the largest element is negative (100 % of those)" in text
 
 
 @pytest.mark.parametrize("kept", ["outer", "values"])

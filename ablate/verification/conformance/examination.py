@@ -66,7 +66,7 @@ class Examination:
     recipe: Recipe
     seed: int = 0
     failed: dict[str, list[Pair]] = field(default_factory=dict)
-    """Casts in which the subject differs, by property: those whose stages are measured."""
+    """Casts of each property that failed, some without a difference: their stages are measured."""
     declarable: dict[str, list[Pair]] = field(default_factory=dict)
     """Casts that a declared variant has to explain, by property, if they are not those that failed."""
     cache: dict[str, Any] = field(default_factory=dict)
@@ -207,7 +207,7 @@ class Examination:
             return Row(name, Outcome.PASS, cases, 0, detail=detail)
         if declared := explained_by_variants(words_of(self.subject.variants), wrong):
             return Row(name, Outcome.VARIANT, cases, 0, detail=f"as declared: {declared}")
-        self.failed.setdefault(name, []).extend(wrong)
+        self.failed.setdefault(name, []).extend(pairs)
         differing = sum(pair.difference.count for pair in wrong)
         if all(_tied(pair) for pair in wrong):
             detail = "; ".join(filter(None, (detail, "all that differ are ties, one step apart")))

@@ -108,7 +108,8 @@ def examined(bench: Examination, one: Property) -> Row:
 
 def _declaration(bench: Examination, name: str) -> str:
     """Return what to declare, if the property then holds; else ''."""
-    pairs = bench.declarable.get(name) or bench.failed.get(name)
+    wrong = [pair for pair in bench.failed.get(name, ()) if pair.difference.count]
+    pairs = bench.declarable.get(name) or wrong
     if not pairs:
         return ""
     explaining: list[tuple[str, ...]] = bench.cache.setdefault("declarations", [])

@@ -23,6 +23,8 @@ from ablate.verification.conformance.stages.places import NEAR, moved, ratio_tex
 
 _MANY = 8
 """Wrong numbers that have to be of one kind for it to be said."""
+_MANY_TENSORS = 3
+"""The same of amaxes: a tensor has one."""
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,10 @@ def _described(name: str, compared: Sequence[Compared]) -> str:
     texts = [share_text(wrong), ratio_text(got[wrong], right[wrong])]
     if name == "block scale":
         texts.append(moved([(one.got, one.right) for one in compared if one.wrong.any()]))
-    for kind, mask in (("negative", source < 0), ("in blocks cut short", cut)):
-        if bool(mask[wrong].all()) and not bool(mask.all()) and int(wrong.sum()) >= _MANY:
+    negative = "where the largest element is negative" if name in ("amax", "block scale") else "negative"
+    many = _MANY_TENSORS if name == "amax" else _MANY
+    for kind, mask in ((negative, source < 0), ("in blocks cut short", cut)):
+        if bool(mask[wrong].all()) and not bool(mask.all()) and int(wrong.sum()) >= many:
             texts.append(f"all {kind} ({100 * int(wrong.sum()) / int(mask.sum()):.3g} % of those)")
     one = next(each for each in compared if each.wrong.any())
     row, column = one.wrong.nonzero()[0].tolist()
