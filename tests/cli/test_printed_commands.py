@@ -150,7 +150,11 @@ def words_of(command: str) -> list[str] | None:
     """The words of the `ablate` command that this is or holds; None where there is none."""
     command = re.split(r"\s(?:&&|\||>|&)(?:\s|$)", f"{command} ")[0]
     match = re.search(r"(?:^|\s)(?:ablate\s|python3? -m ablate[.\s])(.*)", command)
-    return None if match is None or re.match(r"(pip|docker) ", command) else shlex.split(match[1])
+    return (
+        None
+        if match is None or re.match(r"(pip |docker |python benchmarks/)", command)
+        else shlex.split(match[1])
+    )
 
 
 def parse(words: list[str]) -> str:

@@ -114,7 +114,7 @@ READ = {
 def test_usual_scripts_of_launchers_are_read(name, tmp_path):
     script = tmp_path / "job.sh"
     script.write_text("\n".join(line.strip() for line in READ[name].splitlines()) + "\n")
-    recipe, _ = Job(script=script).in_force(Model())
+    recipe, _ = Job(script=script).in_force()
     assert recipe.products == PRESETS["nvfp4"]().products
 
 
@@ -122,10 +122,10 @@ def test_an_exported_file_is_read_where_a_script_sources_it(tmp_path):
     job, script = 'torchrun pretrain_gpt.py --num-layers 32 "${PRECISION_ARGS[@]}"', tmp_path / "job.sh"
     (tmp_path / "precision.sh").write_text(TARGETS["megatron"].write(PRESETS["nvfp4"](), Model("it")))
     script.write_text(f"source precision.sh\n{job}\n")
-    assert Job(script=script).in_force(Model())[0].products == PRESETS["nvfp4"]().products
+    assert Job(script=script).in_force()[0].products == PRESETS["nvfp4"]().products
     script.write_text(f"source other.sh\n{job}\n")
     with pytest.raises(InputError, match=r"job\.sh:1: other\.sh"):
-        Job(script=script).in_force(Model())
+        Job(script=script).in_force()
 
 
 ENVIRONMENTS = {
@@ -152,9 +152,9 @@ def test_each_line_of_an_environment_that_names_te_is_read_or_refused(text, tmp_
     job = Job(arguments="--fp4-format e2m1", environment=file)
     if off is None:
         with pytest.raises(InputError, match=rf"job\.env:1: .*{OFF}"):
-            job.in_force(Model())
+            job.in_force()
     else:
-        assert (job.in_force(Model())[0].wgrad.hadamard is None) is off
+        assert (job.in_force()[0].wgrad.hadamard is None) is off
 
 
 @every(variable=("NVTE_NVFP4_4OVER6", "NVTE_NVFP4_4OVER6_E4M3_USE_256"))
@@ -217,6 +217,6 @@ def test_what_may_set_a_variable_unseen_is_refused(text, tmp_path):
     job = Job(script=script)
     if off is None:
         with pytest.raises(InputError, match=r"\.sh:\d+: .*--megatron-args"):
-            job.in_force(Model())
+            job.in_force()
     else:
-        assert (job.in_force(Model())[0].wgrad.hadamard is None) is off
+        assert (job.in_force()[0].wgrad.hadamard is None) is off

@@ -16,7 +16,6 @@ from pathlib import Path
 from ablate.errors import InputError
 from ablate.recipes.targets.jobs import Job
 from ablate.recipes.targets.megatron import VARIABLES, read
-from ablate.recipes.targets.model import Model
 
 VALUES = {
     "NVTE_NVFP4_4OVER6": "all",
@@ -298,7 +297,7 @@ def outcome(text: str, folder: Path) -> str:
     expected = [known(words, variables) for words, variables in by_bash(script)]
     (folder / "made.sh").unlink(missing_ok=True)
     try:
-        recipe, variables = Job(script=script, environment=empty).in_force(Model())
+        recipe, variables = Job(script=script, environment=empty).in_force()
     except InputError as error:
         if expected and all(str(error) == each for each in expected):
             return "right"

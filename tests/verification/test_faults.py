@@ -8,7 +8,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ablate.verification.services import trials_in
 from support.commands import INLINE, here
 from support.experiments import (
     gone,
@@ -20,6 +19,7 @@ from support.experiments import (
     write,
 )
 from support.gates import Gate
+from support.services import trials_in
 
 from ablate.execution.shared_prefixes import Family
 from ablate.execution.trial_runner import run
