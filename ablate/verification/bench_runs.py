@@ -187,8 +187,10 @@ def step_speeds(
         line: Line = {"preset": name, "step ms": 1000 * seconds, "spread": found[name].iqr / seconds}
         line |= {"tokens/s": tokens / seconds}
         line |= {f"of {base}": seconds / found[base].median for base in ("bf16", "fp32") if base in found}
-        peak = timing.cuda_peak(run.step) if device == "cuda" else 0.0
-        shares = timing.profile(run.step, file, run.layers) if device == "cpu" or file else {}
-        lines.append(line | {"peak MiB": (shares.pop("peak", 0.0) if device == "cpu" else peak) / 2**20})
-        lines[-1] |= shares if device == "cpu" else {}
+        if device == "cuda":
+            line["peak MiB"] = timing.cuda_peak(run.step) / 2**20
+        if device == "cpu" or file:
+            shares = timing.profile(run.step, file, run.layers)
+            line |= {"peak MiB": shares.pop("peak") / 2**20} | shares if device == "cpu" else {}
+        lines.append(line)
     return lines

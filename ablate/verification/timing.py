@@ -1,11 +1,11 @@
 """Times of `ablate bench` by torch.utils.benchmark over interleaved rounds, and a profile of a call."""
 
+import itertools
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from torch.utils.benchmark import Measurement
@@ -28,12 +28,9 @@ AHEAD = 4_000_000
 def one_thread() -> None:
     """Configure this process as a trial, with one thread and without the profiler's log messages."""
     os.environ |= {"KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    import torch
-
     from ablate.execution.trial_process import tune_process
 
     tune_process()
-    torch.set_num_threads(1)
 
 
 def interleaved(
@@ -74,11 +71,16 @@ def interleaved(
     }
 
 
-def cold_gpu() -> Callable[[], object]:
-    """Return a function that overwrites the L2 cache, then keeps the GPU busy while kernels are launched.
+def on_device(
+    calls: Mapping[Key, Callable[[], object]], rounds: int, device: str, least: float = 0.0
+) -> "dict[Key, Measurement]":
+    """Measure as `interleaved`; on a GPU with an empty L2 cache, without launches, and for 20 ms a round.
 
-    Launches are then not measured. In a training step they overlap with kernels in the same way.
+    Before each call the cache is overwritten, and the GPU kept busy while kernels are launched. In a training
+    step launches overlap with kernels in the same way.
     """
+    if device != "cuda":
+        return interleaved(calls, rounds, least)
     import torch
 
     size = 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
@@ -88,18 +90,7 @@ def cold_gpu() -> Callable[[], object]:
         cache.zero_()
         torch.cuda._sleep(AHEAD)
 
-    return before
-
-
-def on_device(
-    calls: Mapping[Key, Callable[[], object]], rounds: int, device: str, least: float = 0.0
-) -> "dict[Key, Measurement]":
-    """Measure as `interleaved`; on a GPU with an empty cache, without launches, and for 20 ms a round."""
-    return (
-        interleaved(calls, rounds, 0.02, cold_gpu())
-        if device == "cuda"
-        else interleaved(calls, rounds, least)
-    )
+    return interleaved(calls, rounds, 0.02, before)
 
 
 def cuda_peak(call: Callable[[], object]) -> float:
@@ -124,50 +115,29 @@ def profile(
     Args:
         call: Function to profile.
         trace: File to write a trace to, for chrome://tracing or Perfetto.
-        layers: Layers whose quantisers are counted as such.
+        layers: Layers whose quantisers are counted as such, from now on under a name.
     """
     import torch
-    from torch.profiler import ProfilerActivity
-
-    devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_initialized()
-    with (
-        _named_quantisers(layers),
-        torch.profiler.profile(activities=devices, profile_memory=True) as profiler,
-    ):
-        call()
-    if trace:
-        profiler.export_chrome_trace(str(trace))
-    spent = dict.fromkeys((*GROUPS, "rest"), 0.0)
-    averages = profiler.key_averages()
-    for event in averages:
-        group = next((name for name, heads in GROUPS.items() if event.key.startswith(heads)), "rest")
-        spent[group] += event.self_cpu_time_total if group != "quantisers" else event.cpu_time_total
-    inner = spent["quantisers"] - sum(e.self_cpu_time_total for e in averages if e.key.startswith("quantise"))
-    spent["rest"] = max(0.0, spent["rest"] - inner)
-    level, levels = 0, [0]  # bytes of tensors above those at the start, after each allocation
-    for event in sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        level += event.nbytes() if event.name() == "[memory]" else 0
-        levels.append(level)
-    whole = sum(spent.values())
-    return {name: value / whole for name, value in spent.items()} | {"peak": float(max(levels))}
-
-
-@contextmanager
-def _named_quantisers(layers: "Iterable[EmulatedLinear]") -> Iterator[None]:
-    """Record the quantisers of these layers under a name: compiled ones are no operators of torch."""
-    import torch
+    from torch.profiler import ProfilerActivity, record_function
 
     from ablate.numerics.quantize import quantize
 
-    def named(*args: Any, **options: Any) -> Any:  # the arguments of quantize
-        with torch.profiler.record_function("quantise"):
-            return quantize(*args, **options)
-
-    layers = list(layers)
-    for layer in layers:
-        layer.quantize = named
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.quantize = quantize
+    for layer in layers:  # compiled quantisers are no operators of torch, and have no name there
+        layer.quantize = record_function("quantise")(quantize)
+    devices = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_initialized()
+    with torch.profiler.profile(activities=devices, profile_memory=True) as profiler:
+        call()
+    if trace:
+        profiler.export_chrome_trace(str(trace))
+    averages = profiler.key_averages()
+    spent = dict.fromkeys(GROUPS, 0.0)
+    for name, heads in GROUPS.items():
+        for event in averages:
+            if event.key.startswith(heads):  # a quantiser is all that it calls
+                spent[name] += event.cpu_time_total if name == "quantisers" else event.self_cpu_time_total
+    spent["rest"] = max(0.0, sum(event.self_cpu_time_total for event in averages) - sum(spent.values()))
+    events = sorted(profiler.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    changes = (event.nbytes() for event in events if event.name() == "[memory]")
+    peak = max(itertools.accumulate(changes, initial=0))  # above what there was before the call
+    whole = sum(spent.values())
+    return {name: value / whole for name, value in spent.items()} | {"peak": float(peak)}
