@@ -5,6 +5,8 @@ Times are medians over interleaved rounds, on one thread; `spread` is the interq
 
 import json
 import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -24,8 +26,6 @@ from ablate.verification.bench_runs import Line, Stepper, in_both_modes, stepper
 
 app = App(help="Time quantisers, layers and training steps on this machine.", no_args_is_help=True)
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Png = Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Also draw a figure to this file.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Number of interleaved rounds; the median is reported.")]
 Names = Annotated[
     list[str] | None,
@@ -44,6 +44,56 @@ FORMS = {
 """Format of each numeric column."""
 
 
+@dataclass(frozen=True)
+class Output:
+    """Options on the result of a measurement."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False
+    png: Annotated[
+        Path | None, typer.Option("--png", metavar="FILE", help="Also draw a figure to this file.")
+    ] = None
+
+    def begin(self) -> None:
+        """Check the path of the figure before the measurements, which take minutes, and set the threads."""
+        if self.png and (self.png.is_dir() or not self.png.absolute().parent.is_dir()):
+            raise InputError(f"--png {self.png}: must name a file in an existing folder")
+        timing.one_thread()
+
+    def show(
+        self,
+        lines: list[Line],
+        figure: str,
+        *axes: str | tuple[str, ...],
+        about: Mapping[str, object] | None = None,
+        hidden: Collection[str] = (),
+    ) -> None:
+        """Draw the figure and print the lines.
+
+        Args:
+            lines: the measurements.
+            figure: function of `ablate.reports.figures` that draws them.
+            axes: its further arguments.
+            about: what JSON has beside the lines; None: nothing, it is a list of lines.
+            hidden: columns that the table leaves out.
+        """
+        if self.png:
+            from ablate.reports import figures
+
+            getattr(figures, figure)(lines, *axes).write(self.png)
+        if self.as_json:
+            print(json.dumps(lines if about is None else {**about, "lines": lines}, indent=1))
+            return
+        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+        names = [name for name in lines[0] if name not in hidden]
+        for name in names:
+            head = name.replace("forward", "fwd").replace("backward", "bwd")  # one line in 160 columns
+            table.add_column(head, justify="right" if name in FORMS else "left")
+        for line in lines:
+            values = ((FORMS.get(name, "{}"), line[name]) for name in names)
+            table.add_row(*("-" if value is None else form.format(value) for form, value in values))
+        console().print(table)
+
+
 @app.command()
 def kernels(
     shapes: Annotated[
@@ -58,8 +108,8 @@ def kernels(
         ),
     ] = False,
     device: OnDevice = "cpu",
-    as_json: AsJson = False,
-    png: Png = None,
+    *,
+    output: Output,
 ) -> None:
     """Time the quantisers: million elements per second, including amax, and speed relative to a copy of the
     tensor.
@@ -67,16 +117,14 @@ def kernels(
     On a GPU the compiled quantisers alone are timed, by CUDA events and with an empty L2 cache, beside a copy
     within its memory. A tensor should be larger than that cache.
     """
-    print_starting("importing torch, then timing the quantisers", quiet=as_json)
+    print_starting("importing torch, then timing the quantisers", quiet=output.as_json)
     sizes = dict.fromkeys(_size(text, 2) for text in shapes or ["1024x1024"])
     _device(device)
     if builds and device == "cuda":
         raise InputError("--builds: the builds are for CPUs; leave it out, or use --device cpu")
-    _check(png)
-    timing.one_thread()
+    output.begin()
     lines = bench_runs.quantiser_speeds(sizes, device, rounds, builds)
-    _draw(png, "bars", lines, "Melem/s", "operation", "back end")
-    _show(lines, as_json)
+    output.show(lines, "bars", "Melem/s", "operation", "back end")
 
 
 @dataclass(frozen=True)
@@ -104,33 +152,32 @@ def step(
         Path | None, typer.Option(metavar="FOLDER", help="Folder for a profiler trace of each preset's step.")
     ] = None,
     device: OnDevice = "cpu",
-    as_json: AsJson = False,
-    png: Png = None,
+    *,
+    output: Output,
 ) -> None:
     """Time a training step of a gpt in each preset: tokens per second, time by operation, and peak memory.
 
     Quantised presets are timed twice: with products in bf16_out, the default, and with all products in
     fp32_out. On a GPU the time is not divided by operation; --trace shows its kernels.
     """
-    names = _presets([*PRESETS] if all_presets else presets or ["fp32", "nvfp4"])
-    print_starting("importing torch, then timing training steps", quiet=as_json)
+    names = _with_bf16([*PRESETS] if all_presets else presets or ["fp32", "nvfp4"])
+    print_starting("importing torch, then timing training steps", quiet=output.as_json)
     _device(device)
-    if png and device == "cuda":
+    if output.png and device == "cuda":
         raise InputError(
-            f"--png {png}: the figure divides a step by operation, which is measured on CPUs; use --trace"
+            f"--png {output.png}: the figure divides a step by operation, which is measured on CPUs;"
+            " use --trace"
         )
-    _check(png)
-    timing.one_thread()
+    output.begin()
     recipes = {name: PRESETS[name]() for name in names} if all_presets else in_both_modes(names)
     steppers = _steppers(recipes, gpt, device, compiled)
     lines = bench_runs.step_speeds(steppers, gpt.tokens, device, rounds, trace)
-    _draw(png, "shares", lines, "step ms", "preset", (*timing.GROUPS, "rest"))
-    _show(lines, as_json)
+    output.show(lines, "shares", "step ms", "preset", (*timing.GROUPS, "rest"))
 
 
 @dataclass(frozen=True)
 class LayerOptions:
-    """Options on the layers to time."""
+    """Options on the layers to time, and on what computes them."""
 
     shapes: Annotated[
         list[str] | None,
@@ -146,6 +193,21 @@ class LayerOptions:
     tokens: Annotated[
         int | None, typer.Option(min=16, help="Tokens for --model; default: 512 on a CPU, 8192 on a GPU.")
     ] = None
+    engine: Annotated[
+        str,
+        typer.Option(
+            metavar="ENGINE[,ENGINE]...",
+            help="Engines to time; auto: Transformer Engine if preset and machine allow it. Of several, "
+            "those that cannot run a preset here are skipped, with the reason.",
+        ),
+    ] = AUTO
+    weights: Annotated[
+        Literal["bf16", "fp32"],
+        typer.Option(help="Type of the weights; fp32, as in training, is cast to bf16 in every pass."),
+    ] = "fp32"
+    wide: Annotated[
+        bool, typer.Option("--fp32-out", help="Also time quantised presets with all products in fp32_out.")
+    ] = False
 
 
 @app.command()
@@ -157,28 +219,13 @@ def linear(
             metavar="[PRESET]...", help="Presets besides bf16; default: nvfp4, mxfp8 and fp8_current."
         ),
     ] = None,
-    engine: Annotated[
-        str,
-        typer.Option(
-            metavar="ENGINE[,ENGINE]...",
-            help="Engines to time; auto: Transformer Engine if preset and machine allow it. Of several, "
-            "those that cannot run a preset here are skipped, with the reason.",
-        ),
-    ] = AUTO,
-    weights: Annotated[
-        Literal["bf16", "fp32"],
-        typer.Option(help="Type of the weights; fp32, as in training, is cast to bf16 in every pass."),
-    ] = "fp32",
-    wide: Annotated[
-        bool, typer.Option("--fp32-out", help="Also time quantised presets with all products in fp32_out.")
-    ] = False,
     rounds: Rounds = 5,
     device: Annotated[
         Literal["cpu", "cuda"] | None,
         typer.Option(help="Device to measure on; default: a GPU if there is one."),
     ] = None,
-    as_json: AsJson = False,
-    png: Png = None,
+    *,
+    output: Output,
 ) -> None:
     """Time forward and backward of a linear layer in each preset: speed, and fraction of the hardware's peak.
 
@@ -187,28 +234,32 @@ def linear(
     other GPUs, the measured speed of torch's bf16 product. Casts: the fraction of the time that making the
     operands takes by itself, for engines that show them.
     """
-    names = _presets(presets or ["nvfp4", "mxfp8", "fp8_current"])
-    print_starting("importing torch, then timing layers", quiet=as_json)
+    names = _with_bf16(presets or ["nvfp4", "mxfp8", "fp8_current"])
+    print_starting("importing torch, then timing layers", quiet=output.as_json)
     target = _device(device)
     sizes = _layers(layers, target)
-    _check(png)
-    recipes = in_both_modes(names) if wide else {name: PRESETS[name]() for name in names}
-    chosen = _engines(engine, recipes, sizes, target)
-    timing.one_thread()
-    found = linear_layers.layer_speeds(chosen, sizes, target, weights, rounds)
-    _draw(png, "speeds", found.lines, found.unit, f"Lines: {found.yardstick}.")
-    if as_json:
-        about = {
-            "machine": linear_layers.machine(target),
-            "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
-            "weights": weights,
-        }
-        print(json.dumps(about | {"of peak": found.yardstick, "lines": found.lines}, indent=1))
-        return
-    _show_layers(found)
+    output.begin()
+    recipes = in_both_modes(names) if layers.wide else {name: PRESETS[name]() for name in names}
+    chosen = _engines(layers.engine, recipes, sizes, target)
+    found = linear_layers.layer_speeds(chosen, sizes, target, layers.weights, rounds)
+    about = {
+        "machine": linear_layers.machine(target),
+        "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
+        "weights": layers.weights,
+        "of peak": found.yardstick,
+    }
+    hidden = {"multiplies", "forward peak", "backward peak"}
+    if all(line["shape"] == line["size"] for line in found.lines):
+        hidden.add("size")
+    notes = (found.unit, f"Lines: {found.yardstick}.")
+    output.show(found.lines, "speeds", *notes, about=about, hidden=hidden)
+    if not output.as_json:
+        reached = [f"{speed:,.0f}" for speed in sorted(found.reached)]
+        figure = f": {reached[0]} to {reached[-1]} {found.unit}" if reached else ""
+        console().print(f"Of peak: a share of {found.yardstick}{figure}.", soft_wrap=True)
 
 
-# --- asked and shown ------------------------------------------------------------------------------
+# --- checks of what is asked ----------------------------------------------------------------------
 
 
 def _device(asked: str | None) -> str:
@@ -242,11 +293,7 @@ def _steppers(recipes: dict[str, Recipe], gpt: GptOptions, device: str, compiled
 def _layers(asked: LayerOptions, device: str) -> list[linear_layers.Shape]:
     """Return the layers to time, given by shape or by model."""
     shapes, models, tokens = asked.shapes, asked.models, asked.tokens
-    wrong = [
-        f"--model {name}: no such model; {nearest(name, linear_layers.MODELS)}"
-        for name in models or ()
-        if name not in linear_layers.MODELS
-    ]
+    wrong = _unknown("model", models or (), linear_layers.MODELS, "--model ")
     if tokens and not models:
         wrong.append("--tokens needs --model; a --shape includes its tokens")
     if wrong:
@@ -271,10 +318,7 @@ def _engines(
     given engine cannot run a recipe, if nothing is left of several, or if there is no such engine.
     """
     names = list(dict.fromkeys(asked.split(",")))
-    known = [AUTO, *ENGINES]
-    if wrong := [
-        f"--engine {name}: no such engine; {nearest(name, known)}" for name in names if name not in known
-    ]:
+    if wrong := _unknown("engine", names, [AUTO, *ENGINES], "--engine "):
         raise InputError(*wrong)
     if AUTO in names and len(names) > 1:
         raise InputError(f"--engine {asked}: auto stands alone")
@@ -283,14 +327,13 @@ def _engines(
     skipped: list[str] = []
     for engine in names:
         by = linear_layers.NATIVE if engine == AUTO else engine
-        refusals: dict[Refusal, list[str]] = {}
+        refusals: dict[Refusal, list[str]] = defaultdict(list)
         for name, recipe in quantised.items():
-            if reason := linear_layers.refused(recipe, shapes, device, here, by):
-                refusals.setdefault(reason, []).append(name)
-                if engine == AUTO:
-                    chosen[name, linear_layers.EMULATED] = recipe
-            else:
-                chosen[name, by] = recipe
+            reason = linear_layers.refused(recipe, shapes, device, here, by)
+            if reason:
+                refusals[reason].append(name)
+            if not reason or engine == AUTO:
+                chosen[name, linear_layers.EMULATED if reason else by] = recipe
         for reason, refused in refusals.items():
             if engine == AUTO:
                 print(f"{', '.join(refused)}: emulated, since {reason.why}", file=sys.stderr)
@@ -303,11 +346,16 @@ def _engines(
     return {case: recipe for name in recipes for case, recipe in chosen.items() if case[0] == name}
 
 
-def _presets(names: list[str]) -> list[str]:
-    wrong = [f"{name}: no such preset; {nearest(name, PRESETS)}" for name in names if name not in PRESETS]
-    if wrong:
+def _with_bf16(names: list[str]) -> list[str]:
+    """Return names of presets behind bf16's, each once; InputError if there is no such preset."""
+    if wrong := _unknown("preset", names, PRESETS):
         raise InputError(*wrong)
     return list(dict.fromkeys(("bf16", *names)))
+
+
+def _unknown(kind: str, names: Iterable[str], valid: Collection[str], option: str = "") -> list[str]:
+    """Return a sentence for each name that is not valid."""
+    return [f"{option}{name}: no such {kind}; {nearest(name, valid)}" for name in names if name not in valid]
 
 
 def _size(text: str, dimensions: int) -> tuple[int, ...]:
@@ -318,48 +366,3 @@ def _size(text: str, dimensions: int) -> tuple[int, ...]:
             f"{'x'.join(['1024'] * dimensions)}"
         )
     return tuple(map(int, parts))
-
-
-def _check(png: Path | None) -> None:
-    """Check the path of the figure before the measurements, which take minutes."""
-    if png and (png.is_dir() or not png.absolute().parent.is_dir()):
-        raise InputError(f"--png {png}: must name a file in an existing folder")
-
-
-def _draw(png: Path | None, how: str, lines: list[Line], *axes: str | tuple[str, ...]) -> None:
-    if png:
-        from ablate.reports import figures
-
-        getattr(figures, how)(lines, *axes).write(png)
-
-
-def _show(lines: list[Line], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(lines, indent=1))
-        return
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in lines[0]:
-        head = name.replace("forward", "fwd").replace("backward", "bwd")  # one line in 160 columns
-        table.add_column(head, justify="right" if name in FORMS else "left")
-    for line in lines:
-        table.add_row(*(_written(name, value) for name, value in line.items()))
-    console().print(table)
-
-
-def _show_layers(found: linear_layers.LayerSpeeds) -> None:
-    """Print the table of layers, and what its fractions are fractions of."""
-    hidden = {"multiplies", "forward peak", "backward peak"}
-    if all(line["shape"] == line["size"] for line in found.lines):
-        hidden.add("size")
-    shown = [{name: value for name, value in line.items() if name not in hidden} for line in found.lines]
-    _show(shown, as_json=False)
-    own = [line["forward peak"] for line in found.lines if line["preset"] == "bf16"]
-    tops = [peak for peak in own if isinstance(peak, float)]
-    figure = f": {min(tops):,.0f} to {max(tops):,.0f} {found.unit}" if found.measured else ""
-    console().print(f"Of peak: a share of {found.yardstick}{figure}.", soft_wrap=True)
-
-
-def _written(name: str, value: object) -> str:
-    if value is None:
-        return "-"
-    return FORMS[name].format(value) if name in FORMS else str(value)

@@ -217,9 +217,12 @@ class ScaledProducts(EmulatedLinear):
 
     def native_product(self, a: Operand, b: Operand, family: Family, out: torch.dtype) -> Tensor:
         """Return a b^T, multiplied in a family that both operands fit in, rounded once to `out`."""
+        return self.native.product(*self.encoded(a, b, family), Factors.of(a, b), out)
+
+    def encoded(self, a: Operand, b: Operand, family: Family) -> tuple[Encoded, Encoded]:
+        """Return the bytes of both operands of a product, with as many columns as the wider one has."""
         columns = max(a.values.shape[1], b.values.shape[1])
-        first, second = (self.bytes_of(operand, family, columns) for operand in (a, b))
-        return self.native.product(first, second, Factors.of(a, b), out)
+        return self.bytes_of(a, family, columns), self.bytes_of(b, family, columns)
 
     def family_of(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Family | None:
         """Return the family in which tensor cores multiply the first parts of two operands, or None."""

@@ -4,16 +4,17 @@ It decides which engine computes a preset on this machine, builds the layers, me
 into lines of the table.
 """
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ablate import provenance
-from ablate.engines import SCALED, backend_of, makes_operands, module_name
-from ablate.engines.hardware import Machine, Refusal, refusal, scaled_refusal
+from ablate.engines import SCALED, backend_of, converter, makes_operands, module_name
+from ablate.engines.hardware import Machine, Refusal, refusal, scaled_refusal, stray_switch
 from ablate.numerics.choices import DTYPES
 from ablate.recipes import Recipe, scaled_mapping
 from ablate.recipes.reasons import all_of
-from ablate.recipes.recipe import DIRECTIONS, Product, Products
+from ablate.recipes.recipe import DIRECTIONS, Product, Products, Run
 from ablate.recipes.te_mapping import MULTIPLE, families, recipe_refusals, variants
 from ablate.verification import timing
 from ablate.verification.bench_runs import Line
@@ -23,42 +24,35 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ablate.engines.emulated_layer import EmulatedLinear
+    from ablate.numerics.quantize import Operand
 
 EMULATED, NATIVE, PLAIN = "emulated", "transformer_engine", "torch"
 """Engine of a line; PLAIN if nothing is quantised, so that both engines call torch."""
 GPU = "cuda"
 """Device class that Transformer Engine runs on."""
-YARDSTICK = {"cpu": 2048, "cuda": 8192}
-"""Largest side of the square bf16 product that replaces an unpublished peak, by device class."""
-_SMALLEST_SIDE, _PRODUCT_SECONDS = 256, 0.25
-"""Smallest side on a CPU, and time limit of one product: the side is doubled while the product of twice the
-side is expected to stay below the limit."""
+SIDES = {"cpu": (256, 2048), "cuda": (8192, 8192)}
+"""Smallest and largest side of the square bf16 product that replaces an unpublished peak, by device class."""
+_PRODUCT_SECONDS = 0.25
+"""Time limit of one product: the side is doubled while twice the side is expected to stay below the limit."""
 TOKENS = {"cpu": 512, "cuda": 8192}
 """Default tokens of `--model`, by device class: seconds on a CPU, enough to fill a GPU."""
 
 
-class BlockWidths(NamedTuple):
-    """Widths of a transformer block, from the model's published configuration."""
-
-    width: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    head: int = 128
-
-
 MODELS = {
-    "llama-8b": BlockWidths(4096, 32, 8, 14336),
-    "llama-70b": BlockWidths(8192, 64, 8, 28672),
-    "llama-405b": BlockWidths(16384, 128, 8, 53248),
-    "qwen3-0.6b": BlockWidths(1024, 16, 8, 3072),
-    "qwen3-1.7b": BlockWidths(2048, 16, 8, 6144),
-    "qwen3-4b": BlockWidths(2560, 32, 8, 9728),
-    "qwen3-8b": BlockWidths(4096, 32, 8, 12288),
-    "qwen3-14b": BlockWidths(5120, 40, 8, 17408),
-    "qwen3-32b": BlockWidths(5120, 64, 8, 25600),
+    "llama-8b": (4096, 32, 8, 14336),
+    "llama-70b": (8192, 64, 8, 28672),
+    "llama-405b": (16384, 128, 8, 53248),
+    "qwen3-0.6b": (1024, 16, 8, 3072),
+    "qwen3-1.7b": (2048, 16, 8, 6144),
+    "qwen3-4b": (2560, 32, 8, 9728),
+    "qwen3-8b": (4096, 32, 8, 12288),
+    "qwen3-14b": (5120, 40, 8, 17408),
+    "qwen3-32b": (5120, 64, 8, 25600),
 }
-"""Dense models of Llama 3.1 and Qwen 3."""
+"""Width, heads, heads of keys and hidden width of a block, from the published configurations of Llama 3.1 and
+the dense models of Qwen 3."""
+_HEAD = 128
+"""Features of a head, in all of MODELS."""
 
 
 class Shape(NamedTuple):
@@ -82,14 +76,13 @@ class Shape(NamedTuple):
 
 def shapes_of(model: str, tokens: int) -> list[Shape]:
     """Return the four linear layers of a model's block, with layers that share an input fused into one."""
-    block = MODELS[model]
-    keys = block.head * block.kv_heads
-    out = block.head * block.heads
+    width, heads, kv_heads, hidden = MODELS[model]
+    queries, keys = _HEAD * heads, _HEAD * kv_heads
     widths = {
-        "qkv": (block.width, out + 2 * keys),
-        "out": (out, block.width),
-        "gate+up": (block.width, 2 * block.hidden),
-        "down": (block.hidden, block.width),
+        "qkv": (width, queries + 2 * keys),
+        "out": (queries, width),
+        "gate+up": (width, 2 * hidden),
+        "down": (hidden, width),
     }
     return [Shape(f"{model} {name}", tokens, *pair) for name, pair in widths.items()]
 
@@ -119,6 +112,8 @@ def refused(
         return Refusal(f"this runs on {device}, and Transformer Engine on GPUs", other)
     if why := all_of(recipe_refusals(recipe)):
         return Refusal(why, other)
+    if stray := stray_switch():
+        return Refusal(f"{stray} is set here and changes Transformer Engine's numbers", other)
     odd = next((shape for shape in shapes if any(extent % MULTIPLE for extent in shape[1:])), None)
     return odd and Refusal(f"{odd.size}: Transformer Engine takes multiples of {MULTIPLE}", other)
 
@@ -182,24 +177,16 @@ def layer_calls(
 
 
 def _layer(bare: "nn.Linear", recipe: Recipe, engine: str) -> "EmulatedLinear":
-    from ablate.engines.emulated_layer import EmulatedLinear
-    from ablate.engines.products import DTYPES
+    """Return the layer that the engine makes of a linear layer in a block, with the same parameters."""
+    from torch import nn
+
     from ablate.numerics.philox import Clock
 
-    clock = Clock(0)
-    if engine == NATIVE:
-        from ablate.engines.transformer_engine import Draws, NativeLinear
-
-        layer: EmulatedLinear = NativeLinear(bare, "linear", clock, DTYPES[recipe.dtype], Draws(clock))
-    elif module_name(engine) == SCALED:
-        from ablate.engines.scaled_mm import Native, ScaledLinear
-
-        native = Native(backend_of(engine))
-        layer = ScaledLinear(bare, "linear", clock, DTYPES[recipe.dtype], native)
-    else:
-        layer = EmulatedLinear(bare, "linear", clock, DTYPES[recipe.dtype])
-    layer.products = recipe.products
-    return layer
+    model = nn.ModuleDict({"blocks": nn.ModuleList([nn.ModuleDict({"linear": bare})])})
+    everywhere = Recipe.of(recipe.products, dtype=recipe.dtype)  # not where its rules and schedule have it
+    made = converter(EMULATED if engine == PLAIN else engine)(model, everywhere, Clock(0))
+    made.at(0, Run(1), counted=False)
+    return made.layers["blocks.0.linear"]
 
 
 def _passes(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> dict[str, Call]:
@@ -219,30 +206,28 @@ def _casts(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> dict[str, Call
     import torch
 
     from ablate.engines.products import DTYPES
+    from ablate.engines.scaled_mm import ScaledProducts
 
     products = layer.products
     forward, rows, columns = products.fprop, products.dgrad, products.wgrad
 
-    def bytes_of(a: list, b: list, out: str) -> None:
-        family_of = getattr(layer, "family_of", None)
-        if family_of and (family := family_of(a, b, DTYPES[out])):
-            width = max(a[0].values.shape[1], b[0].values.shape[1])
-            for operand in (a[0], b[0]):
-                layer.bytes_of(operand, family, width)  # type: ignore[operator]
+    def encode(a: "list[Operand]", b: "list[Operand]", out: str) -> None:
+        if isinstance(layer, ScaledProducts) and (family := layer.family_of(a, b, DTYPES[out])):
+            layer.encoded(a[0], b[0], family)
 
     @torch.no_grad()
     def forward_casts() -> None:
         a = layer.operand(x, "fprop.x", forward.x, forward.hadamard)
         b = layer.weight_operand("fprop.w", forward.w, forward.hadamard, layer.weight)
-        bytes_of(a, b, forward.gemm)
+        encode(a, b, forward.gemm)
 
     @torch.no_grad()
     def backward_casts() -> None:
         g, gt = layer.gradients(dy, products, True, True)
         wt = layer.weight_operand("dgrad.w", rows.w, rows.hadamard, layer.weight)
         xt = layer.operand(x.t(), "wgrad.x", columns.x, columns.hadamard)
-        bytes_of(g, wt, rows.gemm)
-        bytes_of(gt, xt, columns.dw)
+        encode(g, wt, rows.gemm)
+        encode(gt, xt, columns.dw)
 
     return {"forward casts": forward_casts, "backward casts": backward_casts}
 
@@ -274,74 +259,54 @@ def side(device: str, seconds: Callable[[int], float]) -> int:
         device: Device class.
         seconds: Function that measures the product of a given side.
     """
-    largest = YARDSTICK[device]
-    size = min(_SMALLEST_SIDE, largest) if device != GPU else largest
+    size, largest = SIDES[device]
     while size < largest and 8 * seconds(size) <= _PRODUCT_SECONDS:
         size *= 2
     return size
 
 
-class Yardstick(NamedTuple):
-    """Reference speed: NVIDIA's peaks for this GPU; empty if they are unknown and one must be measured."""
-
-    peaks: Peaks
-    description: str
-
-
-def yardstick(device: str) -> Yardstick:
-    """Return the peaks of this device; none for a CPU, and for a GPU that is not in the table."""
-    if device == GPU:
-        import torch
-
-        gpu = known(torch.cuda.get_device_name())
-        if gpu:
-            return Yardstick(gpu.peaks, f"the dense peak of the format that is multiplied ({gpu.source})")
-    return Yardstick({}, "")
-
-
 # --- lines ----------------------------------------------------------------------------------------
+
+WAYS = {"forward": ("fprop",), "backward": ("dgrad", "wgrad")}
+"""Products of each pass."""
 
 
 def line(
     shape: Shape,
-    preset: str,
+    case: Case,
     recipe: Recipe,
-    engine: str,
-    seconds: Sequence[float],
+    seconds: Mapping[str, float],
     peaks: Peaks,
     unit: tuple[str, float],
-    casts: Sequence[float] | None = None,
 ) -> Line:
     """Return a line of the table, by column.
 
     Args:
         shape: Shape of the layer.
-        preset: Name of the recipe.
+        case: Names of the recipe and of the engine that computed it.
         recipe: The recipe.
-        engine: Engine that computed it.
-        seconds: Measured seconds of the forward and the backward pass.
+        seconds: Measured seconds of the `forward` and the `backward` pass; and of the operands alone,
+            `forward casts` and `backward casts`, if the engine shows them and there are any.
         peaks: Reference speeds, FLOP/s by format.
         unit: Name of the unit of speed, and its FLOP/s.
-        casts: Measured seconds of the operands alone, forward and backward; None if the engine does not show
-            them, or there are none.
     """
-    formats = multiplied(recipe.products, engine, recipe.dtype)
+    formats = multiplied(recipe.products, case[1], recipe.dtype)
     ways: dict[str, Line] = {}
-    for number, (way, names) in enumerate((("forward", ["fprop"]), ("backward", ["dgrad", "wgrad"]))):
-        spent, used = seconds[number], [formats[name] for name in names]
-        flops = {name: shape.flops * used.count(name) for name in dict.fromkeys(used)}
+    for way, products in WAYS.items():
+        spent, casts = seconds[way], seconds.get(f"{way} casts")
+        multiplied_in = Counter(formats[product] for product in products)
+        flops = {form: shape.flops * count for form, count in multiplied_in.items()}
         whole, ideal = sum(flops.values()), share(flops, 1.0, peaks)
         ways[way] = {
             "ms": 1000 * spent,
             unit[0]: whole / spent / unit[1],
             "of peak": share(flops, spent, peaks),
-            "casts": casts[number] / spent if casts else None,
+            "casts": None if casts is None else casts / spent,
             "peak": whole / ideal / unit[1] if ideal else None,
         }
-    about: Line = {"shape": shape.name, "size": shape.size, "preset": preset, "engine": engine}
-    columns = {f"{way} {name}": ways[way][name] for name in ways["forward"] for way in ways}
-    peak = {name: columns.pop(name) for name in ("forward peak", "backward peak")}
-    return about | columns | {"multiplies": formats} | peak
+    about: Line = {"shape": shape.name, "size": shape.size, "preset": case[0], "engine": case[1]}
+    columns = {f"{way} {column}": ways[way][column] for column in ways["forward"] for way in WAYS}
+    return about | columns | {"multiplies": formats}
 
 
 class LayerSpeeds(NamedTuple):
@@ -351,8 +316,8 @@ class LayerSpeeds(NamedTuple):
     unit: str
     """`TFLOP/s` or `GFLOP/s`."""
     yardstick: str
-    measured: bool
-    """True if no peak of this hardware is published, so that torch's bf16 product replaces it."""
+    reached: list[float]
+    """Measured speeds of torch's bf16 product, if it replaces a peak that is not published."""
 
 
 def layer_speeds(
@@ -360,68 +325,52 @@ def layer_speeds(
 ) -> LayerSpeeds:
     """Return the speed of forward and backward of each layer in each recipe.
 
-    The backward pass takes the seconds of both passes less those of the forward pass.
-
-    Args:
-        recipes: recipes by preset and engine.
-        shapes: layers.
-        device: `cpu` or `cuda`.
-        weights: type of the weights, `bf16` or `fp32`.
-        rounds: number of interleaved rounds.
+    The backward pass takes the seconds of both passes less those of the forward pass. `weights`: type of the
+    weights, `bf16` or `fp32`.
     """
+    import torch
+
     from ablate.numerics.product import multiplies_bf16
 
-    unit = ("TFLOP/s", 1e12) if device == "cuda" else ("GFLOP/s", 1e9)
-    peaks, description = yardstick(device)
+    gpu = known(torch.cuda.get_device_name()) if device == "cuda" else None
     beside: dict[tuple[str, Case], Call] = {}
     yard = ("yardstick", ("", ""))
-    if not peaks:
+    if gpu:
+        peaks, description = gpu.peaks, f"the dense peak of the format that is multiplied ({gpu.source})"
+    else:
         length = side(device, lambda size: timing.on_device({"": matmul(size, device)}, 1, device)[""].median)
         beside = {yard: matmul(length, device)}
         slow = ", by way of fp32 operands since this CPU has no bf16 instructions"
-        by = "" if device == GPU or multiplies_bf16() else slow
+        by = "" if device == "cuda" or multiplies_bf16() else slow
         size = "x".join([str(length)] * 3)
         description = f"torch's own bf16 product of {size}{by}, measured in turn with the layers"
+    unit = ("TFLOP/s", 1e12) if device == "cuda" else ("GFLOP/s", 1e9)
     lines: list[Line] = []
+    reached: list[float] = []
     for shape in shapes:
         found = timing.on_device(layer_calls(recipes, shape, device, weights) | beside, rounds, device)
-        reached = (
-            dict.fromkeys(("bf16", "fp8", "fp4", "fp32"), 2 * length**3 / found[yard].median)
-            if beside
-            else peaks
-        )
+        if beside:
+            speed = 2 * length**3 / found[yard].median
+            peaks = dict.fromkeys(("bf16", "fp8", "fp4", "fp32"), speed)
+            reached.append(speed / unit[1])
         for case, recipe in recipes.items():
-            both, forward = found["both", case], found["forward", case].median
-            spent = (forward, max(both.median - forward, 1e-9))
-            casts = (
-                [found[f"{way} casts", case].median for way in ("forward", "backward")]
-                if (
-                    "forward casts",
-                    case,
-                )
-                in found
-                else None
+            seconds = {name: one.median for (name, of), one in found.items() if of == case}
+            seconds["backward"] = max(seconds["both"] - seconds["forward"], 1e-9)
+            both, plain = found["both", case], found["both", ("bf16", PLAIN)]
+            lines.append(
+                line(shape, case, recipe, seconds, peaks, unit)
+                | {"of bf16": both.median / plain.median, "spread": both.iqr / both.median}
             )
-            row = line(shape, case[0], recipe, case[1], spent, reached, unit, casts)
-            row |= {"of bf16": both.median / found["both", ("bf16", PLAIN)].median}
-            lines.append(row | {"spread": both.iqr / both.median})
-    return LayerSpeeds(lines, unit[0], description, not peaks)
+    return LayerSpeeds(lines, unit[0], description, reached)
 
 
 def machine(device: str) -> dict[str, object]:
     """Return the machine of a measurement: processor, versions, and for a GPU its name and capability."""
     import torch
 
-    facts: dict[str, object] = {
-        name: fact for name, fact in provenance.environment().items() if name != "host"
-    }
+    facts: dict[str, object] = {**provenance.environment()}
+    del facts["host"]
     facts |= {"device": device, "threads": torch.get_num_threads()}
-    if device == GPU:
-        gpu = torch.cuda.get_device_properties(0)
-        facts |= {
-            "gpu": gpu.name,
-            "capability": f"{gpu.major}.{gpu.minor}",
-            "gpu memory GiB": gpu.total_memory / 2**30,
-            "cuda": torch.version.cuda,
-        }
+    if device == "cuda":
+        facts["gpu memory GiB"] = torch.cuda.get_device_properties(0).total_memory / 2**30
     return facts

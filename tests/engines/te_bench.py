@@ -18,8 +18,6 @@ from ablate.verification import linear_layers  # noqa: E402
 
 bench.this_machine = native.this_machine = lambda: Machine("2.20.2", native=True, capability=(10, 0))
 linear_layers.GPU = "cpu"  # where the double computes
-linear_layers.yardstick = lambda device: linear_layers.Yardstick({}, "torch's own product")
-linear_layers.machine = lambda device: {"device": device}
 NEAREST = StartingPoint("gpt", {}, "nvfp4").arm({"sr": False}).recipe
 PRESETS["nvfp4"] = lambda: NEAREST  # TE's reference rounds to nearest alone
 

@@ -304,7 +304,12 @@ def test_a_line_of_a_layer_that_is_half_fp4_by_hand():
     seconds = (2 * flops / 9e15, 2 * flops / 2.25e15 / 0.75)
     assert seconds == pytest.approx((61.08e-6, 325.8e-6), rel=1e-3)
     found = linear_layers.line(
-        Shape("a", 8192, 4096, 4096), "p", forward, NATIVE, seconds, b200, ("TFLOP/s", 1e12)
+        Shape("a", 8192, 4096, 4096),
+        ("p", NATIVE),
+        forward,
+        {"forward": seconds[0], "backward": seconds[1]},
+        b200,
+        ("TFLOP/s", 1e12),
     )
     assert found["multiplies"] == {"fprop": "fp4", "dgrad": "bf16", "wgrad": "bf16"}
     assert (found["forward of peak"], found["backward of peak"]) == pytest.approx((0.5, 0.75))
