@@ -114,7 +114,7 @@ def processor(device: str) -> float:
         files = sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
         kind = sorted({line for file in files for line in file.read_text().splitlines() if "Model" in line})
     else:
-        kind = [*_vector_flags(), *_restrictions().values()]
+        kind = [*vector_flags(), *_restrictions().values()]
     return _kind([*kind, _machine().get("torch", "")])
 
 
@@ -123,12 +123,9 @@ def _kind(facts: list[str]) -> float:
 
 
 @cache
-def _vector_flags() -> tuple[str, ...]:
+def vector_flags() -> tuple[str, ...]:
     """Return the names of this CPU's vector and matrix instructions as Linux lists them, and its machine."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    listed = next((line for line in lines if line.startswith(("flags", "Features"))), "")
-    flags = {word for word in listed.split() if word.startswith(_VECTOR)}
+    flags = {word for word in _cpuinfo("flags", "Features").split() if word.startswith(_VECTOR)}
     return (platform.machine(), *sorted(flags))
 
 
@@ -184,12 +181,14 @@ def driver() -> str | None:
 
 def cpu_model() -> str:
     """Return the name of this machine's processor."""
+    return _cpuinfo("model name") or platform.machine()
+
+
+def _cpuinfo(*names: str) -> str:
+    """Return the first value that Linux lists of the processor under one of these names, or nothing."""
     path = Path("/proc/cpuinfo")
     lines = path.read_text().splitlines() if path.exists() else []
-    return next(
-        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
-        platform.machine(),
-    )
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
 
 
 def commit(folder: Path) -> tuple[str | None, str]:

@@ -4,7 +4,6 @@ No fact is right or wrong, and no engine is imported.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import torch
@@ -47,9 +46,7 @@ def facts() -> Iterator[Fact]:
 
 def bf16() -> str:
     """Return a description of the processor's bf16 products: native, or by fp32."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    flags = set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
+    flags = provenance.vector_flags()
     native = [name for flag, name in BF16_FLAGS.items() if flag in flags]
     return f"native, by {' and '.join(native)}" if native else "by fp32, slower"
 
