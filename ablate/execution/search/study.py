@@ -321,30 +321,19 @@ class Study:
             pruned: True if the pruner gave it up; it then has no values.
         """
         with self._file.together():  # about thirty operations
-            self._tell(number, values, steps, facts, violations, pruned)
-
-    def _tell(
-        self,
-        number: int,
-        values: Sequence[float],
-        steps: Mapping[int, float],
-        facts: Mapping[str, Json],
-        violations: Sequence[float],
-        pruned: bool,
-    ) -> None:
-        trial = self._trial(number)  # of the storage, since to make an optuna.Trial is to ask the sampler
-        known = self._storage.get_trial(trial)  # told by a driver that died before it could tell the rest
-        for key, fact in facts.items():
-            self._storage.set_trial_user_attr(trial, key, fact)
-        for key, excess in self._broken(violations).items():
-            if key not in known.constraints:
-                optuna.Trial(self.study, trial).set_constraint(key, excess)
-        if not self._experiment.prunes and len(values) == 1:
-            for step in sorted(steps.keys() - known.intermediate_values.keys()):
-                self._storage.set_trial_intermediate_value(trial, step, steps[step])
-        failed = any(map(math.isnan, values))
-        state = TrialState.PRUNED if pruned else TrialState.FAIL if failed else TrialState.COMPLETE
-        self._settle(number, state, values if state == TrialState.COMPLETE else None)
+            trial = self._trial(number)  # of the storage, since to make an optuna.Trial is to ask the sampler
+            known = self._storage.get_trial(trial)  # told by a driver that died before it could tell the rest
+            for key, fact in facts.items():
+                self._storage.set_trial_user_attr(trial, key, fact)
+            for key, excess in self._broken(violations).items():
+                if key not in known.constraints:
+                    optuna.Trial(self.study, trial).set_constraint(key, excess)
+            if not self._experiment.prunes and len(values) == 1:
+                for step in sorted(steps.keys() - known.intermediate_values.keys()):
+                    self._storage.set_trial_intermediate_value(trial, step, steps[step])
+            failed = any(map(math.isnan, values))
+            state = TrialState.PRUNED if pruned else TrialState.FAIL if failed else TrialState.COMPLETE
+            self._settle(number, state, values if state == TrialState.COMPLETE else None)
 
     def _settle(self, number: int, state: TrialState, values: Sequence[float] | None = None) -> None:
         with _quiet():

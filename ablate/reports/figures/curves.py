@@ -48,23 +48,30 @@ def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
     selected = tables.long_enough(tables.of(records, metric.name), ["arm"])
     if selected.empty:
         return None
-    shown, total = tables.arms(selected, metric)
-    lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], ["arm"]), ["arm"])
     question = f"How does {metric.name} develop?"
-    body = canvas(
-        question,
-        7.5,
-        _height(shown),
-        _band(lines, "from the smallest to the largest seed"),
-        best_of(len(shown), total),
-    )
-    axes = body.subplots()
-    looks = tables.looks(records, shown)
-    draw_lines(axes, lines, "step", looks)
+    body, lines, looks = _mean_lines(records, selected, metric, question)
+    axes = body.axes[0]
     axes.set(xlabel="step", ylabel=metric.name)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     name_lines(body, looks)
     return finished(stem("curves", metric.name), question, body, lines)
+
+
+def _mean_lines(
+    records: pd.DataFrame, selected: pd.DataFrame, metric: Metric, question: str, note: str = ""
+) -> tuple[SubFigure, pd.DataFrame, dict[str, Mark]]:
+    """Draw each arm's mean over seeds at each step, with a band from the smallest to the largest seed.
+
+    Returns:
+        The part with the axes, the drawn numbers, and the mark of each arm.
+    """
+    shown, total = tables.arms(selected, metric)
+    lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], ["arm"]), ["arm"])
+    band = _band(lines, "from the smallest to the largest seed")
+    body = canvas(question, 7.5, _height(shown), note, band, best_of(len(shown), total))
+    looks = tables.looks(records, shown)
+    draw_lines(body.subplots(), lines, "step", looks)
+    return body, lines, looks
 
 
 @house
@@ -175,26 +182,17 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
     selected = selected[(selected["value"] > 0) & (selected["step"] > 0)]
     if selected.empty:
         return None
-    shown, total = tables.arms(selected, tables.named(metric))
-    lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], ["arm"]), ["arm"])
-    question = f"Does {metric} fall as 1 / draws?"
+    main = tables.named(metric)
+    shown, _ = tables.arms(selected, main)
     stated = [
         (float(line.step), line)
         for line in published
         if line.metric == metric and line.step and line.against is None and line.arm in shown
     ]
+    question = f"Does {metric} fall as 1 / draws?"
     note = "Lines are measured, diamonds published." if stated else ""
-    body = canvas(
-        question,
-        7.5,
-        _height(shown),
-        note,
-        _band(lines, "from the smallest to the largest seed"),
-        best_of(len(shown), total),
-    )
-    axes = body.subplots()
-    drawn = tables.looks(records, shown)
-    draw_lines(axes, lines, "step", drawn)
+    body, lines, drawn = _mean_lines(records, selected, main, question, note)
+    axes = body.axes[0]
     for step, line in stated:
         axes.plot(step, line.value, "D", markersize=11, fillstyle="none", color=drawn[line.arm].color)
     steps = np.array([lines["step"].min(), lines["step"].max()])
