@@ -9,14 +9,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ablate.experiment.schema import Metric
 from ablate.recipes import KNOBS
 from ablate.reports.drawn import SQUARE, mark, reach, round_numbers
 from ablate.reports.page import Part, Text
 from ablate.reports.plain_text import html_text, inline
-from ablate.reports.table import VERDICT, Cell, Table
+from ablate.reports.table import VERDICT, Cell, Table, TablePicture
 from ablate.results.doses import Dose, Doses, sentence
 from ablate.results.number_text import bounds, interval, minus
 from ablate.results.paired_stats import Difference, Verdict
@@ -39,7 +38,7 @@ _CROWDED = 0.12
 
 
 @dataclass(frozen=True)
-class DosePicture:
+class DosePicture(TablePicture):
     """Drawing of a dose-response on a page; a table elsewhere."""
 
     doses: Doses
@@ -59,23 +58,16 @@ class DosePicture:
             f'<div class="dose drawn"><p><b>{title}</b>{means}</p>{self._drawing()}'
             f'<p class="about">Bars: {kind} of the paired difference, each by itself. Filled: decided after'
             " Holm's correction; open: undecided."
-            f' <a href="figures/{self._table.name}.csv">CSV</a></p></div>'
+            f' <a href="figures/{self.table.name}.csv">CSV</a></p></div>'
         )
-
-    def markdown(self) -> str:
-        """Return the numbers as a table."""
-        return self._table.markdown()
-
-    def save(self, folder: Path) -> None:
-        """Write the numbers as CSV."""
-        self._table.save(folder)
 
     @property
     def _named(self) -> str:
         return f"{self.doses.knob} {self.doses.reference}"
 
     @property
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """Numbers of the drawing."""
         change = f"change from {self.doses.reference}"
         rows: list[dict[str, Cell]] = [
             {

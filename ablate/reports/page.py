@@ -28,8 +28,15 @@ class Part(Protocol):
         """Write its data and its pictures into the folder, which is created if it is missing."""
 
 
+class WithoutData:
+    """Part that has no data."""
+
+    def save(self, folder: Path) -> None:
+        """Write nothing."""
+
+
 @dataclass(frozen=True)
-class Text:
+class Text(WithoutData):
     """Paragraphs of text."""
 
     text: str
@@ -47,12 +54,9 @@ class Text:
         text = markdown_text(self.text)
         return f"**{text}**" if self.kind == "verdict" else text
 
-    def save(self, folder: Path) -> None:
-        """A text has no data."""
-
 
 @dataclass(frozen=True)
-class Answered:
+class Answered(WithoutData):
     """The answer to the report's question, in a coloured box."""
 
     lead: str
@@ -80,12 +84,9 @@ class Answered:
         text = markdown_text(self.text)
         return f"**{self.lead}** {text}" if self.lead else f"**{text}**"
 
-    def save(self, folder: Path) -> None:
-        """A text has no data."""
-
 
 @dataclass(frozen=True)
-class Chips:
+class Chips(WithoutData):
     """Short remarks in a row, each with a mark of its kind."""
 
     chips: Sequence[tuple[str, str]]
@@ -102,15 +103,12 @@ class Chips:
         """Return the remarks in one line."""
         return " · ".join(markdown_cell(f"{_MARKS[kind]} {text}".strip()) for kind, text in self.chips)
 
-    def save(self, folder: Path) -> None:
-        """Remarks have no data."""
-
 
 _MARKS = {"passed": "✓", "warning": "!", "failed": "✗", "note": ""}
 
 
 @dataclass(frozen=True)
-class Command:
+class Command(WithoutData):
     """A command to copy, with a comment on what it does."""
 
     command: str
@@ -130,12 +128,9 @@ class Command:
         comment = f"  # {self.comment}" if self.comment else ""
         return f"```sh\n{one_line(self.command + comment)}\n```"
 
-    def save(self, folder: Path) -> None:
-        """A command has no data."""
-
 
 @dataclass(frozen=True)
-class Code:
+class Code(WithoutData):
     """Text of a file, shown literally."""
 
     text: str
@@ -151,9 +146,6 @@ class Code:
         longest = max((len(ticks) for ticks in re.findall("`+", self.text)), default=0)
         fence = "`" * max(3, longest + 1)
         return f"{fence}{self.language}\n{printable(self.text.rstrip())}\n{fence}"
-
-    def save(self, folder: Path) -> None:
-        """A text has no data."""
 
 
 @dataclass(frozen=True)

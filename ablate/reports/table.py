@@ -9,6 +9,7 @@ Columns in which no row has content are left out, and columns with numbers are a
 
 import csv
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -287,3 +288,20 @@ def _td(drawn: _Drawn, cell: Cell, text: str) -> str:
     if isinstance(cell, Link):
         inside = f'<a href="{html_text(cell.target)}">{inside}</a>'
     return f"<td{css}{key}>{inside}</td>"
+
+
+class TablePicture(ABC):
+    """Part of a report that is a drawing on a page, and a table of its numbers elsewhere."""
+
+    @property
+    @abstractmethod
+    def table(self) -> Table:
+        """Numbers of the drawing."""
+
+    def markdown(self) -> str:
+        """Return the numbers as a table."""
+        return self.table.markdown()
+
+    def save(self, folder: Path) -> None:
+        """Write the numbers as CSV."""
+        self.table.save(folder)

@@ -1,12 +1,11 @@
 """Picture of a search for a cause: units down, rounds across, tinted by the evidence; then the proof."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from ablate.experiment.blame_design import BlameNames
 from ablate.reports.page import Part
 from ablate.reports.plain_text import html_text
-from ablate.reports.table import Cell, Table
+from ablate.reports.table import Cell, Table, TablePicture
 from ablate.results.blame import Search, amount
 
 _STRONG = 6.0
@@ -14,7 +13,7 @@ _STRONG = 6.0
 
 
 @dataclass(frozen=True)
-class SearchPicture:
+class SearchPicture(TablePicture):
     """Evidence on each unit, round by round, on a page; a table elsewhere."""
 
     search: Search
@@ -41,14 +40,6 @@ class SearchPicture:
             ' alone. <a href="figures/search.csv">CSV</a></p></div>'
         )
 
-    def markdown(self) -> str:
-        """Return the evidence as a table."""
-        return self._table.markdown()
-
-    def save(self, folder: Path) -> None:
-        """Write the evidence as CSV."""
-        self._table.save(folder)
-
     def _proof(self, place: int) -> str:
         effect = (self.search.proofs or {}).get(place)
         if effect is None:
@@ -57,7 +48,8 @@ class SearchPicture:
         return f"<b>{text}</b>" if place in self.search.culprits else text
 
     @property
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """Numbers of the drawing."""
         proofs = self.search.proofs or {}
         rows: list[dict[str, Cell]] = [
             {

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from ablate.experiment.schema import Metric
 from ablate.reports.page import Part, Text
 from ablate.reports.plain_text import html_text, inline
-from ablate.reports.table import VERDICT, Cell, Table
+from ablate.reports.table import VERDICT, Cell, Table, TablePicture
 from ablate.results.number_text import bounds, interval, minus
 from ablate.results.paired_stats import Difference
 from ablate.results.sensitivity import AGREEMENT, MappedCell, Sensitivity
@@ -19,7 +18,7 @@ _ALL = "all"
 
 
 @dataclass(frozen=True)
-class MapPicture:
+class MapPicture(TablePicture):
     """Map of a sweep on a page; a table elsewhere."""
 
     found: Sensitivity
@@ -51,14 +50,6 @@ class MapPicture:
             ' <a href="figures/map.csv">CSV</a></p></div>'
         )
 
-    def markdown(self) -> str:
-        """Return the cells as a table, the largest first."""
-        return self._table.markdown()
-
-    def save(self, folder: Path) -> None:
-        """Write the cells as CSV."""
-        self._table.save(folder)
-
     def _cell(self, cell: MappedCell | None) -> str:
         if cell is None:
             return "<td></td>"
@@ -79,7 +70,8 @@ class MapPicture:
             yield f"learnt {minus(interval(cell.parts.learnt))}"
 
     @property
-    def _table(self) -> Table:
+    def table(self) -> Table:
+        """Numbers of the drawing."""
         rows: list[dict[str, Cell]] = [
             {
                 "cell": cell.name,
