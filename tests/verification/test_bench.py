@@ -384,6 +384,14 @@ def test_transformer_engine_is_taken_where_preset_machine_and_shape_allow(
     assert found is None if why is None else found.why.startswith(why)
 
 
+def test_a_variable_that_changes_transformer_engines_numbers_is_refused(monkeypatch):
+    """As in training: the layer would be timed with other arithmetic than its recipe's."""
+    monkeypatch.setenv("NVTE_USE_FAST_MATH", "1")
+    asked = [Shape("a", 512, 512, 512)], "cuda", B200
+    assert refused(PRESETS["nvfp4"](), *asked).why.startswith("NVTE_USE_FAST_MATH is set")
+    assert refused(PRESETS["nvfp4"](), *asked, "emulated") is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
