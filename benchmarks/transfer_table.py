@@ -298,6 +298,7 @@ def tables(machines: Sequence[Sequence[Mapping]], path: Path, window: int) -> It
     for error in (one for one in of_runs if one.name == "operand error"):
         yield from _less(error, best, truth)
         yield from _less(error, headline, truth)
+        yield from _agreement(error, headline, truth)
     yield ""
     yield from _left_out(truth)
     yield ""
@@ -353,6 +354,50 @@ def _less(one: Reading, other: Reading, truth: Values) -> Iterator[str]:
             f"{one.name} less {other.name}: {difference:+.3f} ({low:+.3f} to {high:+.3f} over {over})"
             f", {right(one.order, truth) * len(PAIRS):g} pairs"
         )
+
+
+def _agreement(one: Reading, other: Reading, truth: Values) -> Iterator[str]:
+    """Yield how often two readings are right on the same pairs, and whether those that agree are right more often.
+
+    A pair that a reading ties is right for neither.
+    """
+    signs = np.sign(differences(truth))
+    hits = [np.sign(reading.order) == signs for reading in (one, other)]
+    counts = {
+        "both right": hits[0] & hits[1],
+        f"{one.name} alone": hits[0] & ~hits[1],
+        f"{other.name} alone": ~hits[0] & hits[1],
+        "neither": ~hits[0] & ~hits[1],
+    }
+    each = ", ".join(f"{what} {int(np.sum(pairs & (signs != 0)))}" for what, pairs in counts.items())
+    yield f"{one.name} and {other.name} on {len(PAIRS)} pairs: {each}"
+    low, high = interval(_gains(one, other, truth))
+    agree = np.sign(one.order) == np.sign(other.order)
+    yield (
+        f"They agree on {agree.sum()}, {right(one.order, truth, among=agree):.3f} of these right; {one.name} alone"
+        f" {right(one.order, truth):.3f}: {_gain(one.order, other.order, truth):+.3f}"
+        f" ({low:+.3f} to {high:+.3f} over seeds and factors)"
+    )
+
+
+def _gain(order: Values, second: Values, truth: Values, weights: Values | None = None) -> float:
+    """Return how much more often an order is right where a second one agrees."""
+    agree = np.sign(order) == np.sign(second)
+    return right(order, truth, weights, agree) - right(order, truth, weights)
+
+
+def _gains(one: Reading, other: Reading, truth: Values) -> Values:
+    """Return bootstrap draws of `_gain` over seeds of each reading, and factors."""
+    seeds, factors = np.random.default_rng([0, 1]), np.random.default_rng([0, 2])
+    found = []
+    for _ in range(DRAWS):
+        means = [
+            reading.table[seeds.integers(len(reading.table), size=len(reading.table))].mean(axis=0)
+            for reading in (one, other)
+        ]
+        orders = [reading.order_by(mean) for reading, mean in zip((one, other), means, strict=True)]
+        found.append(_gain(*orders, truth, factor_weights(factors)))
+    return np.array(found)
 
 
 def _left_out(truth: Values) -> Iterator[str]:
