@@ -357,7 +357,7 @@ def _less(one: Reading, other: Reading, truth: Values) -> Iterator[str]:
 
 
 def _agreement(one: Reading, other: Reading, truth: Values) -> Iterator[str]:
-    """Yield how often two readings are right on the same pairs, and whether those that agree are right more often.
+    """Yield how often two readings are right on the same pairs, and how much agreement adds to one.
 
     A pair that a reading ties is right for neither.
     """
@@ -374,8 +374,8 @@ def _agreement(one: Reading, other: Reading, truth: Values) -> Iterator[str]:
     low, high = interval(_gains(one, other, truth))
     agree = np.sign(one.order) == np.sign(other.order)
     yield (
-        f"They agree on {agree.sum()}, {right(one.order, truth, among=agree):.3f} of these right; {one.name} alone"
-        f" {right(one.order, truth):.3f}: {_gain(one.order, other.order, truth):+.3f}"
+        f"They agree on {agree.sum()}, {right(one.order, truth, among=agree):.3f} of these right; "
+        f"{one.name} alone {right(one.order, truth):.3f}: {_gain(one.order, other.order, truth):+.3f}"
         f" ({low:+.3f} to {high:+.3f} over seeds and factors)"
     )
 
