@@ -173,6 +173,8 @@ def test_a_database_that_is_replaced_while_a_sweep_is_drawn_gets_everything(tmp_
         book.settle(trials["bf16"], "pending")
         mirror = Mirror(url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True)
         until(lambda: mirror.refresh() is not None and sum(m.closed for m in book.members()) == 2)
+        for suffix in ("-wal", "-shm"):  # else SQLite applies the old file's log to the new one
+            store.with_name(store.name + suffix).unlink(missing_ok=True)
         spare.replace(store)
         book.settle(trials["bf16"], "done")
         assert mirror.finish("FINISHED", "", 60) is None
