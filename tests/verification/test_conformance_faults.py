@@ -134,7 +134,7 @@ def test_a_declared_variant_has_to_hold_in_its_declared_form():
     only = ["order_of_scale", "random_bf16"]
     undeclared = conform(Subject("s", cast=two_roundings), only=only)
     assert not undeclared.passed
-    hint = 'declare variants={"*": "scale (a/6) S"} if meant'
+    hint = 'Declare variants={"*": "scale (a/6) S"} if meant.'
     detail = [row.detail for row in undeclared.rows if row.outcome == Outcome.FAIL][-1]
     assert detail.startswith("promised: The block scale is e4m3(a (S (1/6)))")
     assert detail.endswith(hint)

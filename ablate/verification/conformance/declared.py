@@ -195,7 +195,6 @@ def words_of(variants: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(word for word in VARIANTS if word in declared)
 
 
-def entry(words: Iterable[str]) -> str:
-    """Return the declaration of words of casts, as a user writes it."""
-    wanted = {*words}
-    return f'variants={{"{ALL}": "{", ".join(word for word in VARIANTS if word in wanted)}"}}'
+def hint(key: str, words: Iterable[str]) -> str:
+    """Return the sentence that names a declaration, as a user writes it."""
+    return f'Declare variants={{"{key}": "{", ".join(words)}"}} if meant.'

@@ -19,6 +19,7 @@ from ablate.numerics.formats import SCALES
 from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes import Recipe
+from ablate.verification.conformance import inputs
 from ablate.verification.conformance.computation import Computation, NoComputationError
 from ablate.verification.conformance.declared import varied, words_of
 from ablate.verification.conformance.numbers import (
@@ -69,6 +70,8 @@ class Examination:
     """Casts of each property that failed, some without a difference: their stages are measured."""
     declarable: dict[str, list[Pair]] = field(default_factory=dict)
     """Casts that a declared variant has to explain, by property, if they are not those that failed."""
+    forms: dict[str, str] = field(default_factory=dict)
+    """Form in which each property that failed would hold if it was declared, by `declared.FORMS`."""
     cache: dict[str, Any] = field(default_factory=dict)
     """Results that several properties use."""
     refused: list[str] = field(default_factory=list)
@@ -143,6 +146,10 @@ class Examination:
             return x.float()
         raise NotApplicableError(f"the subject takes {', '.join(self.subject.dtypes)}, not {dtype}")
 
+    def normal(self, rows: int, columns: int, quant: Quant | None = None, seed: int = 0) -> Tensor:
+        """Return a tensor of normal bf16 numbers of about this size; `seed` is added to the examination's."""
+        return self.typed(inputs.normal(self.rows(rows), self.columns(columns, quant), self.seed + seed))
+
     # --- calls ------------------------------------------------------------------------------------
 
     def function(self, name: str) -> Callable[..., Any]:
@@ -190,6 +197,14 @@ class Examination:
             return read(result, x.shape[0], x.shape[1], quant, self.subject.swizzled)
         except UnreadableError as error:
             raise RefusedError(f"{name} {error}") from None
+
+    def values(self, x: Tensor, quant: Quant, name: str = "cast", **more: Any) -> tuple[Tensor, Numbers]:
+        """Call a cast and return its values, and all of its numbers."""
+        got = self.cast(x, quant, name, **more)
+        values = got.dequantised(quant.tile[1])
+        if values is None:
+            raise NotApplicableError("the subject returns codes without a second level")
+        return values, got
 
     # --- comparison -------------------------------------------------------------------------------
 
@@ -265,6 +280,27 @@ def reference(x: Tensor, quant: Quant) -> Numbers:
 
 
 # --- the first block that differs -----------------------------------------------------------------
+
+
+def judged(
+    name: str, differ: Tensor, x: Tensor | None, expected: Tensor, got: Tensor, where: str = ""
+) -> Row:
+    """Return the row of a comparison of two matrices, with the first element that differs.
+
+    Args:
+        name: Property.
+        differ: Mask of the elements that differ.
+        x: Input of each element, if it has one.
+        expected: Matrix of the recipe.
+        got: Matrix of the subject.
+        where: Matrix in words, with a colon.
+    """
+    if not differ.any():
+        return Row(name, Outcome.PASS, differ.numel())
+    row, column = differ.nonzero()[0].tolist()
+    source, one, other = (() if z is None else (float(z[row, column]),) for z in (x, expected, got))
+    block = Block(f"{where}row {row}, column {column}", source, one, other)
+    return Row(name, Outcome.FAIL, differ.numel(), int(differ.sum()), block)
 
 
 def first_block(pair: Pair) -> Block | None:

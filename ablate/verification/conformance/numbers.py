@@ -213,7 +213,7 @@ def differences(got: Numbers, expected: Numbers, length: int) -> Differences:
     blocks = torch.zeros(rows, -(-columns // length), dtype=torch.bool)
     cases = 0
     if got.codes is not None:
-        differ = _unequal(got.codes, expected.codes)
+        differ = unequal(got.codes, expected.codes)
         if expected.scales is not None:
             differ &= over_elements(expected.scales, length, columns) != 0
             elements |= differ & ~over_elements(expected.scales, length, columns).isnan()
@@ -221,7 +221,7 @@ def differences(got: Numbers, expected: Numbers, length: int) -> Differences:
             elements |= differ
         cases += elements.numel()
     if got.scales is not None and expected.scales is not None:
-        blocks = _unequal(got.scales, expected.scales)
+        blocks = unequal(got.scales, expected.scales)
         cases += blocks.numel()
     if got.values is not None:
         elements |= far(got.values, expected.values, got.dtype)
@@ -233,8 +233,9 @@ def far(got: Tensor, expected: Tensor, dtype: torch.dtype = torch.float32) -> Te
     """Return where values differ by more than their dequantisation may round; NaN equals NaN."""
     tolerance = TOLERANCES.get(dtype, FP32_ROUNDINGS) * expected.abs() + SMALLEST.get(dtype, 2.0**-126)
     finite = got.isfinite() & expected.isfinite()
-    return torch.where(finite, (got - expected).abs() > tolerance, _unequal(got, expected))
+    return torch.where(finite, (got - expected).abs() > tolerance, unequal(got, expected))
 
 
-def _unequal(one: Tensor, other: Tensor) -> Tensor:
+def unequal(one: Tensor, other: Tensor) -> Tensor:
+    """Return a mask of the numbers that differ; two NaNs do not."""
     return (one != other) & ~(one.isnan() & other.isnan())

@@ -66,6 +66,11 @@ class Row:
     """Every wrong number of that stage."""
 
 
+def decided(name: str, cases: int, differing: int, block: Block | None = None, detail: str = "") -> Row:
+    """Return the row of a property that fails if anything differs."""
+    return Row(name, Outcome.FAIL if differing else Outcome.PASS, cases, differing, block, detail=detail)
+
+
 def counts(row: Row) -> str:
     """Return the number of compared numbers of a row, or of those that differ, in words."""
     if not row.cases:

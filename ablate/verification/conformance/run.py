@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.recipe_source import RecipeSource, load
-from ablate.verification.conformance.declared import check, entry, suggestions, varied, words_of
+from ablate.verification.conformance.declared import ALL, check, hint, suggestions, varied, words_of
 from ablate.verification.conformance.examination import (
     Examination,
     NotApplicableError,
@@ -102,12 +102,14 @@ def examined(bench: Examination, one: Property) -> Row:
     if pairs := bench.failed.get(one.name):
         stage, wrong = first_wrong_stage(pairs)
         row = replace(row, stage=stage, wrong=wrong)
-    more = "; ".join(filter(None, (row.detail, _declaration(bench, one.name))))
+    more = ". ".join(filter(None, (row.detail, _declaration(bench, one.name))))
     return replace(row, detail=f"promised: {one.promise} {more}".strip())
 
 
 def _declaration(bench: Examination, name: str) -> str:
     """Return what to declare, if the property then holds; else ''."""
+    if form := bench.forms.get(name):
+        return hint(name, [form])
     wrong = [pair for pair in bench.failed.get(name, ()) if pair.difference.count]
     pairs = bench.declarable.get(name) or wrong
     if not pairs:
@@ -120,7 +122,7 @@ def _declaration(bench: Examination, name: str) -> str:
         if explains(varied(words), sorted(pairs, key=lambda pair: pair.x.numel())):
             if words not in explaining:
                 explaining.append(words)
-            return f"declare {entry(words)} if meant"
+            return hint(ALL, words)
     bench.cache["undeclared"] = bench.cache.get("undeclared", 0) + 1
     return ""
 

@@ -1,12 +1,12 @@
 """Calls of a cast: what it returns besides codes and scales, twice, for zeros, NaN and infinities."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.quantize import Outer
 from ablate.verification.conformance import inputs
 from ablate.verification.conformance.declared import words_of
@@ -16,35 +16,33 @@ from ablate.verification.conformance.examination import (
     Pair,
     expanded,
     explained_by_variants,
+    judged,
     reference,
 )
-from ablate.verification.conformance.numbers import FP32_ROUNDINGS, Numbers, differences, far, over_elements
-from ablate.verification.conformance.properties.casts import equal_casts, poison
+from ablate.verification.conformance.numbers import (
+    FP32_ROUNDINGS,
+    Numbers,
+    differences,
+    far,
+    over_elements,
+    unequal,
+)
+from ablate.verification.conformance.properties.casts import byte_scales, equal_casts, poison
 from ablate.verification.conformance.properties.property import Property
-from ablate.verification.conformance.result import Block, Outcome, Row
+from ablate.verification.conformance.result import Outcome, Row, decided
 from ablate.verification.conformance.subject import Quantised
 
 REPEATS = 20
 
 
-def _normal(rows: int, columns: int, factor: float = 1.0) -> Callable[[Examination], Tensor]:
+def _normal(rows: int, columns: int) -> Callable[[Examination], Tensor]:
     """Return inputs of one tensor of normal bf16 numbers of about this size."""
-
-    def made(bench: Examination) -> Tensor:
-        size = bench.rows(rows), bench.columns(columns, bench.nearest)
-        return bench.typed(factor * inputs.normal(*size, bench.seed))
-
-    return made
+    return lambda bench: bench.normal(rows, columns, bench.nearest)
 
 
-def _judged(name: str, differ: Tensor, x: Tensor, expected: Tensor, got: Tensor) -> Row:
-    """Return the row of an exact comparison of two matrices, with the first element that differs."""
-    if not differ.any():
-        return Row(name, Outcome.PASS, differ.numel())
-    row, column = (int(place) for place in differ.nonzero()[0])
-    one, other, source = (float(part[row, column]) for part in (expected, got, x))
-    block = Block(f"row {row}, column {column}", (source,), (one,), (other,))
-    return Row(name, Outcome.FAIL, differ.numel(), int(differ.sum()), block)
+def _small(bench: Examination) -> Tensor:
+    size = bench.rows(32), bench.columns(128, bench.nearest)
+    return bench.typed(2.5e-3 * inputs.normal(*size, bench.seed))
 
 
 def _squares(bench: Examination) -> dict[str, Tensor]:
@@ -74,7 +72,7 @@ def _transposed(bench: Examination, one: Property) -> Row:
     turned = bench.cast(x.t().contiguous(), quant, "cast_square").dequantised(length)
     if straight is None or turned is None:
         raise NotApplicableError("the subject returns no values, nor codes and scales")
-    return _judged(one.name, straight != turned.t(), x, straight, turned.t())
+    return judged(one.name, straight != turned.t(), x, straight, turned.t())
 
 
 def _round_trip(bench: Examination, one: Property) -> Row:
@@ -89,8 +87,7 @@ def _round_trip(bench: Examination, one: Property) -> Row:
     decoded = got.codes * expanded(got, quant)
     expected = reference(x, quant).values if got.values is None else got.values
     assert expected is not None
-    differ = far(decoded, expected, got.dtype)
-    row = _judged(one.name, differ, x, expected, decoded)
+    row = judged(one.name, far(decoded, expected, got.dtype), x, expected, decoded)
     if row.outcome == Outcome.PASS:
         return row
     if got.values is None:  # of another order of operations, the values are others, too
@@ -103,25 +100,29 @@ def _round_trip(bench: Examination, one: Property) -> Row:
     return replace(row, detail=f"code x scale x outer is {ratio:.3g} times the values")
 
 
-def _repeats(bench: Examination, one: Property) -> Row:
-    """Compare 20 casts of one tensor, with other tensors between, exactly."""
-    quant, x = bench.nearest, one.inputs(bench)
-    first = bench.cast(x, quant)
-    other = bench.typed(100 * inputs.normal(bench.rows(32), bench.columns(128, quant), bench.seed + 1))
-    differ = cases = 0
+def repeated(name: str, call: Callable[[], Sequence[Tensor | None]], other: Callable[[], object]) -> Row:
+    """Return the row of 20 calls, with another one between every four of them: exactly the same results."""
+    first, differ, cases = call(), 0, 0
     for number in range(REPEATS):
         if number % 4 == 0:
-            bench.cast(other, quant)
-        again = bench.cast(x, quant)
-        for mine, two in (
-            (first.values, again.values),
-            (first.codes, again.codes),
-            (first.scales, again.scales),
-        ):
-            if mine is not None and two is not None:
-                differ += int(((mine != two) & ~(mine.isnan() & two.isnan())).sum())
+            other()
+        for mine, again in zip(first, call(), strict=True):
+            if mine is not None and again is not None:
+                differ += int(unequal(mine, again).sum())
                 cases += mine.numel()
-    return Row(one.name, Outcome.FAIL if differ else Outcome.PASS, cases, differ)
+    return decided(name, cases, differ)
+
+
+def _repeats(bench: Examination, one: Property) -> Row:
+    """Compare casts of one tensor, with other tensors between, exactly."""
+    quant, x = bench.nearest, one.inputs(bench)
+    other = bench.typed(100 * inputs.normal(bench.rows(32), bench.columns(128, quant), bench.seed + 1))
+
+    def call() -> Sequence[Tensor | None]:
+        got = bench.cast(x, quant)
+        return got.values, got.codes, got.scales
+
+    return repeated(one.name, call, lambda: bench.cast(other, quant))
 
 
 def _one_peak(bench: Examination) -> list[Tensor]:
@@ -144,14 +145,11 @@ def _true_amax(bench: Examination, one: Property) -> Row:
         got, expected = bench.cast(x, quant), reference(x, quant)
         if got.amax is None and (got.outer is None or got.outer.ndim):
             raise NotApplicableError("the subject returns neither its amax nor one factor of the tensor")
-        what, mine, right = ("outer", got.outer, expected.outer)
-        if got.amax is not None:
-            what, mine, right = ("amax", got.amax, expected.amax)
-        assert mine is not None
-        assert right is not None
-        if not abs(float(mine) / float(right) - 1) <= (FP32_ROUNDINGS if what == "outer" else 0):
-            differ, worst = differ + 1, f"{what} {float(mine):.6g}, not {float(right):.6g}"
-    return Row(one.name, Outcome.FAIL if differ else Outcome.PASS, len(made), differ, detail=worst)
+        what = "outer" if got.amax is None else "amax"
+        mine, right = (float(getattr(numbers, what)) for numbers in (got, expected))
+        if not abs(mine / right - 1) <= (FP32_ROUNDINGS if what == "outer" else 0):
+            differ, worst = differ + 1, f"{what} {mine:.6g}, not {right:.6g}"
+    return decided(one.name, len(made), differ, detail=worst)
 
 
 def _kept(bench: Examination, one: Property) -> Row:
@@ -159,7 +157,7 @@ def _kept(bench: Examination, one: Property) -> Row:
     x = one.inputs(bench)
     handed = x.clone().to(bench.subject.device)
     bench.call("cast", handed)
-    return _judged(one.name, handed.cpu() != x, x, x, handed.cpu())
+    return judged(one.name, handed.cpu() != x, x, x, handed.cpu())
 
 
 def _padding(bench: Examination, one: Property) -> Row:
@@ -176,15 +174,11 @@ def _padding(bench: Examination, one: Property) -> Row:
         raw = result.scales.detach().cpu().contiguous().view(torch.uint8)
         nans += int((raw == (0x7F if quant.outer is not None else 0xFF)).sum())
         cases += raw.numel()
-    return Row(one.name, Outcome.FAIL if nans else Outcome.PASS, cases, nans)
+    return decided(one.name, cases, nans)
 
 
 def _padded(bench: Examination) -> list[Tensor]:
-    sizes = [
-        (bench.rows(rows), bench.columns(wide, bench.nearest))
-        for rows, wide in ((1, 64), (33, 80), (130, 144))
-    ]
-    return [bench.typed(inputs.normal(*size, bench.seed)) for size in sizes]
+    return [bench.normal(*size, bench.nearest) for size in ((1, 64), (33, 80), (130, 144))]
 
 
 # --- a given amax -----
@@ -192,19 +186,14 @@ def _padded(bench: Examination) -> list[Tensor]:
 
 def _given(bench: Examination) -> list[tuple[Tensor, float]]:
     """Make tensors with an amax that blocks exceed: their scales would be 448, 449, 464, 480 and more."""
-    quant = bench.nearest
-    if quant.scale is None:
-        raise NotApplicableError("the recipe has no block scales")
-    kind = SCALES[quant.scale.format]
-    if not kind.mantissa or kind.bits > 8:
-        raise NotApplicableError("the recipe's scales are powers of two, or wider than a byte")
+    quant = byte_scales(bench)
     if quant.outer is None or quant.outer.granularity != "tensor":
         raise NotApplicableError("the recipe has no amax of the tensor")
     limit = ELEMENTS[quant.element].max * quant.outer.bound
     wanted = torch.tensor([1.0, 1.0, 449 / 448, 464 / 448, 465 / 448, 480 / 448, 2.0, 1e3, 1e30]) * limit
     rows, columns = bench.rows(16), bench.columns(64, quant)
     x = bench.typed(inputs.from_amaxes(wanted, limit, quant, rows, columns))
-    random = bench.typed(inputs.normal(rows, columns, bench.seed))
+    random = bench.normal(16, 64, quant)
     return [
         (x, limit),
         *((random, amax) for amax in (float(random.abs().max()), 1.5, 8.0, 1e-3, 1e4)),
@@ -254,66 +243,50 @@ def _zero_tensor(bench: Examination, one: Property) -> Row:
                     f"of a tensor of {zero:g}, {int(wrong.sum()):,} of {part.numel():,} {what}s are {first:g}"
                 )
                 if part.shape == x.shape:
-                    row, column = (int(place) for place in wrong.nonzero()[0])
-                    block = Block(f"row {row}, column {column}", (zero,), (0.0,), (first,))
-    return Row(one.name, Outcome.FAIL if differ else Outcome.PASS, cases, differ, block, detail=detail)
+                    block = judged(one.name, wrong, x, torch.zeros_like(part), part).block
+    return decided(one.name, cases, differ, block, detail)
 
 
 def _with(number: float) -> Callable[[Examination], Tensor]:
     """Return inputs of normal numbers, of which (3, block + 5) is another one."""
 
     def made(bench: Examination) -> Tensor:
-        quant = bench.nearest
-        x = inputs.normal(bench.rows(16), bench.columns(4 * quant.tile[1], quant), bench.seed)
-        x[3, quant.tile[1] + 5] = number
-        return bench.typed(x)
+        length = bench.nearest.tile[1]
+        x = bench.normal(16, 4 * length, bench.nearest)
+        x[3, length + 5] = number
+        return x
 
     return made
 
 
-def _cast_beside(bench: Examination, x: Tensor) -> tuple[Numbers, Tensor, int]:
-    """Cast x: what came back, its values, and the length of a block."""
-    got, length = bench.cast(x, bench.nearest), bench.nearest.tile[1]
-    values = got.dequantised(length)
-    if values is None:
-        raise NotApplicableError("the subject returns codes without a second level")
-    return got, values, length
+def _declarable(
+    bench: Examination, one: Property, form: str, detail: str, cases: int = 1, differ: int = 1
+) -> Row:
+    """Return the row of a result that holds if its form is declared: one of `declared.FORMS`."""
+    if bench.subject.variants.get(one.name) == form:
+        return Row(one.name, Outcome.VARIANT, cases, 0, detail=detail)
+    bench.forms[one.name] = form
+    return Row(one.name, Outcome.FAIL, cases, differ, detail=detail)
 
 
 def _nan_visible(bench: Examination, one: Property) -> Row:
     """Look at the NaN's whole block, and at the tensor: neither may look like finite numbers."""
-    _, values, length = _cast_beside(bench, one.inputs(bench))
+    (values, _), length = bench.values(one.inputs(bench), bench.nearest), bench.nearest.tile[1]
     block, rest = values[3, length : 2 * length], values.clone()
     rest[3, length : 2 * length] = 0
-    form = _form(block, 5, rest)
-    declared = bench.subject.variants.get(one.name)
-    if form in ("tensor", "block"):
-        outcome = Outcome.VARIANT if declared == form else Outcome.PASS
+    if bool(rest.isnan().any()) or not bool(block.isfinite().any()):
+        form = "tensor" if bool(rest.isnan().any()) else "block"
+        outcome = Outcome.VARIANT if bench.subject.variants.get(one.name) == form else Outcome.PASS
         return Row(one.name, outcome, 1, 0, detail=f"the NaN makes its {form} NaN")
-    detail = (
-        f"the NaN became {float(block[5]):.4g}"
-        if form != "element"
-        else "the block of the NaN is finite but for it"
-    )
-    if declared == form:
-        return Row(one.name, Outcome.VARIANT, 1, 0, detail=detail)
-    detail += f'; declare variants={{"{one.name}": "{form}"}} if meant'
-    return Row(one.name, Outcome.FAIL, 1, 1, detail=detail)
-
-
-def _form(block: Tensor, place: int, rest: Tensor) -> str:
-    if bool(rest.isnan().any()):
-        return "tensor"
-    if not bool(block.isfinite().any()):
-        return "block"
-    if not bool(block[place].isfinite()):
-        return "element"
-    return "zero" if float(block[place]) == 0 else "saturated"
+    if not bool(block[5].isfinite()):
+        return _declarable(bench, one, "element", "the block of the NaN is finite but for it")
+    form = "zero" if float(block[5]) == 0 else "saturated"
+    return _declarable(bench, one, form, f"the NaN became {float(block[5]):.4g}")
 
 
 def _infinity_visible(bench: Examination, one: Property) -> Row:
     """Look at the infinity's block: not all of it may be finite, unless the recipe has no second level."""
-    got, values, length = _cast_beside(bench, one.inputs(bench))
+    (values, got), length = bench.values(one.inputs(bench), bench.nearest), bench.nearest.tile[1]
     value = float(values[3, length + 5])
     if bench.nearest.outer is None:  # the largest scale of the format is finite, and so is the largest value
         scales = None if got.scales is None else over_elements(got.scales, length, values.shape[1])
@@ -323,10 +296,7 @@ def _infinity_visible(bench: Examination, one: Property) -> Row:
         return Row(one.name, Outcome.REPORT, 1, 0, detail=detail)
     if not bool(torch.isfinite(values[3, length : 2 * length]).all()):
         return Row(one.name, Outcome.PASS, 1, 0)
-    if bench.subject.variants.get(one.name) == "saturated":
-        return Row(one.name, Outcome.VARIANT, 1, 0, detail=f"inf becomes {value:.4g}")
-    detail = f'inf became {value:.4g}; declare variants={{"{one.name}": "saturated"}} if meant'
-    return Row(one.name, Outcome.FAIL, 1, 1, detail=detail)
+    return _declarable(bench, one, "saturated", f"inf became {value:.4g}")
 
 
 def _beside_infinity(bench: Examination) -> Tensor:
@@ -347,67 +317,23 @@ def _neighbours(bench: Examination, one: Property) -> Row:
         raise NotApplicableError("the subject returns no scales")
     nans = got.scales.isnan()
     nans[0, 0] = False
-    differ = int(nans.sum())
-    if not differ:
+    if not (differ := int(nans.sum())):
         return Row(one.name, Outcome.PASS, nans.numel(), 0)
     detail = f"{differ} scales are NaN beside one infinity"
-    if bench.subject.variants.get(one.name) == "nan":
-        return Row(one.name, Outcome.VARIANT, nans.numel(), 0, detail=detail)
-    detail += f'; declare variants={{"{one.name}": "nan"}} if meant'
-    return Row(one.name, Outcome.FAIL, nans.numel(), differ, detail=detail)
+    return _declarable(bench, one, "nan", detail, nans.numel(), differ)
 
 
 PROPERTIES = (
-    Property(
-        "square_blocks",
-        "Weights in square blocks get the recipe's codes and scales.",
-        _squares,
-        "cast_square",
-        equal_casts,
-    ),
-    Property(
-        "square_transpose",
-        "The cast of W^T is the transposed cast of W.",
-        _square,
-        "cast_square",
-        _transposed,
-    ),
-    Property(
-        "round_trip",
-        "Code x block scale x second-level factor is the value.",
-        _normal(32, 128, 2.5e-3),
-        "cast",
-        _round_trip,
-    ),
-    Property("repeats", "The same input gives the same bits, 20 times.", _normal(64, 256), "cast", _repeats),
-    Property(
-        "true_amax", "The second level is that of the largest magnitude.", _one_peak, "cast", _true_amax
-    ),
-    Property("input_kept", "The input is not changed.", _normal(32, 128), "cast", _kept),
-    Property("padding_bytes", "Scale bytes that pad the layout are written.", _padded, "cast", _padding),
-    Property(
-        "saturated_scales",
-        "Scales above the maximum become the maximum, never NaN.",
-        _given,
-        "cast_given",
-        _casts_given,
-    ),
-    Property(
-        "zero_tensor", "A zero tensor stays zero, and nothing in it is NaN.", _zeros, "cast", _zero_tensor
-    ),
-    Property("nan_visible", "A NaN shows in the result.", _with(float("nan")), "cast", _nan_visible),
-    Property(
-        "infinity_visible",
-        "An infinity shows in the result.",
-        _with(float("inf")),
-        "cast",
-        _infinity_visible,
-    ),
-    Property(
-        "infinite_neighbours",
-        "Scales beside an infinity saturate; none is NaN.",
-        _beside_infinity,
-        "cast",
-        _neighbours,
-    ),
+    Property("square_blocks", _squares, "cast_square", equal_casts),
+    Property("square_transpose", _square, "cast_square", _transposed),
+    Property("round_trip", _small, "cast", _round_trip),
+    Property("repeats", _normal(64, 256), "cast", _repeats),
+    Property("true_amax", _one_peak, "cast", _true_amax),
+    Property("input_kept", _normal(32, 128), "cast", _kept),
+    Property("padding_bytes", _padded, "cast", _padding),
+    Property("saturated_scales", _given, "cast_given", _casts_given),
+    Property("zero_tensor", _zeros, "cast", _zero_tensor),
+    Property("nan_visible", _with(float("nan")), "cast", _nan_visible),
+    Property("infinity_visible", _with(float("inf")), "cast", _infinity_visible),
+    Property("infinite_neighbours", _beside_infinity, "cast", _neighbours),
 )

@@ -203,63 +203,15 @@ def _random(bench: Examination, one: Property) -> Row:
     )
 
 
-PROPERTIES = tuple(
-    Property(name, promise, made, "grouped", compare)
-    for name, promise, made, compare in (
-        ("grouped_forward", "Each expert's y is that of its own layer.", _layers(ALIGNED), _compared("y")),
-        (
-            "grouped_input_gradient",
-            "Each expert's dx is that of its own layer.",
-            _layers(ALIGNED),
-            _compared("dx"),
-        ),
-        (
-            "grouped_weight_gradient",
-            "Each expert's dw is that of its own layer.",
-            _layers(ALIGNED, LARGE),
-            _compared("dw"),
-        ),
-        (
-            "grouped_unaligned",
-            "Experts whose tokens are no multiple of 64 are computed alike.",
-            _layers(UNALIGNED),
-            _every,
-        ),
-        (
-            "grouped_ragged",
-            "Experts of 0, 1, 15, 16, 17 and 33 tokens are computed alike.",
-            _layers(RAGGED),
-            _every,
-        ),
-        (
-            "grouped_all_to_one",
-            "Experts without tokens have a dw of zero.",
-            _layers((0, 192, 0)),
-            _every,
-        ),
-        (
-            "grouped_widths",
-            "Experts of 96 and of 144 outputs are computed alike: their rows of scales are padded to 128.",
-            _layers(PADDED, widths=WIDTHS),
-            _every,
-        ),
-        (
-            "grouped_fp32",
-            "Experts' numbers in fp32 give what they give in bf16.",
-            _layers(PADDED, widths=WIDTHS[:1]),
-            _in_fp32,
-        ),
-        (
-            "grouped_layout",
-            "Tensors that no rounding changes give the exact product.",
-            _exact_experts,
-            _exact,
-        ),
-        (
-            "grouped_random",
-            "Gain and error of each expert's dx and dw against fp64 are the recipe's.",
-            _random_experts,
-            _random,
-        ),
-    )
+PROPERTIES = (
+    Property("grouped_forward", _layers(ALIGNED), "grouped", _compared("y")),
+    Property("grouped_input_gradient", _layers(ALIGNED), "grouped", _compared("dx")),
+    Property("grouped_weight_gradient", _layers(ALIGNED, LARGE), "grouped", _compared("dw")),
+    Property("grouped_unaligned", _layers(UNALIGNED), "grouped", _every),
+    Property("grouped_ragged", _layers(RAGGED), "grouped", _every),
+    Property("grouped_all_to_one", _layers((0, 192, 0)), "grouped", _every),
+    Property("grouped_widths", _layers(PADDED, widths=WIDTHS), "grouped", _every),
+    Property("grouped_fp32", _layers(PADDED, widths=WIDTHS[:1]), "grouped", _in_fp32),
+    Property("grouped_layout", _exact_experts, "grouped", _exact),
+    Property("grouped_random", _random_experts, "grouped", _random),
 )

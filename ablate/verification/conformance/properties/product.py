@@ -354,38 +354,15 @@ def _sums(bench: Examination, one: Property) -> Row:
     return worst(one.name, rows)
 
 
-PROPERTIES = tuple(
-    Property(name, promise, made, "product", compare)
-    for name, promise, made, compare in (
-        ("forward_product", "y is the product of the recipe's operands, rounded once.", layer, _only("y")),
-        ("input_gradient", "dx is the product of the recipe's operands, rounded once.", layer, _only("dx")),
-        (
-            "weight_gradient",
-            "dw is the product of the recipe's operands, rotated alike, rounded once.",
-            layer,
-            _only("dw"),
-        ),
-        (
-            "random_gradients",
-            "Gain and error of dx and dw against fp64 are those of the recipe.",
-            random_layer,
-            _random_gradients,
-        ),
-        ("same_weight_codes", "y and dx use one quantised W.", _weights, _same_codes),
-        ("product_strides", "Views that are not contiguous give what their copies give.", _views, _all),
-        (
-            "small_products",
-            "Products of tensors of 1e-20 and of 1e10 are as exact as others.",
-            _magnitudes,
-            _all,
-        ),
-        ("product_repeats", "The same tensors give the same bits, 20 times.", layer, _repeats),
-        ("long_sums", "Long sums are accumulated in fp32.", _lengths((2048,), positive=True), _sums),
-        (
-            "contraction_sizes",
-            "Sums of 16 to 2,320 terms are whole, also behind the last tile.",
-            _lengths(CONTRACTIONS),
-            _sums,
-        ),
-    )
+PROPERTIES = (
+    Property("forward_product", layer, "product", _only("y")),
+    Property("input_gradient", layer, "product", _only("dx")),
+    Property("weight_gradient", layer, "product", _only("dw")),
+    Property("random_gradients", random_layer, "product", _random_gradients),
+    Property("same_weight_codes", _weights, "product", _same_codes),
+    Property("product_strides", _views, "product", _all),
+    Property("small_products", _magnitudes, "product", _all),
+    Property("product_repeats", layer, "product", _repeats),
+    Property("long_sums", _lengths((2048,), positive=True), "product", _sums),
+    Property("contraction_sizes", _lengths(CONTRACTIONS), "product", _sums),
 )

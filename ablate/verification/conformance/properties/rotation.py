@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.hadamard import TE_SIGNS, butterflies
-from ablate.verification.conformance import inputs
 from ablate.verification.conformance.examination import Examination, RefusedError
 from ablate.verification.conformance.properties.property import Property
-from ablate.verification.conformance.result import Outcome, Row
+from ablate.verification.conformance.result import Row, decided
 from ablate.verification.conformance.stages.places import number_ranges
 
 
@@ -44,8 +43,7 @@ def _normal(rows: int, groups: int) -> Callable[[Examination], Tensor]:
 
     def made(bench: Examination) -> Tensor:
         bench.function("rotate")
-        size = bench.rows(rows), bench.columns(groups * bench.rotation.size)
-        return bench.typed(inputs.normal(*size, bench.seed))
+        return bench.normal(rows, groups * bench.rotation.size)
 
     return made
 
@@ -61,8 +59,7 @@ def _orthogonal(bench: Examination, one: Property) -> Row:
     if off.any():
         row, column = divmod(int(error.argmax()), size)
         detail = f"R R^T is {float(gram[row, column]):.4g} at ({row}, {column}), not {int(row == column)}"
-    outcome = Outcome.FAIL if off.any() else Outcome.PASS
-    return Row(one.name, outcome, off.numel(), int(off.sum()), detail=detail)
+    return decided(one.name, off.numel(), int(off.sum()), detail=detail)
 
 
 def _values(bench: Examination, one: Property) -> Row:
@@ -84,8 +81,7 @@ def _values(bench: Examination, one: Property) -> Row:
     signed = tuple(int(sign) for sign in signs)
     if not failed and size == len(TE_SIGNS) and bench.rotation.signs == "fixed" and signed != TE_SIGNS:
         detail = "with other signs than Transformer Engine's"
-    outcome = Outcome.FAIL if failed else Outcome.PASS
-    return Row(one.name, outcome, differ.numel(), int(differ.sum()) + int(wide), detail=detail)
+    return decided(one.name, differ.numel(), int(differ.sum()) + int(wide), detail=detail)
 
 
 def _one_element(bench: Examination) -> Tensor:
@@ -102,13 +98,7 @@ def _axis(bench: Examination, one: Property) -> Row:
     outside = got != 0
     outside[3, size : 2 * size] = False
     detail = f"{int(outside.sum())} elements of other rows or groups changed" if outside.any() else ""
-    return Row(
-        one.name,
-        Outcome.FAIL if outside.any() else Outcome.PASS,
-        got.numel(),
-        int(outside.sum()),
-        detail=detail,
-    )
+    return decided(one.name, got.numel(), int(outside.sum()), detail=detail)
 
 
 def _integers(bench: Examination) -> tuple[Tensor, Tensor]:
@@ -126,7 +116,7 @@ def _cancels(bench: Examination, one: Property) -> Row:
     # Small integers: every sum of 16 of them, over 4, is exact in bf16; sizes with an inexact root round.
     allowed = 1e-12 if size in (4, 16) else 2.0**-7 * (a.float().abs() @ b.float().abs().t()).max()
     off = (turned[0] @ turned[1].t() - a.double() @ b.double().t()).abs() > allowed
-    return Row(one.name, Outcome.FAIL if off.any() else Outcome.PASS, off.numel(), int(off.sum()))
+    return decided(one.name, off.numel(), int(off.sum()))
 
 
 def _in_parts(bench: Examination, one: Property) -> Row:
@@ -134,23 +124,14 @@ def _in_parts(bench: Examination, one: Property) -> Row:
     x = one.inputs(bench)
     parts = torch.cat([_rotate(bench, part.clone()) for part in x.split(bench.rows(64))])
     wrong = _rotate(bench, x) != parts
-    outcome = Outcome.FAIL if wrong.any() else Outcome.PASS
     detail = f"rows {number_ranges(wrong.any(1))} of {len(x)}" if wrong.any() else ""
-    return Row(one.name, outcome, parts.numel(), int(wrong.sum()), detail=detail)
+    return decided(one.name, parts.numel(), int(wrong.sum()), detail=detail)
 
 
-PROPERTIES = tuple(
-    Property(name, promise, made, "rotate", compare)
-    for name, promise, made, compare in (
-        ("orthogonal", "R R^T = I.", _units, _orthogonal),
-        (
-            "rotation_values",
-            "Rotated values are summed in fp32 and rounded once to the dtype of x.",
-            _normal(64, 8),
-            _values,
-        ),
-        ("rotation_axis", "Groups of columns are rotated, within their row.", _one_element, _axis),
-        ("rotation_cancels", "(a R)(b R)^T = a b^T.", _integers, _cancels),
-        ("rotation_large", "A large tensor is rotated as its parts are.", _normal(8195, 1), _in_parts),
-    )
+PROPERTIES = (
+    Property("orthogonal", _units, "rotate", _orthogonal),
+    Property("rotation_values", _normal(64, 8), "rotate", _values),
+    Property("rotation_axis", _one_element, "rotate", _axis),
+    Property("rotation_cancels", _integers, "rotate", _cancels),
+    Property("rotation_large", _normal(8195, 1), "rotate", _in_parts),
 )

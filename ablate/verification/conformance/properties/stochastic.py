@@ -18,7 +18,7 @@ from ablate.verification.conformance import inputs
 from ablate.verification.conformance.examination import Examination, NotApplicableError, reference
 from ablate.verification.conformance.numbers import Numbers, far, over_elements
 from ablate.verification.conformance.properties.property import Property
-from ablate.verification.conformance.result import Block, Outcome, Row
+from ablate.verification.conformance.result import Block, Outcome, Row, decided
 
 SIGMAS = 5.0
 POSITIONS = (7 / 64, 15 / 64, 1 / 2, 47 / 64, 55 / 64)
@@ -42,14 +42,9 @@ def _nearest_of(quant: Quant) -> Quant:
     return quant.model_copy(update={"rounding": "nearest", "bits": 8})
 
 
-def _drawn(bench: Examination, x: Tensor, seed: int) -> tuple[Tensor, torch.dtype]:
-    """Return the values of one draw, and the dtype to which the subject rounded them."""
-    quant = bench.stochastic
-    got: Numbers = bench.cast(x, quant, "cast_stochastic", seed=seed)
-    values = got.dequantised(quant.tile[1])
-    if values is None:
-        raise NotApplicableError("the subject returns codes without a second level")
-    return values, got.dtype
+def _drawn(bench: Examination, x: Tensor, seed: int) -> tuple[Tensor, Numbers]:
+    """Return the values of one draw, and all of its numbers."""
+    return bench.values(x, bench.stochastic, "cast_stochastic", seed=seed)
 
 
 def _values(bench: Examination, x: Tensor, seed: int) -> Tensor:
@@ -109,8 +104,7 @@ def _normal(rows: int, columns: int, seed: int = 0) -> Callable[[Examination], T
 
     def made(bench: Examination) -> Tensor:
         bench.function("cast_stochastic")
-        size = bench.rows(rows), bench.columns(columns, bench.stochastic)
-        return bench.typed(inputs.normal(*size, bench.seed + seed))
+        return bench.normal(rows, columns, bench.stochastic, seed)
 
     return made
 
@@ -122,10 +116,10 @@ def _adjacent(bench: Examination, one: Property) -> Row:
     differ = cases = 0
     block = None
     for seed in range(4):
-        values, dtype = _drawn(bench, x, seed)
-        wrong = far(values, below.float(), dtype) & far(values, (below + step).float(), dtype)
+        values, got = _drawn(bench, x, seed)
+        wrong = far(values, below.float(), got.dtype) & far(values, (below + step).float(), got.dtype)
         # At a grid value, the fp32 roundings of the scale decide on which side the scaled element lies.
-        wrong &= (position > 0) | far(values, (below - step).float(), dtype)
+        wrong &= (position > 0) | far(values, (below - step).float(), got.dtype)
         differ, cases = differ + int(wrong.sum()), cases + wrong.numel()
         if wrong.any() and block is None:
             row, column = (int(i) for i in wrong.nonzero()[0])
@@ -134,7 +128,7 @@ def _adjacent(bench: Examination, one: Property) -> Row:
             text = f"neighbours {lower:.6g} and {upper:.6g}"
             place = f"row {row}, column {column}"
             block = Block(place, (float(x[row, column]),), (lower, upper), drawn, text)
-    return Row(one.name, Outcome.FAIL if differ else Outcome.PASS, cases, differ, block)
+    return decided(one.name, cases, differ, block)
 
 
 def _on_grid(bench: Examination) -> Tensor:
@@ -150,7 +144,7 @@ def _kept(bench: Examination, one: Property) -> Row:
     """Compare draws of values on the grid with the values, up to the roundings of dequantisation."""
     x = one.inputs(bench)
     differ = sum(int(far(_values(bench, x, seed), x.float()).sum()) for seed in range(CALLS))
-    return Row(one.name, Outcome.FAIL if differ else Outcome.PASS, CALLS * x.numel(), differ)
+    return decided(one.name, CALLS * x.numel(), differ)
 
 
 def _moment(
@@ -177,8 +171,7 @@ def _moment(
             reach = allowed(position, len(ups), bench.stochastic.bits)
             off |= not abs(got - right) <= reach
             texts.append(f"{got:.4f} at {position:g} of a step, not {right:.4f} +- {reach:.4f}")
-        outcome = Outcome.FAIL if off else Outcome.PASS
-        return Row(one.name, outcome, cases, int(off), detail="; ".join(texts) if off else "")
+        return decided(one.name, cases, int(off), detail="; ".join(texts) if off else "")
 
     return compare
 
@@ -271,8 +264,7 @@ def _independent(bench: Examination, one: Property) -> Row:
         size = abs(ratio) / (SIGMAS / math.sqrt(number) + 2.0**-8)
         if size > worst:
             worst, text = size, f"draws of {what} correlate: {ratio:.3f}"
-    outcome = Outcome.FAIL if text else Outcome.PASS
-    return Row(one.name, outcome, cases, int(bool(text)), detail=text)
+    return decided(one.name, cases, int(bool(text)), detail=text)
 
 
 def _correlation(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[float, int]:
@@ -297,31 +289,16 @@ def _halves(bench: Examination, one: Property) -> Row:
     limit = expected + SIGMAS * math.sqrt(expected * (1 - expected) / int(inner.sum()))
     differ = share > limit
     detail = f"{100 * share:.1f} % of draws agree, not {100 * expected:.1f} %" if differ else ""
-    return Row(
-        one.name, Outcome.FAIL if differ else Outcome.PASS, int(inner.sum()), int(differ), detail=detail
-    )
+    return decided(one.name, int(inner.sum()), int(differ), detail=detail)
 
 
-PROPERTIES = tuple(
-    Property(name, promise, made, "cast_stochastic", compare)
-    for name, promise, made, compare in (
-        (
-            "adjacent_draws",
-            "Each draw is one of the two neighbours of its element.",
-            _normal(64, 128),
-            _adjacent,
-        ),
-        ("exact_values_kept", "Values on the grid are kept by every draw.", _on_grid, _kept),
-        ("mean_of_draws", "The share of draws that round up is the position in the step.", draws, _mean),
-        ("variance_of_draws", "The variance of draws is f (1 - f) step^2.", draws, _variance),
-        ("bias_of_draws", "The mean error in steps, and the gain of normal data.", draws, _bias),
-        ("seeds", "Equal seeds give equal draws, other seeds others.", _normal(32, 128), _seeds),
-        (
-            "independent_draws",
-            "Draws of elements, rows, blocks and seeds do not correlate.",
-            draws,
-            _independent,
-        ),
-        ("calls_differ", "Two equal halves of a tensor get other draws.", _normal(64, 256), _halves),
-    )
+PROPERTIES = (
+    Property("adjacent_draws", _normal(64, 128), "cast_stochastic", _adjacent),
+    Property("exact_values_kept", _on_grid, "cast_stochastic", _kept),
+    Property("mean_of_draws", draws, "cast_stochastic", _mean),
+    Property("variance_of_draws", draws, "cast_stochastic", _variance),
+    Property("bias_of_draws", draws, "cast_stochastic", _bias),
+    Property("seeds", _normal(32, 128), "cast_stochastic", _seeds),
+    Property("independent_draws", draws, "cast_stochastic", _independent),
+    Property("calls_differ", _normal(64, 256), "cast_stochastic", _halves),
 )

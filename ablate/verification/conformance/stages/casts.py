@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ablate.verification.conformance.examination import Pair
-from ablate.verification.conformance.numbers import far, over_elements
+from ablate.verification.conformance.numbers import far, over_elements, unequal
 from ablate.verification.conformance.result import Wrong
-from ablate.verification.conformance.stages.places import NEAR, moved, ratio_text, share_text, unequal
+from ablate.verification.conformance.stages.places import NEAR, moved, ratio_text, share_text
 
 _MANY = 8
 """Wrong numbers that have to be of one kind for it to be said."""

@@ -15,11 +15,6 @@ _MOST = (0.02, 0.98)
 """Quantiles of the ratios that a range leaves out: some saturate."""
 
 
-def unequal(one: Tensor, other: Tensor) -> Tensor:
-    """Return a mask of the numbers that differ; two NaNs do not."""
-    return (one != other) & ~(one.isnan() & other.isnan())
-
-
 def share_text(wrong: Tensor) -> str:
     """Return how many numbers of a mask are wrong."""
     count, cases = int(wrong.sum()), wrong.numel()
