@@ -147,9 +147,9 @@ def test_a_backward_operand_starts_from_what_the_forward_pass_multiplied():
     products = with_error(PRODUCTS["copies of the forward pass"], FOUR, ("fprop.x",))
     x, w, dy = (drawn(*shape, seed=5).bfloat16() for shape in ((32, 64), (48, 64), (32, 48)))
     made = operands(products, x, w, dy)
-    multiplied = made.x.values.bfloat16().t()
+    multiplied = made["fprop.x"].values.bfloat16().t()
     copy = quantize(multiplied, products.wgrad.x, rotation=products.wgrad.hadamard)
-    assert torch.equal(made.xt.values, copy.values)
+    assert torch.equal(made["wgrad.x"].values, copy.values)
 
 
 def test_still_weights_telemetry_and_weight_casts_see_the_cast_and_change_nothing():

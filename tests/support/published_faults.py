@@ -18,7 +18,7 @@ from ablate.numerics.spec import Hadamard
 from ablate.numerics.stored import swizzle, unswizzle
 from ablate.recipes.presets import PRESETS
 from ablate.verification.conformance.emulator import emulator, grouped
-from ablate.verification.conformance.reference_product import operands
+from ablate.verification.conformance.reference_product import PAIRS, operands
 from ablate.verification.conformance.subject import Quantised, Subject
 
 NVFP4 = PRESETS["nvfp4"]()
@@ -261,8 +261,8 @@ def layer(spoil: Callable[..., dict[str, object]]) -> Subject:
 
     def call(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         made = operands(NVFP4, x.bfloat16(), w.bfloat16(), dy.bfloat16(), 3)
-        made = replace(made, **spoil(x.bfloat16(), w.bfloat16(), dy.bfloat16()))
-        pairs = ((made.x, made.w), (made.g, made.wt), (made.gt, made.xt))
+        made |= spoil(x.bfloat16(), w.bfloat16(), dy.bfloat16())
+        pairs = [(made[a], made[b]) for a, b in PAIRS.values()]
         return tuple(product(a, b, torch.bfloat16) for a, b in pairs)
 
     return Subject("mutant", product=call)
@@ -357,7 +357,7 @@ def dropped(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _weights_apart(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, object]:
-    return {"wt": quantize(w.t(), NVFP4.dgrad.w.model_copy(update={"block": "1x16"}))}
+    return {"dgrad.w": quantize(w.t(), NVFP4.dgrad.w.model_copy(update={"block": "1x16"}))}
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -480,12 +480,12 @@ MUTANTS: dict[str, Mutant] = {
     "stale amax": Mutant(23, cast(amax=Remembering()), "stale_scales", "amax: 5 of 6 wrong"),
     "other signs on x": Mutant(
         24,
-        layer(lambda x, w, dy: {"xt": turned_by("none", x)}),
+        layer(lambda x, w, dy: {"wgrad.x": turned_by("none", x)}),
         "weight_gradient",
         "product: dw, ",
     ),
     "only dy rotated": Mutant(
-        24, layer(lambda x, w, dy: {"xt": turned_by(None, x)}), "weight_gradient", "product: dw, "
+        24, layer(lambda x, w, dy: {"wgrad.x": turned_by(None, x)}), "weight_gradient", "product: dw, "
     ),
     "wrong axis": Mutant(24, rotation(columnwise), "rotation_axis"),
     "not normalised": Mutant(24, rotation(lambda x: 4 * straight(x)), "orthogonal"),

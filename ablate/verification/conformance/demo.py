@@ -10,7 +10,7 @@ from ablate.numerics.quantize import Operand
 from ablate.numerics.stored import swizzle, unswizzle
 from ablate.recipes import PRESETS
 from ablate.verification.conformance.emulator import emulator
-from ablate.verification.conformance.reference_product import operands
+from ablate.verification.conformance.reference_product import PAIRS, operands
 from ablate.verification.conformance.subject import Subject
 
 RECIPE = "nvfp4"
@@ -38,7 +38,7 @@ def faulty() -> Subject:
         sizes = torch.diff(offsets, prepend=offsets.new_zeros(1)).tolist()
         parts = zip(x.split(sizes), w, dy.split(sizes), strict=True)
         made = [operands(recipe, *one) for one in parts]
-        columnwise = (packed_scales([getattr(one, name) for one in made]) for name in ("gt", "xt"))
+        columnwise = (packed_scales([one[slot] for one in made]) for slot in PAIRS["dw"])
         for expert, (a, b) in enumerate(zip(*columnwise, strict=True)):
             a, b = (replace(one, values=one.values.bfloat16()) for one in (a, b))
             dw[expert] = product(a, b, dw.dtype)

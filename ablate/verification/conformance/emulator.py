@@ -15,7 +15,7 @@ from ablate.recipes import Recipe
 from ablate.recipes.recipe import Products
 from ablate.verification.conformance.examination import Examination, NotApplicableError
 from ablate.verification.conformance.numbers import over_elements
-from ablate.verification.conformance.reference_product import operands
+from ablate.verification.conformance.reference_product import PAIRS, operands
 from ablate.verification.conformance.subject import Quantised, Subject
 
 _SEED = 17
@@ -84,11 +84,8 @@ def returned(operand: Operand, x: Tensor) -> Quantised:
 def multiplied(recipe: Products, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return y, dx and dw of one layer, in bf16."""
     made = operands(recipe, x.bfloat16(), w.bfloat16(), dy.bfloat16(), _SEED)
-    return (
-        product(made.x, made.w, torch.bfloat16),
-        product(made.g, made.wt, torch.bfloat16),
-        product(made.gt, made.xt, torch.bfloat16),
-    )
+    y, dx, dw = (product(made[a], made[b], torch.bfloat16) for a, b in PAIRS.values())
+    return y, dx, dw
 
 
 def grouped(

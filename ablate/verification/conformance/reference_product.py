@@ -14,8 +14,10 @@ from ablate.numerics.philox import Clock, site
 from ablate.numerics.product import alpha
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import Hadamard, Quant
-from ablate.recipes.recipe import FORWARD_COPY, Products
+from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products
 
+PAIRS = {"y": SLOTS[0:2], "dx": SLOTS[2:4], "dw": SLOTS[4:6]}
+"""Slots of the two operands of each product."""
 OPERANDS = {"y": ("x", "w"), "dx": ("dy", "w of dx"), "dw": ("dy of dw", "x of dw")}
 """Operands of each product, in words."""
 FACTORS = 8
@@ -48,52 +50,41 @@ class Exact:
         return ~((got.double() - self.values).abs() <= allowed)
 
 
-@dataclass(frozen=True)
-class Operands:
-    """Quantised operands of the three products, each as [rows, contraction]."""
-
-    x: Operand
-    w: Operand
-    g: Operand
-    wt: Operand
-    gt: Operand
-    xt: Operand
+def sources(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """Return the tensor [rows, contraction] that each operand is cast from, by slot."""
+    return dict(zip(SLOTS, (x, w, dy, w.t(), dy.t(), x.t()), strict=True))
 
 
-def cast(z: Tensor, quant: Quant | None, rotation: Hadamard | None, seed: int, slot: str) -> Operand:
+def quantisers(products: Products) -> dict[str, tuple[Quant, Hadamard | None]]:
+    """Return the quantiser of each quantised operand with the rotation of its product, by slot."""
+    return {
+        slot: (quant, getattr(products, slot.partition(".")[0]).hadamard)
+        for slot, quant in products.quantised()
+    }
+
+
+def _cast(z: Tensor, how: tuple[Quant, Hadamard | None] | None, seed: int, slot: str) -> Operand:
     """Return one operand of a product, z [rows, contraction]."""
-    if quant is None:
+    if how is None:
         return Operand(z)
-    return quantize(z, quant, rotation=rotation, clock=Clock(seed), where=site("conform", slot))
+    return quantize(z, how[0], rotation=how[1], clock=Clock(seed), where=site("conform", slot))
 
 
-def operands(products: Products, x: Tensor, w: Tensor, dy: Tensor, seed: int = 0) -> Operands:
-    """Quantise x [tokens, in], w [out, in] and dy [tokens, out] for the three products."""
-    fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
-    x_kept, w_kept = kept(products, x, w, seed)
-    return Operands(
-        cast(x, fprop.x, fprop.hadamard, seed, "fprop.x"),
-        cast(w, fprop.w, fprop.hadamard, seed, "fprop.w"),
-        cast(dy, dgrad.g, dgrad.hadamard, seed, "dgrad.g"),
-        cast(w_kept.t(), dgrad.w, dgrad.hadamard, seed, "dgrad.w"),
-        cast(dy.t(), wgrad.g, wgrad.hadamard, seed, "wgrad.g"),
-        cast(x_kept.t(), wgrad.x, wgrad.hadamard, seed, "wgrad.x"),
-    )
+def operands(products: Products, x: Tensor, w: Tensor, dy: Tensor, seed: int = 0) -> dict[str, Operand]:
+    """Quantise x [tokens, in], w [out, in] and dy [tokens, out] for the three products, by slot.
 
-
-def kept(products: Products, x: Tensor, w: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return what the backward pass casts for x and w: themselves, or the forward pass's copies in values.
-
-    The forward pass is taken as not rotated.
+    The backward pass casts x and w, or the forward pass's copies of them in values, where the recipe says so.
+    The forward pass is then taken as not rotated.
     """
-    made = []
-    for z, slot in ((x, "wgrad.x"), (w, "dgrad.w")):
-        quant, forward = products.slot(slot), FORWARD_COPY[slot]
+    given, cast = sources(x, w, dy), quantisers(products)
+    for slot, forward in FORWARD_COPY.items():
+        quant = products.slot(slot)
         if products.dequantised(slot) or (quant is not None and quant.from_forward):
-            copy = cast(z, products.slot(forward), None, seed, forward).dequantize()[:, : z.shape[1]]
-            z = copy if quant is not None and quant.source == "forward" else copy.bfloat16()
-        made.append(z)
-    return made[0], made[1]
+            z, plain = given[forward], products.slot(forward)
+            copied = _cast(z, None if plain is None else (plain, None), seed, forward)
+            copy = copied.dequantize()[:, : z.shape[1]]
+            given[slot] = (copy if quant is not None and quant.source == "forward" else copy.bfloat16()).t()
+    return {slot: _cast(z, cast.get(slot), seed, slot) for slot, z in given.items()}
 
 
 def multiply(a: Operand, b: Operand) -> Exact:
@@ -107,20 +98,13 @@ def multiply(a: Operand, b: Operand) -> Exact:
 
 def exact_products(products: Products, x: Tensor, w: Tensor, dy: Tensor, seed: int = 0) -> dict[str, Exact]:
     """Return y, dx and dw of one layer by the reference."""
-    return _multiplied(operands(products, x, w, dy, seed))
+    made = operands(products, x, w, dy, seed)
+    return {key: multiply(made[a], made[b]) for key, (a, b) in PAIRS.items()}
 
 
 def plain_products(x: Tensor, w: Tensor, dy: Tensor) -> dict[str, Exact]:
     """Return y, dx and dw without quantisation, in fp64."""
-    return _multiplied(Operands(*(Operand(z.double()) for z in (x, w, dy, w.t(), dy.t(), x.t()))))
-
-
-def _multiplied(made: Operands) -> dict[str, Exact]:
-    return {
-        "y": multiply(made.x, made.w),
-        "dx": multiply(made.g, made.wt),
-        "dw": multiply(made.gt, made.xt),
-    }
+    return exact_products(Products(), x.double(), w.double(), dy.double())
 
 
 def gain_and_error(got: Tensor, plain: Tensor) -> tuple[float, float]:

@@ -5,30 +5,33 @@ product read them as if they were its own. y and dx were right, every dw was 12 
 it through. One group shows nothing, nor does a layer of 128 features or fewer.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ablate.numerics.spec import Hadamard, Quant
-from ablate.recipes.recipe import Products
 from ablate.verification.conformance import inputs
 from ablate.verification.conformance.examination import Examination, NotApplicableError, RefusedError
 from ablate.verification.conformance.properties.product import (
     NAMES,
-    Layer,
-    call,
+    Experts,
     certain_gradient,
-    interval_row,
+    compared,
     judged,
     products_of,
+    random,
+    results,
     side,
     worst,
 )
 from ablate.verification.conformance.properties.property import Property
-from ablate.verification.conformance.reference_product import exact_products, plain_products
+from ablate.verification.conformance.reference_product import (
+    exact_products,
+    plain_products,
+    quantisers,
+    sources,
+)
 from ablate.verification.conformance.result import Row
 
 ALIGNED = (64, 128, 64)
@@ -40,24 +43,6 @@ WIDTHS = (96, 144)
 """Outputs that are not a multiple of 128, so that an expert's scales have padding."""
 IN, OUT = 160, 256
 """Features beyond 128: the transposed copies then have two tiles of 128 rows of scales."""
-
-
-class Experts(NamedTuple):
-    """Tensors of a layer of experts."""
-
-    x: Tensor
-    w: Tensor
-    dy: Tensor
-    offsets: Tensor
-    """int32."""
-    sizes: list[int]
-    """Tokens of each expert."""
-
-    @property
-    def layers(self) -> list[Layer]:
-        """x, w and dy of each expert, in bf16."""
-        pieces = zip(self.x.split(self.sizes), self.w, self.dy.split(self.sizes), strict=True)
-        return [Layer(*piece).bf16 for piece in pieces]
 
 
 def given_experts(
@@ -83,37 +68,11 @@ def given_experts(
 
 def _layers(
     *wanted: tuple[int, ...], widths: Sequence[int] = (OUT,)
-) -> Callable[[Examination], list[Experts]]:
+) -> Callable[[Examination], list[tuple[str, Experts]]]:
     """Return inputs of layers of experts with these numbers of tokens, for each number of outputs."""
-    return lambda bench: [given_experts(bench, sizes, width=width) for sizes in wanted for width in widths]
-
-
-def _results(bench: Examination, given: Experts) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Call the subject; yield each expert in words with its y, dx and dw."""
-    got = call(bench, given.x, given.w, given.dy, "grouped", given.offsets)
-    y, dx = (got[key].split(given.sizes) for key in ("y", "dx"))
-    for expert, size in enumerate(given.sizes):
-        where = f"expert {expert} of {size} tokens, "
-        yield where, {"y": y[expert], "dx": dx[expert], "dw": got["dw"][expert]}
-
-
-def _compared(*keys: str) -> Callable[[Examination, Property], Row]:
-    """Return the comparison of results of every expert with the reference's: up to the order of fp32
-    additions, and one rounding."""
-
-    def compare(bench: Examination, one: Property) -> Row:
-        products, rows = products_of(bench), []
-        for given in one.inputs(bench):
-            for layer, (where, mine) in zip(given.layers, _results(bench, given), strict=True):
-                # An expert without tokens has zeros.
-                exact = exact_products(products, *layer) if len(layer.x) else plain_products(*layer)
-                rows += [judged(one.name, key, mine[key], exact[key], where) for key in keys]
-        return worst(one.name, rows)
-
-    return compare
-
-
-_every = _compared(*NAMES)
+    return lambda bench: [
+        ("", given_experts(bench, sizes, width=width)) for sizes in wanted for width in widths
+    ]
 
 
 def _in_fp32(bench: Examination, one: Property) -> Row:
@@ -121,18 +80,18 @@ def _in_fp32(bench: Examination, one: Property) -> Row:
     products, rows = products_of(bench), []
     pairs = zip(NAMES, (products.fprop, products.dgrad, products.wgrad), strict=True)
     # What a rotation gives is rounded to the dtype of its input, so that fp32 may differ there.
-    keys = tuple(key for key, product in pairs if product.hadamard is None)
+    keys = [key for key, product in pairs if product.hadamard is None]
     if not keys:
         raise NotApplicableError("the recipe rotates every product")
-    [given] = one.inputs(bench)
+    [(_, given)] = one.inputs(bench)
     given = given._replace(
         **{name: bench.typed(getattr(given, name), "float32") for name in ("x", "w", "dy")}
     )
     try:
-        results = [*_results(bench, given)]
+        made = [*results(bench, given)]
     except RefusedError:
         raise NotApplicableError("the subject's grouped takes no fp32") from None
-    for layer, (where, mine) in zip(given.layers, results, strict=True):
+    for where, layer, mine in made:
         exact = exact_products(products, *layer)
         rows += [judged(one.name, key, mine[key].bfloat16(), exact[key], where) for key in keys]
     return worst(one.name, rows)
@@ -141,8 +100,8 @@ def _in_fp32(bench: Examination, one: Property) -> Row:
 def _exact_experts(bench: Examination) -> Experts:
     """Make tensors that no rounding changes, every block of which has another scale."""
     bench.function("grouped")
-    products = products_of(bench)
-    amax = inputs.exact_amax([(quant, turned) for _, quant, turned in _slots(products) if quant is not None])
+    cast = quantisers(products_of(bench))
+    amax = inputs.exact_amax([*cast.values()])
     if amax is None:
         raise NotApplicableError("no tensor in bf16 is left unchanged by all of the recipe's casts")
     sizes = [bench.rows(size) for size in ALIGNED]
@@ -158,21 +117,9 @@ def _exact_experts(bench: Examination) -> Experts:
     offsets = torch.tensor(sizes).cumsum(0).to(torch.int32)
     made = Experts(bench.typed(x), bench.typed(w), bench.typed(dy), offsets, sizes)
     for layer in made.layers:
-        for operand, quant, turned in _slots(products):
-            z = {"x": layer.x, "w": layer.w, "g": layer.dy, "wt": layer.w.t(), "gt": layer.dy.t()}
-            if quant is not None and not inputs.keeps((z | {"xt": layer.x.t()})[operand], quant, turned):
-                raise NotApplicableError("no tensor in bf16 is left unchanged by all of the recipe's casts")
+        if not all(inputs.keeps(z, *cast[slot]) for slot, z in sources(*layer).items() if slot in cast):
+            raise NotApplicableError("no tensor in bf16 is left unchanged by all of the recipe's casts")
     return made
-
-
-def _slots(products: Products) -> list[tuple[str, Quant | None, Hadamard | None]]:
-    """Return each operand of the three products with its quantiser and rotation."""
-    fprop, dgrad, wgrad = products.fprop, products.dgrad, products.wgrad
-    return [
-        *(("x", fprop.x, fprop.hadamard), ("w", fprop.w, fprop.hadamard)),
-        *(("g", dgrad.g, dgrad.hadamard), ("wt", dgrad.w, dgrad.hadamard)),
-        *(("gt", wgrad.g, wgrad.hadamard), ("xt", wgrad.x, wgrad.hadamard)),
-    ]
 
 
 def _exact(bench: Examination, one: Property) -> Row:
@@ -180,8 +127,8 @@ def _exact(bench: Examination, one: Property) -> Row:
 
     This needs no reference: x, w and dy are exact in the format, so that dw is dy^T x.
     """
-    given, products, rows = one.inputs(bench), products_of(bench), []
-    for layer, (where, mine) in zip(given.layers, _results(bench, given), strict=True):
+    products, rows = products_of(bench), []
+    for where, layer, mine in results(bench, one.inputs(bench)):
         plain, made = plain_products(*layer), exact_products(products, *layer)
         # Terms that cancel after a rotation leave the roundings of their sum.
         exact = {key: replace(plain[key], magnitudes=made[key].magnitudes) for key in NAMES}
@@ -194,24 +141,15 @@ def _random_experts(bench: Examination) -> Experts:
     return given_experts(bench, ALIGNED, 0.01 * inputs.normal(tokens, side(bench, OUT), bench.seed + 60))
 
 
-def _random(bench: Examination, one: Property) -> Row:
-    """Compare gain and relative L2 distance of each expert's dx and dw with the reference's own draws."""
-    given, products = one.inputs(bench), products_of(bench)
-    pairs = zip(given.layers, _results(bench, given), strict=True)
-    return worst(
-        one.name, [interval_row(one.name, products, layer, mine, where) for layer, (where, mine) in pairs]
-    )
-
-
 PROPERTIES = (
-    Property("grouped_forward", _layers(ALIGNED), "grouped", _compared("y")),
-    Property("grouped_input_gradient", _layers(ALIGNED), "grouped", _compared("dx")),
-    Property("grouped_weight_gradient", _layers(ALIGNED, LARGE), "grouped", _compared("dw")),
-    Property("grouped_unaligned", _layers(UNALIGNED), "grouped", _every),
-    Property("grouped_ragged", _layers(RAGGED), "grouped", _every),
-    Property("grouped_all_to_one", _layers((0, 192, 0)), "grouped", _every),
-    Property("grouped_widths", _layers(PADDED, widths=WIDTHS), "grouped", _every),
+    Property("grouped_forward", _layers(ALIGNED), "grouped", compared("y")),
+    Property("grouped_input_gradient", _layers(ALIGNED), "grouped", compared("dx")),
+    Property("grouped_weight_gradient", _layers(ALIGNED, LARGE), "grouped", compared("dw")),
+    Property("grouped_unaligned", _layers(UNALIGNED), "grouped", compared(*NAMES)),
+    Property("grouped_ragged", _layers(RAGGED), "grouped", compared(*NAMES)),
+    Property("grouped_all_to_one", _layers((0, 192, 0)), "grouped", compared(*NAMES)),
+    Property("grouped_widths", _layers(PADDED, widths=WIDTHS), "grouped", compared(*NAMES)),
     Property("grouped_fp32", _layers(PADDED, widths=WIDTHS[:1]), "grouped", _in_fp32),
     Property("grouped_layout", _exact_experts, "grouped", _exact),
-    Property("grouped_random", _random_experts, "grouped", _random),
+    Property("grouped_random", _random_experts, "grouped", random),
 )

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.choices import SIGNS
-from ablate.numerics.spec import Hadamard, Quant
+from ablate.numerics.spec import Quant
 from ablate.recipes.recipe import Products
 from ablate.verification.conformance import inputs
 from ablate.verification.conformance.examination import Examination, NotApplicableError, RefusedError
+from ablate.verification.conformance.examination import judged as of_elements
+from ablate.verification.conformance.properties.calls import repeated
 from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.reference_product import (
     OPERANDS,
@@ -25,8 +27,10 @@ from ablate.verification.conformance.reference_product import (
     exact_products,
     gain_and_error,
     plain_products,
+    quantisers,
 )
-from ablate.verification.conformance.result import Block, Outcome, Row, Wrong
+from ablate.verification.conformance.result import Outcome, Row, decided
+from ablate.verification.conformance.stages.places import wrong_numbers
 from ablate.verification.conformance.stages.products import wrong_product
 
 REFERENCE_DRAWS, SIGMAS = 12, 8.0
@@ -49,6 +53,24 @@ class Layer(NamedTuple):
         return Layer(*(z.bfloat16() for z in self))
 
 
+class Experts(NamedTuple):
+    """Tensors of a layer of experts."""
+
+    x: Tensor
+    w: Tensor
+    dy: Tensor
+    offsets: Tensor
+    """int32."""
+    sizes: list[int]
+    """Tokens of each expert."""
+
+    @property
+    def layers(self) -> list[Layer]:
+        """x, w and dy of each expert, in bf16."""
+        pieces = zip(self.x.split(self.sizes), self.w, self.dy.split(self.sizes), strict=True)
+        return [Layer(*piece).bf16 for piece in pieces]
+
+
 def products_of(bench: Examination) -> Products:
     """Return the recipe's products. NotApplicableError if the kit has no reference of them."""
     recipe = bench.recipe
@@ -66,37 +88,27 @@ def products_of(bench: Examination) -> Products:
     return Products(fprop=recipe.fprop, dgrad=recipe.dgrad, wgrad=recipe.wgrad)
 
 
-def gradient_slots(products: Products) -> list[tuple[Quant, Hadamard | None]]:
-    """Return the quantisers of dy, each with the rotation of its product."""
-    pairs = ((products.dgrad.g, products.dgrad.hadamard), (products.wgrad.g, products.wgrad.hadamard))
-    return [(quant, rotation) for quant, rotation in pairs if quant is not None]
-
-
 def certain_gradient(bench: Examination, products: Products, tokens: int, out: int) -> Tensor:
     """Return a dy [tokens, out] whose rounding draws nothing: random if the recipe is not stochastic.
 
     Raises:
         NotApplicableError: the recipe leaves no such gradient.
     """
-    slots = gradient_slots(products)
-    others = (products.fprop.x, products.fprop.w, products.dgrad.w, products.wgrad.x)
-    if any(quant is not None and quant.draws for quant in others):
+    cast = quantisers(products)
+    slots = {slot: one for slot, one in cast.items() if slot.endswith(".g")}
+    if any(quant.draws for slot, (quant, _) in cast.items() if slot not in slots):
         raise NotApplicableError("the recipe rounds x or w stochastically; see random_gradients")
-    if not any(quant.draws for quant, _ in slots):
+    if not any(quant.draws for quant, _ in slots.values()):
         return 0.01 * inputs.normal(tokens, out, bench.seed + 2)
-    if any(quant.draws and quant.rounding != "stochastic" for quant, _ in slots):
+    if any(quant.draws and quant.rounding != "stochastic" for quant, _ in slots.values()):
         raise NotApplicableError("the recipe draws block scales as well")
-    amax = inputs.exact_amax(slots)
-    if amax is None:
-        raise NotApplicableError("no gradient in bf16 is left unchanged by the recipe's rounding")
-    dy = inputs.permuted_tiles(tokens, out, bench.seed, amax / 64)
-    turned = (
-        (products.dgrad.g, products.dgrad.hadamard, dy),
-        (products.wgrad.g, products.wgrad.hadamard, dy.t()),
-    )
-    if not all(quant is None or inputs.keeps(z, quant, rotation) for quant, rotation, z in turned):
-        raise NotApplicableError("no gradient in bf16 is left unchanged by the recipe's rounding")
-    return dy
+    amax = inputs.exact_amax([*slots.values()])
+    if amax is not None:
+        dy = inputs.permuted_tiles(tokens, out, bench.seed, amax / 64)
+        turned = {"dgrad.g": dy, "wgrad.g": dy.t()}
+        if all(inputs.keeps(turned[slot], *one) for slot, one in slots.items()):
+            return dy
+    raise NotApplicableError("no gradient in bf16 is left unchanged by the recipe's rounding")
 
 
 def side(bench: Examination, wanted: int) -> int:
@@ -147,25 +159,16 @@ def judged(name: str, key: str, got: Tensor, exact: Exact, where: str = "") -> R
         where: Layer or expert in words, with a colon.
     """
     far = exact.far(got)
-    if not far.any():
-        return Row(name, Outcome.PASS, far.numel())
-    row, column = (int(i) for i in far.nonzero()[0])
-    one, other = float(exact.values[row, column]), float(got[row, column])
-    block = Block(f"{where}{key}: row {row}, column {column}", (), (one,), (other,))
+    row = of_elements(name, far, None, exact.values, got, f"{where}{key}: ")
+    if row.outcome == Outcome.PASS:
+        return row
     gain, error = gain_and_error(got, exact.values)
-    wrong = tuple(
-        Wrong(f"{where}{key}", i, j, math.nan, float(exact.values[i, j]), float(got[i, j]))
-        for i, j in far.nonzero().tolist()
-    )
-    return Row(
-        name,
-        Outcome.FAIL,
-        far.numel(),
-        int(far.sum()),
-        block,
-        f"product: {key}, {wrong_product(exact, got, OPERANDS[key])}",
-        f"{where}{key} has a gain of {gain:.4f} and a relative L2 distance of {error:.4f} from the recipe's",
-        wrong,
+    return replace(
+        row,
+        stage=f"product: {key}, {wrong_product(exact, got, OPERANDS[key])}",
+        detail=f"{where}{key} has a gain of {gain:.4f} and a relative L2 distance of {error:.4f} from the"
+        " recipe's",
+        wrong=wrong_numbers(f"{where}{key}", far, torch.full_like(got, math.nan), exact.values, got),
     )
 
 
@@ -177,17 +180,39 @@ def worst(name: str, rows: Sequence[Row]) -> Row:
     return replace(failed, property=name, cases=cases, differing=differing, wrong=wrong)
 
 
-def _multiplied(bench: Examination, one: Property, given: Layer, where: str = "") -> dict[str, Row]:
-    """Return the rows of y, dx and dw of one layer."""
-    got, exact = call(bench, *given), exact_products(products_of(bench), *given.bf16)
-    return {key: judged(one.name, key, got[key], exact[key], where) for key in NAMES}
+def results(bench: Examination, given: Layer | Experts) -> Iterator[tuple[str, Layer, dict[str, Tensor]]]:
+    """Call the subject; yield the layer, or each expert in words as a layer, with its y, dx and dw."""
+    if isinstance(given, Layer):
+        yield "", given.bf16, call(bench, *given)
+        return
+    got = call(bench, given.x, given.w, given.dy, "grouped", given.offsets)
+    y, dx = (got[key].split(given.sizes) for key in ("y", "dx"))
+    for expert, layer in enumerate(given.layers):
+        mine = {"y": y[expert], "dx": dx[expert], "dw": got["dw"][expert]}
+        yield f"expert {expert} of {given.sizes[expert]} tokens, ", layer, mine
+
+
+def compared(*keys: str) -> Callable[[Examination, Property], Row]:
+    """Return the comparison of results of layers, or of every expert, with the reference's: up to the order
+    of fp32 additions, and one rounding."""
+
+    def compare(bench: Examination, one: Property) -> Row:
+        products, rows = products_of(bench), []
+        for where, given in one.inputs(bench):
+            for place, layer, got in results(bench, given):
+                # An expert without tokens has zeros.
+                exact = exact_products(products, *layer) if len(layer.x) else plain_products(*layer)
+                rows += [judged(one.name, key, got[key], exact[key], where + place) for key in keys]
+        return worst(one.name, rows)
+
+    return compare
 
 
 def _only(key: str) -> Callable[[Examination, Property], Row]:
     """Return the comparison of `y`, `dx` or `dw` of one layer, as `judged` compares."""
 
     def compare(bench: Examination, one: Property) -> Row:
-        row = _multiplied(bench, one, one.inputs(bench))[key]
+        row = compared(key)(bench, one)
         if "operand" in row.stage or row.outcome == Outcome.PASS:
             return row
         return replace(row, stage=_of_operand(bench, key) or row.stage)
@@ -205,12 +230,6 @@ def _of_operand(bench: Examination, key: str) -> str:
     return f"product: {key}, {text}" if "operand" in text else ""
 
 
-def _all(bench: Examination, one: Property) -> Row:
-    """Compare y, dx and dw of several layers, as `judged` compares."""
-    rows = [_multiplied(bench, one, given, where) for where, given in one.inputs(bench).items()]
-    return worst(one.name, [row for layers in rows for row in layers.values()])
-
-
 # --- random gradients -----
 
 
@@ -225,15 +244,17 @@ def random_layer(bench: Examination) -> Layer:
     )
 
 
-def _random_gradients(bench: Examination, one: Property) -> Row:
+def random(bench: Examination, one: Property) -> Row:
     """Compare gain and relative L2 distance of dx and dw, for random dy, with the reference's draws."""
-    given, products = one.inputs(bench), products_of(bench)
-    got = call(bench, *given)
-    row = interval_row(one.name, products, given.bf16, got)
+    products = products_of(bench)
+    made = [*results(bench, one.inputs(bench))]
+    rows = [interval_row(one.name, products, layer, got, where) for where, layer, got in made]
+    row = worst(one.name, rows)
     if row.outcome == Outcome.FAIL and bench.subject.variants.get(one.name) == "nearest":
-        made = exact_products(rounded_to_nearest(products), *given.bf16)
-        if not any(bool(made[key].far(got[key]).any()) for key in ("dx", "dw")):
-            return Row(one.name, Outcome.VARIANT, 4, detail="as declared: dy rounded to nearest")
+        nearest = rounded_to_nearest(products)
+        exact = [(exact_products(nearest, *layer), got) for _, layer, got in made]
+        if not any(bool(right[key].far(got[key]).any()) for right, got in exact for key in ("dx", "dw")):
+            return Row(one.name, Outcome.VARIANT, row.cases, detail="as declared: dy rounded to nearest")
     return row
 
 
@@ -270,8 +291,7 @@ def interval_row(
             parts.append(f"{what} of {key} {value:.4f}")
             if not abs(value - mean) <= allowed:
                 wrong.append(f"{where}{what} of {key} {value:.4f}, not {mean:.4f} +- {allowed:.4f}")
-    detail = "; ".join(wrong) if wrong else where + ", ".join(parts)
-    return Row(name, Outcome.FAIL if wrong else Outcome.PASS, 4, len(wrong), detail=detail)
+    return decided(name, 4, len(wrong), detail="; ".join(wrong) or where + ", ".join(parts))
 
 
 # --- other inputs -----
@@ -297,36 +317,32 @@ def _same_codes(bench: Examination, one: Property) -> Row:
     # Each reads one value; the two may round it to bf16 after another order of the scales.
     differ = (forward - backward).abs() > 2.0**-7 * forward.abs()
     detail = "W differs in the two products" if differ.any() else ""
-    outcome = Outcome.FAIL if differ.any() else Outcome.PASS
-    return Row(one.name, outcome, differ.numel(), int(differ.sum()), detail=detail)
+    return decided(one.name, differ.numel(), int(differ.sum()), detail=detail)
 
 
-def _views(bench: Examination) -> dict[str, Layer]:
+def _one(bench: Examination) -> Iterator[tuple[str, Layer]]:
+    yield "", layer(bench)
+
+
+def _views(bench: Examination) -> Iterator[tuple[str, Layer]]:
     given = layer(bench)
-    made = {"transposed views, ": Layer(*(z.t().contiguous().t() for z in given))}
-    if not any(quant.draws for quant, _ in gradient_slots(products_of(bench))):
-        ones = bench.typed(torch.ones(())).expand(given.dy.shape)
-        made["dy.expand, "] = given._replace(dy=ones)
-    return made
+    yield "transposed views, ", Layer(*(z.t().contiguous().t() for z in given))
+    products = products_of(bench)
+    if not any(quant is not None and quant.draws for quant in (products.dgrad.g, products.wgrad.g)):
+        yield "dy.expand, ", given._replace(dy=bench.typed(torch.ones(())).expand(given.dy.shape))
 
 
-def _magnitudes(bench: Examination) -> dict[str, Layer]:
+def _magnitudes(bench: Examination) -> Iterator[tuple[str, Layer]]:
     """Make tensors of 1e-20 and of 1e10, each with a dy of ordinary size, of which bf16 keeps dw in full."""
     dy = layer(bench).dy
-    return {f"at {size:g}, ": layer(bench, size)._replace(dy=dy) for size in (1e-20, 1e10)}
+    for size in (1e-20, 1e10):
+        yield f"at {size:g}, ", layer(bench, size)._replace(dy=dy)
 
 
 def _repeats(bench: Examination, one: Property) -> Row:
-    """Compare 20 products of the same tensors, with other tensors between, exactly."""
+    """Compare products of the same tensors, with other tensors between, exactly."""
     given, other = one.inputs(bench), layer(bench, 100.0, 5)
-    first, differ = call(bench, *given), 0
-    for number in range(20):
-        if number % 5 == 0:
-            call(bench, *other)
-        again = call(bench, *given)
-        differ += sum(int((again[key] != first[key]).sum()) for key in NAMES)
-    cases = 20 * sum(first[key].numel() for key in NAMES)
-    return Row(one.name, Outcome.FAIL if differ else Outcome.PASS, cases, differ)
+    return repeated(one.name, lambda: [*call(bench, *given).values()], lambda: call(bench, *other))
 
 
 def _lengths(
@@ -355,13 +371,13 @@ def _sums(bench: Examination, one: Property) -> Row:
 
 
 PROPERTIES = (
-    Property("forward_product", layer, "product", _only("y")),
-    Property("input_gradient", layer, "product", _only("dx")),
-    Property("weight_gradient", layer, "product", _only("dw")),
-    Property("random_gradients", random_layer, "product", _random_gradients),
+    Property("forward_product", _one, "product", _only("y")),
+    Property("input_gradient", _one, "product", _only("dx")),
+    Property("weight_gradient", _one, "product", _only("dw")),
+    Property("random_gradients", random_layer, "product", random),
     Property("same_weight_codes", _weights, "product", _same_codes),
-    Property("product_strides", _views, "product", _all),
-    Property("small_products", _magnitudes, "product", _all),
+    Property("product_strides", _views, "product", compared(*NAMES)),
+    Property("small_products", _magnitudes, "product", compared(*NAMES)),
     Property("product_repeats", layer, "product", _repeats),
     Property("long_sums", _lengths((2048,), positive=True), "product", _sums),
     Property("contraction_sizes", _lengths(CONTRACTIONS), "product", _sums),

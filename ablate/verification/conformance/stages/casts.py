@@ -12,6 +12,7 @@ A subject that returns values alone has one stage.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -19,7 +20,13 @@ from torch import Tensor
 from ablate.verification.conformance.examination import Pair
 from ablate.verification.conformance.numbers import far, over_elements, unequal
 from ablate.verification.conformance.result import Wrong
-from ablate.verification.conformance.stages.places import NEAR, moved, ratio_text, share_text
+from ablate.verification.conformance.stages.places import (
+    NEAR,
+    moved,
+    ratio_text,
+    share_text,
+    wrong_numbers,
+)
 
 _MANY = 8
 """Wrong numbers that have to be of one kind for it to be said."""
@@ -51,7 +58,8 @@ def first_wrong_stage(pairs: Sequence[Pair]) -> tuple[str, tuple[Wrong, ...]]:
     for name, stage in STAGES.items():
         compared = [one for pair in finite if (one := stage(pair)) is not None]
         if any(one.wrong.any() for one in compared):
-            return f"{name}: {_described(name, compared)}", tuple(_wrong_numbers(compared))
+            numbers = (wrong_numbers(one.where, one.wrong, one.input, one.right, one.got) for one in compared)
+            return f"{name}: {_described(name, compared)}", tuple(chain(*numbers))
     return "", ()
 
 
@@ -145,12 +153,3 @@ def _described(name: str, compared: Sequence[Compared]) -> str:
     example = f"such as {float(one.got[row, column]):.6g}, not {float(one.right[row, column]):.6g}, for"
     example += f" {float(one.input[row, column]):.6g}{at}" + f" of {one.where}" * bool(one.where)
     return ", ".join(filter(None, [*texts, example]))
-
-
-def _wrong_numbers(compared: Sequence[Compared]) -> list[Wrong]:
-    made = []
-    for one in compared:
-        for row, column in one.wrong.nonzero().tolist():
-            numbers = (float(part[row, column]) for part in (one.input, one.right, one.got))
-            made.append(Wrong(one.where, row, column, *numbers))
-    return made

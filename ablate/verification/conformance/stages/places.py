@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ablate.verification.conformance.result import Wrong
+
 NEAR = 2.0**-20
 """Relative difference of two fp32 numbers that are the same but for their roundings."""
 _ROUNDED = 2.0**-7
@@ -20,6 +22,14 @@ def share_text(wrong: Tensor) -> str:
     count, cases = int(wrong.sum()), wrong.numel()
     share = f"{100 * count / cases:.3g} % of {cases:,}" if count > 20 else f"{count} of {cases:,}"
     return f"{share} wrong"
+
+
+def wrong_numbers(where: str, wrong: Tensor, source: Tensor, right: Tensor, got: Tensor) -> tuple[Wrong, ...]:
+    """Return the wrong numbers of a matrix, with their inputs, all [rows, columns]."""
+    return tuple(
+        Wrong(where, row, column, *(float(part[row, column]) for part in (source, right, got)))
+        for row, column in wrong.nonzero().tolist()
+    )
 
 
 def ratio_text(got: Tensor, right: Tensor) -> str:
