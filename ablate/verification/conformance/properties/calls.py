@@ -100,11 +100,13 @@ def _round_trip(bench: Examination, one: Property) -> Row:
     return replace(row, detail=f"code x scale x outer is {ratio:.3g} times the values")
 
 
-def repeated(name: str, call: Callable[[], Sequence[Tensor | None]], other: Callable[[], object]) -> Row:
-    """Return the row of 20 calls, with another one between every four of them: exactly the same results."""
+def repeated(
+    name: str, call: Callable[[], Sequence[Tensor | None]], other: Callable[[], object], every: int
+) -> Row:
+    """Return the row of 20 calls, with another one before `every` few of them: exactly the same results."""
     first, differ, cases = call(), 0, 0
     for number in range(REPEATS):
-        if number % 4 == 0:
+        if number % every == 0:
             other()
         for mine, again in zip(first, call(), strict=True):
             if mine is not None and again is not None:
@@ -122,7 +124,7 @@ def _repeats(bench: Examination, one: Property) -> Row:
         got = bench.cast(x, quant)
         return got.values, got.codes, got.scales
 
-    return repeated(one.name, call, lambda: bench.cast(other, quant))
+    return repeated(one.name, call, lambda: bench.cast(other, quant), every=4)
 
 
 def _one_peak(bench: Examination) -> list[Tensor]:

@@ -342,7 +342,7 @@ def _magnitudes(bench: Examination) -> Iterator[tuple[str, Layer]]:
 def _repeats(bench: Examination, one: Property) -> Row:
     """Compare products of the same tensors, with other tensors between, exactly."""
     given, other = one.inputs(bench), layer(bench, 100.0, 5)
-    return repeated(one.name, lambda: [*call(bench, *given).values()], lambda: call(bench, *other))
+    return repeated(one.name, lambda: [*call(bench, *given).values()], lambda: call(bench, *other), every=5)
 
 
 def _lengths(
