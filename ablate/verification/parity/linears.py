@@ -27,10 +27,10 @@ from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.transformer_engine import Draws, NativeExpert, NativeLinear
 from ablate.numerics.philox import Clock
-from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes.recipe import Products
 from ablate.recipes.te_mapping import Family, families
 from ablate.verification.check_result import Check, Row
+from ablate.verification.conformance.reference_product import PAIRS, sources
 from ablate.verification.parity.bench import Bench, recipes
 
 STEP = 2.0**-7
@@ -89,31 +89,57 @@ def _experts(bench: Bench, products: Products) -> Iterator[Case]:
             yield Case(f"expert of {len(sample.x)} x {inputs} x {outputs}", sample, ours, theirs)
 
 
+class Sums(NamedTuple):
+    """Sums of a product, to which the order of additions makes a difference."""
+
+    magnitudes: Tensor
+    """Sum of the magnitudes of the terms of each element, fp64."""
+    terms: int
+    fast: bool
+    """True if they may accumulate with 14 bits."""
+
+
+class Apart(NamedTuple):
+    """Difference of two products of the same operands."""
+
+    excess: float
+    """Largest difference, in parts of the tolerance."""
+    differing: int
+    """Number of elements that differ."""
+    share: float
+    """Fraction of elements that differ."""
+    likely: float
+    """Fraction that the order of additions may make differ."""
+
+
+def apart(ours: Tensor, theirs: Tensor, sums: Sums, step: float = STEP) -> Apart:
+    """Return how far two products are apart, whose dtype has a relative `step`."""
+    one, other = ours.double(), theirs.double()
+    steps, cut = (-(-sums.terms // 32), 2.0**-13) if sums.fast else (sums.terms, 2.0**-23)
+    limit = step * torch.maximum(one.abs(), other.abs()) + 2 * steps * cut * sums.magnitudes
+    excess = (one - other).abs() / limit.clamp(min=torch.finfo(torch.float32).tiny)
+    usual = 2 * steps**0.5 * cut * sums.magnitudes
+    likely = (usual / (step / 2 * one.abs()).clamp(min=1e-300)).clamp(max=1).mean()
+    differ = int((one != other).sum())
+    worst = float(excess.nan_to_num(torch.inf).max())
+    return Apart(worst, differ, differ / one.numel(), float(likely))
+
+
 def _compared(bench: Bench, products: Products, name: str, cases: Iterator[Case]) -> Iterator[Row]:
-    worst, shares, limits, worst_case = 0.0, [], [], ""
+    worst, seen, worst_case = 0.0, [], ""
     for case, sample, ours, theirs in cases:
-        for what, (limit, usual) in reach(bench, sample, products).items():
-            a, b = ours[what].double(), theirs[what].double()
-            if not a.numel():
+        for what, sums in reach(bench, sample, products).items():
+            if not ours[what].numel():
                 continue
-            tolerance = STEP * torch.maximum(a.abs(), b.abs()) + limit
-            excess = float(
-                ((a - b).abs() / tolerance.clamp(min=torch.finfo(torch.float32).tiny))
-                .nan_to_num(torch.inf)
-                .max()
-            )
-            shares.append(float((a != b).double().mean()))
-            limits.append(float((usual / (STEP / 2 * a.abs()).clamp(min=1e-300)).clamp(max=1).mean()))
-            if excess > worst:
-                worst, worst_case = excess, f"{what}, {case}"
-    crossed = [(share, limit) for share, limit in zip(shares, limits, strict=True) if share > limit]
-    share, limit = max(crossed or zip(shares, limits, strict=True))
+            seen.append(apart(ours[what], theirs[what], sums))
+            if seen[-1].excess > worst:
+                worst, worst_case = seen[-1].excess, f"{what}, {case}"
+    crossed = [one for one in seen if one.share > one.likely]
+    share, limit = max((one.share, one.likely) for one in crossed or seen)
     summary = f"{worst:.2g} of the tolerance ({worst_case}), {100 * share:.2g} % differ"
-    if not worst_case:
-        summary = "all alike"
     yield Row(
         f"{name}: y, dx, dw",
-        summary,
+        summary if worst_case else "all alike",
         f"at most 1, and {100 * limit:.2g} %: the order of additions",
         worst <= 1 and not crossed,
     )
@@ -168,32 +194,16 @@ def grouped(
     return [dict(zip(("y", "dx", "dw"), of_one, strict=True)) for of_one in each]
 
 
-def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return the largest and the usual effect of the order of additions on each element, fp64."""
-    layer = next(pair(sample, products))
-    sides = {
-        "y": ("fprop", ("x", sample.x), ("w", sample.w)),
-        "dx": ("dgrad", ("g", sample.dy), ("w", sample.w.t())),
-        "dw": ("wgrad", ("g", sample.dy.t()), ("x", sample.x.t())),
-    }
-    effects = {}
-    for what, (name, *both) in sides.items():
-        spec = getattr(products, name)
-        a, b = (
-            _magnitudes(layer, f"{name}.{operand}", getattr(spec, operand), spec.hadamard, z)
-            for operand, z in both
-        )
+def reach(bench: Bench, sample: Sample, products: Products) -> dict[str, Sums]:
+    """Return the sums of y, dx and dw."""
+    layer, given, sums = next(pair(sample, products)), sources(sample.x, sample.w, sample.dy), {}
+    for what, slots in PAIRS.items():
+        spec = getattr(products, slots[0].partition(".")[0])
+        made = (layer.operand(given[slot], slot, products.slot(slot), spec.hadamard) for slot in slots)
+        a, b = (sum(part.dequantize() for part in parts).abs().double() for parts in made)
         fast = bench.fast_sums and what == "y" and spec.x is not None and spec.x.scale is None
-        steps, cut = (-(-a.shape[1] // 32), 2.0**-13) if fast else (a.shape[1], 2.0**-23)
-        magnitudes = a @ b.t()
-        effects[what] = 2 * steps * cut * magnitudes, 2 * steps**0.5 * cut * magnitudes
-    return effects
-
-
-def _magnitudes(
-    layer: EmulatedLinear, slot: str, quant: Quant | None, rotation: Hadamard | None, x: Tensor
-) -> Tensor:
-    return sum(part.dequantize() for part in layer.operand(x, slot, quant, rotation)).abs().double()
+        sums[what] = Sums(a @ b.t(), a.shape[1], fast)
+    return sums
 
 
 def draw_sample(shape: tuple[int, int, int], seed: int, device: torch.device) -> Sample:

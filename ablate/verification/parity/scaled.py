@@ -32,7 +32,7 @@ from ablate.recipes.te_mapping import variants
 from ablate.verification.check_result import Check, Row
 from ablate.verification.parity import ParityRun
 from ablate.verification.parity.bench import Bench
-from ablate.verification.parity.linears import STEP, Sample, draw_sample
+from ablate.verification.parity.linears import STEP, Sample, Sums, apart, draw_sample
 
 _SMALL = {
     "shapes": ((32, 64), (96, 160)),
@@ -230,23 +230,14 @@ def _products(native: Native, bench: Bench, name: str, products: Products) -> It
     worst, crossed, differing, total, where = 0.0, "", 0, 0, ""
     for shape, layer in _ran(native, bench, products):
         for a, b, family, out, theirs, ours in layer.seen:
-            magnitudes = _padded(a, b).detach()
             length = max(a.values.shape[1], b.values.shape[1])
-            fast = bench.fast_sums and family == "fp8"
-            steps, cut = (-(-length // 32), 2.0**-13) if fast else (length, 2.0**-23)
+            sums = Sums(_padded(a, b).detach(), length, bench.fast_sums and family == "fp8")
             step = STEP if out == torch.bfloat16 else 0.0
-            one, other = ours.double(), theirs.double()
-            limit = step * torch.maximum(one.abs(), other.abs()) + 2 * steps * cut * magnitudes
-            far = (one - other).abs() / limit.clamp(min=torch.finfo(torch.float32).tiny)
-            excess = float(far.nan_to_num(torch.inf).max())
-            if excess > worst:
-                worst, where = excess, shape
-            differing, total = differing + int((one != other).sum()), total + one.numel()
-            if step:
-                usual = 2 * steps**0.5 * cut * magnitudes
-                likely = float((usual / (step / 2 * one.abs()).clamp(min=1e-300)).clamp(max=1).mean())
-                share = float((one != other).double().mean())
-                crossed = crossed or shape * (share > likely)
+            found = apart(ours, theirs, sums, step)
+            if found.excess > worst:
+                worst, where = found.excess, shape
+            differing, total = differing + found.differing, total + ours.numel()
+            crossed = crossed or shape * (bool(step) and found.share > found.likely)
     summary = f"{worst:.2g} of the tolerance, {differing:,} of {total:,} differ"
     at = crossed or where * (worst > 1)
     yield Row(
