@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.engines.products import DTYPES
+from ablate.engines.products import Call
 from ablate.numerics.product import split_product
 from ablate.numerics.quantize import Operand
 from ablate.recipes import PRESETS
-from ablate.recipes.recipe import Products, Recipe
+from ablate.recipes.recipe import Recipe
 from ablate.training.loop import PreparedRun, Record, Telemetry
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.trained import Trained
@@ -207,9 +207,13 @@ class TwinProducts:
     def __init__(self, layer: EmulatedLinear, twin: Twin) -> None:
         self.layer, self.twin = layer, twin
 
+    def __getattr__(self, name: str) -> Any:
+        """Return the layer's own: all but the product of two operands."""
+        return getattr(self.layer, name)
+
     def __call__(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         """Return y [tokens, out] of x [tokens, in], w [out, in] and bias [out], differentiable in all."""
-        y = _Products.apply(x, w, self, self.layer.products)
+        y = Call.apply(x, w, self, self.layer.products, self.layer.begin_call())
         return y if bias is None else (y + bias).to(x.dtype)
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
@@ -221,29 +225,3 @@ class TwinProducts:
     def _reordered(self, part: Operand) -> Operand:
         permutation = self.twin.order(part.values.shape[1]).to(part.values.device)
         return Operand(part.values[:, permutation], part.quant, part.amax)
-
-
-class _Products(torch.autograd.Function):
-    """Products as the emulator's, for recipes whose backward operands are quantised from the originals.
-
-    Their gradient estimators must be straight-through.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, products_of: TwinProducts, products: Products) -> Tensor:
-        layer, spec, wb = products_of.layer, products.fprop, w.to(torch.bfloat16)
-        a = layer.operand(x.to(torch.bfloat16), "fprop.x", spec.x, spec.hadamard)
-        b = layer.operand(wb, "fprop.w", spec.w, spec.hadamard)
-        ctx.save_for_backward(x, w)
-        ctx.twin_products, ctx.products = products_of, products
-        return products_of.multiply(a, b, DTYPES[spec.gemm]).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        (x, w), products, layer = ctx.saved_tensors, ctx.products, ctx.twin_products.layer
-        dy, rows, columns = dy.to(torch.bfloat16), products.dgrad, products.wgrad
-        g, gt = layer.gradients(dy, products, True, True)
-        wt = layer.operand(w.to(torch.bfloat16).t(), "dgrad.w", rows.w, rows.hadamard)
-        xt = layer.operand(x.to(torch.bfloat16).t(), "wgrad.x", columns.x, columns.hadamard)
-        dx = ctx.twin_products.multiply(g, wt, DTYPES[rows.gemm])
-        return dx.to(x.dtype), ctx.twin_products.multiply(gt, xt, DTYPES[columns.dw]).to(w.dtype), None, None
