@@ -14,7 +14,7 @@ from ablate.numerics.stored import pack
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import Products
 from ablate.verification.conformance.examination import Examination, NotApplicableError
-from ablate.verification.conformance.numbers import over_elements
+from ablate.verification.conformance.numbers import of_operand, over_elements
 from ablate.verification.conformance.reference_product import PAIRS, operands
 from ablate.verification.conformance.subject import Quantised, Subject
 
@@ -64,21 +64,17 @@ def static(quant: Quant, amax: Tensor) -> Quant:
 
 def returned(operand: Operand, x: Tensor) -> Quantised:
     """Return an operand of x in the form of the kit: with bytes, if its elements are E2M1."""
-    quant, (rows, columns) = operand.quant, x.shape
+    quant, columns = operand.quant, x.shape[1]
     assert quant is not None
-    values = operand.dequantize()[:, :columns]
-    scalar = operand.amax is not None and operand.amax.ndim == 0
-    amax = operand.amax if scalar else None
-    if operand.block_scale is None or quant.wide or quant.element != "e2m1":
-        return Quantised(values, amax=amax)
-    scales = operand.block_scale[:, 0, :, 0].repeat_interleave(quant.tile[0], 0)
-    scales = scales[:rows, : -(-columns // quant.tile[1])]
-    spread = over_elements(scales, quant.tile[1], columns)
+    numbers = of_operand(operand, *x.shape)
+    amax = None if numbers.amax is None or numbers.amax.ndim else numbers.amax
+    if numbers.scales is None or quant.wide or quant.element != "e2m1":
+        return Quantised(numbers.values, amax=amax)
+    spread = over_elements(numbers.scales, quant.tile[1], columns)
     kept = operand.values[:, :columns].float()
     codes = torch.where(spread == 0, kept, kept / spread)
-    factor = (1.0 if operand.amax is None else operand.amax) * (1.0 / torch.tensor(operand.divisor))
-    packed = pack(pad(codes, 1, 2))
-    return Quantised(values, packed, scales, torch.as_tensor(factor), amax)
+    outer = torch.ones(()) if numbers.outer is None else numbers.outer
+    return Quantised(numbers.values, pack(pad(codes, 1, 2)), numbers.scales, outer, amax)
 
 
 def multiplied(recipe: Products, x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, Tensor]:

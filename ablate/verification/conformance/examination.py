@@ -29,6 +29,7 @@ from ablate.verification.conformance.numbers import (
     Numbers,
     UnreadableError,
     differences,
+    of_operand,
     over_elements,
     read,
 )
@@ -266,17 +267,7 @@ def explains(computation: Computation, pairs: Sequence[Pair]) -> bool:
 
 def reference(x: Tensor, quant: Quant) -> Numbers:
     """Return the numbers of the recipe's cast: those of the reference path, which keeps every step."""
-    operand = quantize(x, quant, keep=True)
-    rows, columns = x.shape
-    assert operand.codes is not None
-    scales = None
-    if operand.block_scale is not None:
-        scales = operand.block_scale[:, 0, :, 0].repeat_interleave(quant.tile[0], 0)
-        scales = scales[:rows, : -(-columns // quant.tile[1])]
-    outer = None
-    if operand.amax is not None or operand.divisor != 1:
-        outer = (1.0 if operand.amax is None else operand.amax) * (1.0 / torch.tensor(operand.divisor))
-    return Numbers(operand.dequantize()[:, :columns], operand.codes[:, :columns], scales, outer, operand.amax)
+    return of_operand(quantize(x, quant, keep=True), *x.shape)
 
 
 # --- the first block that differs -----------------------------------------------------------------

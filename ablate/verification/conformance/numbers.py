@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.numerics.quantize import Operand
 from ablate.numerics.spec import Quant
 from ablate.numerics.stored import unpack, unswizzle
 from ablate.verification.conformance.subject import Quantised
@@ -56,6 +57,19 @@ class Numbers:
         scales = over_elements(self.scales, length, self.codes.shape[1])
         decoded = self.codes * scales
         return decoded if self.outer is None else decoded * self.outer
+
+
+def of_operand(operand: Operand, rows: int, columns: int) -> Numbers:
+    """Return the numbers of an operand of the reference path; codes, if it keeps them."""
+    assert operand.quant is not None
+    high, wide = operand.quant.tile
+    scales = outer = None
+    if operand.block_scale is not None:
+        scales = operand.block_scale[:, 0, :, 0].repeat_interleave(high, 0)[:rows, : -(-columns // wide)]
+    if operand.amax is not None or operand.divisor != 1:
+        outer = (1.0 if operand.amax is None else operand.amax) * (1.0 / torch.tensor(operand.divisor))
+    codes = None if operand.codes is None else operand.codes[:, :columns]
+    return Numbers(operand.dequantize()[:, :columns], codes, scales, outer, operand.amax)
 
 
 def over_elements(scales: Tensor, length: int, columns: int) -> Tensor:

@@ -15,6 +15,7 @@ from ablate.numerics.quantize import quantize
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Select
 from ablate.recipes.te_mapping import CopyFormat, Family
 from ablate.verification.check_result import Check, Row, present
+from ablate.verification.conformance.numbers import of_operand
 from ablate.verification.parity.bench import Bench, data
 
 
@@ -127,14 +128,14 @@ def _compared(case: Case, bench: Bench) -> Iterator[Row]:
 def _reference(case: Case, x: Tensor, way: str) -> Cast:
     """Return the emulator's copy of a CPU tensor, computed by its reference quantiser."""
     rotation = case.rotation if way == "columnwise" else None
-    made = quantize(x if way == "rowwise" else x.t(), case.quant, rotation=rotation, keep=True)
+    x = x if way == "rowwise" else x.t()
+    made = of_operand(quantize(x, case.quant, rotation=rotation, keep=True), *x.shape)
     codes = present(made.codes)
     if case.quant.scale is None:
         amax = present(made.amax)
         largest = ELEMENTS[case.quant.element].max
         return Cast(codes, torch.where(amax == 0, 1.0, amax / largest).view(1, 1), amax)
-    scales = present(made.block_scale).expand(-1, case.quant.tile[0], -1, 1).flatten(0, 1).squeeze(-1)
-    return Cast(codes, scales[: codes.shape[0]], made.amax)
+    return Cast(codes, present(made.scales), made.amax)
 
 
 @cache
