@@ -271,7 +271,7 @@ def load(code: Code) -> Callable[..., object]:
 
 def _imported(code: Code) -> Callable[..., object]:
     importlib.invalidate_caches()
-    module = importlib.import_module(code.module) if code.module else _module(code.path)
+    module = importlib.import_module(code.module) if code.module else import_file(code.path)
     return getattr(module, code.function)
 
 
@@ -412,7 +412,8 @@ _NOT_OWN = (OURS, "torch", "numpy", "triton")
 _LIBRARIES = tuple({form(sysconfig.get_path("stdlib")) + os.sep for form in (str, os.path.realpath)})
 
 
-def _module(path: Path) -> ModuleType:
+def import_file(path: Path) -> ModuleType:
+    """Import a file as a module of its name, anew."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is no Python file")

@@ -306,39 +306,30 @@ def first_block(pair: Pair) -> Block | None:
     def part(values: Tensor | None) -> tuple[float, ...]:
         return () if values is None else tuple(values[row, columns].tolist())
 
-    got = pair.got.dequantised(length)
+    got, expected, x = pair.got, pair.expected, pair.x[row, columns].float()
+    values = got.dequantised(length)
+    amaxes = [f"block amax {float(x.abs().max()):.6g}"]
+    if expected.amax is not None and pair.quant.outer is not None:
+        amax = float(expected.amax.reshape(-1)[row if expected.amax.numel() > 1 else 0])
+        amaxes.append(f"tensor amax {amax:.6g}")
     text = f"row {row}, columns {columns.start} to {columns.stop - 1}"
     return Block(
         f"{pair.where}: {text}" if pair.where else text,
-        part(pair.x.float()),
-        part(pair.expected.values),
-        part(got if got is not None else pair.got.codes),
-        _computed(pair, row, block, columns),
-        _computed_by_subject(pair, row, block, columns),
+        tuple(x.tolist()),
+        part(expected.values),
+        part(values if values is not None else got.codes),
+        _computed(expected, pair.quant, row, columns, amaxes),
+        "" if got.scales is None else _computed(got, pair.quant, row, columns),
     )
 
 
-def _computed(pair: Pair, row: int, block: int, columns: slice) -> str:
-    expected, parts = pair.expected, [f"block amax {float(pair.x[row, columns].abs().max()):.6g}"]
-    if expected.amax is not None and pair.quant.outer is not None:
-        amax = float(expected.amax.reshape(-1)[row if expected.amax.numel() > 1 else 0])
-        parts.append(f"tensor amax {amax:.6g}")
-    if expected.scales is not None:
-        parts.append(f"scale {_scale_text(expected.scales[row, block], pair.quant)}")
-    return ", ".join(parts) + _codes_text(expected, row, columns)
-
-
-def _computed_by_subject(pair: Pair, row: int, block: int, columns: slice) -> str:
-    got = pair.got
-    if got.scales is not None:
-        return f"scale {_scale_text(got.scales[row, block], pair.quant)}" + _codes_text(got, row, columns)
-    return ""
-
-
-def _codes_text(numbers: Numbers, row: int, columns: slice) -> str:
-    if numbers.codes is None:
-        return ""
-    return "; codes " + " ".join(f"{code:g}" for code in numbers.codes[row, columns].tolist())
+def _computed(numbers: Numbers, quant: Quant, row: int, columns: slice, parts: Sequence[str] = ()) -> str:
+    """Return the scale and the codes of a block in words, behind other parts."""
+    if numbers.scales is not None:
+        scale = _scale_text(numbers.scales[row, columns.start // quant.tile[1]], quant)
+        parts = [*parts, f"scale {scale}"]
+    codes = "" if numbers.codes is None else " ".join(f"{z:g}" for z in numbers.codes[row, columns].tolist())
+    return ", ".join(parts) + f"; codes {codes}" * bool(codes)
 
 
 def _scale_text(scale: Tensor, quant: Quant) -> str:

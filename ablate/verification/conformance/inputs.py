@@ -147,15 +147,10 @@ def _blocks_of(
 ) -> Tensor:
     blocks = torch.zeros(rows * columns // length, length)
     blocks[0, 0] = amax
-    place = 1
-    for number in range(len(a)):
-        wanted = x[hits[number]]
-        for start in range(0, len(wanted), length - 1):
-            if place == len(blocks):
-                return blocks.view(rows, columns)
-            part = wanted[start : start + length - 1]
-            blocks[place, 0], blocks[place, 1 : 1 + len(part)] = a[number], part
-            place += 1
+    parts = [(one, part) for one, hit in zip(a, hits, strict=True) for part in x[hit].split(length - 1)]
+    wanted = [(one, part) for one, part in parts if len(part)]
+    for block, (one, part) in zip(blocks[1:], wanted, strict=False):
+        block[0], block[1 : 1 + len(part)] = one, part
     return blocks.view(rows, columns)
 
 
@@ -170,23 +165,24 @@ def from_amaxes(amaxes: Tensor, amax: float, quant: Quant, rows: int, columns: i
     return (chosen[:, None] * ramp).bfloat16().float().view(rows, columns)
 
 
+def _from_scales(scales: Tensor, bound: float, quant: Quant, rows: int, columns: int) -> Tensor:
+    """Return a tensor whose blocks have these scales in turn, but for the first, whose scale is the bound."""
+    top = quant.range.map_to or ELEMENTS[quant.element].max
+    return from_amaxes(scales * top, bound * top, quant, rows, columns)
+
+
 def scale_midpoints(quant: Quant, rows: int, columns: int) -> Tensor:
     """Return a tensor with block scales exactly halfway between two scales, and next to it; exact in bf16.
 
     The tensor's amax is a power of two times 6 x bound, so that S is a power of two and nothing else rounds.
     """
     assert quant.scale is not None
-    top = quant.range.map_to or ELEMENTS[quant.element].max
-    kind = SCALES[quant.scale.format]
+    kind, bound = SCALES[quant.scale.format], quant.outer.bound if quant.outer else 2.0**8
     steps = 2.0**kind.mantissa
     middles = 1 + (torch.arange(steps) + 0.5) / steps
     near = torch.cat((middles, middles * (1 + 2.0**-7), middles * (1 - 2.0**-7)))
-    bound = quant.outer.bound if quant.outer else 2.0**8
-    low = max(kind.emin, -6)
-    binades = 2.0 ** torch.arange(low, 8)
-    wanted = (near[:, None] * binades).flatten() * top
-    limit = bound * top
-    return from_amaxes(wanted[wanted < limit], limit, quant, rows, columns)
+    scales = (near[:, None] * 2.0 ** torch.arange(max(kind.emin, -6), 8)).flatten()
+    return _from_scales(scales[scales < bound], bound, quant, rows, columns)
 
 
 def every_scale(quant: Quant, rows: int, columns: int) -> Tensor:
@@ -195,25 +191,20 @@ def every_scale(quant: Quant, rows: int, columns: int) -> Tensor:
     S is a power of two, so a block's amax is exactly 6 s / S. Rounded to bf16, it is s itself.
     """
     assert quant.scale is not None
-    top = quant.range.map_to or ELEMENTS[quant.element].max
-    bound = quant.outer.bound if quant.outer else 2.0**8
-    kind = SCALES[quant.scale.format]
-    lowest = kind.emin - kind.mantissa if kind.zero else max(kind.emin, -20)
+    kind, bound = SCALES[quant.scale.format], quant.outer.bound if quant.outer else 2.0**8
     steps = torch.arange(2**kind.mantissa) / 2.0**kind.mantissa
-    normals = ((1 + steps) * 2.0 ** torch.arange(max(kind.emin, -20), 9)[:, None]).flatten()
-    small = torch.arange(1, 2**kind.mantissa) * 2.0**lowest if kind.zero else torch.zeros(0)
-    every = torch.cat((small, normals))
-    return from_amaxes(every[every <= bound] * top, bound * top, quant, rows, columns)
+    every = ((1 + steps) * 2.0 ** torch.arange(max(kind.emin, -20), 9)[:, None]).flatten()
+    if kind.zero:
+        every = torch.cat((steps[1:] * 2.0**kind.emin, every))
+    return _from_scales(every[every <= bound], bound, quant, rows, columns)
 
 
 def subnormal_scales(quant: Quant, rows: int, columns: int) -> Tensor:
     """Return a tensor whose blocks have subnormal scales or none, but for the first; exact in bf16."""
     assert quant.scale is not None
     kind = SCALES[quant.scale.format]
-    top = quant.range.map_to or ELEMENTS[quant.element].max
-    bound = quant.outer.bound if quant.outer else kind.max
-    steps = torch.arange(1, 4 * 2**kind.mantissa) / 4 * 2.0 ** (kind.emin - kind.mantissa)
-    return from_amaxes(steps * top, bound * top, quant, rows, columns)
+    scales = torch.arange(1, 4 * 2**kind.mantissa) / 4 * 2.0 ** (kind.emin - kind.mantissa)
+    return _from_scales(scales, quant.outer.bound if quant.outer else kind.max, quant, rows, columns)
 
 
 def near_ties(rows: int, columns: int, quant: Quant, seed: int) -> dict[str, Tensor]:
@@ -300,9 +291,13 @@ def exact_amax(quants: Sequence[tuple[Quant, Hadamard | None]]) -> float | None:
     return None
 
 
+def to_nearest(quant: Quant) -> Quant:
+    """Return a quantiser with its random rounding of elements replaced by rounding to nearest."""
+    return quant.model_copy(update={"rounding": "nearest", "bits": 8})
+
+
 def keeps(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
     """Return True if the scaled elements of a tensor are grid values, so that no rounding changes them."""
-    certain = quant.model_copy(update={"rounding": "nearest", "bits": 8})
-    operand = quantize(x.bfloat16(), certain, rotation=rotation, keep=True)
+    operand = quantize(x.bfloat16(), to_nearest(quant), rotation=rotation, keep=True)
     assert operand.scaled is not None
     return operand.codes is not None and bool((operand.scaled == operand.codes).all())

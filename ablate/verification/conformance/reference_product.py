@@ -5,6 +5,7 @@ applied outside the sum. What a right implementation may differ by is the order 
 rounding of the tensor scales, and one rounding of the result to its dtype.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,15 @@ def quantisers(products: Products) -> dict[str, tuple[Quant, Hadamard | None]]:
         slot: (quant, getattr(products, slot.partition(".")[0]).hadamard)
         for slot, quant in products.quantised()
     }
+
+
+def with_quantisers(products: Products, quants: Mapping[str, Quant]) -> Products:
+    """Return the products with other quantisers of some operands, by slot."""
+    for slot, quant in quants.items():
+        name, _, operand = slot.partition(".")
+        changed = getattr(products, name).model_copy(update={operand: quant})
+        products = products.model_copy(update={name: changed})
+    return products
 
 
 def _cast(z: Tensor, how: tuple[Quant, Hadamard | None] | None, seed: int, slot: str) -> Operand:

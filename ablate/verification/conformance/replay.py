@@ -42,6 +42,7 @@ from ablate.numerics.quantize import Operand
 from ablate.recipes import Recipe
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Products
 from ablate.verification.conformance.dumps import DumpedLayer, read
+from ablate.verification.conformance.reference_product import with_quantisers
 from ablate.verification.conformance.result import Outcome, Row
 
 DRAWS, MORE_DRAWS = 4, 16
@@ -253,14 +254,15 @@ class _Product:
 
     def unrandom(self, measured: Tensor, draws: Sequence[Tensor]) -> bool:
         """Return True if a product whose recipe draws is the one that rounds to nearest."""
-        spec, changed = getattr(self.products, self.product), {}
-        for operand in spec.operands:
-            quant = getattr(spec, operand)
-            if quant is not None and quant.draws:
-                changed[operand] = quant.model_copy(update={"rounding": "nearest"})
+        drawn = {slot: quant for slot, quant in self.products.quantised() if quant.draws}
+        changed = {
+            slot: quant.model_copy(update={"rounding": "nearest"})
+            for slot, quant in drawn.items()
+            if slot.startswith(self.product)
+        }
         if not changed:
             return False
-        certain = self.products.model_copy(update={self.product: spec.model_copy(update=changed)})
+        certain = with_quantisers(self.products, changed)
         nearest = self.result(self.emulated(0, certain)).double()
         far, usual = ((y.double() - nearest).norm().item() for y in (measured, draws[0]))
         return far <= self.slack * nearest.norm().item() < usual / 4

@@ -1,7 +1,6 @@
 """From what a user names to a subject: a function, a Subject, our emulator, an entry point."""
 
 import importlib
-import importlib.util
 import inspect
 import os
 import sys
@@ -15,6 +14,7 @@ from typing import Any
 
 from ablate.errors import InputError, nearest
 from ablate.experiment.recipe_source import load
+from ablate.own_source import import_file
 from ablate.verification.conformance.emulator import emulator
 from ablate.verification.conformance.subject import Subject
 
@@ -144,25 +144,21 @@ def _opened(place: str, text: str) -> ModuleType:
 
 
 def _module(name: str) -> ModuleType:
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
+    _beside(os.getcwd())
     return importlib.import_module(name)
 
 
 def _file(path: Path) -> ModuleType:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
-    folder = str(path.resolve().parent)
+    _beside(str(path.resolve().parent))
+    return import_file(path)
+
+
+def _beside(folder: str) -> None:
+    """Let modules of a folder be imported."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise InputError(f"{path}: this is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 def _first_line(error: BaseException) -> str:

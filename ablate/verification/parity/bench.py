@@ -13,6 +13,7 @@ from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Fprop, Products
 from ablate.recipes.te_mapping import Family, recipe_refusals, variants
 from ablate.recipes.te_mapping import families as families_of
+from ablate.verification.conformance.reference_product import with_quantisers
 
 NAMES: dict[Family, str] = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "fp8": "FP8"}
 """The families of formats that are compared, in this order."""
@@ -106,7 +107,7 @@ def _parts() -> Iterator[tuple[str, Products]]:
     )
     weights = {slot: nvfp4.slot(slot) for slot in ("fprop.w", "dgrad.w")}
     rows = {slot: quant.model_copy(update={"block": "1x16"}) for slot, quant in weights.items() if quant}
-    yield "nvfp4 with 1x16 weights", _with(nvfp4, rows)
+    yield "nvfp4 with 1x16 weights", with_quantisers(nvfp4, rows)
     for name, products in (("nvfp4", nvfp4), ("mxfp8", mxfp8), ("fp8_current", fp8)):
         yield f"{name} forward alone", products.high_precision("backward")
         yield f"{name} backward alone", products.high_precision("forward")
@@ -123,15 +124,6 @@ def _parts() -> Iterator[tuple[str, Products]]:
 def to_nearest(products: Products) -> Products:
     """Return the products with stochastic rounding replaced by rounding to nearest, for exact comparison."""
     drawn = {slot: quant for slot, quant in products.quantised() if quant.rounding == "stochastic"}
-    return _with(
+    return with_quantisers(
         products, {slot: quant.model_copy(update={"rounding": "nearest"}) for slot, quant in drawn.items()}
     )
-
-
-def _with(products: Products, slots: dict[str, Quant]) -> Products:
-    for slot, quant in slots.items():
-        name, _, operand = slot.partition(".")
-        products = products.model_copy(
-            update={name: getattr(products, name).model_copy(update={operand: quant})}
-        )
-    return products

@@ -8,6 +8,7 @@ and for random gradients the interval that the reference's own draws give.
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from ablate.verification.conformance.reference_product import (
     gain_and_error,
     plain_products,
     quantisers,
+    with_quantisers,
 )
 from ablate.verification.conformance.result import Outcome, Row, decided
 from ablate.verification.conformance.stages.places import wrong_numbers
@@ -85,7 +87,7 @@ def products_of(bench: Examination) -> Products:
         raise NotApplicableError("the backward pass reads copies of the forward pass, which are rotated")
     if recipe.plain:
         raise NotApplicableError("the recipe quantises nothing")
-    return Products(fprop=recipe.fprop, dgrad=recipe.dgrad, wgrad=recipe.wgrad)
+    return recipe.products
 
 
 def certain_gradient(bench: Examination, products: Products, tokens: int, out: int) -> Tensor:
@@ -118,12 +120,19 @@ def side(bench: Examination, wanted: int) -> int:
 
 
 def layer(
-    bench: Examination, size: float = 1.0, seed: int = 0, sizes: tuple[int, int, int] = (TOKENS, IN, OUT)
+    bench: Examination,
+    size: float = 1.0,
+    seed: int = 0,
+    sizes: tuple[int, int, int] = (TOKENS, IN, OUT),
+    *,
+    certain: bool = True,
 ) -> Layer:
-    """Return a layer with random x and w, and a gradient whose rounding draws nothing."""
+    """Return a layer with random x and w, and a gradient that is random, or whose rounding draws nothing."""
     bench.function("product")
     tokens, inner, out = (side(bench, wanted) for wanted in sizes)
-    dy = certain_gradient(bench, products_of(bench), tokens, out)
+    dy = inputs.normal(tokens, out, bench.seed + 9)
+    if certain:
+        dy = certain_gradient(bench, products_of(bench), tokens, out)
     return Layer(
         bench.typed(size * inputs.normal(tokens, inner, bench.seed + seed)),
         bench.typed(0.02 * inputs.normal(out, inner, bench.seed + seed + 1)),
@@ -233,17 +242,6 @@ def _of_operand(bench: Examination, key: str) -> str:
 # --- random gradients -----
 
 
-def random_layer(bench: Examination) -> Layer:
-    """Return random x, w and dy."""
-    bench.function("product")
-    tokens, inner, out = (side(bench, wanted) for wanted in (TOKENS, IN, OUT))
-    return Layer(
-        bench.typed(inputs.normal(tokens, inner, bench.seed)),
-        bench.typed(0.02 * inputs.normal(out, inner, bench.seed + 1)),
-        bench.typed(inputs.normal(tokens, out, bench.seed + 9)),
-    )
-
-
 def random(bench: Examination, one: Property) -> Row:
     """Compare gain and relative L2 distance of dx and dw, for random dy, with the reference's draws."""
     products = products_of(bench)
@@ -260,11 +258,9 @@ def random(bench: Examination, one: Property) -> Row:
 
 def rounded_to_nearest(products: Products) -> Products:
     """Return the products with dy rounded to nearest, where the recipe rounds it stochastically."""
-    for name, quant in (("dgrad", products.dgrad), ("wgrad", products.wgrad)):
-        if quant.g is not None and quant.g.rounding == "stochastic":
-            certain = quant.g.model_copy(update={"rounding": "nearest", "bits": 8})
-            products = products.model_copy(update={name: quant.model_copy(update={"g": certain})})
-    return products
+    gradients = {slot: quant for slot, quant in products.quantised() if slot.endswith(".g")}
+    drawn = {slot: quant for slot, quant in gradients.items() if quant.rounding == "stochastic"}
+    return with_quantisers(products, {slot: inputs.to_nearest(quant) for slot, quant in drawn.items()})
 
 
 def interval_row(
@@ -374,7 +370,7 @@ PROPERTIES = (
     Property("forward_product", _one, "product", _only("y")),
     Property("input_gradient", _one, "product", _only("dx")),
     Property("weight_gradient", _one, "product", _only("dw")),
-    Property("random_gradients", random_layer, "product", random),
+    Property("random_gradients", partial(layer, certain=False), "product", random),
     Property("same_weight_codes", _weights, "product", _same_codes),
     Property("product_strides", _views, "product", compared(*NAMES)),
     Property("small_products", _magnitudes, "product", compared(*NAMES)),

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ablate.numerics.formats import ELEMENTS
-from ablate.numerics.spec import Quant
 from ablate.verification.conformance import inputs
 from ablate.verification.conformance.examination import Examination, NotApplicableError, reference
 from ablate.verification.conformance.numbers import Numbers, far, over_elements
@@ -38,10 +37,6 @@ class Draws:
     """For each call, (value - lower neighbour) / step; 0 or 1 if the draw is adjacent."""
 
 
-def _nearest_of(quant: Quant) -> Quant:
-    return quant.model_copy(update={"rounding": "nearest", "bits": 8})
-
-
 def _drawn(bench: Examination, x: Tensor, seed: int) -> tuple[Tensor, Numbers]:
     """Return the values of one draw, and all of its numbers."""
     return bench.values(x, bench.stochastic, "cast_stochastic", seed=seed)
@@ -56,7 +51,7 @@ def grid(bench: Examination, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     quant = bench.stochastic
     if quant.outer is not None and quant.outer.granularity == "block:128":
         raise NotApplicableError("the recipe has a second level for every 128 elements")
-    exact = reference(x, _nearest_of(quant))
+    exact = reference(x, inputs.to_nearest(quant))
     if exact.scales is None:
         raise NotApplicableError("the recipe has no block scales")
     factor = over_elements(exact.scales, quant.tile[1], x.shape[1]).double()
