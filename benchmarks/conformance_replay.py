@@ -9,6 +9,7 @@ Rows are appended to benchmarks/conformance_replay.json.
 
 import json
 import random
+import sys
 import tempfile
 from collections import Counter
 from dataclasses import replace
@@ -16,6 +17,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+from support.dumped import write as write_dumps
 
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.files import write
@@ -25,7 +29,6 @@ from ablate.numerics.quantize import Operand
 from ablate.numerics.stored import swizzle, unswizzle
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Products
-from ablate.verification.conformance import dumps
 from ablate.verification.conformance.dumps import DumpedLayer
 from ablate.verification.conformance.replay import RESULTS, replay
 
@@ -285,7 +288,7 @@ def drawn(number: int, kind: str, rng: random.Random, folder: Path) -> tuple[str
         getattr(products, product).hadamard and getattr(products, product).hadamard.signs.startswith("per")
         for product in RESULTS
     )
-    dumps.write(folder, layers, te)
+    write_dumps(folder, layers, te)
     return preset, planted
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import here
+from support.dumped import write
 from support.published_faults import MUTANTS, PUBLISHED, e2m1, mxfp4, nvfp4
 
 from ablate.errors import InputError
@@ -17,7 +18,7 @@ from ablate.recipes.presets import PRESETS
 from ablate.verification import peers
 from ablate.verification.conformance import inputs
 from ablate.verification.conformance.computation import RECIPE, NoComputationError
-from ablate.verification.conformance.dumps import DumpedLayer, write
+from ablate.verification.conformance.dumps import DumpedLayer
 from ablate.verification.conformance.emulator import emulator
 from ablate.verification.conformance.examination import Examination, NotApplicableError, reference
 from ablate.verification.conformance.numbers import differences

@@ -13,10 +13,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import conformance_replay as bench
 import product_gains
 from support.cases import every
+from support.dumped import write
 
 from ablate.errors import InputError
 from ablate.recipes import PRESETS
-from ablate.verification.conformance.dumps import DumpedLayer, read, write
+from ablate.verification.conformance.dumps import DumpedLayer, read
 from ablate.verification.conformance.replay import findings
 from ablate.verification.conformance.result import Outcome
 

@@ -17,7 +17,7 @@ of Transformer Engine (set quantized_tensor: False), shapes that do not fit toge
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from pickle import UnpicklingError
@@ -81,30 +81,6 @@ def _order(rank: int, step: int, name: str) -> tuple[int, int, list[tuple[str, i
         step,
         [(text, int(number or 0)) for text, number in zip(parts[::2], [*parts[1::2], ""], strict=True)],
     )
-
-
-def write(folder: Path, layers: Iterable[DumpedLayer], te: bool = False) -> None:
-    """Write layers as `read` reads them: a safetensors file each, or the files of DumpTensors.
-
-    Args:
-        folder: folder, which is made.
-        layers: the layers.
-        te: True for the layout of Transformer Engine.
-    """
-    from safetensors.torch import save_file
-
-    names = {own: theirs for theirs, own in TE_TENSORS.items()}
-    for layer in layers:
-        target = folder / "tensor_dumps" / f"rank_{layer.rank}" if te else folder
-        target.mkdir(parents=True, exist_ok=True)
-        if te:
-            for key, tensor in layer.tensors.items():
-                path = target / f"{layer.name.replace('.', '_')}_{names[key]}_iter_{layer.step:06d}.pt"
-                torch.save({"high_precision": tensor}, path)
-            continue
-        tensors = {key: tensor.contiguous() for key, tensor in layer.tensors.items()}
-        about = {"layer": layer.name, "step": str(layer.step), "rank": str(layer.rank)}
-        save_file(tensors, target / f"{layer.name}.{layer.step}.{layer.rank}.safetensors", metadata=about)
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, int, int, dict[str, Tensor]]]:
