@@ -25,7 +25,7 @@ from ablate.verification.conformance.subject import Quantised, Subject
 
 THOROUGH = ("nvfp4", "four_over_six", "mxfp4")
 """Recipes of which every property is examined."""
-QUICK = ("zero_block", "adjacent_draws", "weight_gradient")
+QUICK = ("zero_block", "nan_visible", "infinity_visible", "adjacent_draws", "weight_gradient")
 
 
 def failures(recipe: str, names: tuple[str, ...] = tuple(PROPERTIES)) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Calls of a cast: what it returns besides codes and scales, twice, for zeros, NaN and infinities."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -24,7 +25,6 @@ from ablate.verification.conformance.numbers import (
     Numbers,
     differences,
     far,
-    over_elements,
     unequal,
 )
 from ablate.verification.conformance.properties.casts import byte_scales, equal_casts, poison
@@ -249,13 +249,18 @@ def _zero_tensor(bench: Examination, one: Property) -> Row:
     return decided(one.name, cases, differ, block, detail)
 
 
+def _second_block(bench: Examination) -> tuple[slice, int]:
+    """Return the columns of the second block, and one of them: a recipe without blocks has one each."""
+    length = bench.nearest.tile[1]
+    return slice(length, 2 * length), length + min(5, length - 1)
+
+
 def _with(number: float) -> Callable[[Examination], Tensor]:
-    """Return inputs of normal numbers, of which (3, block + 5) is another one."""
+    """Return inputs of normal numbers, of which one of the second block of row 3 is another one."""
 
     def made(bench: Examination) -> Tensor:
-        length = bench.nearest.tile[1]
-        x = bench.normal(16, 4 * length, bench.nearest)
-        x[3, length + 5] = number
+        x = bench.normal(16, 4 * bench.nearest.tile[1], bench.nearest)
+        x[3, _second_block(bench)[1]] = number
         return x
 
     return made
@@ -273,30 +278,28 @@ def _declarable(
 
 def _nan_visible(bench: Examination, one: Property) -> Row:
     """Look at the NaN's whole block, and at the tensor: neither may look like finite numbers."""
-    (values, _), length = bench.values(one.inputs(bench), bench.nearest), bench.nearest.tile[1]
-    block, rest = values[3, length : 2 * length], values.clone()
-    rest[3, length : 2 * length] = 0
+    (values, _), (columns, column) = bench.values(one.inputs(bench), bench.nearest), _second_block(bench)
+    block, value, rest = values[3, columns], float(values[3, column]), values.clone()
+    rest[3, columns] = 0
     if bool(rest.isnan().any()) or not bool(block.isfinite().any()):
         form = "tensor" if bool(rest.isnan().any()) else "block"
         outcome = Outcome.VARIANT if bench.subject.variants.get(one.name) == form else Outcome.PASS
         return Row(one.name, outcome, 1, 0, detail=f"the NaN makes its {form} NaN")
-    if not bool(block[5].isfinite()):
+    if not math.isfinite(value):
         return _declarable(bench, one, "element", "the block of the NaN is finite but for it")
-    form = "zero" if float(block[5]) == 0 else "saturated"
-    return _declarable(bench, one, form, f"the NaN became {float(block[5]):.4g}")
+    return _declarable(bench, one, "saturated" if value else "zero", f"the NaN became {value:.4g}")
 
 
 def _infinity_visible(bench: Examination, one: Property) -> Row:
     """Look at the infinity's block: not all of it may be finite, unless the recipe has no second level."""
-    (values, got), length = bench.values(one.inputs(bench), bench.nearest), bench.nearest.tile[1]
-    value = float(values[3, length + 5])
+    (values, got), (columns, column) = bench.values(one.inputs(bench), bench.nearest), _second_block(bench)
+    value = float(values[3, column])
     if bench.nearest.outer is None:  # the largest scale of the format is finite, and so is the largest value
-        scales = None if got.scales is None else over_elements(got.scales, length, values.shape[1])
-        detail = f"inf becomes {value:.4g}" + (
-            "" if scales is None else f", scale {scales[3, length + 5]:.4g}"
-        )
+        detail = f"inf becomes {value:.4g}"
+        if got.scales is not None:  # that of the second block
+            detail += f", scale {got.scales[3, 1]:.4g}"
         return Row(one.name, Outcome.REPORT, 1, 0, detail=detail)
-    if not bool(torch.isfinite(values[3, length : 2 * length]).all()):
+    if not bool(values[3, columns].isfinite().all()):
         return Row(one.name, Outcome.PASS, 1, 0)
     return _declarable(bench, one, "saturated", f"inf became {value:.4g}")
 
