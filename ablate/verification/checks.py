@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines import emulated
+from ablate.engines.hardware import installed
 from ablate.numerics.formats import ELEMENTS
 from ablate.numerics.hadamard import rotate
 from ablate.numerics.kernels import builds
@@ -424,7 +425,7 @@ MOVED = (ImportError, AttributeError, KeyError, TypeError)
 
 def against(peer: str) -> Iterator[Row]:
     """Compare with a public implementation, in what it computes alike, if it is installed."""
-    if peers.version(peer) is None:
+    if installed(peer) is None:
         exact = f"=={ORACLE[peer]}" if peer in ORACLE else ""
         yield Row(peer, "not installed", f"pip install {peer}{exact}")
         return
@@ -436,14 +437,14 @@ def against(peer: str) -> Iterator[Row]:
 
 def against_oracle(peer: str) -> Iterator[Row]:
     """Compare as `against` does, if the installed version is the one that the numerics follow."""
-    if peers.version(peer) == ORACLE[peer]:
+    if installed(peer) == ORACLE[peer]:
         yield from against(peer)
 
 
 def heading(peer: str) -> str:
     """Return the heading of a comparison: the name of the package and its version."""
-    installed = peers.version(peer)
-    return f"Against {peer} {installed}" if installed else "Public implementations that are not installed"
+    version = installed(peer)
+    return f"Against {peer} {version}" if version else "Public implementations that are not installed"
 
 
 MACHINE, ROUNDING, SCALING = "This machine", "Formats and rounding", "Two-level scaling"

@@ -28,14 +28,6 @@ from ablate.verification.error_checks import mx
 Arrays = tuple[Tensor, ...]
 
 
-def version(package: str) -> str | None:
-    """Return the installed version of a package, or None; imports nothing."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 @contextmanager
 def shells(package: str, *subpackages: str) -> Iterator[None]:
     """Replace a package and some of its subpackages by empty modules within the block.

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ablate.engines.hardware import installed
 from ablate.recipes.targets.experts import FUSED
-from ablate.verification import peers
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ STEP = 2**-7
 @pytest.fixture(scope="module")
 def found():
     """Return the results of the contract's program, which runs for about a quarter of a minute."""
-    if peers.version("transformer_engine") != "2.20.2":
+    if installed("transformer_engine") != "2.20.2":
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, (HERE.parent.parent, HERE.parent, HERE))),

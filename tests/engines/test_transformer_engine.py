@@ -14,11 +14,10 @@ import torch
 from torch import nn
 
 from ablate.engines import transformer_engine as native
-from ablate.engines.hardware import Machine
+from ablate.engines.hardware import Machine, installed
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import SLOTS, Run
-from ablate.verification import peers
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +29,7 @@ BUILTIN = "recipe_type=NVFP4BlockScaling"
 @pytest.fixture(scope="module")
 def found():
     """Return the results of the contract's program, which runs for about half a minute."""
-    if peers.version("transformer_engine") != "2.20.2":
+    if installed("transformer_engine") != "2.20.2":
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join((str(HERE.parent.parent), str(HERE))),

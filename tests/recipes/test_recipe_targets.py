@@ -25,6 +25,7 @@ from torch import nn
 from ablate.cli import recipe_targets
 from ablate.cli.recipe import resolve
 from ablate.engines import transformer_engine as engine
+from ablate.engines.hardware import installed
 from ablate.numerics.hadamard import TE_SIGNS
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
@@ -37,7 +38,6 @@ from ablate.recipes.targets.megatron import VARIABLES, from_environment, read, s
 from ablate.recipes.targets.torchao import SIGNS
 from ablate.recipes.te_import import recipe_of
 from ablate.recipes.te_mapping import TENSORS, Custom, te_recipe
-from ablate.verification import peers
 from ablate.verification.peers import shells
 
 BLOCKS = 8
@@ -342,7 +342,7 @@ def without_rotation(made: tuple) -> tuple:
 @pytest.mark.slow
 def test_what_is_written_computes_in_tes_own_layer_what_the_emulator_computes():
     """Over TE's reference quantizers, which the double of its native part calls: sums may run in another order."""
-    if peers.version("transformer_engine") != "2.20.2":
+    if installed("transformer_engine") != "2.20.2":
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
     program = Path(__file__).parents[1] / "engines" / "te_exported.py"
     paths = os.pathsep.join((str(program.parents[2]), str(program.parent)))

@@ -13,9 +13,9 @@ from support.cases import every
 from support.commands import here
 from support.experiments import ablate
 
-from ablate.engines.hardware import Machine
+from ablate.engines.hardware import Machine, installed
 from ablate.recipes import PRESETS
-from ablate.verification import linear_layers, peers
+from ablate.verification import linear_layers
 from ablate.verification.gpu_peaks import GPUS, known, share
 from ablate.verification.linear_layers import NATIVE, Shape, multiplied, refused, shapes_of
 from ablate.verification.timing import GROUPS, interleaved, profile
@@ -207,7 +207,7 @@ def test_a_models_layers_are_those_of_its_block():
 @pytest.mark.slow
 def test_transformer_engine_is_timed_by_the_same_code_over_the_double_of_its_native_part():
     """Check that the engine computes, forward and backward, and that a line comes of it; the times themselves are not checked."""
-    if peers.version("transformer_engine") != "2.20.2":
+    if installed("transformer_engine") != "2.20.2":
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join((str(ENGINES.parent.parent), str(ENGINES))),

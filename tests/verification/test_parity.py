@@ -15,11 +15,11 @@ from support.commands import here
 
 from ablate import provenance
 from ablate.engines import hardware
-from ablate.engines.hardware import Machine
+from ablate.engines.hardware import Machine, installed
 from ablate.recipes import PRESETS
 from ablate.recipes.te_mapping import recipe_refusals
 from ablate.reports.figures.parity import overlay
-from ablate.verification import parity, peers
+from ablate.verification import parity
 from ablate.verification.parity.bench import Bench, recipes, to_nearest
 from ablate.verification.parity.training import ENDS, TWINS, Curves, TwinProducts, twins
 
@@ -34,7 +34,7 @@ RTX = Machine("2.20.2", native=True, capability=(12, 0))
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Return the results of the program, half a minute later."""
-    if peers.version("transformer_engine") != "2.20.2":
+    if installed("transformer_engine") != "2.20.2":
         pytest.skip("the double stands in for the native part of Transformer Engine 2.20.2")
     here = tmp_path_factory.mktemp("parity")
     paths = os.pathsep.join((str(HERE.parent.parent), str(HERE)))
