@@ -147,4 +147,3 @@ class Computation:
 
 RECIPE = Computation()
 """The recipe's own steps."""
-LARGEST = FLT_MAX

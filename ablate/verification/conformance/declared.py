@@ -19,9 +19,9 @@ from torch import Tensor
 from ablate.errors import InputError, nearest
 from ablate.numerics import rounding
 from ablate.numerics.formats import ELEMENTS, SCALES
+from ablate.numerics.scaling import FLT_MAX
 from ablate.numerics.spec import Quant
 from ablate.verification.conformance.computation import (
-    LARGEST,
     RECIPE,
     Computation,
     NoComputationError,
@@ -51,7 +51,7 @@ def _per_tensor(amax: Tensor, quant: Quant) -> Tensor:
 
 
 def _finite(y: Tensor) -> Tensor:
-    return y.nan_to_num(0.0, LARGEST, -LARGEST)
+    return y.nan_to_num(0.0, FLT_MAX, -FLT_MAX)
 
 
 def _two_roundings(a: Tensor, outer: Tensor, amax: Tensor, quant: Quant) -> Tensor:
@@ -66,20 +66,20 @@ def _reciprocal_amax(amax: Tensor, quant: Quant) -> Tensor:
     """Return S as torch computes a number over a tensor: times the reciprocal, which rounds twice."""
     assert quant.outer is not None
     scale = (ELEMENTS[quant.element].max * quant.outer.bound) * (1.0 / amax)
-    return torch.where((amax == 0) | (scale == 0), 1.0, scale.clamp(max=LARGEST))
+    return torch.where((amax == 0) | (scale == 0), 1.0, scale.clamp(max=FLT_MAX))
 
 
 FACTOR_ORDERS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Quant], Tensor]] = {
-    "S/s": lambda x, s, outer, amax, quant: x * (outer / s).clamp(max=LARGEST),
+    "S/s": lambda x, s, outer, amax, quant: x * (outer / s).clamp(max=FLT_MAX),
     "x / (s (1/S))": lambda x, s, outer, amax, quant: _finite(x / (s * (1 / outer))),
     "x / (s/S)": lambda x, s, outer, amax, quant: _finite(x / (s / outer)),
     "x S / s": lambda x, s, outer, amax, quant: _finite(x * outer / s),
     "x ((1/(amax/2688)) / s)": lambda x, s, outer, amax, quant: (
-        x * ((1 / _per_tensor(amax, quant)) / s).clamp(max=LARGEST)
+        x * ((1 / _per_tensor(amax, quant)) / s).clamp(max=FLT_MAX)
     ),
     "x / (s amax/2688)": lambda x, s, outer, amax, quant: _finite(x / (_per_tensor(amax, quant) * s)),
     "x (1/(s amax/2688))": lambda x, s, outer, amax, quant: (
-        x * (1 / (_per_tensor(amax, quant) * s)).clamp(max=LARGEST)
+        x * (1 / (_per_tensor(amax, quant) * s)).clamp(max=FLT_MAX)
     ),
 }
 """Other orders of operations in which elements are scaled."""
