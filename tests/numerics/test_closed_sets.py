@@ -185,7 +185,6 @@ EXCEPTIONS = {
     ("verification/peers.py", "rounding"): OTHERS_FACTS,
     ("verification/conformance/examination.py", "rounding"): "the two roundings to nearest",
     ("verification/conformance/emulator.py", "rounding"): "names of a subject's casts",
-    ("verification/conformance/properties/calls.py", "granularity"): "extents of a NaN",
     ("verification/conformance/declared.py", "granularity"): "extents of a NaN",
     ("verification/conformance/declared.py", "rounding"): "roundings that a subject may declare",
     ("numerics/product.py", "dtype"): "the ways in which a CPU multiplies bf16 operands",
