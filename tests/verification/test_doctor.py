@@ -282,10 +282,10 @@ def test_a_check_that_raises_is_off_and_the_others_go_on(monkeypatch):
 
 
 def test_a_peer_that_is_not_installed_or_has_moved_is_said_and_not_failed(monkeypatch):
-    monkeypatch.setattr(peers, "version", lambda peer: None)
+    monkeypatch.setattr(checks, "installed", lambda peer: None)
     (row,) = checks.against("torchao")
     assert (row.measured, row.ok) == ("not installed", None)
-    monkeypatch.setattr(peers, "version", lambda peer: "9.9")
+    monkeypatch.setattr(checks, "installed", lambda peer: "9.9")
     monkeypatch.setitem(peers.PEERS, "torchao", lambda: iter([]).no_such_name)
     (row,) = checks.against("torchao")
     assert (row.measured, row.ok) == ("nothing", None)
