@@ -19,12 +19,20 @@ import pytest
 NAME = "cpu_report"
 IMPORTS = "(imports and collection)"
 """Key of what a process uses outside tests: each worker imports all test files."""
+LOOP = 5_000_000
 
 
 def seconds() -> float:
     """Return CPU-seconds, user and system, of this process and of its descendants that ended and were waited for."""
     own, ended = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime + ended.ru_utime + ended.ru_stime
+
+
+def pace() -> float:
+    """Return CPU-seconds of a loop in Python: by it a run here is compared with a run on another machine."""
+    began = time.process_time()
+    sum(n * n % 7 for n in range(LOOP))
+    return time.process_time() - began
 
 
 def install(config: pytest.Config) -> None:
@@ -78,7 +86,8 @@ class CpuReport:
         found, wall = self.files, time.monotonic() - self.began
         load = ", ".join(f"{one:.1f}" for one in os.getloadavg())
         terminalreporter.write_line(
-            f"CPU {found.total():.0f} s ({found[IMPORTS]:.0f} s of it imports and collection), wall {wall:.0f} s, load average {load}"
+            f"CPU {found.total():.0f} s ({found[IMPORTS]:.0f} s of it imports and collection), wall {wall:.0f} s, load average {load}, "
+            f"{pace():.2f} s for {LOOP:,} turns of a loop"
         )
         if file := self.config.getoption("--cpu-report"):
             ranked = {name: round(value, 2) for name, value in found.most_common()}
