@@ -268,5 +268,9 @@ def test_the_cpu_report_has_every_file_with_its_processes_and_the_total(workers,
     seconds = json.loads((tmp_path / "cpu.json").read_text())
     assert {*seconds} == {"test_busy.py", "test_idle.py", cpu_report.IMPORTS}
     assert seconds["test_busy.py"] >= 0.3 > seconds["test_idle.py"]
-    (total,) = re.findall(r"^CPU (\d+) s .*, wall \d+ s, load average [\d., ]+ s for [\d,]+ turns of a loop$", done.stdout, re.MULTILINE)
+    (total,) = re.findall(
+        r"^CPU (\d+) s .*, wall \d+ s, load average [\d., ]+ s for [\d,]+ turns of a loop$",
+        done.stdout,
+        re.MULTILINE,
+    )
     assert int(total) == pytest.approx(sum(seconds.values()), abs=0.6)  # both are rounded
