@@ -3,6 +3,10 @@
 import ast
 import inspect
 import json
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
 from pathlib import Path
 
 import optuna
@@ -12,7 +16,7 @@ from optuna.storages.journal import JournalFileBackend
 
 import ablate.execution
 from ablate.execution.search import optuna_private
-from ablate.execution.tracking import database, mlflow_private
+from ablate.execution.tracking import access, database, mlflow_private
 from ablate.execution.workers import ray_private
 from ablate.store.databases import url
 
@@ -150,12 +154,44 @@ def test_a_database_that_was_made_and_one_that_was_closed_have_no_connection(tmp
     database.prepare(url(path), tmp_path)
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    assert not [address for address in SqlAlchemyStore._engine_map if str(tmp_path) in address]
+    assert not [address for address in open_connections() if str(tmp_path) in address]
     SqlAlchemyStore(url(path), tmp_path.as_uri())
-    assert url(path) in SqlAlchemyStore._engine_map
+    assert url(path) in open_connections()
     mlflow_private.close_database(url(path))
-    assert url(path) not in SqlAlchemyStore._engine_map
+    assert url(path) not in open_connections()
     mlflow_private.close_database(url(path))  # nothing left to close
+
+
+def open_connections() -> set[str]:
+    """Return the addresses of databases to which MLflow keeps a connection in this process."""
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    return {address for address, engine in SqlAlchemyStore._engine_map.items() if engine.pool.checkedin()}
+
+
+@pytest.mark.slow
+def test_a_database_that_is_replaced_again_and_again_is_opened_anew_each_time(tmp_path):
+    """MLflow's clients share one store per address, for the life of the process."""
+    path = tmp_path / "mlflow.db"
+    for name in ("first", "second", "third"):
+        for part in tmp_path.glob("mlflow.db*"):
+            part.unlink()
+        database.prepare(url(path), tmp_path)
+        access.open_client(url(path)).create_experiment(name)
+        mlflow_private.close_database(url(path))
+        with closing(sqlite3.connect(path)) as db:
+            names = {name for (name,) in db.execute("SELECT name FROM experiments")}
+        assert names == {"Default", name}
+
+
+def test_mlflow_is_not_imported_to_close_a_database():
+    """Before `import_client` it would be imported without its settings, such as that against telemetry."""
+    code = (
+        "import sys; from ablate.execution.tracking.mlflow_private import close_database;"
+        "close_database('sqlite:///none.db'); print('mlflow' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
 
 
 # Ray

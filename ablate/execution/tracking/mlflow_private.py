@@ -4,17 +4,22 @@ MLflow keeps one engine of SQLAlchemy for each database address and has no publi
 version of MLflow may rename it; it has a test in tests/store/test_private_names.py.
 """
 
+import sys
+
 
 def close_database(address: str) -> None:
-    """Close this process's connections of MLflow to a database, and forget them.
+    """Close this process's connections of MLflow to a database.
 
-    Otherwise a client that is made later would use the connections of a file that was renamed meanwhile.
+    Otherwise a client that is made later would use the connections of a file that was replaced meanwhile.
+    Does nothing before MLflow's store is imported: an import here would come before the settings of
+    `access.import_client`.
 
     Args:
         address: address of the database, as it was given to `SqlAlchemyStore`.
     """
-    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
-    engine = SqlAlchemyStore._engine_map.pop(address, None)
+    stores = sys.modules.get("mlflow.store.tracking.sqlalchemy_store")
+    # The engine stays in the map: MLflow's clients share one store per address, which keeps its engine, and
+    # this must find that engine the next time, too.
+    engine = stores and stores.SqlAlchemyStore._engine_map.get(address)
     if engine:
         engine.dispose()
