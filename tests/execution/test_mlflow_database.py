@@ -184,6 +184,34 @@ def test_a_database_that_is_replaced_while_a_sweep_is_drawn_gets_everything(tmp_
     assert {run.info.run_id for run in runs(client, "tiny")} == drawn
 
 
+def test_a_run_that_is_deleted_in_its_pages_is_made_again_and_holds_up_no_other(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.setattr(follower, "RETRY_SECONDS", 0.1)
+    store = tmp_path / "mlflow.db"
+    sweep(tiny(tmp_path, **IDLE), tmp_path)
+    with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book:
+        for member in book.members():
+            book.settle(member.trial, "running")
+        mirror = Mirror(url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True)
+        until(lambda: mirror.refresh() is not None and all(member.mlflow for member in book.members()))
+        first, *_ = book.members()
+        client = MlflowClient(url(store))
+        client.delete_run(first.mlflow)
+        for member in book.members():
+            book.settle(member.trial, "done")
+        assert mirror.finish("FINISHED", "", 60) is None
+        drawn = {member.mlflow for member in book.members()}
+        wanted = book.series(first.trial, "val/loss")
+    shown = runs(client, "tiny")
+    assert {run.info.run_id for run in shown} == drawn
+    assert {run.info.status for run in shown} == {"FINISHED"}
+    (again,) = [run for run in shown if run.data.tags["ablate.member"] == first.key]
+    assert again.data.params["arm"] == first.name
+    history = client.get_metric_history(again.info.run_id, "val/loss")
+    assert {point.step: point.value for point in history} == wanted
+
+
 def test_artifacts_follow_a_state_folder_that_was_moved(tmp_path):
     from mlflow import MlflowClient
 

@@ -128,7 +128,7 @@ class MlflowTracker(Tracker):
         if client is None:
             raise RuntimeError("finish comes after a refresh")
         for member in self._shipped.values():
-            if not member.closed:
+            if not member.closed and is_active(client, member.run):
                 client.set_terminated(member.run, "KILLED")
         self._save_view(client, self._id(self.experiment), ledger)
         client.set_tag(parent, runs.NOTE, note)
@@ -275,7 +275,14 @@ class MlflowTracker(Tracker):
                 continue
             if database.identity(self._path) != self._file:
                 raise FileNotFoundError(f"{self._path} was deleted or replaced")
-            now = self._draw(client, ledger, member, known)
+            try:
+                now = self._draw(client, ledger, member, known)
+            except Exception:
+                if not known.run or is_active(client, known.run):
+                    raise
+                # Deleted in MLflow's pages: it would hold up all other members, too.
+                self._shipped.pop(key, None)
+                now = self._draw(client, ledger, member, Shipped(*key, "", -1, closed=False))
             if now != known:
                 self._shipped[key] = now
                 self.news.put(now)
