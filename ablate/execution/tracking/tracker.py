@@ -28,7 +28,7 @@ from textwrap import shorten
 from typing import cast
 
 from ablate import own_source
-from ablate.errors import InputError, nearest
+from ablate.errors import InputError, nearest, redact
 from ablate.store.ledger import Ledger
 
 GROUP = "ablate.trackers"
@@ -61,7 +61,8 @@ class Tracker(ABC):
 
     def trouble(self, ledger: Ledger, error: Exception) -> str:
         """Return why an operation failed, as part of a sentence. Release what must not be used again."""
-        first = (str(error).splitlines() or [""])[0]
+        # `shorten` cuts words, and `redact` does not find a password without the `@` behind it.
+        first = redact((str(error).splitlines() or [""])[0])
         return f"{type(error).__name__}: {shorten(first, 120, placeholder=' ...')}"
 
 
