@@ -1,6 +1,7 @@
 """Stores of MLflow that cannot be read: each is one sentence that says why, without a password, and none is made or changed."""
 
 import re
+import socket
 import sqlite3
 from contextlib import closing
 
@@ -42,6 +43,13 @@ def test_a_server_that_does_not_answer_is_told_without_its_password():
     told = refused("http://me:secret@127.0.0.1:9")
     assert "MLflow cannot be used there" in told
     assert "secret" not in told
+
+
+def test_a_server_that_hangs_is_told_with_the_cause(monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "1")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        told = refused(f"http://me:secret@127.0.0.1:{server.getsockname()[1]}")
+    assert told.endswith("MLflow's server does not answer: timed out")
 
 
 def test_a_store_of_an_older_mlflow_is_told_with_what_brings_it_up_to_date(path):

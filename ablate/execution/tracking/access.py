@@ -101,8 +101,9 @@ def plainly(error: Exception) -> str | None:
     """Return a plain sentence if MLflow's error means that its server refuses access or does not answer; else
     None.
     """
-    unanswered = re.search(r"HTTPS?Connection.*\[Errno -?\d+\] ([^\"')]+)", str(error))
-    return refusal(error) or (f"MLflow's server does not answer: {unanswered[1]}" if unanswered else None)
+    unanswered = re.search(r"HTTPS?Connection.*(?:\[Errno -?\d+\] (?P<cause>[^\"')]+)|timed out)", str(error))
+    why = unanswered and (unanswered["cause"] or "timed out")
+    return refusal(error) or (f"MLflow's server does not answer: {why}" if why else None)
 
 
 def _answer(uri: str) -> int | None:
