@@ -23,7 +23,8 @@ from ablate.execution.sweep_control import give
 from ablate.execution.workers import Pool
 from ablate.execution.workers import pool as pools
 from ablate.execution.workers.actor import Actor
-from ablate.execution.workers.pool import unseated
+from ablate.execution.workers.placement import Need, placements
+from ablate.execution.workers.pool import by_use, unseated
 from ablate.store.trial_store import Store
 
 pytestmark = STARTS_RAY
@@ -254,6 +255,14 @@ def test_slots_are_as_many_as_were_asked_for_and_the_cluster_has(pool):
     assert pool.slots == 1
     pool.resize(64)
     assert pool.slots == 2
+
+
+def test_a_trial_that_waits_gives_up_its_place_before_one_that_is_idle():
+    """Others may have taken its units, and keep them to their end."""
+    held = by_use([({"taken": 1}, False), ({"runs": 1}, True)], [{"idle": 1}])
+    room = dict.fromkeys(("taken", "runs", "idle"), 1.0)
+    unused = {"taken": 0.0, "runs": 0.0, "idle": 0.0}
+    assert placements(Need(0, 1), 2, room, unused, held) == [{"runs": 1}, {"idle": 1}]
 
 
 def test_who_waits_for_a_place_that_is_gone_waits_for_another():

@@ -213,8 +213,8 @@ class Pool:
         room = self._room()
         # Ray's client cannot read it: there, trials wait in Ray's own queue for units that others use.
         unused = unused_units(self._need.kind) if self._address and not self._client else room
-        running = sorted(self._running.values(), key=lambda trial: not trial.started)
-        held = [actors.place for actors in (*(trial.actors for trial in running), *self.idle)]
+        trials = [(trial.actors.place, trial.started) for trial in self._running.values()]
+        held = by_use(trials, [actors.place for actors in self.idle])
         return placements(self._need, min(self._most, max(self.wanted, 1)), room, unused, held)
 
     def _connection_lost(self, error: Exception) -> ClusterLost:
@@ -420,6 +420,25 @@ class Pool:
 
 def _key(place: Place) -> tuple[tuple[str, int], ...]:
     return tuple(sorted(place.items()))
+
+
+def by_use(trials: Iterable[tuple[Place, bool]], idle: Iterable[Place]) -> list[Place]:
+    """Return a sweep's placements, those that it can use at once first: of the ones beyond what it wants,
+    the last go.
+
+    A trial that waits may do so to the end of another sweep, which took its units at the same moment. So an
+    idle placement stays rather than the waiting trial's, and the trial moves there.
+
+    Args:
+        trials: (placement, True if it has started) of each running trial.
+        idle: placements of actors without a trial.
+    """
+    trials = list(trials)
+    return [
+        *(place for place, started in trials if started),
+        *idle,
+        *(place for place, started in trials if not started),
+    ]
 
 
 def unseated(places: Iterable[Hashable], trials: Iterable[tuple[str, Hashable, bool]]) -> list[str]:
