@@ -41,9 +41,10 @@ REFUSED, BUDGET = 2, 3
 """Exit statuses, as those of `ablate sweep`."""
 MARGIN, GRACE, EVERY = 180, 20, 300
 """Seconds for the last copy, between SIGINT and SIGKILL, and between two copies during a trial."""
-NOT_SENT = """.git .venv* __pycache__ runs runs-* reports mlruns node_modules
-    .env* *.pem id_rsa id_ed25519 id_ecdsa .netrc *[Cc]redentials* ablate.toml"""
-"""Names of files and folders that are no part of an experiment, or may hold credentials; patterns of tar."""
+NOT_SENT = """.[!/]* __pycache__ runs runs-* reports mlruns node_modules
+    *.pem *.key id_rsa id_ed25519 id_ecdsa *[Cc]redentials* ablate.toml"""
+"""Names of files and folders that are no part of an experiment, or may hold credentials; patterns of tar. All
+that are hidden are among them: a home folder has the tokens of Modal, GitHub, Hugging Face and others."""
 ENV = {"ABLATE_STATE": STATE, "ABLATE_CACHE": f"{STATE}/rented/cache", "KEPT": KEPT, "VENV": "/opt/venv"}
 """Environment of the commands; benchmarks/gpu_day.sh reads VENV."""
 DOCKERFILE = ROOT / "docker" / "blackwell.Dockerfile"
@@ -182,7 +183,8 @@ def main(
     plan = f"ablate plan {shlex.quote(file)} --state {state} --capability {CAPABILITY[model]}"
     if file and subprocess.run(plan, shell=True, check=False).returncode:
         sys.exit(REFUSED)
-    work = packed(Path(file or __file__).resolve().parent)
+    # The folder of a link, not of its target, which may have another name there.
+    work = packed(Path(file or __file__).absolute().parent)
     sweep = f"ablate sweep {shlex.quote(Path(file).name)} --device cuda --mlflow none"
     try:
         with volume.batch_upload() as batch:

@@ -155,6 +155,7 @@ def test_no_file_holds_a_credential_and_none_is_sent(tmp_path):
     assert not re.search(r"(?i)(token|secret|password|api_key)\w*\s*[=:]\s*['\"]\w", APP.read_text())
     for name in (
         "mine.yaml", "data/books.txt", ".env", "a/.env.local", ".git/config", ".netrc", "id_rsa", "x.pem",
+        ".modal.toml", ".ssh/github", ".config/gh/hosts.yml", ".cache/huggingface/token", "server.key",
         "aws_credentials.json", "ablate.toml", "runs/ledger.db", "runs-b200/ledger.db", "reports/b200/ledger.db",
         ".venv/bin/python",
     ):  # fmt: skip
@@ -163,6 +164,15 @@ def test_no_file_holds_a_credential_and_none_is_sent(tmp_path):
     with tarfile.open(fileobj=io.BytesIO(modal_app.packed(tmp_path))) as tar:
         sent = {str(Path(one.name)) for one in tar if one.isfile()}
     assert sent == {"mine.yaml", "data/books.txt"}
+
+
+def test_an_experiment_that_is_named_by_a_link_is_there_under_the_links_name(tmp_path):
+    (tmp_path / "all").mkdir()
+    (tmp_path / "all" / "mine.yaml").write_text("x")
+    (tmp_path / "now.yaml").symlink_to("all/mine.yaml")
+    environ = provider(tmp_path / "stores", '#!/bin/sh\n[ "$1" = plan ] || cat "$2"\n')
+    done = rent(environ, tmp_path, "--file", "now.yaml")
+    assert (done.returncode, done.stdout[:1]) == (0, "x"), done.stdout + done.stderr
 
 
 def test_a_folder_that_is_too_large_is_refused(tmp_path, capsys):

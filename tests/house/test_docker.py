@@ -166,8 +166,9 @@ def told(files: Files) -> Iterator[str]:
     yield from (
         f"env.example: {name} has a value" for name, value in found.items() if SECRET.search(name) and value
     )
-    if "**/.env" not in files.ignored.splitlines():
-        yield ".dockerignore lets .env into the image"
+    for name in ("**/.env", "ablate.toml"):
+        if name not in files.ignored.splitlines():
+            yield f".dockerignore lets {name.removeprefix('**/')} into the image"
 
 
 def mighty(files: Files) -> Iterator[str]:
@@ -406,6 +407,7 @@ CPU, GPU = "cpu.Dockerfile", "blackwell.Dockerfile"
         (told, "ini", "auth_cache_ttl", "admin_password = hunter2\nauth_cache_ttl", "admin_password = hunter2"),
         (told, "example", "RAY_AUTH_TOKEN=", "RAY_AUTH_TOKEN=hunter2", "RAY_AUTH_TOKEN has a value"),
         (told, "ignored", "**/.env", "", "lets .env into the image"),
+        (told, "ignored", "ablate.toml", "", "lets ablate.toml into the image"),
         (mighty, CPU, "USER ablate", "USER root", "cpu.Dockerfile runs as root"),
         (mighty, "compose", "user: postgres", "user: \"0\"", "postgres runs as root"),
         (mighty, "compose", "cap_drop: [ALL]", "cap_drop: []", "mlflow may gain privileges"),
