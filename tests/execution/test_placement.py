@@ -48,6 +48,14 @@ def test_a_gang_that_waits_keeps_its_nodes_from_the_other_trials_of_its_sweep():
     assert placements(need, 9, joined, {"a": 2, "b": 4, "c": 8, "d": 4}, first) == [*first, {"c": 8}]
 
 
+def test_a_gang_that_has_waited_for_long_goes_where_units_are_free_and_stays_where_none_are():
+    need, lost = Need(0, 2), {"a": 1, "b": 1}
+    room = dict.fromkeys("abcd", 1)
+    assert placements(need, 1, room, {"a": 0, "b": 1, "c": 1, "d": 1}, [lost], [lost]) == [{"c": 1, "d": 1}]
+    assert placements(need, 1, room, {"a": 0, "b": 1, "c": 1, "d": 0}, [lost], [lost]) == [lost]
+    assert placements(need, 1, room, {"a": 0, "b": 1, "c": 1, "d": 1}, [lost]) == [lost]
+
+
 # A cluster in which time is a number
 
 

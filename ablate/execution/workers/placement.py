@@ -9,7 +9,8 @@ Example: two nodes of 4 GPUs, and gangs of 8 ranks. The first gang gets both nod
 node join, the second gang gets those, whichever gang has started by then.
 
 Other sweeps and programs are not planned for: new placements go only where units are free, and if several
-programs want the same units, Ray decides. A trial that fits nowhere gets no placement.
+programs want the same units, Ray decides. The loser's trial goes elsewhere after a while, if units are free
+there. A trial that fits nowhere gets no placement.
 """
 
 import math
@@ -78,7 +79,9 @@ class Need:
         return place if sum(place.values()) == self.ranks else None
 
 
-def placements(need: Need, wants: int, room: Room, unused: Room, held: Iterable[Place]) -> list[Place]:
+def placements(
+    need: Need, wants: int, room: Room, unused: Room, held: Iterable[Place], late: Iterable[Place] = ()
+) -> list[Place]:
     """Return the placements that a sweep's trials may use now, one for each trial.
 
     Args:
@@ -87,9 +90,12 @@ def placements(need: Need, wants: int, room: Room, unused: Room, held: Iterable[
         room: all units of each node that the sweep may use.
         unused: units of each node that no program uses now.
         held: placements of the sweep's trials and waiting actors; if there are too many, the first stay.
+        late: those of them whose trials have waited for long: others took their units at the same moment, and
+            may keep them to their end.
 
     Returns:
-        Those held whose nodes are all in `room`, then new ones in units that are unused.
+        Those held whose nodes are all in `room`, then new ones in units that are unused. Each one in `late`
+        is replaced if there are such units.
     """
     places = [place for place in held if place.keys() <= room.keys()][:wants]
     free = dict(room)
@@ -97,6 +103,10 @@ def placements(need: Need, wants: int, room: Room, unused: Room, held: Iterable[
         _take(place, need, free)
     # Actors that have just been started may not be counted as use yet.
     free = {node: min(units, unused.get(node, 0.0)) for node, units in free.items()}
+    for place in late:
+        if place in places and (another := need.fit(free)):
+            places[places.index(place)] = another
+            _take(another, need, free)
     while len(places) < wants and (another := need.fit(free)):
         places.append(another)
         _take(another, need, free)

@@ -61,6 +61,9 @@ _POLL_SECONDS = 0.05
 _FILE_THREADS = 4
 _LOST_NODE_SECONDS = 60.0
 """Time for which nothing is started on a node that did not answer: Ray lists it as alive for a while."""
+_START_SECONDS = 60.0
+"""Time that a trial's actors have to start before the trial moves to units that are free elsewhere; doubled
+at each move, since on a slow file system they may need longer."""
 _STALE_SECONDS = 30 * 86400.0
 _REMOTE = "records are streamed, and checkpoints fetched through Ray"
 _REFERENCE = (
@@ -128,6 +131,8 @@ class Pool:
         self._queue: list[TrialRequest] = []
         """Requests that wait for a placement, since theirs was lost."""
         self._running: dict[str, RunningTrial] = {}
+        self._moves: Counter[str] = Counter()
+        """How often each trial has lost its placement before it started."""
         self._answers: list[Answer] = []
         self._placements = Placements()
         self._barred: dict[str, str] = {}
@@ -215,7 +220,13 @@ class Pool:
         unused = unused_units(self._need.kind) if self._address and not self._client else room
         trials = [(trial.actors.place, trial.started) for trial in self._running.values()]
         held = by_use(trials, [actors.place for actors in self.idle])
-        return placements(self._need, min(self._most, max(self.wanted, 1)), room, unused, held)
+        late = [trial.actors.place for trial in self._running.values() if self._is_late(trial)]
+        return placements(self._need, min(self._most, max(self.wanted, 1)), room, unused, held, late)
+
+    def _is_late(self, trial: RunningTrial) -> bool:
+        """Return True for a trial that has waited for its actors for long: longer each time that it moves."""
+        patience = _START_SECONDS * 2 ** self._moves[trial.request.id]
+        return not trial.started and time.monotonic() - trial.began > patience
 
     def _connection_lost(self, error: Exception) -> ClusterLost:
         return ClusterLost(f"the connection to {self._address} is gone ({' '.join(str(error).split())})")
@@ -242,6 +253,7 @@ class Pool:
             trial.abandon()
             trial.actors.dismiss()
             self._queue.append(trial.request)
+            self._moves[trial_id] += 1
         needed, kept = Counter(_key(place) for place in self._open_places()), []
         for actors in self.idle:
             needed[_key(actors.place)] -= 1

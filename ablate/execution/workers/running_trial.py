@@ -94,6 +94,7 @@ class RunningTrial:
         """
         self._ray, self.request, self.actors = ray, request, actors
         self._threads, self._node_of = threads, node_of
+        self.began = time.monotonic()
         self.over = False
         self.broken = False
         """True if an actor is gone, or must not be used again."""
