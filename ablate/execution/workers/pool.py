@@ -132,7 +132,7 @@ class Pool:
         """Requests that wait for a placement, since theirs was lost."""
         self._running: dict[str, RunningTrial] = {}
         self._moves: Counter[str] = Counter()
-        """How often each trial has lost its placement before it started."""
+        """Number of placements that each trial has lost before it started."""
         self._answers: list[Answer] = []
         self._placements = Placements()
         self._barred: dict[str, str] = {}
