@@ -5,6 +5,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import threading
 from contextlib import closing, suppress
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from support.experiments import environment, sweep, tiny, until
 from support.mlflow_runs import runs
 
 from ablate.execution.projections import Mirror
-from ablate.execution.tracking import database, follower
+from ablate.execution.tracking import MlflowTracker, database, follower
+from ablate.store import databases
 from ablate.store.databases import path_of, url
 from ablate.store.ledger import Ledger
 
@@ -210,6 +212,21 @@ def test_a_run_that_is_deleted_in_its_pages_is_made_again_and_holds_up_no_other(
     assert again.data.params["arm"] == first.name
     history = client.get_metric_history(again.info.run_id, "val/loss")
     assert {point.step: point.value for point in history} == wanted
+
+
+def test_a_database_that_moved_to_a_network_file_system_is_converted_before_mlflow_opens_it(
+    tmp_path, monkeypatch
+):
+    store = tmp_path / "mlflow.db"
+    sweep(tiny(tmp_path, **IDLE), tmp_path)
+    database.prepare(url(store), tmp_path)
+    with closing(sqlite3.connect(store)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+    monkeypatch.setattr(databases, "network_file_system", lambda path, mounts=None: "nfs4")
+    with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db", readonly=True)) as book:
+        MlflowTracker(url(store), tmp_path, "tiny", "id", threading.Event()).refresh(book)
+    assert store.read_bytes()[18:20] == b"\x01\x01"  # the file's format: a rollback journal
+    assert len(statuses(store)) == 4
 
 
 def test_artifacts_follow_a_state_folder_that_was_moved(tmp_path):

@@ -154,9 +154,9 @@ class MlflowTracker(Tracker):
         with lock(database.lock_path(self._uri, self._state)):
             database.prepare(self._uri, self._state / "artifacts")
             self._file = database.identity(self._path)
-            client = open_client(self._uri)
             if self._path == own:
-                database.wait_less(own)
+                database.wait_less(own)  # before a client has it open, which would keep it in its mode
+            client = open_client(self._uri)
             self.experiment = self._experiment_id(client, moves=self._path == own)
         noted = self.parent or ledger.facts.mlflow_parent
         # An earlier controller may have created the parent run and died before recording it.
