@@ -277,8 +277,11 @@ class MlflowTracker(Tracker):
                 raise FileNotFoundError(f"{self._path} was deleted or replaced")
             try:
                 now = self._draw(client, ledger, member, known)
-            except Exception:
-                if not known.run or is_active(client, known.run):
+            except Exception as error:
+                silent = getattr(error, "error_code", "INTERNAL_ERROR") == "INTERNAL_ERROR"
+                if silent or not known.run or is_active(client, known.run):
+                    raise
+                if not is_active(client, self._id(self.parent)):  # another MLflow, or all was deleted
                     raise
                 # Deleted in MLflow's pages: it would hold up all other members, too.
                 self._shipped.pop(key, None)
