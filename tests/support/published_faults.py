@@ -514,7 +514,7 @@ MUTANTS: dict[str, Mutant] = {
         "input_gradient",
         "product: dx, 99.5 % of 15,360 wrong, terms 72 to 143 of 144 with the weight 0",
     ),
-    "strides": Mutant(30, Subject("mutant", cast=storage_order), "strides", "block scale: "),
+    "strides": Mutant(30, Subject("mutant", cast=storage_order), "strides", "amax: 3 of 4 wrong"),
     "int64 offsets": Mutant(30, experts(wide_offsets), "grouped_forward", "product: y, "),
 }
 """Mutants by name. Of the published faults, 5 and 6 are no failures: the bias is measured and reported."""

@@ -63,6 +63,13 @@ def test_what_is_no_number_in_a_zero_tensor_is_shown(wrong):
     assert "values are nan" in row.detail
 
 
+def test_views_are_handed_in_as_views():
+    strides = []
+    findings = conform(lambda x: strides.append(x.stride()) or nvfp4(x), only=["strides"])
+    assert findings.passed
+    assert strides == [(1, 64), (256, 2), (256, 1), (0, 1)]
+
+
 def test_every_published_fault_has_a_mutant_or_is_measured():
     assert {mutant.number for mutant in MUTANTS.values()} | MEASURED == {*PUBLISHED}
 

@@ -211,9 +211,10 @@ class Examination:
 
     def pair(self, x: Tensor, quant: Quant, name: str = "cast", where: str = "", **more: Any) -> Pair:
         """Cast one tensor by the subject and by the recipe, and compare."""
-        got = self.cast(x.clone(), quant, name, **more)
-        expected = reference(x, quant)
-        return Pair(x, got, expected, quant, differences(got, expected, quant.tile[1]), where)
+        kept = x.clone()  # the subject may change x, and gets it as it is: a copy of a view is contiguous
+        got = self.cast(x, quant, name, **more)
+        expected = reference(kept, quant)
+        return Pair(kept, got, expected, quant, differences(got, expected, quant.tile[1]), where)
 
     def judged(self, name: str, pairs: Sequence[Pair], detail: str = "") -> Row:
         """Return the row of some casts: failed if any differs, unless declared variants explain all."""
