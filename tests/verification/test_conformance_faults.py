@@ -70,6 +70,18 @@ def test_views_are_handed_in_as_views():
     assert strides == [(1, 64), (256, 2), (256, 1), (0, 1)]
 
 
+def test_a_factor_is_compared_beside_a_right_amax():
+    """Numbers beyond 5 do not count for the factor: those of other properties are smaller."""
+
+    def cast(x):
+        made, amax = nvfp4(x), x.float().abs().max()
+        return replace(made, outer=made.outer * (amax.clamp(max=5) / amax), amax=amax)
+
+    row = conform(cast, only=["true_amax"]).rows[0]
+    assert (row.outcome, row.differing) == (Outcome.FAIL, 20)
+    assert "outer 0.00186012, not 0.00334821" in row.detail
+
+
 def test_every_published_fault_has_a_mutant_or_is_measured():
     assert {mutant.number for mutant in MUTANTS.values()} | MEASURED == {*PUBLISHED}
 
