@@ -187,6 +187,20 @@ def test_bad_folders_are_refused_in_a_sentence(tmp_path):
     (tmp_path / "g").mkdir()
     (tmp_path / "g" / "l.safetensors").write_bytes(b"nothing")
     assert "is no safetensors file" in reason("g")
+    (tmp_path / "k").mkdir()
+    file = tmp_path / "k" / "l.pt"
+    torch.save({"x": torch.ones(4, 8)}, file, _use_new_zipfile_serialization=False)
+    whole = file.read_bytes()
+    for content in (b"a text", *(whole[:length] for length in range(0, len(whole), 7))):
+        file.write_bytes(content)
+        assert "cannot be read without running its code" in reason("k")
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (0,), (2, 0, 3), ()])
+def test_a_tensor_without_elements_or_dimensions_is_read(shape, tmp_path):
+    torch.save({"x": torch.ones(shape)}, tmp_path / "l.pt")
+    x = read(tmp_path)[0].tensors["x"]
+    assert (x.ndim, x.shape[1]) == (2, shape[-1] if shape else 1)
 
 
 def test_the_published_fault_of_a_grouped_product_has_its_published_size():

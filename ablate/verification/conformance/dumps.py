@@ -16,6 +16,7 @@ Files are read without unpickling code. Refused, in a sentence: what is no such 
 of Transformer Engine (set quantized_tensor: False), shapes that do not fit together.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -129,8 +130,10 @@ def _safetensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
 def _pickled(path: Path) -> dict[str, object]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+    except Exception as error:  # a file that is no pickle, or a part of one, may end in any of them
         why = str(error).partition("\n")[0].partition(". ")[0]
+        if not isinstance(error, UnpicklingError | RuntimeError | OSError):  # such as KeyError: 101
+            why = f"{type(error).__name__} {why}".strip()
         raise InputError(
             f"{path} cannot be read without running its code ({why}); dump high-precision tensors alone"
             " (quantized_tensor: False)"
@@ -141,7 +144,8 @@ def _pickled(path: Path) -> dict[str, object]:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
-    return tensor.detach().reshape(-1, tensor.shape[-1]) if tensor.ndim else tensor.detach().view(1, 1)
+    columns = tensor.shape[-1] if tensor.ndim else 1  # of which there may be none
+    return tensor.detach().reshape(math.prod(tensor.shape[:-1]), columns)
 
 
 def _misfits(layer: DumpedLayer) -> Iterator[str]:
