@@ -15,6 +15,8 @@ from support.published_faults import MUTANTS, PUBLISHED, e2m1, mxfp4, nvfp4
 
 from ablate.engines.hardware import installed
 from ablate.errors import InputError
+from ablate.numerics.hadamard import rotate
+from ablate.numerics.spec import Hadamard
 from ablate.recipes.presets import PRESETS
 from ablate.verification import peers
 from ablate.verification.conformance import inputs
@@ -80,6 +82,31 @@ def test_a_factor_is_compared_beside_a_right_amax():
     row = conform(cast, only=["true_amax"]).rows[0]
     assert (row.outcome, row.differing) == (Outcome.FAIL, 20)
     assert "outer 0.00186012, not 0.00334821" in row.detail
+
+
+def spoiled(x, w, dy):
+    y, dx, dw = emulator(PRESETS["nvfp4"]()).product(x, w, dy)
+    return y, dx * torch.nan, dw
+
+
+def turned_to_nan(x):
+    """Right for unit vectors alone."""
+    return rotate(x, Hadamard()) * (1.0 if x.abs().max() == 1 else torch.nan)
+
+
+@pytest.mark.parametrize(
+    ("name", "subject"),
+    [
+        ("same_weight_codes", Subject("s", product=spoiled)),
+        ("rotation_cancels", Subject("s", rotate=turned_to_nan)),
+        ("rotation_values", Subject("s", rotate=turned_to_nan)),
+        ("rotation_values", Subject("s", rotate=turned_to_nan, dtypes=("float32",))),
+    ],
+)
+def test_a_nan_is_far_from_every_number(name, subject):
+    row = conform(subject, only=[name]).rows[0]
+    assert (row.outcome, row.differing) == (Outcome.FAIL, row.cases)
+    assert "not rounded" not in row.detail
 
 
 def test_every_published_fault_has_a_mutant_or_is_measured():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ablate.numerics.hadamard import TE_SIGNS, butterflies
 from ablate.verification.conformance.examination import Examination, RefusedError
+from ablate.verification.conformance.numbers import unequal
 from ablate.verification.conformance.properties.property import Property
 from ablate.verification.conformance.result import Row, decided
 from ablate.verification.conformance.stages.places import number_ranges
@@ -74,8 +75,8 @@ def _values(bench: Examination, one: Property) -> Row:
     allowed = 2 * (size - 1) * 2.0**-24 * sums
     if x.dtype != torch.float32 or got.dtype != torch.float32:
         allowed = allowed + 2.0**-8 * exact.abs()  # half an ulp is at most that
-    differ = (got.float() - exact).abs() > allowed
-    wide = x.dtype == torch.bfloat16 and bool((got.float() != got.bfloat16().float()).any())
+    differ = ~((got.float() - exact).abs() <= allowed)  # of a NaN, too
+    wide = x.dtype == torch.bfloat16 and bool(unequal(got.float(), got.bfloat16().float()).any())
     detail = "the result is not rounded to bf16, the dtype of x" if wide else ""
     failed = wide or bool(differ.any())
     signed = tuple(int(sign) for sign in signs)
@@ -115,7 +116,7 @@ def _cancels(bench: Examination, one: Property) -> Row:
     turned = [_rotate(bench, z).double() for z in (a, b)]
     # Small integers: every sum of 16 of them, over 4, is exact in bf16; sizes with an inexact root round.
     allowed = 1e-12 if size in (4, 16) else 2.0**-7 * (a.float().abs() @ b.float().abs().t()).max()
-    off = (turned[0] @ turned[1].t() - a.double() @ b.double().t()).abs() > allowed
+    off = ~((turned[0] @ turned[1].t() - a.double() @ b.double().t()).abs() <= allowed)
     return decided(one.name, off.numel(), int(off.sum()))
 
 
