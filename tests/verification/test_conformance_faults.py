@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from support.commands import here
@@ -300,6 +301,28 @@ def test_a_factor_may_be_a_number_and_arrays_are_refused_in_a_sentence():
     assert "torch.from_numpy" in row.detail
     row = conform(lambda x: nvfp4(x), "mxfp4", only="random_bf16").rows[0]
     assert "scales of blocks of 16" in row.detail
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ({"values": 1}, "returned values [] for x [64, 256]"),
+        ({"scales": numpy.ones(4)}, "returned scales as a ndarray; it is a tensor"),
+        ({"amax": torch.ones(3)}, "returned amax [3]; it is a scalar"),
+        ({"values": torch.ones(64, 256).to_sparse()}, "returned values of sparse_coo and float32 on cpu"),
+        ({"codes": torch.ones(64, 256, device="meta")}, "returned codes of strided and float32 on meta"),
+    ],
+)
+def test_a_part_of_a_result_that_is_no_dense_tensor_is_refused_in_a_sentence(parts, said):
+    row = conform(lambda x: replace(nvfp4(x), **parts), only="random_bf16").rows[0]
+    assert (row.outcome, said in row.detail) == (Outcome.FAIL, True)
+    assert conform(lambda x: replace(nvfp4(x), outer=1.0), only="random_bf16").passed
+
+
+@pytest.mark.parametrize("recipe", ["fp8_current", "nvfp4"])
+def test_a_result_without_numbers_is_refused(recipe):
+    row = conform(lambda x: Quantised(outer=torch.ones(())), recipe, only="random_bf16").rows[0]
+    assert (row.outcome, "neither values nor" in row.detail) == (Outcome.FAIL, True)
 
 
 @pytest.mark.parametrize(

@@ -107,26 +107,38 @@ def read(result: object, rows: int, columns: int, quant: Quant, swizzled: bool =
             f"returned a {kind}; a cast returns values, (codes, scales), (codes, scales, outer), or"
             f" conformance.Quantised{advice}"
         )
-    if result.values is None and (result.codes is None or result.scales is None) and quant.block is not None:
+    names = ("values", "codes", "scales", "outer", "amax")
+    values, codes, scales, outer, amax = (_dense(name, getattr(result, name)) for name in names)
+    if values is None and (codes is None or (scales is None and quant.block is not None)):
         raise UnreadableError("returned neither values nor both codes and scales")
-    values = None if result.values is None else result.values.detach().cpu()
     if values is not None and values.shape != (rows, columns):
         raise UnreadableError(f"returned values {list(values.shape)} for x {[rows, columns]}")
-    dtype = torch.float32 if values is None else values.dtype
+    if amax is not None and amax.numel() != 1:
+        raise UnreadableError(f"returned amax {list(amax.shape)}; it is a scalar")
     return Numbers(
         None if values is None else values.float(),
-        None if result.codes is None else _codes(result.codes.detach().cpu(), rows, columns, quant),
-        None
-        if result.scales is None
-        else _scales(result.scales.detach().cpu(), rows, columns, quant, swizzled),
-        None if result.outer is None else _factor(result.outer, rows),
-        None if result.amax is None else result.amax.detach().cpu().float().reshape(()),
-        dtype,
+        None if codes is None else _codes(codes, rows, columns, quant),
+        None if scales is None else _scales(scales, rows, columns, quant, swizzled),
+        None if outer is None else _factor(outer, rows),
+        None if amax is None else amax.float().reshape(()),
+        torch.float32 if values is None else values.dtype,
     )
 
 
+def _dense(name: str, part: object) -> Tensor | None:
+    """Return a part of a result on the CPU. UnreadableError if it is no number and no dense tensor."""
+    if part is None or isinstance(part, int | float):
+        return None if part is None else torch.tensor(float(part))
+    if not isinstance(part, Tensor):
+        raise UnreadableError(f"returned {name} as a {type(part).__name__}; it is a tensor")
+    if part.layout != torch.strided or part.is_meta or part.is_nested or part.is_quantized:
+        form = f"{part.layout} and {part.dtype} on {part.device}".replace("torch.", "")
+        raise UnreadableError(f"returned {name} of {form}; dense tensors are read")
+    return part.detach().cpu()
+
+
 def _factor(outer: Tensor, rows: int) -> Tensor:
-    outer = outer.detach().cpu().float()
+    outer = outer.float()
     if outer.numel() not in (1, rows):
         raise UnreadableError(f"returned outer {list(outer.shape)}; it is a scalar or [rows, 1]")
     return outer.reshape(()) if outer.numel() == 1 else outer.reshape(rows, 1)
