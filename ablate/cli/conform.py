@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, Screen, print_starting
 from ablate.errors import InputError, nearest, one_line
-from ablate.recipes import PRESETS
+from ablate.recipes import PRESETS, Recipe
 
 if TYPE_CHECKING:
     from ablate.verification.conformance.result import Block, Row
@@ -34,7 +34,14 @@ def conform(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     device: Annotated[str, typer.Option(help="Device of the tensors that it is handed.")] = "cpu",
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the data.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=2**62,
+            help="Seed of the data; default: 0. Of dumps that the emulator wrote, the seed of their run.",
+        ),
+    ] = None,
     save: Annotated[
         Path | None, typer.Option(metavar="CSV", help="Write every number of the wrong stages to this file.")
     ] = None,
@@ -51,6 +58,8 @@ def conform(
     """
     if demo == bool(subject) or (demo and (recipe != "nvfp4" or only or device != "cpu" or seed)):
         raise InputError("give a subject, such as my_kernels.py:quantise, or --demo alone")
+    if save is not None and (save.is_dir() or not save.absolute().parent.is_dir()):
+        raise InputError(f"--save {save}: name a file in a folder that exists")
     print_starting("importing torch", quiet=as_json or demo)
     started, screen = time.monotonic(), Screen(width=_WIDTH)
     rows: list[Row] = []
@@ -94,45 +103,44 @@ def _stage(row: "Row") -> str:
 
 
 def _examined(
-    subject: str, recipe: str, only: list[str] | None, device: str, seed: int, show: Any
+    subject: str, recipe: str, only: list[str] | None, device: str, seed: int | None, show: Any
 ) -> "Findings":
     """Return the findings on what a user named; InputError for a wrong name."""
     if recipe not in PRESETS and not Path(recipe).suffix:
         raise InputError(f"--as {recipe}: no such preset; {nearest(recipe, PRESETS)}")
+    from ablate.experiment.recipe_source import load
     from ablate.verification.conformance.source import find, names
+
+    try:
+        made = load(recipe)
+    except ValueError as error:
+        raise InputError(f"--as {error}") from None
 
     if subject not in names() and Path(subject).is_file() and Path(subject).suffix in (".safetensors", ".pt"):
         raise InputError(f"{subject}: give the folder of the dumps, {Path(subject).parent}")
     if subject not in names() and Path(subject).is_dir():
         if only:
             raise InputError("--only names a property of a subject; of a folder of dumps, leave it out")
-        return _replayed(Path(subject), recipe, seed)
+        return _replayed(Path(subject), recipe, made, seed)
     import torch
 
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ImportError) as error:
         first = str(error).strip().splitlines()[0]
         raise InputError(f"--device {one_line(device)}: torch cannot use it: {first}") from None
     from ablate.verification.conformance.run import conform as examine
 
-    try:
-        return examine(find(subject, recipe, device), recipe, only=only or (), seed=seed, show=show)
-    except ValueError as error:
-        raise InputError(f"--as {error}") from None
+    return examine(find(subject, recipe, device), recipe, only=only or (), seed=seed or 0, show=show)
 
 
-def _replayed(folder: Path, recipe: str, seed: int) -> "Findings":
+def _replayed(folder: Path, name: str, recipe: Recipe, seed: int | None) -> "Findings":
     """Return the findings on the products of dumped layers."""
-    from ablate.experiment.recipe_source import load
     from ablate.verification.conformance.replay import replay
     from ablate.verification.conformance.run import Findings
 
-    try:
-        rows = tuple(one.row for one in replay(folder, load(recipe), seed))
-    except ValueError as error:
-        raise InputError(str(error)) from None
-    return Findings(str(folder), recipe, rows, "dumped products are the recipe's")
+    rows = tuple(one.row for one in replay(folder, recipe, seed))
+    return Findings(str(folder), name, rows, "dumped products are the recipe's")
 
 
 def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":

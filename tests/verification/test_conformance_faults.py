@@ -15,8 +15,10 @@ from support.dumped import write
 from support.published_faults import MUTANTS, PUBLISHED, e2m1, mxfp4, nvfp4
 
 from ablate.engines.hardware import installed
+from ablate.engines.products import backward, forward
 from ablate.errors import InputError
 from ablate.numerics.hadamard import rotate
+from ablate.numerics.philox import Clock
 from ablate.numerics.spec import Hadamard
 from ablate.recipes.presets import PRESETS
 from ablate.verification import peers
@@ -27,6 +29,7 @@ from ablate.verification.conformance.emulator import emulator
 from ablate.verification.conformance.examination import Examination, NotApplicableError, reference
 from ablate.verification.conformance.numbers import differences
 from ablate.verification.conformance.properties.product import rounded_to_nearest
+from ablate.verification.conformance.replay import RedrawnLayer
 from ablate.verification.conformance.result import Outcome
 from ablate.verification.conformance.run import conform
 from ablate.verification.conformance.subject import Quantised, Subject
@@ -447,6 +450,20 @@ def test_a_folder_of_dumps_has_a_row_for_each_product(tmp_path):
     )
 
 
+def test_a_dump_whose_rotations_are_drawn_is_judged_by_the_seed_that_is_given(tmp_path):
+    products = PRESETS["quartet2"]().products
+    x, w, dy = (inputs.normal(128, 128, seed).bfloat16() for seed in range(3))
+    layer = RedrawnLayer((128, 128), "up", products, Clock(5), 0)
+    with torch.no_grad():
+        y, kept = forward(layer, products, x, w)
+        dx, dw = backward(layer, products, kept, dy, (True, True))
+    write(tmp_path, [DumpedLayer("up", {"x": x, "w": w, "dy": dy, "y": y, "dx": dx, "dw": dw}, 0, 0)])
+    for words, status in ((("--seed", "5"), 0), ((), 0), (("--seed", "0"), 1)):
+        done = here("conform", tmp_path, "--as", "quartet2", *words)
+        assert done.returncode == status, words
+        assert ("their seed is not known" in " ".join(done.stdout.split())) == (not words)
+
+
 def test_every_number_of_a_wrong_stage_is_saved(own, tmp_path):
     """The amax of `made` is at least 1e-4; its place in a tensor is that of the largest magnitude."""
     file = tmp_path / "wrong.csv"
@@ -494,6 +511,8 @@ def test_the_command_prints_rows_or_json_and_its_status_says_what_was_found(own)
         (("ablate", "--as", "nvfp5"), "--as nvfp5: no such preset; 'nvfp4' is the nearest"),
         (("ablate", "--only", "ties"), "ties: no such property; "),
         (("ablate", "--device", "cuda:77"), "--device cuda:77: torch cannot use it"),
+        (("ablate", "--seed", "99999999999999999999"), "Invalid value for '--seed'"),
+        (("ablate", "--save", "/nowhere/wrong.csv"), "--save /nowhere/wrong.csv: name a file in a folder"),
     ],
 )
 def test_a_wrong_name_is_one_sentence_with_status_2(own, words, said):
