@@ -10,6 +10,7 @@ from support.published_faults import e2m1, nvfp4
 from ablate.numerics.product import product
 from ablate.recipes.presets import PRESETS
 from ablate.verification.conformance import inputs
+from ablate.verification.conformance.emulator import emulator
 from ablate.verification.conformance.examination import Examination
 from ablate.verification.conformance.result import Outcome
 from ablate.verification.conformance.run import conform
@@ -144,3 +145,17 @@ def test_an_operand_that_is_not_the_recipe_s_is_named():
 
     row = conform(Subject("s", product=product_of_others), only="forward_product").rows[0]
     assert "operand w is not the recipe's: gain " in row.stage
+
+
+def test_a_wrong_product_that_takes_no_other_sizes_keeps_its_stage_and_place():
+    right = emulator(PRESETS["nvfp4"]()).product
+
+    def doubled(x, w, dy):
+        if len(x) % 32:
+            raise RuntimeError("tokens are a multiple of 32")
+        y, dx, dw = right(x, w, dy)
+        return y, 2 * dx, dw
+
+    row = conform(Subject("s", product=doubled), only=["input_gradient"]).rows[0]
+    assert row.stage.startswith("product: dx, 99.9 % of 15,360 wrong, 1.9998 times the recipe's")
+    assert row.block.place == "dx: row 0, column 0"
