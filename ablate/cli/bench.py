@@ -57,6 +57,11 @@ class Output:
         """Check the path of the figure before the measurements, which take minutes, and set the threads."""
         if self.png and (self.png.is_dir() or not self.png.absolute().parent.is_dir()):
             raise InputError(f"--png {self.png}: must name a file in an existing folder")
+        if self.png and (suffix := self.png.suffix[1:]):
+            from matplotlib.backend_bases import FigureCanvasBase
+
+            if suffix not in (types := FigureCanvasBase.get_supported_filetypes()):
+                raise InputError(f"--png {self.png}: no such format; {nearest(suffix, types)}")
         timing.one_thread()
 
     def show(
@@ -161,6 +166,9 @@ def step(
     fp32_out. On a GPU the time is not divided by operation; --trace shows its kernels.
     """
     names = _with_bf16([*PRESETS] if all_presets else presets or ["fp32", "nvfp4"])
+    for option, size, unit in (("width", gpt.width, 64), ("tokens", gpt.tokens, 128)):
+        if size % unit:
+            raise InputError(f"--{option} {size}: give a multiple of {unit}")
     print_starting("importing torch, then timing training steps", quiet=output.as_json)
     _device(device)
     if output.png and device == "cuda":
@@ -168,6 +176,8 @@ def step(
             f"--png {output.png}: the figure divides a step by operation, which is measured on CPUs;"
             " use --trace"
         )
+    if trace and trace.exists() and not trace.is_dir():
+        raise InputError(f"--trace {trace}: is a file; name a folder")
     output.begin()
     recipes = {name: PRESETS[name]() for name in names} if all_presets else in_both_modes(names)
     steppers = _steppers(recipes, gpt, device, compiled)

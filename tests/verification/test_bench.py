@@ -401,6 +401,10 @@ def test_a_variable_that_changes_transformer_engines_numbers_is_refused(monkeypa
             ("kernels", "--png", "/nowhere/a.png"),
             "--png /nowhere/a.png: must name a file in an existing folder",
         ),
+        (("step", "--tokens", "200"), "--tokens 200: give a multiple of 128"),
+        (("step", "--width", "100"), "--width 100: give a multiple of 64"),
+        (("kernels", "--png", "a.txt"), "--png a.txt: no such format; '"),
+        (("step", "--trace", __file__), f"--trace {__file__}: is a file; name a folder"),
         (("linear", "--model", "llama-9b"), "--model llama-9b: no such model; 'llama-8b'"),
         (("linear", "--tokens", "64"), "--tokens needs --model; a --shape includes its tokens"),
         (
