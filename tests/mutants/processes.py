@@ -97,6 +97,7 @@ class Ran:
 def warm(own: Sequence[str] = ()) -> None:
     """Load the large libraries, and of this package only the modules `own`: a fork loads the others anew."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("PYTEST_ADDOPTS", None)  # of the session that asks; a job's folder may not know them
     sys.path.insert(0, str(TESTS))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

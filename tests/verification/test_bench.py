@@ -84,7 +84,7 @@ def test_a_step_whose_blocks_all_stay_in_high_precision_is_not_timed_as_its_pres
 
 @pytest.mark.slow
 def test_a_step_is_timed_in_every_preset_there_is_once_each():
-    shape = ("--layers", 1, "--width", 64, "--tokens", 128, "--rounds", 1)
+    shape = ("--layers", 2, "--width", 64, "--tokens", 128, "--rounds", 1)
     done = here("bench", "step", "--all-presets", *shape, "--json")
     assert done.returncode == 0, done.stderr
     found = [line["preset"] for line in json.loads(done.stdout)]
