@@ -65,7 +65,7 @@ def conform(
     rows: list[Row] = []
 
     def show(row: "Row") -> None:
-        known = any(row.stage and _stage(row) == _stage(other) for other in rows)
+        known = any(row.stage and _alike(row) == _alike(other) for other in rows)
         rows.append(row)
         if not as_json and row.outcome != "n/a":
             print_row(screen, row, known=known)
@@ -98,8 +98,9 @@ def _save(findings: "Findings", path: Path, screen: Screen, quiet: bool) -> None
         screen.print(Text(f"{count:,} wrong numbers are in {path}"))
 
 
-def _stage(row: "Row") -> str:
-    return row.stage.partition(":")[0]
+def _alike(row: "Row") -> tuple[str, str]:
+    """Return the name of a row's wrong stage and what to declare: rows that share both are shown once."""
+    return row.stage.partition(":")[0], row.declare
 
 
 def _examined(
@@ -159,7 +160,7 @@ def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
 def print_row(screen: Screen, row: "Row", known: bool = False) -> None:
     """Print one property in a line, and below it what differs, with the first block.
 
-    Of a row whose wrong stage is `known` from one above, the stage alone is shown.
+    Of a row whose wrong stage and declaration are `known` from one above, the stage alone is shown.
     """
     from ablate.verification.conformance.result import counts
 

@@ -394,7 +394,7 @@ def test_the_fixture_fails_a_test_with_the_wrong_stage(conform):
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "nvfp4_cast.py"
 OWN = """
 import torch
-from support.published_faults import nvfp4
+from support.published_faults import nvfp4, recipe_scale
 from ablate.verification.conformance.subject import Subject
 
 def quantise(x):
@@ -406,6 +406,9 @@ def without_clamp(x, other):
 
 def made():
     return Subject("made", cast=lambda x: nvfp4(x, amax=lambda x: x.abs().amax().clamp(min=1e-4)))
+
+def two_faults(x):
+    return nvfp4(x, scale=lambda a, outer: recipe_scale(a, outer) * (1.2 if a.all() else 1) + (a == 0))
 """
 
 
@@ -495,10 +498,18 @@ def test_the_command_prints_rows_or_json_and_its_status_says_what_was_found(own)
     assert found["rows"][0]["block"]["place"] == "row 0, columns 0 to 15"
 
 
+def test_a_row_of_a_known_stage_says_what_to_declare_if_it_is_something_else(own):
+    done = here("conform", f"{own}:two_faults", "--only", "scale_midpoints", "--only", "zero_block")
+    said = " ".join(done.stdout.split())
+    assert said.count("first wrong stage: block scale: ") == 2
+    assert 'Declare variants={"*": "zero block 1"} if meant.' in said
+    assert said.count("first at ") == 2
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("{own}",), "it has quantise, without_clamp, made"),
+        (("{own}",), "it has quantise, without_clamp, made, two_faults"),
         (("--demo", "--as", "mxfp4"), "or --demo alone"),
         (("{folder}", "--only", "zero_block"), "of a folder of dumps, leave it out"),
         (("{folder}/up.safetensors",), "give the folder of the dumps"),

@@ -62,6 +62,8 @@ class Row:
     """First stage that is wrong, and what is measured of it: `code: 3 % of 8,192 wrong, ...`."""
     detail: str = ""
     """One sentence: measured number with its bound, variant, or reason of n/a."""
+    declare: str = ""
+    """Sentence, also in `detail`: what to declare for the property to hold; '' if nothing does."""
     wrong: tuple[Wrong, ...] = field(default=(), repr=False)
     """Every wrong number of that stage."""
 

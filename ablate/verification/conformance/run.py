@@ -102,8 +102,9 @@ def examined(bench: Examination, one: Property) -> Row:
     if pairs := bench.failed.get(one.name):
         stage, wrong = first_wrong_stage(pairs)
         row = replace(row, stage=stage, wrong=wrong)
-    more = ". ".join(filter(None, (row.detail, _declaration(bench, one.name))))
-    return replace(row, detail=f"promised: {one.promise} {more}".strip())
+    declare = _declaration(bench, one.name)
+    more = ". ".join(filter(None, (row.detail, declare)))
+    return replace(row, detail=f"promised: {one.promise} {more}".strip(), declare=declare)
 
 
 def _declaration(bench: Examination, name: str) -> str:
