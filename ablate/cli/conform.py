@@ -20,6 +20,14 @@ if TYPE_CHECKING:
     from ablate.verification.conformance.run import Findings
 
 _WIDTH, _NAME = 80, 28
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=2**62,
+        help="Seed of the data; default: 0. Of dumps that the emulator wrote, the seed of their run.",
+    ),
+]
 _STYLES = {"pass": "green", "variant": "yellow", "fail": "bold red", "report": "cyan", "n/a": "dim"}
 
 
@@ -34,14 +42,7 @@ def conform(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     device: Annotated[str, typer.Option(help="Device of the tensors that it is handed.")] = "cpu",
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=2**62,
-            help="Seed of the data; default: 0. Of dumps that the emulator wrote, the seed of their run.",
-        ),
-    ] = None,
+    seed: Seed = None,
     save: Annotated[
         Path | None, typer.Option(metavar="CSV", help="Write every number of the wrong stages to this file.")
     ] = None,
