@@ -25,7 +25,7 @@ Seed = Annotated[
     typer.Option(
         min=0,
         max=2**62,
-        help="Seed of the data; default: 0. Of dumps that the emulator wrote, the seed of their run.",
+        help="Seed of the data; default: 0. For dumps that the emulator wrote: the seed of their run.",
     ),
 ]
 _STYLES = {"pass": "green", "variant": "yellow", "fail": "bold red", "report": "cyan", "n/a": "dim"}
