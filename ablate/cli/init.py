@@ -93,7 +93,7 @@ workload:                      # gpt, mae, finetune (docs/learn/experiments.md);
   gpt: {{layers: 2, width: 64, heads: 2, batch: 2, steps: 300, lr: 5.0e-4}}"""
 _FORKS = """\
 design:                        # every arm continues the same bf16 run, for 15 and 30 steps from step 210;
-  {{trunk: bf16, positions: [0.7], window: 0.05, horizons: [1, 2], bad: mxfp4}}   # leave it out for full runs
+  {trunk: bf16, positions: [0.7], window: 0.05, horizons: [1, 2], bad: mxfp4}   # leave it out for full runs
 """
 _OWN = """\
 workload:
@@ -172,6 +172,9 @@ def init(
         bool,
         typer.Option("--rounding", help="Compare a rounding of your own, NAME_rounding.py, with nearest."),
     ] = False,
+    forks: Annotated[
+        bool, typer.Option("--forks", help="Compare short windows from a bf16 run, with less noise.")
+    ] = False,
     by_map: Annotated[
         bool, typer.Option("--map", help="Map which layers a recipe's damage comes from.")
     ] = False,
@@ -190,11 +193,11 @@ def init(
     if why := no_folder_name(name):
         raise InputError(f"{why}; give a name such as rht_sr, and the folder with --folder")
     chosen = [stack for stack, on in (("torchtitan", torchtitan), ("megatron", megatron), ("hf", hf)) if on]
-    kinds = {"training": training, "rounding": rounding, "map": by_map}
+    kinds = {"training": training, "rounding": rounding, "forks": forks, "map": by_map}
     named = [*chosen, *(word for word, on in kinds.items() if on)]
     if len(named) > 1:
         raise InputError(f"--{' and --'.join(named)} write different files; give one of them")
-    text = _MAP.format(name=name) if by_map else experiment_text(name, training, rounding)
+    text = _MAP.format(name=name) if by_map else experiment_text(name, training, rounding, forks)
     files = {f"{name}.yaml": text}
     files |= {f"{name}_train.py": _TRAINING} if training else {}
     files |= {f"{name}_rounding.py": _ROUNDING} if rounding else {}
@@ -223,10 +226,11 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
         raise InputError(f"{error.filename}: {error.strerror}") from None
 
 
-def experiment_text(name: str, training: bool, rounding: bool = False) -> str:
-    """Return the content of a commented experiment."""
+def experiment_text(name: str, training: bool = False, rounding: bool = False, forks: bool = False) -> str:
+    """Return the content of a commented experiment: whole runs, but for a rounding, and on request, forks."""
     workload = (_OWN if training else _BUILT_IN).format(name=name)
     knob = "workload.config.width: [64, 128]" if training else "lr: [1.0e-3, 2.0e-3]"
-    seeds, effect, design = (5, "10%", "") if training else (8, 0.001, _FORKS.format())
+    forked = forks or rounding
+    seeds, effect, design = (8, 0.001, _FORKS) if forked else (5, "10%" if training else 0.005, "")
     parts = {"workload": workload, "knob": knob, "seeds": seeds, "effect": effect, "design": design}
     return (_COMPARISON if rounding else _EXPERIMENT).format(name=name, **parts)

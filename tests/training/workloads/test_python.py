@@ -513,8 +513,17 @@ def test_the_files_that_init_writes_keep_all_promises_and_are_never_overwritten(
     assert [promise for promise in kept if not promise.kept] == []
     with pytest.raises(InputError, match=r"mine\.yaml: exists already"):
         init("mine", folder=tmp_path)
-    init("other", folder=tmp_path)
-    assert load(tmp_path / "other.yaml", device="cpu").base.workload == "gpt"
+
+
+def test_init_writes_whole_runs_and_on_request_forks(tmp_path):
+    init("plain", folder=tmp_path)
+    init("forked", forks=True, folder=tmp_path)
+    plain, forked = (load(tmp_path / f"{name}.yaml", device="cpu") for name in ("plain", "forked"))
+    assert [loaded.base.workload for loaded in (plain, forked)] == ["gpt", "gpt"]
+    assert (plain.keys.design, forked.keys.design.trunk) == (None, "bf16")
+    assert min(len(plain.seeds), len(forked.seeds)) >= 3
+    with pytest.raises(InputError, match="--training and --forks write different files"):
+        init("both", training=True, forks=True, folder=tmp_path)
 
 
 @pytest.mark.slow
