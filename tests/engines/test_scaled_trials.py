@@ -1,5 +1,6 @@
 """Trials by the engine `scaled_mm`: in FP8, which torch multiplies on a CPU, they run here as on a GPU."""
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.cases import every
+from support.cases import every, sampled
 from support.commands import here
 from support.experiments import shards, write
 from support.ranks import in_ranks
@@ -99,8 +100,9 @@ def own(events: Any) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("forks", [None, FORKS], ids=["full", "forked"])
-@pytest.mark.parametrize("fields", [{}, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("fields", "forks"), sampled(itertools.product([{}, EXPERTS], [None, FORKS]), 2, seed=0)
+)
 def test_a_trial_that_is_ended_half_way_goes_on_as_if_undisturbed(fields, forks, tmp_path):
     """Amax histories and the states of a trunk included."""
     trial = spec(tmp_path, forks=forks, config=config(tmp_path, **fields))
@@ -137,8 +139,14 @@ def on_ranks(gpt: Gpt, sharded: bool) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-@pytest.mark.parametrize("shape", [{"batch": 1, "accumulate": 4}, {"batch": 4, "accumulate": 1}])
+@pytest.mark.parametrize(
+    ("shape", "sharded"),
+    sampled(
+        itertools.product([{"batch": 1, "accumulate": 4}, {"batch": 4, "accumulate": 1}], [False, True]),
+        2,
+        seed=0,
+    ),
+)
 def test_two_ranks_train_as_one(shape, sharded, tmp_path):
     """With micro-batches of their own, and with the sequences of one, whose amaxes they share."""
     gpt = config(tmp_path, **shape)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.cases import Tier
 from torch import nn
 
 from ablate.engines import transformer_engine as native
@@ -22,7 +23,7 @@ from ablate.recipes.recipe import SLOTS, Run
 pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
-SHAPES = 50
+SHAPES = 200 if Tier.whole else 25
 BUILTIN = "recipe_type=NVFP4BlockScaling"
 
 
