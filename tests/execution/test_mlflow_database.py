@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.commands import here
 from support.experiments import environment, sweep, tiny, until
-from support.mlflow_runs import runs
+from support.mlflow_runs import histories, runs
 
 from ablate.execution.projections import Mirror
 from ablate.execution.tracking import MlflowTracker, database, follower
@@ -212,6 +212,62 @@ def test_a_run_that_is_deleted_in_its_pages_is_made_again_and_holds_up_no_other(
     assert again.data.params["arm"] == first.name
     history = client.get_metric_history(again.info.run_id, "val/loss")
     assert {point.step: point.value for point in history} == wanted
+
+
+PARENTS = {
+    "the parent": lambda parent, children: [parent],
+    "the parent and one child": lambda parent, children: [parent, children[0]],
+    "everything": lambda parent, children: [parent, *children],
+}
+"""Runs that a user deletes in MLflow's pages, of a parent and its child runs."""
+
+
+@pytest.mark.parametrize("last", ["done", "running"])
+@pytest.mark.parametrize("deleted", PARENTS)
+def test_child_runs_of_a_deleted_parent_belong_to_its_successor(deleted, last, tmp_path, monkeypatch):
+    """Delete runs while a sweep is drawn, twice, and close it as done or as interrupted."""
+    from mlflow import MlflowClient
+
+    monkeypatch.setattr(follower, "RETRY_SECONDS", 0.1)
+    store = tmp_path / "mlflow.db"
+    sweep(tiny(tmp_path, **IDLE), tmp_path)
+    gone = set()
+    with closing(Ledger(tmp_path / "sweeps" / "tiny" / "ledger.db")) as book:
+        for member in book.members():
+            book.settle(member.trial, "running")
+        for _ in range(2):
+            mirror = Mirror(url(store), book, tmp_path, tmp_path / "sweeps" / "tiny", "tiny", busy=True)
+            until(
+                lambda mirror=mirror: mirror.refresh() is not None and all(m.mlflow for m in book.members())
+            )
+            client = MlflowClient(url(store))
+            (parent,) = runs(client, "tiny", "sweep")
+            before = {run.info.run_id for run in runs(client, "tiny")}
+            for run in PARENTS[deleted](parent.info.run_id, sorted(before)):
+                client.delete_run(run)
+                gone.add(run)
+            first, *others = book.members()
+            for member in others:
+                book.settle(member.trial, "done")
+            book.settle(first.trial, last)
+            assert mirror.finish("KILLED" if last == "running" else "FINISHED", "note", 60) is None
+            (successor,) = runs(client, "tiny", "sweep")
+            children = runs(client, "tiny")
+            assert {run.data.tags["mlflow.parentRunId"] for run in children} == {successor.info.run_id}
+            assert {run.info.run_id for run in children} >= before - gone
+            assert {run.info.run_id for run in children} == {member.mlflow for member in book.members()}
+            assert book.facts.mlflow_parent == successor.info.run_id
+            final = {run.data.tags["ablate.member"]: run.info.status for run in children}
+            assert final.pop(first.key) == ("KILLED" if last == "running" else "FINISHED")
+            assert set(final.values()) == {"FINISHED"}
+            assert successor.data.tags["mlflow.note.content"] == "note"
+            for run in children:
+                assert set(histories(client, run).values()) == {1}
+                history = client.get_metric_history(run.info.run_id, "val/loss")
+                (member,) = [m for m in book.members() if m.key == run.data.tags["ablate.member"]]
+                assert {point.step: point.value for point in history} == book.series(member.trial, "val/loss")
+            for member in book.members():
+                book.settle(member.trial, "running")
 
 
 def test_a_database_that_moved_to_a_network_file_system_is_converted_before_mlflow_opens_it(

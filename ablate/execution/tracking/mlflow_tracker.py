@@ -8,7 +8,8 @@ A sweep is one MLflow experiment with one parent run; each member (arm and seed)
 
 Records keep their own time stamps, so that sending one twice stores it once. Runs that were created but never
 recorded, because a process died in between, are found by their tags and used again. Results are never read
-back. `forgotten` is set if the runs that the ledger names are gone.
+back. `forgotten` is set if the parent run that the ledger names is gone. The next tracker then creates a new
+one, and moves the child runs of a parent that a user deleted below it.
 """
 
 import json
@@ -130,6 +131,9 @@ class MlflowTracker(Tracker):
         for member in self._shipped.values():
             if not member.closed and is_active(client, member.run):
                 client.set_terminated(member.run, "KILLED")
+        for run in {*self._orphans.values()} - {member.run for member in self._shipped.values()}:
+            if is_active(client, run) and client.get_run(run).info.status == "RUNNING":
+                client.set_terminated(run, "KILLED")  # of a member that is not wanted any more, or pending
         self._save_view(client, self._id(self.experiment), ledger)
         client.set_tag(parent, runs.NOTE, note)
         client.set_terminated(parent, status)
@@ -164,7 +168,7 @@ class MlflowTracker(Tracker):
         if known and not is_active(client, known):
             self.forgotten, self.parent = True, None
             self._stop.set()
-            raise LookupError("MLflow does not have this sweep's runs any more")
+            raise LookupError("MLflow does not have this sweep's run any more; a new one is created")
         parent = known or self._new_parent(client, self.experiment, ledger)
         if not noted:
             for name in ("experiment.yaml", "provenance.json", "uncommitted.diff"):
@@ -172,9 +176,11 @@ class MlflowTracker(Tracker):
                     client.log_text(parent, text, name)
             self._save_view(client, self.experiment, ledger)
         self.parent = parent  # recorded only when it is complete
+        adopted = self._adopt(client, self.experiment)
         if known:
             client.update_run(parent, status="RUNNING")
             self._discard(client, ledger)
+        if known or adopted:
             noted_runs = ledger.mlflow_runs() | {member.run for member in self._shipped.values()}
             self._orphans = self._find_orphans(client, noted_runs)
         return client
@@ -205,6 +211,23 @@ class MlflowTracker(Tracker):
         return next(
             (run.info.run_id for run in client.search_runs([experiment], wanted, max_results=1)), None
         )
+
+    def _adopt(self, client: "MlflowClient", experiment: str) -> bool:
+        """Move the child runs of deleted parents of this sweep below the present parent; return True if there
+        were any.
+        """
+        from mlflow.entities import ViewType
+
+        wanted, adopted = f"tags.`ablate.sweep_id` = '{self._identity}'", False
+        for old in client.search_runs([experiment], wanted, ViewType.DELETED_ONLY):
+            children = f"tags.`{runs.PARENT}` = '{old.info.run_id}'"
+            while page := client.search_runs(
+                [experiment], children
+            ):  # one that was moved is in no later page
+                adopted = True
+                for run in page:
+                    client.set_tag(run.info.run_id, runs.PARENT, self._id(self.parent))
+        return adopted
 
     def _discard(self, client: "MlflowClient", ledger: Ledger) -> None:
         """Delete the runs in MLflow of results that were put aside; new runs replace them."""
