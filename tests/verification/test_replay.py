@@ -158,6 +158,26 @@ def test_operands_that_have_no_product_are_not_judged(kind):
     assert NOT_JUDGED[kind] in found["fprop"].detail
 
 
+@pytest.mark.parametrize("preset", ["nvfp4", "fp8_current", "bf16"])
+@pytest.mark.parametrize(("operand", "product"), [("x", "fprop"), ("w", "dgrad"), ("dy", "wgrad")])
+def test_a_result_of_zeros_that_is_not_zero_is_said_with_its_size(operand, product, preset):
+    """There is no gain of a product that is zero; a bias is no fault of y."""
+    tensors = dict(layer(preset=preset).tensors)
+    tensors[operand] = torch.zeros_like(tensors[operand])
+    result = {"fprop": "y", "dgrad": "dx", "wgrad": "dw"}[product]
+    for kind, right in (("zero", True), ("one number", False), ("nan", False), ("bias", product == "fprop")):
+        got = torch.zeros_like(tensors[result])
+        got[3, 5] = {"zero": 0.0, "one number": 3.0, "nan": torch.nan, "bias": 0.0}[kind]
+        got += torch.linspace(-1, 1, got.shape[1]).bfloat16() if kind == "bias" else 0.0
+        given = DumpedLayer("l", tensors | {result: got})
+        found = {one.product: one for one in findings(given, PRESETS[preset]().products)}[product]
+        assert found.right is right, found.detail
+        assert found.measured is found.expected is None
+        assert "gain nan" not in found.detail
+        assert ("3, the recipe's 0" in found.detail) is (kind == "one number"), found.detail
+        assert ("not finite at row 3, column 5" in found.detail) is (kind == "nan")
+
+
 class Foreign:
     """An object that only its own library reads."""
 

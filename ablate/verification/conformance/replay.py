@@ -155,31 +155,39 @@ class _Product:
         plain = multiplied(Operand(exact[0]), Operand(exact[1]), torch.float32)
         reach = spread(plain, *emulated.multiplied) if self.random else 0.0
         given = Expected.of(drawn, reach, self.slack)
-        values = (own.gain, own.rel_l2)
         if not own.power and not measured.any():
             return about(True, measured=None, detail="zero, as the product of its operands")
-        right = given.covers(own) and self.close(measured, draws) and not self.unrandom(measured, draws)
+        covered = not own.power or given.covers(own)
+        right = covered and self.close(measured, draws) and not self.unrandom(measured, draws)
         if self.random and not right:  # by heavy tails, a few elements decide how far draws lie apart
             draws = self.draws(MORE_DRAWS)
             given = given.over([each.rel_l2 for each in compared(draws, *exact)])
-            right = given.covers(own) and self.close(measured, draws) and not self.unrandom(measured, draws)
-        sentence = (
-            f"gain {own.gain:.4f}, expected {given.gain:.4f} ±{given.gain_margin:.4f}; relative L2"
-            f" {own.rel_l2:.4f}, expected {given.rel_l2:.4f} ±{given.rel_l2_margin:.4f}"
-        )
+            covered = not own.power or given.covers(own)
+            right = covered and self.close(measured, draws) and not self.unrandom(measured, draws)
+        if own.power:
+            about = partial(about, measured=(own.gain, own.rel_l2), expected=given)
+            sentence = (
+                f"gain {own.gain:.4f}, expected {given.gain:.4f} ±{given.gain_margin:.4f}; relative L2"
+                f" {own.rel_l2:.4f}, expected {given.rel_l2:.4f} ±{given.rel_l2_margin:.4f}"
+            )
+        else:
+            sentence = (
+                "the product of the unquantised operands is zero, so it has no gain; largest magnitude"
+                f" {measured.abs().max():.4g}, the recipe's {draws[0].abs().max():.4g}"
+            )
         if right:
-            return about(True, values, given, sentence)
+            return about(True, detail=sentence)
         mean = torch.stack([draw.double() for draw in draws]).mean(0)
         offset = (measured.double() - mean).mean(0)
         if self.product == "fprop" and self.close(measured.double() - offset, draws, measured.norm().item()):
-            return about(True, values, given, f"{sentence}; y includes a bias")
+            return about(True, detail=f"{sentence}; y includes a bias")
         shown = self.visible(measured, mean)
-        if not shown and given.covers(own):
+        if not shown and own.power and covered:
             shown = "its elements differ by more than the order of additions"
             if self.random:
                 near = "it is the product rounded to nearest"
                 shown = near if self.close(measured, draws) else "its elements are not those of another draw"
-        return about(False, values, given, "; ".join(filter(None, (shown, sentence))))
+        return about(False, detail="; ".join(filter(None, (shown, sentence))))
 
     def visible(self, measured: Tensor, mean: Tensor) -> str:
         """Return the place of numbers that are not finite, or of tiles of zeros; '' if there are none."""
