@@ -328,6 +328,32 @@ def test_a_result_without_numbers_is_refused(recipe):
     assert (row.outcome, "neither values nor" in row.detail) == (Outcome.FAIL, True)
 
 
+def fp8(x, factor=1.0):
+    """Codes and factor of current scaling in E4M3: no block scales."""
+    outer = x.abs().amax().float() / 448
+    return Quantised(codes=(x.float() / outer * factor).to(torch.float8_e4m3fn), outer=outer)
+
+
+def test_a_cast_without_block_scales_returns_codes_and_a_factor():
+    only = ["random_bf16", "nan_visible"]
+    assert conform(lambda x: fp8(x, 0.75), "fp8_current", only=only[:1]).rows[0].block.place == (
+        "normal: row 0, column 0"
+    )
+    wrong = conform(lambda x: fp8(x, 0.75), "fp8_current", only=only[:1]).rows[0]
+    assert wrong.block.computed.startswith("tensor amax ")
+    right = conform(fp8, "fp8_current", only=only).rows
+    assert [row.outcome for row in right if row.property in only] == [Outcome.PASS] * 2
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (64, 1), (64, 16), (64, 8), (64, 256)])
+def test_scales_of_a_recipe_without_block_scales_are_refused_as_such(shape):
+    row = conform(lambda x: (fp8(x).codes, torch.ones(shape)), "fp8_current", only="random_bf16").rows[0]
+    assert row.outcome == Outcome.FAIL
+    assert f"returned scales {list(shape)}" in row.detail
+    assert "the recipe has no block scales" in row.detail
+    assert "blocks of" not in row.detail
+
+
 @pytest.mark.parametrize(
     ("declared", "outcome"), [({}, Outcome.FAIL), ({"random_gradients": "nearest"}, Outcome.VARIANT)]
 )
@@ -409,6 +435,11 @@ def made():
 
 def two_faults(x):
     return nvfp4(x, scale=lambda a, outer: recipe_scale(a, outer) * (1.2 if a.all() else 1) + (a == 0))
+
+def nothing_finite(x):
+    values = torch.ones(x.shape)
+    values[0, :3] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    return values
 """
 
 
@@ -496,6 +527,14 @@ def test_the_command_prints_rows_or_json_and_its_status_says_what_was_found(own)
     assert (wrong.returncode, found["passed"]) == (1, False)
     assert found["rows"][0]["stage"].startswith("amax: 1 of 1 wrong, such as 0.0001, not ")
     assert found["rows"][0]["block"]["place"] == "row 0, columns 0 to 15"
+
+
+def test_a_document_has_null_for_numbers_that_are_not_finite(own):
+    """The reader refuses NaN, Infinity and -Infinity, which JSON does not have."""
+    done = here("conform", f"{own}:nothing_finite", "--only", "random_bf16", "--json")
+    (row, *_) = json.loads(done.stdout, parse_constant=pytest.fail)["rows"]
+    assert done.returncode == 1
+    assert row["block"]["got"][:4] == [None, None, None, 1.0]
 
 
 def test_a_row_of_a_known_stage_says_what_to_declare_if_it_is_something_else(own):

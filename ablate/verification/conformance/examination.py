@@ -309,11 +309,12 @@ def first_block(pair: Pair) -> Block | None:
 
     got, expected, x = pair.got, pair.expected, pair.x[row, columns].float()
     values = got.dequantised(length)
-    amaxes = [f"block amax {float(x.abs().max()):.6g}"]
+    amaxes = [f"block amax {float(x.abs().max()):.6g}"] if pair.quant.block else []
     if expected.amax is not None and pair.quant.outer is not None:
         amax = float(expected.amax.reshape(-1)[row if expected.amax.numel() > 1 else 0])
         amaxes.append(f"tensor amax {amax:.6g}")
-    text = f"row {row}, columns {columns.start} to {columns.stop - 1}"
+    last = f"s {columns.start} to {columns.stop - 1}" if pair.quant.block else f" {columns.start}"
+    text = f"row {row}, column{last}"
     return Block(
         f"{pair.where}: {text}" if pair.where else text,
         tuple(x.tolist()),

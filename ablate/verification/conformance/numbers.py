@@ -52,10 +52,11 @@ class Numbers:
 
     def dequantised(self, length: int) -> Tensor | None:
         """Return the values; those of codes and scales if none were returned. fp32 [rows, columns]."""
-        if self.values is not None or self.codes is None or self.scales is None:
+        if self.values is not None or self.codes is None or (self.scales is None and self.outer is None):
             return self.values
-        scales = over_elements(self.scales, length, self.codes.shape[1])
-        decoded = self.codes * scales
+        decoded = self.codes
+        if self.scales is not None:
+            decoded = decoded * over_elements(self.scales, length, decoded.shape[1])
         return decoded if self.outer is None else decoded * self.outer
 
 
@@ -166,6 +167,11 @@ def _codes(codes: Tensor, rows: int, columns: int, quant: Quant) -> Tensor:
 
 
 def _scales(scales: Tensor, rows: int, columns: int, quant: Quant, swizzled: bool) -> Tensor:
+    if quant.block is None:
+        raise UnreadableError(
+            f"returned scales {list(scales.shape)} for x {[rows, columns]}; the recipe has no block scales:"
+            " return the factor of the tensor, or of each row, as outer of conformance.Quantised"
+        )
     high, length = quant.tile
     blocks, name = -(-columns // length), SCALES[quant.scale.format].dtype if quant.scale else None
     if scales.dtype in (torch.uint8, torch.int8):
