@@ -3,11 +3,12 @@
 import errno
 import fcntl
 import json
+import math
 import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +38,15 @@ def no_folder_name(name: str) -> str | None:
     if "/" in name or "\\" in name or not name.isprintable():
         return f"{name!r} contains a separator or an unprintable character"
     return f"this name has more than {_LONGEST_NAME} bytes" * (len(name.encode()) > _LONGEST_NAME) or None
+
+
+def finite(content: Any) -> Any:
+    """Return JSON data with None in place of numbers that are not finite, which JSON does not have."""
+    if isinstance(content, Mapping):
+        return {key: finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content
 
 
 def write(path: Path, content: object) -> None:

@@ -3,7 +3,6 @@
 Times are medians over interleaved rounds, on one thread; `spread` is the interquartile range as a fraction.
 """
 
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
@@ -15,7 +14,7 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from ablate.cli.common import console, print_starting
+from ablate.cli.common import console, print_json, print_starting
 from ablate.cli.option_groups import App
 from ablate.engines import AUTO, ENGINES
 from ablate.engines.hardware import Refusal, this_machine
@@ -86,7 +85,7 @@ class Output:
 
             getattr(figures, figure)(lines, *axes).write(self.png)
         if self.as_json:
-            print(json.dumps(lines if about is None else {**about, "lines": lines}, indent=1))
+            print_json(lines if about is None else {**about, "lines": lines})
             return
         table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
         names = [name for name in lines[0] if name not in hidden]

@@ -1,6 +1,7 @@
 """Exit statuses and the console of all commands, and the handling of a user's mistakes and of signals."""
 
 import errno
+import json
 import os
 import shutil
 import signal
@@ -18,7 +19,7 @@ from rich.segment import Segment
 
 from ablate.cli.option_groups import App
 from ablate.errors import InputError, printable
-from ablate.files import ensure_home
+from ablate.files import ensure_home, finite
 
 if TYPE_CHECKING:
     from ablate.store.ledger import Ledger
@@ -121,6 +122,11 @@ def run_program(command: Callable[..., None]) -> None:
     app = App(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     run(app)
+
+
+def print_json(document: object) -> None:
+    """Print a document as JSON; numbers that are not finite are null."""
+    print(json.dumps(finite(document), indent=1, allow_nan=False))
 
 
 def print_starting(task: str, quiet: bool = False) -> None:

@@ -1,6 +1,5 @@
 """`ablate conform`: find out whether somebody's FP4 quantiser or product computes a recipe."""
 
-import json
 import sys
 import textwrap
 import time
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, Screen, print_starting
+from ablate.cli.common import DONE, FAILED, Screen, print_json, print_starting
 from ablate.errors import InputError, nearest, one_line
 from ablate.recipes import PRESETS, Recipe
 
@@ -79,7 +78,7 @@ def conform(
             else _examined(subject, recipe, only, device, seed, show)
         )
     if as_json:
-        print(json.dumps(_document(findings, time.monotonic() - started), indent=1))
+        print_json(_document(findings, time.monotonic() - started))
     else:
         for row in findings.rows[len(rows) :]:  # of a folder of dumps
             print_row(screen, row)

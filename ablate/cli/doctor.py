@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, console, print_starting
+from ablate.cli.common import DONE, FAILED, console, print_json, print_starting
 from ablate.engines import ENGINES, SCALED, module_name, parity_record
 from ablate.engines.hardware import Machine, this_machine
 from ablate.errors import InputError, nearest
+from ablate.files import finite
 from ablate.numerics.spec import VERSION
 from ablate.reports.plain_text import duration
 
@@ -74,7 +75,7 @@ def doctor(
             rows += ((group, row) for row in group_rows)
     seconds = time.monotonic() - started
     if as_json:
-        print(json.dumps(_document(rows, fast, seconds), indent=1))
+        print_json(_document(rows, fast, seconds))
     screen.print(_verdict([row for _, row in rows], fast), Text(f"({duration(seconds)})", "dim"))
     raise typer.Exit(FAILED if any(row.ok is False for _, row in rows) else DONE)
 
@@ -112,7 +113,7 @@ def _compare(engine: str, record: Path | None, fast: bool, as_json: bool) -> Non
         _kept(document, machine) if not fast or not comparison.agrees else ""
     )  # a quick comparison never approves an engine, but can reject it
     if as_json:
-        print(json.dumps(document, indent=1))
+        print_json(document)
     style = "bold green" if comparison.agrees else "bold red"
     screen.print(Text(comparison.verdict(), style), Text(f"({duration(document['seconds'])})", "dim"))
     screen.print(f"Written: {' and '.join(map(str, written))}{kept}")
@@ -152,7 +153,7 @@ def _written(comparison: "ParityRun", document: "ParityDocument", record: Path |
     path = record or Path(
         "-".join(["parity", *(re.sub(r"[^\w.]+", "-", str(part)) for part in parts)]) + ".json"
     )
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(finite(document), indent=1) + "\n", encoding="utf-8")
     picture = comparison.draw(path.with_suffix(".png"))
     return [path] if picture is None else [path, picture]
 

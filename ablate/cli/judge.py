@@ -1,6 +1,5 @@
 """`ablate judge X --against A`: verdicts on runs that were not started here."""
 
-import json
 import re
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -11,7 +10,7 @@ import typer
 from rich.text import Text
 
 from ablate.cli.answer_view import MOST_LINES, print_lines
-from ablate.cli.common import DONE, console, print_starting
+from ablate.cli.common import DONE, console, print_json, print_starting
 from ablate.cli.options import Flags, JsonOption
 from ablate.cli.report import make
 from ablate.cli.settings import Settings
@@ -192,7 +191,7 @@ def judge(
     said = [*found.said, *write(settings.state, title, found, question)]
     if as_json:
         with closing(open_ledger(settings.state, title)) as ledger:
-            print(json.dumps(judgement_of(ledger, said).document(), indent=1))
+            print_json(judgement_of(ledger, said).document())
         raise typer.Exit(DONE)
     _print(settings, title, said)
     if report:
@@ -208,7 +207,7 @@ def _gate(found: "Found", asked: QuestionFlags, gated: GateFlags, proposal: str,
         found.runs, asked.question, gated.history, gated.floor, gated.proposals, gated.token, proposal
     )
     if as_json:
-        print(json.dumps(judged.document() | {"said": [*found.said, *said]}, indent=1))
+        print_json(judged.document() | {"said": [*found.said, *said]})
     else:
         screen = console()
         for line in (*found.said, *said):

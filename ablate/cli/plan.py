@@ -2,7 +2,6 @@
 imports torch only to try functions that recipes name.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import console
+from ablate.cli.common import console, print_json
 from ablate.cli.options import Capability, DeviceFlags, ExperimentFile, JsonOption, Seeds, SweepFlags
 from ablate.cli.settings import Settings
 from ablate.engines import makes_operands
@@ -99,7 +98,7 @@ def plan(
     if machine is None:
         require_contracts(file, experiment, settings.device)
     if as_json:
-        print(json.dumps(as_data(experiment, settings), indent=2))
+        print_json(as_data(experiment, settings))
     else:
         show(experiment, settings)
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from rich.text import Text
 
-from ablate.cli.common import console
+from ablate.cli.common import console, print_json
 from ablate.cli.options import Flags, JsonOption, complete_sweeps
 from ablate.errors import InputError, nearest, one_line
 from ablate.execution.sweep_control import folders
@@ -113,7 +113,7 @@ def _leaderboard(
         entry for entry in entries if (workload or "") in entry.workload and metric in (None, entry.metric)
     ]
     if as_json:
-        print(json.dumps([document(entry) for entry in chosen], indent=1))
+        print_json([document(entry) for entry in chosen])
     elif not chosen:
         raise InputError(nothing(entries, workload, metric))
     elif as_markdown:
@@ -221,7 +221,7 @@ def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
             }
             for a, b, result in found
         ]
-        print(json.dumps(rows, indent=1))
+        print_json(rows)
         return
     screen = console()
     for number, (a, b, result) in enumerate(found):

@@ -1,6 +1,5 @@
 """`ablate status`: progress of every sweep, from its ledger and its lock. Read-only, without torch."""
 
-import json
 import sqlite3
 import time
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, console
+from ablate.cli.common import DONE, FAILED, console, print_json
 from ablate.cli.options import Flags, JsonOption, Sweeps
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, one_line
@@ -64,7 +63,7 @@ def status(
             asdict(sweep) | {"total": sweep.total, "over": sweep.over}
             for sweep in _all(selected, settings.state)
         ]
-        print(json.dumps(documents, indent=1))
+        print_json(documents)
     elif watch:
         _watch(screen, settings.state, sweeps)
     else:
@@ -83,7 +82,7 @@ def _verify(sweeps: Iterable[Path], state: Path, as_json: bool) -> int:
     """Compare sweeps with the folders of their trials, print the result, and return the exit status."""
     results = {folder.name: _compare(folder, state) for folder in sweeps}
     if as_json:
-        print(json.dumps([{"name": name, **asdict(result)} for name, result in results.items()], indent=1))
+        print_json([{"name": name, **asdict(result)} for name, result in results.items()])
     else:
         for name, result in results.items():
             print(f"{name}: {result.sentence}")

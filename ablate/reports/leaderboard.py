@@ -17,6 +17,7 @@ from pathlib import Path
 
 from ablate.errors import InputError
 from ablate.experiment.yaml_document import display
+from ablate.files import finite
 from ablate.recipes import PRESETS, Recipe
 from ablate.reports.comparison_tables import NEEDED, WORD, judged
 from ablate.reports.plain_text import duration, markdown_cell
@@ -151,10 +152,10 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
             minimize=metric.direction == "minimize",
             arm=arm.name,
             against=arm.baseline,
-            mean=_finite(arm.mean),
-            gap=_finite(arm.gap.mean),
-            low=_finite(arm.gap.low),
-            high=_finite(arm.gap.high),
+            mean=finite(arm.mean),
+            gap=finite(arm.gap.mean),
+            low=finite(arm.gap.low),
+            high=finite(arm.gap.high),
             verdict=arm.verdict,
             seeds=arm.gap.pairs,
             seconds=math.fsum(seconds[member.trial] for member in members[arm.name]),
@@ -164,11 +165,6 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
             shares_trunk=bool((spec.get("forks") or {}).get("trunk")),
             unverified=unsealed,
         )
-
-
-def _finite(value: float) -> float | None:
-    """Return a number that JSON can represent, or None."""
-    return value if math.isfinite(value) else None
 
 
 def _commit(ledger: Ledger) -> str:

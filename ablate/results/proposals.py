@@ -41,6 +41,7 @@ import numpy as np
 from scipy import special
 
 from ablate.errors import InputError
+from ablate.files import finite
 from ablate.results.number_text import counted, number
 
 Word = Literal["keep", "discard", "run again"]
@@ -330,8 +331,7 @@ class Decision:
         """Return the decision as JSON: infinite thresholds are null."""
         document = asdict(self)
         if self.evidence is not None:
-            finite = math.isfinite(self.evidence.threshold)
-            document["evidence"]["threshold"] = self.evidence.threshold if finite else None
+            document["evidence"]["threshold"] = finite(self.evidence.threshold)
         return document
 
     @classmethod

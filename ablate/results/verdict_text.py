@@ -8,11 +8,10 @@ line with all of this:
     undecided (worse alone, not after Holm's correction); 8 (4 to 66) seeds in all
 """
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ablate.files import Json
+from ablate.files import Json, finite
 from ablate.results.paired_stats import FEWEST_DISTINCT, MOST_SEEDS, Kind, Needed, Reason, Verdict
 
 NO_ANSWER = "No answer:"
@@ -141,8 +140,8 @@ def verdict_document(verdict: Verdict) -> dict[str, Json]:
     return {
         "kind": verdict.kind,
         "reason": verdict.reason,
-        "p": None if math.isnan(verdict.p) else verdict.p,
-        "p_equivalence": None if math.isnan(verdict.p_equivalence) else verdict.p_equivalence,
+        "p": finite(verdict.p),
+        "p_equivalence": finite(verdict.p_equivalence),
         "alone": verdict.alone,
         "exploratory": verdict.exploratory,
         "fresh_seeds": verdict.fresh_seeds,

@@ -221,9 +221,7 @@ class MlflowTracker(Tracker):
         wanted, adopted = f"tags.`ablate.sweep_id` = '{self._identity}'", False
         for old in client.search_runs([experiment], wanted, ViewType.DELETED_ONLY):
             children = f"tags.`{runs.PARENT}` = '{old.info.run_id}'"
-            while page := client.search_runs(
-                [experiment], children
-            ):  # one that was moved is in no later page
+            while page := client.search_runs([experiment], children):  # moved ones are in no later page
                 adopted = True
                 for run in page:
                     client.set_tag(run.info.run_id, runs.PARENT, self._id(self.parent))
