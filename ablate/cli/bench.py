@@ -3,9 +3,11 @@
 Times are medians over interleaved rounds, on one thread; `spread` is the interquartile range as a fraction.
 """
 
+import math
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,6 +22,7 @@ from ablate.engines import AUTO, ENGINES
 from ablate.engines.hardware import Refusal, this_machine
 from ablate.errors import InputError, nearest
 from ablate.recipes import PRESETS, Recipe
+from ablate.training.hyperparameters import MOST_LAYERS, MOST_SEQUENCES, MOST_WIDTH
 from ablate.verification import bench_runs, linear_layers, timing
 from ablate.verification.bench_runs import Line, Stepper, in_both_modes, stepper
 
@@ -127,7 +130,9 @@ def kernels(
     if builds and device == "cuda":
         raise InputError("--builds: the builds are for CPUs; leave it out, or use --device cpu")
     output.begin()
-    lines = bench_runs.quantiser_speeds(sizes, device, rounds, builds)
+    largest = max(sizes, key=math.prod)
+    with _within_memory("x".join(map(str, largest)), 8 * math.prod(largest), device):  # fp32, and a copy
+        lines = bench_runs.quantiser_speeds(sizes, device, rounds, builds)
     output.show(lines, "bars", "Melem/s", "operation", "back end")
 
 
@@ -135,9 +140,14 @@ def kernels(
 class GptOptions:
     """Options on the model to time."""
 
-    layers: Annotated[int, typer.Option(min=1, help="Number of blocks of the gpt.")] = 6
-    width: Annotated[int, typer.Option(min=64, help="Width of the gpt, a multiple of 64.")] = 256
-    tokens: Annotated[int, typer.Option(min=128, help="Tokens in a step, a multiple of 128.")] = 2048
+    layers: Annotated[int, typer.Option(min=1, max=MOST_LAYERS, help="Number of blocks of the gpt.")] = 6
+    width: Annotated[
+        int, typer.Option(min=64, max=MOST_WIDTH, help="Width of the gpt, a multiple of 64.")
+    ] = 256
+    tokens: Annotated[
+        int,
+        typer.Option(min=128, max=128 * MOST_SEQUENCES, help="Tokens in a step, a multiple of 128."),
+    ] = 2048
 
 
 @app.command()
@@ -179,8 +189,11 @@ def step(
         raise InputError(f"--trace {trace}: is a file; name a folder")
     output.begin()
     recipes = {name: PRESETS[name]() for name in names} if all_presets else in_both_modes(names)
-    steppers = _steppers(recipes, gpt, device, compiled)
-    lines = bench_runs.step_speeds(steppers, gpt.tokens, device, rounds, trace)
+    asked = f"--layers {gpt.layers}, --width {gpt.width} and --tokens {gpt.tokens}"
+    weights = 12 * gpt.layers * gpt.width**2  # in blocks, each with a gradient and two moments in fp32
+    with _within_memory(asked, 16 * weights * len(recipes), device):
+        steppers = _steppers(recipes, gpt, device, compiled)
+        lines = bench_runs.step_speeds(steppers, gpt.tokens, device, rounds, trace)
     output.show(lines, "shares", "step ms", "preset", (*timing.GROUPS, "rest"))
 
 
@@ -250,7 +263,9 @@ def linear(
     output.begin()
     recipes = in_both_modes(names) if layers.wide else {name: PRESETS[name]() for name in names}
     chosen = _engines(layers.engine, recipes, sizes, target)
-    found = linear_layers.layer_speeds(chosen, sizes, target, layers.weights, rounds)
+    largest = max(sizes, key=lambda shape: shape.bytes)
+    with _within_memory(largest.size, largest.bytes, target):
+        found = linear_layers.layer_speeds(chosen, sizes, target, layers.weights, rounds)
     about = {
         "machine": linear_layers.machine(target),
         "date": f"{datetime.now().astimezone():%Y-%m-%d %H:%M %Z}",
@@ -279,6 +294,36 @@ def _device(asked: str | None) -> str:
     if asked == "cuda" and not available:
         raise InputError("--device cuda: torch sees no GPU with CUDA here; use --device cpu")
     return asked or ("cuda" if available else "cpu")
+
+
+@contextmanager
+def _within_memory(asked: str, least: int, device: str) -> Iterator[None]:
+    """Raise InputError if the block needs more memory than there is.
+
+    Args:
+        asked: Sizes as they were given.
+        least: Bytes of its largest tensors. More than are free are not tried: Linux would grant them and end
+            a process when they are written.
+        device: Class of device.
+    """
+    import psutil
+    import torch
+
+    from ablate.execution.trial_runner import out_of_memory
+
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else psutil.virtual_memory().available
+    larger = f"{asked}: larger than the memory of this {'GPU' if device == 'cuda' else 'machine'}"
+    if least > free:
+        raise InputError(
+            f"{larger}: at least {least / 2**30:,.1f} GiB are needed, and {free / 2**30:,.1f} GiB are free"
+        )
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not out_of_memory(error):
+            raise
+        first = (str(error).strip() or "no more memory").splitlines()[0]
+        raise InputError(f"{larger}: {first}; give smaller sizes") from None
 
 
 def _steppers(recipes: dict[str, Recipe], gpt: GptOptions, device: str, compiled: bool) -> dict[str, Stepper]:

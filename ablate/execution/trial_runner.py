@@ -329,6 +329,12 @@ def _refuse_edited(spec: TrialSpec, folder: Path) -> None:
     )
 
 
+def out_of_memory(error: Exception) -> bool:
+    """Return True for an error of torch or Python by which it has less memory than a tensor needs."""
+    causes = ("out of memory", "allocate memory", "size calculation overflowed", "multiplication overflow")
+    return isinstance(error, MemoryError) or any(cause in str(error) for cause in causes)
+
+
 def within_memory(events: Iterator[Event], device: str) -> Iterator[Event]:
     """Yield the events.
 
@@ -345,11 +351,7 @@ def within_memory(events: Iterator[Event], device: str) -> Iterator[Event]:
         first = (str(error).strip() or "no more memory").splitlines()[0]
         if "deterministic implementation" in first:
             raise InputError(f"{first} On a GPU, set the workload's deterministic: false") from error
-        if (
-            not isinstance(error, MemoryError)
-            and "out of memory" not in first
-            and "allocate memory" not in first
-        ):
+        if not out_of_memory(error):
             raise
         import torch
 

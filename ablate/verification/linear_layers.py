@@ -69,6 +69,11 @@ class Shape(NamedTuple):
         return f"{self.tokens}x{self.inputs}x{self.outputs}"
 
     @property
+    def bytes(self) -> int:
+        """Bytes of its bf16 input and output and of its fp32 weight, each with a gradient."""
+        return 4 * self.tokens * (self.inputs + self.outputs) + 8 * self.inputs * self.outputs
+
+    @property
     def flops(self) -> float:
         """Floating-point operations of one of its three products; all three have the same number."""
         return 2.0 * self.tokens * self.inputs * self.outputs

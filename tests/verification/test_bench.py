@@ -82,6 +82,27 @@ def test_a_step_whose_blocks_all_stay_in_high_precision_is_not_timed_as_its_pres
     assert not done.stdout
 
 
+TOO_LARGE = {
+    "kernels": ["10000000x10000000", "99999999999x99999999999"],
+    "linear": ["1000000x1000000x1000000", "99999999999x99999999999x16", "16x16x99999999999999999999"],
+    "step": ["--width 1048576", "--tokens 134217600"],
+}
+"""Sizes beyond any machine's memory, by command; the last two steps are at the limits of their options."""
+
+
+@every(command=TOO_LARGE)
+def test_sizes_larger_than_memory_are_refused_in_a_sentence(command):
+    for words in TOO_LARGE[command]:
+        asked = ["bf16", "--shape", words] if command == "linear" else words.split()
+        done = here("bench", command, *asked, "--device", "cpu", "--rounds", 1)
+        assert done.returncode == 2, words
+        assert words.removeprefix("--") in done.stderr.replace("--", "")
+        assert "larger than the memory of this machine" in done.stderr
+        assert len(done.stderr.splitlines()) == 2  # with the line on what starts
+    for words in ("--width 6400000", "--tokens 128000000000000", "--layers 1025"):
+        assert here("bench", "step", *words.split()).returncode == 2
+
+
 @pytest.mark.slow
 def test_a_step_is_timed_in_every_preset_there_is_once_each():
     shape = ("--layers", 2, "--width", 64, "--tokens", 128, "--rounds", 1)
