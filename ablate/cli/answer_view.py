@@ -4,10 +4,10 @@ from contextlib import closing
 from dataclasses import replace
 from statistics import median
 
-from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
+from ablate.cli.common import Screen
 from ablate.cli.plan import expected_width
 from ablate.cli.settings import Settings
 from ablate.errors import one_line
@@ -63,7 +63,7 @@ _FLOORS = {
 
 
 def print_answer(
-    experiment: Experiment, settings: Settings, screen: Console, below: int = 0, everything: bool = False
+    experiment: Experiment, settings: Settings, screen: Screen, below: int = 0, everything: bool = False
 ) -> None:
     """Print the answer, its checks, the comparisons that the question names and what would settle it.
 
@@ -83,7 +83,7 @@ def print_answer(
 
 
 def print_lines(
-    compared: Comparisons, screen: Console, most: int, state_option: str = "", rows: bool = True
+    compared: Comparisons, screen: Screen, most: int, state_option: str = "", rows: bool = True
 ) -> Headline:
     """Print the answer in a few lines, and return it.
 
@@ -103,12 +103,11 @@ def print_lines(
     left -= len(stated)
     if rows and left > 1 and compared.arms:
         screen.print(_few_rows(compared, answer.valid, left - 1, screen.width))
-    for line in remedy:
-        screen.print(line, soft_wrap=True)  # a command in two lines cannot be copied
+    screen.lines(*remedy)  # a command in two lines cannot be copied
     return answer
 
 
-def _stated(answer: Headline, screen: Console, most: int) -> list[Text]:
+def _stated(answer: Headline, screen: Screen, most: int) -> list[Text]:
     """Return lead and sentences in at most `most` lines."""
     style = "green" if answer.answered else "red" if not answer.valid else "yellow"
     rest = one_line(" ".join(filter(None, (answer.text, answer.simplest))))
@@ -116,7 +115,7 @@ def _stated(answer: Headline, screen: Console, most: int) -> list[Text]:
     return wrapped(text, screen, most)
 
 
-def _checks(checks: tuple[Check, ...], screen: Console) -> list[Text]:
+def _checks(checks: tuple[Check, ...], screen: Screen) -> list[Text]:
     """Return the checks: those that did not pass first."""
     found: list[Text] = []
     kinds = {"failed": ("Failed", "red"), "warning": ("Mind", "yellow"), "passed": ("Checked", "dim")}
@@ -126,7 +125,7 @@ def _checks(checks: tuple[Check, ...], screen: Console) -> list[Text]:
     return found
 
 
-def _remedy(answer: Headline, screen: Console, state_option: str) -> list[Text]:
+def _remedy(answer: Headline, screen: Screen, state_option: str) -> list[Text]:
     """Return the command that settles the question with its cost, or why there is none.
 
     `state_option`: option that the command needs for this state folder.
@@ -177,7 +176,7 @@ def _in_order(arms: list[ArmSummary], metric: Metric, ledger: Ledger) -> list[Ar
 
 
 def _print_tables(
-    experiment: Experiment, settings: Settings, screen: Console, compared: Comparisons, valid: bool
+    experiment: Experiment, settings: Settings, screen: Screen, compared: Comparisons, valid: bool
 ) -> None:
     """Print the table of arms, the effect of each knob, and, of a valid answer, how to read them."""
     for metric in experiment.metrics:

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.table import Table
 
-from ablate.cli.common import console, print_json, print_starting
+from ablate.cli.common import console, plain_table, print_json, print_starting
 from ablate.cli.option_groups import App
 from ablate.engines import AUTO, ENGINES
 from ablate.engines.hardware import Refusal, this_machine
@@ -90,11 +89,11 @@ class Output:
         if self.as_json:
             print_json(lines if about is None else {**about, "lines": lines})
             return
-        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
         names = [name for name in lines[0] if name not in hidden]
-        for name in names:
-            head = name.replace("forward", "fwd").replace("backward", "bwd")  # one line in 160 columns
-            table.add_column(head, justify="right" if name in FORMS else "left")
+        heads = {  # one line in 160 columns
+            name: name.replace("forward", "fwd").replace("backward", "bwd") for name in names
+        }
+        table = plain_table(*heads.values(), right=[heads[name] for name in names if name in FORMS])
         for line in lines:
             values = ((FORMS.get(name, "{}"), line[name]) for name in names)
             table.add_row(*("-" if value is None else form.format(value) for form, value in values))
@@ -280,7 +279,7 @@ def linear(
     if not output.as_json:
         reached = [f"{speed:,.0f}" for speed in sorted(found.reached)]
         figure = f": {reached[0]} to {reached[-1]} {found.unit}" if reached else ""
-        console().print(f"Of peak: a share of {found.yardstick}{figure}.", soft_wrap=True)
+        console().lines(f"Of peak: a share of {found.yardstick}{figure}.")
 
 
 # --- checks of what is asked ----------------------------------------------------------------------

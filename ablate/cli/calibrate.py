@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from ablate.cli.common import FAILED, console, program
+from ablate.cli.common import FAILED, console, plain_table, program
 from ablate.cli.options import DeviceFlags, ExperimentFile
 from ablate.cli.settings import Settings
 from ablate.errors import InputError
@@ -113,9 +113,8 @@ def _sharpest(chosen: "Candidate", seeds: int, arms: int) -> str:
 
 
 def _table(candidates: "Sequence[Candidate]", chosen: "Candidate", arms: int) -> Table:
-    table = Table(header_style="bold", pad_edge=False, box=None, padding=(0, 2, 0, 0))
-    for column in ("design", "known-bad arm", "deviation", "s a seed", "t after 1 h", "± at 3, 5, 8 seeds"):
-        table.add_column(column, justify="left" if column == "design" else "right")
+    numbers = ("known-bad arm", "deviation", "s a seed", "t after 1 h", "± at 3, 5, 8 seeds")
+    table = plain_table("design", *numbers, right=numbers)
     for one in sorted(candidates, key=lambda each: -each.sharpness(arms)):
         widths = ", ".join(f"{one.half_width(seeds):.2g}" for seeds in (3, 5, 8))
         table.add_row(

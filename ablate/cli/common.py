@@ -8,7 +8,7 @@ import signal
 import sqlite3
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -16,6 +16,8 @@ from typing import IO, TYPE_CHECKING, Literal
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
 
 from ablate.cli.option_groups import App
 from ablate.errors import InputError, printable
@@ -170,6 +172,11 @@ class Screen(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
+    def lines(self, *texts: str | Text, style: str = "") -> None:
+        """Print each text in one line that is not wrapped, so that paths and commands can be copied."""
+        for text in texts:
+            self.print(text, style=style, soft_wrap=True)
+
 
 def console() -> Screen:
     """Return a console on standard output. It is 160 columns wide if that is no terminal, so that tables fit
@@ -177,6 +184,17 @@ def console() -> Screen:
     """
     screen = Screen()
     return screen if screen.is_terminal else Screen(width=160)
+
+
+def plain_table(*names: str, right: Collection[str] = (), style: str = "bold") -> Table:
+    """Return a table without rules and with these heads, in a style; without any, it has no line of heads.
+
+    `right`: columns that are aligned right.
+    """
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=style, show_header=bool(names))
+    for name in names:
+        table.add_column(name, justify="right" if name in right else "left")
+    return table
 
 
 def program(name: str) -> str:

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, FileSizeColumn, Progress, SpinnerColumn, Te
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import console
+from ablate.cli.common import console, plain_table
 from ablate.cli.option_groups import App
 from ablate.errors import InputError
 from ablate.training.data import jobs, open_corpus, open_images, prepared, shards
@@ -95,7 +95,7 @@ def prepare(
     screen = console()
     screen.print(_table(_rows(about)))
     screen.print("\nIn an experiment:", style="dim")
-    screen.print(f"workload: {{gpt: {{data: {{prepared: {out}}}}}}}", soft_wrap=True)
+    screen.lines(f"workload: {{gpt: {{data: {{prepared: {out}}}}}}}")
 
 
 def _job(inputs: list[str], text: TextOptions, dataset: DatasetOptions) -> jobs.Job:
@@ -192,7 +192,7 @@ def _images(source: str) -> Iterator[tuple[str, str]]:
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = plain_table()
     for name, value in rows:
         table.add_row(Text(name, "bold"), Text(value, overflow="fold"))
     return table

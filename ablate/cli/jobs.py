@@ -83,11 +83,10 @@ def export_jobs(
     screen = console()
     for number, trials in enumerate(ids, 1):
         after = f", after stage {number - 1}: they start from its states" if number > 1 else ""
-        screen.print(f"stage {number}: {counted(len(trials), 'trial')}{after}", soft_wrap=True)
-    screen.print(
+        screen.lines(f"stage {number}: {counted(len(trials), 'trial')}{after}")
+    screen.lines(
         f"Each task: {need}; device {settings.device}, engine {experiment.engine}."
         + " For GPUs elsewhere: --capability, such as 10.0 for a B200." * (settings.device == "cpu"),
-        soft_wrap=True,
     )
     if experiment.keys.growth:
         screen.print("Seeds are added by results: after `ablate collect`, export the next ones.")
@@ -123,12 +122,10 @@ def collect(
     for each in found:
         if each.status in ("not finished", "damaged"):
             why = f": {each.detail}" if each.detail else ", and its log is empty: it was killed, or runs"
-            screen.print(f"  {each.trial} {each.status}{why}", soft_wrap=True, markup=False)
+            screen.lines(f"  {each.trial} {each.status}{why}")
     missing = {each.trial for each in found if each.status not in ("copied", "there already")}
-    for line in _queue_again(folder, jobs, missing):
-        screen.print(line, soft_wrap=True, markup=False)
-    for line in news:
-        screen.print(line, soft_wrap=True, markup=False)
+    screen.lines(*_queue_again(folder, jobs, missing))
+    screen.lines(*news)
     own_device = device_class().device
     if own_device == "cpu" != jobs.device:
         name = shlex.quote(experiment.name)
@@ -138,7 +135,7 @@ def collect(
     else:
         device = f" --device {jobs.device}" * (jobs.device != own_device)
         advice = f"`ablate sweep {jobs.file}{device}` prints the answer, and runs here what is missing."
-    screen.print(advice, soft_wrap=True, markup=False)
+    screen.lines(advice)
     raise typer.Exit(FAILED if missing else DONE)
 
 

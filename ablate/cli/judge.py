@@ -195,7 +195,7 @@ def judge(
         raise typer.Exit(DONE)
     _print(settings, title, said)
     if report:
-        console().print(f"Report: {make(settings.state, title).index}", soft_wrap=True)
+        console().lines(f"Report: {make(settings.state, title).index}")
 
 
 def _gate(found: "Found", asked: QuestionFlags, gated: GateFlags, proposal: str, as_json: bool) -> int:
@@ -210,13 +210,12 @@ def _gate(found: "Found", asked: QuestionFlags, gated: GateFlags, proposal: str,
         print_json(judged.document() | {"said": [*found.said, *said]})
     else:
         screen = console()
-        for line in (*found.said, *said):
-            screen.print(one_line(line), style="dim", soft_wrap=True)
+        screen.lines(*map(one_line, (*found.said, *said)), style="dim")
         colour = {"keep": "green", "discard": "red"}.get(judged.word, "yellow")
         word, _, rest = one_line(judged.sentence).partition(" ")
         screen.print(Text.assemble((word, f"bold {colour}"), " ", rest))
         place = f"Proposal {judged.number} of {judged.proposals}, {judged.proposal}"
-        screen.print(f"{place}; history {gated.history}, token {judged.token}", style="dim", soft_wrap=True)
+        screen.lines(f"{place}; history {gated.history}, token {judged.token}", style="dim")
     return _STATUSES[judged.word]
 
 
@@ -232,8 +231,7 @@ def _print(settings: Settings, title: str, said: list[str]) -> None:
     from ablate.results.headline import headline_of
 
     screen = console()
-    for line in said:
-        screen.print(one_line(line), style="dim", soft_wrap=True)
+    screen.lines(*map(one_line, said), style="dim")
     with closing(open_ledger(settings.state, title)) as ledger:
         sweep = Comparisons(ledger)
         print_lines(sweep, screen, MOST_LINES, settings.state_option)

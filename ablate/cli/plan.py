@@ -7,11 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import console, print_json
+from ablate.cli.common import Screen, console, plain_table, print_json
 from ablate.cli.options import Capability, DeviceFlags, ExperimentFile, JsonOption, Seeds, SweepFlags
 from ablate.cli.settings import Settings
 from ablate.engines import makes_operands
@@ -109,17 +107,13 @@ def show(experiment: Experiment, settings: Settings) -> None:
     screen.print(Text(experiment.keys.question, "bold"), "")
     result = _forecast(experiment, settings)
     _print_arms(screen, experiment, result)
-    for line in _computation(experiment, settings.device):
-        screen.print(line, soft_wrap=True)
-    for line in _work(experiment, settings, result):
-        screen.print(line, soft_wrap=True)
+    screen.lines(*_computation(experiment, settings.device))
+    screen.lines(*_work(experiment, settings, result))
 
 
-def _print_arms(screen: Console, experiment: Experiment, result: Forecast) -> None:
+def _print_arms(screen: Screen, experiment: Experiment, result: Forecast) -> None:
     """Print the table of the arms that the file names, and the ranges of a search."""
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("arm", "baseline", "trials", "done", "ids"):
-        table.add_column(name)
+    table = plain_table("arm", "baseline", "trials", "done", "ids")
     for arm, specs, done in result.rows:
         ids = " ".join(spec.id[:8] for spec in specs[:4]) + (" ..." if len(specs) > 4 else "")
         table.add_row(one_line(arm.name), one_line(arm.baseline or "-"), str(len(specs)), str(done), ids)
@@ -132,7 +126,7 @@ def _print_arms(screen: Console, experiment: Experiment, result: Forecast) -> No
     if experiment.blamed:
         from ablate.results.blame import planned  # scipy: only if there is such a search
 
-        screen.print(f"\n{one_line(planned(*experiment.blamed[::2]))}", soft_wrap=True)
+        screen.lines(f"\n{one_line(planned(*experiment.blamed[::2]))}")
 
 
 def _computation(experiment: Experiment, device: str) -> Iterator[str]:

@@ -63,14 +63,11 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
     retired: list[str] = []
     if path.exists() and not why:
         why, retired = _compare(path, state)
-    for line in retired:
-        screen.print(line, soft_wrap=True, markup=False)
+    screen.lines(*retired)
     why = why or ("--force was given" if force and path.exists() else None)
     if retired and not why:
-        screen.print(
+        screen.lines(
             f"`ablate sweep {file}` runs {'it' if len(retired) == 1 else 'them'} again.",
-            soft_wrap=True,
-            markup=False,
         )
         return
     if path.exists() and not why:
@@ -80,7 +77,7 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
     if why:
         kept = put_aside(path)
         identity = None if foreign else _identity(kept)
-        screen.print(f"The old ledger ({why}) is kept as {kept}.", soft_wrap=True, markup=False)
+        screen.lines(f"The old ledger ({why}) is kept as {kept}.")
     else:
         identity = None
     points, given_up = _points(experiment, folder / "optuna.log")
@@ -90,14 +87,10 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
         ledger.facts.id = identity
     # MLflow may have records of unfinished trials that only the old ledger had.
     ledger.discard(sorted({(member.id, "") for member in ledger.members() if member.status not in FINISHED}))
-    for line in (
-        *news,
-        *_recovered(ledger, experiment, points),
-        *_lost(ledger, identity, experiment, points),
-    ):
-        screen.print(line, soft_wrap=True, markup=False)
+    lost = _lost(ledger, identity, experiment, points)
+    screen.lines(*news, *_recovered(ledger, experiment, points), *lost)
     ledger.close()
-    screen.print(f"`ablate sweep {file}` runs the missing trials.", soft_wrap=True, markup=False)
+    screen.lines(f"`ablate sweep {file}` runs the missing trials.")
 
 
 def _compare(path: Path, state: Path) -> tuple[str | None, list[str]]:
@@ -105,14 +98,13 @@ def _compare(path: Path, state: Path) -> tuple[str | None, list[str]]:
 
     Return how the ledger differs, or None, and one sentence for each folder that was moved.
     """
-    ledger, store = Ledger(path, readonly=True), Store(state)
+    store = Store(state)
     retired: list[str] = []
     try:
-        mismatches = verify(ledger, store).mismatches
+        with closing(Ledger(path, readonly=True)) as ledger:
+            mismatches = verify(ledger, store).mismatches
     except sqlite3.DatabaseError as error:
         return str(error), []
-    finally:
-        ledger.close()
     for mismatch in mismatches:
         if mismatch.path != str(path) and (aside := store.retire(mismatch.trial)):
             retired.append(f"Trial {mismatch.trial}: {mismatch.why}. Its folder is kept as {aside}.")

@@ -12,10 +12,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import console
+from ablate.cli.common import console, plain_table
 from ablate.cli.option_groups import App
 from ablate.cli.options import Flags
 from ablate.errors import InputError
@@ -101,7 +100,8 @@ def show(
     ]
     for product, equation in EQUATIONS.items():
         screen.print(Text(f"{equation}   {outline(getattr(recipe, product))}", style="cyan"))
-        table = _table()
+        table = plain_table(style="")
+        table.show_header = True
         for name, width in zip(HEADER, widths, strict=True):
             table.add_column(Text(name, style="dim"), min_width=width)
         for operand in getattr(recipe, product).operands:
@@ -139,7 +139,7 @@ def diff(first: Source, second: Source, flags: Flags) -> None:
     screen = console()
     for word in sorted({word for recipe in recipes for _, word in own_words(recipe)}):
         if not word.unchanged:
-            screen.print(Text(f"{shown(word)} was edited since, or is gone."), soft_wrap=True)
+            screen.lines(Text(f"{shown(word)} was edited since, or is gone."))
     if not changes:
         screen.print(f"{first} and {second} are the same recipe.")
         return
@@ -150,7 +150,7 @@ def print_differences(
     screen: Console, changes: Sequence[tuple[str, str, str]], first: str, second: str
 ) -> None:
     """Print what `differences` found, under the names of the two recipes."""
-    table = _table("field", first, second)
+    table = plain_table("field", first, second)
     for path, *values in changes:
         table.add_row(path, *map(Text, values))
     screen.print(table)
@@ -226,10 +226,3 @@ def _cells(quant: Quant | None, dtype: str) -> tuple[str, ...]:
         rounding(quant),
         ", ".join(extras(quant)),
     )
-
-
-def _table(*names: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for name in names:
-        table.add_column(name)
-    return table

@@ -1,5 +1,6 @@
 """`ablate recipe export`, `import` and `audit`: recipes for training stacks, and of them."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -25,26 +26,6 @@ from ablate.recipes.targets.model import skipped
 
 _PLAIN = ("json", "yaml")
 
-Arguments = Annotated[
-    str | None, typer.Option("--megatron-args", help="Arguments of Megatron-LM, as one string.")
-]
-Script = Annotated[
-    Path | None,
-    typer.Option(help="Shell script that starts one job of Megatron-LM, or text with its arguments."),
-]
-Te = Annotated[
-    str | None,
-    typer.Option(
-        "--te",
-        help="Class of Transformer Engine that the job makes without arguments, such as NVFP4BlockScaling.",
-    ),
-]
-Object = Annotated[
-    str | None, typer.Option("--object", help="Recipe object of Transformer Engine, as module:name.")
-]
-Fouroversix = Annotated[
-    Path | None, typer.Option(help="JSON of fouroversix's ModelQuantizationConfig, or a config.json with it.")
-]
 ModelName = Annotated[
     str | None,
     typer.Option(
@@ -57,9 +38,47 @@ Blocks = Annotated[
         min=1, help="Number of the model's blocks; default: Megatron's --num-layers, if it is read."
     ),
 ]
-Environment = Annotated[
-    Path | None, typer.Option("--env", help="File with NAME=value lines; default: this environment.")
-]
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options that say where the configuration of a job is: one of the first five, in the order of `Job`."""
+
+    arguments: Annotated[
+        str | None, typer.Option("--megatron-args", help="Arguments of Megatron-LM, as one string.")
+    ] = None
+    script: Annotated[
+        Path | None,
+        typer.Option(help="Shell script that starts one job of Megatron-LM, or text with its arguments."),
+    ] = None
+    te: Annotated[
+        str | None,
+        typer.Option(
+            "--te",
+            help="Class of Transformer Engine that the job makes without arguments, such as"
+            " NVFP4BlockScaling.",
+        ),
+    ] = None
+    made: Annotated[
+        str | None, typer.Option("--object", help="Recipe object of Transformer Engine, as module:name.")
+    ] = None
+    fouroversix: Annotated[
+        Path | None,
+        typer.Option(help="JSON of fouroversix's ModelQuantizationConfig, or a config.json with it."),
+    ] = None
+    environment: Annotated[
+        Path | None, typer.Option("--env", help="File with NAME=value lines; default: this environment.")
+    ] = None
+    model: ModelName = None
+    blocks: Blocks = None
+
+    def read(self) -> tuple[Job, Recipe, dict[str, str], Model]:
+        """Return the job, its recipe, its environment variables and the facts of its model."""
+        values = vars(self)
+        job = Job(*[values[name] for name in values if name not in ("model", "blocks")])
+        layers = () if self.model is None else layers_of(self.model, Recipe())
+        facts = Model(self.model or "the job", self.blocks or job.blocks(), layers)
+        return job, *job.in_force(), facts
 
 
 @app.command()
@@ -101,14 +120,7 @@ def _title(source: str, turned: list[str]) -> str:
 
 @app.command("import")
 def import_recipe(
-    arguments: Arguments = None,
-    script: Script = None,
-    te: Te = None,
-    made: Object = None,
-    fouroversix: Fouroversix = None,
-    environment: Environment = None,
-    model: ModelName = None,
-    blocks: Blocks = None,
+    options: JobOptions,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="File to write; default: print.")] = None,
 ) -> None:
     """Print the recipe that a training stack's configuration stands for, as a recipe file.
@@ -116,8 +128,7 @@ def import_recipe(
     Exactly one of --megatron-args, --script, --te, --object and --fouroversix says where it is. What has no
     counterpart here is refused, by its field, and so is an argument that the stack ignores.
     """
-    job = Job(arguments, script, te, made, fouroversix, environment)
-    recipe, *_ = _read(job, model, blocks)
+    job, recipe, *_ = options.read()
     if ignored := job.ignored():
         raise InputError(*ignored)
     text = as_text(recipe.model_dump(mode="json"))
@@ -129,14 +140,8 @@ def audit(
     source: Source,
     flags: Flags,
     turn: Set = None,
-    arguments: Arguments = None,
-    script: Script = None,
-    te: Te = None,
-    made: Object = None,
-    fouroversix: Fouroversix = None,
-    environment: Environment = None,
-    model: ModelName = None,
-    blocks: Blocks = None,
+    *,
+    options: JobOptions,
 ) -> None:
     """Compare the recipe that is intended with the one that a job's configuration puts in force.
 
@@ -144,15 +149,14 @@ def audit(
     compared one by one. Exit status: 0 they are the same, 1 they differ, 2 bad input.
     """
     intended = resolve(source, turn or [], flags)
-    job = Job(arguments, script, te, made, fouroversix, environment)
-    found, variables, facts = _read(job, model, blocks)
+    job, found, variables, facts = options.read()
+    megatron = options.made is None and options.fouroversix is None
     screen = console()
     for name, (_, option, default) in VARIABLES.items():
-        if made is None and fouroversix is None and variables.get(name, default) != default:
-            screen.print(f"{name}={variables[name]} sets {option}", soft_wrap=True, markup=False)
-    switches = grouped_switches(variables, found) if made is None and fouroversix is None else ()
-    for sentence in (*switches, *job.ignored()):
-        screen.print(sentence, soft_wrap=True, markup=False)
+        if megatron and variables.get(name, default) != default:
+            screen.lines(f"{name}={variables[name]} sets {option}")
+    switches = grouped_switches(variables, found) if megatron else ()
+    screen.lines(*switches, *job.ignored())
     stray = stray_switch(variables)
     if stray:
         screen.print(f"{stray} is set and changes numbers whatever the recipe is", markup=False)
@@ -177,7 +181,7 @@ def _put(text: str, out: Path | None, what: str) -> None:
     before = out.read_bytes() if out.is_file() else None
     out.write_text(text)
     replaced = "" if before in (None, text.encode()) else "; it replaced a file with other content"
-    console().print(f"{out}: {what}{replaced}", markup=False, soft_wrap=True)
+    console().lines(f"{out}: {what}{replaced}")
 
 
 def _comparable(one: Recipe, other: Recipe, model: Model) -> tuple[dict[str, Json], dict[str, Json]]:
@@ -214,13 +218,6 @@ def _assigned(products: Products | None, recipe: Recipe) -> Json:
     if products is None or products.plain:
         return "high precision"
     return "the recipe's products" if products == recipe.products else products.model_dump(mode="json")
-
-
-def _read(job: Job, model: str | None, blocks: int | None) -> tuple[Recipe, dict[str, str], Model]:
-    """Return the recipe of a job, its environment variables and the facts of its model."""
-    layers = () if model is None else layers_of(model, Recipe())
-    facts = Model(model or "the job", blocks or job.blocks(), layers)
-    return *job.in_force(), facts
 
 
 def _counted(recipe: Recipe, side: str, model: Model) -> Recipe:

@@ -75,11 +75,10 @@ def report(
         try:
             made = make(settings.state, name, notebook, settings.mlflow, pdf=pdf, out=out)
         except NotebookError as error:
-            screen.print(f"{name}: {error}", soft_wrap=True, markup=False)
+            screen.lines(f"{name}: {error}")
             status = FAILED
         else:
-            for line in (*made.pages, *filter(None, [made.pdf, made.trouble])):
-                screen.print(str(line), soft_wrap=True, markup=False)
+            screen.lines(*map(str, (*made.pages, *filter(None, [made.pdf, made.trouble]))))
     raise typer.Exit(status)
 
 

@@ -178,9 +178,9 @@ def _write_tables(
             table.astype(dict.fromkeys(mixed, str)).to_parquet(path, index=False)
         else:
             table.rename(columns=csv_cell).map(csv_cell).to_csv(path, index=False, lineterminator="\n")
-        screen.print(f"{path}: {len(table):,} rows", soft_wrap=True, markup=False)
+        screen.lines(f"{path}: {len(table):,} rows")
     if unsealed:
-        screen.print(unsealed, soft_wrap=True, markup=False)
+        screen.lines(unsealed)
 
 
 def _compare(first: str, second: str, state: Path, as_json: bool) -> None:

@@ -3,6 +3,7 @@
 import sqlite3
 import time
 from collections.abc import Iterable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, FAILED, console, print_json
+from ablate.cli.common import DONE, FAILED, console, plain_table, print_json
 from ablate.cli.options import Flags, JsonOption, Sweeps
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, one_line
@@ -72,7 +73,7 @@ def status(
 
 def _table_of(settings: Settings) -> Table:
     """Return the settings, each with its origin: a flag, the environment, a profile or the default."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = plain_table()
     for key, value in settings.shown().items():
         table.add_row(key, Text(value, overflow="fold"), Text(settings.origins[key], "dim"))
     return table
@@ -101,11 +102,8 @@ def _compare(folder: Path, state: Path) -> Verified:
             raise InputError(why)
         why = damage(path)
         if not why:
-            ledger = Ledger(path, readonly=True)
-            try:
+            with closing(Ledger(path, readonly=True)) as ledger:
                 return verify(ledger, Store(state))
-            finally:
-                ledger.close()
     except (sqlite3.DatabaseError, InputError) as error:
         why = str(error).removeprefix(f"{path}: ")
     return Verified(0, 0, 0, (Mismatch("", str(path), f"{path}: {why}", remedy(path)),))
@@ -219,14 +217,10 @@ def _counts(sweep: Status) -> Text:
 
 
 def _running_table(trials: list[RunningTrialStatus]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("running", "seed", "try", "step", "", "steps/s", "tokens/s", "left", "last record", "where"):
-        table.add_column(
-            name,
-            justify="right"
-            if name in ("seed", "try", "step", "steps/s", "tokens/s", "left", "last record")
-            else "left",
-        )
+    head = ("running", "seed", "try", "step", "", "steps/s", "tokens/s", "left", "last record", "where")
+    table = plain_table(
+        *head, right=[name for name in head if name not in ("running", "", "where")], style="dim"
+    )
     for trial in trials[:_MOST_RUNNING]:
         table.add_row(
             Text(one_line(trial.arm)),
@@ -268,10 +262,12 @@ def _failure_lines(failures: list[Failure]) -> list[Text]:
 
 def _table(sweeps: list[Status]) -> Table:
     """Return a table of sweeps with their answers, one line each."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     behind = any(sweep.mlflow_behind for sweep in sweeps)
-    for name in ("sweep", "answer", "runs", *(["MLflow"] if behind else []), "last change"):
-        table.add_column(name, no_wrap=name != "answer")
+    table = plain_table(
+        "sweep", "answer", "runs", *(["MLflow"] if behind else []), "last change", style="dim"
+    )
+    for column in table.columns:
+        column.no_wrap = column.header != "answer"
     for sweep in sweeps:
         mlflow = [f"{sweep.mlflow_behind:,} behind" if sweep.mlflow_behind else "-"] if behind else []
         age = f"{duration(sweep.quiet_s or 0.0)} ago"

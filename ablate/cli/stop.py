@@ -3,6 +3,7 @@ first.
 """
 
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -79,10 +80,8 @@ def _running_sweep(sweep: str, flags: Flags) -> Path:
 
 
 def _members(folder: Path) -> list[Member]:
-    ledger = Ledger(folder / "ledger.db", readonly=True)
-    members = ledger.members()
-    ledger.close()
-    return members
+    with closing(Ledger(folder / "ledger.db", readonly=True)) as ledger:
+        return ledger.members()
 
 
 def _arm_effect(name: str, members: list[Member]) -> str:
@@ -130,14 +129,14 @@ def _send(folder: Path, order: Order, effect: str) -> None:
     """
     screen = console()
     order_file = give(folder, order)
-    screen.print(effect, soft_wrap=True, markup=False)
+    screen.lines(effect)
     deadline = time.monotonic() + _ACCEPT_SECONDS
     while order_file.exists() and time.monotonic() < deadline:
         if holder(folder) is None and _withdraw(order_file):
             raise InputError(f"{folder.name}: its controller ended before it accepted the order")
         time.sleep(0.05)
     pending = f"{folder.name} is busy; it accepts the order as soon as it can."
-    screen.print(pending if order_file.exists() else "Accepted.", soft_wrap=True, markup=False)
+    screen.lines(pending if order_file.exists() else "Accepted.")
 
 
 def _withdraw(order_file: Path) -> bool:

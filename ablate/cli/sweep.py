@@ -201,12 +201,11 @@ def _detach(file: Path, folder: Path, settings: Settings, options: SweepOptions)
     screen.print(Text.assemble((folder.name, "bold"), message))
     screen.print("Follow it:", style="bold")
     option = settings.state_option
-    for line in (
-        f"ablate status {folder.name}{option} --watch",
-        f"tail -f {log}",
-        f"ablate stop {folder.name}{option}",
-    ):
-        screen.print(f"  {line}", soft_wrap=True, markup=False)
+    screen.lines(
+        f"  ablate status {folder.name}{option} --watch",
+        f"  tail -f {log}",
+        f"  ablate stop {folder.name}{option}",
+    )
     return DONE
 
 
@@ -216,21 +215,21 @@ def detached_command(file: Path, settings: Settings, options: SweepOptions) -> l
     Addresses are passed in its environment, since every user of a machine can list the arguments of a
     process.
     """
-    command = [
-        *own_command("ablate.sweep", str(file)),
-        "--executor",
-        settings.executor,
-        "--device",
-        settings.device,
-    ]
-    numbers = {"--workers": settings.workers, "--price": settings.price}
-    for option, number in numbers.items():
-        command += [] if number is None else [option, str(number)]
-    command += [] if options.fork else ["--no-fork"]
-    command += [] if options.report else ["--no-report"]
-    command += ["--seeds", str(options.seeds)] if options.seeds else []
-    command += ["--quiet"] if options.quiet else []
-    command += ["--all"] if options.everything else []
-    command += ["--fresh"] if options.fresh else []
-    command += ["--same-code"] if options.same_code else []
-    return command + (["--accept-version"] if options.accept_version else [])
+    values = {
+        "--executor": settings.executor,
+        "--device": settings.device,
+        "--workers": settings.workers,
+        "--price": settings.price,
+        "--seeds": options.seeds,
+    }
+    switches = {
+        "--no-fork": not options.fork,
+        "--no-report": not options.report,
+        "--quiet": options.quiet,
+        "--all": options.everything,
+        "--fresh": options.fresh,
+        "--same-code": options.same_code,
+        "--accept-version": options.accept_version,
+    }
+    given = [word for option, value in values.items() if value is not None for word in (option, str(value))]
+    return own_command("ablate.sweep", str(file), *given, *(option for option, on in switches.items() if on))

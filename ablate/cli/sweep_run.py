@@ -68,8 +68,8 @@ class SweepRun:
             )
             # With inline, this process computes, and prints itself that it has no compiled quantisers.
             device = "" if self.settings.executor == "inline" else self.settings.device
-            for remark in (*notes, *([network] if kind else []), *remarks(self.experiment, device)):
-                self.screen.print(f"Note: {remark}", soft_wrap=True, markup=False)
+            noted = (*notes, *([network] if kind else []), *remarks(self.experiment, device))
+            self.screen.lines(*(f"Note: {remark}" for remark in noted))
             status = self._steps()
             return _EXIT[status]
         except KeyboardInterrupt as error:
@@ -79,8 +79,7 @@ class SweepRun:
             return code
         finally:
             self._notify("ended", status)
-            for line in self.hook.close() if self.hook else ():
-                self.screen.print(line, soft_wrap=True, markup=False)
+            self.screen.lines(*(self.hook.close() if self.hook else ()))
 
     def _steps(self) -> str:
         """Run the trials with a live view, print the answer, and return the status of the outcome."""
@@ -112,10 +111,8 @@ class SweepRun:
                         view.show(step)
                         self._notify_failure(step)
         except ClusterLost as error:
-            self.screen.print(
+            self.screen.lines(
                 f"{redact(str(error), settings.ray)}. Nothing is lost: the same command goes on.",
-                soft_wrap=True,
-                markup=False,
             )
             return "stopped"
         except ClusterError as error:
@@ -144,8 +141,7 @@ class SweepRun:
         self.screen.print(*why, counts, sep="\n")
         if answers:
             self._print_report()
-        for text in last:
-            self.screen.print(text, soft_wrap=True)  # whole: it ends with the line of the user's code
+        self.screen.lines(*last)  # whole: it ends with the line of the user's code
 
     def _print_report(self) -> None:
         """Write the report unless it is up to date, and print its path."""
@@ -160,23 +156,22 @@ class SweepRun:
                 with self.screen.status("Writing the report"):
                     made = make(settings.state, name, mlflow=settings.mlflow)
                 if made.trouble:
-                    self.screen.print(made.trouble, soft_wrap=True, markup=False)
+                    self.screen.lines(made.trouble)
             except (NotebookError, InputError) as error:
                 remedy = f"The results are safe; `ablate report {name}` tries again."
                 message = f"The report was not written: {error}. {remedy}"
-                self.screen.print(message, soft_wrap=True, markup=False)
+                self.screen.lines(message)
         command = f"{program('ablate')} ui {name}{settings.state_option}"
         line = f"Report: {index}" if index.exists() else f"To see the runs: {command}"
         more = f"{line}; with MLflow: {command}" if index.exists() else line
-        self.screen.print(more if len(more) <= self.screen.width else line, soft_wrap=True)
+        self.screen.lines(more if len(more) <= self.screen.width else line)
 
     def _notify_failure(self, progress: Progress) -> None:
         """Send a notification of the first failure, and print errors of the notification hook."""
         if progress.failed and not self.failed:
             self._notify("trial failed", "running")
         self.failed = progress.failed
-        for line in self.hook.troubles() if self.hook else ():
-            self.screen.print(line, soft_wrap=True, markup=False)
+        self.screen.lines(*(self.hook.troubles() if self.hook else ()))
 
     def _notify(self, event: str, status: str) -> None:
         if self.hook:

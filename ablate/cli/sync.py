@@ -1,14 +1,14 @@
 """`ablate sync`: send the records of sweeps that MLflow does not have yet, or all of them again."""
 
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-from ablate.cli.common import DONE, FAILED, console, interruption, raise_on_sigterm, summary_of
+from ablate.cli.common import DONE, FAILED, Screen, console, interruption, raise_on_sigterm, summary_of
 from ablate.cli.options import MlflowFlags, Sweeps
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
@@ -84,7 +84,7 @@ def _refuse_damaged(settings: Settings, rebuild: bool, named: bool) -> None:
 
 
 def _sync_all(
-    sweeps: list[Path], named: bool, settings: Settings, rebuild: bool, timeout: float, screen: Console
+    sweeps: list[Path], named: bool, settings: Settings, rebuild: bool, timeout: float, screen: Screen
 ) -> int:
     """Send the records of one sweep after another and return the exit status.
 
@@ -97,30 +97,30 @@ def _sync_all(
         except InputError as error:
             if named:
                 raise
-            screen.print(str(error), soft_wrap=True, markup=False)
+            screen.lines(str(error))
             status = FAILED
             continue
         except Busy as busy:
             message = f"{folder.name}: is running ({busy}), and sends its own records"
             if named:
                 raise InputError(message) from None
-            screen.print(message, soft_wrap=True, markup=False)
+            screen.lines(message)
             continue
         if not complete:
             if rest := ", ".join(path.name for path in sweeps[number + 1 :]):
-                screen.print(f"Not tried: {rest}", soft_wrap=True, markup=False)
+                screen.lines(f"Not tried: {rest}")
             return FAILED
     return status
 
 
-def _sync_locked(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Console) -> bool:
+def _sync_locked(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Screen) -> bool:
     with lock(folder / "lock", wait=False):
         check(folder, f"{folder.name}.yaml")
         open_checked(folder / "ledger.db").close()  # MLflow would keep wrong records
         return _sync(folder, settings, rebuild, timeout, screen)
 
 
-def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Console) -> bool:
+def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, screen: Screen) -> bool:
     """Send the records of one sweep, whose lock is held; return True if MLflow then has all of them."""
     from ablate.execution.projections import Mirror  # pandas
 
@@ -128,8 +128,7 @@ def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, scree
     if address is None:
         raise InputError("sync needs an MLflow: omit `--mlflow none`, or give an address")
     import_client()  # takes seconds, in which MLflow is not asked yet
-    ledger = Ledger(folder / "ledger.db")
-    try:
+    with closing(Ledger(folder / "ledger.db")) as ledger:
         if rebuild:
             ledger.forget_mlflow()
         mirror = Mirror(address, ledger, settings.state, folder, folder.name, busy=True)
@@ -142,13 +141,11 @@ def _sync(folder: Path, settings: Settings, rebuild: bool, timeout: float, scree
             result = f"{missing:,} of {before:,} records are missing in {redact(address)}: {why}"
         else:
             result = f"{before:,} records sent, none is missing in {redact(address)}"
-        screen.print(f"{folder.name}: {result}", soft_wrap=True, markup=False)
+        screen.lines(f"{folder.name}: {result}")
         return not (missing or unsent)
-    finally:
-        ledger.close()
 
 
-def _wait_for(mirror: "Mirror", ledger: Ledger, name: str, timeout: float, screen: Console) -> int:
+def _wait_for(mirror: "Mirror", ledger: Ledger, name: str, timeout: float, screen: Screen) -> int:
     """Wait until MLflow has all records, or none arrives for `timeout` seconds; return the number missing."""
     missing = first = behind(ledger)
     columns = (

@@ -21,10 +21,9 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import DONE, console
+from ablate.cli.common import DONE, console, plain_table
 from ablate.cli.options import MlflowFlags, complete_sweeps
 from ablate.cli.servers.mlflow import HOST, MlflowServer, Served, bind_first_free
 from ablate.cli.servers.reports import ReportHandler, guarded_application, own_names
@@ -203,7 +202,7 @@ class _QuietHandler(WSGIRequestHandler):
 
 
 def _print_addresses(servers: Iterable[Served], sweep: str | None, screen: Console) -> None:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = plain_table()
     table.add_column()
     table.add_column(no_wrap=True, overflow="ignore")  # an address in two lines cannot be opened
     table.add_column()

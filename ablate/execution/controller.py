@@ -231,7 +231,11 @@ class Controller:
             self._obey(executor)
             if edited := self._code.edited():
                 self._end_edited(edited)
-            executor.wanted = self._wanted()
+            executor.wanted = (
+                len(self._running)
+                + len(self.scheduler.queue)
+                + max(0, self.scheduler.asks_left) * len(self.experiment.seeds)
+            )
             self._slots = executor.slots
             while (
                 len(self._running) < executor.slots and self._may_start(executor) and (work := self._next())
@@ -278,14 +282,6 @@ class Controller:
             not self._halt
             and not self._spent()
             and bool(self.scheduler.queue or self.scheduler.asks_left > 0)
-        )
-
-    def _wanted(self) -> int:
-        """Number of trials that run, wait, or may still be proposed."""
-        return (
-            len(self._running)
-            + len(self.scheduler.queue)
-            + max(0, self.scheduler.asks_left) * len(self.experiment.seeds)
         )
 
     def _spent(self) -> bool:

@@ -7,6 +7,7 @@ This file does not use Optuna.
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypedDict
@@ -241,8 +242,7 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
         raise InputError(
             f"{experiment.file}: search.warm: {name!r}: no such sweep in {state}; {nearest(name, others)}"
         )
-    book = open_checked(sweeps[name])
-    try:
+    with closing(open_checked(sweeps[name])) as book:
         here, there = experiment.keys.design, book.facts.design
         if _windows(here) != _windows(there):
             kinds = [f"forks ({one.trunk})" if one else "full runs" for one in (there, here)]
@@ -264,8 +264,6 @@ def _arms(state: Path, name: str, experiment: Experiment) -> list[_WarmArm]:
                     }
                 )
         return [warm_arm for warm_arm in arms if not any(map(math.isnan, warm_arm["values"]))]
-    finally:
-        book.close()
 
 
 def _windows(design: Design | None) -> Design | None:

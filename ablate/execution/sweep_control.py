@@ -12,7 +12,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -75,11 +75,8 @@ def damage(path: Path) -> str | None:
     try:
         if why:
             return why
-        db = open_readonly(path)
-        try:
+        with closing(open_readonly(path)) as db:
             found = quick_check(db)
-        finally:
-            db.close()
     except sqlite3.OperationalError as error:
         raise InputError(f"{path}: cannot be read: {error}") from None
     except sqlite3.DatabaseError as error:
@@ -91,17 +88,13 @@ def _flaw(path: Path) -> str | None:
     """Return a description of wrong content in an intact SQLite file, also of names that are not text; None
     if it is not a ledger, or only begun.
     """
-    ledger = None
     try:
-        ledger = Ledger(path, readonly=True)
-        return flaw(ledger)
+        with closing(Ledger(path, readonly=True)) as ledger:
+            return flaw(ledger)
     except sqlite3.OperationalError as error:
         return None if "no such table" in str(error) else str(error)
     except sqlite3.DatabaseError as error:
         return str(error)
-    finally:
-        if ledger:
-            ledger.close()
 
 
 def put_aside(path: Path) -> Path:

@@ -6,6 +6,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -109,13 +110,10 @@ def read(folder: Path, store: Store, about_of: AboutOf = lambda folder, ledger: 
     if why := absent(path):
         return Status(folder.name, controller=controller, trouble="is starting" if process else why)
     try:
-        ledger = Ledger(path, readonly=True)
-        try:
+        with closing(Ledger(path, readonly=True)) as ledger:
             if why := flaw(ledger):
                 raise sqlite3.DatabaseError(why)
             return _read(folder, ledger, store, controller, about_of(folder, ledger))
-        finally:
-            ledger.close()
     except sqlite3.OperationalError as error:  # created but still empty, or unreadable
         trouble = f"{path}: cannot be read: {error}"
         if "no such table" in str(error):

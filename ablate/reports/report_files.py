@@ -10,6 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,10 +84,8 @@ class Heading:
 
 def is_current(state: Path, name: str) -> bool:
     """Return True if a report exists and shows the present state of the ledger."""
-    ledger = Ledger(state / "sweeps" / name / "ledger.db", readonly=True)
-    found = current(state / "reports" / name, ledger)
-    ledger.close()
-    return bool(found)
+    with closing(Ledger(state / "sweeps" / name / "ledger.db", readonly=True)) as ledger:
+        return bool(current(state / "reports" / name, ledger))
 
 
 def default_notebooks(ledger: Ledger) -> list[str]:

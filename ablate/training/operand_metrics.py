@@ -99,7 +99,7 @@ def blocks_saturated_frac(operand: Operand, seen: Census) -> float:
     """Return the fraction of blocks with any scaled element beyond the grid."""
     if _without_grid(operand):
         return math.nan
-    return _fraction(seen.block_scaled > _largest_element(operand))
+    return _fraction(seen.block_scaled > element_format(_quant(operand).element).max)
 
 
 def dead_share(operand: Operand, seen: Census) -> float:
@@ -157,11 +157,6 @@ def _largest_scale(operand: Operand) -> float:
     if scale is None:
         raise ValueError("this operand has no block scales")
     return SCALES[scale.format].max
-
-
-def _largest_element(operand: Operand) -> float:
-    """Return the largest value of the format of an operand's elements."""
-    return element_format(_quant(operand).element).max
 
 
 @dataclass(frozen=True)

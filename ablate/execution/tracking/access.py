@@ -12,7 +12,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -173,12 +173,10 @@ def look(uri: str) -> None:
         return
     if not path.exists():
         raise InputError(f"{path}: no such file")
-    db = open_readonly(path, LOOK_SECONDS)
-    try:
-        foreign = "alembic_version" not in tables(db)
-    except sqlite3.DatabaseError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
-    finally:
-        db.close()
+    with closing(open_readonly(path, LOOK_SECONDS)) as db:
+        try:
+            foreign = "alembic_version" not in tables(db)
+        except sqlite3.DatabaseError as error:
+            raise InputError(f"{path}: cannot be read: {error}") from None
     if foreign:
         raise InputError(f"{path}: is no database of MLflow's")

@@ -68,7 +68,7 @@ def _mean_lines(
     shown, total = tables.arms(selected, metric)
     lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], ["arm"]), ["arm"])
     band = _band(lines, "from the smallest to the largest seed")
-    body = canvas(question, 7.5, _height(shown), note, band, best_of(len(shown), total))
+    body = canvas(question, 7.5, max(3.6, 0.3 * len(shown) + 0.4), note, band, best_of(len(shown), total))
     looks = tables.looks(records, shown)
     draw_lines(body.subplots(), lines, "step", looks)
     return body, lines, looks
@@ -214,11 +214,6 @@ def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = (
     name_lines(body, drawn)
     points = pd.DataFrame({"arm": line.arm, "step": step, "published": line.value} for step, line in stated)
     return finished(stem("decay", metric), question, body, pd.concat([lines, points], ignore_index=True))
-
-
-def _height(shown: Sequence[str]) -> float:
-    """Return the height in inches that the legend needs."""
-    return max(3.6, 0.3 * len(shown) + 0.4)
 
 
 def _band(lines: pd.DataFrame, what: str) -> str:

@@ -267,7 +267,7 @@ def _photos() -> ImageSet:
         photo = _decoded(path.read_bytes(), str(path))
         for top in range(0, photo.shape[1] - _CROP + 1, _STRIDE):
             for left in range(0, photo.shape[2] - _CROP + 1, _STRIDE):
-                held = {_held_out(y // _REGION, x // _REGION) for y, x in _corners(top, left)}
+                held = {(((x // _REGION) + 2 * (y // _REGION)) % 5 == 0) for y, x in _corners(top, left)}
                 crop = photo[:, top : top + _CROP, left : left + _CROP]
                 if len(held) == 1 and crop.mean(0).std() >= _FLATTEST:
                     split[held.copy().pop()].append(crop)
@@ -279,10 +279,6 @@ def _photos() -> ImageSet:
 def _corners(top: int, left: int) -> list[tuple[int, int]]:
     """Return a crop's corners, which are in all regions that it overlaps, since it is smaller than one."""
     return [(y, x) for y in (top, top + _CROP - 1) for x in (left, left + _CROP - 1)]
-
-
-def _held_out(row: int, column: int) -> bool:
-    return (column + 2 * row) % 5 == 0
 
 
 # --- files ----------------------------------------------------------------------------------------
