@@ -123,7 +123,7 @@ def _points(experiment: Experiment, journal: Path) -> tuple[Points, dict[int, in
     """Return the points that a search proposed, and the steps at which points were pruned, from its study."""
     if not experiment.keys.search:
         return [], {}
-    from ablate.execution.search import given_up, points  # Optuna takes half a second
+    from ablate.execution.search.journal import given_up, points
 
     return points(journal, experiment.name), given_up(journal, experiment.name) if experiment.prunes else {}
 

@@ -166,7 +166,7 @@ def _verified(ledger: Ledger, state: Path, name: str) -> str:
 
 def _annotate_study(state: Path, name: str, folder: Path) -> None:
     """Write the answer into the study of the sweep, for Optuna's dashboard."""
-    from ablate.execution.search import decorate
+    from ablate.execution.search.annotations import decorate
     from ablate.reports.markdown_summary import summary_markdown
     from ablate.results.summary import summaries
     from ablate.store.checked_ledger import open_ledger
@@ -181,7 +181,7 @@ def _attach(mlflow: str, ledger: Ledger, made: Report) -> str | None:
     """Attach the report to the sweep's run in MLflow. Return a sentence if that fails, since the report
     itself is complete.
     """
-    from ablate.execution.tracking import log_report
+    from ablate.execution.tracking.attach import log_report
 
     try:
         log_report(mlflow, ledger, made.folder)

@@ -20,7 +20,8 @@ from ablate.errors import InputError
 from ablate.execution.progress import RunOptions
 from ablate.execution.sweep_control import check, holder
 from ablate.execution.time_model import MachinePaces
-from ablate.execution.tracking import check_login, open_trackers
+from ablate.execution.tracking.access import check_login
+from ablate.execution.tracking.tracker import open_trackers
 from ablate.experiment.load import Experiment, load
 from ablate.files import Busy, lock
 from ablate.provenance import other_package, own_command

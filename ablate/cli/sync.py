@@ -13,7 +13,9 @@ from ablate.cli.options import MlflowFlags, Sweeps
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
 from ablate.execution.sweep_control import check, damage, folders, holder, put_aside
-from ablate.execution.tracking import behind, check_login, import_client, unusable
+from ablate.execution.tracking.access import check_login, import_client
+from ablate.execution.tracking.database import unusable
+from ablate.execution.tracking.mlflow_tracker import behind
 from ablate.files import Busy, lock
 from ablate.store.checked_ledger import open_checked
 from ablate.store.databases import path_of

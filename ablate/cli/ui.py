@@ -150,7 +150,7 @@ def _start(
 ) -> list[Served]:
     """Start MLflow's server and Optuna's dashboard in parallel, and return them once they answer."""
     # Imported here: Optuna and its dashboard take seconds, while MLflow's server starts.
-    from ablate.execution.search import dashboard
+    from ablate.execution.search.combined_storage import dashboard
 
     application, number = dashboard(state)
     optuna.set_app(guarded_application(application, names))

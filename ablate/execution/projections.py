@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ablate.errors import redact
-from ablate.execution.search import REPEATS, Study
+from ablate.execution.search.journal import REPEATS
+from ablate.execution.search.study import Study
 from ablate.execution.study_points import GivenUp, Point, outcome, over, reports, warm
 from ablate.experiment.load import Experiment
 from ablate.files import Json
@@ -26,7 +27,9 @@ from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import ArmRow, Member
 
 if TYPE_CHECKING:
-    from ablate.execution.tracking import Follower, MlflowTracker, Tracker
+    from ablate.execution.tracking.follower import Follower
+    from ablate.execution.tracking.mlflow_tracker import MlflowTracker
+    from ablate.execution.tracking.tracker import Tracker
 
 
 _SETTLING_SHARE = 0.05
@@ -48,7 +51,8 @@ class Mirror:
             self._start()
 
     def _start(self) -> None:
-        from ablate.execution.tracking import Follower, MlflowTracker
+        from ablate.execution.tracking.follower import Follower
+        from ablate.execution.tracking.mlflow_tracker import MlflowTracker
 
         stop = threading.Event()
         self.tracker = MlflowTracker(*self._target, self._ledger.identity(), stop)
@@ -94,7 +98,7 @@ class Mirror:
         experiment = self._ledger.facts.mlflow_experiment
         if not experiment or not self._target[0].startswith(("http://", "https://")):
             return []
-        from ablate.execution.tracking import page
+        from ablate.execution.tracking.runs import page
 
         return [page(self._target[0], experiment, run) for run in runs if run]
 
@@ -116,7 +120,7 @@ class Mirror:
             self.refresh()  # starts another tracker if MLflow has forgotten this sweep's runs
         if complete:
             return None
-        from ablate.execution.tracking import behind
+        from ablate.execution.tracking.mlflow_tracker import behind
 
         why = f"{self.trouble or 'no answer yet'}; {redact(self._target[0])}"
         return (
@@ -336,7 +340,7 @@ def _follow(trackers: Mapping[str, "Tracker"], ledger: Path) -> dict[str, "Follo
     """Start the threads of trackers beside MLflow, by name."""
     if not trackers:
         return {}
-    from ablate.execution.tracking import Follower
+    from ablate.execution.tracking.follower import Follower
 
     return {name: Follower(tracker, ledger, name) for name, tracker in trackers.items()}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ablate.errors import InputError
 from ablate.execution.sweep_control import changed, holder
-from ablate.execution.tracking import behind
+from ablate.execution.tracking.mlflow_tracker import behind
 from ablate.files import Holder
 from ablate.store.checked_ledger import absent, refusal
 from ablate.store.divergences import divergences

@@ -18,41 +18,11 @@ from urllib.parse import quote, unquote
 
 _SQLITE, _WITH_DRIVER = "sqlite:///", "sqlite+pysqlite:///"
 _MOUNTS = Path("/proc/self/mounts")
-_NETWORK = {
-    *(
-        "nfs",
-        "nfs3",
-        "nfs4",
-        "lustre",
-        "gpfs",
-        "cifs",
-        "smb2",
-        "smb3",
-        "smbfs",
-        "9p",
-        "afs",
-        "ceph",
-        "beegfs",
-        "glusterfs",
-        "virtiofs",
-    ),
-    *(
-        "orangefs",
-        "pvfs2",
-        "panfs",
-        "wekafs",
-        "gfs2",
-        "ocfs2",
-        "davfs",
-        "coda",
-        "vboxsf",
-        "acfs",
-        "ncpfs",
-        "fuse",
-    ),
-}
-"""Types of file systems that other machines write too, or that do not share memory between processes;
-`fuse.*` are among them."""
+_NETWORK = re.compile(
+    r"nfs[34]?|lustre|gpfs|cifs|smb2|smb3|smbfs|9p|afs|ceph|beegfs|glusterfs|virtiofs|orangefs|pvfs2|panfs"
+    r"|wekafs|gfs2|ocfs2|davfs|coda|vboxsf|acfs|ncpfs|fuse(\..*)?"
+)
+"""Types of file systems that other machines write too, or that do not share memory between processes."""
 
 
 def readonly_uri(path: Path) -> str:
@@ -173,7 +143,7 @@ def network_file_system(path: Path, mounts: str | None = None) -> str | None:
     if mounts is None:
         mounts = _MOUNTS.read_text(errors="surrogateescape") if _MOUNTS.exists() else ""
     kind = file_system(Path(path).resolve(), mounts)
-    return kind if kind in _NETWORK or kind.startswith("fuse.") else None
+    return kind if _NETWORK.fullmatch(kind) else None
 
 
 def set_journal(db: sqlite3.Connection, path: Path, mounts: str | None = None) -> None:

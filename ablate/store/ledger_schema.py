@@ -10,30 +10,8 @@ FORMAT = 1
 """Version of the tables, in SQLite's `user_version`. Raise it by hand when this code cannot read a ledger of
 the last release, or that release one of this code. Ledgers of another format are refused."""
 
-_SCHEMA = (
-    "CREATE TABLE sweep (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID",
-    "CREATE TABLE arms (arm INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL, knobs TEXT NOT NULL,"
-    " baseline INTEGER REFERENCES arms, optuna INTEGER, place INTEGER, role TEXT NOT NULL,"
-    " repeats INTEGER REFERENCES arms, reason TEXT)",
-    "CREATE INDEX repeats_of_an_arm ON arms (repeats) WHERE repeats IS NOT NULL",
-    "CREATE TABLE trials (trial INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, spec TEXT NOT NULL,"
-    " status TEXT NOT NULL DEFAULT 'pending', reason TEXT, seconds REAL, reused INTEGER NOT NULL DEFAULT 0)",
-    "CREATE TABLE members (arm INTEGER REFERENCES arms, seed INTEGER,"
-    " trial INTEGER NOT NULL REFERENCES trials, mlflow TEXT, shipped INTEGER NOT NULL DEFAULT -1,"
-    " closed INTEGER NOT NULL DEFAULT 0, wanted INTEGER NOT NULL DEFAULT 1, PRIMARY KEY (arm, seed))"
-    " WITHOUT ROWID",
-    "CREATE INDEX members_of_a_trial ON members (trial)",
-    "CREATE TABLE attempts (trial INTEGER REFERENCES trials, attempt INTEGER, started REAL, ended REAL,"
-    " outcome TEXT, reason TEXT, PRIMARY KEY (trial, attempt)) WITHOUT ROWID",
-    "CREATE TABLE names (name INTEGER PRIMARY KEY, text TEXT UNIQUE NOT NULL)",
-    "CREATE TABLE records (trial INTEGER, name INTEGER, step INTEGER, value REAL, time REAL,"
-    " PRIMARY KEY (trial, name, step)) WITHOUT ROWID",
-    "CREATE TABLE events (trial INTEGER, step INTEGER, text TEXT, PRIMARY KEY (trial, step, text))"
-    " WITHOUT ROWID",
-    "CREATE TABLE context_free (trial INTEGER PRIMARY KEY, loss REAL)",
-    "CREATE TABLE compared (id TEXT PRIMARY KEY, signature TEXT NOT NULL) WITHOUT ROWID",
-    "CREATE TABLE row_seals (part TEXT, key TEXT, seal TEXT, PRIMARY KEY (part, key)) WITHOUT ROWID",
-)
+_SCHEMA = Path(__file__).with_name("ledger.sql")
+"""Statements that make the tables; SQLite keeps their text, so line breaks become spaces."""
 
 
 def check(db: sqlite3.Connection, path: Path) -> bool:
@@ -69,8 +47,10 @@ def create(db: sqlite3.Connection, path: Path) -> None:
     db.execute("BEGIN IMMEDIATE")
     try:
         new = not check(db, path)
-        for statement in _SCHEMA if new else ():
-            db.execute(statement)
+        if new:
+            _, _, statements = _SCHEMA.read_text().partition("\n")
+            for statement in statements.split(";"):
+                db.execute(" ".join(statement.split()))
         ledger_seals.install(db)
         if new:
             db.execute("INSERT INTO sweep VALUES ('edition', lower(hex(randomblob(16))))")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
 
-from ablate.execution.search import shown
+from ablate.execution.search.journal import shown
 from ablate.files import Damaged
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import FINISHED, Member

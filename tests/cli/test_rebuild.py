@@ -11,7 +11,7 @@ from support.experiments import statuses, sweep, tiny, values, write
 from support.ledgers import ledger_content, overwrite_middle
 from support.mlflow_runs import runs
 
-from ablate.execution.search import points
+from ablate.execution.search.journal import points
 from ablate.execution.sweep_control import damage
 from ablate.files import lock
 from ablate.store.trial_store import line

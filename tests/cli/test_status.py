@@ -21,7 +21,7 @@ from support.processes import modules
 
 from ablate.execution import sweep_status
 from ablate.execution.sweep_status import read
-from ablate.execution.tracking import behind
+from ablate.execution.tracking.mlflow_tracker import behind
 from ablate.files import lock
 from ablate.reports.report_about import stamp, write_about
 from ablate.store.ledger import Ledger

@@ -22,7 +22,8 @@ from support.processes import HOLD_LOCK, ready_process
 from support.services import free_port, mlflow
 
 from ablate.execution import controller
-from ablate.execution.tracking import database, follower, shown
+from ablate.execution.tracking import database, follower
+from ablate.execution.tracking.runs import shown
 from ablate.files import lock
 from ablate.store.databases import url
 

@@ -18,7 +18,7 @@ from ablate.cache import SETTLED_SECONDS
 from ablate.cli.report import make
 from ablate.errors import InputError
 from ablate.execution.controller import Controller
-from ablate.execution.search import decorate
+from ablate.execution.search.annotations import decorate
 from ablate.execution.sweep_control import damage, folders, holder, take
 from ablate.execution.workers import Inline
 from ablate.files import Busy, Damaged, Holder, lock, read_json

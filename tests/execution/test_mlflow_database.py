@@ -15,7 +15,8 @@ from support.experiments import environment, sweep, tiny, until
 from support.mlflow_runs import histories, runs
 
 from ablate.execution.projections import Mirror
-from ablate.execution.tracking import MlflowTracker, database, follower
+from ablate.execution.tracking import database, follower
+from ablate.execution.tracking.mlflow_tracker import MlflowTracker
 from ablate.store import databases
 from ablate.store.databases import path_of, url
 from ablate.store.ledger import Ledger

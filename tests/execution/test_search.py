@@ -17,7 +17,8 @@ from support.experiments import Children, content, ledger, sweep, tiny, write
 from support.studies import outcomes, trials
 
 from ablate.execution.projections import Projections
-from ablate.execution.search import ENDED, PRUNERS, SAMPLERS, Study, points
+from ablate.execution.search.journal import points
+from ablate.execution.search.study import ENDED, PRUNERS, SAMPLERS, Study
 from ablate.execution.study_points import Point
 from ablate.experiment.load import load
 from ablate.experiment.schema import SEVERAL, Search

@@ -17,9 +17,9 @@ from ablate.errors import InputError
 from ablate.execution import controller
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome, RunOptions
-from ablate.execution.tracking import Tracker, open_trackers, shown
 from ablate.execution.tracking.follower import Follower
-from ablate.execution.tracking.tracker import TRACKERS
+from ablate.execution.tracking.runs import shown
+from ablate.execution.tracking.tracker import TRACKERS, Tracker, open_trackers
 from ablate.execution.workers import Inline
 
 ROOT = Path(__file__).parents[2]
@@ -126,7 +126,7 @@ def test_a_tracker_from_this_checkout_leaves_the_imported_package_as_it_is(tmp_p
     """The current folder of such a command holds the package, whose modules are not the tracker's."""
     program = (
         "import sys; from pathlib import Path; import ablate.store.ledger as before;"
-        "from ablate.execution.tracking import open_trackers;"
+        "from ablate.execution.tracking.tracker import open_trackers;"
         "assert open_trackers('tests.support.toy_tracker:Toy', Path(sys.argv[1]), 'x');"
         "assert sys.modules['ablate.store.ledger'] is before"
     )

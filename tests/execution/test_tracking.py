@@ -13,7 +13,7 @@ from support.studies import outcomes, trials
 from ablate.execution import controller
 from ablate.execution.controller import Controller
 from ablate.execution.projections import Mirror
-from ablate.execution.tracking import log_report
+from ablate.execution.tracking.attach import log_report
 from ablate.execution.workers import Inline
 from ablate.store.ledger import Ledger
 from ablate.training.metric_names import SQUARED_BIAS, VARIANCE
@@ -337,7 +337,7 @@ def test_what_a_dead_driver_could_not_note_is_not_drawn_twice(lost, client, stor
 
 def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(store, tmp_path):
     from ablate.execution.projections import Projections
-    from ablate.execution.tracking import Shipped
+    from ablate.execution.tracking.mlflow_tracker import Shipped
 
     arms = 30
     listed = {f"arm {n}": {"cooldown": n / 100} for n in range(arms)}
@@ -375,9 +375,9 @@ def test_arms_that_wait_for_their_runs_cost_nothing_until_there_is_news_of_them(
 
 
 def test_nothing_is_drawn_where_everything_is(client, drawn, store, monkeypatch):
-    import ablate.execution.tracking
+    from ablate.execution.tracking import follower
 
-    monkeypatch.setattr(ablate.execution.tracking, "Follower", None)
+    monkeypatch.setattr(follower, "Follower", None)
     outcome, _ = sweep(tiny(drawn, "drawn"), drawn, store)
     assert outcome.ran == 0
 

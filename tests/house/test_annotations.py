@@ -13,7 +13,9 @@ from support.experiments import ledger, sweep, tiny
 from support.studies import trials
 
 from ablate.execution.projections import Projections
-from ablate.execution.search import CombinedStorage, Study, dashboard, decorate, importances
+from ablate.execution.search.annotations import decorate, importances
+from ablate.execution.search.combined_storage import CombinedStorage, dashboard
+from ablate.execution.search.study import Study
 from ablate.execution.study_points import Point
 from ablate.results.number_text import interval
 from ablate.results.summary import summaries

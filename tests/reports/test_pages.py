@@ -10,7 +10,7 @@ from support.experiments import end, start, sweep, tiny, until
 from support.processes import addresses
 
 from ablate.cli.report import make
-from ablate.execution.search import decorate
+from ablate.execution.search.annotations import decorate
 from ablate.reports.markdown_summary import summary_markdown
 from ablate.results.summary import summaries
 from ablate.store.checked_ledger import open_ledger

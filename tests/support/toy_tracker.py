@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ablate.execution.tracking import Tracker
+from ablate.execution.tracking.tracker import Tracker
 from ablate.store.ledger import Ledger
 
 

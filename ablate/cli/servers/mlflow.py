@@ -16,7 +16,7 @@ import psutil
 
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, redact
-from ablate.execution.tracking import page
+from ablate.execution.tracking.runs import page
 from ablate.store.databases import path_of
 
 HOST = "127.0.0.1"

@@ -22,7 +22,7 @@ from support.workloads import OWN_COMMAND
 from ablate.errors import InputError
 from ablate.execution.messages import Ended, TrialRequest
 from ablate.execution.supervisor import Supervisor
-from ablate.execution.tracking import behind
+from ablate.execution.tracking.mlflow_tracker import behind
 from ablate.execution.trial_runner import OutOfMemory, run, within_memory
 from ablate.execution.workers import Inline
 from ablate.experiment.load import load
