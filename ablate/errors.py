@@ -123,6 +123,12 @@ def printable(text: str) -> str:
     return "".join(_escaped(character) if _hidden(character) else character for character in text)
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message that is not empty; its class's name if there is none."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next(filter(None, lines), type(error).__name__)
+
+
 def one_line(text: str) -> str:
     """Return the text as `printable` does, with line breaks as escapes, too: for a name within a line or a
     table.

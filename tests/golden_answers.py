@@ -267,17 +267,16 @@ def unpacked(name: str, folder: Path) -> Path:
 
 def parts(name: str, state: Path) -> Iterator[tuple[str, str]]:
     """Yield (title, text) of all that commands, notes and reports say of a finished sweep."""
-    from rich.console import Console
-
     from ablate.cli.answer_view import MOST_LINES, print_lines
+    from ablate.cli.common import Screen
     from ablate.reports.markdown_summary import summary_markdown
     from ablate.results.comparisons import Comparisons
     from ablate.store.checked_ledger import open_ledger
 
     with closing(open_ledger(state, name)) as ledger:
-        screen = Console(width=100, file=io.StringIO(), record=True)
-        print_lines(Comparisons(ledger), screen, MOST_LINES, "", True)
-        yield "terminal", screen.export_text()
+        written = io.StringIO()
+        print_lines(Comparisons(ledger), Screen(written, width=100), MOST_LINES, "", True)
+        yield "terminal", written.getvalue()
         yield "note in MLflow and Optuna", summary_markdown(ledger)
     for words in (("show", name), ("show", "--json")):
         done = here(*words, "--state", state)

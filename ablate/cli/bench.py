@@ -19,7 +19,7 @@ from ablate.cli.common import console, plain_table, print_json, print_starting
 from ablate.cli.option_groups import App
 from ablate.engines import AUTO, ENGINES
 from ablate.engines.hardware import Refusal, this_machine
-from ablate.errors import InputError, nearest
+from ablate.errors import InputError, first_line, nearest
 from ablate.recipes import PRESETS, Recipe
 from ablate.training.hyperparameters import MOST_LAYERS, MOST_SEQUENCES, MOST_WIDTH
 from ablate.verification import bench_runs, linear_layers, timing
@@ -321,8 +321,7 @@ def _within_memory(asked: str, least: int, device: str) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not out_of_memory(error):
             raise
-        first = (str(error).strip() or "no more memory").splitlines()[0]
-        raise InputError(f"{larger}: {first}; give smaller sizes") from None
+        raise InputError(f"{larger}: {first_line(error)}; give smaller sizes") from None
 
 
 def _steppers(recipes: dict[str, Recipe], gpt: GptOptions, device: str, compiled: bool) -> dict[str, Stepper]:

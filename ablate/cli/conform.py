@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from ablate.cli.common import DONE, FAILED, Screen, print_json, print_starting
-from ablate.errors import InputError, nearest, one_line
+from ablate.errors import InputError, first_line, nearest, one_line
 from ablate.recipes import PRESETS, Recipe
 
 if TYPE_CHECKING:
@@ -128,8 +128,7 @@ def _examined(
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, ImportError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise InputError(f"--device {one_line(device)}: torch cannot use it: {first}") from None
+        raise InputError(f"--device {one_line(device)}: torch cannot use it: {first_line(error)}") from None
     from ablate.verification.conformance.run import conform as examine
 
     return examine(find(subject, recipe, device), recipe, only=only or (), seed=seed or 0, show=show)

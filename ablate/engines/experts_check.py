@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ablate.engines import experts
+from ablate.errors import first_line
 
 _MOST = 0.05
 """Largest relative L2 distance: ten times what rounding operands to bf16 makes."""
@@ -41,7 +42,7 @@ def refuse_other(module: nn.Module, name: str) -> None:
             apart = (module.forward(x, index, factors) - own).norm()
             same = bool(apart <= _MOST * own.norm())
     except (AttributeError, RuntimeError, TypeError, IndexError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        reason = first_line(error)
         raise ValueError(f"{name}: its experts cannot be computed ({reason}); {advice}") from None
     if not same:
         distance = float(apart / own.norm())

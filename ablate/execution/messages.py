@@ -26,7 +26,6 @@ from ablate.store.trial_store import as_event
 from ablate.training.own_code.user_errors import UserError
 
 PATIENCE_SECONDS = 60.0
-_CLOSED = ConfigDict(strict=True, extra="forbid")
 _EXITED = b'{"kind": "exited"'
 
 Event = Annotated[dict[str, Any], AfterValidator(as_event)]
@@ -48,11 +47,16 @@ class TornLine(MalformedMessage):
     """A line that is no JSON: a process was killed while it wrote."""
 
 
+class _Closed:
+    """Dataclass that pydantic parses strictly, and without unknown fields."""
+
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid")
+
+
 @dataclass(frozen=True)
-class GangPart:
+class GangPart(_Closed):
     """Part of one node in a trial that several nodes compute."""
 
-    __pydantic_config__ = _CLOSED
     nodes: int
     node: int
     """Number of this node; the first is 0."""
@@ -65,10 +69,9 @@ class GangPart:
 
 
 @dataclass(frozen=True)
-class TrialRequest:
+class TrialRequest(_Closed):
     """Request of the controller for one attempt of one trial."""
 
-    __pydantic_config__ = _CLOSED
     id: str
     spec: str
     """The whole spec as JSON text: `TrialSpec.wire`."""
@@ -102,56 +105,50 @@ class TrialRequest:
 
 
 @dataclass(frozen=True)
-class Started:
+class Started(_Closed):
     """The trial's process has begun."""
 
-    __pydantic_config__ = _CLOSED
     pid: int
     kind: Literal["started"] = "started"
 
 
 @dataclass(frozen=True)
-class Events:
+class Events(_Closed):
     """Events of the trial, in the order of their steps."""
 
-    __pydantic_config__ = _CLOSED
     events: tuple[Event, ...]
     kind: Literal["events"] = "events"
 
 
 @dataclass(frozen=True)
-class Waiting:
+class Waiting(_Closed):
     """Another process, `holder`, runs the same trial; this one waits for it."""
 
-    __pydantic_config__ = _CLOSED
     holder: str
     kind: Literal["waiting"] = "waiting"
 
 
 @dataclass(frozen=True)
-class RankDied:
+class RankDied(_Closed):
     """The first of several ranks that failed. A negative status is the signal that ended it."""
 
-    __pydantic_config__ = _CLOSED
     rank: int
     status: int
     kind: Literal["rank_died"] = "rank_died"
 
 
 @dataclass(frozen=True)
-class Raised:
+class Raised(_Closed):
     """The user's code raised an exception, which ends the trial."""
 
-    __pydantic_config__ = _CLOSED
     error: UserError
     kind: Literal["raised"] = "raised"
 
 
 @dataclass(frozen=True)
-class Exited:
+class Exited(_Closed):
     """The trial's process has ended, or was never started. A negative status is the signal that ended it."""
 
-    __pydantic_config__ = _CLOSED
     status: int
     reason: str = ""
     """Reason why it was never started; else empty."""

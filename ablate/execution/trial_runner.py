@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ablate import provenance
 from ablate.engines import gpu_access
-from ablate.errors import InputError
+from ablate.errors import InputError, first_line
 from ablate.execution.messages import Event, Result, TelemetrySettings, Waiting
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import Busy, Damaged, Json, full, write
@@ -348,7 +348,7 @@ def within_memory(events: Iterator[Event], device: str) -> Iterator[Event]:
             step = event["step"]
             yield event
     except (MemoryError, RuntimeError) as error:  # CUDA's is a RuntimeError of its own, the CPU's a plain one
-        first = (str(error).strip() or "no more memory").splitlines()[0]
+        first = first_line(error)
         if "deterministic implementation" in first:
             raise InputError(f"{first} On a GPU, set the workload's deterministic: false") from error
         if not out_of_memory(error):

@@ -28,7 +28,7 @@ from ruamel.yaml.events import (
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 from ruamel.yaml.reader import ReaderError
 
-from ablate.errors import InputError, Problem, Reading, nearest, one_line, settled
+from ablate.errors import InputError, Problem, Reading, first_line, nearest, one_line, settled
 from ablate.files import Json
 
 _LARGEST_FILE = 1 << 20
@@ -167,7 +167,7 @@ def _composed(yaml: YAML, text: str, name: str) -> Reading[Node | None]:
         raise InputError(Problem(name, *_line_and_column(text[: error.position]), what)) from None
     except Exception as error:  # the library has more classes than it documents, and defects of its own
         line, column = (last.end_mark.line + 1, last.end_mark.column + 1) if last else (1, 1)
-        what = one_line((str(error) or type(error).__name__).splitlines()[0])
+        what = one_line(first_line(error))
         raise InputError(Problem(name, line, column, f"not YAML from here on: {what}")) from None
 
 

@@ -448,7 +448,7 @@ PATTERNS = {
     "training.data.documents": ["where documents of foreign files may be cut: lines", "... words"],
     "training.own_code.exports": ["options and variables of a user's command that set a precision"],
     "training.data.tokenisers": ["the hub's rule for a name"],
-    "store.databases": ["octal escapes of the kernel's mounts table"],
+    "store.databases": ["types of network file systems", "octal escapes of the kernel's mounts table"],
     "cli.judge": ["words in braces of a path", "characters that a name in the state folder does not keep"],
     "cli.doctor": ["characters that a file name does not keep"],
     "reports.notebooks": ["headings of the HTML that Markdown becomes", "headings of a page"],

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from ablate.errors import InputError, redact
+from ablate.errors import InputError, first_line, redact
 from ablate.store.databases import open_readonly, path_of, tables
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def refusal(error: Exception) -> str | None:
         user = os.environ.get(_USER)
         cause = f"user {user!r} or the password is wrong" if user else "no credentials were sent"
         return f"MLflow returned 401 Unauthorized: {cause}; set {_USER} and {_PASSWORD}"
-    answer = str(error).partition("Response body: ")[2].strip(" '") or str(error).splitlines()[0]
+    answer = str(error).partition("Response body: ")[2].strip(" '") or first_line(error)
     hint = (
         "; `mlflow server --allowed-hosts` names the hosts that it answers to"
         if "Invalid Host" in answer
@@ -138,9 +138,7 @@ def errors_explained(uri: str) -> Iterator[None]:
     except Exception as error:
         if not isinstance(error, _errors()):
             raise
-        first = plainly(error) or next(
-            (line for line in str(error).splitlines() if line.strip()), type(error).__name__
-        )
+        first = plainly(error) or first_line(error)
         hint = (
             f"; `{Path(sys.executable).parent / 'mlflow'} db upgrade` brings it up to date"
             if "out-of-date" in first

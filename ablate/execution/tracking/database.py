@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ablate.cache import kept, key_of
-from ablate.errors import InputError
+from ablate.errors import InputError, first_line
 from ablate.execution.sweep_control import damage, put_aside
 from ablate.execution.tracking.access import import_client
 from ablate.execution.tracking.mlflow_private import close_database
@@ -73,7 +73,7 @@ def unusable(path: Path) -> str | None:
     try:
         migrate(path, path.parent)
     except (MlflowException, SQLAlchemyError, CommandError) as error:
-        why = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        why = first_line(error)
         return None if "is locked" in why else why
     return None
 

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from ablate.errors import first_line
+
 _BLOCK = 1 << 22
 _ROWS = 1000
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".bin")
@@ -158,6 +160,4 @@ def _rows(path: Path, column: str) -> Iterator[Piece]:
                 for number, value in enumerate(batch.column(0).to_pylist(), batch_number * _ROWS):
                     yield document(value, f"{path}, row {number}", column, names)
     except (ArrowException, OSError) as error:
-        raise ValueError(
-            f"{path}: not a Parquet file that can be read: {str(error).splitlines()[0]}"
-        ) from None
+        raise ValueError(f"{path}: not a Parquet file that can be read: {first_line(error)}") from None

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Literal
 
 from ablate.cache import digest, key_of, remembered
-from ablate.errors import redact
+from ablate.errors import first_line, redact
 from ablate.files import below
 
 _EXTRA = "pip install 'ablate-fp4[hf]'"
@@ -149,4 +149,4 @@ def _as_os_error(message: str) -> Iterator[None]:
 
 def _first(error: Exception) -> str:
     """Return the first line of an exception's message, without passwords."""
-    return redact((str(error).strip() or type(error).__name__).splitlines()[0])
+    return redact(first_line(error))

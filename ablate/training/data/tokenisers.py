@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from ablate.cache import digest
+from ablate.errors import first_line
 from ablate.training.data.documents import Piece
 from ablate.training.data.hub import commit_of, tokenizer_file
 
@@ -135,7 +136,7 @@ def _read(path: Path) -> "Tokenizer":
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library's only class
-        raise ValueError(f"{path}: not a tokenizer.json: {str(error).splitlines()[0]}") from None
+        raise ValueError(f"{path}: not a tokenizer.json: {first_line(error)}") from None
 
 
 def _wrapped(library: "Tokenizer", word: str) -> Tokeniser:

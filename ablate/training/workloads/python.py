@@ -20,7 +20,7 @@ from pydantic import Field
 
 from ablate import own_source
 from ablate.engines.gpu_access import CPU_TRIAL, asks_for_gpu
-from ablate.errors import InputError
+from ablate.errors import InputError, first_line
 from ablate.own_source import Code
 from ablate.recipes.recipe import Run
 from ablate.training.metric_names import ENDINGS, is_added
@@ -202,7 +202,7 @@ def _explained(device: str, folder: Path) -> Iterator[None]:
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if folder in Path(frame.filename).parents]
         at = f"{own[-1].filename}:{own[-1].lineno}: " if own else ""
-        raise InputError(f"{at}{CPU_TRIAL} ({str(error).splitlines()[0]})") from error
+        raise InputError(f"{at}{CPU_TRIAL} ({first_line(error)})") from error
 
 
 def in_window(record: Record, window: Window, longest: bool) -> dict[str, float]:

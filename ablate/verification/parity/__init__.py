@@ -20,6 +20,7 @@ from ablate import provenance
 from ablate.engines import parity_record
 from ablate.engines.hardware import Machine, refusal, stray_switch, this_machine
 from ablate.engines.transformer_engine import library
+from ablate.errors import first_line
 from ablate.reports.figures.parity import overlay
 from ablate.verification.check_result import Check, Row
 from ablate.verification.parity.bench import NAMES, Bench
@@ -47,7 +48,7 @@ def obstacle() -> str | None:
 
 
 def _first(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
+    return first_line(error).rstrip(".")
 
 
 def bench_of(machine: Machine) -> Bench:
