@@ -127,13 +127,13 @@ def test_every_shipped_file_names_its_answer():
     assert unnamed == []  # a search for a cause and a map have an answer of their own
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_the_file_to_start_from_names_its_answer_and_what_matters(training, tmp_path):
-    ablate("init", "mine", "--folder", tmp_path, *(["--training"] if training else []))
+@pytest.mark.parametrize("kind", [(), ("--training",), ("--forks",)])
+def test_the_file_to_start_from_names_its_answer_and_what_matters(kind, tmp_path):
+    ablate("init", "mine", "--folder", tmp_path, *kind)
     keys = load(tmp_path / "mine.yaml", device="cpu").keys
     assert keys.answer
     assert keys.metric["min_effect"]
-    assert (keys.design is None) == training
+    assert bool(keys.design) == (kind == ("--forks",))
 
 
 def test_the_map_to_start_from_has_a_cell_for_each_product_of_each_block(tmp_path):

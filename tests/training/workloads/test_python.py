@@ -515,13 +515,7 @@ def test_the_files_that_init_writes_keep_all_promises_and_are_never_overwritten(
         init("mine", folder=tmp_path)
 
 
-def test_init_writes_whole_runs_and_on_request_forks(tmp_path):
-    init("plain", folder=tmp_path)
-    init("forked", forks=True, folder=tmp_path)
-    plain, forked = (load(tmp_path / f"{name}.yaml", device="cpu") for name in ("plain", "forked"))
-    assert [loaded.base.workload for loaded in (plain, forked)] == ["gpt", "gpt"]
-    assert (plain.keys.design, forked.keys.design.trunk) == (None, "bf16")
-    assert min(len(plain.seeds), len(forked.seeds)) >= 3
+def test_init_refuses_two_kinds_of_experiments(tmp_path):
     with pytest.raises(InputError, match="--training and --forks write different files"):
         init("both", training=True, forks=True, folder=tmp_path)
 
