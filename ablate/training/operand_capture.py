@@ -1,0 +1,178 @@
+"""Operands of a model in bf16 on some batches, for operand_errors.py: the built-in model's, and a user's.
+
+The built-in model is small enough to be trained in less than a minute at its first use, and is kept in the
+cache. A model of transformers is loaded, or its weights are drawn from the seed if there are none. A training
+function of the user's (`workload: {python: ...}`) is called as a trial in bf16 of as many steps as batches.
+
+Every layer that an engine has converted is captured, through hooks of torch on all modules, so that nothing
+in the user's code has to know of it. Not captured: packed experts, which are no modules that are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ablate.cache import kept, key_of
+from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.errors import InputError
+from ablate.recipes.layers import Layer, block_name, located
+from ablate.recipes.presets import bf16
+from ablate.training.loop import Telemetry
+from ablate.training.operand_errors import Batch, Operands
+from ablate.training.trial_run import TrialRun
+from ablate.training.workloads.finetune import Finetune
+from ablate.training.workloads.gpt import Gpt
+from ablate.training.workloads.python import Python
+
+if TYPE_CHECKING:
+    from ablate.training.loop import PreparedRun
+    from ablate.training.workloads.text import TextWorkload
+
+BUILT_IN = Gpt(
+    layers=6,
+    width=128,
+    hidden=384,
+    heads=4,
+    context=128,
+    batch=4,
+    steps=240,
+    lr=1e-3,
+    decay_fraction=0.0,
+    eval_every=240,
+    eval_tokens=4096,
+)
+"""Model whose operands are captured by default: all sizes are multiples of 128, the largest rotation."""
+_VERSION = 1
+"""Version of the built-in model's weights. Raise it by hand if the same workload would give other ones."""
+_SILENT = Telemetry(every=10**9, shadow=10**9, log=40)
+
+
+class Capture(NamedTuple):
+    """Operands of a model on some batches."""
+
+    batches: list[Batch]
+    layers: tuple[Layer, ...] = ()
+    """The model's layers, by which layer rules select; none if their blocks are not known."""
+
+
+@contextmanager
+def captured(batches: list[Batch]) -> Iterator[None]:
+    """Append the operands of every step within this context, of all layers that an engine has converted.
+
+    A layer that is called twice in a step has those of its last call.
+    """
+    steps: dict[int, dict[str, Operands]] = {}
+
+    def forward(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if not isinstance(module, EmulatedLinear) or not output.requires_grad:
+            return
+        x, w = (t.detach().to(torch.bfloat16).clone() for t in (inputs[0], module.weight))
+        step = module.clock.step
+
+        def backward(dy: Tensor) -> None:
+            made = (x.flatten(0, -2), w, dy.detach().to(torch.bfloat16).flatten(0, -2))
+            steps.setdefault(step, {})[module.name] = Operands(module.name, *made)
+
+        output.register_hook(backward)
+
+    handle = nn.modules.module.register_module_forward_hook(forward)
+    try:
+        yield
+    finally:
+        handle.remove()
+    for _, layers in sorted(steps.items()):
+        batches.append([*layers.values()])
+
+
+def built_in(count: int, note: Callable[[str], None], seed: int = 0) -> Capture:
+    """Return operands of the built-in model on the batches after its training.
+
+    Args:
+        count: number of batches.
+        note: called with a line before a training, and with its progress.
+        seed: seed of weights and data.
+    """
+    run = BUILT_IN.prepare(bf16(), seed, "cpu")
+    key = key_of("ranked", _VERSION, BUILT_IN.identity(), BUILT_IN.fingerprint(), seed, torch.__version__)
+
+    def train(folder: Path) -> None:
+        note(f"training the built-in model, {BUILT_IN.steps} steps in bf16, once ...")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # another number would add in another order and give other weights
+        try:
+            for record in BUILT_IN.train(run, _SILENT):
+                note(f"step {record.step} of {BUILT_IN.steps}, loss {record.metrics['train/loss']:.2f}")
+        finally:
+            torch.set_num_threads(threads)
+        torch.save(run.model.state_dict(), folder / "weights.pt")
+
+    folder = kept("models", key, train)
+    run.model.load_state_dict(torch.load(folder / "weights.pt", weights_only=True))
+    return _of_run(run, count, BUILT_IN.steps)
+
+
+def of_model(source: str, count: int, seed: int = 0) -> Capture:
+    """Return operands of a model of transformers, without training.
+
+    Args:
+        source: folder with config.json and weights, or without weights, which are then drawn from the seed;
+            or a name on the hub.
+        count: number of batches.
+        seed: seed of the batches, and of weights that are drawn.
+    """
+    folder = Path(source).expanduser()
+    drawn = folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin"))
+    workload: TextWorkload = Gpt(model=source) if drawn else Finetune(model=source)
+    if problems := [f"--model {source}: {field}: {why}" for field, why in workload.problems()]:
+        raise InputError(*problems)
+    try:
+        run = workload.prepare(bf16(), seed, "cpu")
+    except (OSError, ValueError) as error:
+        raise InputError(f"--model {source}: {error}") from None
+    return _of_run(run, count, 0)
+
+
+def of_function(file: Path, function: str, count: int, seed: int = 0) -> Capture:
+    """Return operands of the models that a training function converts, in its first steps in bf16.
+
+    Args:
+        file: Python file.
+        function: name of the function, which takes an `ablate.Trial`.
+        count: number of steps.
+        seed: seed of the trial.
+    """
+    workload = Python(file=str(file.resolve()), function=function, steps=count)
+    if problems := [f"--python {file}:{function}: {why}" for _, why in workload.problems()]:
+        raise InputError(*problems)
+    batches: list[Batch] = []
+    with captured(batches):
+        for _ in workload.records(TrialRun(bf16(), seed, "emulated", "cpu", _SILENT)):
+            pass
+    if not batches:
+        raise InputError(
+            f"--python {file}:{function}: no converted layer was trained; call trial.convert(model), and the"
+            " model and backward() within trial.step()"
+        )
+    names = [operands.layer for operands in batches[0]]
+    numbered = all(block_name(name) for name in names)
+    return Capture(batches, located(dict.fromkeys(names, ("Linear",))) if numbered else ())
+
+
+def _of_run(run: PreparedRun, count: int, first: int) -> Capture:
+    """Return operands of a prepared run on the batches from step `first` on, all with the same weights."""
+    batches: list[Batch] = []
+    with captured(batches):
+        for step in range(first, first + count):
+            run.engine.clock.step = step
+            (run.loss or run.model)(*run.batch(step, 0)).backward()
+    if not batches or any(len(batch) < len(run.engine.layers) for batch in batches):
+        raise InputError(
+            "the model has packed experts or layers that no gradient reaches: rank reads linear layers"
+        )
+    return Capture(batches, run.engine.placed)

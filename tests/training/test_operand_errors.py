@@ -1,0 +1,208 @@
+"""Errors and biases of a recipe's operands (training/operand_errors.py, operand_capture.py)."""
+
+import numpy as np
+import pytest
+import torch
+from oracles import two_level
+
+from ablate.engines.emulated import convert
+from ablate.errors import InputError
+from ablate.numerics.philox import Clock
+from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant
+from ablate.recipes import PRESETS
+from ablate.recipes.layers import located
+from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Layers, Recipe, Wgrad
+from ablate.training.operand_capture import captured, of_function
+from ablate.training.operand_errors import Caster, Operands, casts, measure
+
+TOKENS, INSIDE, OUT = 64, 128, 96
+PLAIN, TILED = Quant(), Quant(block="16x16")
+
+
+TRAINING = """
+import torch
+
+def train(trial):
+    block = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])})
+    trial.convert(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in trial.steps():
+        with trial.step():
+            block(torch.randn(8, 32)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+"""
+
+
+def operands(seed=0, layer="blocks.0.up"):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (TOKENS, INSIDE), (OUT, INSIDE), (TOKENS, OUT)
+    return Operands(layer, *(torch.randn(s, generator=generator).bfloat16() for s in shapes))
+
+
+def relative(q, t):
+    q, t = np.asarray(q, np.float64), np.asarray(t, np.float64)
+    return float(((q - t) ** 2).sum() / (t**2).sum())
+
+
+def matrix(given, slot):
+    """The operand as numpy fp32, laid out from the definition of the three products."""
+    x, w, dy = (t.float().numpy() for t in (given.x, given.w, given.dy))
+    return dict(zip(SLOTS, (x, w, dy, w.T, dy.T, x.T), strict=True))[slot]
+
+
+def one(recipe, given, batches=1):
+    return measure([recipe], [[given]] * batches)[0]
+
+
+@pytest.mark.parametrize("slot", SLOTS)
+@pytest.mark.parametrize("quant", [PLAIN, TILED], ids=["1x16", "16x16"])
+def test_the_error_is_that_of_a_cast_written_out_in_numpy(slot, quant):
+    product, name = slot.split(".")
+    recipe = Recipe(**{product: {"fprop": Fprop, "dgrad": Dgrad, "wgrad": Wgrad}[product](**{name: quant})})
+    given = operands()
+    true = matrix(given, slot)
+    cast = two_level.nvfp4(np.ascontiguousarray(true), tile=(16, 16) if quant is TILED else (1, 16))
+    found = one(recipe, given)
+    expected = np.zeros(6)
+    expected[SLOTS.index(slot)] = relative(cast.decoded, true)
+    assert found.error[0, 0] == pytest.approx(expected, rel=1e-5)  # sums of fp32 squares
+    assert found.bias[0, 0] == pytest.approx(expected, rel=1e-5)  # a cast without draws
+
+
+def test_an_operand_made_of_the_forward_copy_keeps_that_copys_error():
+    given = operands()
+    true = matrix(given, "fprop.w")
+    copy = two_level.nvfp4(true).decoded
+    kept = one(Recipe(fprop=Fprop(x=PLAIN, w=PLAIN), dgrad=Dgrad(dequantised=True)), given)
+    rounded = torch.from_numpy(copy.astype(np.float32)).bfloat16().float().numpy()
+    assert kept.error[0, 0, 3] == pytest.approx(relative(rounded, true), rel=1e-5)
+    again = Quant(source="forward")
+    twice = one(Recipe(fprop=Fprop(x=PLAIN, w=PLAIN), dgrad=Dgrad(g=PLAIN, w=again)), given)
+    second = two_level.nvfp4(np.ascontiguousarray(copy.T.astype(np.float32))).decoded
+    assert twice.error[0, 0, 3] == pytest.approx(relative(second, true.T), rel=1e-4)
+    assert kept.passes == (True, False)  # no backward operand is quantised anew
+
+
+def test_the_bias_of_unbiased_rounding_covers_zero_and_that_of_nearest_is_its_error():
+    unbiased = Quant(rounding="stochastic", bits=24, outer=Outer(bound=256.0))
+    spread = [one(Recipe(wgrad=Wgrad(g=unbiased)), operands(seed)) for seed in range(12)]
+    biases = np.array([each.bias.sum() for each in spread])
+    half = 2.201 * biases.std(ddof=1) / 12**0.5  # Student's t, 11 degrees of freedom
+    # Rounding a scale down clips a block's largest elements, a bias of less than a thousandth of the error.
+    assert abs(biases.mean()) < half + 1e-3 * spread[0].error.sum()
+    nearest = one(Recipe(wgrad=Wgrad(g=PLAIN)), operands())
+    assert (nearest.bias == nearest.error).all()
+
+
+def test_halves_of_draws_estimate_the_squared_mean_without_bias():
+    """Simulated errors of known mean; plain |mean|^2 is too large by the variance over the draws."""
+    random = np.random.default_rng(0)
+    mean, deviation, draws = random.normal(0, 0.1, 500), 1.0, 4
+    true, halves, plain = (mean**2).sum(), [], []
+    for _ in range(2000):
+        errors = mean + random.normal(0, deviation, (draws, 500))
+        halves.append(errors[::2].mean(0) @ errors[1::2].mean(0))
+        plain.append((errors.mean(0) ** 2).sum())
+    assert np.mean(halves) == pytest.approx(true, abs=4 * np.std(halves) / 2000**0.5)
+    assert np.mean(plain) == pytest.approx(true + 500 * deviation**2 / draws, rel=0.02)
+
+
+def test_the_mean_of_many_draws_agrees_with_the_bias_of_four():
+    given, rotation = operands(), Hadamard(size=16, signs="per_call")
+    nearest = Quant(block="1x32", outer=None, scale=BlockScale(format="e8m0", rounding="floor"))
+    (cast, _) = casts(Recipe(wgrad=Wgrad(g=nearest, x=nearest, hadamard=rotation)).products)
+    few, many = (Caster(draws=draws).errors(given, 0, [cast])[cast] for draws in (4, 256))
+    assert few[0] == pytest.approx(many[0], rel=0.05)
+    assert 0.05 * few[0] < few[1] < few[0]
+    assert few[1] == pytest.approx(many[1], rel=0.05)
+
+
+def test_signs_that_last_a_run_are_not_draws():
+    rotation = {signs: Hadamard(size=16, signs=signs) for signs in ("fixed", "per_layer", "per_step")}
+    found = {
+        signs: one(Recipe(wgrad=Wgrad(g=PLAIN, x=PLAIN, hadamard=turn)), operands())
+        for signs, turn in rotation.items()
+    }
+    for signs in ("fixed", "per_layer"):
+        assert (found[signs].bias == found[signs].error).all()
+    assert found["per_step"].bias.sum() < 0.9 * found["per_step"].error.sum()
+
+
+def test_a_delayed_amax_is_that_of_the_batch_before():
+    late = Quant(outer=Outer(statistic="delayed:1"))
+    small, large = operands(), operands(1)
+    large = Operands(large.layer, 64 * large.x, large.w, large.dy)
+    (found,) = measure([Recipe(fprop=Fprop(x=late))], [[small], [large], [large]])
+    first, saturated, after = found.error[0, :, 0]
+    assert saturated > 10 * first
+    assert after == pytest.approx(one(Recipe(fprop=Fprop(x=PLAIN)), large).error[0, 0, 0], rel=1e-6)
+
+
+def test_layers_that_a_recipe_leaves_alone_count_as_zero_and_not_as_four_bits():
+    names = [f"blocks.{number}.up" for number in range(4)]
+    batch = [operands(number, name) for number, name in enumerate(names)]
+    layers = located(dict.fromkeys(names, ("Linear",)))
+    recipe = Recipe(fprop=Fprop(x=PLAIN, w=PLAIN), layers=Layers(skip_last=1))
+    whole, part = measure([recipe.model_copy(update={"layers": Layers()}), recipe], [batch], layers)
+    assert (part.error[:3] == whole.error[:3]).all()
+    assert not part.error[3].any()
+    assert (whole.four_bits, part.four_bits) == pytest.approx((1 / 3, 1 / 4))
+
+
+def test_the_same_numbers_come_again_and_do_not_depend_on_the_other_recipes():
+    recipes = [PRESETS[name]() for name in ("nvfp4", "quartet2", "tetrajet2")]
+    together = measure(recipes, [[operands()]])
+    for recipe, found in zip(recipes, together, strict=True):
+        assert (one(recipe, operands()).error == found.error).all()
+        assert (one(recipe, operands()).bias == found.bias).all()
+
+
+def test_operands_that_are_not_finite_or_empty_are_refused():
+    given = operands()
+    for bad, why in ((given.x * float("nan"), "not finite"), (given.x[:0], "empty")):
+        with pytest.raises(InputError, match=f"blocks.0.up: x is {why}"):
+            Operands("blocks.0.up", bad, given.w, given.dy)
+
+
+def test_hooks_capture_what_autograd_multiplies():
+    torch.manual_seed(0)
+    block = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False))
+    model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([block])})
+    clock = Clock(0)
+    convert(model, PRESETS["bf16"](), clock)
+    layer, x, target = (
+        model["blocks"][0][0],
+        torch.randn(2, 5, 32).bfloat16(),
+        torch.randn(2, 5, 16).bfloat16(),
+    )
+    batches: list = []
+    with captured(batches):
+        for clock.step in range(2):
+            (layer(x) * target).float().sum().backward()
+    layer(x).float().sum().backward()  # after the context
+    assert [len(batch) for batch in batches] == [1, 1]
+    (found,) = batches[0]
+    assert torch.equal(found.x, x.flatten(0, 1))
+    assert torch.equal(found.dy, target.flatten(0, 1))
+    assert torch.equal(found.w, layer.weight.detach().bfloat16())
+
+
+def test_a_training_function_gives_the_operands_of_its_steps(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(TRAINING)
+    found = of_function(file, "train", 2)
+    assert [[each.layer for each in batch] for batch in found.batches] == [["blocks.0.0"]] * 2
+    assert [layer.block for layer in found.layers] == [0]
+    first, second = (batch[0] for batch in found.batches)
+    assert not torch.equal(first.w, second.w)  # it trains
+
+
+def test_a_function_that_converts_nothing_is_refused(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "def train(trial):\n    for _ in trial.steps():\n        with trial.step():\n            pass\n"
+    )
+    with pytest.raises(InputError, match="no converted layer was trained"):
+        of_function(file, "train", 1)
