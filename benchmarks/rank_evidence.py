@@ -56,5 +56,193 @@ Known before: the error of each operand against what it was cast from, summed ov
 summary of outcomes of the other publications. No rule tried on them was discarded.
 """
 
-MARGIN = 0.05
-"""Least difference, in parts of the smaller error, that orders two recipes."""
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from transfer_schemes import SCHEMES, STRATA
+from transfer_table import (
+    DRAWS,
+    NAMES,
+    PAIRS,
+    STRATUM,
+    TRUTH,
+    Values,
+    differences,
+    factor_weights,
+    published,
+    right,
+    truth_of,
+)
+
+from ablate.recipes.recipe import Recipe
+from ablate.results.operand_order import MARGIN, Order, compare
+from ablate.training.operand_capture import built_in
+from ablate.training.operand_errors import Cast, RecipeErrors, casts, measure
+
+HERE = Path(__file__).parent
+NOISE = 0.0010
+"""Difference of two published losses that is about their noise, in nats."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two recipes of one group whose training was compared."""
+
+    order: Order
+    gap: float
+    """Outcome of the first less that of the second; the lower trains better."""
+    names: tuple[str, str]
+    column: str = ""
+    source: str = ""
+
+    @property
+    def right(self) -> bool:
+        """True if the order is decided and is that of the outcomes; a tie is not."""
+        return self.order is (Order.FIRST if self.gap < 0 else Order.SECOND) and self.gap != 0
+
+
+def column_of(first: Recipe, second: Recipe) -> str:
+    """Return `nested`, `facts` or `rest`: what orders two recipes without a measurement."""
+    one, other = (set(casts(recipe.products)) for recipe in (first, second))
+    if one < other or other < one:
+        return "nested"
+    chosen = [any(quant.select for _, quant in recipe.products.quantised()) for recipe in (first, second)]
+    if {_without_choice(cast) for cast in one} == {_without_choice(cast) for cast in other} and chosen[
+        0
+    ] != chosen[1]:
+        return "nested"
+    signs = {_sign(*pair) for pair in zip(_facts(first), _facts(second), strict=True)} - {0}
+    return "facts" if signs in ({1}, {-1}) else "rest"
+
+
+def _without_choice(cast: Cast) -> Cast:
+    """Return a cast without a choice between two scales and its outer bound."""
+    quant = cast.quant and cast.quant.model_copy(update={"select": None, "outer": None})
+    return cast._replace(quant=quant, copy=cast.copy and _without_choice(cast.copy))
+
+
+def _facts(recipe: Recipe) -> tuple[frozenset[str], ...]:
+    """Return sets that are the larger, the more errors they are known to bring."""
+    quants = dict(recipe.products.quantised())
+    return (
+        frozenset(quants),
+        frozenset(["16x16"] if any(quant.block == "16x16" for quant in quants.values()) else []),
+        frozenset([] if any(quant.select for quant in quants.values()) else ["no 4/6"]),
+        frozenset(["stochastic"] if any(quant.rounding == "stochastic" for quant in quants.values()) else []),
+    )
+
+
+def _sign(first: frozenset[str], second: frozenset[str]) -> int | None:
+    """Return the sign of two sets' order by inclusion; None if neither holds the other."""
+    if first == second:
+        return 0
+    return -1 if first < second else 1 if first > second else None
+
+
+def score(pairs: Sequence[Pair]) -> str:
+    """Return decided, right and refused pairs as cells of a table; ties of the outcome are apart."""
+    decided = [pair for pair in pairs if pair.order.decided]
+    ties = sum(pair.gap == 0 for pair in decided)
+    refused = Counter(str(pair.order) for pair in pairs if not pair.order.decided)
+    reasons = ", ".join(f"{reason} {count}" for reason, count in sorted(refused.items()))
+    share = f"{sum(pair.right for pair in decided) / max(1, len(decided) - ties):.2f}"
+    right = sum(pair.right for pair in decided)
+    return f"{len(pairs)} | {len(decided)} | {right} | {share} | {ties} | {reasons}"
+
+
+def pairs_of(measured: Sequence[RecipeErrors], truth: Values, margin: float = MARGIN) -> list[Pair]:
+    """Return the pairs of published schemes whose losses are known.
+
+    Args:
+        measured: errors of the schemes, in their order.
+        truth: gaps to the baseline, NaN if not published.
+        margin: least difference of errors that orders two schemes.
+    """
+    return [
+        Pair(
+            compare(measured[i], measured[j], margin),
+            truth[i] - truth[j],
+            (NAMES[i], NAMES[j]),
+            column_of(measured[i].recipe, measured[j].recipe),
+            STRATUM[i],
+        )
+        for i, j in PAIRS
+        if np.isfinite(truth[i] - truth[j])
+    ]
+
+
+HEAD = "| pairs | N | decided | right | share | ties | refused |\n|---|---|---|---|---|---|---|"
+
+
+def published_tables(measured: Sequence[RecipeErrors]) -> Iterator[str]:
+    """Yield the tables of the published schemes."""
+    cells = published(HERE / "transfer_published.csv")
+    truth = truth_of(cells[TRUTH])
+    pairs = pairs_of(measured, truth)
+    yield HEAD
+    yield f"| all | {score(pairs)} |"
+    for column in ("nested", "facts", "rest"):
+        yield f"| {column} | {score([pair for pair in pairs if pair.column == column])} |"
+    for stratum in STRATA:
+        yield f"| {stratum} | {score([pair for pair in pairs if pair.source == stratum])} |"
+    yield f"| closer than .0010 | {score([pair for pair in pairs if abs(pair.gap) < NOISE])} |"
+    yield f"| at least .0010 apart | {score([pair for pair in pairs if abs(pair.gap) >= NOISE])} |"
+    yield "\n".join(_intervals(pairs))
+    wrong = [pair for pair in pairs if pair.order.decided and not pair.right]
+    yield from (
+        f"wrong: {' < '.join(pair.names)} said {pair.order}, gap {pair.gap:+.4f}, {pair.column}"
+        for pair in wrong
+    )
+    plain = np.array([each.by_layer().mean() for each in measured])
+    whole = right(differences(plain), truth) * len(PAIRS)
+    yield f"plain order of the error, nothing refused: {whole:g} of {len(PAIRS)}"
+    yield "\nDecided, right by margin:\n| margin | all | rest | all, bias ignored |\n|---|---|---|---|"
+    for margin in (0, 0.02, MARGIN, 0.1, 0.2, 0.5, 1):
+        curve = pairs_of(measured, truth, margin)
+        unbiased = pairs_of([replace(each, bias=each.error) for each in measured], truth, margin)
+        rest = [pair for pair in curve if pair.column == "rest"]
+        yield f"| {margin:.0%} | " + " | ".join(_count(each) for each in (curve, rest, unbiased)) + " |"
+    yield "\nDecided, right of N:\n| millions | tokens a parameter | all | rest |\n|---|---|---|---|"
+    for (millions, ratio), cell in sorted(cells.items(), key=lambda item: (int(item[0][0]), item[0][1])):
+        found = pairs_of(measured, truth_of(cell))
+        rest = [pair for pair in found if pair.column == "rest"]
+        yield f"| {millions} | {ratio} | {_count(found)} of {len(found)} | {_count(rest)} of {len(rest)} |"
+
+
+def _count(pairs: Sequence[Pair]) -> str:
+    return f"{sum(pair.order.decided for pair in pairs)}, {sum(pair.right for pair in pairs)}"
+
+
+def _intervals(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Yield intervals of the share of right pairs, by bootstrap over the schemes' factors."""
+    random, names = np.random.default_rng(0), {name: number for number, name in enumerate(NAMES)}
+    weights = [factor_weights(random) for _ in range(DRAWS)]
+    for column in ("", "nested", "facts", "rest"):
+        used = [pair for pair in pairs if pair.order.decided and column in ("", pair.column)]
+        if not used:
+            continue
+        ends = np.array([[names[name] for name in pair.names] for pair in used])
+        hits = np.array([pair.right for pair in used])
+        each = np.array([own[ends].prod(axis=1) for own in weights])
+        low, high = np.percentile((each @ hits) / each.sum(axis=1), [2.5, 97.5])
+        yield f"share right, {column or 'all'}: {hits.mean():.2f} ({low:.2f} to {high:.2f} over schemes)"
+
+
+def main() -> int:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["published"])
+    parser.parse_args()
+    model = built_in(3, lambda line: print(line, file=sys.stderr))
+    measured = measure([scheme.recipe for scheme in SCHEMES.values()], model.batches, model.layers)
+    print("\n".join(published_tables(measured)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

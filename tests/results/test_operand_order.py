@@ -27,7 +27,7 @@ def errors(recipe, by_layer, bias=None, passes=BOTH):
 
 
 NOISE = np.resize([1.0, -1.0], LAYERS)
-"""Of mean zero; its t interval over 8 layers is wider than 0.8 (2.36 * 1.07 / 8 ** 0.5 = 0.89)."""
+"""Mean zero; half the 95 % t interval over 8 layers is 0.89 = 2.36 * 1.07 / 8 ** 0.5."""
 
 
 @pytest.mark.parametrize(
