@@ -1,7 +1,7 @@
 """Evidence for `ablate rank`: how often does the error of operands order recipes as training does?
 
     python benchmarks/rank_evidence.py published     # 26 schemes, 102 pairs within groups
-    python benchmarks/rank_evidence.py elsewhere     # recipes of other publications
+    python benchmarks/rank_evidence.py predict       # pairs of other publications, rank_predictions.csv
 
 The text below is the design. It was committed before a published loss was joined with a number of this
 command.
@@ -57,13 +57,16 @@ summary of outcomes of the other publications. No rule tried on them was discard
 """
 
 import argparse
+import math
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
+from rank_recipes import SETTINGS
 from transfer_schemes import SCHEMES, STRATA
 from transfer_table import (
     DRAWS,
@@ -81,7 +84,7 @@ from transfer_table import (
 
 from ablate.recipes.recipe import Recipe
 from ablate.results.operand_order import MARGIN, Order, compare
-from ablate.training.operand_capture import built_in
+from ablate.training.operand_capture import Capture, built_in
 from ablate.training.operand_errors import Cast, RecipeErrors, casts, measure
 
 HERE = Path(__file__).parent
@@ -233,12 +236,54 @@ def _intervals(pairs: Sequence[Pair]) -> Iterator[str]:
         yield f"share right, {column or 'all'}: {hits.mean():.2f} ({low:.2f} to {high:.2f} over schemes)"
 
 
+def predictions(capture: Capture) -> Iterator[str]:
+    """Yield the pairs of the recipes of other publications as CSV, with the order of each rule.
+
+    Rivals: the number of quantised operands, mean over layers, and the mean number of elements that share a
+    scale; `first` and `second` as the command, `close` if they do not differ.
+    """
+    yield (
+        "setting,first,second,order,fewer_operands,finer_blocks,"
+        "error_first,error_second,bias_first,bias_second"
+    )
+    rows = [(setting, row, recipe) for setting, rows in SETTINGS.items() for row, recipe in rows.items()]
+    distinct = [*dict.fromkeys(recipe for *_, recipe in rows)]
+    measured = dict(zip(distinct, measure(distinct, capture.batches, capture.layers), strict=True))
+    for (setting, first, one), (other, second, two) in combinations(rows, 2):
+        if setting != other:
+            continue
+        both = measured[one], measured[two]
+        order = compare(*both)
+        rivals = [
+            _ordered(*(rule(each) for each in both)) if order is not Order.GROUP else order
+            for rule in (_operands, _elements)
+        ]
+        values = [each.by_layer(bias).mean() for bias in (False, True) for each in both]
+        yield ",".join([setting, first, second, order, *rivals, *(f"{value:.5f}" for value in values)])
+
+
+def _ordered(first: float, second: float) -> Order:
+    return Order.CLOSE if first == second else Order.FIRST if first < second else Order.SECOND
+
+
+def _operands(measured: RecipeErrors) -> float:
+    return float((measured.error > 0).sum())
+
+
+def _elements(measured: RecipeErrors) -> float:
+    quants = [quant for _, quant in measured.recipe.products.quantised()]
+    return sum(math.inf if quant.block is None else math.prod(quant.tile) for quant in quants) / len(quants)
+
+
 def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["published"])
-    parser.parse_args()
+    parser.add_argument("what", choices=["published", "predict"])
+    what = parser.parse_args().what
     model = built_in(3, lambda line: print(line, file=sys.stderr))
+    if what == "predict":
+        print("\n".join(predictions(model)))
+        return 0
     measured = measure([scheme.recipe for scheme in SCHEMES.values()], model.batches, model.layers)
     print("\n".join(published_tables(measured)))
     return 0
