@@ -29,6 +29,7 @@ VERBS: dict[str, dict[str, tuple[str, str]]] = {
         "recipe": ("recipe_targets", "Show, diff, export, import, audit recipes."),
     },
     "Results": {
+        "rank": ("rank", "Order recipes by the errors of operands, untrained."),
         "judge": ("judge", "Judge runs that were not started here."),
         "show": ("show", "Show all arms, one sweep's claim, or what differs in two."),
     },

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -107,6 +108,10 @@ def casts(products: Products) -> tuple[Cast, ...]:
     return tuple(made.values())
 
 
+Found = dict[Cast, tuple[float, float]]
+"""Error and bias by cast."""
+
+
 @dataclass
 class Caster:
     """Makes casts, each with the draws and the history of its own.
@@ -133,14 +138,17 @@ class Caster:
             batch: number of the batch, which counts as its step.
             wanted: the casts.
         """
+        copied = {cast.copy for cast in wanted}
         copies: dict[tuple[Cast, int], Tensor] = {}
 
         def made(cast: Cast, draw: int) -> Tensor:
-            key = cast, draw if cast.draws else 0
-            if key not in copies:
+            draw = draw if cast.draws else 0
+            if (result := copies.get((cast, draw))) is None:
                 source = made(cast.copy, draw) if cast.copy else operands.of(cast.slot)
-                copies[key] = self._made(operands.layer, source, cast, batch, key[1])
-            return copies[key]
+                result = self._made(operands.layer, source, cast, batch, draw)
+                if cast in copied:
+                    copies[cast, draw] = result
+            return result
 
         result = {}
         with torch.no_grad():
@@ -229,15 +237,24 @@ def measure(
     shape = len(names), len(batches), len(SLOTS)
     error, bias = (np.zeros((len(recipes), *shape)) for _ in range(2))
     caster = Caster(seed)
-    for number, batch in enumerate(batches):
-        for place, operands in enumerate(batch):
-            own = [casts(products[operands.layer]) for products in places]
-            found = caster.errors(operands, number, [*dict.fromkeys(cast for each in own for cast in each)])
-            for which, each in enumerate(own):
-                for cast in each:
-                    where = which, place, number, SLOTS.index(cast.slot)
-                    error[where], bias[where] = found[cast]
-            progress((number * len(names) + place + 1) / (len(names) * len(batches)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a layer is too small to be divided among threads: layers are
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            for number, batch in enumerate(batches):
+
+                def of(operands: Operands, number: int = number) -> tuple[list[tuple[Cast, ...]], Found]:
+                    own = [casts(products[operands.layer]) for products in places]
+                    wanted = dict.fromkeys(cast for each in own for cast in each)
+                    return own, caster.errors(operands, number, [*wanted])
+
+                for place, (own, found) in enumerate(pool.map(of, batch)):
+                    for which, cast in ((which, cast) for which, each in enumerate(own) for cast in each):
+                        where = which, place, number, SLOTS.index(cast.slot)
+                        error[where], bias[where] = found[cast]
+                    progress((number * len(names) + place + 1) / (len(names) * len(batches)))
+    finally:
+        torch.set_num_threads(threads)
     if not np.isfinite(error).all():
         which, place, _, slot = np.argwhere(~np.isfinite(error))[0]
         raise InputError(

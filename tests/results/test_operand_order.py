@@ -6,7 +6,7 @@ import pytest
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Recipe, Wgrad
-from ablate.results.operand_order import MARGIN, Order, compare, groups
+from ablate.results.operand_order import MARGIN, Order, Ranking, compare
 from ablate.training.operand_errors import RecipeErrors
 
 LAYERS = 8
@@ -68,10 +68,15 @@ def test_a_rotation_of_a_gradients_product_alone_is_not_ordered():
 
 
 def test_groups_hold_recipes_of_equal_passes_from_the_lowest_error_up():
-    measured = [
-        errors(NVFP4, 3.0),
-        errors(NVFP4, 1.0, passes=FORWARD),
-        errors(NVFP4, 0.0, passes=NOTHING),
-        errors(NVFP4, 2.0),
-    ]
-    assert groups(measured) == [[3, 0], [1], [2]]
+    measured = {
+        "third": errors(NVFP4, 3.0),
+        "forward": errors(NVFP4, 1.0, passes=FORWARD),
+        "none": errors(NVFP4, 0.0, passes=NOTHING),
+        "second": errors(OTHER, 2.0),
+    }
+    ranking = Ranking(measured)
+    assert [*ranking.groups.values()] == [["second", "third"], ["forward"], ["none"]]
+    assert ranking.pairs(["second", "third"]) == {("second", "third"): Order.FIRST}
+    document = ranking.document()
+    assert [row["error"] for row in document["recipes"]] == pytest.approx([2.0, 3.0, 1.0, 0.0])
+    assert document["pairs"] == [{"first": "second", "second": "third", "order": "first"}]

@@ -1,0 +1,246 @@
+"""`ablate rank`: order recipes by the errors of their operands on a step of a bf16 model."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from ablate.cli.common import Screen, print_starting
+from ablate.errors import InputError
+from ablate.experiment import recipe_source
+from ablate.files import write_text
+from ablate.recipes import PRESETS, Recipe
+
+if TYPE_CHECKING:
+    from ablate.results.operand_order import Ranking
+    from ablate.training.operand_capture import Capture
+
+DEFAULT = (
+    "nvfp4",
+    "nvfp4_1d_weight",
+    "four_over_six",
+    "quartet2",
+    "tetrajet2",
+    "fp4_all_the_way",
+    "averis",
+    "ue5m3",
+)
+"""Recipes of the NVFP4 family that are ranked if none is named."""
+_SILENT_SECONDS = 5.0
+"""Seconds between two lines on the progress."""
+_FORK = """\
+schema: 1
+question: Which of these recipes does the least damage, given a past in bf16?
+workload:
+  gpt: {{layers: 2, width: 64, heads: 2, batch: 2, steps: 300, lr: 5.0e-4}}
+recipe: {first}
+ablate: {{recipe: [{names}]}}
+against: bf16
+seeds: 8
+design: {{trunk: bf16, positions: [0.7], window: 0.05, horizons: [1, 2], bad: mxfp4}}
+metric: {{name: val/loss, direction: minimize}}
+"""
+"""Experiment of short forks; so few steps show noise at once and bias late, which favours nearest."""
+
+
+def rank(
+    recipes: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RECIPE]...", help="Presets or recipe files; default: 8 of the NVFP4 family."
+        ),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Rank every preset.")] = False,
+    model: Annotated[
+        str | None, typer.Option(metavar="FOLDER", help="Model of transformers, instead of the built-in one.")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option(metavar="FILE:FUNCTION", help="Training function that takes a trial.")
+    ] = None,
+    dumps: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Dumps of x, w and dy, as `ablate conform` reads them."),
+    ] = None,
+    batches: Annotated[int, typer.Option(min=1, max=3, help="Batches; of a function, steps.")] = 3,
+    fork: Annotated[
+        Path | None, typer.Option(metavar="YAML", help="Also write an experiment that trains these recipes.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Order recipes by the quantisation error of their operands on one step of a bf16 model.
+
+    One recipe comes before another if its error is lower and its bias not higher. It cannot order stochastic
+    rounding against rounding to nearest, or a rotation of a gradient alone: training decides. How often the
+    order is that of training is printed below the table (docs/use/rank.md).
+    """
+    names = list(dict.fromkeys(recipes or (PRESETS if every else DEFAULT)))
+    sources = [source for source in (model, python, dumps) if source is not None]
+    if (recipes and every) or len(sources) > 1:
+        raise InputError("give recipes or --all, and at most one of --model, --python and --dumps")
+    made = _loaded(names)
+    if fork is not None:
+        _write_fork(fork, names)
+    print_starting("importing torch", quiet=as_json)
+    from ablate.results.operand_order import Ranking
+    from ablate.training.operand_errors import measure
+
+    note = _note(as_json)
+    found = _capture(model, python, dumps, batches, note)
+    started = time.monotonic()
+    measured = measure(made, found.batches, found.layers, progress=_progress(note))
+    ranking = Ranking(dict(zip(names, measured, strict=True)))
+    source = model or python or dumps or "the built-in model"
+    about = f"{source}, {len(found.batches[0])} layers, batches: {len(found.batches)}"
+    if as_json:
+        print(json.dumps(ranking.document() | {"measured_on": about}, indent=1))
+        return
+    _print(Screen(width=_WIDTH), ranking, f"{about}, {time.monotonic() - started:.1f} s", fork)
+
+
+def _loaded(names: Sequence[str]) -> list[Recipe]:
+    """Return the recipes; InputError with the reason for each name that is none."""
+    made, problems = [], []
+    for name in names:
+        try:
+            made.append(recipe_source.load(name))
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise InputError(*problems)
+    return made
+
+
+def _write_fork(path: Path, names: Sequence[str]) -> None:
+    """Write an experiment that compares recipes in forks; InputError if it cannot be."""
+    if path.suffix not in (".yaml", ".yml") or not path.absolute().parent.is_dir() or path.exists():
+        raise InputError(f"--fork {path}: name a new .yaml file in a folder that exists")
+    if len(names) < 2:
+        raise InputError("--fork compares recipes: name two or more")
+    write_text(path, _FORK.format(first=json.dumps(names[0]), names=", ".join(map(json.dumps, names))))
+
+
+def _note(quiet: bool) -> Callable[[str], None]:
+    """Return a function that prints a line on the progress to standard error."""
+    return lambda text: None if quiet else print(text, file=sys.stderr, flush=True)
+
+
+def _progress(note: Callable[[str], None]) -> Callable[[float], None]:
+    """Return a function that notes the finished share, if the last line is some seconds old."""
+    last = time.monotonic()
+
+    def show(share: float) -> None:
+        nonlocal last
+        if time.monotonic() - last > _SILENT_SECONDS:
+            last = time.monotonic()
+            note(f"{share:.0%} of the operands cast")
+
+    return show
+
+
+def _capture(
+    model: str | None, python: str | None, dumps: Path | None, count: int, note: Callable[[str], None]
+) -> "Capture":
+    """Return the operands of the model that the options name."""
+    from ablate.training import operand_capture
+
+    if dumps is not None:
+        return _dumped(dumps)
+    if python is not None:
+        file, colon, function = python.rpartition(":")
+        if not colon or not file or not Path(file).is_file():
+            raise InputError(
+                f"--python {python}: write FILE:FUNCTION, a file that exists and a function of it"
+            )
+        return operand_capture.of_function(Path(file), function, count)
+    if model is not None:
+        return operand_capture.of_model(model, count)
+    return operand_capture.built_in(count, note)
+
+
+def _dumped(folder: Path) -> "Capture":
+    """Return the operands of a folder of dumps: a batch is one step of one rank."""
+    from ablate.training.operand_capture import Capture
+    from ablate.training.operand_errors import Batch, Operands
+    from ablate.verification.conformance.dumps import read
+
+    batches: dict[tuple[int, int], Batch] = {}
+    for layer in read(folder):
+        if missing := [name for name in ("x", "w", "dy") if name not in layer.tensors]:
+            raise InputError(
+                f"{folder}: {layer.name} has no {' and no '.join(missing)}; rank casts all three"
+            )
+        tensors = (layer.tensors[name].bfloat16() for name in ("x", "w", "dy"))
+        batches.setdefault((layer.rank, layer.step), []).append(Operands(layer.name, *tensors))
+    return Capture([*batches.values()])
+
+
+# --- printing -------------------------------------------------------------------------------------
+
+_WIDTH = 100
+_HEADS = ("", "recipe", "error", "fprop", "dgrad", "wgrad", "bias", "4-bit FLOPs", "before")
+
+
+def _print(screen: Screen, ranking: "Ranking", about: str, fork: Path | None) -> None:
+    from ablate.results.operand_order import PUBLISHED
+
+    screen.print(Text(f"Error of operands on {about}; lower is nearer to bf16. Groups are not ordered."))
+    for title, names in ranking.groups.items():
+        screen.print("", Text(title, "bold"), sep="\n")
+        _print_group(screen, ranking, names)
+    undecided = [pair for names in ranking.groups.values() for pair in _undecided(ranking, names)]
+    if fork is not None:
+        screen.print(Text(f"To train them: ablate sweep {fork}"))
+    elif undecided:
+        first, second = undecided[0]
+        screen.print(Text(f"To train such a pair: ablate rank {first} {second} --fork pair.yaml"))
+        screen.print(Text("                      ablate sweep pair.yaml"))
+    screen.print("", Text(PUBLISHED.sentence), sep="\n")
+
+
+def _undecided(ranking: "Ranking", names: Sequence[str]) -> list[tuple[str, str]]:
+    return [pair for pair, order in ranking.pairs(names).items() if not order.decided]
+
+
+def _print_group(screen: Screen, ranking: "Ranking", names: Sequence[str]) -> None:
+    """Print the table of a group, and below it the pairs that are not ordered, by reason."""
+    from ablate.results.operand_order import Order
+
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
+    for head in _HEADS:
+        table.add_column(head, justify="left" if head in ("recipe", "before") else "right")
+    orders = {} if ranking.measured[names[0]].passes == (False, False) else ranking.pairs(names)
+    for number, name in enumerate(names, 1):
+        errors = ranking.measured[name]
+        before = [
+            str(names.index(second) + 1)
+            for (first, second), order in orders.items()
+            if first == name and order.decided
+        ]
+        bias = errors.by_layer(bias=True).mean()
+        shown = f"{bias:.4f}" if (errors.bias != errors.error).any() else "= error"
+        products = (f"{value:.4f}" for value in errors.by_product().values())
+        table.add_row(
+            str(number),
+            name,
+            f"{errors.by_layer().mean():.4f}",
+            *products,
+            shown,
+            f"{errors.four_bits:.0%}",
+            ", ".join(before),
+        )
+    screen.print(table)
+    for order, words in (
+        (Order.CLOSE, "Too close to call"),
+        (Order.BIAS, "Lower error, more bias: training decides"),
+        (Order.ROTATION, "Rotation of a gradient alone: training decides"),
+    ):
+        pairs = [pair for pair, own in orders.items() if own is order]
+        if pairs:
+            listed = ", ".join(f"{names.index(a) + 1} and {names.index(b) + 1}" for a, b in pairs)
+            screen.print(Text(f"{words}: {listed}."))
