@@ -2,6 +2,7 @@
 
     python benchmarks/rank_evidence.py published     # 26 schemes, 102 pairs within groups
     python benchmarks/rank_evidence.py predict       # pairs of other publications, rank_predictions.csv
+    python benchmarks/rank_evidence.py elsewhere     # those, joined with their outcomes
 
 The text below is the design. It was committed before a published loss was joined with a number of this
 command.
@@ -57,7 +58,9 @@ summary of outcomes of the other publications. No rule tried on them was discard
 """
 
 import argparse
+import csv
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -275,11 +278,98 @@ def _elements(measured: RecipeErrors) -> float:
     return sum(math.inf if quant.block is None else math.prod(quant.tile) for quant in quants) / len(quants)
 
 
+WORDS = {"reference": 0.0, "same": 0.0, "better": -1.0, "slightly better": -1.0, "worse": 1.0}
+"""Outcomes against the reference row of a setting."""
+ENDS = {"converged": 0.0, "diverged": math.inf, "unstable": math.inf}
+
+
+def elsewhere() -> Iterator[str]:
+    """Yield the tables of the other publications: committed predictions joined with outcomes."""
+    facts = {row["row"]: row for row in _rows("rank_published.csv")}
+    predicted = _rows("rank_predictions.csv")
+    by_rule: dict[str, list[Pair]] = {}
+    for rule in ("order", "fewer_operands", "finer_blocks"):
+        by_rule[rule] = []
+        for row in predicted:
+            first, second = (facts[row[name]] for name in ("first", "second"))
+            words = [one["value"] in WORDS for one in (first, second)]
+            if all(words) and "reference" not in (first["value"], second["value"]):
+                continue
+            gap = _outcome(first) - _outcome(second)
+            names = row["first"], row["second"]
+            by_rule[rule].append(
+                Pair(
+                    Order(row[rule]), 0.0 if math.isnan(gap) else gap, names, row["setting"], first["source"]
+                )
+            )
+    yield f"settings {len({row['setting'] for row in predicted})}, rows {len(facts)}"
+    yield HEAD
+    for rule, pairs in by_rule.items():
+        yield f"| all, {rule} | {score(pairs)} |"
+    yield "\n" + HEAD
+    for setting in dict.fromkeys(row["setting"] for row in predicted):
+        yield f"| {setting} | {score([pair for pair in by_rule['order'] if pair.column == setting])} |"
+    debug = [pair for pair in by_rule["order"] if not pair.column.startswith("alto_debug")]
+    yield f"| without alto_debug, whose loss floor suggests random tokens | {score(debug)} |"
+    errors = {
+        (row["first"], row["second"]): float(row["error_first"]) - float(row["error_second"])
+        for row in predicted
+    }
+    for order in (Order.BIAS, Order.ROTATION, Order.CLOSE):
+        own = [pair for pair in by_rule["order"] if pair.order is order and pair.gap]
+        plain = sum(errors[pair.names] * pair.gap > 0 for pair in own)
+        level = sum(not errors[pair.names] for pair in own)
+        found = f"the lower error trains better in {plain}, errors are equal in {level}"
+        yield f"refused for {order}, without ties: {len(own)}; {found}"
+    yield "\nShare right of decided pairs without ties, 95 % over sources; sources weigh alike in the second:"
+    for rule, pairs in by_rule.items():
+        yield f"{rule}: {_over_sources(pairs)}"
+    wrong = [pair for pair in by_rule["order"] if pair.order.decided and pair.gap and not pair.right]
+    yield from (f"wrong: {pair.column}, {' and '.join(pair.names)}, gap {pair.gap:+.4g}" for pair in wrong)
+
+
+def publication(row: dict[str, str]) -> str:
+    """Return the publication of a row, without the place in it."""
+    return re.split(r",| \(", row["source"])[0]
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    return [*csv.DictReader((HERE / name).read_text().splitlines())]
+
+
+def _outcome(row: dict[str, str]) -> float:
+    """Return an outcome; the lower trains better."""
+    value = row["value"]
+    if value in WORDS or value in ENDS:
+        return (WORDS | ENDS)[value]
+    return -float(value) if row["better"] == "higher" else float(value)
+
+
+def _over_sources(pairs: Sequence[Pair]) -> str:
+    """Return the share of right pairs, and its mean over sources, with bootstrap intervals over sources."""
+    counted = [pair for pair in pairs if pair.order.decided and pair.gap]
+    sources = [*dict.fromkeys(pair.source for pair in counted)]
+    hits = np.array([sum(pair.right for pair in counted if pair.source == own) for own in sources])
+    counts = np.array([sum(pair.source == own for pair in counted) for own in sources])
+    drawn = np.random.default_rng(0).integers(len(sources), size=(DRAWS, len(sources)))
+    pooled = hits[drawn].sum(axis=1) / counts[drawn].sum(axis=1)
+    alike = (hits / counts)[drawn].mean(axis=1)
+    shares = (hits.sum() / counts.sum(), pooled), ((hits / counts).mean(), alike)
+    texts = [
+        f"{share:.2f} ({np.percentile(each, 2.5):.2f} to {np.percentile(each, 97.5):.2f})"
+        for share, each in shares
+    ]
+    return f"{texts[0]}; {texts[1]}, {len(sources)} sources"
+
+
 def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["published", "predict"])
+    parser.add_argument("what", choices=["published", "predict", "elsewhere"])
     what = parser.parse_args().what
+    if what == "elsewhere":
+        print("\n".join(elsewhere()))
+        return 0
     model = built_in(3, lambda line: print(line, file=sys.stderr))
     if what == "predict":
         print("\n".join(predictions(model)))

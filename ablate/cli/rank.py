@@ -187,7 +187,7 @@ _HEADS = ("", "recipe", "error", "fprop", "dgrad", "wgrad", "bias", "4-bit FLOPs
 
 
 def _print(screen: Screen, ranking: "Ranking", about: str, fork: Path | None) -> None:
-    from ablate.results.operand_order import PUBLISHED
+    from ablate.results.operand_order import ACCURACY
 
     screen.print(Text(f"Error of operands on {about}; lower is nearer to bf16. Groups are not ordered."))
     for title, names in ranking.groups.items():
@@ -200,7 +200,7 @@ def _print(screen: Screen, ranking: "Ranking", about: str, fork: Path | None) ->
         first, second = undecided[0]
         screen.print(Text(f"To train such a pair: ablate rank {first} {second} --fork pair.yaml"))
         screen.print(Text("                      ablate sweep pair.yaml"))
-    screen.print("", Text(PUBLISHED.sentence), sep="\n")
+    screen.print("", Text(ACCURACY), sep="\n")
 
 
 def _undecided(ranking: "Ranking", names: Sequence[str]) -> list[tuple[str, str]]:
