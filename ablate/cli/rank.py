@@ -1,9 +1,11 @@
 """`ablate rank`: order recipes by the errors of their operands on a step of a bf16 model."""
 
+import io
 import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,12 +16,14 @@ from rich.text import Text
 from ablate.cli.common import Screen, print_starting
 from ablate.errors import InputError
 from ablate.experiment import recipe_source
+from ablate.experiment.load import load
 from ablate.files import write_text
-from ablate.recipes import PRESETS, Recipe
+from ablate.recipes import PRESETS
 
 if TYPE_CHECKING:
-    from ablate.results.operand_order import Ranking
     from ablate.training.operand_capture import Capture
+    from ablate.training.workloads.python import Python
+    from ablate.verification.operand_order import Ranking
 
 DEFAULT = (
     "nvfp4",
@@ -61,7 +65,8 @@ def rank(
         str | None, typer.Option(metavar="FOLDER", help="Model of transformers, instead of the built-in one.")
     ] = None,
     python: Annotated[
-        str | None, typer.Option(metavar="FILE:FUNCTION", help="Training function that takes a trial.")
+        str | None,
+        typer.Option(metavar="FILE:FUNCTION", help="Training function, or experiment with one."),
     ] = None,
     dumps: Annotated[
         Path | None,
@@ -83,14 +88,17 @@ def rank(
     sources = [source for source in (model, python, dumps) if source is not None]
     if (recipes and every) or len(sources) > 1:
         raise InputError("give recipes or --all, and at most one of --model, --python and --dumps")
-    made = _loaded(names)
+    try:
+        made = [recipe_source.load(name) for name in names]
+    except ValueError as error:
+        raise InputError(str(error)) from None
     if fork is not None:
         _write_fork(fork, names)
     print_starting("importing torch", quiet=as_json)
-    from ablate.results.operand_order import Ranking
     from ablate.training.operand_errors import measure
+    from ablate.verification.operand_order import Ranking
 
-    note = _note(as_json)
+    note = partial(print, file=io.StringIO() if as_json else sys.stderr, flush=True)
     found = _capture(model, python, dumps, batches, note)
     started = time.monotonic()
     measured = measure(made, found.batches, found.layers, progress=_progress(note))
@@ -100,34 +108,16 @@ def rank(
     if as_json:
         print(json.dumps(ranking.document() | {"measured_on": about}, indent=1))
         return
-    _print(Screen(width=_WIDTH), ranking, f"{about}, {time.monotonic() - started:.1f} s", fork)
-
-
-def _loaded(names: Sequence[str]) -> list[Recipe]:
-    """Return the recipes; InputError with the reason for each name that is none."""
-    made, problems = [], []
-    for name in names:
-        try:
-            made.append(recipe_source.load(name))
-        except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        raise InputError(*problems)
-    return made
+    _print(Screen(width=100), ranking, f"{about}, {time.monotonic() - started:.1f} s", fork)
 
 
 def _write_fork(path: Path, names: Sequence[str]) -> None:
     """Write an experiment that compares recipes in forks; InputError if it cannot be."""
-    if path.suffix not in (".yaml", ".yml") or not path.absolute().parent.is_dir() or path.exists():
-        raise InputError(f"--fork {path}: name a new .yaml file in a folder that exists")
-    if len(names) < 2:
-        raise InputError("--fork compares recipes: name two or more")
+    if len(names) < 2 or path.suffix != ".yaml" or not path.absolute().parent.is_dir() or path.exists():
+        raise InputError(
+            f"--fork {path}: name two recipes or more, and a new .yaml file in a folder that exists"
+        )
     write_text(path, _FORK.format(first=json.dumps(names[0]), names=", ".join(map(json.dumps, names))))
-
-
-def _note(quiet: bool) -> Callable[[str], None]:
-    """Return a function that prints a line on the progress to standard error."""
-    return lambda text: None if quiet else print(text, file=sys.stderr, flush=True)
 
 
 def _progress(note: Callable[[str], None]) -> Callable[[float], None]:
@@ -152,15 +142,25 @@ def _capture(
     if dumps is not None:
         return _dumped(dumps)
     if python is not None:
-        file, colon, function = python.rpartition(":")
-        if not colon or not file or not Path(file).is_file():
-            raise InputError(
-                f"--python {python}: write FILE:FUNCTION, a file that exists and a function of it"
-            )
-        return operand_capture.of_function(Path(file), function, count)
+        return operand_capture.of_function(_function(python), count)
     if model is not None:
         return operand_capture.of_model(model, count)
     return operand_capture.built_in(count, note)
+
+
+def _function(source: str) -> "Python":
+    """Return the workload of FILE:FUNCTION, or of an experiment; InputError if it is none."""
+    from ablate.training.workloads.python import Python
+
+    if source.endswith((".yaml", ".yml")):
+        workload = load(Path(source)).base.config
+        if not isinstance(workload, Python):
+            raise InputError(f"--python {source}: its workload is no python; rank has --model for others")
+        return workload
+    file, colon, function = source.rpartition(":")
+    if not colon or not Path(file).is_file():
+        raise InputError(f"--python {source}: write FILE:FUNCTION, a file that exists and its function")
+    return Python(file=str(Path(file).resolve()), function=function)
 
 
 def _dumped(folder: Path) -> "Capture":
@@ -182,38 +182,34 @@ def _dumped(folder: Path) -> "Capture":
 
 # --- printing -------------------------------------------------------------------------------------
 
-_WIDTH = 100
 _HEADS = ("", "recipe", "error", "fprop", "dgrad", "wgrad", "bias", "4-bit FLOPs", "before")
 
 
 def _print(screen: Screen, ranking: "Ranking", about: str, fork: Path | None) -> None:
-    from ablate.results.operand_order import ACCURACY
+    from ablate.verification.operand_order import ACCURACY
 
     screen.print(Text(f"Error of operands on {about}; lower is nearer to bf16. Groups are not ordered."))
     for title, names in ranking.groups.items():
         screen.print("", Text(title, "bold"), sep="\n")
         _print_group(screen, ranking, names)
-    undecided = [pair for names in ranking.groups.values() for pair in _undecided(ranking, names)]
+    orders = [item for names in ranking.groups.values() for item in ranking.pairs(names).items()]
+    undecided = [pair for pair, order in orders if not order.decided and order != "group"]
     if fork is not None:
         screen.print(Text(f"To train them: ablate sweep {fork}"))
     elif undecided:
         first, second = undecided[0]
-        screen.print(Text(f"To train such a pair: ablate rank {first} {second} --fork pair.yaml"))
-        screen.print(Text("                      ablate sweep pair.yaml"))
+        train = f"ablate rank {first} {second} --fork pair.yaml && ablate sweep pair.yaml"
+        screen.print(Text(f"To train such a pair: {train}"))
     screen.print("", Text(ACCURACY), sep="\n")
-
-
-def _undecided(ranking: "Ranking", names: Sequence[str]) -> list[tuple[str, str]]:
-    return [pair for pair, order in ranking.pairs(names).items() if not order.decided]
 
 
 def _print_group(screen: Screen, ranking: "Ranking", names: Sequence[str]) -> None:
     """Print the table of a group, and below it the pairs that are not ordered, by reason."""
-    from ablate.results.operand_order import Order
+    from ablate.verification.operand_order import Order
 
     table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
     for head in _HEADS:
-        table.add_column(head, justify="left" if head in ("recipe", "before") else "right")
+        table.add_column(head, overflow="fold", justify="left" if head in ("recipe", "before") else "right")
     orders = {} if ranking.measured[names[0]].passes == (False, False) else ranking.pairs(names)
     for number, name in enumerate(names, 1):
         errors = ranking.measured[name]

@@ -25,6 +25,7 @@ from ablate.recipes.layers import Layer, block_name, located
 from ablate.recipes.presets import bf16
 from ablate.training.loop import Telemetry
 from ablate.training.operand_errors import Batch, Operands
+from ablate.training.own_code.user_errors import described
 from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
@@ -138,26 +139,31 @@ def of_model(source: str, count: int, seed: int = 0) -> Capture:
     return _of_run(run, count, 0)
 
 
-def of_function(file: Path, function: str, count: int, seed: int = 0) -> Capture:
+def of_function(workload: Python, count: int, seed: int = 0) -> Capture:
     """Return operands of the models that a training function converts, in its first steps in bf16.
 
     Args:
-        file: Python file.
-        function: name of the function, which takes an `ablate.Trial`.
+        workload: the function and its configuration.
         count: number of steps.
         seed: seed of the trial.
     """
-    workload = Python(file=str(file.resolve()), function=function, steps=count)
-    if problems := [f"--python {file}:{function}: {why}" for _, why in workload.problems()]:
+    workload = workload.model_copy(update={"steps": count})
+    where = f"--python {workload.file}:{workload.function}"
+    if problems := [f"{where}: {why}" for _, why in workload.problems()]:
         raise InputError(*problems)
     batches: list[Batch] = []
-    with captured(batches):
-        for _ in workload.records(TrialRun(bf16(), seed, "emulated", "cpu", _SILENT)):
-            pass
+    try:
+        with captured(batches):
+            for _ in workload.records(TrialRun(bf16(), seed, "emulated", "cpu", _SILENT)):
+                pass
+    except Exception as error:  # the user's code may raise any class
+        if (raised := described(error)) is None:
+            raise
+        raise InputError(f"{where}: {raised}") from error
     if not batches:
         raise InputError(
-            f"--python {file}:{function}: no converted layer was trained; call trial.convert(model), and the"
-            " model and backward() within trial.step()"
+            f"{where}: no converted layer was trained; call trial.convert(model), and the model and"
+            " backward() within trial.step()"
         )
     names = [operands.layer for operands in batches[0]]
     numbered = all(block_name(name) for name in names)

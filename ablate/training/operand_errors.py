@@ -23,9 +23,10 @@ target (Q-EMA), packed experts, schedules after their first step, more than one 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -108,10 +109,6 @@ def casts(products: Products) -> tuple[Cast, ...]:
     return tuple(made.values())
 
 
-Found = dict[Cast, tuple[float, float]]
-"""Error and bias by cast."""
-
-
 @dataclass
 class Caster:
     """Makes casts, each with the draws and the history of its own.
@@ -129,13 +126,13 @@ class Caster:
     )
 
     def errors(
-        self, operands: Operands, batch: int, wanted: Sequence[Cast]
+        self, batch: int, operands: Operands, wanted: Collection[Cast]
     ) -> dict[Cast, tuple[float, float]]:
         """Return error and bias of each cast of a layer's operands.
 
         Args:
-            operands: the layer's tensors.
             batch: number of the batch, which counts as its step.
+            operands: the layer's tensors.
             wanted: the casts.
         """
         copied = {cast.copy for cast in wanted}
@@ -237,21 +234,18 @@ def measure(
     shape = len(names), len(batches), len(SLOTS)
     error, bias = (np.zeros((len(recipes), *shape)) for _ in range(2))
     caster = Caster(seed)
+    used = [[casts(products[name]) for products in places] for name in names]
+    wanted = [{cast for each in own for cast in each} for own in used]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a layer is too small to be divided among threads: layers are
     try:
         with ThreadPoolExecutor(threads) as pool:
             for number, batch in enumerate(batches):
-
-                def of(operands: Operands, number: int = number) -> tuple[list[tuple[Cast, ...]], Found]:
-                    own = [casts(products[operands.layer]) for products in places]
-                    wanted = dict.fromkeys(cast for each in own for cast in each)
-                    return own, caster.errors(operands, number, [*wanted])
-
-                for place, (own, found) in enumerate(pool.map(of, batch)):
+                found = pool.map(partial(caster.errors, number), batch, wanted)
+                for place, (errors, own) in enumerate(zip(found, used, strict=True)):
                     for which, cast in ((which, cast) for which, each in enumerate(own) for cast in each):
                         where = which, place, number, SLOTS.index(cast.slot)
-                        error[where], bias[where] = found[cast]
+                        error[where], bias[where] = errors[cast]
                     progress((number * len(names) + place + 1) / (len(names) * len(batches)))
     finally:
         torch.set_num_threads(threads)
@@ -265,13 +259,11 @@ def measure(
         np.array([products[name].fp4()[0] / products[name].fp4()[1] for name in names]) for products in places
     )
     four_bits = [float(share @ work / work.sum()) for share in shares]
-    passes = [_passes(products.values()) for products in places]
+    passes = []
+    for products in places:
+        slots = {slot.startswith("fprop") for each in products.values() for slot, _ in each.quantised()}
+        passes.append((True in slots, False in slots))
     return [RecipeErrors(*each) for each in zip(recipes, error, bias, four_bits, passes, strict=True)]
-
-
-def _passes(products: Iterable[Products]) -> tuple[bool, bool]:
-    slots = {slot.startswith("fprop") for each in products for slot, _ in each.quantised()}
-    return True in slots, False in slots
 
 
 def _placed(recipe: Recipe, names: Sequence[str], layers: Sequence[Layer]) -> dict[str, Products]:

@@ -56,6 +56,7 @@ OTHERS = {
     "data": "reads no ledger",
     "bench": "reads ledgers of its own alone",
     "conform": "reads no ledger",
+    "rank": "reads no ledger",
 }
 """All other commands, with the reason why a changed record changes nothing that they show."""
 OPENED_APART = {

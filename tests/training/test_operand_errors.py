@@ -14,6 +14,7 @@ from ablate.recipes.layers import located
 from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Layers, Recipe, Wgrad
 from ablate.training.operand_capture import captured, of_function
 from ablate.training.operand_errors import Caster, Operands, casts, measure
+from ablate.training.workloads.python import Python
 
 TOKENS, INSIDE, OUT = 64, 128, 96
 PLAIN, TILED = Quant(), Quant(block="16x16")
@@ -113,7 +114,7 @@ def test_the_mean_of_many_draws_agrees_with_the_bias_of_four():
     given, rotation = operands(), Hadamard(size=16, signs="per_call")
     nearest = Quant(block="1x32", outer=None, scale=BlockScale(format="e8m0", rounding="floor"))
     (cast, _) = casts(Recipe(wgrad=Wgrad(g=nearest, x=nearest, hadamard=rotation)).products)
-    few, many = (Caster(draws=draws).errors(given, 0, [cast])[cast] for draws in (4, 256))
+    few, many = (Caster(draws=draws).errors(0, given, [cast])[cast] for draws in (4, 256))
     assert few[0] == pytest.approx(many[0], rel=0.05)
     assert 0.05 * few[0] < few[1] < few[0]
     assert few[1] == pytest.approx(many[1], rel=0.05)
@@ -192,7 +193,7 @@ def test_hooks_capture_what_autograd_multiplies():
 def test_a_training_function_gives_the_operands_of_its_steps(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(TRAINING)
-    found = of_function(file, "train", 2)
+    found = of_function(Python(file=str(file)), 2)
     assert [[each.layer for each in batch] for batch in found.batches] == [["blocks.0.0"]] * 2
     assert [layer.block for layer in found.layers] == [0]
     first, second = (batch[0] for batch in found.batches)
@@ -205,4 +206,11 @@ def test_a_function_that_converts_nothing_is_refused(tmp_path):
         "def train(trial):\n    for _ in trial.steps():\n        with trial.step():\n            pass\n"
     )
     with pytest.raises(InputError, match="no converted layer was trained"):
-        of_function(file, "train", 1)
+        of_function(Python(file=str(file)), 1)
+
+
+def test_an_error_of_the_function_is_told_with_its_line(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def train(trial):\n    return {}['missing']\n")
+    with pytest.raises(InputError, match=r"KeyError: 'missing' \(.*mine\.py:2\)"):
+        of_function(Python(file=str(file)), 1)

@@ -1,4 +1,4 @@
-"""Order of recipes by the errors of their operands (results/operand_order.py)."""
+"""Order of recipes by the errors of their operands (verification/operand_order.py)."""
 
 import numpy as np
 import pytest
@@ -6,8 +6,8 @@ import pytest
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Recipe, Wgrad
-from ablate.results.operand_order import MARGIN, Order, Ranking, compare
 from ablate.training.operand_errors import RecipeErrors
+from ablate.verification.operand_order import MARGIN, Order, Ranking, compare
 
 LAYERS = 8
 BOTH, FORWARD, NOTHING = (True, True), (True, False), (False, False)

@@ -12,9 +12,10 @@ an error more than its sum.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,13 +144,12 @@ class Ranking:
         return {
             "recipes": recipes,
             "pairs": pairs,
-            "accuracy": {where: asdict(own) for where, own in MEASURED.items()},
+            "accuracy": {where: own._asdict() for where, own in MEASURED.items()},
         }
 
 
-@dataclass(frozen=True)
-class Accuracy:
-    """How often the rule's order was that of training, on pairs of published runs."""
+class Accuracy(NamedTuple):
+    """Count of pairs of published runs on which the rule's order was that of training."""
 
     pairs: int
     decided: int

@@ -1,0 +1,129 @@
+"""`ablate rank`: tables and JSON of recipes ordered by their operands' errors, and what it refuses."""
+
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ablate.cli.rank import rank
+from ablate.errors import InputError
+from ablate.experiment.load import load
+from ablate.recipes import PRESETS
+from ablate.verification.operand_order import MEASURED
+
+ROOT = Path(__file__).parents[2]
+RECIPES = ["nvfp4", "quartet2", "mxfp4", "mxfp4_backward", "bf16"]
+
+
+@pytest.fixture
+def dumps(tmp_path):
+    """Dumps of three layers in two steps."""
+    generator = torch.Generator().manual_seed(0)
+    for step in range(2):
+        folder = tmp_path / "dumps" / f"iter_{step:06}"
+        folder.mkdir(parents=True)
+        for layer in ("up", "down", "out"):
+            shapes = {"x": (32, 128), "w": (64, 128), "dy": (32, 64)}
+            tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+            torch.save(tensors, folder / f"{layer}.pt")
+    return tmp_path / "dumps"
+
+
+def document(capsys, recipes, **options):
+    rank(recipes, **{"every": False, "batches": 1, "as_json": True} | options)
+    return json.loads(capsys.readouterr().out)
+
+
+def test_json_has_every_recipe_in_its_group_and_the_same_numbers_again(dumps, capsys):
+    made = document(capsys, RECIPES, dumps=dumps)
+    assert made == document(capsys, RECIPES, dumps=dumps)
+    rows = {row["recipe"]: row for row in made["recipes"]}
+    assert sorted(rows) == sorted(RECIPES)
+    assert rows["bf16"]["error"] == 0
+    assert rows["mxfp4"]["bias"] > rows["nvfp4"]["bias"]
+    for row in rows.values():
+        assert row["error"] == pytest.approx(row["fprop"] + row["dgrad"] + row["wgrad"])
+    assert (rows["mxfp4"]["draws"], rows["nvfp4"]["draws"]) == (False, True)
+    named = {frozenset((pair["first"], pair["second"])) for pair in made["pairs"]}
+    assert named == {
+        frozenset(pair) for pair in (("nvfp4", "quartet2"), ("nvfp4", "mxfp4"), ("quartet2", "mxfp4"))
+    }
+
+
+def test_the_table_has_groups_accuracy_and_no_word_of_a_verdict(dumps, capsys):
+    rank(RECIPES, every=False, dumps=dumps, batches=1)
+    out = " ".join(capsys.readouterr().out.split())
+    for word in (
+        "forward and backward pass",
+        "backward pass alone",
+        "nothing quantised",
+        "= error",
+        "refused 10",
+    ):
+        assert word in out
+    assert not re.search(r"\b(better|worse|equivalent)\b", out)
+
+
+def test_a_recipe_file_with_a_rounding_of_ones_own_is_ranked(dumps, tmp_path, capsys):
+    (tmp_path / "mine.py").write_text(
+        "import torch\n\n\ndef down(y, grid):\n"
+        "    lower, _ = grid.neighbours(y.abs())\n    return lower.copysign(y)\n"
+    )
+    own = tmp_path / "own.yaml"
+    own.write_text("from: mxfp4\nfprop: {x: {rounding: 'mine.py:down'}}\n")
+    made = document(capsys, ["mxfp4", str(own)], dumps=dumps)
+    first, second = made["recipes"]
+    assert [first["recipe"], second["recipe"]] == ["mxfp4", str(own)]
+    assert second["fprop"] > first["fprop"]
+    assert made["pairs"] == [{"first": "mxfp4", "second": str(own), "order": "first"}]
+
+
+def test_the_experiment_that_it_writes_compares_the_recipes(dumps, tmp_path, capsys):
+    file = tmp_path / "pair.yaml"
+    document(capsys, ["nvfp4", "quartet2"], dumps=dumps, fork=file)
+    arms = {arm.name: arm.recipe for arm in load(file).arms}
+    assert PRESETS["quartet2"]() in arms.values()
+    assert PRESETS["nvfp4"]() in arms.values()
+    with pytest.raises(InputError, match=r"a new \.yaml file"):
+        rank(["nvfp4", "quartet2"], every=False, dumps=dumps, fork=file)
+
+
+@pytest.mark.parametrize(
+    ("recipes", "options", "why"),
+    [
+        (["nvfp5"], {}, "nvfp5: no such preset; 'nvfp4' is the nearest"),
+        (["missing.yaml"], {}, "missing.yaml: no such recipe file"),
+        (["nvfp4"], {"every": True}, "give recipes or --all"),
+        (["nvfp4"], {"model": "x", "dumps": Path("y")}, "at most one of --model"),
+        (["nvfp4"], {"python": "train.py"}, "write FILE:FUNCTION"),
+        (["nvfp4"], {"dumps": Path("nowhere")}, "nowhere is no folder"),
+        (["nvfp4"], {"fork": Path("one.yaml")}, "name two recipes or more"),
+    ],
+)
+def test_mistakes_are_one_sentence(recipes, options, why, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=re.escape(why)):
+        rank(recipes, **{"every": False, "batches": 1} | options)
+
+
+def test_a_dump_without_a_gradient_is_refused(tmp_path):
+    torch.save({"x": torch.ones(16, 16), "w": torch.ones(16, 16)}, tmp_path / "up.pt")
+    with pytest.raises(InputError, match="up has no dy"):
+        rank(["nvfp4"], every=False, dumps=tmp_path, batches=1)
+
+
+def test_the_accuracy_elsewhere_is_that_of_the_committed_predictions(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    spec = importlib.util.spec_from_file_location("rank_evidence", ROOT / "benchmarks" / "rank_evidence.py")
+    evidence = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "rank_evidence", evidence)
+    spec.loader.exec_module(evidence)
+    lines = [*evidence.elsewhere()]
+    own = MEASURED["15 other publications"]
+    assert f"| all, order | {own.pairs} | {own.decided} | {own.right} | " in "\n".join(lines)
+    (interval,) = (line for line in lines if line.startswith("order: "))
+    assert f"({own.low:.2f} to {own.high:.2f})" in interval
