@@ -86,9 +86,9 @@ from transfer_table import (
 )
 
 from ablate.recipes.recipe import Recipe
-from ablate.results.operand_order import MARGIN, Order, compare
-from ablate.training.operand_capture import Capture, built_in
+from ablate.training.operand_capture import Capture, built_in, of_model
 from ablate.training.operand_errors import Cast, RecipeErrors, casts, measure
+from ablate.verification.operand_order import MARGIN, Order, compare
 
 HERE = Path(__file__).parent
 NOISE = 0.0010
@@ -218,6 +218,17 @@ def published_tables(measured: Sequence[RecipeErrors]) -> Iterator[str]:
         found = pairs_of(measured, truth_of(cell))
         rest = [pair for pair in found if pair.column == "rest"]
         yield f"| {millions} | {ratio} | {_count(found)} of {len(found)} | {_count(rest)} of {len(rest)} |"
+
+
+def _changes(measured: Sequence[RecipeErrors], other: Sequence[RecipeErrors]) -> Iterator[str]:
+    """Yield the score on another model, and the pairs of which it says something else."""
+    truth = truth_of(published(HERE / "transfer_published.csv")[TRUTH])
+    both = [pairs_of(each, truth) for each in (measured, other)]
+    yield f"| another model | {score(both[1])} |"
+    yield f"| another model, rest | {score([pair for pair in both[1] if pair.column == 'rest'])} |"
+    changed = [(one, two) for one, two in zip(*both, strict=True) if one.order != two.order]
+    opposite = sum(one.order.decided and two.order.decided for one, two in changed)
+    yield f"pairs with another order or refusal: {len(changed)}, of these opposite orders: {opposite}"
 
 
 def _count(pairs: Sequence[Pair]) -> str:
@@ -366,7 +377,10 @@ def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["published", "predict", "elsewhere"])
-    what = parser.parse_args().what
+    parser.add_argument("--model", help="`published`: also compare with a model of transformers, one batch.")
+    parser.add_argument("--seed", type=int, help="`published`: also compare with this seed of the model.")
+    given = parser.parse_args()
+    what = given.what
     if what == "elsewhere":
         print("\n".join(elsewhere()))
         return 0
@@ -376,6 +390,12 @@ def main() -> int:
         return 0
     measured = measure([scheme.recipe for scheme in SCHEMES.values()], model.batches, model.layers)
     print("\n".join(published_tables(measured)))
+    others = [] if given.model is None else [of_model(given.model, 1)]
+    if given.seed is not None:
+        others.append(built_in(3, lambda line: print(line, file=sys.stderr), given.seed))
+    for other in others:
+        recipes = [scheme.recipe for scheme in SCHEMES.values()]
+        print("\n".join(_changes(measured, measure(recipes, other.batches, other.layers))))
     return 0
 
 
