@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from rich.text import Text
 
-from ablate.cli.common import Screen, print_starting
+from ablate.cli.common import Screen, plain_table, print_json, print_starting
 from ablate.errors import InputError
 from ablate.experiment import recipe_source
 from ablate.experiment.load import load
@@ -22,7 +21,7 @@ from ablate.recipes import PRESETS
 
 if TYPE_CHECKING:
     from ablate.training.operand_capture import Capture
-    from ablate.training.workloads.python import Python
+    from ablate.training.workloads.base import Workload
     from ablate.verification.operand_order import Ranking
 
 DEFAULT = (
@@ -66,13 +65,13 @@ def rank(
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(metavar="FILE:FUNCTION", help="Training function, or experiment with one."),
+        typer.Option(metavar="FILE:FUNCTION", help="Training function, or an experiment."),
     ] = None,
     dumps: Annotated[
         Path | None,
         typer.Option(metavar="FOLDER", help="Dumps of x, w and dy, as `ablate conform` reads them."),
     ] = None,
-    batches: Annotated[int, typer.Option(min=1, max=3, help="Batches; of a function, steps.")] = 3,
+    batches: Annotated[int, typer.Option(min=1, max=3, help="Batches, or steps of --python.")] = 3,
     fork: Annotated[
         Path | None, typer.Option(metavar="YAML", help="Also write an experiment that trains these recipes.")
     ] = None,
@@ -106,7 +105,7 @@ def rank(
     source = model or python or dumps or "the built-in model"
     about = f"{source}, {len(found.batches[0])} layers, batches: {len(found.batches)}"
     if as_json:
-        print(json.dumps(ranking.document() | {"measured_on": about}, indent=1))
+        print_json(ranking.document() | {"measured_on": about})
         return
     _print(Screen(width=100), ranking, f"{about}, {time.monotonic() - started:.1f} s", fork)
 
@@ -142,21 +141,21 @@ def _capture(
     if dumps is not None:
         return _dumped(dumps)
     if python is not None:
-        return operand_capture.of_function(_function(python), count)
+        return operand_capture.of_workload(_workload(python), f"--python {python}", count)
     if model is not None:
         return operand_capture.of_model(model, count)
     return operand_capture.built_in(count, note)
 
 
-def _function(source: str) -> "Python":
-    """Return the workload of FILE:FUNCTION, or of an experiment; InputError if it is none."""
-    from ablate.training.workloads.python import Python
-
+def _workload(source: str) -> "Workload":
+    """Return the workload of FILE:FUNCTION, or of an experiment; InputError if it is computed elsewhere."""
     if source.endswith((".yaml", ".yml")):
         workload = load(Path(source)).base.config
-        if not isinstance(workload, Python):
-            raise InputError(f"--python {source}: its workload is no python; rank has --model for others")
+        if not workload.in_process:
+            raise InputError(f"--python {source}: its workload trains nothing in this process; see --dumps")
         return workload
+    from ablate.training.workloads.python import Python
+
     file, colon, function = source.rpartition(":")
     if not colon or not Path(file).is_file():
         raise InputError(f"--python {source}: write FILE:FUNCTION, a file that exists and its function")
@@ -207,9 +206,7 @@ def _print_group(screen: Screen, ranking: "Ranking", names: Sequence[str]) -> No
     """Print the table of a group, and below it the pairs that are not ordered, by reason."""
     from ablate.verification.operand_order import Order
 
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, 2, 0, 0))
-    for head in _HEADS:
-        table.add_column(head, overflow="fold", justify="left" if head in ("recipe", "before") else "right")
+    table = plain_table(*_HEADS, right=[head for head in _HEADS if head not in ("recipe", "before")])
     orders = {} if ranking.measured[names[0]].passes == (False, False) else ranking.pairs(names)
     for number, name in enumerate(names, 1):
         errors = ranking.measured[name]

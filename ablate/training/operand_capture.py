@@ -29,10 +29,10 @@ from ablate.training.own_code.user_errors import described
 from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
-from ablate.training.workloads.python import Python
 
 if TYPE_CHECKING:
     from ablate.training.loop import PreparedRun
+    from ablate.training.workloads.base import Workload
     from ablate.training.workloads.text import TextWorkload
 
 BUILT_IN = Gpt(
@@ -139,16 +139,18 @@ def of_model(source: str, count: int, seed: int = 0) -> Capture:
     return _of_run(run, count, 0)
 
 
-def of_function(workload: Python, count: int, seed: int = 0) -> Capture:
-    """Return operands of the models that a training function converts, in its first steps in bf16.
+def of_workload(workload: Workload, where: str, count: int, seed: int = 0) -> Capture:
+    """Return operands of the models that a workload trains, say a training function, after its first step.
+
+    In that step no gradient reaches the layers behind a head of zeros.
 
     Args:
-        workload: the function and its configuration.
-        count: number of steps.
+        workload: one that is computed in this process.
+        where: its name in errors.
+        count: number of steps, in bf16.
         seed: seed of the trial.
     """
-    workload = workload.model_copy(update={"steps": count})
-    where = f"--python {workload.file}:{workload.function}"
+    workload = workload.model_copy(update={"steps": count + 1})
     if problems := [f"{where}: {why}" for _, why in workload.problems()]:
         raise InputError(*problems)
     batches: list[Batch] = []
@@ -160,11 +162,12 @@ def of_function(workload: Python, count: int, seed: int = 0) -> Capture:
         if (raised := described(error)) is None:
             raise
         raise InputError(f"{where}: {raised}") from error
-    if not batches:
+    if len(batches) < 2:
         raise InputError(
-            f"{where}: no converted layer was trained; call trial.convert(model), and the model and"
-            " backward() within trial.step()"
+            f"{where}: no converted layer was trained in {count + 1} steps; call trial.convert(model), and"
+            " the model and backward() within trial.step()"
         )
+    del batches[0]
     names = [operands.layer for operands in batches[0]]
     numbered = all(block_name(name) for name in names)
     return Capture(batches, located(dict.fromkeys(names, ("Linear",))) if numbered else ())

@@ -68,6 +68,12 @@ class Operands:
                 why = "is not finite" if tensor.numel() else "is empty"
                 raise InputError(f"{self.layer}: {name} {why}, so its error is not defined")
 
+    def refuse_zeros(self) -> None:
+        """Raise InputError if a tensor is zero everywhere: it has no relative error."""
+        for name in ("x", "w", "dy"):
+            if not getattr(self, name).any():
+                raise InputError(f"{self.layer}: {name} is zero everywhere, so its error is not defined")
+
     def of(self, slot: str) -> Tensor:
         """Return the operand of a slot in bf16 [rows, contraction]."""
         product, name = slot.split(".")
@@ -153,7 +159,7 @@ class Caster:
                 true = operands.of(cast.slot).float()
                 draws = range(self.draws if cast.draws else 1)
                 errors = [made(cast, draw) - true for draw in draws]
-                power = _inner(true, true) or 1.0  # zeros are cast to zeros
+                power = _inner(true, true)
                 error = bias = sum(_inner(each, each) for each in errors) / len(errors) / power
                 if cast.draws:
                     first, second = (torch.stack(errors[half::2]).mean(0) for half in (0, 1))
@@ -225,11 +231,14 @@ def measure(
         progress: called with the finished share of the work.
 
     Raises:
-        InputError: a rule selects no layer, batches have other layers, or an operand is not finite.
+        InputError: a rule selects no layer, batches have other layers, an operand is zero everywhere, or is
+            cast to numbers that are not finite.
     """
     names = [operands.layer for operands in batches[0]]
     if any([operands.layer for operands in batch] != names for batch in batches):
         raise InputError("the batches have other layers: give steps that compute the same ones, in one order")
+    for operands in (each for batch in batches for each in batch):
+        operands.refuse_zeros()
     places = [_placed(recipe.at(0, Run(1)), names, layers) for recipe in recipes]
     shape = len(names), len(batches), len(SLOTS)
     error, bias = (np.zeros((len(recipes), *shape)) for _ in range(2))

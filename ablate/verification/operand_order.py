@@ -159,11 +159,11 @@ class Accuracy(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        """Return accuracy and coverage in words."""
+        """Return coverage and accuracy in words."""
         share = f"{self.right / self.decided:.2f}, {self.low:.2f} to {self.high:.2f}"
         return (
-            f"decided {self.decided} of {self.pairs} pairs, {self.right} of these right ({share}), and"
-            f" refused {self.pairs - self.decided}"
+            f"{self.decided} of {self.pairs} pairs, {self.right} of these right ({share}), and refused"
+            f" {self.pairs - self.decided}"
         )
 
 
@@ -174,8 +174,8 @@ MEASURED = {
 }
 """Accuracy by evidence, as benchmarks/rank_evidence.py prints it."""
 ACCURACY = (
-    "Measured against training, "
-    + "; ".join(f"on {where} this rule {own}" for where, own in MEASURED.items())
+    "Measured against training, this rule decided "
+    + "; ".join(f"on {where} {own}" for where, own in MEASURED.items())
     + " (95 % intervals over schemes or publications). Counterexample: by error, NVIDIA's recipe comes before"
     " TetraJet-v2's, whose published loss is 0.007 nats lower."
 )

@@ -35,7 +35,7 @@ OWN = (
 )
 """Modules of this package that each test file would load. What is called while they load is not in the map."""
 FILE = Path(__file__).with_suffix(".json")
-FILE_SECONDS = 2.5
+FILE_SECONDS = 8.0
 """Seconds of a test file, of which four times as many may pass while calls are recorded; else it is left out."""
 MOST_FILES = 6
 """Most test files that are kept of a function."""

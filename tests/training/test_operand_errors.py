@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from oracles import two_level
+from support.experiments import SHAPE
 
 from ablate.engines.emulated import convert
 from ablate.errors import InputError
@@ -12,8 +13,9 @@ from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant
 from ablate.recipes import PRESETS
 from ablate.recipes.layers import located
 from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Layers, Recipe, Wgrad
-from ablate.training.operand_capture import captured, of_function
+from ablate.training.operand_capture import captured, of_workload
 from ablate.training.operand_errors import Caster, Operands, casts, measure
+from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.python import Python
 
 TOKENS, INSIDE, OUT = 64, 128, 96
@@ -193,7 +195,7 @@ def test_hooks_capture_what_autograd_multiplies():
 def test_a_training_function_gives_the_operands_of_its_steps(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(TRAINING)
-    found = of_function(Python(file=str(file)), 2)
+    found = of_workload(Python(file=str(file)), "--python mine.py", 2)
     assert [[each.layer for each in batch] for batch in found.batches] == [["blocks.0.0"]] * 2
     assert [layer.block for layer in found.layers] == [0]
     first, second = (batch[0] for batch in found.batches)
@@ -206,11 +208,25 @@ def test_a_function_that_converts_nothing_is_refused(tmp_path):
         "def train(trial):\n    for _ in trial.steps():\n        with trial.step():\n            pass\n"
     )
     with pytest.raises(InputError, match="no converted layer was trained"):
-        of_function(Python(file=str(file)), 1)
+        of_workload(Python(file=str(file)), "--python mine.py", 1)
 
 
 def test_an_error_of_the_function_is_told_with_its_line(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def train(trial):\n    return {}['missing']\n")
     with pytest.raises(InputError, match=r"KeyError: 'missing' \(.*mine\.py:2\)"):
-        of_function(Python(file=str(file)), 1)
+        of_workload(Python(file=str(file)), "--python mine.py", 1)
+
+
+def test_a_model_whose_head_starts_at_zero_has_operands_after_its_first_step(shards):
+    workload = Gpt.model_validate(SHAPE | {"data": shards})
+    found = of_workload(workload, "--python mine.yaml", 1)
+    assert [bool(each.dy.any()) for batch in found.batches for each in batch] == [True] * 4
+
+
+@pytest.mark.parametrize("name", ["x", "w", "dy"])
+def test_an_operand_of_zeros_has_no_error(name):
+    tensors = {each: torch.ones(16, 16, dtype=torch.bfloat16) for each in ("x", "w", "dy")}
+    tensors[name].zero_()
+    with pytest.raises(InputError, match=f"blocks.0.up: {name} is zero everywhere"):
+        measure([PRESETS["nvfp4"]()], [[Operands("blocks.0.up", **tensors)]])
