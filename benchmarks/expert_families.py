@@ -37,8 +37,8 @@ from torch import Tensor, nn
 import ablate
 from ablate.engines import experts
 from ablate.engines.blocks import block_finder, find_blocks, layer_table
-from ablate.engines.emulated import quantisable
 from ablate.engines.exempt import kept_in_fp32
+from ablate.engines.selection import quantisable
 from ablate.files import write
 from ablate.training.conversion import Conversion
 from ablate.training.models import quietly
@@ -354,7 +354,7 @@ def reached(model: PreTrainedModel) -> dict[str, Any]:
     linears = set(quantisable(model, block))
     stacks = {name for name in experts.packed(model) if block(name)}
     sums, left, reasons = Counter(), Counter(), {}
-    for row in layer_table(model, blocks):
+    for row in layer_table(model, block):
         path = row.name if row.name in parameters else f"{row.name}.weight"
         owner = path.rpartition(".")[0]
         if id(parameters[path]) in tables:  # a head that shares its matrix with an embedding

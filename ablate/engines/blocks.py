@@ -12,8 +12,8 @@ A module without a linear layer inside is no block. If a model has module lists 
 (`blocks`, `layers`, `h`, ...), these are its blocks and no others are looked for.
 """
 
-from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -21,16 +21,18 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ablate.engines import experts
-from ablate.engines.emulated import BlockOf
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.exempt import exempt
 from ablate.engines.expert_layers import incomplete, is_packed
+from ablate.engines.linears import is_linear, is_taken, needs_proof
 from ablate.errors import nearest
-from ablate.recipes.layers import Layer, block_name
+from ablate.recipes.layers import BlockOf, Layer, block_name
 from ablate.recipes.recipe import Placement
 
 _NAMED = 5
 """Layers in high precision by one part of a recipe that `summary` names."""
+_LISTED = 5
+"""Reasons for layers left out that `left` names."""
 
 
 class LayerRow(NamedTuple):
@@ -47,6 +49,8 @@ class LayerRow(NamedTuple):
     converted: bool
     reason: str
     """Reason if it is not converted; empty if it is."""
+    proven: str = ""
+    """Its class, if it was converted because a proof showed that it is a linear layer."""
 
 
 def find_blocks(model: nn.Module, pattern: str | None = None) -> tuple[str, ...]:
@@ -69,9 +73,7 @@ def find_blocks(model: nn.Module, pattern: str | None = None) -> tuple[str, ...]
                 f"blocks {pattern!r} matches no module with a linear layer; {nearest(pattern, holders)}"
             )
         return _outermost(matched)
-    named = (
-        block_name(f"{name}.") for name in holders if not isinstance(model.get_submodule(name), nn.Linear)
-    )
+    named = (block_name(f"{name}.") for name in holders if not is_linear(model.get_submodule(name)))
     if blocks := tuple(dict.fromkeys(filter(None, named))):
         return blocks
     return _outermost(_listed(model)) or _outermost(_siblings(model))
@@ -88,15 +90,14 @@ def block_finder(blocks: Collection[str]) -> BlockOf:
     return block
 
 
-def layer_table(model: nn.Module, blocks: Sequence[str], left_out: Collection[str] = ()) -> list[LayerRow]:
+def layer_table(model: nn.Module, block: BlockOf, left_out: Collection[str] = ()) -> list[LayerRow]:
     """Return a row for every matrix of a converted model, embeddings and convolutions excepted.
 
     Args:
         model: the model, after its conversion.
-        blocks: names of its blocks.
+        block: returns the name of the block that a module lies in, None for none.
         left_out: names of the layers that the user's filter left out.
     """
-    block = block_finder(blocks)
     rows, seen = [], set()
     for name, module in model.named_modules():
         for parameter, weight in module.named_parameters(recurse=False):
@@ -108,14 +109,17 @@ def layer_table(model: nn.Module, blocks: Sequence[str], left_out: Collection[st
             known = isinstance(module, nn.Embedding) or (
                 type(module).__name__.startswith("Conv") and weight.ndim > 2
             )
-            thin = min(weight.shape, default=0) < 2 and not isinstance(module, nn.Linear)
+            thin = min(weight.shape, default=0) < 2 and not is_linear(module)
             bias = parameter.endswith("_bias") and is_packed(module)
             if weight.ndim < 2 or known or thin or bias or id(weight) in seen:
                 continue
             seen.add(id(weight))
-            path = name if isinstance(module, nn.Linear) else f"{name}.{parameter}".lstrip(".")
+            path = name if is_linear(module) else f"{name}.{parameter}".lstrip(".")
             reason = "left out by the filter" if name in left_out else why_left(model, name, block(name))
-            rows.append(LayerRow(path, tuple(weight.shape), weight.numel(), block(name), not reason, reason))
+            original = module.original if isinstance(module, EmulatedLinear) else nn.Linear
+            proven = original.__name__ if needs_proof(original) else ""
+            shape, size = tuple(weight.shape), weight.numel()
+            rows.append(LayerRow(path, shape, size, block(name), not reason, reason, proven))
     return rows
 
 
@@ -132,25 +136,38 @@ def why_left(model: nn.Module, name: str, block: str | None) -> str:
     if isinstance(module, EmulatedLinear) or experts.is_attached(module):
         return ""
     if isinstance(module, nn.MultiheadAttention):
-        return "nn.MultiheadAttention multiplies by its parameters itself; give it nn.Linear projections"
-    if kind == "Conv1D":
-        return "transformers' Conv1D, whose weight is [in, out], is not supported; use nn.Linear"
+        return "nn.MultiheadAttention multiplies by its parameters itself (give it nn.Linear projections)"
     if reason := incomplete(module):
         return reason
-    if "expert" in kind.lower() and not isinstance(module, nn.Linear):
+    if "expert" in kind.lower() and not is_linear(module):
         return f"the experts' weights, packed into one tensor by {kind}, which does not describe its layout"
-    if isinstance(module, nn.Linear) and block is None:
+    if not is_linear(module):
+        return f"a parameter of {kind}, which is no nn.Linear"
+    if block is None:
         return "outside of the blocks"
-    if isinstance(module, nn.Linear) and block and (reason := exempt(model, name, block)):
+    if reason := exempt(model, name, block):
         return reason
-    if isinstance(module, nn.Linear):
-        return f"a subclass of nn.Linear ({kind}), which may compute something else"
-    return f"a parameter of {kind}, which is no nn.Linear"
+    if is_taken(module, name):
+        return "not converted"
+    reason = f"a subclass of nn.Linear ({kind}), which may compute something else"
+    remedy = f" (if it computes x W^T + b, linears=[{kind}] takes it)"
+    return reason if type(module).__module__.startswith("transformers.") else reason + remedy
 
 
 def converted_share(rows: Sequence[LayerRow]) -> float:
     """Return the share of the matrices' weights that are converted."""
     return sum(row.weights for row in rows if row.converted) / max(1, sum(row.weights for row in rows))
+
+
+def left(rows: Iterable[LayerRow]) -> str:
+    """Name the largest matrices that are not converted, one for each reason, and count the others."""
+    by_reason = defaultdict(list)
+    for row in sorted((row for row in rows if not row.converted), key=lambda row: -row.weights):
+        by_reason[row.reason].append(row)
+    return "; ".join(
+        f"{first.name} {list(first.shape)}{f' and {len(more)} more' if more else ''}: {reason}"
+        for reason, (first, *more) in [*by_reason.items()][:_LISTED]
+    )
 
 
 def summary(rows: Sequence[LayerRow], placements: Sequence[Placement]) -> str:
@@ -165,6 +182,8 @@ def summary(rows: Sequence[LayerRow], placements: Sequence[Placement]) -> str:
     parts = [f"{len(done) - len(stacks)} layers"] if len(done) > len(stacks) or not stacks else []
     parts += [f"{len(stacks)} stacks of {stacks[0].shape[0]} experts"] if stacks else []
     head = f"{' and '.join(parts)} converted, {converted_share(rows):.1%} of the weights"
+    proven = Counter(row.proven for row in done if row.proven)
+    shown = [f"{count} of them by proof that {kind} is a linear layer" for kind, count in proven.items()]
     others = [f"  {row.name} {list(row.shape)}: {row.reason}" for row in rows if not row.converted]
     kept = [
         f"  {len(part.layers)} layer{'s' * (len(part.layers) > 1)} by"
@@ -173,7 +192,7 @@ def summary(rows: Sequence[LayerRow], placements: Sequence[Placement]) -> str:
         if part.products is None
     ]
     kept = ["in high precision:", *kept] if kept else []
-    return "\n".join((head, *kept, *(["not converted:", *others] if others else ())))
+    return "\n".join((head, *shown, *kept, *(["not converted:", *others] if others else ())))
 
 
 def _shortened(layers: Sequence[Layer]) -> str:
@@ -182,7 +201,7 @@ def _shortened(layers: Sequence[Layer]) -> str:
 
 
 def _linears(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.Linear) or is_packed(part) for part in module.modules())
+    return any(is_linear(part) or is_packed(part) for part in module.modules())
 
 
 def _holders(parent: nn.Module, prefix: str) -> dict[str, nn.Module]:
@@ -190,7 +209,7 @@ def _holders(parent: nn.Module, prefix: str) -> dict[str, nn.Module]:
     return {
         f"{prefix}.{name}".lstrip("."): child
         for name, child in parent._modules.items()  # named_children leaves out repeated ones
-        if child is not None and not isinstance(child, nn.Linear) and _linears(child)
+        if child is not None and not is_linear(child) and _linears(child)
     }
 
 

@@ -20,15 +20,14 @@ each layer, and collects what the quantisers measured. The model itself is calle
 
 Refused, with a ValueError: a model without numbered blocks, a layer whose weight is computed before each
 call (weight_norm, parametrize, pruning), a layer used inside and outside the blocks, a layer with two names
-that the recipe treats differently, and a rule that selects no layer. The output head and routers of experts
-are left alone. emulated_layer.py computes the products of one layer.
+that the recipe treats differently, and a rule that selects no layer. The output head, routers of experts and
+adapters are left alone. emulated_layer.py computes the products of one layer; linears.py says which other
+classes of layers are replaced too.
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict
 
@@ -37,25 +36,22 @@ from torch import Tensor, nn
 
 from ablate.engines import experts, experts_check
 from ablate.engines.emulated_layer import HIGH, UNSET, Context, EmulatedLinear, NotInForce, work_of
-from ablate.engines.exempt import altered, exempt
 from ablate.engines.expert_layers import EmulatedExpert
+from ablate.engines.linears import Linears
 from ablate.engines.nonfinite import NonfiniteCount, total
 from ablate.engines.products import DTYPES, Probe
 from ablate.engines.ranks import Divided, Sharded
+from ablate.engines.selection import all_names, quantisable, replaced
 from ablate.engines.weights import RulesState, WeightRules
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import Operand
 from ablate.recipes.experts import Experts
-from ablate.recipes.layers import LISTS, Layer, Match, block_name, block_of, located, select
+from ablate.recipes.layers import BlockOf, Layer, Match, block_name, located, select
 from ablate.recipes.recipe import SLOTS, Decider, Products, Recipe, Run, Trigger
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-BlockOf = Callable[[str], str | None]
-"""Returns the name of the block that a module lies in, given the module's name; None for none."""
 
 
 class LayerState(TypedDict):
@@ -98,7 +94,7 @@ class Engine:
 
     def __init__(self, model: nn.Module, recipe: Recipe, clock: Clock, block: BlockOf = block_name) -> None:
         self.recipe, self.clock, self.context = recipe, clock, Context()
-        self.names = _names(model, EmulatedLinear)
+        self.names = all_names(model, lambda module: isinstance(module, EmulatedLinear))
         """All names of each layer, keyed by the first: a layer that is registered twice has two."""
         self.layers = {name: model.get_submodule(name) for name in self.names}
         self.tripped: set[Trigger] = set()
@@ -349,11 +345,16 @@ class Engine:
     def shard(self, mesh: "DeviceMesh") -> set[nn.Parameter]:
         """Shard the rows of each layer's weight over the ranks of `mesh`, and return the sharded weights.
 
-        A layer whose number of rows is not a multiple of the number of ranks keeps its whole weight.
+        A layer whose number of rows is not a multiple of the number of ranks keeps its whole weight, and so
+        does one whose parameter is transposed.
         """
         if self.experts:
             raise ValueError("a model with experts cannot be sharded over ranks; leave sharding out")
-        even = [layer for layer in self.layers.values() if layer.out_features % mesh.size() == 0]
+        even = [
+            layer
+            for layer in self.layers.values()
+            if layer.out_features % mesh.size() == 0 and layer.weight is layer.owner
+        ]
         for layer in even:
             layer.sharded = Sharded(layer, mesh)
         return {layer.weight for layer in even}
@@ -456,6 +457,7 @@ def convert(
     clock: Clock,
     block: BlockOf = block_name,
     wanted: Callable[[str, nn.Module], bool] = lambda name, linear: True,
+    linears: Linears = (),
 ) -> Engine:
     """Replace every nn.Linear inside a transformer block, and the matrices of packed experts there, in place.
 
@@ -470,6 +472,7 @@ def convert(
         block: returns the name of the block that a module lies in, None for none; by default, its name tells.
         wanted: returns False for a layer, or a module of experts, given its name and itself, that is to be
             left alone.
+        linears: classes of layers, and globs on names, that are replaced too (linears.py).
 
     Returns:
         The engine. Call `Engine.at` before each step.
@@ -479,11 +482,13 @@ def convert(
             the recipe does not fit the model's layers.
     """
     dtype = DTYPES[recipe.dtype]
-    first = [name for name in quantisable(model, block) if wanted(name, model.get_submodule(name))]
+    names = quantisable(model, block, linears)
+    first = [name for name in names if wanted(name, model.get_submodule(name))]
     make = partial(EmulatedExpert, clock=clock, dtype=dtype)
     stacks = attached(model, recipe.experts, make, block, wanted)
     if first or not stacks:
-        replaced(model, first, lambda linear, name: EmulatedLinear(linear, name, clock, dtype))
+        made = partial(EmulatedLinear, clock=clock, dtype=dtype)
+        replaced(model, first, made, block, {*names} - {*first})
     return Engine(model, recipe, clock, block)
 
 
@@ -501,92 +506,3 @@ def attached(
         experts_check.refuse_other(module, name)
     experts_check.refuse_parts(stacks, wanted)
     return [*stacks]
-
-
-def replaced(
-    model: nn.Module, first: Sequence[str], make: Callable[[nn.Linear, str], EmulatedLinear]
-) -> None:
-    """Replace layers, given by their first names, under all their names, by `make(layer, first name)`."""
-    if not first:
-        raise ValueError(_why_nothing(model))
-    if unknown := [
-        listed for listed in _unknown_lists(model) if not any(n.startswith(listed) for n in first)
-    ]:
-        warnings.warn(f"not quantised: {_nearest(unknown)}", stacklevel=3)
-    names = _names(model, nn.Linear)
-    for name in first:
-        layer = make(model.get_submodule(name), name)
-        for alias in names[name]:
-            parent, _, child = alias.rpartition(".")
-            setattr(model.get_submodule(parent), child, layer)
-
-
-def _names(model: nn.Module, kind: type[nn.Module]) -> dict[str, list[str]]:
-    """Return all names of each module of a class, keyed by the first."""
-    by_module: dict[nn.Module, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, kind):
-            by_module.setdefault(module, []).append(name)
-    return {names[0]: names for names in by_module.values()}
-
-
-def quantisable(model: nn.Module, block: BlockOf = block_name) -> list[str]:
-    """Return the names of the layers that `convert` replaces: every nn.Linear in a block, but for those that
-    are `exempt`, such as routers.
-
-    Subclasses of nn.Linear are not among them. A layer that has several names is listed by its first.
-
-    Raises:
-        ValueError: the weight of a layer is computed before each call, or its `forward` was replaced, which
-            conversion would bypass; or a layer is used outside the blocks too.
-    """
-    result = []
-    for name, names in _names(model, nn.Linear).items():
-        inside = [alias for alias in names if block(alias) is not None]
-        module = model.get_submodule(name)
-        if (
-            not inside
-            or isinstance(module, EmulatedLinear)
-            or exempt(model, inside[0], block(inside[0]) or "")
-        ):
-            continue
-        if why := altered(module):
-            raise ValueError(f"{inside[0]}: {why}")
-        if type(module) is nn.Linear:
-            if outside := sorted(set(names) - set(inside)):
-                raise ValueError(
-                    f"{inside[0]} and {outside[0]} are one nn.Linear, inside a block and outside;"
-                    " give each a layer of its own"
-                )
-            result.append(name)
-    return result
-
-
-def _unknown_lists(model: nn.Module) -> list[str]:
-    """Return the module lists whose blocks have linear layers and whose names `block_of` does not accept."""
-    return [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList)
-        and block_of(f"{name}.0.") < 0
-        and any(type(part) is nn.Linear for block in module for part in block.modules() if part is not block)
-    ]
-
-
-def _why_nothing(model: nn.Module) -> str:
-    if any(isinstance(module, EmulatedLinear) for module in model.modules()):
-        return "the model is converted already; convert it once"
-    if unknown := _unknown_lists(model):
-        return f"nothing of the model would be quantised: {_nearest(unknown)}"
-    return (
-        "nothing of the model would be quantised: it has no nn.Linear in a list of numbered blocks;"
-        f" put its blocks in an nn.ModuleList that is named {', '.join(LISTS[:-1])} or {LISTS[-1]}"
-    )
-
-
-def _nearest(lists: Sequence[str]) -> str:
-    near = get_close_matches(lists[0].rpartition(".")[2], LISTS, 3, 0.3) or LISTS
-    return (
-        f"the blocks in {lists[0]!r}, since that is no name of a list of blocks;"
-        f" rename it, the nearest: {', '.join(near)}"
-    )

@@ -36,6 +36,7 @@ Not modelled: the order of fp32 additions inside a tensor core, and the random b
 instruction draws.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.following import Replacement
+from ablate.engines.linears import features
 from ablate.engines.nonfinite import NonfiniteCount
 from ablate.engines.products import Call, Probe
 from ablate.engines.ranks import Divided, DrawArguments, Sharded, whole
@@ -62,9 +64,9 @@ from ablate.recipes.recipe import SLOTS, Products
 HIGH = Products()
 
 
-def work_of(layer: nn.Linear) -> int:
+def work_of(layer: nn.Module) -> int:
     """Return the elements of a layer's weight that a token is multiplied by, on average."""
-    return layer.work if isinstance(layer, EmulatedLinear) else layer.in_features * layer.out_features
+    return layer.work if isinstance(layer, EmulatedLinear) else math.prod(features(layer))
 
 
 class NotInForce(Products):
@@ -113,8 +115,9 @@ class EmulatedLinear(Replacement):
     dropped = frozenset({"whole_graph", "compiled"})
     emulates: ClassVar[bool] = True
     """False if something else multiplies or quantises, whose products are compared with the emulator's."""
+    dtype = torch.bfloat16  # on the class, to hide a property of the class that the layer replaces
 
-    def __init__(self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype) -> None:
+    def __init__(self, linear: nn.Module, name: str, clock: Clock, dtype: torch.dtype) -> None:
         super().__init__(linear)
         self.name, self.clock, self.dtype = name, clock, dtype
         self.context = Context()
@@ -172,8 +175,8 @@ class EmulatedLinear(Replacement):
         other._sites = {slot: site(f"{self.name}/redrawn", slot) for slot in SLOTS}
         return other
 
-    def plain(self) -> nn.Linear:
-        """Return an nn.Linear with this layer's parameters, hooks and attributes: what it replaced."""
+    def plain(self) -> nn.Module:
+        """Return a layer of the class that this one replaced, with its parameters, hooks and attributes."""
         bare = nn.Linear(1, 1, device="meta")
         return self.plain_but(
             vars(EmulatedLinear(bare, "", self.clock, self.dtype)).keys() - vars(bare).keys()

@@ -10,6 +10,9 @@ place would quantise nothing:
     blocks.0.mlp.shared_expert_gate     the scale of a shared expert, with one output
     blocks.0.mamba.dt_proj              of transformers' mixers of Mamba's first version
     blocks.0.attn.weights_proj          what a model of transformers keeps in fp32, whatever its dtype is
+    blocks.0.attn.out_proj              of nn.MultiheadAttention
+
+An adapter of LoRA (`blocks.0.attn.q_proj.lora_A`) is small, and stays in high precision as in QLoRA.
 """
 
 from collections.abc import Collection
@@ -27,14 +30,17 @@ def exempt(model: nn.Module, name: str, block: str) -> str:
 
     Args:
         model: the model.
-        name: qualified name of the nn.Linear.
+        name: qualified name of the linear layer.
         block: name of the block that it lies in.
     """
     path = name.split(".")
     parts = path[block.count(".") + 1 :] or path[-1:]  # without the names of the lists of blocks
-    parent = type(model.get_submodule(".".join(path[:-1]))).__name__
-    if parts[-1] == "dt_proj" and "Mamba" in parent:
+    owner = model.get_submodule(".".join(path[:-1]))
+    parent = type(owner).__name__
+    if (parts[-1] == "dt_proj" and "Mamba" in parent) or isinstance(owner, nn.MultiheadAttention):
         return f"{parent} multiplies by its weight itself"
+    if any(part.lower().startswith("lora_") for part in parts):
+        return 'an adapter of LoRA, which stays in high precision (linears=["*.lora_*"] takes it)'
     if any("router" in part for part in parts) or ("gate" in parts and _chooses(model, path)):
         return "a router of experts, which stays in high precision"
     if kept_in_fp32(model, name):
@@ -58,8 +64,14 @@ def _chooses(model: nn.Module, path: list[str]) -> bool:
     return getattr(model.get_submodule(".".join(path)), "out_features", 0) == count
 
 
-def altered(linear: nn.Linear) -> str | None:
-    """Return the reason why a layer cannot be replaced by one that has its parameters; None if it can."""
+def altered(linear: nn.Module, taken: bool = True) -> str | None:
+    """Return the reason why a layer cannot be replaced by one that has its parameters; None if it can.
+
+    Args:
+        linear: the layer.
+        taken: False for a class that is not to be replaced, of which only a parametrization is told: that of
+            a layer gives it a class of its own.
+    """
     if is_parametrized(linear):
         chains = linear.parametrizations.values()
         kinds = sorted({type(step).__name__.lstrip("_") for chain in chains for step in chain})
@@ -67,12 +79,12 @@ def altered(linear: nn.Linear) -> str | None:
             f"its parameters are parametrized ({', '.join(kinds)}), which a quantised layer would bypass;"
             " call torch.nn.utils.parametrize.remove_parametrizations first"
         )
-    if type(linear) is nn.Linear and "weight" not in linear._parameters:
+    if taken and "weight" not in linear._parameters:
         return (
             "a hook (weight_norm, spectral_norm or pruning) computes its weight,"
             " which a quantised layer would bypass; remove it first"
         )
-    if type(linear) is nn.Linear and "forward" in vars(linear):
+    if taken and "forward" in vars(linear):
         return "its forward was replaced, which a quantised layer would bypass; convert the model first"
     return None
 

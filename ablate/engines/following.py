@@ -5,8 +5,10 @@ parameters, users its hooks and attributes. Afterwards the nn.Linear is wanted b
 models (a moving average of the weights, a teacher), whose layers no engine drives.
 
 The idea. `Replacement` shares the parameters, hooks and attributes of the layer that it replaces, and
-`plain` gives them back. A deep copy has parameters of its own, and follows the layer that it was copied from:
-at each call it takes over that layer's products.
+`plain` gives them back. In place of another class of linear layers (linears.py), it is an instance of that
+class too, whose methods, such as those of its state dict, stay; transformers' Conv1D keeps its parameter
+[in, out], and `weight` is the transposed view. A deep copy has parameters of its own, and follows the layer
+that it was copied from: at each call it takes over that layer's products.
 
     layer = EmulatedLinear(linear, ...)      # a Replacement; linear's optimizer and hooks keep working
     average = deepcopy(layer)                # computes by the products that are in force in `layer`
@@ -18,17 +20,19 @@ Refused: pickling, with a TypeError.
 import weakref
 from collections.abc import Iterable
 from copy import deepcopy
+from functools import cache
 from typing import ClassVar, NoReturn, Self
 
 from torch import Tensor, nn
 
+from ablate.engines.linears import features, is_transposed
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.recipes.recipe import Products
 
 
 class Replacement(nn.Linear):
-    """An nn.Linear with the parameters, hooks and attributes of another.
+    """An nn.Linear with the parameters, hooks and attributes of another linear layer.
 
     Args:
         linear: the layer to replace.
@@ -38,21 +42,35 @@ class Replacement(nn.Linear):
     """Attributes that a copy has in common with its leader."""
     dropped: ClassVar[frozenset[str]]
     """Attributes that are None in a copy."""
-    name: str
+    original: ClassVar[type[nn.Module]] = nn.Linear
+    """Class of the layer that it replaces."""
+    name: str = ""
     clock: Clock
     products: Products
     target: Tensor | None
     histories: dict[str, History]
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__(*features(linear), linear.bias is not None, device="meta")
+        self._added = {key: value for key, value in vars(linear).items() if key not in vars(self)}
+        """Attributes that its class or a user gave the layer, some by the names of this one's own."""
         _move(linear, self, vars(linear).keys())
+        if type(linear) is not nn.Linear:
+            kinds = type(self), type(linear)
+            self.__class__ = _instance_of(*kinds, is_transposed(linear))  # type: ignore[arg-type]
 
-    def plain_but(self, own: Iterable[str]) -> nn.Linear:
-        """Return an nn.Linear with this layer's parameters, hooks and attributes, those of `own` excepted."""
-        linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
-        _move(self, linear, vars(self).keys() - own - {"_leader", "_own_histories"})
-        return linear
+    def plain_but(self, own: Iterable[str]) -> nn.Module:
+        """Return a layer of the original class with this one's parameters, hooks and attributes.
+
+        Args:
+            own: names of attributes that are this layer's alone.
+        """
+        plain = object.__new__(self.original)
+        nn.Module.__init__(plain)
+        sizes = set() if issubclass(self.original, nn.Linear) else {"in_features", "out_features"}
+        _move(self, plain, vars(self).keys() - own - sizes - {"_leader", "_own_histories"})
+        plain.__dict__.update({key: value for key, value in self._added.items() if key in own})
+        return plain
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """Return a layer with copied parameters that follows the steps of this one."""
@@ -90,7 +108,32 @@ class Replacement(nn.Linear):
             self.histories = leader.histories if evaluating else vars(self)["_own_histories"]
 
 
-def _move(source: nn.Linear, target: nn.Linear, names: Iterable[str]) -> None:
+class Transposed(nn.Module):
+    """The weight of a layer whose parameter is [in, out], as that of transformers' Conv1D."""
+
+    @property
+    def owner(self) -> nn.Parameter:
+        """The parameter [in, out], which optimizers update."""
+        return self._parameters["weight"]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight [out, in], a view of `owner`."""
+        return self.owner.t()
+
+    def part(self, like: Tensor) -> Tensor:
+        """Return a tensor like `owner`, such as its gradient, as [out, in]; a view."""
+        return like.t()
+
+
+@cache
+def _instance_of(kind: type[Replacement], original: type[nn.Module], transposed: bool) -> type[Replacement]:
+    """Return a class whose instances are of `kind`, and of the class that they replace."""
+    bases = (kind, original)
+    return type(kind.__name__, (Transposed, *bases) if transposed else bases, {"original": original})
+
+
+def _move(source: nn.Module, target: nn.Module, names: Iterable[str]) -> None:
     """Give `target` the attributes of `source` with these names: parameters, mode, hooks and a user's own.
 
     The dictionaries of hooks are the same objects, so that existing handles still remove their hooks.

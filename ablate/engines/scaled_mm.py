@@ -52,11 +52,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ablate.engines.emulated import Engine, attached, quantisable, replaced
+from ablate.engines.emulated import Engine, attached
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.hardware import Machine, scaled_refusal, this_machine
 from ablate.engines.products import DTYPES
+from ablate.engines.selection import quantisable, replaced
 from ablate.numerics.encoded import COLUMNS, Encoded, Family, encode
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import alpha, split_product
@@ -253,7 +254,7 @@ class ScaledLinear(ScaledProducts):
     """
 
     def __init__(
-        self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype, native: Native
+        self, linear: nn.Module, name: str, clock: Clock, dtype: torch.dtype, native: Native
     ) -> None:
         super().__init__(linear, name, clock, dtype)
         self.native = native

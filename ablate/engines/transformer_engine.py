@@ -18,11 +18,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ablate.engines.emulated import Engine, attached, quantisable, replaced
+from ablate.engines.emulated import Engine, attached
 from ablate.engines.emulated_layer import EmulatedLinear, NotInForce
 from ablate.engines.expert_layers import EmulatedExpert, Group
 from ablate.engines.hardware import refusal, stray_switch, this_machine
 from ablate.engines.products import DTYPES
+from ablate.engines.selection import quantisable, replaced
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import first_order
@@ -168,7 +169,7 @@ class NativeLinear(EmulatedLinear):
 
     emulates = False
 
-    def __init__(self, linear: nn.Linear, name: str, clock: Clock, dtype: torch.dtype, draws: Draws) -> None:
+    def __init__(self, linear: nn.Module, name: str, clock: Clock, dtype: torch.dtype, draws: Draws) -> None:
         super().__init__(linear, name, clock, dtype)
         self.draws = draws
         self.emulated = False
@@ -194,7 +195,7 @@ class NativeLinear(EmulatedLinear):
             )
         self.draws.at(rows.device)
         with torch.autocast(rows.device.type, enabled=False):
-            weight = self.weight.to(torch.bfloat16)
+            weight = self.weight.to(torch.bfloat16).contiguous()
             seen = Seen(self, rows, weight) if self.context.probe else None
             y = self._product(description, *Once.apply(rows, weight, seen))
             y = seen.output(y) if seen else y

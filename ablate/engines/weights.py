@@ -254,7 +254,7 @@ class WeightRules:
         """Apply the rules that precede an optimizer step; the gradients must be complete."""
         if self.rules is None:  # begin here: the layers' products are set from the first step on
             quantised = (name for name, layer in self.layers.items() if layer.products.fprop.w is not None)
-            self._begin([name for name in quantised if self.layers[name].weight.requires_grad])
+            self._begin([name for name in quantised if self.layers[name].owner.requires_grad])
         for rule in self.rules or ():
             rule.before(optimizer, step, run)
 

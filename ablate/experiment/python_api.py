@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from ablate.engines.linears import Linears
     from ablate.experiment.recipe_source import RecipeSource
     from ablate.files import Json
     from ablate.numerics.spec import Quant
@@ -31,6 +32,7 @@ def convert(
     blocks: str | None = None,
     filter: Callable[[str, nn.Module], bool] | None = None,
     measure_every: int = 50,
+    linears: Linears = (),
 ) -> Conversion:
     """Make the linear layers inside a model's blocks compute by a recipe, exactly emulated, in place.
 
@@ -51,12 +53,16 @@ def convert(
         filter: returns False for a layer, or a whole stack of experts, given its name and itself, that is to
             stay in high precision.
         measure_every: steps between measurements of the operands' errors; 0: never.
+        linears: subclasses of nn.Linear with a forward of their own that are linear layers, and globs on the
+            names of single layers, which take adapters of LoRA too. Each layer is first compared with
+            x W^T + b on random input, forward and backward.
 
     Returns:
         The handle: `step()`, `evaluation()`, `metrics()`, `state_dict()`, `restore()`, `layers`.
 
     Raises:
-        ValueError: the recipe is wrong or does not fit the model, or nothing would be converted. A warning
+        ValueError: the recipe is wrong or does not fit the model, nothing would be converted, or a layer of
+            `linears` computes something else. A warning
             names the largest layers left out if less than half of the weights are converted.
     """
     from ablate.training.conversion import convert as converted
@@ -66,7 +72,15 @@ def convert(
     if steps is not None and steps < 1:
         raise ValueError(f"steps is the number of optimizer steps of the run, from 1; here {steps}")
     options = ConversionOptions(
-        _resolved(recipe, set), seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every
+        _resolved(recipe, set),
+        seed,
+        steps,
+        tokens_per_step,
+        decay_start,
+        blocks,
+        filter,
+        measure_every,
+        linears,
     )
     conversion = converted(model, options)
     acknowledge(options.recipe)

@@ -30,6 +30,8 @@ _BLOCKS = re.compile(
     r"(?P<end>first|last):(?:(?P<count>\d+)|0?\.(?P<decimals>\d+))|(?P<start>\d+)-(?P<stop>\d+)", re.ASCII
 )
 _CLASS = "class:"
+BlockOf = Callable[[str], str | None]
+"""Returns the name of the block that a module lies in, given the module's name; None for none."""
 
 
 # --- a model, as far as rules look at it ----------------------------------------------------------

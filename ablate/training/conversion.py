@@ -41,7 +41,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from ablate.engines import emulated, experts
 from ablate.engines.autograd import in_backward
-from ablate.engines.blocks import LayerRow, block_finder, converted_share, find_blocks, layer_table, summary
+from ablate.engines.blocks import (
+    LayerRow,
+    block_finder,
+    converted_share,
+    find_blocks,
+    layer_table,
+    left,
+    summary,
+)
 from ablate.engines.compiled import operator
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.exempt import refuse_bypassed
@@ -88,8 +96,6 @@ _OUTSIDE = "call the model inside `with {0}.step():`, or inside `with {0}.evalua
 _RESTORED = "the model was restored to plain layers"
 _LEAST = 0.5
 """Share of a model's matrix weights below which `convert` warns."""
-_LISTED = 5
-"""Layers left out that the warning names."""
 
 
 class Conversion:
@@ -384,7 +390,7 @@ class Conversion:
         self.engine.restore(state["engine"], self.steps_done)
 
     def restore(self, copied: nn.Module | None = None) -> nn.Module:
-        """Make the layers plain nn.Linear again, with the same parameters and hooks; return the model.
+        """Give the layers their own class again, with the same parameters and hooks; return the model.
 
         Args:
             copied: restore this copy of the model, such as a moving average of its weights, instead. The
@@ -540,14 +546,13 @@ def convert(model: nn.Module, options: ConversionOptions, handle: str = "run") -
         left_out.append(name)
         return False
 
-    engine = emulated.convert(model, options.recipe, Clock(options.seed), block_finder(found), chosen)
-    layers = layer_table(model, found, left_out)
+    block = block_finder(found)
+    engine = emulated.convert(model, options.recipe, Clock(options.seed), block, chosen, options.linears)
+    layers = layer_table(model, block, left_out)
     if (share := converted_share(layers)) < _LEAST:
-        others = sorted((row for row in layers if not row.converted), key=lambda row: -row.weights)
-        listed = "; ".join(f"{row.name} {list(row.shape)}: {row.reason}" for row in others[:_LISTED])
         warnings.warn(
             f"{share:.1%} of the weights of the model's linear layers are converted."
-            f" The largest left out: {listed}",
+            f" The largest left out: {left(layers)}",
             stacklevel=3,
         )
     return Conversion(model, engine, options.run, options.measure_every, layers, handle)

@@ -11,6 +11,8 @@ from ablate.recipes.recipe import Recipe, Run
 if TYPE_CHECKING:
     from torch import nn
 
+    from ablate.engines.linears import Linears
+
 
 @dataclass(frozen=True)
 class ConversionOptions:
@@ -24,6 +26,7 @@ class ConversionOptions:
     blocks: str | None = None
     filter: "Callable[[str, nn.Module], bool] | None" = None
     measure_every: int = 50
+    linears: "Linears" = ()
 
     @property
     def run(self) -> Run | None:

@@ -175,12 +175,22 @@ def test_a_model_that_a_recipe_hardly_reaches_is_remarked_in_plan_and_sweep(tmp_
     assert list(remarks(plain)) == []
 
 
-def test_a_model_of_conv1d_layers_is_refused_with_the_reason(tmp_path):
+def test_a_model_without_layers_in_blocks_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match=r"qwen3 has no linear .* lm_head\.weight: outside of the blocks"):
+        outlined(QWEN | {"num_hidden_layers": 0}, 64)
+
+
+def test_layers_of_conv1d_are_described_as_linear_ones():
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64}
-    with pytest.raises(
-        ValueError, match=r"gpt2 has no linear .* transformer\.h\.0\..*: transformers' Conv1D"
-    ):
-        outlined(gpt2 | {"bos_token_id": 0, "eos_token_id": 0}, 64)
+    found = outlined(gpt2 | {"bos_token_id": 0, "eos_token_id": 0}, 64)
+    sizes = {layer.name.removeprefix("transformer.h.0."): layer.weights for layer in found.layers}
+    assert sizes == {
+        "attn.c_attn": 32 * 96,
+        "attn.c_proj": 32 * 32,
+        "mlp.c_fc": 32 * 128,
+        "mlp.c_proj": 128 * 32,
+    }
+    assert {*found.features.values()} == {32, 96, 128}
 
 
 def test_a_plan_says_how_many_ranks_compute_a_trial_where_it_is_run(tmp_path):

@@ -514,6 +514,22 @@ def refused() -> dict[str, str]:
     return said
 
 
+def transposed() -> list[bool]:
+    """Return for y, dx, dw and db of a transformers' Conv1D if they are those of the nn.Linear with its weight."""
+    from transformers.pytorch_utils import Conv1D
+
+    linear, turned, clock = nn.Linear(96, 128), Conv1D(128, 96), Clock(0)
+    turned.weight.data.copy_(linear.weight.t())
+    turned.bias.data.copy_(linear.bias)
+    results = []
+    for each in (linear, turned):
+        layer = native.NativeLinear(each, "blocks.0.a", clock, torch.bfloat16, native.Draws(clock))
+        layer.products = WHOLE
+        y, dx, dw, db = computed(layer, 64, 8)
+        results.append((y, dx, layer.part(dw), db))
+    return [torch.equal(a, b) for a, b in zip(*results, strict=True)]
+
+
 class Passes(Probe):
     """A probe that keeps whole passes, and what the recipe gives for their products."""
 
@@ -572,6 +588,7 @@ if __name__ == "__main__":
                 "trained": trained(),
                 "others": others(),
                 "refused": refused(),
+                "transposed": transposed(),
             }
         )
     )

@@ -11,10 +11,11 @@ from support.misread_scales import Misreading
 from support.tensor_cores import FAULTS, Broken, TensorCores
 from torch import nn
 
-from ablate.engines.emulated import Engine, quantisable, replaced
+from ablate.engines.emulated import Engine
 from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.engines.product_errors import of_gradients, of_output
 from ablate.engines.scaled_mm import Native, ScaledLinear
+from ablate.engines.selection import quantisable, replaced
 from ablate.numerics.philox import Clock
 from ablate.recipes import PRESETS
 from ablate.training.alarms import alerts

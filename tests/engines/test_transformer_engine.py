@@ -50,6 +50,10 @@ def test_forward_and_backward_are_the_emulators_on_random_shapes(found):
     assert max(largest) < 2**-7  # an ulp of bf16
 
 
+def test_a_transposed_parameter_gives_the_bits_of_the_other(found):
+    assert found["transposed"] == [True] * 4
+
+
 def test_every_recipe_that_maps_to_nvfp4_is_computed_as_the_emulator_does(found):
     wrong = {
         name: differs for name, differs in found["each"].items() if differs[0] >= 1e-3 or differs[1] >= 2**-7

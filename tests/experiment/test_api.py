@@ -179,7 +179,7 @@ def test_a_model_without_blocks_is_refused_and_one_that_is_mostly_left_out_is_na
     assert all(row.converted for row in run.layers)
     with pytest.warns(
         UserWarning,
-        match=r"% of the weights .* largest left out: trunk\.0\.up \[64, 32\]: left out by the filter",
+        match=r"% of the weights .* largest left out: trunk\.0\.up \[64, 32\] and 3 more: left out by the filter",
     ):
         ablate.convert(net(), "nvfp4", filter=lambda name, linear: "up" not in name and "trunk.2" not in name)
 

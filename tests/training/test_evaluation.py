@@ -13,8 +13,9 @@ from torch.nn import functional as F
 
 import ablate
 from ablate.engines import transformer_engine as native
-from ablate.engines.emulated import convert, replaced
+from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.selection import replaced
 from ablate.errors import InputError
 from ablate.experiment.load import load
 from ablate.numerics.philox import Clock

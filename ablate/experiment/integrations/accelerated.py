@@ -23,6 +23,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import nn
 
+from ablate.engines.linears import Linears
 from ablate.experiment import python_api
 from ablate.experiment.integrations.position import Position
 from ablate.files import Json
@@ -38,7 +39,7 @@ class Accelerated:
         model: the model, before or after `accelerator.prepare`.
         recipe: as for `ablate.convert`.
         set, seed, steps, tokens_per_step, decay_start, blocks: as for `ablate.convert`.
-        filter, measure_every: as for `ablate.convert`.
+        filter, measure_every, linears: as for `ablate.convert`.
 
     Attributes:
         run: the `Conversion`: `metrics()`, `alarms()`, `layers`, `restore()`.
@@ -61,6 +62,7 @@ class Accelerated:
         blocks: str | None = None,
         filter: Callable[[str, nn.Module], bool] | None = None,
         measure_every: int = 50,
+        linears: Linears = (),
     ) -> None:
         if accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM):
             raise ValueError(
@@ -77,6 +79,7 @@ class Accelerated:
             blocks=blocks,
             filter=filter,
             measure_every=measure_every,
+            linears=linears,
         )
         self._accelerator, self._position = accelerator, Position(self.run)
         accelerator.register_for_checkpointing(self.run)

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from ablate.engines.linears import Linears
 from ablate.experiment import python_api
 from ablate.experiment.integrations.position import Position, logged
 from ablate.files import Json
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _TIMES = ("runtime", "samples_per_second", "steps_per_second", "model_preparation_time")
 """Endings of the Trainer's evaluation metrics that are times: no part of a trial's record."""
+_UNSAVED = ("filter", "linears")
+"""Options that a checkpoint cannot hold: functions and classes."""
 
 
 class HFCallback(TrainerCallback, ExportableState):
@@ -55,12 +58,13 @@ class HFCallback(TrainerCallback, ExportableState):
 
     Args:
         recipe: as for `ablate.convert`.
-        set, seed, tokens_per_step, decay_start, blocks, filter, measure_every: as for `ablate.convert`.
+        set, seed, tokens_per_step, decay_start, blocks, filter, measure_every, linears: as for
+            `ablate.convert`.
         steps: optimizer steps of the run, for a schedule by fractions; None: the Trainer's number.
         restore: make the layers plain again at the end of the training.
         per_layer: log the errors of single layers too; they are many.
-        trial: trial of a sweep, instead of all arguments above but `blocks` and `filter`: it has the recipe,
-            and gets the logs. Train with `resume_from_checkpoint=callback.resume_from`. Give the
+        trial: trial of a sweep, instead of all arguments above but `blocks`, `filter` and `linears`: it has
+            the recipe, and gets the logs. Train with `resume_from_checkpoint=callback.resume_from`. Give the
             arguments of the Trainer `seed=trial.seed`, `max_steps=trial.max_steps` and `logging_steps=1`.
             The trial writes checkpoints itself, and a loss that is not finite ends it.
 
@@ -85,13 +89,14 @@ class HFCallback(TrainerCallback, ExportableState):
         blocks: str | None = None,
         filter: Callable[[str, nn.Module], bool] | None = None,
         measure_every: int = 50,
+        linears: Linears = (),
         restore: bool = False,
         per_layer: bool = False,
         trial: Trial | None = None,
     ) -> None:
         resolved = trial.recipe if trial else python_api.recipe(recipe, set)
         self._planned = ConversionOptions(
-            resolved, seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every
+            resolved, seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every, linears
         )
         self.restore, self.per_layer = restore, per_layer
         self.trial = trial
@@ -120,11 +125,12 @@ class HFCallback(TrainerCallback, ExportableState):
     ) -> None:
         """Refuse arguments of the Trainer that this callback cannot work with."""
         if getattr(args, "restore_callback_states_from_checkpoint", False) and (
-            self._planned.filter or self.trial
+            self._planned.filter or self._planned.linears or self.trial
         ):
             raise ValueError(
-                "restore_callback_states_from_checkpoint makes callbacks anew, and a filter or a trial cannot"
-                " be saved; set it to False: HFCallback restores its state in every resume_from_checkpoint"
+                "restore_callback_states_from_checkpoint makes callbacks anew; a filter, linears or a trial"
+                " cannot be saved; set it to False: HFCallback restores its state in every"
+                " resume_from_checkpoint"
             )
         if args.n_gpu > 1:
             raise ValueError(
@@ -227,7 +233,8 @@ class HFCallback(TrainerCallback, ExportableState):
 
     def state(self) -> dict[str, dict[str, object]]:
         """Return what a checkpoint of the Trainer saves: the arguments, and the state of the recipe."""
-        arguments = {name: value for name, value in vars(self._planned).items() if name != "filter"} | {
+        planned = {name: value for name, value in vars(self._planned).items() if name not in _UNSAVED}
+        arguments = planned | {
             "recipe": self._planned.recipe.model_dump(mode="json"),
             "restore": self.restore,
             "per_layer": self.per_layer,
@@ -287,7 +294,8 @@ class HFCallback(TrainerCallback, ExportableState):
                 " trainer.train(resume_from_checkpoint=callback.resume_from)"
             )
         args.logging_nan_inf_filter = False  # it replaces such a loss by a mean: no trial would diverge
-        trial.convert(model, blocks=self._planned.blocks, filter=self._planned.filter)
+        planned = self._planned
+        trial.convert(model, blocks=planned.blocks, filter=planned.filter, linears=planned.linears)
         self._position = Position(trial)
 
     @property

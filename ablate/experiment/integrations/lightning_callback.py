@@ -18,6 +18,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
+from ablate.engines.linears import Linears
 from ablate.experiment import python_api
 from ablate.experiment.integrations.position import Position, logged
 from ablate.files import Json
@@ -33,7 +34,8 @@ class LightningCallback(Callback):
 
     Args:
         recipe: as for `ablate.convert`.
-        set, seed, tokens_per_step, decay_start, blocks, filter, measure_every: as for `ablate.convert`.
+        set, seed, tokens_per_step, decay_start, blocks, filter, measure_every, linears: as for
+            `ablate.convert`.
         steps: optimizer steps of the run, for a schedule by fractions; None: the Trainer's number.
         restore: make the layers plain again when `fit` ends.
         per_layer: log the errors of single layers too; they are many.
@@ -57,6 +59,7 @@ class LightningCallback(Callback):
         blocks: str | None = None,
         filter: Callable[[str, nn.Module], bool] | None = None,
         measure_every: int = 50,
+        linears: Linears = (),
         restore: bool = False,
         per_layer: bool = False,
     ) -> None:
@@ -68,7 +71,7 @@ class LightningCallback(Callback):
                 " both inside of optimizer.step(). Use a loop of your own with ablate.convert"
             )
         self._planned = ConversionOptions(
-            resolved, seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every
+            resolved, seed, steps, tokens_per_step, decay_start, blocks, filter, measure_every, linears
         )
         self.restore, self.per_layer = restore, per_layer
         self.run: Conversion | None = None

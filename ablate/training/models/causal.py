@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 from ablate.engines import experts
 from ablate.engines.blocks import why_left
-from ablate.engines.emulated import described, quantisable
+from ablate.engines.emulated import described
 from ablate.engines.expert_layers import is_packed
 from ablate.engines.gpu_access import without_gpus
+from ablate.engines.linears import features
+from ablate.engines.selection import quantisable
 from ablate.numerics.philox import Clock
 from ablate.recipes.layers import block_name
 from ablate.training.data.hub import quiet
@@ -81,8 +83,9 @@ def _features(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
     owners: dict[int, str] = {}
     for name in names:
         layer = model.get_submodule(name)
-        owners.setdefault(layer.in_features, f"{name} in")
-        owners.setdefault(layer.out_features, f"{name} out")
+        inputs, outputs = features(layer)
+        owners.setdefault(inputs, f"{name} in")
+        owners.setdefault(outputs, f"{name} out")
     return {owner: count for count, owner in owners.items()}
 
 

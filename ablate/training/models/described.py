@@ -17,7 +17,7 @@ _MOST = {"layer": 1024, "block": 1024, "expert": 4096}
 """Largest values of configuration fields whose names contain these words: numbers of modules to build."""
 _LARGEST = 1 << 40
 """Largest value of any other field."""
-_VERSION = 3
+_VERSION = 4
 """Raise by hand when the same model would have another outline."""
 
 

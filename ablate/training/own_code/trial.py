@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ablate.engines.linears import Linears
 from ablate.recipes.recipe import Run
 from ablate.training.checkpoints import RunState
 from ablate.training.conversion import Conversion, ConversionState, convert
@@ -180,12 +181,15 @@ class Trial:
         *,
         blocks: str | None = None,
         filter: Callable[[str, nn.Module], bool] | None = None,
+        linears: Linears = (),
     ) -> nn.Module:
         """Apply the arm's recipe to a model in place and return the model; `ablate.convert` explains how."""
         self._conversions.append(
             convert(
                 model,
-                ConversionOptions(self.recipe, self.seed, *self._run, blocks, filter, self._telemetry.every),
+                ConversionOptions(
+                    self.recipe, self.seed, *self._run, blocks, filter, self._telemetry.every, linears
+                ),
                 handle="trial",
             )
         )
