@@ -186,7 +186,7 @@ class Caster:
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
-    return (a * b).sum(dtype=torch.float64).item()
+    return (a.double() * b.double()).sum().item()  # a square of fp32 underflows below 1e-19
 
 
 @dataclass(frozen=True)

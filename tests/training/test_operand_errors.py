@@ -162,6 +162,14 @@ def test_the_same_numbers_come_again_and_do_not_depend_on_the_other_recipes():
         assert (one(recipe, operands()).bias == found.bias).all()
 
 
+@pytest.mark.parametrize("exponent", [-88, 88])
+def test_the_error_does_not_depend_on_the_scale_of_the_operand(exponent):
+    """Squares of fp32 would be 0 or infinite; powers of two scale the operand and MXFP4 exactly."""
+    given, recipe = operands(), PRESETS["mxfp4"]()
+    scaled = Operands(given.layer, *(2.0**exponent * tensor for tensor in (given.x, given.w, given.dy)))
+    assert one(recipe, scaled).error == pytest.approx(one(recipe, given).error, rel=1e-12)
+
+
 def test_operands_that_are_not_finite_or_empty_are_refused():
     given = operands()
     for bad, why in ((given.x * float("nan"), "not finite"), (given.x[:0], "empty")):
