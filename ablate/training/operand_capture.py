@@ -159,7 +159,8 @@ def of_workload(workload: Workload, where: str, count: int, seed: int = 0) -> Ca
             for _ in workload.records(TrialRun(bf16(), seed, "emulated", "cpu", _SILENT)):
                 pass
     except Exception as error:  # the user's code may raise any class
-        if (raised := described(error)) is None:
+        raised = described(error) or (error if isinstance(error, RuntimeError) else None)
+        if raised is None:  # a RuntimeError outside the user's code is the trial's, such as no step taken
             raise
         raise InputError(f"{where}: {raised}") from error
     if len(batches) < 2:
