@@ -455,11 +455,9 @@ def test_no_check_outlives_its_sweep(signum, tmp_path):
         time.sleep(1.5)  # it is past its imports, and hangs
         assert not gone([check])
         driver.send_signal(signum)
-        driver.wait(timeout=300)
+        said = driver.communicate(timeout=300)
         until(lambda: gone([check]))
     finally:
         end(driver)
-    assert (
-        driver.returncode
-        == {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}[signum]
-    )
+    status = {signal.SIGKILL: -signal.SIGKILL, signal.SIGTERM: 143, signal.SIGINT: 130}[signum]
+    assert driver.returncode == status, said
