@@ -26,6 +26,9 @@ from ablate.training.operand_errors import RecipeErrors
 
 MARGIN = 0.05
 """Least difference that counts, in parts of the smaller error."""
+FEWEST = 4
+"""Fewest layers over which two recipes are ordered: over two or three, an interval of bias, which is noisy,
+misses that stochastic rounding has less of it."""
 
 
 class Order(StrEnum):
@@ -72,10 +75,14 @@ def compare(first: RecipeErrors, second: RecipeErrors, margin: float = MARGIN) -
 
 
 def _sign(differences: NDArray[np.float64], least: float) -> int:
-    """Return the sign of the mean difference over layers; 0 if it is not apart from 0 or below `least`."""
-    mean, half = differences.mean(), 0.0
-    if len(differences) > 1:
-        half = SINGLE_LOOK.half_width(len(differences)) * differences.std(ddof=1)
+    """Return the sign of the mean difference over layers.
+
+    It is 0 if the difference is not apart from 0, is below `least`, or is of fewer than `FEWEST` layers.
+    """
+    if len(differences) < FEWEST:
+        return 0
+    mean = differences.mean()
+    half = SINGLE_LOOK.half_width(len(differences)) * differences.std(ddof=1)
     return int(np.sign(mean)) if abs(mean) > half and abs(mean) >= least else 0
 
 

@@ -21,12 +21,12 @@ RECIPES = ["nvfp4", "quartet2", "mxfp4", "mxfp4_backward", "bf16"]
 
 @pytest.fixture
 def dumps(tmp_path):
-    """Dumps of three layers in two steps."""
+    """Dumps of four layers in two steps."""
     generator = torch.Generator().manual_seed(0)
     for step in range(2):
         folder = tmp_path / "dumps" / f"iter_{step:06}"
         folder.mkdir(parents=True)
-        for layer in ("up", "down", "out"):
+        for layer in ("up", "down", "out", "gate"):
             shapes = {"x": (32, 128), "w": (64, 128), "dy": (32, 64)}
             tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
             torch.save(tensors, folder / f"{layer}.pt")

@@ -57,6 +57,16 @@ def test_pairs_are_ordered_only_if_error_and_bias_allow_it(first, second, expect
     assert expected.decided == (expected in turned)
 
 
+@pytest.mark.parametrize("count", range(1, 6))
+def test_few_layers_order_nothing(count):
+    """Differences that are alike in all layers have an interval of no width."""
+    one, other = (
+        RecipeErrors(recipe, np.full((count, 1, 6), value), np.full((count, 1, 6), value), 1.0, BOTH)
+        for recipe, value in ((NVFP4, 1.0), (OTHER, 2.0))
+    )
+    assert compare(one, other) is (Order.FIRST if count >= 4 else Order.CLOSE)
+
+
 def test_a_rotation_of_a_gradients_product_alone_is_not_ordered():
     quant = Quant()
     plain = Recipe(wgrad=Wgrad(g=quant, x=quant))
