@@ -310,7 +310,11 @@ def elsewhere() -> Iterator[str]:
             names = row["first"], row["second"]
             by_rule[rule].append(
                 Pair(
-                    Order(row[rule]), 0.0 if math.isnan(gap) else gap, names, row["setting"], first["source"]
+                    Order(row[rule]),
+                    0.0 if math.isnan(gap) else gap,
+                    names,
+                    row["setting"],
+                    publication(first),
                 )
             )
     yield f"settings {len({row['setting'] for row in predicted})}, rows {len(facts)}"
@@ -332,7 +336,7 @@ def elsewhere() -> Iterator[str]:
         level = sum(not errors[pair.names] for pair in own)
         found = f"the lower error trains better in {plain}, errors are equal in {level}"
         yield f"refused for {order}, without ties: {len(own)}; {found}"
-    yield "\nShare right of decided pairs without ties, 95 % over sources; sources weigh alike in the second:"
+    yield "\nShare right of decided pairs without ties, 95 % over publications, and as a mean of theirs:"
     for rule, pairs in by_rule.items():
         yield f"{rule}: {_over_sources(pairs)}"
     wrong = [pair for pair in by_rule["order"] if pair.order.decided and pair.gap and not pair.right]
@@ -370,7 +374,7 @@ def _over_sources(pairs: Sequence[Pair]) -> str:
         f"{share:.2f} ({np.percentile(each, 2.5):.2f} to {np.percentile(each, 97.5):.2f})"
         for share, each in shares
     ]
-    return f"{texts[0]}; {texts[1]}, {len(sources)} sources"
+    return f"{texts[0]}; {texts[1]}, {len(sources)} publications"
 
 
 def main() -> int:

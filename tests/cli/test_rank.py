@@ -123,7 +123,7 @@ def test_the_accuracy_elsewhere_is_that_of_the_committed_predictions(monkeypatch
     monkeypatch.setitem(sys.modules, "rank_evidence", evidence)
     spec.loader.exec_module(evidence)
     lines = [*evidence.elsewhere()]
-    own = MEASURED["15 other publications"]
+    own = MEASURED["16 other publications"]
     assert f"| all, order | {own.pairs} | {own.decided} | {own.right} | " in "\n".join(lines)
     (interval,) = (line for line in lines if line.startswith("order: "))
     assert f"({own.low:.2f} to {own.high:.2f})" in interval
