@@ -18,6 +18,7 @@ from ablate.experiment import recipe_source
 from ablate.experiment.load import load
 from ablate.files import write_text
 from ablate.recipes import PRESETS
+from ablate.recipes.recipe import Layers
 
 if TYPE_CHECKING:
     from ablate.training.operand_capture import Capture
@@ -42,7 +43,7 @@ schema: 1
 question: Which of these recipes does the least damage, given a past in bf16?
 workload:
   gpt: {{layers: 2, width: 64, heads: 2, batch: 2, steps: 300, lr: 5.0e-4}}
-recipe: {first}
+recipe: {base}
 ablate: {{recipe: [{names}]}}
 against: bf16
 seeds: 8
@@ -104,6 +105,8 @@ def rank(
     ranking = Ranking(dict(zip(names, measured, strict=True)))
     source = model or python or dumps or "the built-in model"
     about = f"{source}, {len(found.batches[0])} layers, batches: {len(found.batches)}"
+    if not found.layers and any(recipe.layers != Layers() for recipe in made):
+        about += ", rules on layers left out"  # which block a layer is in is not known
     if as_json:
         print_json(ranking.document() | {"measured_on": about})
         return
@@ -111,12 +114,23 @@ def rank(
 
 
 def _write_fork(path: Path, names: Sequence[str]) -> None:
-    """Write an experiment that compares recipes in forks; InputError if it cannot be."""
+    """Write an experiment that compares recipes in forks; InputError if it cannot be.
+
+    Arms take presets by name, and a file's recipe as that of the experiment.
+    """
     if len(names) < 2 or path.suffix != ".yaml" or not path.absolute().parent.is_dir() or path.exists():
         raise InputError(
             f"--fork {path}: name two recipes or more, and a new .yaml file in a folder that exists"
         )
-    write_text(path, _FORK.format(first=json.dumps(names[0]), names=", ".join(map(json.dumps, names))))
+    files = [name for name in names if name not in PRESETS]
+    if len(files) > 1 or any(Path(file).stem in PRESETS for file in files):
+        raise InputError(
+            f"--fork {path}: an experiment has one recipe file beside presets, not called as one of them,"
+            f" not {', '.join(files)}"
+        )
+    base = str(Path(files[0]).absolute()) if files else names[0]
+    arms = (Path(name).stem if name in files else name for name in names)
+    write_text(path, _FORK.format(base=json.dumps(base), names=", ".join(map(json.dumps, arms))))
 
 
 def _progress(note: Callable[[str], None]) -> Callable[[float], None]:
@@ -192,7 +206,14 @@ def _print(screen: Screen, ranking: "Ranking", about: str, fork: Path | None) ->
         screen.print("", Text(title, "bold"), sep="\n")
         _print_group(screen, ranking, names)
     orders = [item for names in ranking.groups.values() for item in ranking.pairs(names).items()]
-    undecided = [pair for pair, order in orders if not order.decided and order != "group"]
+    undecided = [
+        (first, second)
+        for (first, second), order in orders
+        if not order.decided
+        and order != "group"
+        and (first in PRESETS or second in PRESETS)
+        and ranking.measured[first].recipe != ranking.measured[second].recipe
+    ]
     if fork is not None:
         screen.print(Text(f"To train them: ablate sweep {fork}"))
     elif undecided:

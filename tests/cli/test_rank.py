@@ -12,6 +12,7 @@ import torch
 from ablate.cli.rank import rank
 from ablate.errors import InputError
 from ablate.experiment.load import load
+from ablate.experiment.recipe_source import load as load_recipe
 from ablate.recipes import PRESETS
 from ablate.verification.operand_order import MEASURED
 
@@ -90,6 +91,28 @@ def test_the_experiment_that_it_writes_compares_the_recipes(dumps, tmp_path, cap
     assert PRESETS["nvfp4"]() in arms.values()
     with pytest.raises(InputError, match=r"a new \.yaml file"):
         rank(["nvfp4", "quartet2"], every=False, dumps=dumps, fork=file)
+
+
+def test_an_experiment_with_a_recipe_file_finds_it_from_another_folder(dumps, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in ("own", "other", "mxfp8"):
+        Path(f"{name}.yaml").write_text("from: mxfp4\nfprop: {x: {block: 1x16}}\n")
+    Path("sub").mkdir()
+    document(capsys, ["nvfp4", "own.yaml"], dumps=dumps, fork=Path("sub/pair.yaml"))
+    recipes = [arm.recipe for arm in load(Path("sub/pair.yaml")).arms]
+    assert load_recipe("own.yaml") in recipes
+    assert PRESETS["nvfp4"]() in recipes
+    for names in (["own.yaml", "other.yaml"], ["nvfp4", "mxfp8.yaml"]):
+        with pytest.raises(InputError, match="one recipe file beside presets"):
+            document(capsys, names, dumps=dumps, fork=Path("new.yaml"))
+
+
+def test_rules_on_layers_that_cannot_be_placed_are_told(dumps, capsys):
+    told = {
+        name: document(capsys, [name], dumps=dumps)["measured_on"].endswith(", rules on layers left out")
+        for name in ("nvfp4", "four_over_six")
+    }
+    assert told == {"nvfp4": False, "four_over_six": True}
 
 
 @pytest.mark.parametrize(
