@@ -223,7 +223,7 @@ def test_a_function_that_takes_no_step_is_refused(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def train(trial):\n    pass\n")
     with pytest.raises(InputError, match="took no step"):
-        of_function(Python(file=str(file)), 1)
+        of_workload(Python(file=str(file)), "--python mine.py", 1)
 
 
 def test_an_error_of_the_function_is_told_with_its_line(tmp_path):
