@@ -25,6 +25,7 @@ from ablate.engines.linears import (
     is_linear,
     is_named,
     is_taken,
+    is_transposed,
     needs_proof,
     refuse_idle,
     refuse_other,
@@ -55,6 +56,12 @@ def replaced(
         raise ValueError(_why_nothing(model, block, left_out))
     for name in first:
         layer = model.get_submodule(name)
+        around = model.get_submodule(name.rpartition(".")[0])
+        if is_transposed(layer) and getattr(around, "base_layer", None) is layer:
+            raise ValueError(  # peft would add its update to a view that is turned: wrong, or lost
+                f"{name}: a {type(layer).__name__} that has adapters already cannot take their merge once it"
+                " is converted; call get_peft_model after the conversion"
+            )
         if needs_proof(type(layer)):
             refuse_other(layer, name)
     if unknown := [

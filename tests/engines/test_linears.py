@@ -501,14 +501,24 @@ def test_without_quantisation_a_family_of_other_layers_computes_what_it_did(fami
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("linears", [(), ["*.lora_*"]])
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_adapters_of_peft_are_converted_only_if_they_are_asked_for(family, linears):
+def test_a_conv1d_with_adapters_is_refused_since_a_merge_would_miss_it():
     if find_spec("peft") is None:
         pytest.skip("peft is not installed")
     from ablate.training.models.adapters import adapt
 
-    model = small(family)
+    model = adapt(small("gpt2"), ["transformer.h.0.attn.c_proj"], 4, 8.0, 0.0, 0)
+    with pytest.raises(ValueError, match=r"c_proj\.base_layer: .* call get_peft_model after the conversion"):
+        ablate.convert(model, "nvfp4")
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("linears", [(), ["*.lora_*"]])
+def test_adapters_of_peft_are_converted_only_if_they_are_asked_for(linears):
+    if find_spec("peft") is None:
+        pytest.skip("peft is not installed")
+    from ablate.training.models.adapters import adapt
+
+    model = small("llama")
     kinds = (nn.Linear, type(conv1d(1, 1)))
     layers = [n for n, m in model.named_modules() if isinstance(m, kinds) and n != "lm_head"]
     model = adapt(model, layers, 4, 8.0, 0.0, 0)
