@@ -1,7 +1,6 @@
 """`ablate rank`: order recipes by the errors of their operands on a step of a bf16 model."""
 
 import io
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,6 @@ from ablate.cli.common import Screen, plain_table, print_json, print_starting
 from ablate.errors import InputError
 from ablate.experiment import recipe_source
 from ablate.experiment.load import load
-from ablate.files import write_text
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Layers
 
@@ -38,19 +36,6 @@ DEFAULT = (
 """Recipes of the NVFP4 family that are ranked if none is named."""
 _SILENT_SECONDS = 5.0
 """Seconds between two lines on the progress."""
-_FORK = """\
-schema: 1
-question: Which of these recipes does the least damage, given a past in bf16?
-workload:
-  gpt: {{layers: 2, width: 64, heads: 2, batch: 2, steps: 300, lr: 5.0e-4}}
-recipe: {base}
-ablate: {{recipe: [{names}]}}
-against: bf16
-seeds: 8
-design: {{trunk: bf16, positions: [0.7], window: 0.05, horizons: [1, 2], bad: mxfp4}}
-metric: {{name: val/loss, direction: minimize}}
-"""
-"""Experiment of short forks; so few steps show noise at once and bias late, which favours nearest."""
 
 
 def rank(
@@ -73,9 +58,6 @@ def rank(
         typer.Option(metavar="FOLDER", help="Dumps of x, w and dy, as `ablate conform` reads them."),
     ] = None,
     batches: Annotated[int, typer.Option(min=1, max=3, help="Batches, or steps of --python.")] = 3,
-    fork: Annotated[
-        Path | None, typer.Option(metavar="YAML", help="Also write an experiment that trains these recipes.")
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Order recipes by the quantisation error of their operands on one step of a bf16 model.
@@ -92,8 +74,6 @@ def rank(
         made = [recipe_source.load(name) for name in names]
     except ValueError as error:
         raise InputError(str(error)) from None
-    if fork is not None:
-        _write_fork(fork, names)
     print_starting("importing torch", quiet=as_json)
     from ablate.training.operand_errors import measure
     from ablate.verification.operand_order import Ranking
@@ -104,33 +84,13 @@ def rank(
     measured = measure(made, found.batches, found.layers, progress=_progress(note))
     ranking = Ranking(dict(zip(names, measured, strict=True)))
     source = model or python or dumps or "the built-in model"
-    about = f"{source}, {len(found.batches[0])} layers, batches: {len(found.batches)}"
+    about = f"{source}, {len(found.batches[0])} converted layers, batches: {len(found.batches)}"
     if not found.layers and any(recipe.layers != Layers() for recipe in made):
         about += ", rules on layers left out"  # which block a layer is in is not known
     if as_json:
         print_json(ranking.document() | {"measured_on": about})
         return
-    _print(Screen(width=100), ranking, f"{about}, {time.monotonic() - started:.1f} s", fork)
-
-
-def _write_fork(path: Path, names: Sequence[str]) -> None:
-    """Write an experiment that compares recipes in forks; InputError if it cannot be.
-
-    Arms take presets by name, and a file's recipe as that of the experiment.
-    """
-    if len(names) < 2 or path.suffix != ".yaml" or not path.absolute().parent.is_dir() or path.exists():
-        raise InputError(
-            f"--fork {path}: name two recipes or more, and a new .yaml file in a folder that exists"
-        )
-    files = [name for name in names if name not in PRESETS]
-    if len(files) > 1 or any(Path(file).stem in PRESETS for file in files):
-        raise InputError(
-            f"--fork {path}: an experiment has one recipe file beside presets, not called as one of them,"
-            f" not {', '.join(files)}"
-        )
-    base = str(Path(files[0]).absolute()) if files else names[0]
-    arms = (Path(name).stem if name in files else name for name in names)
-    write_text(path, _FORK.format(base=json.dumps(base), names=", ".join(map(json.dumps, arms))))
+    _print(Screen(width=100), ranking, f"{about}, {time.monotonic() - started:.1f} s")
 
 
 def _progress(note: Callable[[str], None]) -> Callable[[float], None]:
@@ -171,8 +131,10 @@ def _workload(source: str) -> "Workload":
     from ablate.training.workloads.python import Python
 
     file, colon, function = source.rpartition(":")
-    if not colon or not Path(file).is_file():
-        raise InputError(f"--python {source}: write FILE:FUNCTION, a file that exists and its function")
+    if not colon:
+        raise InputError(f"--python {source}: write FILE:FUNCTION, or name an experiment")
+    if not Path(file).is_file():
+        raise InputError(f"--python {source}: no such file as {file}")
     return Python(file=str(Path(file).resolve()), function=function)
 
 
@@ -198,28 +160,17 @@ def _dumped(folder: Path) -> "Capture":
 _HEADS = ("", "recipe", "error", "fprop", "dgrad", "wgrad", "bias", "4-bit FLOPs", "before")
 
 
-def _print(screen: Screen, ranking: "Ranking", about: str, fork: Path | None) -> None:
-    from ablate.verification.operand_order import ACCURACY
+def _print(screen: Screen, ranking: "Ranking", about: str) -> None:
+    from ablate.verification.operand_order import ACCURACY, Order
 
     screen.print(Text(f"Error of operands on {about}; lower is nearer to bf16. Groups are not ordered."))
     for title, names in ranking.groups.items():
         screen.print("", Text(title, "bold"), sep="\n")
         _print_group(screen, ranking, names)
-    orders = [item for names in ranking.groups.values() for item in ranking.pairs(names).items()]
-    undecided = [
-        (first, second)
-        for (first, second), order in orders
-        if not order.decided
-        and order != "group"
-        and (first in PRESETS or second in PRESETS)
-        and ranking.measured[first].recipe != ranking.measured[second].recipe
-    ]
-    if fork is not None:
-        screen.print(Text(f"To train them: ablate sweep {fork}"))
-    elif undecided:
-        first, second = undecided[0]
-        train = f"ablate rank {first} {second} --fork pair.yaml && ablate sweep pair.yaml"
-        screen.print(Text(f"To train such a pair: {train}"))
+    orders = [order for names in ranking.groups.values() for order in ranking.pairs(names).values()]
+    if any(not order.decided and order is not Order.GROUP for order in orders):
+        where = "`ablate init mine --forks`, with two of these under `ablate: {recipe: [...]}`"
+        screen.print(Text(f"To train such a pair: {where} and your workload."))
     screen.print("", Text(ACCURACY), sep="\n")
 
 

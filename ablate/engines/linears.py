@@ -95,6 +95,10 @@ def refuse_idle(linears: Linears, layers: Collection[tuple[str, nn.Module]]) -> 
             raise ValueError(f"linears: {each!r} is neither a class of layers nor a glob on their names")
         if not any(_fits(each, module, name) for name, module in layers):
             word = each if isinstance(each, str) else each.__name__
+            if any(word == type(module).__name__ for _, module in layers):
+                raise ValueError(
+                    f"linears: {word!r} is a glob on names of layers; for the class, give {word}"
+                )
             raise ValueError(
                 f"linears: {word} selects no linear layer inside the blocks;"
                 f" {nearest(word, dict.fromkeys(valid))}"

@@ -11,9 +11,6 @@ import torch
 
 from ablate.cli.rank import rank
 from ablate.errors import InputError
-from ablate.experiment.load import load
-from ablate.experiment.recipe_source import load as load_recipe
-from ablate.recipes import PRESETS
 from ablate.verification.operand_order import MEASURED
 
 ROOT = Path(__file__).parents[2]
@@ -83,30 +80,6 @@ def test_a_recipe_file_with_a_rounding_of_ones_own_is_ranked(dumps, tmp_path, ca
     assert made["pairs"] == [{"first": "mxfp4", "second": str(own), "order": "first"}]
 
 
-def test_the_experiment_that_it_writes_compares_the_recipes(dumps, tmp_path, capsys):
-    file = tmp_path / "pair.yaml"
-    document(capsys, ["nvfp4", "quartet2"], dumps=dumps, fork=file)
-    arms = {arm.name: arm.recipe for arm in load(file).arms}
-    assert PRESETS["quartet2"]() in arms.values()
-    assert PRESETS["nvfp4"]() in arms.values()
-    with pytest.raises(InputError, match=r"a new \.yaml file"):
-        rank(["nvfp4", "quartet2"], every=False, dumps=dumps, fork=file)
-
-
-def test_an_experiment_with_a_recipe_file_finds_it_from_another_folder(dumps, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    for name in ("own", "other", "mxfp8"):
-        Path(f"{name}.yaml").write_text("from: mxfp4\nfprop: {x: {block: 1x16}}\n")
-    Path("sub").mkdir()
-    document(capsys, ["nvfp4", "own.yaml"], dumps=dumps, fork=Path("sub/pair.yaml"))
-    recipes = [arm.recipe for arm in load(Path("sub/pair.yaml")).arms]
-    assert load_recipe("own.yaml") in recipes
-    assert PRESETS["nvfp4"]() in recipes
-    for names in (["own.yaml", "other.yaml"], ["nvfp4", "mxfp8.yaml"]):
-        with pytest.raises(InputError, match="one recipe file beside presets"):
-            document(capsys, names, dumps=dumps, fork=Path("new.yaml"))
-
-
 def test_rules_on_layers_that_cannot_be_placed_are_told(dumps, capsys):
     told = {
         name: document(capsys, [name], dumps=dumps)["measured_on"].endswith(", rules on layers left out")
@@ -124,7 +97,7 @@ def test_rules_on_layers_that_cannot_be_placed_are_told(dumps, capsys):
         (["nvfp4"], {"model": "x", "dumps": Path("y")}, "at most one of --model"),
         (["nvfp4"], {"python": "train.py"}, "write FILE:FUNCTION"),
         (["nvfp4"], {"dumps": Path("nowhere")}, "nowhere is no folder"),
-        (["nvfp4"], {"fork": Path("one.yaml")}, "name two recipes or more"),
+        (["nvfp4"], {"python": "trian.py:train"}, "no such file as trian.py"),
     ],
 )
 def test_mistakes_are_one_sentence(recipes, options, why, monkeypatch, tmp_path):

@@ -344,6 +344,7 @@ def test_a_class_that_computes_something_else_is_refused_by_layer_and_difference
     [
         ([nn.Conv1d], "Conv1d selects no linear layer"),
         (["blocks.7.*"], "blocks.7.* selects no linear layer"),
+        (["Cast"], "for the class, give Cast"),
         ([3], "3 is neither a class"),
     ],
 )
