@@ -55,9 +55,9 @@ class Replacement(nn.Linear):
         self._added = {key: value for key, value in vars(linear).items() if key not in vars(self)}
         """Attributes that its class or a user gave the layer, some by the names of this one's own."""
         _move(linear, self, vars(linear).keys())
-        if type(linear) is not nn.Linear:
-            kinds = type(self), type(linear)
-            self.__class__ = _instance_of(*kinds, is_transposed(linear))  # type: ignore[arg-type]
+        original = linear.original if isinstance(linear, Replacement) else type(linear)
+        if original is not nn.Linear:
+            self.__class__ = _instance_of(type(self), original, is_transposed(linear))  # type: ignore[arg-type]
 
     def plain_but(self, own: Iterable[str]) -> nn.Module:
         """Return a layer of the original class with this one's parameters, hooks and attributes.
