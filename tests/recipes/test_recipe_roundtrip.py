@@ -19,7 +19,7 @@ from torch import nn
 
 from ablate.cli.options import Flags
 from ablate.cli.recipe import resolve
-from ablate.cli.recipe_targets import audit
+from ablate.cli.recipe_targets import JobOptions, audit
 from ablate.errors import InputError
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
@@ -537,7 +537,7 @@ def test_every_changed_job_of_the_other_formats_is_found_by_the_audit(tmp_path, 
     for change, options in changed_jobs(tmp_path):
         found = ""
         try:
-            audit(options.pop("recipe"), Flags(), **options)
+            audit(options.pop("recipe"), Flags(), options=JobOptions(**options))
         except typer.Exit as end:
             found = end.exit_code == 1 and capsys.readouterr().out
         except InputError as error:

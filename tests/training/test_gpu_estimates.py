@@ -67,5 +67,5 @@ def test_the_page_has_lines_that_the_program_prints():
     page = (ROOT / "docs" / "project" / "benchmarks.md").read_text()
     head, *printed = gpu_estimates.table()
     written = page.partition(f"{head}\n")[2].partition("\n\n")[0].splitlines()
-    assert len(written) > 10
+    assert len(written) > 5
     assert written == [line for line in printed if line in written]
