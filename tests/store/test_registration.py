@@ -5,14 +5,22 @@ from contextlib import closing
 import pytest
 from support.experiments import ledger, sweep, tiny
 
+from ablate.execution.controller import Controller
+from ablate.execution.workers import Inline
 from ablate.reports.answer import Answer
-from ablate.store.registration import registrations
+from ablate.store.registration import late_changes, registrations
 
 
 def recorded(state, name: str = "tiny") -> list[tuple[int, int]]:
     """(trials, finished) of each registration."""
     with closing(ledger(state, name)) as book:
         return [(each.trials, each.finished) for each in registrations(book)]
+
+
+def late(state, name: str = "tiny") -> list[str]:
+    """Parts that were changed once there were results."""
+    with closing(ledger(state, name)) as book:
+        return [part for part, _ in late_changes(book)]
 
 
 def provenance(state, name: str = "tiny") -> str:
@@ -57,6 +65,18 @@ def test_results_of_an_earlier_sweep_were_known_before(tmp_path):
     sweep(tiny(tmp_path, "second", seeds=3), tmp_path)
     assert recorded(tmp_path, "second") == [(9, 6)]
     assert "after 6 of its 9 trials had finished" in provenance(tmp_path, "second")
+    assert late(tmp_path, "second") == []  # three were not
+
+
+def test_a_question_that_changes_before_there_is_a_result_is_not_late(tmp_path):
+    for question in ("Does it matter?", "Does it pay?"):
+        steps = Controller(tiny(tmp_path, question=question), tmp_path, "cpu", Inline, None).run()
+        while not (tmp_path / "sweeps" / "tiny" / "ledger.db").exists() or len(recorded(tmp_path)) < 1:
+            next(steps)
+        next(steps)
+        steps.close()
+    assert recorded(tmp_path) == [(6, 0), (6, 0)]
+    assert late(tmp_path) == []
 
 
 def test_a_search_registers_its_space(tmp_path):
