@@ -29,7 +29,7 @@ window to the next, a curve of them says nothing."""
 
 _BEAT_SECONDS = 5.0
 """Seconds between empty records while routes are recorded: a trial without records is taken for hung."""
-_NEVER = Telemetry(every=1 << 30, shadow=1 << 30, log=1 << 30)
+_NEVER = Telemetry(every=0, shadow=0, log=1 << 30)
 
 
 class Trunk:
@@ -177,7 +177,7 @@ def _recorded(
     """
     loop = Loop(run, config, _NEVER, window)
     first, end = _begin(loop, window[1], None, origin, None), loop.last
-    loop.last += 1  # no step of it is the last, which is measured and evaluated
+    loop.last += 1  # no step of it is the last, which is evaluated
     routes.record(run.engine, run.model)
     beat = time.monotonic()
     for step in range(first, end):

@@ -81,10 +81,10 @@ class Telemetry(Spec):
     They are no part of a trial's identity, since they change no bit of the training.
     """
 
-    every: int = Field(50, ge=1)
-    """Steps between measurements of quantisation error."""
-    shadow: int = Field(100, ge=1)
-    """Steps between comparisons of the gradient with that of the same batch without quantisation."""
+    every: int = Field(50, ge=0)
+    """Steps between measurements of quantisation error, the first step's and the last's too; 0: none."""
+    shadow: int = Field(100, ge=0)
+    """Steps between comparisons of the gradient with that of the same batch without quantisation; 0: none."""
     log: int = Field(10, ge=1)
     """Steps between records of the training loss `train/loss`, which is the mean over them."""
     checkpoint: float = Field(60.0, ge=0)
@@ -379,9 +379,9 @@ class Loop:
         """Take one step and return its record; None if there is nothing to record."""
         engine, telemetry = self.run.engine, self.telemetry
         recipe = engine.at(step, self.plan)
-        look = Look(
-            step % telemetry.every == 0 or step == self.last - 1, _shadows(recipe, step, telemetry, engine)
-        )
+        every = telemetry.every
+        measured = every > 0 and (step % every == 0 or step == self.last - 1)
+        look = Look(measured, _shadows(recipe, step, telemetry, engine))
         start = time.perf_counter()
         loss, norm = self.world.broadcast(self._gradient_of(step, look))
         verdict, origin = self.watch.judge(loss, norm), None
@@ -557,7 +557,7 @@ class Loop:
 def _shadows(recipe: Recipe, step: int, telemetry: Telemetry, engine: Engine) -> bool:
     """Return True if this step compares the gradient, for telemetry or for a trigger of the schedule."""
     periods = (telemetry.shadow, *(trigger.every for trigger in engine.recipe.triggers - engine.tripped))
-    return not recipe.plain and any(step % period == 0 for period in periods)
+    return not recipe.plain and any(period > 0 and step % period == 0 for period in periods)
 
 
 @dataclass

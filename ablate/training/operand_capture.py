@@ -51,7 +51,7 @@ BUILT_IN = Gpt(
 """Model whose operands are captured by default: all sizes are multiples of 128, the largest rotation."""
 _VERSION = 1
 """Version of the built-in model's weights. Raise it by hand if the same workload would give other ones."""
-_SILENT = Telemetry(every=10**9, shadow=10**9, log=40)
+_SILENT = Telemetry(every=0, shadow=0, log=40)
 
 
 class Capture(NamedTuple):

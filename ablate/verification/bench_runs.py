@@ -160,7 +160,7 @@ def stepper(
         compile=compile,
     )
     run = config.prepare(recipe, 0, device)
-    steps: Iterator[Record] = config.train(run, Telemetry(every=never, log=1, shadow=never))
+    steps: Iterator[Record] = config.train(run, Telemetry(every=0, shadow=0, log=1))
     run.engine.at(0, Run(never), counted=False)
     placed = tuple(run.engine.layers.values())
     return Stepper(partial(next, steps), placed, not all(layer.products.plain for layer in placed))

@@ -34,7 +34,7 @@ STEPS = 6
 """Optimizer steps of a check's runs."""
 _LISTED = 10
 """Files that a note names."""
-_SELDOM = Telemetry(every=10**6, shadow=10**6, log=1)
+_UNMEASURED = Telemetry(every=0, shadow=0, log=1)
 _OFTEN = Telemetry(every=1, shadow=2, log=1)
 
 
@@ -95,7 +95,7 @@ class Runs:
         *,
         recipe: Recipe | None = None,
         seed: int = 0,
-        telemetry: Telemetry = _SELDOM,
+        telemetry: Telemetry = _UNMEASURED,
         again: bool = False,
     ) -> list[Record]:
         """Return the records of a run; `again` runs it once more."""
@@ -128,7 +128,7 @@ class Runs:
         self,
         recipe: Recipe | None = None,
         seed: int = 0,
-        telemetry: Telemetry = _SELDOM,
+        telemetry: Telemetry = _UNMEASURED,
         checkpoints: Checkpoints | None = None,
         forks: Forks | None = None,
     ) -> Generator[Record, None, None]:

@@ -4,7 +4,7 @@ import copy
 
 import torch
 import torch.distributed as dist
-from support.gpt_runs import NVFP4, SELDOM, gpt
+from support.gpt_runs import NVFP4, UNMEASURED, gpt
 from support.ranks import in_ranks
 from torch import nn
 
@@ -27,7 +27,7 @@ def shared(shards, **fields) -> Loop:
     run = workload.prepare(NVFP4, 0, device="cpu")
     run.model.blocks = nn.ModuleList([run.model.blocks[0]] * 2)
     run.model.head.weight.data.normal_(std=0.1, generator=torch.Generator().manual_seed(1))
-    return Loop(run, workload, SELDOM)
+    return Loop(run, workload, UNMEASURED)
 
 
 def weights(one: Loop) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from scipy import stats
-from support.gpt_runs import NVFP4, SELDOM, facts, gpt, losses, train
+from support.gpt_runs import NVFP4, UNMEASURED, facts, gpt, losses, train
 from torch import nn
 
 import ablate
@@ -28,7 +28,7 @@ def noisy(recipe: Recipe = NVFP4, noise: Noise = NOISE) -> Recipe:
 
 def loop(shards, recipe: Recipe, **fields) -> Loop:
     workload = gpt(shards, steps=8, **fields)
-    return Loop(workload.prepare(recipe, 0, device="cpu"), workload, SELDOM)
+    return Loop(workload.prepare(recipe, 0, device="cpu"), workload, UNMEASURED)
 
 
 def weights(one: Loop) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.cases import every
 from support.experiments import SHAPE
+from support.gpt_runs import UNMEASURED
 from support.linears import Each
 
 from ablate.engines.emulated import convert
@@ -19,7 +20,7 @@ from ablate.recipes import PRESETS, SLOTS, Recipe
 from ablate.recipes.recipe import Layers, Run
 from ablate.training.data import open_corpus
 from ablate.training.data.batches import training_batch
-from ablate.training.loop import PreparedRun, Telemetry, train
+from ablate.training.loop import PreparedRun, train
 from ablate.training.models.transformer import Transformer, initialise
 from ablate.training.workloads.gpt import Gpt
 
@@ -265,9 +266,7 @@ def test_a_preset_trains_and_its_probe_sees_every_operand_with_its_quantiser(nam
     def batch(step, micro_batch):
         return training_batch(corpus, 0, step, micro_batch, 2, 16)
 
-    records = list(
-        train(PreparedRun(model, engine, batch, [batch(99, 0)]), workload, Telemetry(every=10**6, log=1))
-    )
+    records = list(train(PreparedRun(model, engine, batch, [batch(99, 0)]), workload, UNMEASURED))
     losses = [record.metrics["train/loss"] for record in records]
     assert [record.step for record in records] == list(range(1, 21))
     assert all(map(math.isfinite, losses))

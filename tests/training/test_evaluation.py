@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from support.gpt_runs import SELDOM, column, facts, gpt, train
+from support.gpt_runs import UNMEASURED, column, facts, gpt, train
 from torch.nn import functional as F
 
 import ablate
@@ -59,7 +59,7 @@ def test_an_evaluation_draws_from_a_stream_of_its_own(shards):
         streams.append((run.model.training, run.engine.clock.stream))
         return run.model(*batch)
 
-    list(workload.train(run._replace(loss=loss), SELDOM))
+    list(workload.train(run._replace(loss=loss), UNMEASURED))
     assert {stream for training, stream in streams if not training} == {"evaluation"}
     assert "evaluation" not in {stream for training, stream in streams if training}
 
@@ -68,7 +68,7 @@ def test_an_evaluation_draws_from_a_stream_of_its_own(shards):
 def test_a_reading_is_that_of_a_fresh_model_with_the_same_weights(name, shards):
     workload = gpt(shards, steps=4, eval_every=4, eval_tokens=32, eval_batch=2, evaluate=[name], width=64)
     run = workload.prepare(PRESETS["nvfp4"](), 0, "cpu")
-    metrics = list(workload.train(run, SELDOM))[-1].metrics
+    metrics = list(workload.train(run, UNMEASURED))[-1].metrics
     (batch,) = run.validation
     targets = batch[1].flatten()
     p, q = (read_afresh(run.model, one, batch, workload) for one in ("bf16", name))
@@ -100,7 +100,7 @@ def test_a_reading_has_nothing_of_the_trainings_past(trained, name, shards):
     """Amaxes of earlier steps and the weights' targets; the oracle is a fresh model, which has none."""
     workload = gpt(shards, steps=6, eval_every=6, eval_tokens=32, eval_batch=2, evaluate=[name], lr=0.3)
     run = workload.prepare(trained, 0, "cpu")
-    metrics = list(workload.train(run, SELDOM))[-1].metrics
+    metrics = list(workload.train(run, UNMEASURED))[-1].metrics
     (batch,) = run.validation
     q = read_afresh(run.model, name, batch, workload)
     assert metrics[f"val/loss@{name}"] == pytest.approx(F.nll_loss(q, batch[1].flatten()).item(), rel=1e-6)
@@ -164,7 +164,7 @@ def test_the_recipe_in_force_reads_what_the_evaluation_does(shards):
 def test_images_are_read_by_their_loss_alone():
     workload = Mae(layers=1, steps=2, batch=4, evaluate=["mxfp4", "nvfp4"], eval_tokens=64)
     run = workload.prepare(PRESETS["bf16"](), 0, "cpu")
-    metrics = list(workload.train(run, SELDOM))[-1].metrics
+    metrics = list(workload.train(run, UNMEASURED))[-1].metrics
     assert {name for name in metrics if "@" in name} == {"val/loss@mxfp4", "val/loss@nvfp4"}
     assert workload.of_readings == {"val/loss@mxfp4", "val/loss@nvfp4"}
 
@@ -245,7 +245,7 @@ def test_a_loop_of_ones_own_reads_by_another_recipe(shards):
     """The oracle is the workload's own evaluation of the same weights; afterwards the recipe's own loss is what it was."""
     workload = gpt(shards, eval_tokens=32, eval_batch=2, steps=2, evaluate=["mxfp4"])
     run = workload.prepare(PRESETS["bf16"](), 0, "cpu")
-    metrics = list(workload.train(run, SELDOM))[-1].metrics
+    metrics = list(workload.train(run, UNMEASURED))[-1].metrics
     fresh = workload.prepare(PRESETS["bf16"](), 0, "cpu").model.to(torch.float32)
     for layer in [module for module in fresh.modules() if isinstance(module, EmulatedLinear)]:
         parent, _, child = layer.name.rpartition(".")

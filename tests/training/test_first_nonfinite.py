@@ -18,7 +18,7 @@ from ablate.training.hyperparameters import Guard
 from ablate.training.loop import Telemetry
 from ablate.training.loop import train as loop
 
-SELDOM = Telemetry(every=10**6, shadow=10**6, log=1, checkpoint=0)
+UNMEASURED = Telemetry(every=0, shadow=0, log=1, checkpoint=0)
 STEP = 3
 """Step, from 0, at which the faults below act."""
 
@@ -28,7 +28,7 @@ def diverged(shards, plant, recipe=NVFP4, **fields):
     workload = gpt(shards, **({"steps": 6, "eval_every": 100, "eval_tokens": 32} | fields))
     run = workload.prepare(recipe, 0, "cpu")
     with plant(run) or nullcontext():  # the handle of a hook that all optimizers have
-        return list(loop(run, workload, SELDOM))
+        return list(loop(run, workload, UNMEASURED))
 
 
 def at(run) -> bool:
@@ -152,7 +152,7 @@ def test_computing_a_step_again_changes_no_bit_of_the_run_that_continues(shards)
         def loss(*batch, run=run, factor=factor, step=step):
             return run.model(*batch) * (factor if run.engine.clock.step == step and run.model.training else 1)
 
-        runs.append(list(loop(run._replace(loss=loss), workload, SELDOM)))
+        runs.append(list(loop(run._replace(loss=loss), workload, UNMEASURED)))
         assert [record.origin is not None for record in runs[-1]].count(True) == math.isnan(factor)
     searched, other = (
         {r.step: r.metrics["train/loss"] for r in records if r.step > STEP + 3} for records in runs

@@ -35,7 +35,7 @@ from ablate.training.workloads.gpt import Gpt
 
 STEPS = 12
 FORKS = Forks(trunk=PRESETS["bf16"](), positions=(5, 8), windows=(2, 4))
-SELDOM = Telemetry(every=100, shadow=100, log=3)
+UNMEASURED = Telemetry(every=0, shadow=0, log=3)
 OFTEN = {"log": 1, "every": 100, "shadow": 100, "checkpoint": 0}
 CLOCKS = ("throughput/", "memory/", "comm/")
 
@@ -59,11 +59,11 @@ def own(events: Any) -> list[str]:
 
 
 def told(spec: TrialSpec) -> list[str]:
-    return own({"step": record.step, "metrics": record.metrics} for record in spec.records(SELDOM))
+    return own({"step": record.step, "metrics": record.metrics} for record in spec.records(UNMEASURED))
 
 
 def last(spec: TrialSpec) -> dict[str, float]:
-    return list(spec.records(SELDOM))[-1].metrics
+    return list(spec.records(UNMEASURED))[-1].metrics
 
 
 # What a window is
@@ -74,7 +74,7 @@ def test_a_window_at_the_trunks_own_rate_is_the_rest_of_the_plain_run(recipe, tm
     """The oracle is the plain run of the same recipe: state, batches, rates and draws of every step must be its own."""
     forks = Forks(trunk=PRESETS[recipe](), positions=(5, 8), windows=(STEPS - 8, STEPS - 5), anneal=False)
     plain = last(trial(tmp_path, recipe, forks=None))
-    records = list(trial(tmp_path, recipe, forks=forks).records(SELDOM))
+    records = list(trial(tmp_path, recipe, forks=forks).records(UNMEASURED))
     every = {name: value for record in records for name, value in record.metrics.items()}
     assert every[f"fork/5/{STEPS - 5}/loss"] == every[f"fork/8/{STEPS - 8}/loss"] == plain["val/loss"]
     for position, steps in ((5, STEPS - 5), (8, STEPS - 8)):
@@ -94,7 +94,7 @@ def test_the_rate_of_a_window_falls_linearly_from_the_trunks(tmp_path, monkeypat
 
     monkeypatch.setattr(Loop, "rate", noting)
     spec = trial(tmp_path)
-    list(spec.records(SELDOM))
+    list(spec.records(UNMEASURED))
     config = spec.config
     expected = [(step, config.lr_at(step)) for step in range(8)]
     for position in (5, 8):
@@ -115,7 +115,9 @@ def test_the_last_record_has_the_means_of_the_longest_windows_over_positions_and
             value for name, value in metrics.items() if (cell := cell_of(name)) and cell[1:] == (4, reading)
         ]
         parts = [v for n, v in metrics.items() if n.startswith("evaluated/") and n.endswith(f"/{reading}")]
-        records = list(trial(tmp_path, config=gpt(tmp_path, eval_tokens=640, eval_batch=2)).records(SELDOM))
+        records = list(
+            trial(tmp_path, config=gpt(tmp_path, eval_tokens=640, eval_batch=2)).records(UNMEASURED)
+        )
         every = {name: value for record in records for name, value in record.metrics.items() if cell_of(name)}
         longest = [every[f"fork/{position}/4/{reading}"] for position in FORKS.positions]
         assert cells == [every[f"fork/8/4/{reading}"]]  # each window's own stands in the record of its end
@@ -126,7 +128,7 @@ def test_the_last_record_has_the_means_of_the_longest_windows_over_positions_and
 
 def test_windows_are_read_by_other_recipes_too(tmp_path):
     spec = trial(tmp_path, config=gpt(tmp_path, steps=STEPS, evaluate=["nvfp4"]))
-    records = list(spec.records(SELDOM))
+    records = list(spec.records(UNMEASURED))
     every = {name: value for record in records for name, value in record.metrics.items()}
     for quantity in QUANTITIES:
         cells = [every[f"fork/{position}/4/{quantity}@nvfp4"] for position in FORKS.positions]
@@ -137,7 +139,7 @@ def test_windows_are_read_by_other_recipes_too(tmp_path):
 
 
 def test_levels_are_recorded_at_the_end_alone(tmp_path):
-    records = list(trial(tmp_path).records(SELDOM))
+    records = list(trial(tmp_path).records(UNMEASURED))
     windows = [record for record in records if record.step > FORKS.trunk_steps]
     assert not any("train/loss" in record.metrics for record in windows)
     assert [record.step for record in windows if "val/loss" in record.metrics] == [FORKS.steps]
@@ -179,7 +181,8 @@ def test_a_recipe_that_draws_has_a_twin_with_the_same_weights_and_another_withou
     assert not Twin.of(PRESETS["nvfp4"](), "transformer_engine").stream
     assert not Twin.of(PRESETS["bf16"](), "emulated").stream
     before, after = (
-        Loop(config.prepare(PRESETS["bf16"](), 0, "cpu"), config, SELDOM, twin=Twin(False)) for _ in range(2)
+        Loop(config.prepare(PRESETS["bf16"](), 0, "cpu"), config, UNMEASURED, twin=Twin(False))
+        for _ in range(2)
     )
     after.move_weights()
     for one, other in zip(before.parameters, after.parameters, strict=True):
@@ -292,7 +295,7 @@ def losses_of(wire: str, sharded: bool) -> dict[str, float]:
     ranks = dist.get_world_size()
     distributed.become(distributed.World(Layout(ranks, sharded and ranks > 1), dist.get_rank(), "cpu"))
     distributed.world().begun = True
-    metrics = list(TrialSpec.parse(wire).records(SELDOM))[-1].metrics
+    metrics = list(TrialSpec.parse(wire).records(UNMEASURED))[-1].metrics
     return {name: value for name, value in metrics.items() if "loss" in name and "train" not in name}
 
 
@@ -300,7 +303,7 @@ def test_a_window_that_diverges_ends_the_trial_at_the_step_that_it_counts(tmp_pa
     config = gpt(tmp_path, lr=1e30, clip=None, warmup=0.9)
     trunk = Forks(trunk=None, positions=(0,), windows=(4, 8), anneal=False)
     records = list(
-        trial(tmp_path, forks=trunk, config=config.model_copy(update={"warmup": 0.0})).records(SELDOM)
+        trial(tmp_path, forks=trunk, config=config.model_copy(update={"warmup": 0.0})).records(UNMEASURED)
     )
     assert records[-1].metrics["nan/first_step"] == records[-1].step <= trunk.steps
     assert "val/loss" not in records[-1].metrics
@@ -317,8 +320,8 @@ def test_states_in_memory_are_those_in_files(tmp_path):
     shared = {step: tmp_path / f"{name}.pt" for step, name in Family([spec]).points(spec)}
     checkpoints = Checkpoints(tmp_path / "own.pt", spec.id, 60, shared)
     prepare = lambda recipe: spec.config.prepare(recipe, 0, "cpu")  # noqa: E731
-    in_files = train_forks(prepare, spec.config, spec.trial_run(SELDOM, checkpoints))
-    in_memory = train_forks(prepare, spec.config, spec.trial_run(SELDOM))
+    in_files = train_forks(prepare, spec.config, spec.trial_run(UNMEASURED, checkpoints))
+    in_memory = train_forks(prepare, spec.config, spec.trial_run(UNMEASURED))
     assert own({"step": r.step, "metrics": r.metrics} for r in in_files) == own(
         {"step": r.step, "metrics": r.metrics} for r in in_memory
     )
@@ -344,7 +347,7 @@ def test_a_window_begins_when_the_model_before_it_is_gone(files, tmp_path):
 
     gc.disable()  # what only the collector frees is not gone
     try:
-        for _ in train_forks(prepare, spec.config, spec.trial_run(SELDOM, checkpoints)):
+        for _ in train_forks(prepare, spec.config, spec.trial_run(UNMEASURED, checkpoints)):
             pass
     finally:
         gc.enable()

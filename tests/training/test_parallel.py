@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from support.cases import sampled
+from support.gpt_runs import UNMEASURED
 from support.ranks import in_ranks
 
 from ablate.engines.ranks import packs, whole
@@ -67,14 +68,15 @@ def be(sharded: bool) -> distributed.World:
     return world
 
 
+MEASURED = Telemetry(every=3, shadow=3, log=1)
+
+
 def records(
-    recipe: Recipe, sharded: bool = False, checkpoints: Checkpoints | None = None, **shape: Any
+    recipe: Recipe, sharded: bool = False, telemetry: Telemetry = MEASURED, **shape: Any
 ) -> list[tuple[int, dict]]:
     """Return the records of a small gpt, without those that clocks and allocators decide."""
     be(sharded)
-    told = Gpt(**SIZE | shape).records(
-        TrialRun(recipe, 0, "emulated", "cpu", Telemetry(every=3, shadow=3, log=1), checkpoints)
-    )
+    told = Gpt(**SIZE | shape).records(TrialRun(recipe, 0, "emulated", "cpu", telemetry))
     return [
         (step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}) for step, metrics, *_ in told
     ]
@@ -124,8 +126,9 @@ def test_ranks_record_what_one_records(name, ranks, sharded, shared):
 @pytest.mark.parametrize("name", ["bf16", "nvfp4"])
 def test_ranks_train_experts_as_one_rank_does(name, auxiliary, shared):
     shape = (SHARED if shared else SPLIT) | {"experts": {"count": 4, "auxiliary": auxiliary}}
-    wanted = records(variants()[name], **shape)
-    found, other = in_ranks(2, lambda: records(variants()[name], **shape))
+    telemetry = MEASURED if shared else UNMEASURED
+    wanted = records(variants()[name], telemetry=telemetry, **shape)
+    found, other = in_ranks(2, lambda: records(variants()[name], telemetry=telemetry, **shape))
     compared = {"train/loss", "val/loss"} | ({"train/imbalance"} if auxiliary else set())
     assert compared <= wanted[-1][1].keys()
     for (step, mine), (own_step, its) in zip(found, wanted, strict=True):
@@ -214,7 +217,7 @@ def test_amaxes_of_its_own_for_each_part_change_the_losses_and_not_their_mean():
     for seed in range(6):
         config = {"layers": 1, "steps": 8, "eval_every": 8}
         last = [
-            [*Gpt(**SIZE | config | shape).records(TrialRun(recipe, seed, "emulated", "cpu", Telemetry()))][
+            [*Gpt(**SIZE | config | shape).records(TrialRun(recipe, seed, "emulated", "cpu", UNMEASURED))][
                 -1
             ].metrics["val/loss"]
             for shape in (SHARED, SPLIT)
@@ -254,7 +257,7 @@ def losses(recipe: Recipe, sharded: bool, shape: dict[str, Any]) -> list[float]:
     config = Gpt(**{name: value for name, value in size.items() if name not in own})
     return [
         metrics["train/loss"]
-        for _, metrics, *_ in config.records(TrialRun(recipe, 0, "emulated", "cpu", Telemetry(log=1)))
+        for _, metrics, *_ in config.records(TrialRun(recipe, 0, "emulated", "cpu", UNMEASURED))
     ]
 
 
@@ -291,7 +294,7 @@ def amaxes(shape: dict[str, Any]) -> list[float]:
     """Return the amaxes of the first step that every operand of a delayed recipe remembers."""
     be(False)
     config = Gpt(**SIZE | shape)
-    loop = Loop(config.prepare(PRESETS["fp8_delayed"](), 0, "cpu"), config, Telemetry(every=100, shadow=100))
+    loop = Loop(config.prepare(PRESETS["fp8_delayed"](), 0, "cpu"), config, UNMEASURED)
     loop.step(0)
     return [float(kept[0]) for kept in loop.run.engine.histories(0)]
 
@@ -306,15 +309,15 @@ def test_every_rank_remembers_the_largest_amax_that_any_saw(shape):
 # Checkpoints
 
 
-def trained(path: Any, sharded: bool, until: int | None = None) -> list[tuple[int, dict]]:
+def trained(
+    path: Any, sharded: bool, until: int | None = None, telemetry: Telemetry = UNMEASURED
+) -> list[tuple[int, dict]]:
     """The records of a run that goes on from the checkpoint there, if one is, and is ended after a step, if one is given."""
     rank = be(sharded).rank
     checkpoints = None if rank else Checkpoints(path, "trial", 0)
     found = []
     told = Gpt(**SIZE | SHARED).records(
-        TrialRun(
-            variants()["fp8_delayed"], 0, "emulated", "cpu", Telemetry(every=3, shadow=3, log=1), checkpoints
-        )
+        TrialRun(variants()["fp8_delayed"], 0, "emulated", "cpu", telemetry, checkpoints)
     )
     for step, metrics, *_ in told:
         found.append((step, {k: v for k, v in metrics.items() if not k.startswith(CLOCKS)}))
@@ -356,7 +359,7 @@ def functional(path: Any) -> list[str]:
         return wait(tensor)
 
     wait, collectives.wait_tensor = collectives.wait_tensor, waits
-    trained(path, True)
+    trained(path, True, telemetry=MEASURED)
     return calls
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 from support.cases import dealt, every
-from support.gpt_runs import NVFP4, SELDOM, column, converted, facts, gpt, losses, train
+from support.gpt_runs import NVFP4, UNMEASURED, column, converted, facts, gpt, losses, train
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ablate.numerics.philox import Clock
@@ -29,13 +29,17 @@ from ablate.training.workloads.gpt import Gpt
 
 OFTEN = Telemetry(every=2, shadow=2, log=1)
 """Measured steps with an unmeasured one after each, whose bits a measurement might change, too."""
+MEASURED = ("quant/", "weights/", "grad/cosine", "grad/noise", "grad/variance")
+"""Prefixes of what telemetry measures."""
 
 
-def looped(workload: Gpt, recipe: Recipe, batch, clock: Clock | None = None) -> list[Record]:
+def looped(
+    workload: Gpt, recipe: Recipe, batch, clock: Clock | None = None, telemetry: Telemetry = UNMEASURED
+) -> list[Record]:
     """The bare loop over batches of one's own; validation on one of them."""
     model, engine = converted(workload, recipe, clock or Clock(0))
     validation = [training_batch(open_corpus(workload.data), 1, 0, 0, 2, 16)]
-    return list(loop(PreparedRun(model, engine, batch, validation), workload, SELDOM))
+    return list(loop(PreparedRun(model, engine, batch, validation), workload, telemetry))
 
 
 def brief(shards) -> Gpt:
@@ -45,14 +49,14 @@ def brief(shards) -> Gpt:
 
 @pytest.fixture(scope="module")
 def trained(shards):
-    """Records of the tiny gpt by preset, seed 0, seldom measured: several promises compare them with another run."""
+    """Records of the tiny gpt by preset, seed 0, unmeasured: several promises compare them with another run."""
     return cache(lambda preset: train(brief(shards), PRESETS[preset]()))
 
 
 @every(preset=dealt(PRESETS, 0, 2))
 def test_another_seed_gives_other_losses(preset, shards, trained):
     """By the second step: the first loss is log(vocab) under any seed."""
-    records = brief(shards).records(TrialRun(PRESETS[preset](), 1, "emulated", "cpu", SELDOM))
+    records = brief(shards).records(TrialRun(PRESETS[preset](), 1, "emulated", "cpu", UNMEASURED))
     second = [next(records) for _ in range(2)][1]
     records.close()
     assert second.metrics["train/loss"] != losses(trained(preset))[2]
@@ -76,15 +80,16 @@ RULES = {
 @pytest.mark.parametrize("rule", RULES)
 def test_a_rule_for_weights_changes_the_training_and_telemetry_does_not(rule, shards):
     recipe = NVFP4.model_copy(update={"weights": RULES[rule]})
-    loud, silent = (train(gpt(shards), recipe, telemetry=t) for t in (OFTEN, SELDOM))
+    loud, silent = (train(gpt(shards), recipe, telemetry=t) for t in (OFTEN, UNMEASURED))
     assert losses(loud) == losses(silent)
     assert losses(silent) != losses(train(gpt(shards)))
 
 
-def test_a_measurement_may_not_be_asked_for_every_zero_steps():
-    for name in ("every", "shadow", "log"):
+def test_intervals_of_zero_steps_measure_nothing_and_there_is_none_between_records(shards):
+    assert not any(name.startswith(MEASURED) for record in train(gpt(shards)) for name in record.metrics)
+    for name, none in {"every": -1, "shadow": -1, "log": 0}.items():
         with pytest.raises(ValidationError):
-            Telemetry(**{name: 0})
+            Telemetry(**{name: none})
 
 
 # --- the shadow gradient, the oscillation of weights ----------------------------------------------
@@ -154,7 +159,7 @@ def test_weights_that_are_not_quantised_do_not_flip(shards):
 
 
 def waiting(
-    shards, monkeypatch, ratios: list[float], every: int, telemetry: Telemetry = SELDOM
+    shards, monkeypatch, ratios: list[float], every: int, telemetry: Telemetry = UNMEASURED
 ) -> tuple[list[int], list[int]]:
     """Steps with a high-precision backward pass, and steps that were measured, where step n measures ratio n below or above 2."""
     recipe = NVFP4.model_copy(update={"schedule": (Phase(start=f"noise_ratio:2:{every}", slots="backward"),)})
@@ -185,7 +190,7 @@ def waiting(
     return high, measured
 
 
-@pytest.mark.parametrize("telemetry", [OFTEN, SELDOM])
+@pytest.mark.parametrize("telemetry", [OFTEN, UNMEASURED])
 def test_a_trigger_trips_after_the_step_that_measured_it_and_stays(telemetry, shards, monkeypatch):
     # Step 1 is below the limit and not looked at; step 4 is looked at and below; later ones are above again.
     high, _ = waiting(shards, monkeypatch, [3.0, 1.0, 3.0, 3.0, 1.9, 9.0, 9.0, 9.0], 2, telemetry)
@@ -204,7 +209,7 @@ def test_a_recipe_that_waits_trains_alike_however_often_it_is_watched(shards):
     recipe = NVFP4.model_copy(update={"schedule": (Phase(start="noise_ratio:1000000:2", slots="all"),)})
     results = [
         losses(train(gpt(shards, steps=6), recipe, telemetry=t))
-        for t in (OFTEN, SELDOM, Telemetry(shadow=3, log=1))
+        for t in (OFTEN, UNMEASURED, Telemetry(shadow=3, log=1))
     ]
     assert results[0] == results[1] == results[2]
     plain = losses(train(gpt(shards, steps=6)))
@@ -237,7 +242,7 @@ def test_logging_seldom_averages_the_losses_in_between(shards):
 @pytest.mark.parametrize("every", [1, 3, 50])
 def test_the_result_of_training_is_the_mean_of_a_fixed_number_of_steps(every, shards):
     workload = gpt(shards, steps=13, eval_every=6)
-    each = losses(train(workload, telemetry=SELDOM))
+    each = losses(train(workload, telemetry=UNMEASURED))
     records = train(workload, telemetry=Telemetry(every=every, shadow=every, log=2 * every))
     assert column(records, "train/recent_loss") == {
         end: pytest.approx(math.fsum(each[step] for step in range(first, end + 1)) / (end + 1 - first))
@@ -247,7 +252,7 @@ def test_the_result_of_training_is_the_mean_of_a_fixed_number_of_steps(every, sh
 
 def test_measured_steps_are_records_of_their_own_and_cut_no_interval_of_the_losses(shards):
     workload = gpt(shards, steps=12, eval_every=6)
-    each = losses(train(workload, telemetry=SELDOM))
+    each = losses(train(workload, telemetry=UNMEASURED))
     records = train(workload, telemetry=Telemetry(every=2, shadow=10**6, log=4))
     found, measured = losses(records), column(records, "quant/fprop.x/sqnr_db")
     assert set(measured) == {1, 3, 5, 7, 9, 11, 12}
@@ -372,8 +377,8 @@ def test_the_clock_of_a_training_draw_is_its_step_and_micro_batch(shards):
         seen.append((clock.stream, clock.step, clock.micro_batch))
         return training_batch(corpus, 0, step, micro_batch, 2, 16)
 
-    looped(gpt(shards, steps=3, accumulate=2, eval_every=1), NVFP4, batch, clock)
-    # SELDOM compares the gradient in step 0, with the same batches, and draws it a second time
+    looped(gpt(shards, steps=3, accumulate=2, eval_every=1), NVFP4, batch, clock, Telemetry(shadow=3))
+    # Step 0 compares the gradient, with the same batches, and draws it a second time.
     steps = [("training", 0), ("redraw", 0), ("training", 0), ("training", 1), ("training", 2)]
     assert seen == [(*step, micro_batch) for step in steps for micro_batch in range(2)]
 

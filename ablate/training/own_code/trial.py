@@ -264,7 +264,8 @@ class Trial:
             closure: computes the loss of the step's batch and calls `backward`; it is not called in other
                 steps, so this line may stand in every one, inside `step()`.
         """
-        due = not self.recipe.plain and self._done % self._telemetry.shadow == 0
+        every = self._telemetry.shadow
+        due = not self.recipe.plain and every > 0 and self._done % every == 0
         for conversion in self._conversions:
             if due or conversion.wants_gradient:
                 self._metrics |= conversion.compare_gradient(closure)

@@ -323,9 +323,9 @@ class Finetune(TextWorkload):
         from ablate.training.loop import Telemetry
         from ablate.training.models.adapters import save
 
-        config, never = self._pretraining(base), 10**9
+        config = self._pretraining(base)
         run = config.prepare(bf16(), base.seed, device)
-        for record in config.train(run, Telemetry(every=never, log=1, shadow=never)):
+        for record in config.train(run, Telemetry(every=0, shadow=0, log=1)):
             if FIRST_NONFINITE in record.metrics:
                 raise FloatingPointError(
                     f"the base diverges in its pretraining: {json.dumps(config.identity())}; lower base.lr"

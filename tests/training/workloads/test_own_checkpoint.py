@@ -25,7 +25,7 @@ from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.python import Python
 from ablate.verification.workload_checks import Runs, promises
 
-SELDOM = Telemetry(every=10**6, shadow=10**6, log=1)
+UNMEASURED = Telemetry(every=0, shadow=0, log=1)
 CODE = """\
 import torch
 from torch import nn
@@ -104,7 +104,9 @@ def workload(folder: Path) -> Python:
 def forked(folder: Path, anneal: bool = True, **keys) -> list:
     forks = Forks(trunk=None, positions=(0,), windows=(2, 4), anneal=anneal)
     recipe = PRESETS[keys.pop("recipe", "bf16")]()
-    return list(workload(folder).records(TrialRun(recipe, 3, "emulated", "cpu", SELDOM, forks=forks, **keys)))
+    return list(
+        workload(folder).records(TrialRun(recipe, 3, "emulated", "cpu", UNMEASURED, forks=forks, **keys))
+    )
 
 
 def by_hand(folder: Path, steps: int) -> float:
@@ -147,7 +149,7 @@ def test_losses_of_batches_give_parts_from_which_the_evaluations_error_follows(f
     assert sorted(readings.parts) == list(range(12))
     mean = math.fsum(part[3] for part in readings.parts.values()) / 12
     assert values["val/loss"] == pytest.approx(mean)
-    whole = list(workload(folder).records(TrialRun(PRESETS["bf16"](), 3, "emulated", "cpu", SELDOM)))[
+    whole = list(workload(folder).records(TrialRun(PRESETS["bf16"](), 3, "emulated", "cpu", UNMEASURED)))[
         -1
     ].metrics
     assert not any(name.startswith("evaluated/") for name in whole)
@@ -159,7 +161,9 @@ def test_a_window_that_was_interrupted_goes_on_bit_for_bit(folder, tmp_path):
     recipe = PRESETS["nvfp4"]()
 
     def records(checkpoints):
-        return workload(folder).records(TrialRun(recipe, 3, "emulated", "cpu", SELDOM, checkpoints, forks))
+        return workload(folder).records(
+            TrialRun(recipe, 3, "emulated", "cpu", UNMEASURED, checkpoints, forks)
+        )
 
     whole = list(records(None))
     first = records(Checkpoints(path, "check", 0))

@@ -29,7 +29,7 @@ from ablate.training.trial_run import TrialRun
 from ablate.training.workloads.python import Python
 from ablate.verification.workload_checks import Runs, promises
 
-SELDOM = Telemetry(every=10**6, shadow=10**6, log=1)
+UNMEASURED = Telemetry(every=0, shadow=0, log=1)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def workload(code: Path, **fields) -> Python:
 
 
 def records(config: Python, recipe: str = "nvfp4", seed: int = 0) -> list:
-    return list(config.records(TrialRun(PRESETS[recipe](), seed, "emulated", "cpu", SELDOM)))
+    return list(config.records(TrialRun(PRESETS[recipe](), seed, "emulated", "cpu", UNMEASURED)))
 
 
 def spec_id(config: Python) -> str:
@@ -475,7 +475,7 @@ def test_a_function_that_catches_everything_still_ends_as_diverged(code):
 
 def test_a_function_that_catches_everything_ends_with_a_trial_that_is_closed(code):
     config = body(code, after=SWALLOWED)
-    running = config.records(TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", SELDOM))
+    running = config.records(TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", UNMEASURED))
     assert [next(running).step for _ in range(3)] == [1, 2, 3]
     closing = threading.Thread(target=running.close, daemon=True)
     closing.start()
