@@ -38,6 +38,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -616,7 +617,8 @@ def record(out: Path, machine: Machine) -> None:
     """Write the facts about this machine."""
     (out / "machine.json").write_text(json.dumps(asdict(machine), indent=1) + "\n")
     (out / "nvidia-smi.txt").write_text(output_of("nvidia-smi") + output_of("nvidia-smi", "-q"))
-    (out / "packages.txt").write_text(output_of(sys.executable, "-m", "pip", "freeze"))
+    versions = {f"{one.name}=={one.version}\n" for one in distributions()}  # an environment of uv has no pip
+    (out / "packages.txt").write_text("".join(sorted(versions, key=str.lower)))
 
 
 # --- the dry run ----------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from ablate.training.workloads.gpt import Gpt
 STEPS = 12
 FORKS = Forks(trunk=PRESETS["bf16"](), positions=(5, 8), windows=(2, 4))
 UNMEASURED = Telemetry(every=0, shadow=0, log=3)
-OFTEN = {"log": 1, "every": 100, "shadow": 100, "checkpoint": 0}
+OFTEN = {"log": 1, "every": 0, "shadow": 0, "checkpoint": 0}
 CLOCKS = ("throughput/", "memory/", "comm/")
 
 
@@ -240,18 +240,18 @@ def test_a_trial_that_begins_from_states_that_another_left_is_the_trial_alone(or
 @pytest.mark.slow
 def test_a_trial_that_is_ended_anywhere_goes_on_as_if_undisturbed(tmp_path):
     """Ended after every single record, with states in files or without, until it is done."""
-    spec = trial(tmp_path)
-    alone = own(run(spec, Store(tmp_path / "alone"), 1, OFTEN))
+    spec, measured = trial(tmp_path), OFTEN | {"every": 100, "shadow": 100}
+    alone = own(run(spec, Store(tmp_path / "alone"), 1, measured))
     for points in (Family([spec]).points(spec), []):
         store = Store(tmp_path / f"runs{len(points)}")
         for _ in range(FORKS.steps + 1):
-            events = run(spec, store, store.begin(spec.id), OFTEN, points)
+            events = run(spec, store, store.begin(spec.id), measured, points)
             fresh = (event for event in events if "again" not in event)
             if next(fresh, None) is None:
                 break
             next(fresh, None)  # a checkpoint is written before a step: two steps an attempt
             events.close()
-        assert own(run(spec, store, store.begin(spec.id), OFTEN, points)) == alone
+        assert own(run(spec, store, store.begin(spec.id), measured, points)) == alone
 
 
 @pytest.mark.slow

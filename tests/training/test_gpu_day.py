@@ -9,10 +9,12 @@ import subprocess
 import sys
 import tarfile
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from support.cases import every
+from support.commands import here
 from support.experiments import environment
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -35,7 +37,7 @@ HOPPER = Machine(
     {"fp8": None, "nvfp4": "this GPU, SM 9.0, does not train NVFP4"},
     scaled={"scaled_mm fp8": None} | dict.fromkeys(SCALED[1:], OLDER),
 )
-TINY = ("--layers", "1", "--width", "64", "--tokens", "128", "--rounds", "1", "--json")
+TINY = ("--layers", "1", "--width", "64", "--tokens", "128", "--rounds", "1")
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -220,10 +222,9 @@ def test_the_machine_is_recorded(tmp_path):
     machine = json.loads((tmp_path / "machine.json").read_text())
     assert machine["facts"].items() > HERE.facts.items()
     assert len(machine["facts"]["commit"]) == 40 or "git" in machine["facts"]["commit"]
-    assert (
-        "torch==" in (tmp_path / "packages.txt").read_text()
-        or "pip" in (tmp_path / "packages.txt").read_text()
-    )
+    assert {f"{name}=={version(name)}" for name in ("torch", "ablate-fp4")} < {
+        *(tmp_path / "packages.txt").read_text().splitlines()
+    }
     assert (tmp_path / "nvidia-smi.txt").read_text()
 
 
@@ -400,29 +401,22 @@ def test_an_experiment_of_the_day_loads(tmp_path, name):
 
 
 @pytest.mark.slow
-def test_the_main_figures_are_read_from_what_the_commands_print(tmp_path):
+def test_the_main_figures_are_read_from_what_the_commands_print():
     """The same commands, small and on this processor."""
-    shape = ("bench", "linear", "nvfp4", "--shape", "32x64x48", "--rounds", "1", "--device", "cpu", "--json")
-    status, results, _ = day(
-        tmp_path,
-        Step(
-            "kernels",
-            "",
-            gpu_day.ablate("bench", "kernels", "64x64", "--rounds", "1", "--json"),
-            300,
-            figure=gpu_day.of_copy,
-        ),
-        Step("step", "", gpu_day.ablate("bench", "step", "nvfp4", *TINY), 300, figure=gpu_day.of_bf16),
-        Step("linear", "", gpu_day.ablate(*shape), 300, figure=gpu_day.of_bf16_layers),
-        Step("doctor", "", gpu_day.ablate("doctor", "--fast", "--json"), 300, figure=gpu_day.checks),
-    )
-    assert status == 0
-    figures = {name: one["figure"] for name, one in results.items()}
-    assert figures["kernels"].endswith("goal .8")
-    assert " of a copy at " in figures["kernels"]
-    assert figures["step"].startswith("nvfp4 ")
-    assert ", nvfp4, fp32_out " in figures["step"]
-    assert figures["linear"].startswith("nvfp4 (emulated) ")
-    assert figures["doctor"].endswith(" checks agree")
+
+    def figure(read, *words):
+        done = here(*words, "--json")
+        assert done.returncode == 0, done.stderr
+        return read(done.stdout)
+
+    kernels = figure(gpu_day.of_copy, "bench", "kernels", "64x64", "--rounds", "1")
+    assert kernels.endswith("goal .8")
+    assert " of a copy at " in kernels
+    step = figure(gpu_day.of_bf16, "bench", "step", "nvfp4", *TINY)
+    assert step.startswith("nvfp4 ")
+    assert ", nvfp4, fp32_out " in step
+    linear = ("linear", "nvfp4", "--shape", "32x64x48", "--rounds", "1", "--device", "cpu")
+    assert figure(gpu_day.of_bf16_layers, "bench", *linear).startswith("nvfp4 (emulated) ")
+    assert figure(gpu_day.checks, "doctor", "--fast").endswith(" checks agree")
     assert gpu_day.trials_run("A question?\n12 trials run in 95 s\n\narm") == "12 trials run in 95 s"
     assert gpu_day.last_line("x\n===== 3 passed in 2.00s =====\n\n") == "3 passed in 2.00s"

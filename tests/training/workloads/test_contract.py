@@ -222,7 +222,7 @@ def test_telemetry_sets_how_often_it_measures_operands_if_it_is_declared(name, w
             any(metric.startswith("quant/") for metric in record.metrics)
             for record in run(workload, PRESETS["nvfp4"](), telemetry=Telemetry(every=every, log=1))
         )
-        for every in (1, 10**6)
+        for every in (1, 0)
     ]
     assert (measured[0] > measured[1]) == workload.measures
 
@@ -333,9 +333,9 @@ def test_another_seed_gives_other_numbers(name, workload, uninterrupted):
 
 
 def test_telemetry_changes_nothing_that_arms_are_compared_by(name, workload, uninterrupted):
-    seldom = Telemetry(every=10**6, shadow=10**6, log=1)
+    unmeasured = Telemetry(every=0, shadow=0, log=1)
     loud = uninterrupted(name, "nvfp4")[-1]
-    silent = list(run(workload, PRESETS["nvfp4"](), telemetry=seldom))[-1]
+    silent = list(run(workload, PRESETS["nvfp4"](), telemetry=unmeasured))[-1]
     for metric in ("val/loss", "train/recent_loss", "grad/norm", "val/explained", "gemm/wgrad/rel_mse"):
         assert loud.metrics.get(metric) == silent.metrics.get(metric)
 
