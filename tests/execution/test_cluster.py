@@ -443,7 +443,8 @@ def test_a_ray_that_does_not_start_in_time_is_tried_twice_and_ends_in_a_sentence
 
 
 FLAKY = """
-import ray
+import os, subprocess, traceback
+import psutil, ray
 from ablate.execution.workers import ClusterError
 from ablate.execution.workers.cluster import connect
 def tried(failures, text):
@@ -458,22 +459,36 @@ def tried(failures, text):
     except ClusterError as error:
         said.append(str(error))
     return len(calls), said
-DIED = "Initialization failure from server: RuntimeError: Starting Ray client server failed. See x.err."
-print([tried(0, DIED), tried(2, DIED), tried(4, DIED), tried(9, DIED), tried(1, "other")])
+def of_a_dead_process(ask):
+    try:
+        ask()
+    except psutil.Error:
+        return traceback.format_exc()
+dead = subprocess.Popen(["true"])
+handle = psutil.Process(dead.pid)
+os.waitid(os.P_PID, dead.pid, os.WEXITED | os.WNOWAIT)
+zombie = of_a_dead_process(handle.cmdline)
+dead.wait()
+DIED = ["RuntimeError: Starting Ray client server failed. See x.err.", "RuntimeError: Server startup failed.",
+    "RuntimeError: Proxy failed to Connect to backend! Check x.err.", zombie,
+    of_a_dead_process(handle.cmdline), of_a_dead_process(lambda: psutil.Process(dead.pid))]
+DIED = ["Initialization failure from server:\\n" + text for text in DIED]
+print([*(tried(n, DIED[0]) for n in (0, 2, 4, 9)), *(tried(9, text) for text in DIED[1:]), tried(1, "other")])
 """
 
 
 def test_a_dead_server_of_rays_client_is_asked_for_again_within_a_limit():
-    """With a line before each attempt. Another error is final at once."""
+    """With a line before each attempt, in each form in which Ray's proxy reports it. Another error is final at once."""
     command = [sys.executable, "-c", FLAKY]
     printed = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True).stdout
     calls, said = zip(*ast.literal_eval(printed), strict=True)
-    assert calls == (1, 3, 5, 5, 1)
+    assert calls == (1, 3, *[5] * 7, 1)
     waits = [f"attempt {number} of 5 in {0.001 * 2 ** (number - 2):g} s" for number in range(2, 6)]
     assert [[line.split(": ")[-1] for line in lines] for lines in said[:3]] == [[], waits[:2], waits]
-    assert [line.split(": ")[-1] for line in said[3][:-1]] == waits
-    assert "5 times in a row" in said[3][-1]
-    assert said[4] == ["Ray cannot be reached at ray://127.0.0.1:1: other"]
+    for lines in said[3:-1]:
+        assert [line.split(": ")[-1] for line in lines[:-1]] == waits
+        assert "5 times in a row" in lines[-1]
+    assert said[-1] == ["Ray cannot be reached at ray://127.0.0.1:1: other"]
 
 
 @apart

@@ -42,8 +42,15 @@ _CLIENT = (
     "ray:// needs Ray's client: pip install 'ray[client]'; on a machine of the cluster, host:port needs"
     " nothing"
 )
-_DIED = ("Starting Ray client server failed", "Proxy failed to Connect to backend")
-"""Parts of Ray's messages if its server for this client died while it started."""
+_DIED = (
+    "Starting Ray client server failed",
+    "Server startup failed",
+    "Proxy failed to Connect to backend",
+    # Ray's proxy polls the process, then reads its command line by psutil: it may end in between.
+    "psutil.ZombieProcess",
+    "psutil.NoSuchProcess",
+)
+"""Parts of Ray's messages, from its proxier.py, if its server for this client died while it started."""
 _SENTENCES = {
     **dict.fromkeys(
         _DIED,
