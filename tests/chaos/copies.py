@@ -270,9 +270,10 @@ def read(place: Place, whole: Whole, fault: Fault) -> None:
             continue
         wanted_status, wanted = whole.outputs[name]
         before, now = Counter(wanted.splitlines()), Counter(plain(output, place).splitlines())
-        new = [line for line in output.splitlines() if plain(line, place) in now - before]
+        more, less = now - before, before - now
+        new = [line for line in output.splitlines() if plain(line, place) in more]
         answer = ('"answer":', '"lead":')  # and its first words
-        differ = [line for line in (*(now - before), *(before - now)) if not line.startswith(answer)]
+        differ = [line for line in (*more, *less) if not line.startswith(answer)]
         if status not in (0, wanted_status) or any(map(WORDS.search, new)):
             fault.effects.append(f"{name} ({status}): {' | '.join(new)[:600]}")
         elif differ:

@@ -257,7 +257,7 @@ def mutant(n: int, texts: list[str]) -> bytes:
 
 
 def outcomes(first: int, count: int, evidence: Path) -> Iterator[Fault]:
-    """Load and plan the originals, then mutants, in an empty folder.
+    """Load and plan the originals of mutants, then the mutants, in an empty folder.
 
     The peak memory is the process's: call it before anything that needs more.
 
@@ -269,7 +269,8 @@ def outcomes(first: int, count: int, evidence: Path) -> Iterator[Fault]:
     texts = originals()
     with _folder() as folder:
         (folder / "words.txt").write_text("A few words, again and again.\n" * 400, encoding="utf-8")
-        for text in texts:  # imports and corpora are not the mutants'
+        drawn = {Random(n).choice(texts) for n in range(first, first + count)}
+        for text in sorted(drawn):  # imports and corpora are not the mutants'
             _planned(text.encode(), folder)
         for n in range(first, first + count):
             content = mutant(n, texts)
