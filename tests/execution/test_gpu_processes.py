@@ -65,8 +65,7 @@ def test_a_spare_is_ready_while_a_trial_runs_and_touches_no_gpu(supervisor, tmp_
 
 
 def test_a_killed_spare_is_replaced(supervisor, tmp_path):
-    list(supervisor.run(request(tmp_path)))
-    (spare,) = below(supervisor)
+    (spare,) = until(lambda: below(supervisor))
     spare.kill()
     until(lambda: gone([spare]))
     assert list(supervisor.run(request(tmp_path, seed=1)))[-1].status == "done"
@@ -185,11 +184,12 @@ def test_a_spares_imports_ask_for_no_gpu():
     assert (done.returncode, done.stdout.strip()) == (0, ""), done.stderr
 
 
-def seen_with_a_gpu(asked: TrialRequest) -> list[str]:
-    """The messages of a supervisor, as text, on a machine where torch sees a GPU (an imaginary one)."""
-    command = [sys.executable, "-c", SUPERVISE, asked.line().decode()]
+def seen_with_a_gpu(*asked: TrialRequest) -> list[list[str]]:
+    """The messages of a supervisor, as text by request, on a machine where torch sees a GPU (an imaginary one)."""
+    command = [sys.executable, "-c", SUPERVISE, *(each.line().decode() for each in asked)]
     visible = imaginary_gpu.environment() | {"CUDA_VISIBLE_DEVICES": "0"}
-    return subprocess.run(command, capture_output=True, text=True, env=visible).stdout.splitlines()
+    said = subprocess.run(command, capture_output=True, text=True, env=visible).stdout
+    return [part.splitlines() for part in said.strip().split("\n\n")]
 
 
 USES_CUDA = """
@@ -207,18 +207,14 @@ print(json.dumps({"step": 2, "loss": 1.0}))
 
 
 @pytest.mark.skipif(bool(imaginary_gpu.why_not()), reason=imaginary_gpu.why_not() or "-")
-class TestWhereTorchSeesAGpu:
-    def test_a_trial_on_the_cpu_trains(self, tmp_path):
-        assert "status='done'" in seen_with_a_gpu(request(tmp_path))[-1]
-
-    def test_a_function_that_uses_cuda_on_the_cpu_gets_a_sentence(self, tmp_path):
-        last = seen_with_a_gpu(of_function(tmp_path, USES_CUDA))[-1]
-        assert f"{tmp_path}/train.py:4: this trial runs on the CPU, where no GPU is visible" in last
-
-    def test_a_command_sees_the_gpu(self, tmp_path):
-        (tmp_path / "run.py").write_text(SHOWS)
-        config = Command(run=f"{sys.executable} run.py", folder=str(tmp_path), steps=2)
-        spec = TrialSpec(workload="command", config=config, recipe=PRESETS["bf16"](), seed=0, engine="emulated",
-                         device="cpu")  # fmt: skip
-        seen_with_a_gpu(TrialRequest(spec.id, spec.wire, str(tmp_path), 1, {}))
-        assert (tmp_path / "seen").read_text() == "0"
+def test_where_torch_sees_a_gpu_it_is_a_commands_alone(tmp_path):
+    """A trial on the CPU trains, a function that uses CUDA there gets a sentence, a command sees the GPU."""
+    (tmp_path / "run.py").write_text(SHOWS)
+    config = Command(run=f"{sys.executable} run.py", folder=str(tmp_path), steps=2)
+    spec = TrialSpec(workload="command", config=config, recipe=PRESETS["bf16"](), seed=0, engine="emulated",
+                     device="cpu")  # fmt: skip
+    command = TrialRequest(spec.id, spec.wire, str(tmp_path), 1, {})
+    trial, function, _ = seen_with_a_gpu(request(tmp_path), of_function(tmp_path, USES_CUDA), command)
+    assert "status='done'" in trial[-1]
+    assert f"{tmp_path}/train.py:4: this trial runs on the CPU, where no GPU is visible" in function[-1]
+    assert (tmp_path / "seen").read_text() == "0"

@@ -7,9 +7,12 @@ SUPERVISE = """
 import sys
 from ablate.execution.messages import TrialRequest
 from ablate.execution.supervisor import Supervisor
-for message in Supervisor().run(TrialRequest.parse(sys.argv[1])): print(message, flush=True)
+supervisor = Supervisor()
+for line in sys.argv[1:]:
+    for message in supervisor.run(TrialRequest.parse(line)): print(message, flush=True)
+    print(flush=True)
 """
-"""Code that runs the request of its first argument in a supervisor, and prints its messages."""
+"""Code that runs the requests of its arguments in a supervisor, and prints their messages, with an empty line after each request."""
 
 
 def request(folder, root=None, attempt=1, seed=0, **shape) -> TrialRequest:
