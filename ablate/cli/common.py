@@ -26,7 +26,7 @@ from ablate.files import ensure_home, finite
 if TYPE_CHECKING:
     from ablate.store.ledger import Ledger
 
-DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, TERMINATED = 0, 1, 2, 3, 130, 143
+DONE, FAILED, BAD_INPUT, BUDGET, INTERRUPTED, CLOSED_PIPE, TERMINATED = 0, 1, 2, 3, 130, 141, 143
 
 
 def summary_of(ledger: "Ledger") -> str:
@@ -43,7 +43,8 @@ def run(command: Callable[[], None]) -> None:
     if note := ensure_home():
         print(note, file=sys.stderr)
     try:
-        command()
+        with _closed_pipe_exits():
+            command()
     except InputError as error:
         print(printable(str(error)), file=sys.stderr)
         sys.exit(BAD_INPUT)
@@ -56,6 +57,27 @@ def run(command: Callable[[], None]) -> None:
         # CPython notes a Ctrl-C that passes through exec() of a string, such as the making of a dataclass,
         # and kills `python -m` by SIGINT at its end even if it was caught. The next string clears the note.
         eval("0")
+
+
+@contextmanager
+def _closed_pipe_exits() -> Iterator[None]:
+    """Exit with the status of SIGPIPE, without a word, if the reader of the output (`| head`) has ended.
+
+    rich and click exit with 1 then, which is that of a failed check, and the interpreter complains at its end
+    of what it cannot flush. The signal itself would also end a sweep whose worker has closed a pipe.
+    """
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as error:
+        if not any(isinstance(each, BrokenPipeError) for each in (error, error.__context__)):
+            raise
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(nowhere, stream.fileno())
+        sys.exit(CLOSED_PIPE)
 
 
 def _unusable(error: OSError | sqlite3.OperationalError) -> str | None:

@@ -543,3 +543,15 @@ def test_an_interrupt_within_generated_code_keeps_the_exit_status_of_its_handler
     (tmp_path / "interrupted.py").write_text(CAUGHT)
     done = subprocess.run([sys.executable, "-m", "interrupted"], cwd=tmp_path, env=environment(), check=False)
     assert done.returncode == 130
+
+
+@every(
+    words=(("recipe", "show", "nvfp4"), ("recipe", "show", "nvfp4", "--yaml"), ("--help",), ("--version",))
+)
+def test_a_reader_that_ends_early_ends_a_command_without_a_word(words):
+    read, write_end = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "ablate", *words]
+    ended = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, env=environment(), text=True)
+    os.close(write_end)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
