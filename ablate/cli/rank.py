@@ -81,7 +81,7 @@ def rank(
     note = partial(print, file=io.StringIO() if as_json else sys.stderr, flush=True)
     found = _capture(model, python, dumps, batches, note)
     started = time.monotonic()
-    measured = measure(made, found.batches, found.layers, progress=_progress(note))
+    measured = measure(made, found.batches, found.layers, progress=_progress(note), titles=names)
     ranking = Ranking(dict(zip(names, measured, strict=True)))
     source = model or python or dumps or "the built-in model"
     about = f"{source}, {len(found.batches[0])} converted layers, batches: {len(found.batches)}"

@@ -220,6 +220,7 @@ def measure(
     layers: Sequence[Layer] = (),
     seed: int = 0,
     progress: Callable[[float], None] = lambda share: None,
+    titles: Sequence[str] = (),
 ) -> list[RecipeErrors]:
     """Return the errors of the operands of every recipe, in their order.
 
@@ -229,6 +230,7 @@ def measure(
         layers: the model's layers, by which layer rules select; none: every layer has the recipe's products.
         seed: seed of the draws.
         progress: called with the finished share of the work.
+        titles: names of the recipes in errors; none: their numbers.
 
     Raises:
         InputError: a rule selects no layer, batches have other layers, an operand is zero everywhere, or is
@@ -259,9 +261,13 @@ def measure(
     finally:
         torch.set_num_threads(threads)
     if not np.isfinite(error).all():
-        which, place, _, slot = np.argwhere(~np.isfinite(error))[0]
+        which, place, number, slot = np.argwhere(~np.isfinite(error))[0]
+        largest = batches[number][place].of(SLOTS[slot]).abs().max()
+        title = titles[which] if titles else f"recipe {which + 1}"
         raise InputError(
-            f"recipe {which + 1}: {SLOTS[slot]} of {names[place]} is cast to numbers that are not finite"
+            f"{title}: {SLOTS[slot]} of {names[place]} is cast to numbers that are not finite: leave this"
+            " recipe out, or change how it casts that operand, whose largest magnitude is"
+            f" {largest:.3g}"
         )
     work = np.array([operands.w.numel() for operands in batches[0]])
     shares = (

@@ -245,3 +245,11 @@ def test_an_operand_of_zeros_has_no_error(name):
     tensors[name].zero_()
     with pytest.raises(InputError, match=f"blocks.0.up: {name} is zero everywhere"):
         measure([PRESETS["nvfp4"]()], [[Operands("blocks.0.up", **tensors)]])
+
+
+def test_a_cast_that_is_not_finite_names_its_recipe_slot_and_layer():
+    given = operands()
+    given.x.fill_(3e38)  # fp32 ends at 3.4e38
+    named = {name: PRESETS[name]() for name in ("mxfp4", "nvfp4")}
+    with pytest.raises(InputError, match=r"^nvfp4: fprop\.x of blocks\.0\.up .* 3e\+38$"):
+        measure([*named.values()], [[given]], titles=[*named])
