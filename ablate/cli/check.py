@@ -11,7 +11,7 @@ from rich.status import Status
 from rich.text import Text
 
 from ablate import own_source
-from ablate.cli.common import DONE, FAILED, console
+from ablate.cli.common import BAD_INPUT, DONE, FAILED, console
 from ablate.errors import InputError
 from ablate.experiment.arms import KnobError, StartingPoint
 from ablate.experiment.load import load
@@ -50,7 +50,7 @@ def check(
     be unchanged by measurements, pass the recipe on to its layers, and resume bit for bit. Files that it
     reads and that are not in a trial's identity are listed. A function of a quantiser is tried on ties, zeros
     and numbers that are not finite. The first promise that is broken ends the check. Exit status: 0 all kept,
-    1 one is not, 2 bad input.
+    1 one is not, 2 bad input, or the function does not begin from the experiment's `start`.
     """
     screen = console()
     if ":" in file.name:
@@ -58,8 +58,8 @@ def check(
 
         field, word = function_checks.subject(str(file))
         screen.print(f"Checking {word} as `{field}` ...")
-        kept = _printed(screen, function_checks.promises(field, word))
-        raise typer.Exit(_ended(screen, kept, f"A recipe may name it: `{field}: {file}`."))
+        code = _printed(screen, function_checks.promises(field, word))
+        raise typer.Exit(_ended(screen, code, f"A recipe may name it: `{field}: {file}`."))
     workload, recipe, metrics, anneals = _workload(file, function, config or [])
     workload = workload.model_copy(update={"steps": steps})
     screen.print(f"Running {file} for {steps} steps, several times ...")
@@ -67,15 +67,16 @@ def check(
 
     with screen.status("") as status:
         show = ProgressLine(screen, status)
-        kept = _printed(screen, promises(Runs(workload, "cpu", recipe, metrics, anneals, show)))
-    raise typer.Exit(_ended(screen, kept, "A sweep may compare runs of this function."))
+        code = _printed(screen, promises(Runs(workload, "cpu", recipe, metrics, anneals, show)))
+    raise typer.Exit(_ended(screen, code, "A sweep may compare runs of this function."))
 
 
-def _printed(screen: Console, promises: "Iterable[Promise]") -> bool:
-    """Print a line for each promise as it is checked; return True if all are kept."""
-    kept = True
+def _printed(screen: Console, promises: "Iterable[Promise]") -> int:
+    """Print a line for each promise as it is checked; return the exit status."""
+    status = DONE
     for promise in promises:
-        kept &= promise.kept
+        if not promise.kept:
+            status = BAD_INPUT if promise.refused else FAILED
         word = Text("PASS", "green") if promise.kept else Text("FAIL", "bold red")
         if promise.kept and promise.remedy:
             word = Text("NOTE", "yellow")
@@ -83,13 +84,13 @@ def _printed(screen: Console, promises: "Iterable[Promise]") -> bool:
         screen.print(Text(f"      {promise.detail}", "dim" if word.plain == "PASS" else ""))
         if promise.remedy:
             screen.print(Text(f"      To mend: {promise.remedy}"))
-    return kept
+    return status
 
 
-def _ended(screen: Console, kept: bool, last: str) -> int:
+def _ended(screen: Console, status: int, last: str) -> int:
     """Print the last line; return the exit status."""
-    screen.print(last if kept else "The checks after the failed one were not run: mend it and check again.")
-    return DONE if kept else FAILED
+    screen.print("The checks after the failed one were not run: mend it and check again." if status else last)
+    return status
 
 
 class ProgressLine:
@@ -121,9 +122,9 @@ def _refuse_missing(file: Path, function: str) -> None:
 
 def _workload(
     file: Path, function: str, pairs: list[str]
-) -> tuple[Workload, Recipe | None, tuple[str, ...], bool]:
+) -> tuple[Workload, Recipe | None, tuple[str, ...], bool | None]:
     """Return workload, recipe and metrics of an experiment, or the workload of a Python file; and whether a
-    forked design lets the rate fall.
+    design that forks its start lets the rate fall, None without such a design.
 
     The recipe is that of the first arm that quantises, or the baseline's if none does; None for a file. The
     check then compares it with bf16. InputError with every reason if there is no such workload.
@@ -138,7 +139,7 @@ def _workload(
             experiment.base.config,
             first,
             names,
-            bool(design and design.anneal and design.trunk == START),
+            design.anneal if design and design.trunk == START else None,
         )
     if not file.is_file():
         raise InputError(f"{file}: no such file")
@@ -152,6 +153,6 @@ def _workload(
         "config": {key: scalar(value) for key, _, value in parts},
     }
     try:
-        return StartingPoint("python", values, "nvfp4").arm({}).config, None, (), False
+        return StartingPoint("python", values, "nvfp4").arm({}).config, None, (), None
     except KnobError as error:
         raise InputError(*[f"{file}: {why}" for _, why in error.reasons]) from None

@@ -48,6 +48,8 @@ class Promise:
     """The comparison, or the first difference."""
     remedy: str = ""
     """Way to mend it; of a kept promise, advice."""
+    refused: bool = False
+    """The file asks for what the code does not do, so that it is no input of a sweep."""
 
 
 Curve = dict[tuple[int, str], float]
@@ -63,7 +65,7 @@ class Runs:
         device: str = "cpu",
         recipe: Recipe | None = None,
         metrics: Collection[str] = (),
-        anneals: bool = False,
+        anneals: bool | None = None,
         show: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Make no run yet.
@@ -73,12 +75,13 @@ class Runs:
             device: device to compute on.
             recipe: the recipe of the runs; None: nvfp4.
             metrics: names that the experiment compares arms by.
-            anneals: the experiment forks the code's checkpoint at a rate that falls to zero.
+            anneals: the experiment forks the code's checkpoint, and the rate falls to zero or not; None: it
+                trains whole runs.
             show: called with the progress of the present run, when it begins and after each record.
         """
         self.workload, self.device, self.metrics, self.anneals = workload, device, metrics, anneals
         self.recipe = recipe or PRESETS["nvfp4"]()
-        self._show, self._begun, self._since = show, 0, time.time()
+        self.show, self._begun, self._since = show, 0, time.time()
         self._opened: set[str] = set()
         self._kept: dict[tuple[object, ...], list[Record]] = {}
 
@@ -97,17 +100,18 @@ class Runs:
         seed: int = 0,
         telemetry: Telemetry = _UNMEASURED,
         again: bool = False,
+        anneal: bool | None = None,
     ) -> list[Record]:
-        """Return the records of a run; `again` runs it once more."""
-        key = (recipe, seed, telemetry, again)
-        if key not in self._kept:
-            self._kept[key] = list(self._run(recipe or self.recipe, seed, telemetry))
-        return self._kept[key]
+        """Return the records of a run; `again` runs it once more.
 
-    def forked(self, anneal: bool) -> list[Record]:
-        """Return the records of one window from the code's own checkpoint, with a falling rate or not."""
-        forks = Forks(trunk=None, positions=(0,), windows=(self.workload.steps,), anneal=anneal)
-        return list(self._run(forks=forks))
+        `anneal`: of one window from the code's own checkpoint instead, with a falling rate or not.
+        """
+        key = (recipe, seed, telemetry, again, anneal)
+        if key not in self._kept:
+            window = {"trunk": None, "positions": (0,), "windows": (self.workload.steps,), "anneal": anneal}
+            forks = None if anneal is None else Forks.model_validate(window)
+            self._kept[key] = list(self._run(recipe or self.recipe, seed, telemetry, forks=forks))
+        return self._kept[key]
 
     def interrupted(self, at: int, folder: Path) -> tuple[list[Record], int | None]:
         """Return the records of a run that was stopped after `at` steps and continued, and where from."""
@@ -134,14 +138,14 @@ class Runs:
     ) -> Generator[Record, None, None]:
         """Run the workload, show the progress, and collect the files that it opens."""
         self._begun += 1
-        self._show(f"run {self._begun} of about 8")
+        self.show(f"run {self._begun} of about 8")
         recipe = recipe or self.recipe
         run = TrialRun(recipe, seed, "emulated", self.device, telemetry, checkpoints, forks)
         source = self.workload.records(run)
         with opened() as paths:
             try:
                 for record in source:
-                    self._show(f"run {self._begun} of about 8: step {record.step} of {self.workload.steps}")
+                    self.show(f"run {self._begun} of about 8: step {record.step} of {self.workload.steps}")
                     yield record
             finally:
                 if isinstance(source, Generator):
@@ -156,6 +160,7 @@ def promises(runs: Runs) -> Iterator[Promise]:
         *([("it logs what arms are compared by", _compared)] if runs.metrics else []),
         ("it takes the steps that it is given", _takes_its_steps),
         ("it repeats: the same seed gives the same numbers", _repeats),
+        *([("it begins from the experiment's start", _starts)] if runs.workload.own_checkpoint else []),
         ("it honours the seed: another seed gives other numbers", _seeds),
         *([] if runs.recipe.plain else [("the recipe reaches the layers", _recipe)]),
         *([("the learning rate falls in a window", _anneals)] if runs.anneals else []),
@@ -168,7 +173,7 @@ def promises(runs: Runs) -> Iterator[Promise]:
         except Exception as error:
             detail = str(described(error) or f"{type(error).__name__}: {error}")
             name, remedy = ("it runs" if check is _finite else name), "mend this error first"
-        yield Promise(name, not remedy, detail, remedy)
+        yield Promise(name, not remedy, detail, remedy, bool(remedy) and check is _starts)
         if remedy:
             break
     if files := runs.unseen:
@@ -223,6 +228,30 @@ def _repeats(runs: Runs) -> Outcome:
     )
 
 
+def _starts(runs: Runs) -> Outcome:
+    """An empty file or folder in the place of `start` gives an error or other numbers. Not seen: weights that
+    are read and fit no layer, as by `load_state_dict(..., strict=False)`.
+    """
+    start = Path(str(runs.workload.own_checkpoint)).expanduser()
+    anneal = None if runs.anneals is None else False  # of a window, in which the rate is another promise
+    begun = runs.records(anneal=anneal)
+    with tempfile.TemporaryDirectory() as folder:
+        empty = Path(folder) / start.name
+        empty.mkdir() if start.is_dir() else empty.touch()
+        config = runs.workload.model_copy(update={"start": str(empty)})
+        try:
+            other = Runs(config, runs.device, runs.recipe, show=runs.show).records(anneal=anneal)
+        except Exception:  # the user's code may raise any class
+            return f"an empty {start.name} ends it", ""
+    if first_difference(begun, other):
+        return f"an empty {start.name} gives other numbers", ""
+    return (
+        f"an empty {start.name} gives the same numbers: every arm would train from weights of the code's own",
+        "load the weights, and the optimizer's state if there is any, from trial.start, before"
+        " trial.checkpoint(...)",
+    )
+
+
 def _seeds(runs: Runs) -> Outcome:
     plain = PRESETS["bf16"]()  # quantisers draw by the seed too
     if first_difference(runs.records(recipe=plain), runs.records(recipe=plain, seed=1)):
@@ -249,7 +278,7 @@ def _recipe(runs: Runs) -> Outcome:
 def _anneals(runs: Runs) -> Outcome:
     """The rate is multiplied by the factor: a window in which it falls gives other numbers."""
     try:
-        if first_difference(runs.forked(True), runs.forked(False)):
+        if first_difference(runs.records(anneal=True), runs.records(anneal=False)):
             return "a window with a falling rate and one without differ", ""
         detail = "a window with a falling rate and one without give the same numbers"
     except RuntimeError as error:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import textwrap
 from itertools import islice
 from pathlib import Path
 
@@ -194,6 +195,35 @@ def test_check_finds_a_rate_that_does_not_fall(folder, old, new, said):
     ((name, detail),) = [(promise.name, promise.detail) for promise in broken]
     assert (name, said in detail) == ("the learning rate falls in a window", True), detail
     assert "multiply the rate by trial.lr_factor" in broken[0].remedy
+
+
+LOADED = """\
+    saved = torch.load(trial.start, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("loads", "kept"),
+    [
+        (LOADED, True),
+        (LOADED.replace("trial.start", "trial.start or 'other.pt'"), True),
+        ("", False),
+        ("    if not trial.forked:\n" + textwrap.indent(LOADED, "    "), False),
+    ],
+    ids=["loads", "has a default", "loads nothing", "loads in whole runs alone"],
+)
+def test_check_refuses_a_start_that_the_code_does_not_load(folder, loads, kept):
+    (folder / "train.py").write_text(CODE.replace(LOADED, loads))
+    made = promises(Runs(workload(folder), anneals=True))
+    promise = next(each for each in made if "start" in each.name)
+    assert (promise.kept, promise.refused) == (kept, not kept)
+
+
+def test_a_refused_start_is_bad_input(folder):
+    (folder / "train.py").write_text(CODE.replace(LOADED, ""))
+    assert here("check", experiment(folder, "{trunk: start}")).returncode == 2
 
 
 def experiment(folder: Path, design: str, start: str = "step_10.pt") -> Path:
