@@ -10,6 +10,7 @@ answer_tables.py, figures in figures/. Nothing is drawn or computed a second tim
 `summary`, `contrasts` or `attribution`.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,10 @@ from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
 from ablate.reports.elsewhere import method_text
 from ablate.reports.figures.blame_search import search_parts
+from ablate.reports.figures.effects import operand_errors
 from ablate.reports.figures.sensitivity_map import map_parts
+from ablate.reports.figures.style import Picture
+from ablate.reports.figures.tables import FEWEST_POINTS
 from ablate.reports.foremost import foremost
 from ablate.reports.image_rows import FILE, image_rows
 from ablate.reports.knob_columns import by_knobs
@@ -216,6 +220,15 @@ class Answer(VerdictSentences):
     def recipes(self) -> Table | None:
         """Return the table of what the arms' recipes differ in."""
         return recipes_table(self.ledger, self.shown)
+
+    def operand_errors(self) -> Picture | None:
+        """Return the picture of gaps over the recorded errors of operands; None for fewer than three
+        recipes."""
+        recipes = {member.name: json.dumps(member.resolved.recipe) for member in self.ledger.members()}
+        listed = [arm for arm in self.arms if arm.role == "listed" and arm.gap]
+        if len({recipes[arm.name] for arm in listed}) < FEWEST_POINTS:
+            return None
+        return operand_errors(self.records("quant/*/*/sqnr_db"), listed, self.metric)
 
     def runs(self) -> Table:
         """Return the table of every run, with links to its specification and log."""

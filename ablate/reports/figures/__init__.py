@@ -10,6 +10,7 @@ from ablate.reports.figures.curves import curves, decay, gap_curve
 from ablate.reports.figures.effects import (
     forest,
     interaction,
+    operand_errors,
     throughput_gap,
 )
 from ablate.reports.figures.health import divergence, slot_errors
@@ -30,6 +31,7 @@ __all__ = [
     "importance",
     "interaction",
     "objectives",
+    "operand_errors",
     "rotation_histogram",
     "rounding_histogram",
     "shares",

@@ -4,19 +4,23 @@ throughput."""
 import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
 from matplotlib.typing import FillStyleType
 
 from ablate.experiment.schema import Metric
+from ablate.reports.figures import tables
 from ablate.reports.figures.style import (
     COLOURS,
     MOST_ARMS,
+    Mark,
     Picture,
     best_of,
     better,
@@ -40,6 +44,7 @@ from ablate.results.number_text import interval, number
 from ablate.results.paired_stats import Difference, Verdict
 from ablate.results.summary import ArmSummary
 from ablate.results.verdict_text import verdict_text
+from ablate.training.metric_names import Name
 
 _MOST_PANELS = 9
 _MOST_LEVELS = 8
@@ -284,30 +289,79 @@ def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
     note = "Ringed and joined: the arms that no other beats in both. Bars are paired intervals."
     body = canvas(question, 7.5, max(3.8, 0.3 * len(shown) + 0.4), note, best_of(len(best), len(arms)))
     axes = body.subplots()
-    axes.axhline(0, color="0.4", linewidth=1)
     edge = data[data["front"]].sort_values("tokens_per_s")
     axes.plot(edge["tokens_per_s"], edge["gap"], "-", color="0.6", zorder=1)
     axes.plot(edge["tokens_per_s"], edge["gap"], "o", markersize=13, fillstyle="none", color="0.35", zorder=1)
-    handles = []
-    looks = marks((arm.name for arm in arms), {arm.name for arm in arms if arm.is_baseline})
-    for arm in shown:
-        mark = looks[arm.name]
-        half = arm.gap.high - arm.gap.mean if arm.gap is not None and arm.gap.has_interval else None
-        axes.errorbar(
-            arm.tokens_per_s,
-            gaps[arm.name],
-            yerr=half,
-            fmt=mark.marker,
-            color=mark.color,
-            capsize=3,
-            markersize=6,
-        )
-        handles.append(Line2D([], [], color=mark.color, marker=mark.marker, linestyle=""))
-    axes.set(
-        xlabel="tokens a second (more is better)",
-        ylabel=f"{metric.name}: arm minus baseline\n({better(minimize)})",
-    )
+    axes.set_xlabel("tokens a second (more is better)")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid()
-    legend(body, handles, list(gaps))
+    _points(body, axes, data, _marks(arms), metric)
     return finished(stem("throughput_gap", metric.name), question, body, data)
+
+
+@house
+def operand_errors(records: pd.DataFrame, arms: list[ArmSummary], metric: Metric) -> Picture | None:
+    """Draw each arm's gap over the error of its operands in the first step in which all of them are recorded.
+
+    The error is that of `ablate rank`: squared error over power, summed over the operands, mean over the
+    layers that any arm quantises and over seeds; 0 for a layer in bf16. Unlike there, arms have weights of
+    their own in that step, and an operand that is cast from a copy is compared with the copy.
+
+    Args:
+        records: Tidy frame of records, with `quant/<slot>/<layer>/sqnr_db`.
+        arms: Arms of the sweep. Of many, the best are drawn.
+        metric: Metric that is compared.
+
+    Returns:
+        The picture; None for fewer than three arms that have errors and a gap, or for several baselines.
+    """
+
+    def wanted(name: Name) -> bool:
+        return name.family == "quant" and name.metric == "sqnr_db" and name.layer is not None
+
+    selected = tables.chosen(records, wanted, layer="layer")
+    selected["error"] = 10 ** (-selected["value"] / 10)
+    runs = selected.groupby(["arm", "seed", "step"], sort=False)["error"].agg(["sum", "size"]).reset_index()
+    whole = runs[runs["size"] == runs.groupby(["arm", "seed"])["size"].transform("max")]
+    step = whole.groupby(["arm", "seed"])["step"].min().max()  # gradients may be zero in earlier ones
+    at_step = whole[whole["step"] == step].groupby("arm")["sum"].mean()
+    errors: dict[str, float] = (at_step / max(1, selected["layer"].nunique())).to_dict()
+    best = foremost(arms, metric, MOST_ARMS)
+    shown = [(arm, arm.gap) for arm in best if arm.gap and arm.gap.pairs and arm.name in errors]
+    if len(shown) < FEWEST_POINTS or len({arm.baseline for arm, _ in shown}) > 1:
+        return None
+    data = pd.DataFrame(
+        {"arm": arm.name, "error": errors[arm.name], "gap": gap.mean, "low": gap.low, "high": gap.high}
+        for arm, gap in shown
+    )
+    question = f"Does the error of operands predict the gap in {metric.name}?"
+    note = (
+        f"Across: squared error of operands over their power, summed over operands, mean over layers, as"
+        f" recorded in step {step:g}: the number that `ablate rank` orders recipes by. How often its order is"
+        " that of training: docs/use/rank.md. Up: gaps with paired intervals."
+    )
+    body = canvas(question, 7.5, max(3.8, 0.3 * len(shown) + 0.4), note, best_of(len(best), len(arms)))
+    axes = body.subplots()
+    axes.set_xlabel("error of operands")
+    _points(body, axes, data, _marks(arms), metric)
+    return finished(stem("operand_errors", metric.name), question, body, data)
+
+
+def _marks(arms: Iterable[ArmSummary]) -> dict[str, Mark]:
+    """Return a mark for each arm, baselines grey."""
+    return marks((arm.name for arm in arms), {arm.name for arm in arms if arm.is_baseline})
+
+
+def _points(
+    body: SubFigure, axes: Axes, data: pd.DataFrame, looks: Mapping[str, Mark], metric: Metric
+) -> None:
+    """Draw a point with its interval for each arm, of the columns arm, a number, gap, low and high."""
+    axes.axhline(0, color="0.4", linewidth=1)
+    handles = []
+    for arm, x, gap, _, high in data.iloc[:, :5].itertuples(index=False):
+        mark = looks[arm]
+        half = high - gap if math.isfinite(high) else None
+        axes.errorbar(x, gap, yerr=half, fmt=mark.marker, color=mark.color, capsize=3, markersize=6)
+        handles.append(Line2D([], [], color=mark.color, marker=mark.marker, linestyle=""))
+    axes.set_ylabel(f"{metric.name}: arm minus baseline\n({better(metric.direction == 'minimize')})")
+    axes.grid()
+    legend(body, handles, list(data["arm"]))

@@ -1,5 +1,6 @@
 """Tests of the numbers in figures: each is computed here once more, in another way, from the sweep."""
 
+import json
 import math
 import statistics
 
@@ -11,6 +12,7 @@ from support.made_up import LOSS
 
 from ablate.experiment.schema import Metric
 from ablate.reports import figures
+from ablate.reports.answer import Answer
 from ablate.reports.operand_health import by_layer
 from ablate.results import summary
 from ablate.results.attribution import grid
@@ -232,3 +234,34 @@ def test_roundings_are_counted_by_code_and_their_errors_by_origin():
         figures.rounding_histogram(values, nearest, nearest[:2])
     with pytest.raises(ValueError, match="divide by the block's scale first"):
         figures.rounding_histogram(np.arange(100.0), np.arange(100.0), np.arange(100.0))
+
+
+def operands(error: float, slots: tuple[str, ...], layers: list[str]) -> dict[str, float]:
+    """Records of operands that all have one error."""
+    return {f"quant/{slot}/{layer}/sqnr_db": -10 * math.log10(error) for slot in slots for layer in layers}
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_errors_of_operands_are_summed_in_the_first_step_that_has_them_all(tmp_path, differ):
+    """An arm that quantises one of two layers has error 0 in the other, and a gradient of zeros has none."""
+    ledger = made_up.Ledger(tmp_path / "sweeps" / "recipes" / "ledger.db")
+    base = ledger.add_arm("bf16", {}, None, None)
+    arms = {"bf16": (0.0, []), "a": (0.02, ["up", "down"]), "b": (0.01, ["up", "down"]), "c": (0.01, ["up"])}
+    for name, (error, layers) in arms.items():
+        arm = ledger.add_arm(name, {"recipe": name}, base, None) if layers else base
+        spec = json.dumps(json.loads(made_up.SPEC) | {"recipe": {"name": name if differ else "same"}})
+        for seed in range(3):
+            own, loss = error * (1 + seed), {"val/loss": 3 + error + seed * error / 10}
+            events = [(1, loss | operands(own, ("fprop.x",), layers))]
+            events += [(step, loss | operands(own * step, ("fprop.x", "dgrad.g"), layers)) for step in (5, 9)]
+            made_up.member(ledger, arm, seed, events, spec=spec)
+    drawn = Answer(ledger).operand_errors()
+    ledger.close()
+    if not differ:
+        assert drawn is None
+        return
+    data = drawn.data.set_index("arm")
+    # 1 + seed is 2 in the mean over seeds, 5 is the step; two slots; over the two layers of any arm
+    expected = {name: 2 * 5 * 2 * error * len(layers) / 2 for name, (error, layers) in arms.items() if layers}
+    assert data["error"].to_dict() == pytest.approx(expected)
+    assert data["gap"]["a"] == pytest.approx(0.022)

@@ -35,6 +35,7 @@ FROM_A_SWEEP = {
     "forest": lambda of: figures.forest(of.arms, of.metric),
     "interaction": lambda of: figures.interaction(grid(of.arms), of.metric),
     "throughput_gap": lambda of: figures.throughput_gap(of.arms, of.metric),
+    "operand_errors": lambda of: figures.operand_errors(of.table, of.arms, of.metric),
     "curves": lambda of: figures.curves(of.table, of.metric.name),
     "gap_curve": lambda of: figures.gap_curve(of.table, of.metric),
     "decay": lambda of: figures.decay(of.table, of.metric.name),
@@ -266,7 +267,7 @@ def lonely(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(FROM_A_SWEEP.keys() - {"interaction", "throughput_gap"} - OF_A_SEARCH)
+    "name", sorted(FROM_A_SWEEP.keys() - {"interaction", "operand_errors", "throughput_gap"} - OF_A_SEARCH)
 )
 def test_one_arm_with_one_seed_is_enough_and_has_no_interval(name, lonely):
     picture = FROM_A_SWEEP[name](lonely)
@@ -276,7 +277,7 @@ def test_one_arm_with_one_seed_is_enough_and_has_no_interval(name, lonely):
     assert not picture.figure.findobj(FillBetweenPolyCollection)  # no band
 
 
-@pytest.mark.parametrize("name", ["curves", "gap_curve", "slot_errors", "throughput_gap"])
+@pytest.mark.parametrize("name", ["curves", "gap_curve", "operand_errors", "slot_errors", "throughput_gap"])
 def test_two_points_are_no_picture(name, tmp_path):
     assert FROM_A_SWEEP[name](Sweep(made_up.grid(tmp_path, seeds=1, steps=2, only=1))) is None
 
