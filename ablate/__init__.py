@@ -18,9 +18,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ablate.execution.foreign.answer import judge
     from ablate.experiment import integrations
     from ablate.experiment.python_api import convert, diff, log, presets, quantize, recipe
+    from ablate.judging.answer import judge
     from ablate.recipes.recipe import Recipe
     from ablate.results.proposal_gate import gate
     from ablate.verification.conformance.run import conform
@@ -46,7 +46,7 @@ _HOMES = dict.fromkeys(__all__, _INTERFACE) | {
     "Recipe": "ablate.recipes.recipe",
     "conform": "ablate.verification.conformance.run",
     "gate": "ablate.results.proposal_gate",
-    "judge": "ablate.execution.foreign.answer",
+    "judge": "ablate.judging.answer",
 }
 """Module of each public name, imported at its first use."""
 _MODULES = {"integrations": "ablate.experiment.integrations", "reports": "ablate.reports"}

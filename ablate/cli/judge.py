@@ -18,8 +18,8 @@ from ablate.errors import InputError, one_line
 from ablate.store.checked_ledger import open_ledger
 
 if TYPE_CHECKING:
-    from ablate.execution.foreign.chosen_runs import Question
-    from ablate.execution.foreign.run import Found
+    from ablate.judging.chosen_runs import Question
+    from ablate.judging.run import Found
 
 _STATUSES = {"keep": DONE, "discard": 3, "run again": 4}
 """Exit status of a gate by its decision."""
@@ -47,7 +47,7 @@ class ReadingFlags:
 
     def read(self, places: list[str], metric: str | None) -> "Found":
         """Return the runs of all places; InputError for a column without a role."""
-        from ablate.execution.foreign.answer import read_runs
+        from ablate.judging.answer import read_runs
 
         roles = {"name": self.name} if self.name else {}
         for text in self.column or ():
@@ -91,8 +91,8 @@ class QuestionFlags:
     @property
     def question(self) -> "Question":
         """The comparison."""
-        from ablate.execution.foreign.answer import metric_of_text
-        from ablate.execution.foreign.chosen_runs import Question
+        from ablate.judging.answer import metric_of_text
+        from ablate.judging.chosen_runs import Question
 
         return Question(
             self.against or "",
@@ -172,8 +172,8 @@ def judge(
 
     Verdicts need three runs an arm; they are paired if arms share seeds.
     """
-    from ablate.execution.foreign.answer import judgement_of
-    from ablate.execution.foreign.judged_ledger import add_to_sweep, write_ledger
+    from ablate.judging.answer import judgement_of
+    from ablate.judging.judged_ledger import add_to_sweep, write_ledger
 
     gated.refuse_alone()
     if asked.against is None and into is None:
@@ -200,7 +200,7 @@ def judge(
 
 def _gate(found: "Found", asked: QuestionFlags, gated: GateFlags, proposal: str, as_json: bool) -> int:
     """Print the decision on the candidate, and return the exit status that stands for it."""
-    from ablate.execution.foreign.proposal import gate_runs
+    from ablate.judging.proposal import gate_runs
 
     assert gated.history
     judged, said = gate_runs(

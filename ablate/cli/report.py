@@ -13,9 +13,9 @@ import typer
 from ablate.cli.common import DONE, FAILED, console, print_starting
 from ablate.cli.options import MlflowFlags, complete_sweeps
 from ablate.errors import InputError, nearest
-from ablate.execution.foreign.judged_ledger import changed_since
 from ablate.execution.sweep_control import check
 from ablate.files import no_folder_name
+from ablate.judging.judged_ledger import changed_since
 from ablate.reports.notebooks import NotebookError
 from ablate.reports.report_files import (
     NOTEBOOKS,

@@ -45,7 +45,7 @@ VERBS = {
     "ablate data show": "cli/test_data_command.py",
     "ablate doctor": "verification/test_doctor.py",
     "ablate init": "training/workloads/test_python.py",
-    "ablate judge": "execution/foreign/test_judge.py",
+    "ablate judge": "judging/test_judge.py",
     "ablate plan": "cli/test_commands.py",
     "ablate rank": "cli/test_rank_command.py",
     "ablate rebuild": "cli/test_rebuild.py",

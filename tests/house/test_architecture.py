@@ -1,4 +1,4 @@
-"""The house: eleven packages in one direction, foreign libraries with one home, short files, instant planning, randomness as an argument.
+"""The house: twelve packages in one direction, foreign libraries with one home, short files, instant planning, randomness as an argument.
 
 Each promise is one test that lists every offender.
 """
@@ -23,6 +23,7 @@ PACKAGES = [
     "cli",
     "verification",
     "reports",
+    "judging",
     "execution",
     "results",
     "store",
@@ -33,7 +34,7 @@ PACKAGES = [
     "numerics",
 ]
 """Top to bottom: a package imports from those below it, and from the leaves."""
-BESIDE = {("reports", "execution")}
+BESIDE = {("reports", "execution"), ("reports", "judging")}
 """Pairs of which neither may import the other, though one stands above."""
 MOST_FILES = 30
 """Most files of its own in a folder: one that grows beyond is two ideas."""
@@ -553,14 +554,14 @@ PATTERNS = {
         "a frame of a traceback that Python printed",
         "its last line",
     ],
-    "execution.foreign.columns": [
+    "judging.columns": [
         "words above a column's name, in sources of other people",
         "words of metrics of which more is better",
         "... of which less is",
         "names of learning rates",
         "characters between the words of a metric's name",
     ],
-    "execution.foreign.own_fields": [
+    "judging.own_fields": [
         "fields of other people that name a run",
         "... that say where it ran",
         "... that it measured",
@@ -569,7 +570,7 @@ PATTERNS = {
         "words of hyperparameters, in a field",
         "... between which other characters stand",
     ],
-    "execution.foreign.statuses": [
+    "judging.statuses": [
         "columns of other people with words of a status",
         "... with exit codes",
         "... that are true of a run that is done",
@@ -578,7 +579,7 @@ PATTERNS = {
         "words that mean not yet done",
         "characters of a column's name that are no letters",
     ],
-    "execution.foreign.names": ["a user's pattern of a name, escaped", "... as the name is matched"],
+    "judging.names": ["a user's pattern of a name, escaped", "... as the name is matched"],
     "execution.tracking.access": ["why a connection failed, in urllib3's message"],
     "cli.servers.reports": ["the Host header of a request"],
     "training.workloads.command": ["absolute paths in a command line, as a user writes it"],

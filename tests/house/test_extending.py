@@ -36,13 +36,13 @@ SIBLINGS = {
     "tracker": (
         r"\btensorboard\b",  # and the reader of others' event files
         "ablate/execution/tracking/tensorboard.py ablate/execution/tracking/event_files.py"
-        " ablate/execution/foreign/sources.py tests/support/foreign_files.py",
+        " ablate/judging/sources.py tests/support/foreign_files.py",
     ),
     "source of runs from elsewhere": (r"\bwandb_folders\b", ""),
     "setting": (
         r"\bnotify\b",
         "ablate/execution/notify.py ablate/cli/sweep_run.py tests/reports/test_notify.py"
-        " tests/execution/foreign/test_judged_files.py",
+        " tests/judging/test_judged_files.py",
     ),
     "metric of an operand": (r"\bscale_saturated_frac\b", ""),
     "metric of a product": (r"gemm_metric\(name|\"sqnr_db\": \"", ""),

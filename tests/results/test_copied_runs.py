@@ -10,7 +10,7 @@ from support.cases import every
 from support.made_up import member as finish
 
 import ablate
-from ablate.execution.foreign.answer import Judgement
+from ablate.judging.answer import Judgement
 from ablate.results.comparisons import Comparisons
 from ablate.results.gate import checks
 from ablate.results.headline import headline_of

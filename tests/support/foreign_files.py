@@ -248,7 +248,7 @@ def tensorboard() -> Files:
 
 def wandb_folders() -> Files:
     """Folders of W&B's offline runs."""
-    from ablate.execution.foreign.wandb_folders import message_class
+    from ablate.judging.wandb_folders import message_class
 
     contents = {}
     for arm in ARMS:
@@ -316,8 +316,8 @@ def result(files: Files, folder: Path) -> tuple[dict[Key, float], list[str]]:
     Raises:
         InputError: the package refuses the files.
     """
-    from ablate.execution.foreign.columns import Columns
-    from ablate.execution.foreign.sources import read
+    from ablate.judging.columns import Columns
+    from ablate.judging.sources import read
 
     found = read([str(folder / place) for place in files.places], Columns(**files.columns), logs=files.logs)
     values = {

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from ablate.errors import InputError
-from ablate.execution.foreign.answer import judge
+from ablate.judging.answer import judge
 
 STATUS_COLUMNS = (
     "State",

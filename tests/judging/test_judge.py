@@ -18,14 +18,14 @@ from support.experiments import tiny
 
 import ablate
 from ablate.errors import InputError
-from ablate.execution.foreign.answer import judge
-from ablate.execution.foreign.chosen_runs import Question
-from ablate.execution.foreign.columns import Columns
-from ablate.execution.foreign.judged_ledger import add_to_sweep, write_ledger
-from ablate.execution.foreign.run import ForeignRun, Found
-from ablate.execution.foreign.sources import read
 from ablate.execution.tracking.runs import gaps
 from ablate.experiment.schema import Metric
+from ablate.judging.answer import judge
+from ablate.judging.chosen_runs import Question
+from ablate.judging.columns import Columns
+from ablate.judging.judged_ledger import add_to_sweep, write_ledger
+from ablate.judging.run import ForeignRun, Found
+from ablate.judging.sources import read
 from ablate.reports.figures.curves import gap_curve
 from ablate.results.comparisons import Comparisons
 from ablate.results.headline import headline_of

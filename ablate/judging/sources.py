@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ablate.errors import InputError, one_line, redact
-from ablate.execution.foreign import (
+from ablate.execution.tracking import event_files
+from ablate.judging import (
     csv_tables,
     json_tables,
     log_files,
@@ -24,13 +25,12 @@ from ablate.execution.foreign import (
     wandb_charts,
     wandb_folders,
 )
-from ablate.execution.foreign.cells import same
-from ablate.execution.foreign.columns import GUESS, Columns
-from ablate.execution.foreign.named_runs import NamedRun, identified
-from ablate.execution.foreign.names import places_of
-from ablate.execution.foreign.points import Points
-from ablate.execution.foreign.run import ForeignRun, Found
-from ablate.execution.tracking import event_files
+from ablate.judging.cells import same
+from ablate.judging.columns import GUESS, Columns
+from ablate.judging.named_runs import NamedRun, identified
+from ablate.judging.names import places_of
+from ablate.judging.points import Points
+from ablate.judging.run import ForeignRun, Found
 from ablate.store.databases import url
 
 

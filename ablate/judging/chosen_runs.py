@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ablate.errors import InputError, nearest, one_line
-from ablate.execution.foreign.columns import direction_of, is_rate
-from ablate.execution.foreign.compared_step import compared_step, last_until, longer_text
-from ablate.execution.foreign.own_fields import own_fields, unlike_seeds, values_by_field, with_rates
-from ablate.execution.foreign.run import ForeignRun
 from ablate.experiment.schema import Metric
 from ablate.files import Json
+from ablate.judging.columns import direction_of, is_rate
+from ablate.judging.compared_step import compared_step, last_until, longer_text
+from ablate.judging.own_fields import own_fields, unlike_seeds, values_by_field, with_rates
+from ablate.judging.run import ForeignRun
 from ablate.training.metric_names import NAMING, recordable
 
 _USUAL = ("val/loss", "eval/loss", "eval_loss", "validation_loss", "val_loss", "valid_loss", "val_bpb")

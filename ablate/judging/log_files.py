@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ablate.errors import InputError, one_line
-from ablate.execution.foreign.named_runs import NamedRun
-from ablate.execution.foreign.points import Points
-from ablate.execution.foreign.text_files import content, text
+from ablate.judging.named_runs import NamedRun
+from ablate.judging.points import Points
+from ablate.judging.text_files import content, text
 from ablate.training.log_readers import LogRecord, Unreadable, format_of, open_reader
 from ablate.training.log_readers.hf import state_records
 

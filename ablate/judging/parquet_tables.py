@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ablate.errors import InputError, one_line
-from ablate.execution.foreign.tables import Row, Table
 from ablate.files import Json
+from ablate.judging.tables import Row, Table
 
 _MOST_ROWS = 10_000_000
 

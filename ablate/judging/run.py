@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ablate.execution.foreign.cells import shown
 from ablate.files import Json
+from ablate.judging.cells import shown
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ only if minimum and maximum equal it; others are refused, since no run has their
 from collections.abc import Sequence
 
 from ablate.errors import InputError, one_line
-from ablate.execution.foreign import cells
-from ablate.execution.foreign.columns import USUAL, plain
-from ablate.execution.foreign.named_runs import NamedRun
-from ablate.execution.foreign.points import Points
-from ablate.execution.foreign.tables import Table
+from ablate.judging import cells
+from ablate.judging.columns import USUAL, plain
+from ablate.judging.named_runs import NamedRun
+from ablate.judging.points import Points
+from ablate.judging.tables import Table
 
 _BETWEEN = " - "
 _BOUNDS = ("__MIN", "__MAX")

@@ -11,13 +11,13 @@ from support.cases import every
 from support.commands import here
 
 from ablate.errors import InputError
-from ablate.execution.foreign.answer import judge
-from ablate.execution.foreign.chosen_runs import Question, comparable
-from ablate.execution.foreign.columns import Columns, direction_of
-from ablate.execution.foreign.named_runs import NamedRun, identified
-from ablate.execution.foreign.points import Points
-from ablate.execution.foreign.sources import read
 from ablate.experiment.schema import Metric
+from ablate.judging.answer import judge
+from ablate.judging.chosen_runs import Question, comparable
+from ablate.judging.columns import Columns, direction_of
+from ablate.judging.named_runs import NamedRun, identified
+from ablate.judging.points import Points
+from ablate.judging.sources import read
 
 RUNS = [(arm, seed) for arm in ("bf16", "nvfp4") for seed in range(4)]
 

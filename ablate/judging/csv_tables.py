@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ablate.errors import InputError, one_line
-from ablate.execution.foreign.tables import Row, Table
-from ablate.execution.foreign.text_files import text
+from ablate.judging.tables import Row, Table
+from ablate.judging.text_files import text
 
 _BETWEEN = ",;\t"
 _REMARK = "#"

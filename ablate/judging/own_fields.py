@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ablate.errors import one_line
-from ablate.execution.foreign.cells import shown
-from ablate.execution.foreign.columns import is_rate, plain
-from ablate.execution.foreign.run import ForeignRun
-from ablate.execution.foreign.statuses import known
 from ablate.files import Json
+from ablate.judging.cells import shown
+from ablate.judging.columns import is_rate, plain
+from ablate.judging.run import ForeignRun
+from ablate.judging.statuses import known
 from ablate.results.number_text import counted
 from ablate.training.log_readers.lines import metric_name
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 
 from ablate.errors import InputError, nearest, one_line
-from ablate.execution.foreign import cells
-from ablate.execution.foreign.columns import Columns, is_rate, like_metric, metric_columns, pick, plain
-from ablate.execution.foreign.names import fields_of, read_name, seed_of
-from ablate.execution.foreign.points import Points
-from ablate.execution.foreign.run import ForeignRun
-from ablate.execution.foreign.statuses import status_columns, with_status
 from ablate.files import Json
+from ablate.judging import cells
+from ablate.judging.columns import Columns, is_rate, like_metric, metric_columns, pick, plain
+from ablate.judging.names import fields_of, read_name, seed_of
+from ablate.judging.points import Points
+from ablate.judging.run import ForeignRun
+from ablate.judging.statuses import status_columns, with_status
 
 Row = tuple[int, Mapping[str, Json]]
 """Line of the file, from 1, and cell by column."""

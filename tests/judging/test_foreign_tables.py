@@ -5,8 +5,8 @@ import math
 import pytest
 
 from ablate.errors import InputError
-from ablate.execution.foreign.columns import Columns
-from ablate.execution.foreign.sources import read
+from ablate.judging.columns import Columns
+from ablate.judging.sources import read
 
 LONG = """\
 recipe,seed,step,val/loss,lr

@@ -11,7 +11,11 @@ from pathlib import Path
 
 from ablate.cache import key_of
 from ablate.errors import InputError, nearest
-from ablate.execution.foreign.chosen_runs import (
+from ablate.execution.sweep_control import check, damage, put_aside
+from ablate.experiment.roles import ELSEWHERE
+from ablate.experiment.schema import Metric
+from ablate.files import Busy, Json, lock, no_folder_name
+from ablate.judging.chosen_runs import (
     Chosen,
     Question,
     comparable,
@@ -19,13 +23,9 @@ from ablate.execution.foreign.chosen_runs import (
     numbered,
     prepared,
 )
-from ablate.execution.foreign.compared_step import last_until
-from ablate.execution.foreign.names import places_of
-from ablate.execution.foreign.run import Found
-from ablate.execution.sweep_control import check, damage, put_aside
-from ablate.experiment.roles import ELSEWHERE
-from ablate.experiment.schema import Metric
-from ablate.files import Busy, Json, lock, no_folder_name
+from ablate.judging.compared_step import last_until
+from ablate.judging.names import places_of
+from ablate.judging.run import Found
 from ablate.results.comparisons import Comparisons
 from ablate.store.checked_ledger import absent, difference, refusal
 from ablate.store.judged import FOREIGN, Judged, Occasion, Reading

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Union, get_args
 
 from ablate.errors import InputError, nearest, one_line
-from ablate.execution.foreign.chosen_runs import Question
-from ablate.execution.foreign.columns import Columns, metric_name
-from ablate.execution.foreign.judged_ledger import write_ledger
-from ablate.execution.foreign.run import ForeignRun, Found
-from ablate.execution.foreign.sources import each_once, read
-from ablate.execution.foreign.tables import Table, runs_of
 from ablate.files import Json
+from ablate.judging.chosen_runs import Question
+from ablate.judging.columns import Columns, metric_name
+from ablate.judging.judged_ledger import write_ledger
+from ablate.judging.run import ForeignRun, Found
+from ablate.judging.sources import each_once, read
+from ablate.judging.tables import Table, runs_of
 from ablate.results.comparisons import Comparisons
 from ablate.results.headline import headline_of
 from ablate.results.summary import ArmSummary

@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ablate.errors import InputError, nearest, one_line
-from ablate.execution.foreign import cells
-from ablate.execution.foreign.columns import Columns, is_rate, metric_columns, pick
-from ablate.execution.foreign.names import fields_of, read_name, seed_of
-from ablate.execution.foreign.points import Points
-from ablate.execution.foreign.run import ForeignRun
-from ablate.execution.foreign.statuses import status_columns, with_status
 from ablate.files import Json
+from ablate.judging import cells
+from ablate.judging.columns import Columns, is_rate, metric_columns, pick
+from ablate.judging.names import fields_of, read_name, seed_of
+from ablate.judging.points import Points
+from ablate.judging.run import ForeignRun
+from ablate.judging.statuses import status_columns, with_status
 
 _IDENTITY = ("arm", "seed")
 

@@ -8,7 +8,7 @@ count different steps, so there each metric is by itself.
 """
 
 from ablate.errors import InputError, one_line
-from ablate.execution.foreign.cells import same
+from ablate.judging.cells import same
 
 
 class Points:

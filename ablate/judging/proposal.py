@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ablate.cache import key_of
 from ablate.errors import InputError
-from ablate.execution.foreign.chosen_runs import Question, prepared
-from ablate.execution.foreign.run import ForeignRun
+from ablate.judging.chosen_runs import Question, prepared
+from ablate.judging.run import ForeignRun
 from ablate.results.number_text import counted
 from ablate.results.proposal_gate import Judged, gate
 from ablate.results.proposals import Plan

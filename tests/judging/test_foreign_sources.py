@@ -7,9 +7,9 @@ import pytest
 from support import foreign_files
 
 from ablate.errors import InputError
-from ablate.execution.foreign import sources
-from ablate.execution.foreign.columns import Columns
-from ablate.execution.foreign.sources import read
+from ablate.judging import sources
+from ablate.judging.columns import Columns
+from ablate.judging.sources import read
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"

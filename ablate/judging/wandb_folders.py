@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ablate.errors import InputError, one_line
-from ablate.execution.foreign.named_runs import NamedRun, flat
-from ablate.execution.foreign.points import Points
-from ablate.execution.foreign.text_files import content
 from ablate.files import Json
+from ablate.judging.named_runs import NamedRun, flat
+from ablate.judging.points import Points
+from ablate.judging.text_files import content
 
 _MAGIC = b":W&B"
 _BEGIN = 7

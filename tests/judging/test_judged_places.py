@@ -10,10 +10,10 @@ from support.commands import here
 
 from ablate.cli.report import make
 from ablate.errors import InputError
-from ablate.execution.foreign.answer import judge
-from ablate.execution.foreign.chosen_runs import Question
-from ablate.execution.foreign.judged_ledger import add_to_sweep, write_ledger
-from ablate.execution.foreign.run import ForeignRun, Found
+from ablate.judging.answer import judge
+from ablate.judging.chosen_runs import Question
+from ablate.judging.judged_ledger import add_to_sweep, write_ledger
+from ablate.judging.run import ForeignRun, Found
 
 BAD_NAMES = ("../../x", "..", ".", "", " ", "/tmp/x", "a/b", "a\\b", ".hidden", "a\0b", "a\nb", "x" * 201)
 

@@ -9,7 +9,7 @@ from support.cases import every
 
 import ablate
 from ablate.errors import InputError
-from ablate.execution.foreign.answer import Judgement
+from ablate.judging.answer import Judgement
 
 Lengths = dict[str, list[int]]
 """Last step of each run, by arm."""

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ablate.errors import InputError, one_line
-from ablate.execution.foreign.named_runs import flat
-from ablate.execution.foreign.tables import Row, Table
-from ablate.execution.foreign.text_files import text
 from ablate.files import Json
+from ablate.judging.named_runs import flat
+from ablate.judging.tables import Row, Table
+from ablate.judging.text_files import text
 
 
 def read_lines(path: Path, fields: Mapping[str, str], said: list[str]) -> Table:

@@ -46,7 +46,7 @@ def read_name(pattern: str, name: str, where: str) -> dict[str, str]:
 
 def seed_of(text: str | None, where: str) -> int | None:
     """Return a seed; None for no text. InputError if it is not a whole number."""
-    from ablate.execution.foreign.cells import whole
+    from ablate.judging.cells import whole
 
     if text is None:
         return None

@@ -13,10 +13,10 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from ablate.execution.foreign import cells
-from ablate.execution.foreign.columns import plain
-from ablate.execution.foreign.run import ForeignRun
 from ablate.files import Json
+from ablate.judging import cells
+from ablate.judging.columns import plain
+from ablate.judging.run import ForeignRun
 
 _WORDS = re.compile(
     r"(run|job|trial|task|process|experiment|exp|train|training|final|end|completion|lifecycle|result|info"

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ablate.errors import InputError
-from ablate.execution.foreign.run import ForeignRun
+from ablate.judging.run import ForeignRun
 from ablate.results.number_text import counted
 
 _MOST_NAMED = 3
