@@ -15,6 +15,8 @@ _WORD = 100
 """Characters of a word that are compared with others; the time grows with the square of their number."""
 _MOST_COMPARED = 1000
 """Valid words that are compared with a mistyped one. There may be thousands, such as names of arms."""
+_MOST_QUOTED = 200
+"""Most characters of a stranger's file that a sentence quotes."""
 _JOINERS = "\u200c\u200d"
 """Zero-width characters that Persian, Indian scripts and emoji need: ZWNJ and ZWJ."""
 _HIDDEN = ("Cc", "Cs", "Cf", "Cn", "Co", "Zl", "Zp")
@@ -112,6 +114,7 @@ def nearest(word: str, valid: Iterable[str], count: int = 6) -> str:
 @lru_cache(maxsize=256)
 def _nearest(word: str, valid: tuple[str, ...], count: int) -> str:
     near = difflib.get_close_matches(word[:_WORD], valid[:_MOST_COMPARED], n=count, cutoff=0.0)
+    near = [name if len(name) <= _MOST_QUOTED else f"{name[:_MOST_QUOTED]}..." for name in near]
     listed = ", ".join(near + ([f"... ({len(valid)} in all)"] if len(valid) > len(near) else []))
     return f"{near[0]!r} is the nearest of {listed}" if near else "there is nothing to choose from"
 
@@ -134,6 +137,11 @@ def one_line(text: str) -> str:
     table.
     """
     return printable(text).replace("\n", r"\n")
+
+
+def brief(text: str) -> str:
+    """Return the text as `one_line` does, cut after 200 characters: for words of strangers' files."""
+    return one_line(text if len(text) <= _MOST_QUOTED else f"{text[:_MOST_QUOTED]}...")
 
 
 def _hidden(character: str) -> bool:

@@ -14,7 +14,7 @@ from ablate.cli.common import DONE, console, print_json, print_starting
 from ablate.cli.options import Flags, JsonOption
 from ablate.cli.report import make
 from ablate.cli.settings import Settings
-from ablate.errors import InputError, one_line
+from ablate.errors import InputError, brief, one_line
 from ablate.store.checked_ledger import open_ledger
 
 if TYPE_CHECKING:
@@ -45,9 +45,10 @@ class ReadingFlags:
         ),
     ] = None
 
-    def read(self, places: list[str], metric: str | None) -> "Found":
+    def read(self, places: list[str], asked: "QuestionFlags") -> "Found":
         """Return the runs of all places; InputError for a column without a role."""
-        from ablate.judging.answer import read_runs
+        from ablate.judging.answer import named_columns
+        from ablate.judging.sources import read
 
         roles = {"name": self.name} if self.name else {}
         for text in self.column or ():
@@ -55,7 +56,7 @@ class ReadingFlags:
             if not equals:
                 raise InputError(f"--column {one_line(text)}: give a role and a column, such as arm={text}")
             roles[role] = named
-        return read_runs(places, roles, metric, self.logs)
+        return read(places, named_columns(roles, asked.metric, asked.without or ()), logs=self.logs)
 
 
 @dataclass(frozen=True)
@@ -179,11 +180,12 @@ def judge(
     if asked.against is None and into is None:
         raise InputError("--against is needed: the arm that the others are compared with, such as bf16")
     settings = flags.settings()
-    title = next(name for name in (into, kept, _title(places[0])) if name is not None)
+    given = into if into is not None else kept
+    title = _title(places[0]) if given is None and not gated.gate else given or ""
     print_starting(f"reading {', '.join(places[:3])}", as_json)
     if gated.gate and asked.without:
         raise InputError("--without: a gate counts every run; run the short one again")
-    found = reading.read(places, asked.metric)
+    found = reading.read(places, asked)
     if gated.gate:
         raise typer.Exit(_gate(found, asked, gated, kept or "", as_json))
     write = write_ledger if into is None else add_to_sweep
@@ -221,8 +223,10 @@ def _gate(found: "Found", asked: QuestionFlags, gated: GateFlags, proposal: str,
 
 def _title(place: str) -> str:
     """Return a name for runs of a place: letters, digits and `_ . -` of its last part."""
-    last = re.sub(r"\{\w+\}", "", Path(place.rstrip("/*")).stem) or Path(place).parent.name
-    return re.sub(r"[^\w.-]+", "_", last).strip("_.-") or "judged"
+    for part in (Path(place.rstrip("/*")).stem, Path(place).parent.name):
+        if title := re.sub(r"[^\w.-]+", "_", re.sub(r"\{\w+\}", "", part)).strip("_.-"):
+            return title
+    raise InputError(f"--as NAME is needed: {brief(place)} has no name of its own")
 
 
 def _print(settings: Settings, title: str, said: list[str]) -> None:

@@ -3,15 +3,15 @@
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, suppress
-from dataclasses import dataclass, fields
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Union, get_args
 
-from ablate.errors import InputError, nearest, one_line
+from ablate.errors import InputError, brief, nearest
 from ablate.files import Json
 from ablate.judging.chosen_runs import Question
-from ablate.judging.columns import Columns, metric_name
+from ablate.judging.columns import USUAL, Columns, metric_name
 from ablate.judging.judged_ledger import write_ledger
 from ablate.judging.run import ForeignRun, Found
 from ablate.judging.sources import each_once, read
@@ -149,7 +149,7 @@ def judge(
     """
     if direction not in (None, *get_args(Direction)):
         raise InputError(f"direction {direction!r}: is minimize or maximize")
-    found = _given(runs, metric, columns or {})
+    found = _given(runs, metric, named_columns(columns or {}, metric, without))
     named = metric if isinstance(runs, Mapping) else metric_of_text(metric)
     question = Question(against, named, min_effect, direction, tuple(ignore), tuple(without), at=at)
     with tempfile.TemporaryDirectory(prefix="ablate-judge-") as folder:
@@ -158,7 +158,7 @@ def judge(
             return judgement_of(ledger, [*found.said, *more])
 
 
-def _given(runs: Runs, metric: str | None, columns: Mapping[str, str]) -> Found:
+def _given(runs: Runs, metric: str | None, columns: Columns) -> Found:
     """Return the runs that Python gave, or that its places have."""
     if isinstance(runs, Mapping):
         name = metric or "value"
@@ -167,54 +167,33 @@ def _given(runs: Runs, metric: str | None, columns: Mapping[str, str]) -> Found:
     if isinstance(runs, str | Path):
         runs = [runs]
     if isinstance(runs, Sequence):
-        return read_runs([str(place) for place in runs], columns, metric)
+        return read([str(place) for place in runs], columns)
     said: list[str] = []
     named = runs.astype(object).where(runs.notna(), None).rename(columns=str)  # as pandas writes it to a file
     rows = [(number, row) for number, row in enumerate(named.to_dict("records"), 1)]
     table = Table("the table", [*named.columns], rows)
-    found = each_once(runs_of(table, named_columns(columns, metric), said), said)
+    found = each_once(runs_of(table, columns, said), said)
     return Found(found, said, ["a table given in Python"])
 
 
-def read_runs(
-    places: Sequence[str], columns: Mapping[str, str], metric: str | None, logs: str | None = None
-) -> Found:
-    """Read runs, so that a metric's column is found under its own name, too.
-
-    Args:
-        places: Files, folders, patterns of paths or addresses.
-        columns: Column by role.
-        metric: Metric, or METRIC=COLUMN; None: all.
-        logs: Name of the format of log files.
-
-    Raises:
-        InputError: The runs cannot be read without doubt.
-    """
-    found = read(places, named_columns(columns, metric), logs=logs)
-    name = metric_of_text(metric)
-    if name is None or any(name in run.records for run in found.runs):
-        return found
-    with suppress(InputError):  # then the metric's name is refused, with those that are there
-        return read(places, named_columns(columns, f"{name}={metric}"), logs=logs)
-    return found
-
-
-def named_columns(columns: Mapping[str, str], metric: str | None) -> Columns:
+def named_columns(columns: Mapping[str, str], metric: str | None, without: Sequence[str] = ()) -> Columns:
     """Return the columns that a user named.
 
     Args:
         columns: Column by role: arm, seed, step, run; or a pattern of a run's name, by `name`.
-        metric: METRIC=COLUMN names the column of a metric; another text names none.
+        metric: METRIC=COLUMN, or a column whose name says the metric.
+        without: Names of runs to be left out.
 
     Raises:
         InputError: There is no such role.
     """
-    roles = [each.name for each in fields(Columns) if each.name != "metrics"]
+    roles = [*USUAL, "name"]
     for role in columns:
         if role not in roles:
-            raise InputError(f"column {one_line(role)!r}: no such role; {nearest(role, roles)}")
+            raise InputError(f"column {brief(role)!r}: no such role; {nearest(role, roles)}")
     name, equals, column = (metric or "").partition("=")
-    return Columns(**columns, metrics={name: column} if equals else None)
+    metrics, asked = ({name: column}, None) if equals else (None, metric)
+    return Columns(**columns, metrics=metrics, asked=asked, without=without)
 
 
 def metric_of_text(text: str | None) -> str | None:

@@ -5,7 +5,7 @@ import math
 from ablate.files import Json
 from ablate.training.log_readers import lines
 
-_MOST_STEP = 2**53
+MOST_STEP = 2**53
 """Largest step: below it each whole number is a float of its own."""
 _SHOWN = 60
 
@@ -47,7 +47,7 @@ def whole(cell: Json) -> int:
         if digits[0].isdigit() and set(digits[2]) <= {"0"}:
             return int(text.partition(".")[0]) if len(digits[0]) < 20 else _refuse(cell)
     value = number(cell)
-    if not value.is_integer() or abs(value) > _MOST_STEP:
+    if not value.is_integer() or abs(value) > MOST_STEP:
         _refuse(cell)
     return int(value)
 
@@ -55,7 +55,7 @@ def whole(cell: Json) -> int:
 def step_of(cell: Json) -> int:
     """Return the step of a cell. ValueError if it is not a whole number from 0."""
     value = whole(cell)
-    if not 0 <= value <= _MOST_STEP:
+    if not 0 <= value <= MOST_STEP:
         raise ValueError(f"{shown(cell)} is not a step: a whole number from 0")
     return value
 

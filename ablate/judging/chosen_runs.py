@@ -2,11 +2,11 @@
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ablate.errors import InputError, nearest, one_line
+from ablate.errors import InputError, brief, nearest
 from ablate.experiment.schema import Metric
 from ablate.files import Json
 from ablate.judging.columns import direction_of, is_rate
@@ -76,6 +76,9 @@ def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, li
         InputError: No runs, no such metric or arm, or an arm that is two configurations.
     """
     name = question.metric or _usual_metric([run for run in runs if question.counts(run)] or runs)
+    recorded = {each for run in runs for each in run.records}
+    if name not in recorded and name.startswith("eval_") and f"val/{name[5:]}" in recorded:
+        name = f"val/{name[5:]}"  # as Hugging Face's Trainer has it, and here its evaluations are named
     direction = question.direction or direction_of(name)
     metric = Metric(name=name, direction=direction, min_effect=_effect(question.min_effect))
     said = [f"metric: {name}, the {'lower' if direction == 'minimize' else 'higher'} the better"]
@@ -88,6 +91,14 @@ def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, li
     if len(arms) < 2:
         lone = f"only {arms[0]} has runs with {metric.name}"
         raise InputError(f"{lone}: there is nothing to compare it with{why}")
+    spellings: dict[str, list[str]] = {}
+    for arm in arms:
+        spellings.setdefault(arm.strip().lower(), []).append(arm)
+    said += [
+        f"{' and '.join(map(brief, alike))} are arms of their own, and differ in capital letters alone"
+        for alike in spellings.values()
+        if len(alike) > 1
+    ]
     return chosen, said + more
 
 
@@ -99,7 +110,9 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     if not any(metric.name in run.records for run in runs):
         raise InputError(f"no run has a metric {metric.name!r}; {known}")
     if not recordable(metric.name):
-        raise InputError(f"metric {metric.name!r}: {NAMING}; rename it: --metric NAME={metric.name}")
+        raise InputError(
+            f"metric {metric.name!r}: {NAMING}; rename it: --metric {shlex.quote(f'NAME={metric.name}')}"
+        )
     kept = []
     open_ends: dict[tuple[str, str], list[ForeignRun]] = {}
     for run in runs:
@@ -128,10 +141,11 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     unlike = unlike_seeds([run for run in kept if run.arm != question.floor], question.against)
     unlike = {name: found for name, found in unlike.items() if name not in question.ignored}
     if own := sorted(own_fields(kept) - {*question.ignored, *unlike}):
-        said.append(f"not compared, since they say which run it is: {', '.join(map(one_line, own))}")
+        said.append(f"not compared, since they say which run it is: {', '.join(map(brief, own))}")
     warnings = [*unlike.values()]
     said += warnings
-    short = _short(kept, question, metric.name, steps)
+    misfits = {_short_name(run) for run in runs if not run.arm}
+    short = _short(kept, question, metric.name, steps, misfits)
     for run in short:
         sentence = (
             f"{run.name} is left out as asked: it ends at step {max(run.records[metric.name])} of {steps}; if"
@@ -170,11 +184,17 @@ def _unfinished(runs: Sequence[ForeignRun]) -> str:
     return f"{subject} left out: {first.ended}" + f" ({ignored})" * bool(ignored)
 
 
-def _short(runs: Sequence[ForeignRun], question: Question, metric: str, steps: int) -> list[ForeignRun]:
+def _short(
+    runs: Sequence[ForeignRun], question: Question, metric: str, steps: int, misfits: Collection[str]
+) -> list[ForeignRun]:
     """Return the runs that the question leaves out; InputError for one that is not there, or not short."""
     short = []
     for name in question.without:
-        named = [run for run in runs if name in (run.name, _short_name(run))]
+        if name in misfits:
+            continue
+        named = [
+            run for run in runs if name in (run.name, _short_name(run)) or run.name.endswith(f" ({name})")
+        ]
         if len(named) != 1:
             names = [_short_name(run) for run in runs]
             why = f"{len(named)} runs have this name" if named else f"no such run; {nearest(name, names)}"

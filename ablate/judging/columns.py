@@ -7,12 +7,12 @@ usual ones: `sede` is more likely a mistake than a table without seeds.
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from shlex import quote
 from typing import Literal
 
-from ablate.errors import InputError, nearest, one_line
+from ablate.errors import InputError, brief, nearest
 from ablate.training.log_readers.lines import METRICS, metric_name
 
 USUAL: dict[str, tuple[str, ...]] = {
@@ -65,6 +65,10 @@ class Columns:
     """Column with the name of the run."""
     name: str | None = None
     """Pattern of a run's name, such as `{arm}-s{seed}`, from which arm and seed are read."""
+    asked: str | None = None
+    """Column that is a metric whatever its name says, since the user compares it."""
+    without: Collection[str] = ()
+    """Names of runs to be left out, which need not be of the pattern."""
 
 
 GUESS = Columns()
@@ -87,7 +91,7 @@ def pick(role: str, given: str | None, names: Sequence[str], where: str, said: l
     if given is not None:
         if given in names:
             return given
-        raise InputError(f"{where}: no column {one_line(given)!r} for the {role}; {nearest(given, names)}")
+        raise InputError(f"{where}: no column {brief(given)!r} for the {role}; {nearest(given, names)}")
     fitting = [name for name in names if plain(name) in USUAL[role]]
     best = [name for name in fitting if plain(name) == role] or fitting
     if role == "run":  # any of them tells runs apart
@@ -97,22 +101,20 @@ def pick(role: str, given: str | None, names: Sequence[str], where: str, said: l
             f"{where}: several columns may be the {role}: {_listed(best)}; name one, {role}=COLUMN"
         )
     if best:
-        said.append(f"{where}: {role}: column {one_line(best[0])!r}")
+        said.append(f"{where}: {role}: column {brief(best[0])!r}")
         return best[0]
     near = [name for name in names if plain(name) not in _NOT_MEANT and _alike(plain(name), role)]
     if near and role != "run":
-        named = quote(f"{role}={one_line(near[0])}")
+        named = quote(f"{role}={brief(near[0])}")
         raise InputError(f"{where}: no column {role!r}; if {_listed(near)} is meant, name it, {named}")
     return None
 
 
-def metric_columns(
-    given: Mapping[str, str] | None, names: Sequence[str], where: str, said: list[str]
-) -> dict[str, str]:
+def metric_columns(columns: Columns, names: Sequence[str], where: str, said: list[str]) -> dict[str, str]:
     """Return the column of each metric, by the metric's name here.
 
     Args:
-        given: columns that the user named, if any.
+        columns: columns that the user named, if any.
         names: columns that may be metrics.
         where: name of the source, for an error.
         said: list to which each guess that renames a metric is added.
@@ -120,25 +122,28 @@ def metric_columns(
     Raises:
         InputError: a column is not there, or two are the same metric.
     """
-    if given is not None:
-        for column in given.values():
+    if columns.metrics is not None:
+        for column in columns.metrics.values():
             if column not in names:
                 raise InputError(
-                    f"{where}: no column {one_line(column)!r} of a metric; {nearest(column, names)}"
+                    f"{where}: no column {brief(column)!r} of a metric; {nearest(column, names)}"
                 )
-        return dict(given)
-    columns: dict[str, str] = {}
+        return dict(columns.metrics)
+    found: dict[str, str] = {}
     for name in names:
         ours = metric_name(name)
-        if ours in columns:
-            raise InputError(
-                f"{where}: columns {_listed([columns[ours], name])} may both be {ours}; name one,"
-                f" {ours}=COLUMN"
-            )
-        columns[ours] = name
+        if columns.asked is None or columns.asked not in names or ours != metric_name(columns.asked):
+            if ours in found:
+                raise InputError(
+                    f"{where}: columns {_listed([found[ours], name])} may both be {ours}; name one,"
+                    f" {ours}=COLUMN"
+                )
+        elif name != columns.asked:
+            continue
+        found[ours] = name
         if ours != name:
-            said.append(f"{where}: metric {ours}: column {one_line(name)!r}")
-    return columns
+            said.append(f"{where}: metric {ours}: column {brief(name)!r}")
+    return found
 
 
 def like_metric(text: str) -> bool:
@@ -172,4 +177,4 @@ def _alike(word: str, role: str) -> bool:
 
 
 def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(one_line(name)) for name in names)
+    return ", ".join(repr(brief(name)) for name in names)

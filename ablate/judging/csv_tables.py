@@ -5,7 +5,7 @@ import io
 from collections.abc import Mapping
 from pathlib import Path
 
-from ablate.errors import InputError, one_line
+from ablate.errors import InputError, brief
 from ablate.judging.tables import Row, Table
 from ablate.judging.text_files import text
 
@@ -62,5 +62,5 @@ def _names(row: list[str], path: Path) -> list[str]:
     if "" in names[1:] or names == [""]:
         raise InputError(f"{path}: column {names.index('', min(1, len(names) - 1)) + 1} has no name")
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InputError(f"{path}: two columns are named {one_line(twice)!r}")
+        raise InputError(f"{path}: two columns are named {brief(twice)!r}")
     return names

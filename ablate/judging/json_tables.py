@@ -1,4 +1,6 @@
-"""JSON lines, and JSON files that are a list of objects: each object is a row, nested ones with slashes.
+"""JSON lines, and JSON files that are a list of objects, or one flat object: each object is a row.
+
+Objects within a row become columns with slashes.
 
 {"arm": "bf16", "seed": 0, "step": 100, "val": {"loss": 3.21}}     # column val/loss
 """
@@ -7,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ablate.errors import InputError, one_line
+from ablate.errors import InputError, brief
 from ablate.files import Json
 from ablate.judging.named_runs import flat
 from ablate.judging.tables import Row, Table
@@ -44,12 +46,38 @@ def read_list(path: Path, fields: Mapping[str, str]) -> Table:
     """Return the table of a JSON file. InputError if it is not a list of objects."""
     try:
         content = _parsed(text(path))
+        if isinstance(content, dict):
+            _require_flat(content)
+            content = [content]
         if not isinstance(content, list):
             raise ValueError("it is not a list of objects, one a row")
         rows = [(number, _row(entry)) for number, entry in enumerate(content, 1)]
     except ValueError as error:
         raise InputError(f"{path}: {error}") from None
     return _table(path, rows, fields)
+
+
+def _require_flat(content: Mapping[str, Json]) -> None:
+    """Raise ValueError for an object that holds others, or a curve: it is not one row."""
+    inner = {
+        name: value
+        for name, value in content.items()
+        if isinstance(value, dict)
+        or (isinstance(value, list) and any(isinstance(each, list | dict) for each in value))
+    }
+    if not inner:
+        return
+    first, value = next(iter(inner.items()))
+    way = (
+        "write a list of objects, one a row, or give final values in Python:"
+        " ablate.judge({'bf16': [3.10, 3.12]}, 'bf16')"
+    )
+    if all(isinstance(value, dict) and "0" in value for value in content.values()):
+        way = "as pandas' to_json() writes it, a column a key; write rows, to_json(orient='records')"
+    elif isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        way = f"write the list of its {brief(first)!r} alone to the file, one object a row"
+    names = ", ".join(map(brief, [*inner][:4]))
+    raise ValueError(f"it is an object with {names}, and not a row of plain values: {way}")
 
 
 def is_state(path: Path) -> bool:
@@ -89,6 +117,6 @@ def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     content: dict[str, Json] = {}
     for key, value in pairs:
         if key in content:
-            raise ValueError(f"the key {one_line(key)[:60]!r} is there twice")
+            raise ValueError(f"the key {brief(key)[:60]!r} is there twice")
         content[key] = value
     return content

@@ -7,7 +7,7 @@ nothing shows that digits are missing. `trainer_state.json` of Hugging Face's Tr
 from collections.abc import Mapping
 from pathlib import Path
 
-from ablate.errors import InputError, one_line
+from ablate.errors import InputError, brief
 from ablate.judging.named_runs import NamedRun
 from ablate.judging.points import Points
 from ablate.judging.text_files import content, text
@@ -30,7 +30,7 @@ def read_log(path: Path, fields: Mapping[str, str], logs: str, said: list[str]) 
     try:
         reader = open_reader(format_of(logs))
     except ValueError as error:
-        raise InputError(f"--logs {one_line(logs)}: {error}") from None
+        raise InputError(f"--logs {brief(logs)}: {error}") from None
     points = Points(str(path), in_time=True)
     damaged: list[tuple[int, str]] = []
     decoded = text(path) if logs == "lightning" else content(path).decode(errors="replace")
@@ -52,7 +52,7 @@ def read_log(path: Path, fields: Mapping[str, str], logs: str, said: list[str]) 
         said.append(f"{path}: the last line has no end, so it may be cut; it is left out")
     if not records:
         why = f"; line {damaged[0][0]}: {damaged[0][1]}" if damaged else ""
-        raise InputError(f"{path}: no line has metrics as {one_line(logs)} prints them{why}")
+        raise InputError(f"{path}: no line has metrics as {brief(logs)} prints them{why}")
     if damaged and logs.startswith("hf"):
         raise InputError(f"{path}: line {damaged[0][0]}: {damaged[0][1]}")
     if damaged:

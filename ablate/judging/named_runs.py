@@ -7,11 +7,11 @@ pattern of its name, or from fields of its configuration, in this order.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ablate.errors import InputError, nearest, one_line
+from ablate.errors import InputError, brief, nearest
 from ablate.files import Json
 from ablate.judging import cells
 from ablate.judging.columns import Columns, is_rate, metric_columns, pick
-from ablate.judging.names import fields_of, read_name, seed_of
+from ablate.judging.names import fields_of, is_misfit, read_name, seed_of
 from ablate.judging.points import Points
 from ablate.judging.run import ForeignRun
 from ablate.judging.statuses import status_columns, with_status
@@ -60,6 +60,10 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
     Raises:
         InputError: an arm or a metric cannot be told without doubt.
     """
+    misfits = [ForeignRun.misfit(run.where) for run in runs if is_misfit(columns, run.name)]
+    if len(misfits) == len(runs):
+        return misfits
+    runs = [run for run in runs if not is_misfit(columns, run.name)]
     names = [*dict.fromkeys(name for run in runs for name in run.config)]
     states = status_columns({*names} - {columns.arm, columns.seed}, [run.config for run in runs])
     words = fields_of(columns.name) if columns.name else frozenset()
@@ -82,11 +86,11 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
     for ours, theirs in (columns.metrics or {}).items():
         seen = sorted({name for run in runs for name in run.points.records()})
         if theirs not in seen:
-            raise InputError(f"{where}: no metric {one_line(theirs)!r} for {ours}; {nearest(theirs, seen)}")
+            raise InputError(f"{where}: no metric {brief(theirs)!r} for {ours}; {nearest(theirs, seen)}")
     identified_runs = [with_status(_run(run, columns, roles, renamed), states, [run.config]) for run in runs]
-    said += [f"{where}: metric {ours}: {one_line(theirs)!r}" for theirs, ours in renamed.items()]
+    said += [f"{where}: metric {ours}: {brief(theirs)!r}" for theirs, ours in renamed.items()]
     said += [sentence for run in runs for sentence in run.points.sentences()]
-    return identified_runs
+    return identified_runs + misfits
 
 
 def _run(run: NamedRun, columns: Columns, roles: Mapping[str, str], renamed: dict[str, str]) -> ForeignRun:
@@ -96,14 +100,14 @@ def _run(run: NamedRun, columns: Columns, roles: Mapping[str, str], renamed: dic
     for role, column in roles.items():
         value = run.config.get(column)
         if cells.is_empty(value):
-            raise InputError(f"{run.where}: the {role} ({one_line(column)}) is not in its configuration")
+            raise InputError(f"{run.where}: the {role} ({brief(column)}) is not in its configuration")
         fields[role] = str(value).strip()
     records = run.points.records()
     if columns.metrics is not None:
         named = {name: name for name in records if is_rate(name)} | dict(columns.metrics)
         records = {ours: records[theirs] for ours, theirs in named.items() if theirs in records}
     else:
-        own = metric_columns(None, [*records], run.where, [])
+        own = metric_columns(columns, [*records], run.where, [])
         renamed |= {theirs: ours for ours, theirs in own.items() if ours != theirs}
         records = {ours: records[theirs] for ours, theirs in own.items()}
     config = {**run.config, **{key: value for key, value in fields.items() if key not in _IDENTITY}}

@@ -9,8 +9,10 @@ import re
 import string
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 
-from ablate.errors import InputError, one_line
+from ablate.errors import InputError, brief
+from ablate.judging.columns import Columns
 
 _WORDS = {"seed": r"-?\d+"}
 _ANY = r"[^/]+"
@@ -21,27 +23,34 @@ def fields_of(pattern: str) -> frozenset[str]:
     return frozenset(name for _, name in _parts(pattern) if name)
 
 
-def read_name(pattern: str, name: str, where: str) -> dict[str, str]:
+def read_name(pattern: str, name: str, where: str, removable: bool = True) -> dict[str, str]:
     """Return what a name says by a pattern: `{"arm": "bf16", "seed": "3"}`.
 
     Args:
         pattern: text with words in braces.
         name: name of a run.
         where: source, for an error.
+        removable: True if `--without` leaves a run of this name out.
 
     Raises:
         InputError: the name is not of this pattern, or in two ways.
     """
     lazy, greedy = _match(pattern, name, "?"), _match(pattern, name, "")
     if lazy is None:
+        way = f"; --without {quote(brief(name))} leaves it out" * removable
         raise InputError(
-            f"{where}: {one_line(name)!r} is not of the pattern {pattern!r}, where {{seed}} is digits"
+            f"{where}: {brief(name)!r} is not of the pattern {pattern!r}, where {{seed}} is digits{way}"
         )
     if lazy != greedy:
         raise InputError(
-            f"{where}: {one_line(name)!r} fits {pattern!r} in two ways, {lazy} and {greedy}; write more of it"
+            f"{where}: {brief(name)!r} fits {pattern!r} in two ways, {lazy} and {greedy}; write more of it"
         )
     return lazy
+
+
+def is_misfit(columns: Columns, name: str) -> bool:
+    """Return True for a run that is to be left out, and whose name is not of the pattern."""
+    return bool(columns.name) and name in columns.without and _match(columns.name or "", name, "") is None
 
 
 def seed_of(text: str | None, where: str) -> int | None:
@@ -53,7 +62,7 @@ def seed_of(text: str | None, where: str) -> int | None:
     try:
         return whole(text)
     except ValueError:
-        raise InputError(f"{where}: the seed {one_line(text)[:60]!r} is not a whole number") from None
+        raise InputError(f"{where}: the seed {brief(text)[:60]!r} is not a whole number") from None
 
 
 def places_of(place: str) -> list[tuple[Path, dict[str, str]]]:
@@ -78,7 +87,7 @@ def places_of(place: str) -> list[tuple[Path, dict[str, str]]]:
     if wild == place:
         return [(path, {}) for path in paths]
     whole = str(Path(place).expanduser())
-    return [(path, read_name(whole, str(path), "the path")) for path in paths]
+    return [(path, read_name(whole, str(path), "the path", False)) for path in paths]
 
 
 def _parts(pattern: str) -> Iterator[tuple[str, str | None]]:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ablate.errors import one_line
+from ablate.errors import brief
 from ablate.files import Json
 from ablate.judging.cells import shown
 from ablate.judging.columns import is_rate, plain
@@ -33,7 +33,8 @@ _NAMES = re.compile(
 _RECORDS = re.compile(
     r"(run|trial|exp|experiment|sweep|wandb|wandbrun|process|worker|node|(slurm)?(array)?(job|task))(id|uuid)"
     r"|uuid|(run|wandb)?url|link|artifact(uri|location)|p?pid|hosts?|hostnames?|(slurm)?node(name|list)?"
-    r"|machine(name)?|worker|ip(address)?|(master)?port|masteraddr"
+    r"|machine(name)?|worker|ip(address)?|(master)?port|masteraddr|agent|entity|os|python(version)?|disk"
+    r"|cpucount"
 )
 """Names of records that may differ between some runs only: two runs of an arm on one node, one on another."""
 _MEASURED = re.compile(
@@ -46,6 +47,8 @@ _MEASURED = re.compile(
 """Names of what a run gave: any value, in some runs or in all."""
 _SEEDS = re.compile(r".*(seed|randomstate)")
 """Names of further seeds, such as that of the data: not settings if runs have a seed. Pairs share them."""
+_OWN_OPTIONS = re.compile(r"--?[\w.-]*(seed|name|dir|path|output|out|id|port|host)[\w.-]*[ =]\S+")
+"""Options of a command line that say which run it is. A command that differs in others holds settings."""
 _ABOVE = re.compile(r"\b((tags|mlflow|_?wandb|slurm|run|job|info|system|meta|metadata|env)[./])+")
 _HYPERPARAMETERS = re.compile(
     r"\b(lr|learning|rate|batch|bs|mbs|size|width|hidden|depth|layers?|heads?|dims?|ffn|warmup|decay|beta|eps"
@@ -88,7 +91,13 @@ def own_fields(runs: Sequence[ForeignRun]) -> set[str]:
     alone = {name for name, found in values_by_field(runs).items() if len(found) == len(runs)}
     values = {name: [run.config[name] for run in runs if name in run.config] for name in within}
     alone |= {name for name in within if _is_seed(name) and all(run.seed is not None for run in runs)}
-    return {name for name in within if _is_own(name, values[name], name in alone)}
+    commands = {
+        name
+        for name in within
+        if known(name) == "command"
+        and all(len({_OWN_OPTIONS.sub("", str(run.config.get(name))) for run in arm}) == 1 for arm in arms)
+    }
+    return commands | {name for name in within if _is_own(name, values[name], name in alone)}
 
 
 def unlike_seeds(runs: Sequence[ForeignRun], against: str) -> dict[str, str]:
@@ -101,7 +110,7 @@ def unlike_seeds(runs: Sequence[ForeignRun], against: str) -> dict[str, str]:
         for first in differ[:1]:
             values = " and ".join(f"{shown(run.config.get(name))} in {run.arm}" for run in first)
             share = f"{len(differ)} of {counted(len(pairs), 'pair')}, so more than the arm changed"
-            found[name] = f"{one_line(name)} differs in {share}; at seed {first[0].seed} it is {values}"
+            found[name] = f"{brief(name)} differs in {share}; at seed {first[0].seed} it is {values}"
     return found
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from ablate.errors import InputError, one_line
+from ablate.errors import InputError, brief
 from ablate.files import Json
 from ablate.judging.tables import Row, Table
 
@@ -31,11 +31,11 @@ def read_table(path: Path, fields: Mapping[str, str]) -> Table:
         table.validate(full=True)
         names = [name.strip() for name in table.column_names]
         if twice := next((name for name in names if names.count(name) > 1), None):
-            raise InputError(f"{path}: two columns are named {one_line(twice)!r}")
+            raise InputError(f"{path}: two columns are named {brief(twice)!r}")
         columns = [[_cell(value) for value in column.to_pylist()] for column in table.columns]
     except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError, OverflowError) as error:
         why = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(f"{path}: not a Parquet file that can be read: {one_line(why)}") from None
+        raise InputError(f"{path}: not a Parquet file that can be read: {brief(why)}") from None
     rows: list[Row] = [
         (number, dict(zip(names, cells, strict=True)))
         for number, cells in enumerate(zip(*columns, strict=True), 1)

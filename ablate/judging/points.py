@@ -7,8 +7,8 @@ of the abandoned attempt from that step on are dropped. Both are counted and sai
 count different steps, so there each metric is by itself.
 """
 
-from ablate.errors import InputError, one_line
-from ablate.judging.cells import same
+from ablate.errors import InputError, brief
+from ablate.judging.cells import MOST_STEP, same
 
 
 class Points:
@@ -37,8 +37,10 @@ class Points:
             value: the value; it may be NaN or infinite.
 
         Raises:
-            InputError: the metric has another value at this step.
+            InputError: the metric has another value at this step, or no float holds the step.
         """
+        if step > MOST_STEP:
+            raise InputError(f"{self._where}: line {line}: the step {step} is beyond 2^53")
         series = self._values.setdefault(name, {})
         if step in series and same(series[step][0], value):
             self._copies += 1
@@ -51,7 +53,7 @@ class Points:
         elif step in series:
             before, at = series[step]
             raise InputError(
-                f"{self._where}: {one_line(name)} at step {step} is {before!r} in line {at} and {value!r}"
+                f"{self._where}: {brief(name)} at step {step} is {before!r} in line {at} and {value!r}"
                 f" in line {line}; keep one of the two"
             )
         series[step] = value, line

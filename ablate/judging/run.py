@@ -8,6 +8,7 @@ configuration.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from ablate.files import Json
 from ablate.judging.cells import shown
@@ -31,6 +32,11 @@ class ForeignRun:
     """`done`, `failed` or `running`, as the source says; `done` if it does not."""
     states: Mapping[str, str] = field(default_factory=dict)
     """Text of each field of the source that says that the run is not done; empty for an empty cell."""
+
+    @classmethod
+    def misfit(cls, name: str) -> Self:
+        """Return a run that is left out as asked, and of no arm, since its name is not of the pattern."""
+        return cls(name, "", None, {}, status="not of the pattern")
 
     @property
     def last_step(self) -> int:

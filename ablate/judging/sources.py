@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ablate.errors import InputError, one_line, redact
+from ablate.errors import InputError, brief, redact
 from ablate.execution.tracking import event_files
 from ablate.judging import (
     csv_tables,
@@ -31,6 +31,8 @@ from ablate.judging.named_runs import NamedRun, identified
 from ablate.judging.names import places_of
 from ablate.judging.points import Points
 from ablate.judging.run import ForeignRun, Found
+from ablate.judging.text_files import require_regular
+from ablate.results.number_text import counted
 from ablate.store.databases import url
 
 
@@ -103,6 +105,7 @@ def _once(sentences: Sequence[tuple[str, list[str]]]) -> list[str]:
 
 def _read(place: Place, logs: str | None, said: list[str]) -> list[ForeignRun]:
     """Return the runs of a file or folder."""
+    require_regular(place.path)
     if logs is not None and not (logs.startswith("hf") and place.path.suffix == ".json"):
         return _one(log_files.read_log(place.path, place.fields, logs, said), place, said)
     source = next((source for source in SOURCES.values() if source.claims(place.path)), None)
@@ -121,12 +124,13 @@ _TELLING = 3
 def each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
     """Return the runs without identical copies. InputError for two that differ in more than their name."""
     kept: list[ForeignRun] = []
+    alike: dict[tuple[str, int | None], list[ForeignRun]] = {}
     finished = {(run.arm, run.seed) for run in runs if run.status == "done" and run.seed is not None}
     for run in runs:
         if run.status != "done" and (run.arm, run.seed) in finished:
             said.append(f"{run.name} is left out: {run.ended}, and another run of its seed is done")
             continue
-        twins = [other for other in kept if (other.arm, other.seed) == (run.arm, run.seed)]
+        twins = alike.setdefault((run.arm, run.seed), [])
         telling = run.seed is not None or sum(map(len, run.records.values())) >= _TELLING
         copy = next((other for other in twins if _equal(run, other)), None) if telling else None
         if copy is not None:
@@ -138,6 +142,7 @@ def each_once(runs: Sequence[ForeignRun], said: list[str]) -> list[ForeignRun]:
             )
         else:
             kept.append(run)
+            twins.append(run)
     return kept
 
 
@@ -170,6 +175,23 @@ def _json(place: Place, said: list[str]) -> list[ForeignRun]:
     if json_tables.is_state(place.path):
         return _one(log_files.read_state(place.path, place.fields), place, said)
     return tables.runs_of(json_tables.read_list(place.path, place.fields), place.columns, said)
+
+
+def _states(place: Place, said: list[str]) -> list[ForeignRun]:
+    """Return the runs of a folder: of each run's checkpoints, the last has the whole history."""
+    last: dict[Path, tuple[int, Path]] = {}
+    for path in sorted(place.path.rglob(_STATE)):
+        _, checkpoint, number = path.parent.name.rpartition("checkpoint-")
+        of_step = int(number) if checkpoint and number.isdecimal() else None
+        folder = path.parent if of_step is None else path.parent.parent
+        steps = _AT_END if of_step is None else of_step
+        last[folder] = max(last.get(folder, (-1, path)), (steps, path))
+    runs = [log_files.read_state(path, place.fields) for _, path in last.values()]
+    said.append(
+        f"{place.address}: {counted(len(runs), 'run')} of Hugging Face's Trainer; the last {_STATE} of each"
+        " has its whole history"
+    )
+    return identified(runs, place.address, place.columns, said)
 
 
 def _wandb(place: Place, said: list[str]) -> list[ForeignRun]:
@@ -207,12 +229,12 @@ def _mlflow(place: Place, said: list[str]) -> list[ForeignRun]:
     if empty := sum(not run.scalars for run in stored):
         said.append(f"{redact(place.address)}: {empty} runs without metrics are left out")
     for run in (run for run in stored if run.scalars):
-        where = f"{redact(place.address)}: {one_line(run.name)}"
+        where = f"{redact(place.address)}: {brief(run.name)}"
         points = Points(where, in_time=True, one_axis=False)
         for number, (step, name, value) in enumerate(run.scalars, 1):
             points.add(number, step, name, value)
         runs.append(NamedRun(where, run.name, points, run.config, place.fields, run.status))
-    said.append(f"{redact(place.address)}: experiment {one_line(title)!r}")
+    said.append(f"{redact(place.address)}: experiment {brief(title)!r}")
     return identified(runs, redact(place.address), place.columns, said)
 
 
@@ -229,13 +251,21 @@ def _is_mlflow(path: Path) -> bool:
     return store or _suffix(*_DATABASES)(path)
 
 
+_STATE = "trainer_state.json"
+_AT_END = 2**63
+"""Place of a state that is not of a checkpoint, and that `Trainer.save_state` wrote, behind all that are."""
 _DATABASES = (".db", ".sqlite", ".sqlite3")
 
 SOURCES: dict[str, Source] = {
     "csv": Source("CSV table", _suffix(".csv", ".tsv"), _csv),
     "parquet": Source("Parquet table", _suffix(".parquet", ".pq"), _parquet),
     "json lines": Source("JSON lines", _suffix(".jsonl", ".ndjson"), _json_lines),
-    "json": Source("list of JSON objects, or trainer_state.json", _suffix(".json"), _json),
+    "json": Source("JSON list or object, or trainer_state.json", _suffix(".json"), _json),
+    "trainer states": Source(
+        "folder with trainer_state.json",
+        lambda path: path.is_dir() and any(path.rglob(_STATE)),
+        _states,
+    ),
     "wandb": Source(
         "offline runs of Weights & Biases",
         lambda path: path.suffix == ".wandb" or (path.is_dir() and any(path.rglob("run-*.wandb"))),

@@ -12,14 +12,17 @@ step, several rows of a run without a step, and a table in which no column can b
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from pathlib import PurePath
+from shlex import quote
 
-from ablate.errors import InputError, nearest, one_line
+from ablate.errors import InputError, brief, nearest
 from ablate.files import Json
 from ablate.judging import cells
 from ablate.judging.columns import Columns, is_rate, like_metric, metric_columns, pick, plain
-from ablate.judging.names import fields_of, read_name, seed_of
+from ablate.judging.names import fields_of, is_misfit, read_name, seed_of
 from ablate.judging.points import Points
 from ablate.judging.run import ForeignRun
 from ablate.judging.statuses import status_columns, with_status
@@ -68,36 +71,40 @@ def runs_of(table: Table, columns: Columns, said: list[str]) -> list[ForeignRun]
     if columns.arm and "," in columns.arm and columns.arm not in table.names:
         table = _joined(table, [name.strip() for name in columns.arm.split(",")], columns.arm)
     roles = _roles(table, columns, said)
-    groups = _groups(table, columns, roles)
+    groups, misfits = _groups(table, columns, roles)
     free = {*table.names} - {*roles.values(), *(columns.metrics or {}).values()}
     states = status_columns(free, [row for _, row in table.rows])
     taken = {*roles.values(), *states}
     names = [name for name in table.names if name not in taken and not name.startswith("_")]
     long = "step" in roles
-    metrics, settings = _sorted_columns(table.where, names, groups, long, columns.metrics, said)
+    metrics, settings = _sorted_columns(table.where, names, groups, long, columns, said)
     if not long:
         said.append(f"{table.where}: step: no column; each row is a run's final values, recorded at step 0")
     elif roles["step"] in metrics.values():
         raise InputError(f"{table.where}: column {roles['step']!r} is both the step and a metric")
     in_time = not {"arm", "seed", "run"} & roles.keys()
+    if long and not in_time and "run" not in roles:
+        _require_one_run_each(table, groups, roles, metrics)
     empty: Counter[str] = Counter()
+    if long and "run" not in roles:
+        _require_one_run_each(table, groups, roles, metrics)
     runs = [
         _run(table, group, roles.get("step"), metrics, settings, states, in_time, said, empty)
         for group in groups
     ]
     said += [
-        f"{table.where}: {one_line(metric)}: {count} of {len(table.rows)} cells are empty, taken as not"
+        f"{table.where}: {brief(metric)}: {count} of {len(table.rows)} cells are empty, taken as not"
         " recorded (some programs write NaN as an empty cell)"
         for metric, count in empty.items()
     ]
-    return runs
+    return runs + misfits
 
 
 def _joined(table: Table, parts: Sequence[str], joined: str) -> Table:
     """Return the table with one column in place of several: cells are like `lr=0.001 rounding=nearest`."""
     for part in parts:
         if part not in table.names:
-            raise InputError(f"{table.where}: no column {one_line(part)!r}; {nearest(part, table.names)}")
+            raise InputError(f"{table.where}: no column {brief(part)!r}; {nearest(part, table.names)}")
     rows: list[Row] = [
         (
             line,
@@ -120,9 +127,7 @@ def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
     for role, said_by_path in table.fields.items():
         for twin in (name for name in table.names if role in given and plain(name) == role):
             if any(str(row[twin]).strip() != said_by_path for _, row in table.rows):
-                raise InputError(
-                    f"{table.where}: column {one_line(twin)!r} and the path differ in the {role}"
-                )
+                raise InputError(f"{table.where}: column {brief(twin)!r} and the path differ in the {role}")
     for role, column in given.items():
         if column is None and (role in table.fields or role in from_name):
             continue
@@ -141,28 +146,51 @@ def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
     return roles
 
 
-def _groups(table: Table, columns: Columns, roles: Mapping[str, str]) -> list[_Group]:
-    """Return the rows of each run, in the order of the table."""
+def _groups(
+    table: Table, columns: Columns, roles: Mapping[str, str]
+) -> tuple[list[_Group], list[ForeignRun]]:
+    """Return the rows of each run, in the order of the table, and the runs that are not of the pattern."""
     groups: dict[tuple[str, int | None, str | None], _Group] = {}
+    identities: dict[tuple[Json, ...], tuple[str, int | None, str | None] | None] = {}
+    misfits: dict[str, ForeignRun] = {}
+    identifying = [roles[role] for role in ("arm", "seed", "run") if role in roles]
     for line, row in table.rows:
-        texts = dict(table.fields)
-        run = row[roles["run"]] if "run" in roles else None
-        name = None if cells.is_empty(run) else str(run).strip()
-        if columns.name:
-            texts |= read_name(
-                columns.name, name or PurePath(table.where).stem, f"{table.where}: line {line}"
-            )
-        for role in ("arm", "seed"):
-            if role in roles:
-                if cells.is_empty(row[roles[role]]):
-                    raise InputError(f"{table.where}: line {line}: the {role} ({roles[role]}) is empty")
-                texts[role] = str(row[roles[role]]).strip()
-        seed = seed_of(texts.get("seed"), f"{table.where}: line {line}")
-        if seed is None and "step" not in roles:
-            name = name or f"line {line}"  # final values of a run of its own
-        key = texts["arm"], seed, name
+        said = tuple(row[name] for name in identifying)
+        if said not in identities:
+            identities[said] = _identity(table, columns, roles, line, row, misfits)
+        key = identities[said]
+        if key is None:
+            continue
+        if key[1:] == (None, None) and "step" not in roles:
+            key = key[0], None, f"line {line}"  # final values of a run of its own
         groups.setdefault(key, _Group(*key)).rows.append((line, row))
-    return [*groups.values()]
+    return [*groups.values()], [*misfits.values()]
+
+
+def _identity(
+    table: Table,
+    columns: Columns,
+    roles: Mapping[str, str],
+    line: int,
+    row: Mapping[str, Json],
+    misfits: dict[str, ForeignRun],
+) -> tuple[str, int | None, str | None] | None:
+    """Return arm, seed and name of a row's run; None for one that is left out, and added to `misfits`."""
+    texts, where = dict(table.fields), f"{table.where}: line {line}"
+    run = row[roles["run"]] if "run" in roles else None
+    name = None if cells.is_empty(run) else str(run).strip()
+    if columns.name:
+        full = name or PurePath(table.where).stem
+        if is_misfit(columns, full):
+            misfits[full] = ForeignRun.misfit(f"{table.where}: {full}")
+            return None
+        texts |= read_name(columns.name, full, where)
+    for role in ("arm", "seed"):
+        if role in roles:
+            if cells.is_empty(row[roles[role]]):
+                raise InputError(f"{where}: the {role} ({brief(roles[role])}) is empty")
+            texts[role] = str(row[roles[role]]).strip()
+    return texts["arm"], seed_of(texts.get("seed"), where), name
 
 
 def _sorted_columns(
@@ -170,12 +198,12 @@ def _sorted_columns(
     names: Sequence[str],
     groups: Sequence[_Group],
     long: bool,
-    given: Mapping[str, str] | None,
+    columns: Columns,
     said: list[str],
 ) -> tuple[dict[str, str], list[str]]:
     """Return the column of each metric, by its name, and the columns of settings."""
-    if given is not None:
-        metrics = metric_columns(given, [*names], where, said)
+    if columns.metrics is not None:
+        metrics = metric_columns(columns, [*names], where, said)
         others = [name for name in names if name not in metrics.values()]
         changing = [name for name in others if not (_constant(name, groups) or _counts(name, groups)[1])]
         rates = {name: name for name in changing if is_rate(name)}
@@ -185,7 +213,7 @@ def _sorted_columns(
     for name in names:
         constant = _constant(name, groups)
         numbers, texts = _counts(name, groups)
-        if like_metric(name) and (numbers or texts):
+        if (name == columns.asked or like_metric(name)) and (numbers or texts):
             likely.append(name)
         elif constant:
             settings.append(name)
@@ -194,15 +222,62 @@ def _sorted_columns(
         elif numbers or texts:
             left_out.append(name)
     if left_out:
-        listed = ", ".join(repr(one_line(name)) for name in left_out)
+        listed = ", ".join(repr(brief(name)) for name in left_out)
         said.append(f"{where}: left out: {listed}, which change within a run and are not numbers")
     if not likely:
         numeric = [name for name in settings if _counts(name, groups)[0]]
-        listed = ", ".join(repr(one_line(name)) for name in numeric[:8]) or "none is a number"
-        raise InputError(
-            f"{where}: no column is known as a metric; name one, such as val/loss=COLUMN, of: {listed}"
+        listed = ", ".join(repr(brief(name)) for name in numeric[:8]) or "none is a number"
+        raise InputError(f"{where}: no column is known as a metric; name one, --metric COLUMN, of: {listed}")
+    return metric_columns(columns, likely, where, said), settings
+
+
+def _require_one_run_each(
+    table: Table, groups: Sequence[_Group], roles: Mapping[str, str], metrics: Mapping[str, str]
+) -> None:
+    """Raise InputError for rows of several runs at one step, if there are columns that tell them apart."""
+    at_steps = [
+        (group, step, [row for _, row in rows])
+        for group in groups
+        for step, rows in groupby(
+            sorted(group.rows, key=lambda each: str(each[1][roles["step"]])),
+            lambda each: str(each[1][roles["step"]]),
         )
-    return metric_columns(None, likely, where, said), settings
+    ]
+
+    def told(name: str, rows: Sequence[Mapping[str, Json]]) -> set[str]:
+        return {repr(cells.setting(row[name])) for row in rows if not cells.is_empty(row[name])}
+
+    several = [each for each in at_steps if len(each[2]) > 1]
+    mixed = (each for each in several if any(len(told(name, each[2])) > 1 for name in metrics.values()))
+    if (first := next(mixed, None)) is None:
+        return
+    group, step, rows = first
+    free = [name for name in table.names if name not in roles.values() and not like_metric(name)]
+    apart = [name for name in free if all(len(told(name, each[2])) == len(each[2]) for each in several)]
+    numbers = [
+        name for name in free if len(told(name, rows)) > 1 and all(map(_is_whole, (r[name] for r in rows)))
+    ]
+    names = [name for name in apart if name not in numbers]
+    pairs = [name for name in apart if name in numbers and name != "seed"]
+    ways = [f"name them, --column {quote(f'run={brief(names[0])}')}"] if names else []
+    if pairs:
+        ignored = "".join(f" --ignore {quote(brief(name))}" for name in numbers if name != pairs[0])
+        if group.seed is None:
+            ways.append(f"their pairing, --column {quote(f'seed={brief(pairs[0])}')}{ignored}")
+        elif arm := roles.get("arm"):
+            ways.append(f"more arms, --column {quote(f'arm={arm},{brief(pairs[0])}')}")
+    if ways:
+        run = brief(group.arm) if group.seed is None else f"seed {group.seed} of {brief(group.arm)}"
+        raise InputError(
+            f"{table.where}: {len(rows)} rows of {run} at step {brief(step)} look like {len(rows)} runs:"
+            f" {', or '.join(ways)}"
+        )
+
+
+def _is_whole(cell: Json) -> bool:
+    with suppress(ValueError):
+        return cells.whole(cell) is not None
+    return False
 
 
 def _constant(name: str, groups: Sequence[_Group]) -> bool:
@@ -263,9 +338,7 @@ def _run(
             try:
                 value = cells.number(cell)
             except ValueError as error:
-                raise InputError(
-                    f"{table.where}: line {line}: column {one_line(column)!r}: {error}"
-                ) from None
+                raise InputError(f"{table.where}: line {line}: column {brief(column)!r}: {error}") from None
             points.add(line, step, metric, value)
     records = points.records()
     config: dict[str, Json] = {**table.fields}

@@ -8,10 +8,17 @@ from ablate.errors import InputError
 _MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
 
 
+def require_regular(path: Path) -> None:
+    """Raise InputError for a device, a pipe or a socket, or a link to one: reading it may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"{path}: is a device, a pipe or a socket; write its content to a file")
+
+
 def content(path: Path) -> bytes:
     """Return the bytes of a file. InputError if it cannot be read, or is empty."""
     if path.is_dir():
         raise InputError(f"{path}: is a folder; name its files, such as '{path}/*.log'")
+    require_regular(path)
     try:
         data = path.read_bytes()
     except OSError as error:

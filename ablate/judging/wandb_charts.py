@@ -2,13 +2,14 @@
 
     "Step","bf16-s0 - val/loss","bf16-s0 - val/loss__MIN","bf16-s0 - val/loss__MAX"
 
+If the axis is another, such as tokens, the steps are those of the run's column `bf16-s0 - _step`.
 The first of the three is a mean, over runs in a grouped chart and over steps in a long one. So a chart counts
 only if minimum and maximum equal it; others are refused, since no run has their values.
 """
 
 from collections.abc import Sequence
 
-from ablate.errors import InputError, one_line
+from ablate.errors import InputError, brief
 from ablate.judging import cells
 from ablate.judging.columns import USUAL, plain
 from ablate.judging.named_runs import NamedRun
@@ -17,6 +18,8 @@ from ablate.judging.tables import Table
 
 _BETWEEN = " - "
 _BOUNDS = ("__MIN", "__MAX")
+_STEP = "_step"
+"""Metric of a run's steps, which a chart has if its axis is another."""
 _HISTORY = "export the history of each run: `run.history().to_csv()` of W&B's API"
 
 
@@ -33,10 +36,7 @@ def chart_runs(table: Table) -> list[NamedRun]:
         InputError: its axis is not the step, or its values are means.
     """
     axis, *series = table.names
-    if plain(axis) not in USUAL["step"]:
-        raise InputError(
-            f"{table.where}: the chart's axis is {one_line(axis)!r}; choose Step, and export again"
-        )
+    by_step = plain(axis) in USUAL["step"]
     runs: dict[str, NamedRun] = {}
     for column in series:
         if column.endswith(_BOUNDS) and column[:-5] in series:
@@ -44,17 +44,24 @@ def chart_runs(table: Table) -> list[NamedRun]:
         name, between, metric = column.rpartition(_BETWEEN)
         if not between:
             raise InputError(
-                f"{table.where}: column {one_line(column)!r} is not 'RUN - METRIC', as W&B names it"
+                f"{table.where}: column {brief(column)!r} is not 'RUN - METRIC', as W&B names it"
             )
-        if metric == "_step":
+        if metric == _STEP:
             continue
-        where = f"{table.where}: {one_line(name)}"
+        where = f"{table.where}: {brief(name)}"
+        steps = axis if by_step else f"{name}{_BETWEEN}{_STEP}"
+        if steps not in table.names:
+            raise InputError(
+                f"{table.where}: the chart's axis is {brief(axis)!r}, and no column {brief(steps)!r} has the"
+                " steps; choose Step, and export again"
+            )
         run = runs.setdefault(name, NamedRun(where, name, Points(where), {}, table.fields))
-        _fill(run.points, table, axis, column, metric)
+        _fill(run.points, table, steps, column, metric)
     return [run for run in runs.values() if run.points.records()]
 
 
-def _fill(points: Points, table: Table, axis: str, column: str, metric: str) -> None:
+def _fill(points: Points, table: Table, steps: str, column: str, metric: str) -> None:
+    """Add the values of a column; `steps` is the column of its steps."""
     for line, row in table.rows:
         shown = column
         try:
@@ -63,10 +70,12 @@ def _fill(points: Points, table: Table, axis: str, column: str, metric: str) -> 
                     raise ValueError("is empty, and its minimum or maximum is not")
                 continue
             value = cells.number(row[column])
-            for shown in (column + bound for bound in _BOUNDS):
-                if shown in row and not cells.same(cells.number(row[shown]), value):
-                    raise ValueError(f"differs from the mean {value!r}: the chart shows means; {_HISTORY}")
-            shown = axis
-            points.add(line, cells.step_of(row[axis]), metric, value)
+            for own in (column, steps):
+                for shown in (own, *(own + bound for bound in _BOUNDS)):
+                    if shown in row and not cells.same(cells.number(row[shown]), cells.number(row[own])):
+                        mean = cells.number(row[own])
+                        raise ValueError(f"differs from the mean {mean!r}: the chart shows means; {_HISTORY}")
+            shown = steps
+            points.add(line, cells.step_of(row[steps]), metric, value)
         except ValueError as error:
-            raise InputError(f"{table.where}: line {line}: column {one_line(shown)!r}: {error}") from None
+            raise InputError(f"{table.where}: line {line}: column {brief(shown)!r}: {error}") from None

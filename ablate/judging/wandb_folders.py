@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ablate.errors import InputError, one_line
+from ablate.errors import InputError, brief
 from ablate.files import Json
 from ablate.judging.named_runs import NamedRun, flat
 from ablate.judging.points import Points
@@ -105,11 +105,11 @@ def read_run(path: Path, fields: Mapping[str, str], said: list[str]) -> NamedRun
     except _Cut:
         said.append(f"{path}: the end of the file is cut; what is whole counts")
     except (DecodeError, ValueError, RecursionError) as error:
-        raise InputError(f"{path}: a record is damaged: {one_line(str(error))}") from None
+        raise InputError(f"{path}: a record is damaged: {brief(str(error))}") from None
     if not points.records():
         raise InputError(f"{path}: the run logged no numbers")
     plain = {key: value for key, value in flat(config).items() if not key.startswith("_wandb")}
-    return NamedRun(f"{path}: {one_line(name)}", name, points, plain, fields, status)
+    return NamedRun(f"{path}: {brief(name)}", name, points, plain, fields, status)
 
 
 def _add(points: Points, number: int, history: Any) -> None:

@@ -566,6 +566,7 @@ PATTERNS = {
         "... that say where it ran",
         "... that it measured",
         "further seeds",
+        "options of a command line that name a run",
         "words above such a field",
         "words of hyperparameters, in a field",
         "... between which other characters stand",
