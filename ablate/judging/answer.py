@@ -170,8 +170,7 @@ def _given(runs: Runs, metric: str | None, columns: Columns) -> Found:
         return read([str(place) for place in runs], columns)
     said: list[str] = []
     named = runs.astype(object).where(runs.notna(), None).rename(columns=str)  # as pandas writes it to a file
-    rows = [(number, row) for number, row in enumerate(named.to_dict("records"), 1)]
-    table = Table("the table", [*named.columns], rows)
+    table = Table("the table", named.to_dict("list"), range(1, len(named) + 1))
     found = each_once(runs_of(table, columns, said), said)
     return Found(found, said, ["a table given in Python"])
 

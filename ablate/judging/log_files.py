@@ -10,7 +10,7 @@ from pathlib import Path
 from ablate.errors import InputError, brief
 from ablate.judging.named_runs import NamedRun
 from ablate.judging.points import Points
-from ablate.judging.text_files import content, text
+from ablate.judging.table_files import content, text
 from ablate.training.log_readers import LogRecord, Unreadable, format_of, open_reader
 from ablate.training.log_readers.hf import state_records
 

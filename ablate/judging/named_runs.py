@@ -65,7 +65,10 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
         return misfits
     runs = [run for run in runs if not is_misfit(columns, run.name)]
     names = [*dict.fromkeys(name for run in runs for name in run.config)]
-    states = status_columns({*names} - {columns.arm, columns.seed}, [run.config for run in runs])
+    states = status_columns(
+        [name for name in names if name not in (columns.arm, columns.seed)],
+        {name: [run.config.get(name) for run in runs] for name in names},
+    )
     words = fields_of(columns.name) if columns.name else frozenset()
     roles: dict[str, str] = {}
     for role, given in zip(_IDENTITY, (columns.arm, columns.seed), strict=True):
@@ -87,7 +90,12 @@ def identified(runs: Sequence[NamedRun], where: str, columns: Columns, said: lis
         seen = sorted({name for run in runs for name in run.points.records()})
         if theirs not in seen:
             raise InputError(f"{where}: no metric {brief(theirs)!r} for {ours}; {nearest(theirs, seen)}")
-    identified_runs = [with_status(_run(run, columns, roles, renamed), states, [run.config]) for run in runs]
+    identified_runs = [
+        with_status(
+            _run(run, columns, roles, renamed), states, {name: [run.config.get(name)] for name in states}
+        )
+        for run in runs
+    ]
     said += [f"{where}: metric {ours}: {brief(theirs)!r}" for theirs, ours in renamed.items()]
     said += [sentence for run in runs for sentence in run.points.sentences()]
     return identified_runs + misfits

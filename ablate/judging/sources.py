@@ -17,10 +17,8 @@ from pathlib import Path
 from ablate.errors import InputError, brief, redact
 from ablate.execution.tracking import event_files
 from ablate.judging import (
-    csv_tables,
-    json_tables,
     log_files,
-    parquet_tables,
+    table_files,
     tables,
     wandb_charts,
     wandb_folders,
@@ -31,7 +29,6 @@ from ablate.judging.named_runs import NamedRun, identified
 from ablate.judging.names import places_of
 from ablate.judging.points import Points
 from ablate.judging.run import ForeignRun, Found
-from ablate.judging.text_files import require_regular
 from ablate.results.number_text import counted
 from ablate.store.databases import url
 
@@ -105,7 +102,7 @@ def _once(sentences: Sequence[tuple[str, list[str]]]) -> list[str]:
 
 def _read(place: Place, logs: str | None, said: list[str]) -> list[ForeignRun]:
     """Return the runs of a file or folder."""
-    require_regular(place.path)
+    table_files.require_regular(place.path)
     if logs is not None and not (logs.startswith("hf") and place.path.suffix == ".json"):
         return _one(log_files.read_log(place.path, place.fields, logs, said), place, said)
     source = next((source for source in SOURCES.values() if source.claims(place.path)), None)
@@ -156,25 +153,25 @@ def _equal(run: ForeignRun, other: ForeignRun) -> bool:
 
 
 def _csv(place: Place, said: list[str]) -> list[ForeignRun]:
-    table = csv_tables.read_table(place.path, place.fields)
-    if not wandb_charts.is_chart(table.names):
+    table = table_files.read_csv(place.path, place.fields)
+    if not wandb_charts.is_chart([*table.columns]):
         return tables.runs_of(table, place.columns, said)
     said.append(f"{place.address}: an exported chart of W&B, one run a column")
     return identified(wandb_charts.chart_runs(table), place.address, place.columns, said)
 
 
 def _parquet(place: Place, said: list[str]) -> list[ForeignRun]:
-    return tables.runs_of(parquet_tables.read_table(place.path, place.fields), place.columns, said)
+    return tables.runs_of(table_files.read_parquet(place.path, place.fields), place.columns, said)
 
 
 def _json_lines(place: Place, said: list[str]) -> list[ForeignRun]:
-    return tables.runs_of(json_tables.read_lines(place.path, place.fields, said), place.columns, said)
+    return tables.runs_of(table_files.read_json_lines(place.path, place.fields, said), place.columns, said)
 
 
 def _json(place: Place, said: list[str]) -> list[ForeignRun]:
-    if json_tables.is_state(place.path):
+    if table_files.is_state(place.path):
         return _one(log_files.read_state(place.path, place.fields), place, said)
-    return tables.runs_of(json_tables.read_list(place.path, place.fields), place.columns, said)
+    return tables.runs_of(table_files.read_json(place.path, place.fields), place.columns, said)
 
 
 def _states(place: Place, said: list[str]) -> list[ForeignRun]:

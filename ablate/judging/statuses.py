@@ -32,8 +32,8 @@ _DONE = re.compile(r"(\w+\.)?(done|finish(ed)?|completed?|success(ful)?|succeede
 _RUNNING = re.compile(r"running|pending|queued|scheduled|start(ing|ed)|waiting|false|no|0|0\.0")
 """Words that a later row of the same run may replace by one that means done."""
 _EMPTY = frozenset(["", "-", "nan", "none", "null", "n/a", "na"])
-Rows = Sequence[Mapping[str, Json]]
-"""Cells by column, of each row."""
+Cells = Mapping[str, Sequence[Json]]
+"""Cells of each column."""
 
 
 def known(name: str) -> str:
@@ -41,28 +41,28 @@ def known(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", plain(name))
 
 
-def status_columns(names: Collection[str], rows: Rows) -> dict[str, dict[str, bool]]:
+def status_columns(names: Collection[str], columns: Cells) -> dict[str, dict[str, bool]]:
     """Return the columns that say how runs ended: for each of their texts, True if it means done.
 
     Args:
         names: Columns that have no other role.
-        rows: All rows of the source, since a column of flags has truth values alone.
+        columns: All columns of the source; one of flags has truth values alone.
     """
-    by_ray = any(known(name) == "trainingiteration" for row in rows[:1] for name in row)
-    columns = {}
+    by_ray = any(known(name) == "trainingiteration" for name in columns)
+    found = {}
     for name in names:
-        texts = {_text(row.get(name)) for row in rows} - {""}
+        texts = {_text(cell) for cell in columns[name]} - {""}
         done = {text: _means_done(known(name), text, by_ray) for text in texts}
         if done and None not in done.values():
-            columns[name] = {text: value is True for text, value in done.items()}
-    return columns
+            found[name] = {text: value is True for text, value in done.items()}
+    return found
 
 
-def with_status(run: ForeignRun, columns: Mapping[str, Mapping[str, bool]], rows: Rows) -> ForeignRun:
-    """Return a run with the status that its rows say, and without these columns among its settings."""
+def with_status(run: ForeignRun, columns: Mapping[str, Mapping[str, bool]], own: Cells) -> ForeignRun:
+    """Return a run with the status that its own cells say, and without these columns among its settings."""
     against = {} if run.status == "done" else {"State": run.status}
     for name, done in columns.items():
-        texts = [text for row in rows if (text := _text(row.get(name)))]
+        texts = [text for cell in own[name] if (text := _text(cell))]
         failures = [text for text in texts if not (done[text] or _RUNNING.fullmatch(text.lower()))]
         said = any(done.values()) or bool(texts)
         if failures or said > any(done[text] for text in texts):

@@ -35,7 +35,7 @@ def chart_runs(table: Table) -> list[NamedRun]:
     Raises:
         InputError: its axis is not the step, or its values are means.
     """
-    axis, *series = table.names
+    axis, *series = table.columns
     by_step = plain(axis) in USUAL["step"]
     runs: dict[str, NamedRun] = {}
     for column in series:
@@ -50,7 +50,7 @@ def chart_runs(table: Table) -> list[NamedRun]:
             continue
         where = f"{table.where}: {brief(name)}"
         steps = axis if by_step else f"{name}{_BETWEEN}{_STEP}"
-        if steps not in table.names:
+        if steps not in table.columns:
             raise InputError(
                 f"{table.where}: the chart's axis is {brief(axis)!r}, and no column {brief(steps)!r} has the"
                 " steps; choose Step, and export again"
@@ -62,20 +62,24 @@ def chart_runs(table: Table) -> list[NamedRun]:
 
 def _fill(points: Points, table: Table, steps: str, column: str, metric: str) -> None:
     """Add the values of a column; `steps` is the column of its steps."""
-    for line, row in table.rows:
+    names = [own + bound for own in (column, steps) for bound in ("", *_BOUNDS)]
+    beside = {name: table.columns[name] for name in names if name in table.columns}
+    for row, line in enumerate(table.lines):
         shown = column
+        cell_of = {name: cells_of[row] for name, cells_of in beside.items()}
         try:
-            if cells.is_empty(row[column]):
-                if any(not cells.is_empty(row.get(column + bound)) for bound in _BOUNDS):
+            if cells.is_empty(cell_of[column]):
+                if any(not cells.is_empty(cell_of.get(column + bound)) for bound in _BOUNDS):
                     raise ValueError("is empty, and its minimum or maximum is not")
                 continue
-            value = cells.number(row[column])
+            value = cells.number(cell_of[column])
             for own in (column, steps):
                 for shown in (own, *(own + bound for bound in _BOUNDS)):
-                    if shown in row and not cells.same(cells.number(row[shown]), cells.number(row[own])):
-                        mean = cells.number(row[own])
+                    if shown in cell_of and not cells.same(
+                        cells.number(cell_of[shown]), mean := cells.number(cell_of[own])
+                    ):
                         raise ValueError(f"differs from the mean {mean!r}: the chart shows means; {_HISTORY}")
             shown = steps
-            points.add(line, cells.step_of(row[steps]), metric, value)
+            points.add(line, cells.step_of(cell_of[steps]), metric, value)
         except ValueError as error:
-            raise InputError(f"{table.where}: line {line}: column {brief(shown)!r}: {error}") from None
+            raise InputError(f"{table.at(row)}: column {brief(shown)!r}: {error}") from None

@@ -18,7 +18,7 @@ from ablate.errors import InputError, brief
 from ablate.files import Json
 from ablate.judging.named_runs import NamedRun, flat
 from ablate.judging.points import Points
-from ablate.judging.text_files import content
+from ablate.judging.table_files import content
 
 _MAGIC = b":W&B"
 _BEGIN = 7

@@ -5,6 +5,8 @@ import os
 import shlex
 from dataclasses import replace
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from support import foreign_files
 from support.commands import here
@@ -13,6 +15,7 @@ from ablate.errors import InputError
 from ablate.judging.answer import judge, named_columns
 from ablate.judging.columns import Columns
 from ablate.judging.sources import read
+from ablate.judging.table_files import read_parquet
 
 ARMS, SEEDS = ("bf16", "fp4"), (0, 1, 2)
 PATTERN = {"name": "{arm}-s{seed}"}
@@ -270,6 +273,22 @@ def test_devices_and_pipes_are_refused(tmp_path, name):
         for logs in (None, "torchtitan"):
             with pytest.raises(InputError, match="is a device, a pipe or a socket"):
                 read([str(link)], logs=logs)
+
+
+def test_a_small_parquet_file_with_many_cells_is_refused_by_its_footer(tmp_path):
+    pa.parquet.write_table(
+        pa.table({"a": pa.nulls(10_500_000), "b": pa.nulls(10_500_000)}), tmp_path / "b.parquet"
+    )
+    with pytest.raises(InputError, match=r"10500000 rows of 2 columns .* are more than can be judged"):
+        read([str(tmp_path / "b.parquet")])
+
+
+def test_a_text_that_all_rows_of_a_parquet_file_share_is_decoded_once(tmp_path):
+    long = "x" * 1000
+    pa.parquet.write_table(pa.table({"note": [long, None] * 2_000}), tmp_path / "b.parquet")
+    first, second, *others = read_parquet(tmp_path / "b.parquet", {}).columns["note"]
+    assert (first, second) == (long, None)
+    assert {id(other) for other in others} == {id(first), id(None)}
 
 
 BEYOND = 2**53 + 2

@@ -1,0 +1,290 @@
+"""Files of tables: CSV, JSON lines, JSON and Parquet, each read whole into a `Table`, or refused at its line.
+
+The readers are those of `csv` and `json`, and not pandas': `pandas.read_csv` fills a row that is cut with
+empty cells and renames the second of two equal columns, and `read_json` takes the last of two equal keys and
+gives no line of a mistake.
+
+{"arm": "bf16", "seed": 0, "step": 100, "val": {"loss": 3.21}}     # JSON: column val/loss
+"""
+
+import codecs
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ablate.errors import InputError, brief
+from ablate.files import Json
+from ablate.judging.named_runs import flat
+from ablate.judging.tables import Table
+
+if TYPE_CHECKING:
+    import pyarrow
+
+_MARKS = ((codecs.BOM_UTF8, "utf-8-sig"), (codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"))
+_BETWEEN = ",;\t"
+_REMARK = "#"
+"""First character of remarks above the header."""
+_MOST_CHARACTERS = 1 << 20
+"""Longest cell of a CSV file."""
+_MOST_CELLS = 20_000_000
+_MOST_BYTES = 1 << 29
+"""Largest Parquet file, decoded: a small file may hold one value a billion times."""
+
+
+def require_regular(path: Path) -> None:
+    """Raise InputError for a device, a pipe or a socket, or a link to one: reading it may never end."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"{path}: is a device, a pipe or a socket; write its content to a file")
+
+
+def content(path: Path) -> bytes:
+    """Return the bytes of a file. InputError if it cannot be read, or is empty."""
+    if path.is_dir():
+        raise InputError(f"{path}: is a folder; name its files, such as '{path}/*.log'")
+    require_regular(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror or error}") from None
+    if not data.strip():
+        raise InputError(f"{path}: the file is empty")
+    return data
+
+
+def text(path: Path) -> str:
+    """Return the text of a file, without a byte-order mark.
+
+    Raises:
+        InputError: the file cannot be read, is empty, or is not text in UTF-8 or marked UTF-16.
+    """
+    data = content(path)
+    encoding = next((name for mark, name in _MARKS if data.startswith(mark)), "utf-8")
+    try:
+        decoded = data.decode(encoding)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"{path}: line {line} is not {encoding.removesuffix('-sig').upper()}"
+            f" (byte {data[error.start]:#04x}); convert the file to UTF-8: `iconv -t utf-8`"
+        ) from None
+    if "\0" in decoded:
+        line = decoded.count("\n", 0, decoded.index("\0")) + 1
+        raise InputError(f"{path}: line {line} has a zero byte; the file is damaged, or not text")
+    return decoded
+
+
+def read_csv(path: Path, fields: Mapping[str, str]) -> Table:
+    """Return the table of a CSV file: comma, semicolon or tab between cells, and a header.
+
+    Args:
+        path: the file.
+        fields: what its path says.
+
+    Raises:
+        InputError: it cannot be read, is empty, has two columns of one name, or a row of another length.
+    """
+    decoded = text(path)
+    header = next((line for line in decoded.splitlines() if line.strip() and line[0] != _REMARK), "")
+    between = max(_BETWEEN, key=header.count)
+    reader = csv.reader(io.StringIO(decoded, newline=""), delimiter=between, strict=True)
+    names: list[str] | None = None
+    rows: list[list[str]] = []
+    lines: list[int] = []
+    before = csv.field_size_limit(_MOST_CHARACTERS)  # of the whole process
+    try:
+        for row in reader:
+            if not any(cell.strip() for cell in row) or (names is None and row[0].startswith(_REMARK)):
+                continue
+            if names is None:
+                names = [cell.strip() for cell in row]
+                if "" in names[1:] or names == [""]:
+                    raise InputError(
+                        f"{path}: column {names.index('', min(1, len(names) - 1)) + 1} has no name"
+                    )
+            elif len(row) != len(names):
+                raise InputError(
+                    f"{path}: line {reader.line_num} has {len(row)} cells, and the header has"
+                    f" {len(names)}; the file is cut or damaged there, or a cell needs quotes"
+                )
+            else:
+                rows.append(row)
+                lines.append(reader.line_num)
+    except csv.Error as error:
+        raise InputError(f"{path}: line {reader.line_num}: {error}") from None
+    finally:
+        csv.field_size_limit(before)
+    if names is None:
+        raise InputError(f"{path}: there is no header")
+    _require_distinct(names, path)
+    cells = zip(*rows, strict=True) if rows else [()] * len(names)
+    columns: dict[str, Sequence[Json]] = dict(zip(names, cells, strict=True))
+    columns.pop("", None)  # the index that pandas writes
+    return Table(str(path), columns, lines, fields)
+
+
+def _require_distinct(names: Sequence[str], path: Path) -> None:
+    if len({*names}) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise InputError(f"{path}: two columns are named {brief(twice)!r}")
+
+
+def read_json_lines(path: Path, fields: Mapping[str, str], said: list[str]) -> Table:
+    """Return the table of a file of JSON lines.
+
+    Args:
+        path: the file.
+        fields: what its path says.
+        said: list to which a sentence on a last line that is cut is added.
+
+    Raises:
+        InputError: it cannot be read, or a line is not an object.
+    """
+    rows: dict[int, dict[str, Json]] = {}
+    lines = text(path).split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            rows[number] = _row(_parsed(line))
+        except ValueError as error:
+            if number == len(lines) and rows:
+                said.append(f"{path}: the last line is cut and left out")
+                continue
+            raise InputError(f"{path}: line {number} is not a JSON object: {error}") from None
+    return _of_rows(path, rows, fields)
+
+
+def read_json(path: Path, fields: Mapping[str, str]) -> Table:
+    """Return the table of a JSON file. InputError if it is not a list of objects, or a flat one."""
+    try:
+        parsed = _parsed(text(path))
+        if isinstance(parsed, dict):
+            _require_flat(parsed)
+            parsed = [parsed]
+        if not isinstance(parsed, list):
+            raise ValueError("it is not a list of objects, one a row")
+        rows = {number: _row(entry) for number, entry in enumerate(parsed, 1)}
+    except ValueError as error:
+        raise InputError(f"{path}: {error}") from None
+    return _of_rows(path, rows, fields)
+
+
+def is_state(path: Path) -> bool:
+    """Return True for a `trainer_state.json`, by its content."""
+    try:
+        parsed = _parsed(text(path))
+    except (InputError, ValueError):
+        return False
+    return isinstance(parsed, dict) and "log_history" in parsed
+
+
+def _require_flat(entry: Mapping[str, Json]) -> None:
+    """Raise ValueError for an object that holds others, or a curve: it is not one row."""
+    inner = {
+        name: value
+        for name, value in entry.items()
+        if isinstance(value, dict)
+        or (isinstance(value, list) and any(isinstance(each, list | dict) for each in value))
+    }
+    if not inner:
+        return
+    first, value = next(iter(inner.items()))
+    way = (
+        "write a list of objects, one a row, or give final values in Python:"
+        " ablate.judge({'bf16': [3.10, 3.12]}, 'bf16')"
+    )
+    if all(isinstance(value, dict) and "0" in value for value in entry.values()):
+        way = "as pandas' to_json() writes it, a column a key; write rows, to_json(orient='records')"
+    elif isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        way = f"write the list of its {brief(first)!r} alone to the file, one object a row"
+    names = ", ".join(map(brief, [*inner][:4]))
+    raise ValueError(f"it is an object with {names}, and not a row of plain values: {way}")
+
+
+def _of_rows(path: Path, rows: Mapping[int, Mapping[str, Json]], fields: Mapping[str, str]) -> Table:
+    """Return the table of rows by their line, which need not have the same columns."""
+    names = dict.fromkeys(name for row in rows.values() for name in row)
+    return Table(
+        str(path), {name: [row.get(name) for row in rows.values()] for name in names}, [*rows], fields
+    )
+
+
+def _row(entry: Json) -> dict[str, Json]:
+    if not isinstance(entry, dict):
+        raise ValueError("it is not an object")
+    return {
+        name.strip(): json.dumps(value) if isinstance(value, list) else value
+        for name, value in flat(entry).items()
+        if not isinstance(value, list) or len(value) <= 8  # such as Adam's betas; a longer one is a curve
+    }
+
+
+def _parsed(text: str) -> Json:
+    """Return the value of JSON. ValueError if it is none, or an object has a key twice."""
+    try:
+        return json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {brief(twice)[:60]!r} is there twice")
+    return entry
+
+
+def read_parquet(path: Path, fields: Mapping[str, str]) -> Table:
+    """Return the table of a Parquet file.
+
+    Args:
+        path: the file.
+        fields: what its path says.
+
+    Raises:
+        InputError: it cannot be read, is too large when decoded, or two columns have one name.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        texts = [field.name for field in file.schema_arrow if pa.types.is_string(field.type)]
+        file = pyarrow.parquet.ParquetFile(path, read_dictionary=texts)  # else a text is decoded for each row
+        footer = file.metadata
+        size = sum(footer.row_group(group).total_byte_size for group in range(footer.num_row_groups))
+        if footer.num_rows * footer.num_columns > _MOST_CELLS or size > _MOST_BYTES:
+            raise InputError(
+                f"{path}: {footer.num_rows} rows of {footer.num_columns} columns ({size} bytes decoded) are"
+                " more than can be judged; write only the columns and steps that are compared"
+            )
+        table = file.read()
+        table.validate(full=True)
+        names = [name.strip() for name in table.column_names]
+        _require_distinct(names, path)
+        columns = {name: _cells(column) for name, column in zip(names, table.columns, strict=True)}
+    except (pa.ArrowException, OSError, ValueError, UnicodeDecodeError, OverflowError) as error:
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(f"{path}: not a Parquet file that can be read: {brief(why)}") from None
+    columns.pop("__index_level_0__", None)
+    return Table(str(path), columns, range(1, table.num_rows + 1), fields)
+
+
+def _cells(column: "pyarrow.ChunkedArray") -> list[Json]:
+    """Return a column as JSON has it; anything else, such as a time, as text."""
+    import pyarrow as pa
+
+    values: list[object] = []
+    for chunk in column.chunks:
+        if isinstance(chunk, pa.DictionaryArray):
+            texts = chunk.dictionary.to_pylist()
+            values += [None if index is None else texts[index] for index in chunk.indices.to_pylist()]
+        else:
+            values += chunk.to_pylist()
+    plain = bool | int | float | str
+    return [value if value is None or isinstance(value, plain) else str(value) for value in values]
