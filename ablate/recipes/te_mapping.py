@@ -30,8 +30,10 @@ The facts are those of Transformer Engine 2.20.2. This file imports neither torc
 `transformer_engine.py` turns a description into TE's objects.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
 from typing import Literal
 
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Select, argument, tag
@@ -133,7 +135,7 @@ def te_recipe(products: Products) -> Description:
     if products.plain:
         return None
     custom = _custom(products)
-    return _builtin(custom) or custom
+    return _builtins().get(custom, custom)
 
 
 def products_of(custom: Custom, like: Products | None = None) -> Products:
@@ -519,82 +521,88 @@ def _format(products: Products, slot: str) -> CopyFormat:
 
 # --- TE's own recipe classes ----------------------------------------------------------------------
 
-
-def _builtin(custom: Custom) -> Builtin | None:
-    """Return the TE class that makes these copies; None if only single quantisers can."""
-    forward = {custom.input.row.family, custom.weight.row.family}
-    backward = {
-        custom.input.column.family,
-        custom.weight.column.family,
-        custom.grad_output.row.family,
-        custom.grad_output.column.family,
-    }
-    requantised = {custom.input.requantised, custom.weight.requantised}
-    dequantised = requantised == {True} and backward == {"high"}
-    if len(forward) > 1 or "high" in forward or backward not in (forward, {"high"}):
-        return None
-    if requantised != {False} and not dequantised:
-        return None
-    (family,) = forward
-    if family == "fp8_delayed":
-        return None  # TE's DelayedScaling advances its histories with each autocast region, not once a step
-    word = "dequantized" if dequantised else None if backward == forward else "high_precision"
-    override = (("backward_override", word),)
-    options = _nvfp4_options(custom) if family == "nvfp4" else _fp8_options(custom, family)
-    names = {"fp8": "Float8CurrentScaling", "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
-    return None if options is None else Builtin(names[family], (*options, *override))
-
-
-def _fp8_options(custom: Custom, family: Family) -> tuple | None:
-    forward = {
-        custom.input.row.element,
-        custom.input.column.element or "e4m3",
-        custom.weight.row.element,
-        custom.weight.column.element or "e4m3",
-    }
-    backward = {custom.grad_output.row.element, custom.grad_output.column.element} - {""}
-    if forward != {"e4m3"} or len(backward) > 1:
-        return None
-    options = (("fp8_format", "HYBRID" if backward == {"e5m2"} else "E4M3"),)
-    if family == "mxfp8":
-        if custom.weight.column.family == "mxfp8" and custom.weight.row.square != custom.weight.column.square:
-            return None
-        return *options, ("enable_2d_quantization", custom.weight.row.square)
-    return *options, ("use_power_2_scales", False)
+OVERRIDES = (None, "high_precision", "dequantized")
+SCOPES = {"none": (), "activations": ("input",), "weights": ("weight",), "all": ("input", "weight")}
+"""Tensors that an option of Four Over Six concerns."""
+FORMATS = {"E4M3": "e4m3", "HYBRID": "e5m2"}
+"""Element of gradients by TE's name of a pair of formats."""
+OPTIONS: Mapping[str, Mapping[str, tuple[str | bool | None, ...]]] = {
+    "NVFP4BlockScaling": {
+        "disable_rht": (True, False),
+        "disable_stochastic_rounding": (True, False),
+        "disable_2d_quantization": (True, False),
+        "row_scaled_activation": (False, True),
+        "nvfp4_4over6": (*SCOPES,),
+        "nvfp4_4over6_e4m3_use_256": ("all", "none"),
+        "nvfp4_4over6_err_mode": ("MAE", "MSE"),
+        "backward_override": OVERRIDES,
+    },
+    "MXFP8BlockScaling": {
+        "fp8_format": (*FORMATS,),
+        "enable_2d_quantization": (False, True),
+        "backward_override": OVERRIDES,
+    },
+    "Float8CurrentScaling": {
+        "fp8_format": (*FORMATS,),
+        "use_power_2_scales": (False,),
+        "backward_override": OVERRIDES,
+    },
+}
+"""Options of TE's classes, with the values that are written. The first is written if it decides nothing."""
 
 
-def _choice(copy: CopyFormat) -> tuple:
-    return copy.chosen, copy.bound
+def copies_of(name: str, options: Mapping[str, object]) -> Custom:
+    """Return the copies that one of TE's classes makes, DelayedScaling included.
+
+    Args:
+        name: name of a class in `transformer_engine.common.recipe`.
+        options: all its options in OPTIONS, whose values may be others; of DelayedScaling also `history`, the
+            number of steps.
+    """
+    fp4 = name == "NVFP4BlockScaling"
+    kinds: Mapping[str, Family] = {"MXFP8BlockScaling": "mxfp8", "DelayedScaling": "fp8_delayed"}
+
+    def format_of(tensor: str) -> CopyFormat:
+        if not fp4:
+            square = tensor == "weight" and bool(options.get("enable_2d_quantization"))
+            element = FORMATS[str(options["fp8_format"])] if tensor == "grad_output" else "e4m3"
+            history = int(str(options.get("history", 0)))
+            return CopyFormat(kinds.get(name, "fp8"), element, square=square, history=history)
+        chosen = tensor in SCOPES[str(options["nvfp4_4over6"])]
+        return CopyFormat(
+            "nvfp4",
+            "e2m1",
+            square=tensor == "weight" and not options["disable_2d_quantization"],
+            stochastic=tensor == "grad_output" and not options["disable_stochastic_rounding"],
+            chosen=str(options["nvfp4_4over6_err_mode"]) if chosen else "",
+            bound=256 if chosen and tensor in SCOPES[str(options["nvfp4_4over6_e4m3_use_256"])] else 448,
+        )
+
+    def both(tensor: str) -> Copies:
+        copy, override = format_of(tensor), options["backward_override"]
+        row = replace(copy, rows=fp4 and tensor == "input" and bool(options["row_scaled_activation"]))
+        if override is None:
+            return Copies(
+                row, replace(copy, rotated=fp4 and tensor != "weight" and not options["disable_rht"])
+            )
+        forward = tensor != "grad_output"
+        return Copies(row if forward else CopyFormat(), CopyFormat(), forward and override == "dequantized")
+
+    return Custom(**{tensor: both(tensor) for tensor in TENSORS})
 
 
-def _nvfp4_options(custom: Custom) -> tuple | None:
-    x, w, g = custom.input, custom.weight, custom.grad_output
-    forward_only = x.column.family == "high"
-    if not forward_only and (
-        (g.row.stochastic, w.row.square, _choice(x.row), _choice(w.row))
-        != (g.column.stochastic, w.column.square, _choice(x.column), _choice(w.column))
-        or x.column.stochastic
-        or x.row.rows
-    ):
-        return None
-    signs = x.column.signs and g.column.signs
-    chosen = {copy for copy in (x.row, w.row) if copy.chosen}
-    alike = len({_choice(copy) for copy in chosen}) <= 1
-    if not signs or not alike or x.row.stochastic or (x.row.rows and chosen):
-        return None
-    tensors = {
-        (True, True): "all",
-        (True, False): "activations",
-        (False, True): "weights",
-        (False, False): "none",
-    }
-    four_over_six = next(iter(chosen), CopyFormat(chosen="MAE", bound=256))
-    return (
-        ("disable_rht", not x.column.rotated),
-        ("disable_stochastic_rounding", not g.row.stochastic),
-        ("disable_2d_quantization", not w.row.square),
-        ("row_scaled_activation", x.row.rows),
-        ("nvfp4_4over6", tensors[bool(x.row.chosen), bool(w.row.chosen)]),
-        ("nvfp4_4over6_e4m3_use_256", "all" if four_over_six.bound == 256 else "none"),
-        ("nvfp4_4over6_err_mode", four_over_six.chosen),
-    )
+@cache
+def _builtins() -> Mapping[Custom, Builtin]:
+    """Return `copies_of`, inverted: the class that makes given copies.
+
+    TE scales activations by rows in a forward pass alone, and without Four Over Six. DelayedScaling is left
+    out: it advances its histories with each autocast region, not once a step.
+    """
+    found: dict[Custom, Builtin] = {}
+    for name, values in OPTIONS.items():
+        for chosen in product(*values.values()):
+            options = dict(zip(values, chosen, strict=True))
+            alone = options.get("backward_override") and options.get("nvfp4_4over6") == "none"
+            if alone or not options.get("row_scaled_activation"):
+                found.setdefault(copies_of(name, options), Builtin(name, tuple(options.items())))
+    return found
