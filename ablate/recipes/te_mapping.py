@@ -274,19 +274,9 @@ def refusals(products: Products) -> Iterator[str]:
     If there is none, the quantisers that TE would be given are translated back, and every field that does not
     return is a reason: one that this file does not know is never dropped.
     """
-    refused = False
-    for why in _named_refusals(products):
-        yield why
-        refused = True
-    for slot, forward in FORWARD_COPY.items():
-        again, copied = products.slot(slot), products.slot(forward)
-        if again and again.source == "forward" and copied and not _exact_in_bf16(copied):
-            yield (
-                f"{slot}.source forward: Transformer Engine rounds the dequantised copy to bf16 before it"
-                " quantises it again; write forward_bf16"
-            )
-            refused = True
-    if not refused:
+    named = [*_named_refusals(products)]
+    yield from named
+    if not named:
         # Nothing above knows a field that was added to a recipe since: the way back finds it.
         for path, value, _ in changes(
             as_data(canonical(products)), as_data(products_of(_custom(products), products))
@@ -303,6 +293,13 @@ def _named_refusals(products: Products) -> Iterator[str]:
     for name in DIRECTIONS["all"]:
         yield from (Reason(name, why) for why in _product_refusals(name, getattr(products, name)))
     yield from _together(products)
+    for slot, forward in FORWARD_COPY.items():
+        again, copied = products.slot(slot), products.slot(forward)
+        if again and again.source == "forward" and copied and not _exact_in_bf16(copied):
+            yield (
+                f"{slot}.source forward: Transformer Engine rounds the dequantised copy to bf16 before it"
+                " quantises it again; write forward_bf16"
+            )
 
 
 def _exact_in_bf16(quant: Quant) -> bool:
@@ -326,9 +323,10 @@ def _quant_refusals(slot: str, quant: Quant) -> Iterator[str]:
         *others, last = TE_ELEMENTS
         yield f"element {quant.element}: Transformer Engine multiplies {', '.join(others)} and {last}"
         return
-    yield from {"nvfp4": _nvfp4_refusals, "mxfp8": _mxfp8_refusals}.get(_family(quant), _fp8_refusals)(
-        slot, quant
-    )
+    refusing = {"nvfp4": _nvfp4_refusals, "mxfp8": _mxfp8_refusals}
+    yield from refusing.get(_family(quant), _fp8_refusals)(slot, quant)
+    if quant.element != "e2m1" and quant.rounding != "nearest":
+        yield f"rounding {quant.rounding}: Transformer Engine rounds FP8 to nearest"
     if quant.transform is not None:
         yield "transform: Transformer Engine takes nothing out of an operand; write null"
     if quant.estimator is not None:
@@ -418,7 +416,6 @@ def _mxfp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
         yield "scale: MXFP8 has e8m0 block scales, which Transformer Engine rounds by ceil"
     if quant.outer is not None:
         yield "outer: MXFP8 has no scale beside its blocks'; write null"
-    yield from _eight_bit_roundings(quant)
 
 
 def _fp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
@@ -428,12 +425,6 @@ def _fp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
             "outer: Transformer Engine's FP8 has one scale a tensor,"
             " from its present amax (amax) or from earlier steps (delayed:n)"
         )
-    yield from _eight_bit_roundings(quant)
-
-
-def _eight_bit_roundings(quant: Quant) -> Iterator[str]:
-    if quant.rounding != "nearest":
-        yield f"rounding {quant.rounding}: Transformer Engine rounds FP8 to nearest"
 
 
 def _product_refusals(name: str, product: Product) -> Iterator[str]:
