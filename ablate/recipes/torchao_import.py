@@ -1,18 +1,107 @@
-"""torchao's training configurations as recipes: `recipe_of_torchao`. This file does not import torchao.
+"""torchao's training configurations: one table by which they are read and written. torchao is not imported.
 
 Read are the objects that `quantize_` and `convert_to_float8_training` take: NVFP4TrainingConfig,
 MXFP8TrainingOpConfig and Float8LinearConfig, of torchao 0.18. Each has few states that train by a recipe of
 this project; every field in another state is named and refused, and so is one that is not known here.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from itertools import product
 
 from ablate.recipes.presets import fp8_current, mxfp8, nvfp4
-from ablate.recipes.recipe import Hadamard, Recipe, Wgrad
-from ablate.recipes.targets.torchao import SIGNS
+from ablate.recipes.recipe import Hadamard, Recipe
 
 PACKAGE = "torchao"
+SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+"""TE's signs of the Hadamard rotation (`numerics.hadamard.TE_SIGNS`, which imports torch)."""
+_KERNELS = ("AUTO", "EMULATED", "TRITON", "TORCH", "MSLK")
+"""Kernels compute the same products; which one runs decides no bit that a recipe describes."""
+_EITHER = ("False", "True")
+_CHANGES: Mapping[tuple[str, str], Callable[[Recipe], dict[str, object]]] = {
+    ("rht_sign_vector", "None"): lambda recipe: {
+        "wgrad": recipe.wgrad.model_copy(update={"hadamard": Hadamard(size=16, signs="per_layer")})
+    },
+    ("wgrad_with_hp", "True"): lambda recipe: {"wgrad": recipe.wgrad.high_precision()},
+}
+"""Fields of a recipe by the state of a field that changes them: `Recipe.model_copy` takes them."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """A class of torchao: the recipe of its usual states, and all states that are read."""
+
+    preset: Callable[[], Recipe]
+    read: Mapping[str, tuple[str, ...]]
+    """Values as text, by field; a field of a part is `part.field`. The first has the preset's bits."""
+    written: Mapping[str, str]
+    """Python of a field's usual value; empty for a configuration that torchao makes by its name."""
+
+    def recipe(self, values: Mapping[str, str]) -> Recipe:
+        """Return the recipe that the fields' values stand for."""
+        recipe = self.preset()
+        for state in values.items():
+            if state in _CHANGES:
+                recipe = recipe.model_copy(update=_CHANGES[state](recipe))
+        return recipe
+
+    def states(self) -> Iterator[dict[str, str]]:
+        """Yield all values of the fields that change the recipe, the usual ones first."""
+        keys = dict.fromkeys(name for name, _ in _CHANGES if name in self.written)
+        for values in product(*(self.read[key] for key in keys)):
+            yield dict(zip(keys, values, strict=True))
+
+
+def _float8() -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the states of Float8LinearConfig: both copies of a tensor have one dynamic scale."""
+    for tensor, dtype in (("input", "e4m3fn"), ("weight", "e4m3fn"), ("grad_output", "e5m2")):
+        for copy in ("", "_for_grad_input" if tensor == "weight" else "_for_grad_weight"):
+            cast = f"cast_config_{tensor}{copy}"
+            yield f"{cast}.scaling_type", ("DYNAMIC",)
+            yield f"{cast}.scaling_granularity", ("TENSORWISE",)
+            yield f"{cast}.target_dtype", (f"torch.float8_{dtype}", "None")
+    for gemm in ("output", "grad_input", "grad_weight"):
+        yield f"gemm_config_{gemm}.use_fast_accum", _EITHER
+    for switch in ("enable_fsdp_float8_all_gather", "pad_inner_dim", "emulate"):
+        yield switch, _EITHER
+    yield "force_recompute_fp8_weight_in_bwd", _EITHER
+    yield "round_scales_to_power_of_2", ("False",)
+
+
+CLASSES: Mapping[str, Config] = {
+    "NVFP4TrainingConfig": Config(
+        nvfp4,
+        {
+            "kernel_preference": _KERNELS,
+            "process_group": ("None",),
+            "world_size": ("None", "1"),
+            "rht_sign_vector": (str(SIGNS), "None"),
+        },
+        {
+            "kernel_preference": "KernelPreference.TRITON",
+            "process_group": "None",
+            "world_size": "None",
+            "rht_sign_vector": str(SIGNS),
+        },
+    ),
+    "MXFP8TrainingOpConfig": Config(
+        mxfp8,
+        {
+            "kernel_preference": _KERNELS,
+            "out_dtype": ("torch.bfloat16",),
+            "wgrad_with_hp": _EITHER,
+            "scale_calculation_mode": ("RCEIL",),
+            "pad_token_groups_for_grouped_mm": _EITHER,
+        },
+        {
+            "kernel_preference": "KernelPreference.AUTO",
+            "out_dtype": "torch.bfloat16",
+            "wgrad_with_hp": "False",
+            "scale_calculation_mode": "ScaleCalculationMode.RCEIL",
+        },
+    ),
+    "Float8LinearConfig": Config(fp8_current, dict(_float8()), {}),
+}
 
 
 def is_torchao_config(source: object) -> bool:
@@ -24,126 +113,34 @@ def recipe_of_torchao(config: object) -> Recipe:
     """Return the recipe that a training configuration of torchao stands for.
 
     Args:
-        config: an object of one of the classes above.
+        config: an object of one of CLASSES.
 
     Raises:
         ValueError: another class, or fields that have no counterpart here; all are named.
     """
     name = type(config).__name__
-    if name not in _READERS:
-        raise ValueError(f"{name}: recipes are read from torchao's {', '.join(_READERS)}")
-    assert is_dataclass(config)
-    values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return _READERS[name](name, values)
-
-
-def _refuse(name: str, values: Mapping[str, object], expected: Mapping[str, tuple[str, ...]]) -> None:
-    """Raise ValueError for the fields whose text is none of those expected, unknown fields included."""
+    if name not in CLASSES:
+        raise ValueError(f"{name}: recipes are read from torchao's {', '.join(CLASSES)}")
+    read, values = CLASSES[name].read, dict(_values(config))
     wrong = [
         f"{name}.{field} {value}: "
-        + (f"read is {' or '.join(expected[field])}" if field in expected else "not known here")
-        for field, value in ((field, _word(value)) for field, value in values.items())
-        if value not in expected.get(field, ())
-    ]
-    if wrong:
-        raise ValueError("; ".join(wrong))
-
-
-def _word(value: object) -> str:
-    """Return a field's value as text: an enumeration's member by its name."""
-    return str(getattr(value, "name", value))
-
-
-_KERNELS = ("AUTO", "EMULATED", "TRITON", "TORCH", "MSLK")
-"""Kernels compute the same products; which one runs decides no bit that a recipe describes."""
-
-
-def _nvfp4(name: str, values: Mapping[str, object]) -> Recipe:
-    signs = values.get("rht_sign_vector")
-    signs = signs.tolist() if hasattr(signs, "tolist") else signs
-    words = {str(SIGNS): "fixed", "None": "per_layer"}
-    given = str(tuple(map(int, signs))) if isinstance(signs, list | tuple) else str(signs)
-    expected = {
-        "kernel_preference": _KERNELS,
-        "process_group": ("None",),
-        "world_size": ("None", "1"),
-        "rht_sign_vector": (str(SIGNS), "None"),
-    }
-    _refuse(name, {**values, "rht_sign_vector": given}, expected)
-    recipe = nvfp4()
-    wgrad = Wgrad(g=recipe.wgrad.g, x=recipe.wgrad.x, hadamard=Hadamard(size=16, signs=words[given]))
-    return recipe.model_copy(update={"wgrad": wgrad})
-
-
-def _mxfp8(name: str, values: Mapping[str, object]) -> Recipe:
-    expected = {
-        "kernel_preference": _KERNELS,
-        "out_dtype": ("torch.bfloat16",),
-        "wgrad_with_hp": ("False", "True"),
-        "scale_calculation_mode": ("RCEIL",),
-        "pad_token_groups_for_grouped_mm": ("False", "True"),
-    }
-    _refuse(name, values, expected)
-    recipe = mxfp8()
-    if values.get("wgrad_with_hp"):
-        return recipe.model_copy(update={"wgrad": recipe.wgrad.high_precision()})
-    return recipe
-
-
-_CASTS = ("input", "weight", "grad_output")
-_FORMATS = {"torch.float8_e4m3fn": "e4m3", "torch.float8_e5m2": "e5m2"}
-
-
-def _float8(name: str, values: Mapping[str, object]) -> Recipe:
-    casts = {field: value for field, value in values.items() if field.startswith("cast_config_")}
-    own = {f"cast_config_{tensor}" for tensor in _CASTS}
-    usual = {f"cast_config_{tensor}{more}" for tensor, more in zip(_CASTS, _AGAIN, strict=True)}
-    wrong = [
-        f"{name}.{field}: it differs from {field.split('_for_')[0]}, and both copies are alike here"
-        for field, value in casts.items()
-        if field in usual and value != casts[field.split("_for_")[0]]
-    ]
-    wrong += [f"{name}.{field}: not known here" for field in casts if field not in own | usual]
-    elements = {}
-    for tensor in _CASTS:
-        cast, field = casts[f"cast_config_{tensor}"], f"{name}.cast_config_{tensor}"
-        states = {key: _word(getattr(cast, key, None)) for key in ("scaling_type", "scaling_granularity")}
-        if states != {"scaling_type": "DYNAMIC", "scaling_granularity": "TENSORWISE"}:
-            wrong.append(f"{field} {', '.join(states.values())}: read is DYNAMIC, TENSORWISE")
-        usual_type = "torch.float8_e5m2" if tensor == "grad_output" else "torch.float8_e4m3fn"
-        dtype = _word(getattr(cast, "target_dtype", None))
-        dtype = usual_type if dtype == "None" else dtype
-        if dtype != usual_type:
-            wrong.append(f"{field}.target_dtype {dtype}: read is {usual_type}")
-        elements[tensor] = _FORMATS.get(dtype, "")
-    for product in ("output", "grad_input", "grad_weight"):
-        fast = _word(getattr(values.get(f"gemm_config_{product}"), "use_fast_accum", None))
-        if fast not in ("True", "False"):
-            wrong.append(f"{name}.gemm_config_{product}.use_fast_accum {fast}: True or False")
-    expected = {
-        "enable_fsdp_float8_all_gather": ("False", "True"),
-        "pad_inner_dim": ("False", "True"),
-        "emulate": ("False", "True"),
-        "force_recompute_fp8_weight_in_bwd": ("False", "True"),
-        "round_scales_to_power_of_2": ("False",),
-    }
-    others = {
-        field: value
+        + (f"read is {' or '.join(read[field])}" if field in read else "not known here")
         for field, value in values.items()
-        if not field.startswith(("cast_config_", "gemm_config_"))
-    }
-    try:
-        _refuse(name, others, expected)
-    except ValueError as error:
-        wrong.append(str(error))
+        if value not in read.get(field, ())
+    ]
     if wrong:
         raise ValueError("; ".join(wrong))
-    return fp8_current()
+    return CLASSES[name].recipe(values)
 
 
-_AGAIN = ("_for_grad_weight", "_for_grad_input", "_for_grad_weight")
-_READERS: dict[str, Callable[[str, Mapping[str, object]], Recipe]] = {
-    "NVFP4TrainingConfig": _nvfp4,
-    "MXFP8TrainingOpConfig": _mxfp8,
-    "Float8LinearConfig": _float8,
-}
+def _values(config: object, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the fields of a configuration and of its parts, with their values as text."""
+    assert is_dataclass(config)
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if is_dataclass(value):
+            yield from _values(value, f"{path}{field.name}.")
+            continue
+        value = value.tolist() if hasattr(value, "tolist") else value
+        value = tuple(map(int, value)) if isinstance(value, list | tuple) else value
+        yield f"{path}{field.name}", str(getattr(value, "name", value))

@@ -38,6 +38,7 @@ from ablate.recipes.targets.megatron import VARIABLES, from_environment, read, s
 from ablate.recipes.targets.torchao import SIGNS
 from ablate.recipes.te_import import recipe_of
 from ablate.recipes.te_mapping import TENSORS, Custom, te_recipe
+from ablate.recipes.torchao_import import CLASSES, recipe_of_torchao
 from ablate.verification.peers import shells
 
 BLOCKS = 8
@@ -610,6 +611,22 @@ def test_torchao_itself_converts_the_layers_that_the_recipe_quantises(name, know
         not recipe.plain and recipe.layers.quantises(block, BLOCKS) for block in range(BLOCKS)
     ]
     assert not converted(model.head)
+
+
+STATES = [(name, state) for name, config in CLASSES.items() for state in config.states()]
+
+
+@every(case=STATES)
+def test_torchaos_own_object_of_what_is_written_is_read_as_the_recipe(case):
+    name, state = case
+    recipe = CLASSES[name].recipe(state)
+    made = run(TARGETS["torchao"].write(recipe, Model("it", BLOCKS)))
+    assert type(made["CONFIG"]).__name__ == name
+    assert recipe_of_torchao(made["CONFIG"]) == recipe
+
+
+def test_each_state_of_torchaos_classes_is_another_recipe():
+    assert len({CLASSES[name].recipe(state) for name, state in STATES}) == len(STATES) == 5
 
 
 def test_the_signs_that_torchao_is_given_are_transformer_engines():
