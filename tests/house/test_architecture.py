@@ -496,6 +496,7 @@ PATTERNS = {
         "names and values of assignments",
         "names that other commands may give a value to",
         "commands without effect on a job",
+        "programs that launch a job",
         "programs that hand on arguments",
         "programs that do not",
         "programs that start a job",

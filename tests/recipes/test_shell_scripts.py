@@ -29,12 +29,27 @@ SCRIPTS = {
     "after a test": (f'[ -n "$NO" ] && export {OFF}=1\n{JOB}', f":2: {OFF} "),
     "after a test and a change of folder": (f'[ -n "$NO" ] && cd / && {OFF}=1 {JOB}', f":2: {OFF} "),
     "after another": (f"cd / || export {OFF}=1\n{JOB}", f":2: {OFF} "),
-    "docker": (f"docker run -e {OFF}=1 my/image {JOB}", f":2: {OFF} "),
+    "docker": (f"docker run -e {OFF}=1 my/image {JOB}", 1),
+    "docker and its options": (f"docker run --rm -v /a:/b --env={OFF}=1 --gpus all my/image {JOB}", 1),
+    "docker by name": (f"export {OFF}=1\npodman run --rm -e {OFF} my/image {JOB}", 1),
+    "docker without": (f"export {OFF}=1\ndocker run --rm my/image {JOB}", 0),
+    "docker and a file": (f"docker run --env-file job.env my/image {JOB}", ":2: --env-file"),
+    "docker and what is not known": (f"docker run $MORE my/image {JOB}", ":2: ? of docker"),
+    "docker and a shell": (f"docker run -e {OFF}=1 my/image bash -c '{JOB}'", f":2: {OFF} "),
+    "docker's name": (f"export {OFF}=1\nsrun --job-name docker {JOB}", ":3: torchrun "),
+    "env without": (f"export {OFF}=1\nenv -u {OFF} {JOB}", 0),
+    "env alone": (f"export {OFF}=1\nenv -i A=1 {JOB}", 0),
+    "srun and all": (f"srun --nodes 4 --export=ALL,{OFF}=1 {JOB}", 1),
+    "srun by name": (f"export {OFF}=1\nsrun --export {OFF},A=1 {JOB}", 1),
+    "srun without": (f"export {OFF}=1\nsrun --export=NONE {JOB}", 0),
+    "srun and what is not known": (f"srun --export=ALL,{OFF}=$1 {JOB}", f":2: {OFF}=? of srun"),
     "ray": (
         f'ENV_JSON="{{\\"env_vars\\": {{\\"{OFF}\\": \\"1\\"}}}}"\n'
         f'ray job submit --runtime-env-json="$ENV_JSON" -- {JOB}',
-        f":3: {OFF} ",
+        1,
     ),
+    "ray and another job's environment": (f"export {OFF}=1\nray job submit -- {JOB}", 0),
+    "ray and no JSON": (f"ray job submit --runtime-env-json='{{' -- {JOB}", ":2: --runtime-env-json={"),
     "launch": (
         'PRECISION=${PRECISION:-bf16}\ncase "$PRECISION" in\n  bf16) FLAGS=(--bf16) ;;\n'
         "  fp4) FLAGS=(--bf16 --fp4-format e2m1 --fp4-recipe nvfp4) ;;\nesac\n"
@@ -189,7 +204,7 @@ LAUNCH = {
     "": None,
     f"echo {JOB}": None,
     f"{JOB} --yaml-cfg conf.yaml": None,
-    f"export {OFF}=1\nenv -i PATH=$PATH {JOB}": None,
+    f"export {OFF}=1\nenv -i PATH=$PATH {JOB}": False,
     f"A=1\nexport B=$A {OFF}=$B\n{JOB}": None,
     f"#!/bin/bash\r\n{JOB}\r\n": None,
     f'A=(--fp4-format e2m1 nvfp4)\nunset "A[2]"\n{JOB} "${{A[@]}}"': None,

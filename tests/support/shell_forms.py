@@ -109,7 +109,7 @@ WRAPPINGS = {
     "two prefixes": 'A=1 N="V" JOB',
     "prefix of its own value": "N=V X=$N JOB",
     "env": "env A=1 N=V JOB",
-    "empty env": "env -i PATH=$PATH N=V JOB",
+    "empty env": "env -i PATH=$PATH SEEN=$SEEN N=V JOB",
     "without": "export N=V\nenv -u N JOB",
     "nohup env": "nohup env N=V JOB",
     "exec": "N=V exec JOB",
@@ -129,6 +129,11 @@ WRAPPINGS = {
     "pipe": "N=V JOB 2>&1 | cat",
     "log": "N=V JOB > log.txt 2>&1",
     "srun": "srun --export=ALL,N=V JOB",
+    "srun of some": "export N=V\nsrun --export A=1,N JOB",
+    "srun of none": "export N=V\nsrun --export=NONE JOB",
+    "container by name": "N=V docker run -e N my/image JOB",
+    "Ray": """ray job submit --runtime-env-json='{"env_vars": {"N": "V"}}' -- JOB""",
+    "Ray without": "export N=V\nray job submit -- JOB",
 }
 """Commands that start the job with a variable N of V."""
 OPTIONS = {
@@ -219,11 +224,37 @@ AFTER
 """
 JOB = 'torchrun --nproc-per-node 8 pretrain_gpt.py "${MODEL_ARGS[@]}" ${PRECISION_ARGS[@]}'
 PLACES = ("FIRST", "MIDDLE", "LAST", "AFTER")
+CARRIER = """#!/usr/bin/env python3
+import json, os, sys
+words, kept = sys.argv[1:], {name: os.environ[name] for name in ("PATH", "SEEN")}
+def given(items):
+    pairs = [item.partition("=") for item in items]
+    return {name: value if equals else os.environ[name] for name, equals, value in pairs
+            if equals or name in os.environ}
+def start(words):
+    os.execvpe(words[0], words, kept)
+"""
 PROGRAMS = {
     "torchrun": '#!/bin/bash\nprintf "%s\\0" "$@" -- >> "$SEEN"; env -0 >> "$SEEN"; printf "==\\0" >> "$SEEN"\n',
-    "docker": '#!/bin/bash\nkept=()\nshift\nwhile [ $# -gt 0 ]; do\n  case $1 in\n    -e) kept+=("$2"); shift 2 ;;\n'
-    '    *) shift; break ;;\n  esac\ndone\nexec env -i PATH="$PATH" SEEN="$SEEN" "${kept[@]}" "$@"\n',
-    "srun": '#!/bin/bash\nkept=${1#--export=ALL,}; shift; exec env "$kept" "$@"\n',
+    "docker": CARRIER
+    + """
+while words[1] == "-e":
+    kept |= given([words[2]])
+    del words[1:3]
+start(words[2:])
+""",
+    "srun": CARRIER
+    + """
+option, equals, value = words[0].partition("=")
+names = (value if equals else words[1]).split(",")
+kept |= (dict(os.environ) if "ALL" in names else {}) | given(names)
+start(words[1 if equals else 2:])
+""",
+    "ray": CARRIER
+    + """
+kept |= json.loads(words[2].partition("=")[2] or "{}").get("env_vars", {})
+start(words[words.index("--") + 1:])
+""",
 }
 """Programs that stand in for those of a cluster: they write what they get to a file."""
 

@@ -1,12 +1,14 @@
 """Reader of shell scripts: the arguments and the environment that the job gets which a script starts.
 
 A script is read as bash runs it, in straight lines: assignments, `export`, arrays, `$NAME`,
-`${NAME:-default}`, `source`, and one command that starts the job. Everything else is passed over: branches,
-loops, functions, subshells, containers, files that are written. What is passed over is refused if it names a
-variable or an option about precision, or starts a job, and what it may assign is not known from there on. A
-value that is not known, such as `$(hostname)`, is refused where it decides about the precision.
+`${NAME:-default}`, `source`, and one command that starts the job, perhaps by `env`, `srun`, `docker run` or
+`ray job submit`. Everything else is passed over: branches, loops, functions, subshells, files that are
+written. What is passed over is refused if it names a variable or an option about precision, or starts a job,
+and what it may assign is not known from there on. A value that is not known, such as `$(hostname)`, is
+refused where it decides about the precision.
 """
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -46,12 +48,16 @@ _MAY_FAIL = "cd &&"
 _AND = {"export": ";", "cd": _MAY_FAIL, "mkdir": _MAY_FAIL, "module": _MAY_FAIL, "source": _MAY_FAIL}
 """Meaning of `&&` by the command before it: `export` succeeds; if others fail, no job of the line runs."""
 _CHANGING = ("export", "declare", "typeset", "unset", "set", "source", ".", "exit", "return", "cd")
+_LAUNCHER = re.compile(r"torchrun|python[\d.]*|.*\.py")
 _STARTING = re.compile(
-    r"torchrun|python[\d.]*|.*\.py|srun|accelerate|deepspeed|numactl|nohup|exec|nsys|-.*|time"
-    r"|nice|timeout|stdbuf|uv|conda"
+    rf"{_LAUNCHER.pattern}|accelerate|deepspeed|numactl|nohup|exec|nsys|-.*|time|nice|timeout|stdbuf|uv|conda"
 )
 """Programs that hand their arguments and environment on; an option begins a text of arguments alone."""
-_ELSEWHERE = re.compile(r"docker|podman|singularity|ray|ssh|mpirun|sudo|env|(ba)?sh|--export(?!=ALL$).*")
+_APART = {"docker": ("run", "exec"), "podman": ("run", "exec"), "ray": ("job",)}
+"""Programs that give the job the environment of their options alone, with their commands that do."""
+_OF_FILES = ("--env-file", "--env-host", "--export-file", "--runtime-env")
+"""Options of programs before the job's that give it variables which no word says."""
+_ELSEWHERE = re.compile(r"singularity|ssh|mpirun|sudo|(ba)?sh")
 """Words before the job's program that give it another environment, or other arguments."""
 _JOB = re.compile(r"(?:.*/)?(?:torchrun|pretrain\w*\.py)|torch\.distributed\.(?:run|launch)")
 _ACTIVATION = re.compile(r".*(?:/activate|conda\.sh|/profile|\.bashrc|/modules?\.sh|/init/bash)")
@@ -289,12 +295,79 @@ class Script:
                 self._programs.append(line)
             self._pass_over(rest, "is not read")
             return
+        words, environment = self._carried(words, self.environment | given, (named or [program])[0], line)
+        program = Path(words[0]).name
         script = next((number for number, word in enumerate(words) if word.endswith(".py")), -1)
         launcher = [Path(word).name for word in words[: script if script >= 0 else len(words)]]
         other = [word for word in (program, *launcher) if _ELSEWHERE.fullmatch(word)]
         if other or not _STARTING.fullmatch(program):
             self._refuse(f"{named[0]} is handed to {(other or [program])[0]}, which is not read", line)
-        self._jobs.append(Started(self._checked(words, script, line), self.environment | given, line))
+        self._jobs.append(Started(self._checked(words, script, line), environment, line))
+
+    def _carried(
+        self, words: list[str], environment: dict[str, str], named: str, line: int
+    ) -> tuple[list[str], dict[str, str]]:
+        """Return the words from the job's launcher on, and the environment that the programs before give it.
+
+        Args:
+            words: words of the command.
+            environment: variables that the first of its programs gets.
+            named: what it has about precision or a job, for the refusal.
+            line: its line.
+        """
+        count = next((number for number, word in enumerate(words) if _LAUNCHER.fullmatch(Path(word).name)), 0)
+        carrier, whole, others, pending = "", environment, list[str](), iter(words[:count])
+        for word in pending:
+            option, equals, value = word.partition("=")
+            if (name := Path(word).name) in ("env", "srun", *_APART):
+                if name in _APART and (command := next(pending, "")) not in _APART[name]:
+                    self._refuse(f"{named} is handed to {name} {command}, which is not read", line)
+                carrier, whole = name, environment
+                environment = {} if carrier in _APART else dict(environment)
+            elif carrier == "env" and word in ("-i", "-"):
+                environment = {}
+            elif carrier == "env" and word == "-u":
+                environment.pop(next(pending, ""), None)
+            elif carrier == "env" and equals and option.isidentifier():
+                environment[option] = value
+            elif carrier == "srun" and option == "--export":
+                names = (value if equals else next(pending, "")).split(",")
+                environment = dict(whole) if "ALL" in names else {}
+                environment |= self._given([name for name in names if name not in ("ALL", "NONE")], whole)
+            elif carrier in ("docker", "podman") and option in ("-e", "--env"):
+                environment |= self._given([value if equals else next(pending, "")], whole)
+            elif carrier == "ray" and option == "--runtime-env-json":
+                try:
+                    data = json.loads(value if equals else next(pending, ""), strict=False)
+                    environment |= {str(name): str(each) for name, each in data.get("env_vars", {}).items()}
+                except (ValueError, AttributeError):
+                    self._refuse(f"{word}: the script does not say this JSON", line)
+            elif option in _OF_FILES:
+                self._refuse(f"{word}: it gives the job variables that are not read here", line)
+            else:
+                others.append(word)
+        hidden = [word for word in others if carrier in _APART and not _HIDDEN.sub("", word)]
+        hidden += [
+            f"{name}={value}"
+            for name, value in environment.items()
+            if _HIDDEN.search(name) or (name.startswith("NVTE_") and _HIDDEN.search(value))
+        ]
+        if hidden:
+            self._refuse(f"{hidden[0]} of {carrier}: the script does not say the value", line)
+        for word in others:
+            if (match := PRECISION.search(word)) or _ELSEWHERE.fullmatch(Path(word).name):
+                self._refuse(
+                    f"{match[0] if match else named} is handed to {carrier or word}, which is not read", line
+                )
+        return words[count:], environment
+
+    @staticmethod
+    def _given(items: Sequence[str], whole: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables of NAME=value words, and of words that are names alone those that are set."""
+        pairs = (item.partition("=") for item in items)
+        return {
+            name: value if equals else whole[name] for name, equals, value in pairs if equals or name in whole
+        }
 
     def _checked(self, words: Sequence[str], script: int, line: int) -> list[str]:
         """Return the words of a job whose program is one of them; refuse any that hides options or values."""
