@@ -10,7 +10,7 @@ import numpy as np
 from ablate.experiment.schema import Metric
 from ablate.reports.comparison_tables import arm_columns, judged, needed_cell, published_table
 from ablate.reports.elsewhere import sources_table
-from ablate.reports.table import Cell, Column, Table
+from ablate.reports.table import Cell, Column, Source, Table
 from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
 from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects, shares
 from ablate.results.decomposition import correlation, damages, flipped, routed
@@ -165,59 +165,42 @@ def components_table(grid: Grid | None) -> Table | None:
     """Return the table of leave-one-out differences and Shapley shares, None if the arms are no such grid."""
     if grid is None or len(grid.levels) < _FEWEST_SHARED:
         return None
-    rows: list[dict[str, Cell]] = [
-        {
-            "component": f"{share.knob} = {share.on}",
-            "whole recipe minus without it": (interval(share.left_out), share.left_out.mean),
-            "Shapley share": (interval(share.shapley), share.shapley.mean),
-        }
-        for share in shares(grid)
-    ]
+    columns: dict[str, Source] = {
+        "component": lambda share: f"{share.knob} = {share.on}",
+        "whole recipe minus without it": "left_out",
+        "Shapley share": "shapley",
+    }
     caption = (
         "Shapley share: a component's mean contribution over every order in which the components could be"
         " added; the shares add up to the effect of the whole recipe. Intervals are not corrected."
     )
-    return Table.of("components", rows, caption) if rows else None
+    return Table.by_columns("components", shares(grid), columns, caption)
 
 
 def damage_table(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> Table | None:
     """Return the table of what each gap is made of; None without a second reading in high precision."""
     forked = difference_word(arms) == DAMAGE
-    rows: list[dict[str, Cell]] = [
-        {
-            "arm": damage.arm,
-            "total" if forked else "gap": (interval(damage.gap), damage.gap.mean),
-            "direct damage": (interval(damage.direct), damage.direct.mean),
-            "learnt damage": (interval(damage.learnt), damage.learnt.mean),
-        }
-        for damage in damages(ledger, arms, metric.name)
-    ]
+    columns = {"arm": "arm", "total" if forked else "gap": "gap"}
+    columns |= {"direct damage": "direct", "learnt damage": "learnt"}
     caption = (
         f"Direct damage: {metric.name} minus {metric.name}_bf16 of the same weights, less the baseline's."
         f" Learnt damage: the difference in {metric.name}_bf16, both arms' weights read in high precision."
         " The two add up to the first column, which has the verdict; their intervals are not corrected"
         + (", and lack the error of the evaluation, which the first column's has." if forked else ".")
     )
-    return Table.of("damage", rows, caption) if rows else None
+    return Table.by_columns("damage", damages(ledger, arms, metric.name), columns, caption)
 
 
 def routes_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
     """Return the table of gaps by rounding and by flipped routes; None without an arm that replays routes."""
-    rows: list[dict[str, Cell]] = [
-        {
-            "arm": part.arm,
-            "difference": (interval(part.gap), part.gap.mean),
-            "rounding with routes held": (interval(part.rounding), part.rounding.mean),
-            "flipped routes": (interval(part.flips), part.flips.mean),
-        }
-        for part in routed(ledger, arms)
-    ]
+    columns = {"arm": "arm", "difference": "gap"}
+    columns |= {"rounding with routes held": "rounding", "flipped routes": "flips"}
     caption = (
         "Rounding with routes held: the arm whose tokens went, in training, to the experts that unquantised"
         " training chose, minus the baseline. Flipped routes: the arm minus that one. The two add up to the"
         " difference at every seed; intervals are not corrected, and have the spread over seeds alone."
     )
-    return Table.of("routes", rows, caption) if rows else None
+    return Table.by_columns("routes", routed(ledger, arms), columns, caption)
 
 
 def flipped_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
@@ -304,21 +287,15 @@ def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:
 
 def power_table(arms: Sequence[ArmSummary]) -> Table | None:
     """Return the table of the spread of paired gaps and of the seeds that undecided arms need."""
-    rows = []
-    for arm in arms:
-        if arm.gap is None or not arm.gap.informative:
-            continue
-        low, high = deviation_range(arm.gap)
-        rows.append(
-            {
-                "arm": arm.name,
-                "seeds": (arm.gap.runs, arm.gap.pairs),
-                "spread of the gap": (f"{arm.gap.deviation:.2g}", arm.gap.deviation),
-                "80 % range of the spread": f"{low:.2g} to {high:.2g}",
-                "seeds needed": needed_cell(arm.verdict),
-            }
-        )
-    if any(row["seeds needed"] for row in rows):
+    columns: dict[str, Source] = {
+        "arm": "name",
+        "seeds": lambda arm: (arm.gap.runs, arm.gap.pairs),
+        "spread of the gap": ("gap.deviation", ".2g"),
+        "80 % range of the spread": lambda arm: "{:.2g} to {:.2g}".format(*deviation_range(arm.gap)),
+        "seeds needed": lambda arm: needed_cell(arm.verdict),
+    }
+    judged = [arm for arm in arms if arm.gap is not None and arm.gap.informative]
+    if any(needed_cell(arm.verdict) for arm in judged):
         caption = (
             "Spread: standard deviation over seeds. Seeds needed: the total number for an 80 % chance of a"
             " verdict; in brackets, that number if the spread is at either end of its range. The chance is a"
@@ -327,7 +304,7 @@ def power_table(arms: Sequence[ArmSummary]) -> Table | None:
         )
     else:
         caption = "" if all(arm.margin for arm in arms if arm.gap) else NO_MIN_EFFECT
-    return Table.of("power", rows, caption) if rows else None
+    return Table.by_columns("power", judged, columns, caption)
 
 
 def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Table | None:
@@ -349,14 +326,11 @@ def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Tab
         if arm.gap is not None and arm.gap.informative and not arm.gap.sides and arm.baseline is not None
     }
     by_name = dict(zip(family, holm([_wilcoxon(*pair) for pair in family.values()]), strict=True))
-    rows = [
-        {
-            "arm": arm.name,
-            "equivalence, p (Holm)": _p_cell(arm.verdict.p_equivalence),
-            "Wilcoxon, p (Holm)": _p_cell(by_name.get(arm.name)),
-        }
-        for arm in compared
-    ]
+    columns: dict[str, Source] = {
+        "arm": "name",
+        "equivalence, p (Holm)": lambda arm: _p_cell(arm.verdict.p_equivalence),
+        "Wilcoxon, p (Holm)": lambda arm: _p_cell(by_name.get(arm.name)),
+    }
     caption = "Equivalence: p of the hypothesis that the gap is min_effect or more, in either direction."
     if any(arm.interval.kind != "t" for arm in compared):
         caption += " Wilcoxon's signed-rank test is left out: it is valid at one look, and seeds grow here."
@@ -365,24 +339,17 @@ def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Tab
             f" Wilcoxon's signed-rank test needs {FEWEST_RANKED} pairs: with fewer, its two-sided p cannot"
             " fall below 5 %."
         )
-    return Table.of("checks", rows, caption) if rows else None
+    return Table.by_columns("checks", compared, columns, caption)
 
 
 def divergences_table(ledger: Ledger) -> Table | None:
     """Return the table of runs that diverged: the first value that was not finite, what grew before it, and
     what became of the baseline."""
     lost = divergences(ledger)
-    rows: list[dict[str, Cell]] = [
-        {
-            "arm": one.member.name,
-            "seed": str(one.member.seed),
-            "its baseline": one.of_baseline,
-            "first value that was not finite": one.reason,
-        }
-        for one in lost[:_MOST_LOST]
-    ]
+    columns: dict[str, Source] = {"arm": "member.name", "seed": lambda one: str(one.member.seed)}
+    columns |= {"its baseline": "of_baseline", "first value that was not finite": "reason"}
     more = f" {len(lost) - _MOST_LOST} more are in the table of runs." if lost[_MOST_LOST:] else ""
-    return Table.of("divergences", rows, f"Runs that diverged.{more}") if rows else None
+    return Table.by_columns("divergences", lost[:_MOST_LOST], columns, f"Runs that diverged.{more}")
 
 
 def interventions_table(ledger: Ledger) -> Table | None:
@@ -392,19 +359,16 @@ def interventions_table(ledger: Ledger) -> Table | None:
     runs: dict[tuple[str, int], list[Intervention]] = {}
     for event in ledger.events():
         runs.setdefault((event.arm, event.seed), []).append(event)
-    rows: list[dict[str, Cell]] = [
-        {
-            "arm": arm,
-            "seed": str(seed),
-            "interventions": (str(len(events)), len(events)),
-            "first step": (str(events[0].step), events[0].step),
-            "last step": (str(events[-1].step), events[-1].step),
-            "the first": events[0].text,
-        }
-        for (arm, seed), events in runs.items()
-        if len(events) > 1 or (arm, seed) not in lost
-    ]
-    return Table.of("interventions", rows, "Interventions of guards, by run.") if rows else None
+    columns: dict[str, Source] = {
+        "arm": lambda events: events[0].arm,
+        "seed": lambda events: str(events[0].seed),
+        "interventions": len,
+        "first step": lambda events: events[0].step,
+        "last step": lambda events: events[-1].step,
+        "the first": lambda events: events[0].text,
+    }
+    shown = [events for run, events in runs.items() if len(events) > 1 or run not in lost]
+    return Table.by_columns("interventions", shown, columns, "Interventions of guards, by run.")
 
 
 def alarms_table(ledger: Ledger) -> Table | None:

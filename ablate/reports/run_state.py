@@ -1,12 +1,11 @@
 """State of a sweep's runs in its report: how far a running sweep is, and the reasons of runs that failed."""
 
 import json
-import os
 import time
 from pathlib import Path
 
 from ablate.reports.page import Answered
-from ablate.reports.table import Cell, Link, Table
+from ablate.reports.table import Source, Table, link
 from ablate.results.number_text import counted
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_progress import pace, running_attempts
@@ -77,20 +76,12 @@ def failures_table(ledger: Ledger, report: Path | None) -> Table | None:
                 last = next((line.strip() for line in reversed(log) if line.strip() not in ("", reason)), "")
             key = error.identity if error else reason
             reasons.setdefault(key, []).append((member, last))
-    rows: list[dict[str, Cell]] = []
-    for those in sorted(reasons.values(), key=len, reverse=True)[:_MOST_REASONS]:
-        member, last = those[0]
-        log_file = store.log(member.id, store.attempts(member.id))
-        link = report is not None and log_file.exists()
-        rows.append(
-            {
-                "failed runs": (str(len(those)), len(those)),
-                "reason": member.reason or member.status,
-                "last line": last,
-                "log": Link(log_file.name, os.path.relpath(log_file, report.absolute().parent))
-                if report and link
-                else "",
-            }
-        )
+    columns: dict[str, Source] = {
+        "failed runs": len,
+        "reason": lambda those: those[0][0].reason or those[0][0].status,
+        "last line": lambda those: those[0][1],
+        "log": lambda those: link(store.log(those[0][0].id, store.attempts(those[0][0].id)), report),
+    }
+    rows = sorted(reasons.values(), key=len, reverse=True)[:_MOST_REASONS]
     more = len(reasons) - len(rows)
-    return Table.of("failures", rows, f"{counted(more, 'more reason')}." if more else "") if rows else None
+    return Table.by_columns("failures", rows, columns, f"{counted(more, 'more reason')}." if more else "")

@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from ablate.experiment.schema import Metric
 from ablate.recipes.compare import differences
 from ablate.recipes.recipe import Recipe
-from ablate.reports.table import Cell, Link, Table
+from ablate.reports.table import Cell, Table, link
 from ablate.results.number_text import number
 from ablate.results.summary import ArmSummary
 from ablate.store.judged import Judged
@@ -64,14 +63,6 @@ def runs_table(ledger: Ledger, metric: Metric, report: Path | None) -> Table:
     seeded = judged is None or judged.seeded
     rows: list[dict[str, Cell]] = []
     for member in ledger.members():
-        folder = store.folder(member.id)
-
-        def link(name: str, folder: Path = folder) -> Cell:
-            file = folder / name
-            if report is None or not file.exists():
-                return ""
-            return Link(name, os.path.relpath(file, report.absolute().parent))
-
         value = lasts.get(member.trial, {}).get(metric.name, math.nan)
         elsewhere = member.resolved.content.get("run")
         rows.append(
@@ -83,8 +74,8 @@ def runs_table(ledger: Ledger, metric: Metric, report: Path | None) -> Table:
                 metric.name: "" if math.isnan(value) else (number(value), value),
                 "seconds": (f"{member.seconds:.1f}", member.seconds) if member.seconds else "",
                 "trial": member.id,
-                "specification": link("spec.json"),
-                "log": link(store.log(member.id, store.attempts(member.id)).name),
+                "specification": link(store.folder(member.id) / "spec.json", report),
+                "log": link(store.log(member.id, store.attempts(member.id)), report),
                 "reason": member.reason or "",
             }
         )

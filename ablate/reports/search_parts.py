@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ablate.experiment.schema import Metric
 from ablate.reports.page import Part, Text
-from ablate.reports.table import Cell, Table
+from ablate.reports.table import Cell, Source, Table
 from ablate.results.attribution import front
 from ablate.results.number_text import around, counted, number
 from ablate.results.search_effects import knob_effects
@@ -21,20 +21,11 @@ def effects_parts(arms: Sequence[ArmSummary], unit: str) -> list[Part]:
         unit: unit of the metric, for the head of the table.
     """
     effects = knob_effects(arms)
-    if not effects:
-        return []
-    rows: list[dict[str, Cell]] = [
-        {
-            "knob": effect.knob,
-            "change": effect.change,
-            f"effect, {unit}" if unit else "effect": (
-                around(effect.mean, effect.half),
-                effect.mean,
-            ),
-            "p": (f"{effect.p:.2g}", effect.p),
-        }
-        for effect in effects
-    ]
+    columns: dict[str, Source] = {
+        **{"knob": "knob", "change": "change"},
+        f"effect, {unit}" if unit else "effect": lambda one: (around(one.mean, one.half), one.mean),
+        "p": ("p", ".2g"),
+    }
     caption = (
         "Main effects only: least squares over all arms that the search finished, all knobs at once; 95 % t"
         f" intervals and p of each by itself, of {counted(len(effects), 'effect')}. If knobs interact, the"
@@ -42,7 +33,8 @@ def effects_parts(arms: Sequence[ArmSummary], unit: str) -> list[Part]:
         " simulated arms by tpe, 41 % of such intervals cover that mean, and 57 % of knobs without an effect"
         " have p < 0.05. A grid of the knobs that seem to matter is the comparison that holds."
     )
-    return [Table.of("knob-effects", rows, caption)]
+    table = Table.by_columns("knob-effects", effects, columns, caption)
+    return [table] if table else []
 
 
 def front_parts(by_metric: Mapping[Metric, Sequence[ArmSummary]] | None) -> list[Part]:

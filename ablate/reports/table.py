@@ -9,13 +9,14 @@ Columns in which no row has content are left out, and columns with numbers are a
 
 import csv
 import math
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from pathlib import Path
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from rich.cells import cell_len
 from rich.table import Table as RichTable
@@ -23,7 +24,8 @@ from rich.text import Text
 
 from ablate.errors import one_line
 from ablate.reports.plain_text import csv_cell, footnotes, html_text, inline, markdown_cell, markdown_text
-from ablate.results.number_text import shortened
+from ablate.results.number_text import interval, shortened
+from ablate.results.paired_stats import Difference
 from ablate.results.verdict_text import KINDS
 
 VERDICT = "verdict"
@@ -54,9 +56,24 @@ class Html(str):
     """Text of a page that is HTML already."""
 
 
+def link(file: Path, report: Path | None) -> str:
+    """Return the name of a file as a cell that leads to it; empty if there is none, or nowhere to link from.
+
+    Args:
+        file: The file.
+        report: Folder of the report's figures, from which links lead to the state folder; None: no links.
+    """
+    if report is None or not file.exists():
+        return ""
+    return Link(file.name, os.path.relpath(file, report.absolute().parent))
+
+
 Cell = str | float | tuple[str, float] | None
 """Cell of a table: text, a number that its column writes, or text with the number to sort by. None, NaN and
 an empty text are empty cells."""
+Source = str | Callable[[Any], "Cell | Difference"] | tuple[str | Callable[[Any], float], str]
+"""Content of a column: the path of a row's attribute, or a function of the row; for a number that sorts,
+beside its format."""
 Row = TypeVar("Row")
 Form = Literal["terminal", "html", "markdown", "csv"]
 
@@ -83,6 +100,17 @@ class Column(Generic[Row]):
         if isinstance(cell, int | float):
             return empty if math.isnan(cell) else f"{cell:,.{self.digits}f} {self.unit}".rstrip()
         return (cell[0] if isinstance(cell, tuple) else cell) or ""
+
+
+def content(row: object, source: Source) -> Cell:
+    """Return the cell of a row: a difference with its interval, a whole number as it is; empty for NaN."""
+    path, form = source if isinstance(source, tuple) else (source, "")
+    value = attrgetter(path)(row) if isinstance(path, str) else path(row)
+    if isinstance(value, Difference):
+        return interval(value), value.mean
+    if form or isinstance(value, int):
+        return "" if math.isnan(value) else (format(value, form), value)
+    return value
 
 
 def only(form: Form, *columns: Column[Row]) -> list[Column[Row]]:
@@ -133,6 +161,14 @@ class Table(Generic[Row]):
         names = dict.fromkeys(name for row in rows for name in row)
         columns = [Column[Mapping[str, Cell]](name, methodcaller("get", name)) for name in names]
         return Table(name, rows, columns, caption, classes, notes)
+
+    @staticmethod
+    def by_columns(
+        name: str, rows: Iterable[object], columns: Mapping[str, Source], caption: str = ""
+    ) -> "Table[Mapping[str, Cell]] | None":
+        """Return a table of objects, with the content of each column by its head; None without an object."""
+        cells = [{head: content(row, source) for head, source in columns.items()} for row in rows]
+        return Table.of(name, cells, caption) if cells else None
 
     @property
     def empty(self) -> bool:

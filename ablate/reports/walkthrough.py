@@ -5,6 +5,7 @@ All numbers are computed by the code that trains.
 
 import math
 from collections.abc import Mapping
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from ablate.recipes import Recipe
 from ablate.recipes.recipe import Wgrad
 from ablate.reports import figures
 from ablate.reports.page import Part, Section, Text, section
-from ablate.reports.table import Cell, Table
+from ablate.reports.table import Cell, Source, Table
 from ablate.training.metrics import quantisation
 from ablate.training.workloads.tensors import (
     Tensors,
@@ -81,18 +82,15 @@ class Walkthrough:
         rows: list[dict[str, Cell]] = []
         for label, tensor in tensors.items():
             x = tensor.float()
-            rms = x.square().mean().sqrt().item()
-            crest = x.abs().max().item() / rms
+            rms, amax = x.square().mean().sqrt().item(), x.abs().max().item()
+            kurtosis = x.pow(4).mean().item() / rms**4
             rows.append(
                 {
                     "tensor": f"{label} {list(tensor.shape)}",
                     "root mean square": (f"{rms:.3g}", rms),
-                    "amax": (f"{x.abs().max():.3g}", x.abs().max().item()),
-                    "amax / rms": (f"{crest:.1f}", crest),
-                    "kurtosis (3: Gaussian)": (
-                        f"{x.pow(4).mean() / rms**4:.1f}",
-                        x.pow(4).mean().item() / rms**4,
-                    ),
+                    "amax": (f"{amax:.3g}", amax),
+                    "amax / rms": (f"{amax / rms:.1f}", amax / rms),
+                    "kurtosis (3: Gaussian)": (f"{kurtosis:.1f}", kurtosis),
                 }
             )
         return self.show(Table.of(_stem(name), rows))
@@ -133,19 +131,8 @@ class Walkthrough:
             quant: Description of the cast.
             tensors: Tensors that are cast, by name.
         """
-        rows = [self._errors(label, quantize(x, quant, keep=True)) for label, x in tensors.items()]
-        return self.show(Table.of(_stem(title), rows, title))
-
-    def _errors(self, label: str, operand: Operand) -> dict[str, Cell]:
-        """Return the row of one cast in a table of errors."""
-        errors = quantisation(operand)
-        return {
-            "cast": label,
-            "SQNR dB": (f"{errors['sqnr_db']:.2f}", errors["sqnr_db"]),
-            "became zero": (f"{errors['zero_frac']:.1%}", errors["zero_frac"]),
-            "<x, q> / <x, x>": (f"{errors['magnitude']:.4f}", errors["magnitude"]),
-            "median crest of a block": (f"{errors['crest']:.2f}", errors["crest"]),
-        }
+        casts = {label: quantize(x, quant, keep=True) for label, x in tensors.items()}
+        return self.show(_errors(_stem(title), casts, title))
 
     def rotation(self, x: Tensor, product: Wgrad) -> Section:
         """Return errors and histograms of an operand of wgrad with and without its rotation.
@@ -160,12 +147,11 @@ class Walkthrough:
         if product.g is None:
             raise ValueError("wgrad does not quantise dy: there is no cast to show")
         plain = product.g.model_copy(update={"rounding": "nearest"})
-        casts = quantize(x, plain, keep=True), quantize(x, plain, rotation=product.hadamard, keep=True)
-        rows = [self._errors(label, cast) for label, cast in zip(("as it is", "rotated"), casts, strict=True)]
-        flat = [_kept(cast.scaled).flatten().numpy() for cast in casts]
-        return self.show(
-            Table.of("rotation", rows, "The same cast, to nearest."), figures.rotation_histogram(*flat)
-        )
+        rotated = quantize(x, plain, rotation=product.hadamard, keep=True)
+        casts = {"as it is": quantize(x, plain, keep=True), "rotated": rotated}
+        flat = [_kept(cast.scaled).flatten().numpy() for cast in casts.values()]
+        table = _errors("rotation", casts, "The same cast, to nearest.")
+        return self.show(table, figures.rotation_histogram(*flat))
 
     def rounding(self, x: Tensor) -> Section:
         """Return errors of one cast and of the mean of many, by rounding to nearest and stochastically.
@@ -237,6 +223,22 @@ class Walkthrough:
             )
         note = "One draw; a recipe that is noisier once may be better on average: see the rounding above."
         return self.show(Table.of("products", rows), Text(note))
+
+
+_ERRORS: dict[str, tuple[str, str]] = {
+    "SQNR dB": ("sqnr_db", ".2f"),
+    "became zero": ("zero_frac", ".1%"),
+    "<x, q> / <x, x>": ("magnitude", ".4f"),
+    "median crest of a block": ("crest", ".2f"),
+}
+"""Columns of a table of errors: name among the errors that telemetry records, and format."""
+
+
+def _errors(name: str, casts: Mapping[str, Operand], caption: str) -> Table | None:
+    """Return the table of the errors of casts by their names."""
+    columns: dict[str, Source] = {head: (itemgetter(key), form) for head, (key, form) in _ERRORS.items()}
+    rows = [quantisation(cast) | {"cast": label} for label, cast in casts.items()]
+    return Table.by_columns(name, rows, {"cast": itemgetter("cast")} | columns, caption)
 
 
 def _kept(tensor: Tensor | None) -> Tensor:
