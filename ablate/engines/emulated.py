@@ -268,7 +268,8 @@ class Engine:
 
     @contextmanager
     def reading(self, recipe: Recipe) -> Iterator[None]:
-        """Inside this context, compute the forward pass by another recipe over the same weights.
+        """Inside this context, emulate the forward pass of another recipe over the same weights: tensor cores
+        may lack it.
 
         Nothing of the training is used or changed: scales that depend on earlier steps are those of a first
         step, and a weight is rounded without regard to its target.
@@ -288,12 +289,13 @@ class Engine:
         try:
             with self.unrecorded():
                 for name, layer in self.layers.items():
-                    layer.products, layer.target = products[name], None
+                    layer.products, layer.target, layer.emulated = products[name], None, True
                     layer.histories = {slot: History() for slot in SLOTS}
                 yield
         finally:
             for name, layer in self.layers.items():
                 layer.products, layer.histories, layer.target = before[name]
+                layer.emulated = False
 
     def nonfinite(self) -> int:
         """Return the number of operands so far, over all layers, that held a NaN or an infinity."""

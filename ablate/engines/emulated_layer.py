@@ -124,6 +124,8 @@ class EmulatedLinear(Replacement):
         self.products = HIGH
         self.begun = False
         """True once a forward pass has begun."""
+        self.emulated = False
+        """True while the emulation computes this layer, whatever its engine."""
         self.target = None
         """Values that decide the rounding of the weight's forward cast (Q-EMA), fp32 like the weight."""
         self.histories = {slot: History() for slot in SLOTS}

@@ -15,33 +15,19 @@ Covered: NVIDIA's forms on a CPU, with products that write bf16, in the shape of
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.numerics.choices import SIGNS
 from ablate.numerics.hadamard import signs
 from ablate.numerics.kernels import builds, cpu, cuda, forms
-from ablate.numerics.philox import Clock
 from ablate.numerics.product import NATIVE_MODE, mode, multiplies_bf16
 from ablate.numerics.quantize import Operand
 from ablate.numerics.spec import Quant
 from ablate.recipes.recipe import SLOTS, Products
-
-
-class Layer(Protocol):
-    """One expert's matrix, as `EmulatedLinear` documents it."""
-
-    clock: Clock
-    products: Products
-    target: Tensor | None
-    in_features: int
-    out_features: int
-
-    def where(self, slot: str) -> int: ...
-
-    def observed(self, slot: str, largest: Tensor) -> None: ...
 
 
 class Kept(NamedTuple):
@@ -53,7 +39,7 @@ class Kept(NamedTuple):
     """Largest magnitude of each expert's weight, fp32 [experts]."""
 
 
-def covers(layers: Sequence[Layer], rows: Tensor) -> bool:
+def covers(layers: Sequence[EmulatedLinear], rows: Tensor) -> bool:
     """Return True if `forward` and `backward` compute this call."""
     first = layers[0]
     products = first.products
@@ -101,7 +87,7 @@ def _plain(quant: Quant) -> bool:
 
 
 def forward(
-    layers: Sequence[Layer], rows: Tensor, weights: Tensor, counts: Sequence[int]
+    layers: Sequence[EmulatedLinear], rows: Tensor, weights: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, Kept] | None:
     """Compute fprop of all experts; None if an operand is not finite.
 
@@ -137,7 +123,7 @@ def forward(
 
 
 def backward(
-    layers: Sequence[Layer],
+    layers: Sequence[EmulatedLinear],
     kept: Kept,
     dy: Tensor,
     counts: Sequence[int],
@@ -225,7 +211,7 @@ def _padded(rows: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def _cast(
-    layers: Sequence[Layer],
+    layers: Sequence[EmulatedLinear],
     slot: str,
     quant: Quant,
     memory: Tensor,
@@ -257,7 +243,7 @@ def _cast(
     return cpu.quantize_parts(memory, kernel, quant, parts, layers[0].clock, word)
 
 
-def _observe(layers: Sequence[Layer], slot: str, amax: Tensor, used: Sequence[bool]) -> None:
+def _observe(layers: Sequence[EmulatedLinear], slot: str, amax: Tensor, used: Sequence[bool]) -> None:
     """Count the operands of the experts that have tokens."""
     for layer, largest, on in zip(layers, amax.unbind(), used, strict=True):
         if on:

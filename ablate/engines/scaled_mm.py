@@ -41,8 +41,7 @@ ValueError: a device that lacks a family which the recipe needs, and what FlashI
 docs/project/status.md says what has run on a GPU.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -200,8 +199,6 @@ class ScaledProducts(EmulatedLinear):
     """A layer whose products are multiplied by tensor cores where its operands fit."""
 
     emulates = False
-    emulated = False
-    """True while the emulation computes this layer."""
     native: Native
     """The functions that multiply."""
 
@@ -268,23 +265,6 @@ class ScaledExpert(ScaledProducts, EmulatedExpert):
         self.native = native
 
 
-class ScaledEngine(Engine):
-    """An engine of `ScaledLinear` and `ScaledExpert` layers."""
-
-    @contextmanager
-    def reading(self, recipe: Recipe) -> Iterator[None]:
-        """Inside this context, emulate the forward pass of another recipe, which this device may lack."""
-        layers = [layer for layer in self.layers.values() if isinstance(layer, ScaledProducts)]
-        try:
-            for layer in layers:
-                layer.emulated = True
-            with super().reading(recipe):
-                yield
-        finally:
-            for layer in layers:
-                layer.emulated = False
-
-
 def convert(
     model: nn.Module,
     recipe: Recipe,
@@ -293,7 +273,7 @@ def convert(
     *,
     native: Native | None = None,
     machine: Machine | None = None,
-) -> ScaledEngine:
+) -> Engine:
     """Replace every nn.Linear inside a transformer block, and the matrices of packed experts there, in place.
 
     Args:
@@ -323,7 +303,7 @@ def convert(
     make = partial(ScaledExpert, clock=clock, dtype=dtype, native=native)
     if not attached(model, recipe.experts, make) or first:
         replaced(model, first, lambda linear, name: ScaledLinear(linear, name, clock, dtype, native))
-    return ScaledEngine(model, recipe, clock)
+    return Engine(model, recipe, clock)
 
 
 def engine_name(backend: Backend) -> str:

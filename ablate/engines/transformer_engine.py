@@ -8,7 +8,6 @@ stochastic rounding. Not measured: errors and codes of operands, which TE does n
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from hashlib import blake2b
@@ -172,8 +171,6 @@ class NativeLinear(EmulatedLinear):
     def __init__(self, linear: nn.Module, name: str, clock: Clock, dtype: torch.dtype, draws: Draws) -> None:
         super().__init__(linear, name, clock, dtype)
         self.draws = draws
-        self.emulated = False
-        """True while the emulation computes this layer."""
         self.built: Built = {}
         for row, column in TENSORS.values():
             self.histories[column] = self.histories[row]  # TE makes both copies by one cast
@@ -231,8 +228,6 @@ class NativeExpert(EmulatedExpert):
     """
 
     emulates = False
-    emulated = False
-    """True while the emulation computes this layer."""
 
     def __init__(self, *place: Any, draws: Draws, **how: Any) -> None:
         super().__init__(*place, **how)
@@ -323,18 +318,6 @@ class NativeEngine(Engine):
             for amaxes, amax in zip(pending, values, strict=True):
                 amaxes[step - 1] = amax
         return super().at(step, run, counted=counted)
-
-    @contextmanager
-    def reading(self, recipe: Recipe) -> Iterator[None]:
-        """Inside this context, emulate the forward pass of another recipe, which TE need not hold."""
-        try:
-            for layer in self.layers.values():
-                layer.emulated = True
-            with super().reading(recipe):
-                yield
-        finally:
-            for layer in self.layers.values():
-                layer.emulated = False
 
     def weight_casts(self) -> Iterator[tuple[str, tuple[Tensor, Operand]]]:
         """Yield nothing: TE does not show its casts."""

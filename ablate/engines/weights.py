@@ -6,27 +6,13 @@ Near the end of a run many weights lie at a rounding threshold and flip between 
 
 from collections.abc import Mapping
 from fractions import Fraction
-from typing import Protocol, TypedDict, TypeVar
+from typing import TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ablate.recipes.recipe import OsciReset, Products, QEma, QRamping, Run, Weights
-
-
-class QuantisedLayer(Protocol):
-    """The interface of a quantised layer that the rules use."""
-
-    products: Products
-    target: Tensor | None
-
-    @property
-    def weight(self) -> Tensor: ...
-    @property
-    def owner(self) -> nn.Parameter: ...
-    def part(self, like: Tensor) -> Tensor: ...
-
-    def quantised_weight(self) -> Tensor: ...
+from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.recipes.recipe import OsciReset, QEma, QRamping, Run, Weights
 
 
 class RuleState(TypedDict, total=False):
@@ -49,11 +35,11 @@ class RulesState(TypedDict):
 class Travel:
     """Distances that each weight and its quantised value have moved: sums of |dw| and |dQ(w)| over steps."""
 
-    def __init__(self, layer: QuantisedLayer) -> None:
+    def __init__(self, layer: EmulatedLinear) -> None:
         self.w, self.q = layer.weight.detach().clone(), layer.quantised_weight()
         self.w_way, self.q_way = torch.zeros_like(self.w), torch.zeros_like(self.q)
 
-    def add(self, layer: QuantisedLayer) -> None:
+    def add(self, layer: EmulatedLinear) -> None:
         """Add the step that the layer's weight has just made."""
         w, q = layer.weight.detach().clone(), layer.quantised_weight()
         self.w_way += (w - self.w).abs()
@@ -75,7 +61,7 @@ class Travel:
 class Resetting:
     """OsciReset: set weights whose quantised value moved much farther than they did to that value."""
 
-    def __init__(self, spec: OsciReset, layers: Mapping[str, QuantisedLayer]) -> None:
+    def __init__(self, spec: OsciReset, layers: Mapping[str, EmulatedLinear]) -> None:
         self.spec, self.layers = spec, layers
         self.travels: dict[str, Travel] = {}
 
@@ -102,8 +88,8 @@ class Resetting:
 
 
 def _updated(
-    optimizer: torch.optim.Optimizer, layers: Mapping[str, QuantisedLayer]
-) -> dict[str, QuantisedLayer]:
+    optimizer: torch.optim.Optimizer, layers: Mapping[str, EmulatedLinear]
+) -> dict[str, EmulatedLinear]:
     """Return the layers whose weights this optimizer updates: a model may have several optimizers."""
     mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
     return {name: layer for name, layer in layers.items() if id(layer.owner) in mine}
@@ -116,7 +102,7 @@ def _travelled(travels: dict[str, Travel]) -> dict[str, dict[str, Tensor]]:
 class Averaging:
     """Q-EMA: round a weight to the neighbour that its moving average is closer to."""
 
-    def __init__(self, spec: QEma, layers: Mapping[str, QuantisedLayer]) -> None:
+    def __init__(self, spec: QEma, layers: Mapping[str, EmulatedLinear]) -> None:
         self.spec, self.layers = spec, layers
         self.means = {name: layer.weight.detach().clone() for name, layer in layers.items()}
 
@@ -145,7 +131,7 @@ class Ramping:
     here the run's own steps are measured.
     """
 
-    def __init__(self, spec: QRamping, layers: Mapping[str, QuantisedLayer]) -> None:
+    def __init__(self, spec: QRamping, layers: Mapping[str, EmulatedLinear]) -> None:
         self.spec, self.layers = spec, layers
         self.travels: dict[str, Travel] = {}
         self.waits = {
@@ -208,7 +194,7 @@ class Ramping:
         self.travels = {name: Travel.from_state(travel) for name, travel in state["travels"].items()}
         self.waits, self.sums, self.counts = state["waits"], state["sums"], state["counts"]
 
-    def _measure(self, step: int, updated: Mapping[str, QuantisedLayer]) -> None:
+    def _measure(self, step: int, updated: Mapping[str, EmulatedLinear]) -> None:
         window_ends = step % self.spec.period == self.spec.window - 1
         for name in updated.keys() & self.travels.keys():
             travel = self.travels[name]
@@ -245,7 +231,7 @@ class WeightRules:
         layers: the quantised layers by name.
     """
 
-    def __init__(self, spec: Weights, model: nn.Module, layers: Mapping[str, QuantisedLayer]) -> None:
+    def __init__(self, spec: Weights, model: nn.Module, layers: Mapping[str, EmulatedLinear]) -> None:
         self.spec, self.model, self.layers = spec, model, layers
         self.rules: list[Resetting | Averaging | Ramping] | None = None
         self.names: list[str] = []

@@ -31,7 +31,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, TypedDict
 
 from ablate.files import Damaged, Json, lock, read_json, synced, write
 from ablate.training.checkpoint_footer import CHECKPOINT_VERSION, read_footer
@@ -58,13 +58,6 @@ class Trunk(TypedDict):
     step: int
 
 
-class _Hash(Protocol):
-    """Hash object of hashlib."""
-
-    def update(self, data: bytes, /) -> None: ...
-    def hexdigest(self) -> str: ...
-
-
 class Tally:
     """Number and digest of a trial's records, equal for events files and ledger rows that hold the same
     records.
@@ -76,7 +69,7 @@ class Tally:
 
     def __init__(self, events: Iterable[Event] = ()) -> None:
         self.count = 0
-        self._columns: dict[str, _Hash] = {}
+        self._columns: dict[str, hashlib._Hash] = {}
         self._last: dict[str, int] = {}
         self._words: set[tuple[int, str]] = set()
         self._waiting: dict[str, list[tuple[int, float | None, float]]] = {}

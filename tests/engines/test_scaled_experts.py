@@ -14,7 +14,7 @@ from ablate.engines import emulated
 from ablate.engines.emulated import Engine, attached
 from ablate.engines.expert_layers import EmulatedExpert
 from ablate.engines.products import DTYPES
-from ablate.engines.scaled_mm import Native, ScaledEngine, ScaledExpert, convert
+from ablate.engines.scaled_mm import Native, ScaledExpert, convert
 from ablate.numerics.encoded import COLUMNS, ROWS
 from ablate.numerics.philox import Clock
 from ablate.numerics.product import split_product
@@ -57,7 +57,7 @@ def everywhere(preset: str, **fields) -> Recipe:
 def scaled(recipe: Recipe, cores: TensorCores, backend: str = "cublaslt", **layout) -> tuple[Model, Engine]:
     """Return a model on tensor cores, at the first of ten steps."""
     native = Native(backend, cores.scaled_mm, cores.mm_fp4)
-    return made(ScaledEngine, partial(ScaledExpert, native=native), recipe, **layout)
+    return made(Engine, partial(ScaledExpert, native=native), recipe, **layout)
 
 
 def exact(recipe: Recipe, backend: str = "cublaslt", **layout) -> tuple[Model, Engine]:
