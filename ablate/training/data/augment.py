@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ablate.numerics.philox import STREAMS, philox
+from ablate.training.data.batches import bits, indices
 from ablate.training.data.images import Augment, ImageSet
 
 _GREY = (0.299, 0.587, 0.114)
@@ -36,11 +36,7 @@ def drawn(images: ImageSet, seed: int, step: int, micro_batch: int, count: int) 
     Returns:
         Indices into `images.train`, int64 [count].
     """
-    counter = torch.zeros(4, count, dtype=torch.int64)
-    counter[0] = torch.arange(count)
-    counter[1], counter[2] = step, micro_batch
-    bits = philox(counter, (seed & 0xFFFFFFFF, STREAMS["data"] << 8))
-    return (bits[0] << 31 | bits[1] >> 1) % len(images.train)
+    return indices(seed, step, micro_batch, count, len(images.train))
 
 
 def image_batch(
@@ -63,10 +59,8 @@ def image_batch(
 
     def uniform(purpose: int) -> Tensor:
         """Return four numbers in [0, 1) for each image, float32 [4, count]."""
-        counter = torch.empty(4, count, dtype=torch.int64)
-        counter[0] = torch.arange(count)
-        counter[1], counter[2], counter[3] = step, micro_batch, purpose
-        return (philox(counter, (seed & 0xFFFFFFFF, STREAMS["augmentation"] << 8)) >> 8).float() / (1 << 24)
+        words = bits("augmentation", seed, step, micro_batch, count, purpose)
+        return (words >> 8).float() / (1 << 24)
 
     if augment.crop_padding:
         batch = _crop(batch, augment.crop_padding, uniform(_CROP))

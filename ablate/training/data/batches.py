@@ -12,6 +12,32 @@ Batch = tuple[Tensor, Tensor]
 """Inputs and targets, int64 [sequences, context]; the targets are the tokens one position later."""
 
 
+def bits(stream: str, seed: int, step: int, micro_batch: int, count: int, purpose: int = 0) -> Tensor:
+    """Return four words of 32 bits for each of `count` things, a function of the arguments alone.
+
+    Args:
+        stream: one of `philox.STREAMS`.
+        seed: the trial's seed.
+        step: optimizer step.
+        micro_batch: number of the micro-batch in the step.
+        count: number of things, such as the sequences or images of a batch.
+        purpose: last word of the counter: several draws for the same thing.
+
+    Returns:
+        int64 [4, count].
+    """
+    counter = torch.empty(4, count, dtype=torch.int64)
+    counter[0] = torch.arange(count)
+    counter[1], counter[2], counter[3] = step, micro_batch, purpose
+    return philox(counter, (seed & 0xFFFFFFFF, STREAMS[stream] << 8))
+
+
+def indices(seed: int, step: int, micro_batch: int, count: int, below: int) -> Tensor:
+    """Return the numbers of a batch's samples, drawn with replacement from `below`: int64 [count]."""
+    words = bits("data", seed, step, micro_batch, count)
+    return (words[0] << 31 | words[1] >> 1) % below
+
+
 def training_batch(
     corpus: Corpus, seed: int, step: int, micro_batch: int, sequences: int, context: int
 ) -> Batch:
@@ -31,11 +57,7 @@ def training_batch(
     Raises:
         ValueError: a token id is beyond the vocabulary.
     """
-    counter = torch.zeros(4, sequences, dtype=torch.int64)
-    counter[0] = torch.arange(sequences)
-    counter[1], counter[2] = step, micro_batch
-    bits = philox(counter, (seed & 0xFFFFFFFF, STREAMS["data"] << 8))
-    starts = (bits[0] << 31 | bits[1] >> 1) % (len(corpus.train) - context)
+    starts = indices(seed, step, micro_batch, sequences, len(corpus.train) - context)
     return _windows(corpus, corpus.train, starts.tolist(), context)
 
 

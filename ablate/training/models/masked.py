@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ablate.engines.emulated import Engine
-from ablate.numerics.philox import STREAMS, philox
 from ablate.training.data.augment import image_batch, validation_images
+from ablate.training.data.batches import bits
 from ablate.training.data.images import Augment, ImageSet
 from ablate.training.models import library
 
@@ -173,11 +173,8 @@ def mask_order(
         purpose: last word of the counter: one for training, another for validation.
     """
     count = images * patches
-    counter = torch.empty(4, -(-count // 4), dtype=torch.int64)
-    torch.arange(counter.shape[1], out=counter[0])
-    counter[1], counter[2], counter[3] = step, micro_batch, purpose
-    bits = philox(counter, (seed & 0xFFFFFFFF, STREAMS["masking"] << 8)).t().flatten()[:count]
-    return bits.view(images, patches) * patches + torch.arange(patches)
+    words = bits("masking", seed, step, micro_batch, -(-count // 4), purpose).t().flatten()[:count]
+    return words.view(images, patches) * patches + torch.arange(patches)
 
 
 def batches(
