@@ -31,7 +31,7 @@ class ArmQueries(LedgerFile):
 
     def _select_arms(self, condition: str, arm: int | None = None) -> list[ArmRow]:
         query = f"SELECT {ARM_COLUMNS} FROM arms WHERE {condition}"
-        return [ArmRow.of(row) for row in self.db.execute(query, {"arm": arm})]
+        return [ArmRow(*row) for row in self.db.execute(query, {"arm": arm})]
 
     def proposed(self) -> int:
         """Return the number of points that a search has proposed, including those that cannot be run."""

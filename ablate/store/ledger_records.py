@@ -24,7 +24,7 @@ class RecordQueries(LedgerFile):
             " JOIN arms USING (arm)"
         )
         rows = self.db.execute(f"{query} WHERE wanted ORDER BY arm, seed, step")
-        return [Intervention.of(row) for row in rows]
+        return [Intervention(*row) for row in rows]
 
     def records(self, trial: int, after: int = -1) -> Iterator[tuple[int, str, float, float]]:
         """Yield (step, metric, value, time) of a trial's records, by step.

@@ -39,11 +39,6 @@ class ArmRow:
     reason: str | None
     """Reason why a refused arm cannot be run."""
 
-    @classmethod
-    def of(cls, row: sqlite3.Row) -> "ArmRow":
-        """Return the arm of a row with the columns `ARM_COLUMNS`."""
-        return cls(*row)
-
 
 @dataclass(frozen=True)
 class Member:
@@ -143,11 +138,6 @@ class Intervention:
     seed: int
     step: int
     text: str
-
-    @classmethod
-    def of(cls, row: sqlite3.Row) -> "Intervention":
-        """Return the intervention of a row with columns in the order of these fields."""
-        return cls(*row)
 
 
 ARM_COLUMNS = ", ".join(field.name for field in fields(ArmRow))

@@ -119,18 +119,3 @@ def difference(db: sqlite3.Connection) -> tuple[str, str, str] | None:
         f"SELECT part, key FROM row_seals WHERE {stray} LIMIT 1", (json.dumps([*SEALED]), RECORDS)
     ).fetchone()
     return ("row_seals", f"{row[0]} {row[1]}", "is not what was written") if row else None
-
-
-def seal_records(db: sqlite3.Connection, trial: int, digest: str | None) -> None:
-    """Set the seal of a trial's records; None removes it, since records are about to change."""
-    db.execute("DELETE FROM row_seals WHERE part = ? AND key = ?", (RECORDS, str(trial)))
-    if digest is not None:
-        db.execute("INSERT INTO row_seals VALUES (?, ?, ?)", (RECORDS, str(trial), digest))
-
-
-def records_seal(db: sqlite3.Connection, trial: int) -> str | None:
-    """Return the seal of a trial's records; None if it has none, because it runs."""
-    row = db.execute(
-        "SELECT seal FROM row_seals WHERE part = ? AND key = ?", (RECORDS, str(trial))
-    ).fetchone()
-    return row[0] if row else None

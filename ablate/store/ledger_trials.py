@@ -3,9 +3,9 @@
 import math
 from collections.abc import Iterable
 
-from ablate.store import ledger_seals
 from ablate.store.ledger_file import LedgerFile
 from ablate.store.ledger_rows import FINISHED, TRIAL_COLUMNS, TrialRow
+from ablate.store.ledger_seals import RECORDS
 from ablate.store.trial_store import Event
 
 
@@ -147,7 +147,7 @@ class TrialStates(LedgerFile):
         this ledger's records before belong to an earlier edition.
         """
         self.db.execute("INSERT OR REPLACE INTO sweep VALUES ('edition', lower(hex(randomblob(16))))")
-        ledger_seals.seal_records(self.db, trial, None)
+        self.seal_records(trial, None)
         for table in ("records", "events"):
             self.db.execute(f"DELETE FROM {table} WHERE trial = ?", (trial,))
         self.discard([(self.trial(trial).id, "")])
@@ -170,17 +170,21 @@ class TrialStates(LedgerFile):
             for name, value in event["metrics"].items()
         ]
         with self.atomic():
-            ledger_seals.seal_records(self.db, trial, None)
+            self.seal_records(trial, None)
             self.db.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
             self.db.executemany("INSERT OR IGNORE INTO events VALUES (?, ?, ?)", texts)
 
-    def seal_records(self, trial: int, digest: str) -> None:
-        """Store the digest of all records of a trial. Any later record of the trial removes it."""
-        ledger_seals.seal_records(self.db, trial, digest)
+    def seal_records(self, trial: int, digest: str | None) -> None:
+        """Store the digest of all records of a trial. Any later record of the trial removes it, by None."""
+        self.db.execute("DELETE FROM row_seals WHERE part = ? AND key = ?", (RECORDS, str(trial)))
+        if digest is not None:
+            self.db.execute("INSERT INTO row_seals VALUES (?, ?, ?)", (RECORDS, str(trial), digest))
 
     def records_seal(self, trial: int) -> str | None:
         """Return the digest that a trial's records had when it last ended; None while it runs."""
-        return ledger_seals.records_seal(self.db, trial)
+        query = "SELECT seal FROM row_seals WHERE part = ? AND key = ?"
+        row = self.db.execute(query, (RECORDS, str(trial))).fetchone()
+        return row and row["seal"]
 
     def _name(self, text: str) -> int:
         """Return the number of a metric's name; a new name is added."""
