@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from ablate.training.data import Augment, ImageSet, RandAugment, augment, open_images
+from ablate.training.data import Augment, ImageSet, RandAugment, batches, open_images
 from ablate.training.data.augment import OPERATIONS, drawn, image_batch, validation_images, validation_indices
 from ablate.training.data.batches import training_batch
 from ablate.training.data.corpus import Corpus
@@ -46,9 +46,9 @@ def test_the_changes_of_one_image_differ_by_seed_step_micro_batch_and_place_in_t
 
 
 def test_no_bits_are_drawn_for_two_things(monkeypatch):
-    asked, draw = [], augment.philox
+    asked, draw = [], batches.philox
     monkeypatch.setattr(
-        augment, "philox", lambda counter, key: asked.append((counter.clone(), key)) or draw(counter, key)
+        batches, "philox", lambda counter, key: asked.append((counter.clone(), key)) or draw(counter, key)
     )
     image_batch(coloured(), 0, 0, 0, 4, ALL)
     places = [(*column, key) for counter, key in asked for column in counter.t().tolist()]
