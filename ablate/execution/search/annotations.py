@@ -15,10 +15,9 @@ from typing import Any, TypedDict
 
 import optuna
 from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from ablate.execution.search.journal import REPEATS, WARM
+from ablate.execution.search.journal import REPEATS, opened, own_trials
 from ablate.execution.search.optuna_private import note_of, save_figure, save_note, trial_id
 from ablate.experiment.schema import Metric
 from ablate.results.number_text import interval
@@ -55,7 +54,7 @@ def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], m
         arms: summaries of the arms, for their notes and the figure of gaps.
         metric: the main metric.
     """
-    loaded = _load(journal, sweep)
+    loaded = opened(journal, sweep)
     if loaded is not None:
         with suppress(Exception):  # the replay of a torn last line fails once an operation follows it
             _annotate(*loaded, note, list(arms), metric)
@@ -67,7 +66,7 @@ def _annotate(
     notes = _Notes(study, storage)
     notes.save(None, note)
     summaries = {arm.name: arm for arm in arms}
-    for trial in _own(study):
+    for trial in own_trials(study):
         arm = summaries.get(trial.user_attrs.get("arm"))
         if arm is not None:
             notes.save(trial_id(trial), _note(arm, trial.user_attrs))
@@ -75,23 +74,6 @@ def _annotate(
     if any(arm.gap and arm.gap.pairs for arm in arms):
         number = storage.get_study_id_from_name(study.study_name)
         save_figure(storage, number, _FIGURE, json.dumps(_forest(arms, metric)))
-
-
-def _load(journal: Path, sweep: str) -> tuple[optuna.Study, JournalStorage] | None:
-    """Open the study and its storage for reading and notes, without repairing or creating anything; None if
-    there is none.
-    """
-    if not journal.exists():
-        return None
-    try:
-        storage = JournalStorage(JournalFileBackend(str(journal)))
-        return optuna.load_study(study_name=sweep, storage=storage), storage
-    except Exception:  # no study of this name, or no journal, which Optuna's replay says in many ways
-        return None
-
-
-def _own(study: optuna.Study) -> list[FrozenTrial]:
-    return [trial for trial in study.get_trials(deepcopy=False) if WARM not in trial.user_attrs]
 
 
 class _Notes:
@@ -184,11 +166,11 @@ def importances(journal: Path, name: str, objective: int = 0) -> dict[str, float
     if nothing varies, or if there is no such study. An importance is not an effect size, and is valid only
     for arms like those tried.
     """
-    loaded = _load(journal, name)
+    loaded = opened(journal, name)
     if loaded is None or objective >= len(loaded[0].directions):
         return {}
     study, _ = loaded
-    arms = (trial for trial in _own(study) if REPEATS not in trial.user_attrs)
+    arms = (trial for trial in own_trials(study) if REPEATS not in trial.user_attrs)
     done = [
         trial
         for trial in arms

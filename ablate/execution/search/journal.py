@@ -5,7 +5,7 @@ append.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -125,15 +125,30 @@ def given_up(journal: Path, name: str) -> dict[int, int]:
     }
 
 
-def _own(journal: Path, name: str) -> list[FrozenTrial]:
-    """Return the trials of a sweep's study without those of earlier sweeps; none without such a study."""
+def opened(
+    journal: Path, name: str, backend: Callable[[str], BaseJournalBackend] = JournalFileBackend
+) -> tuple[optuna.Study, JournalStorage] | None:
+    """Open the study of a sweep and its storage, by default as Optuna does, without repairing or creating
+    anything; None if there is none.
+    """
     if not journal.exists():
-        return []
+        return None
     try:
-        study = optuna.load_study(storage=JournalStorage(StudyJournal(journal)), study_name=name)
+        storage = JournalStorage(backend(str(journal)))
+        return optuna.load_study(study_name=name, storage=storage), storage
     except Exception:  # no study of this name, or no journal, which Optuna's replay says in many ways
-        return []
+        return None
+
+
+def own_trials(study: optuna.Study) -> list[FrozenTrial]:
+    """Return the trials of a study without those of earlier sweeps."""
     return [trial for trial in study.get_trials(deepcopy=False) if WARM not in trial.user_attrs]
+
+
+def _own(journal: Path, name: str) -> list[FrozenTrial]:
+    """Return the own trials of a sweep's study; none without such a study."""
+    loaded = opened(journal, name, lambda path: StudyJournal(Path(path)))
+    return own_trials(loaded[0]) if loaded else []
 
 
 def shown(journal: Path) -> list[tuple[str, float | None]]:
