@@ -171,30 +171,17 @@ class HFCallback(TrainerCallback, ExportableState):
             self._part.follow(state, **kwargs)
         self._now.begin_step()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_step_end(self, *event: object, **kwargs: object) -> None:
         """End the step, and be ready for an evaluation."""
         self._now.end_step()
         self._now.begin_evaluation()
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
-        """Forget the casts of an evaluation: weights may be loaded before the next one."""
+    def on_evaluate(self, *event: object, **kwargs: object) -> None:
+        """Forget the casts of an evaluation or prediction: weights may be loaded before the next one."""
         if self._position and self._position.in_evaluation:
             self._position.begin_evaluation()
 
-    def on_predict(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: Mapping[str, float],
-        **kwargs: object,
-    ) -> None:
-        """Forget the casts of a prediction."""
-        self.on_evaluate(args, state, control)
+    on_predict = on_evaluate
 
     def on_log(
         self,
@@ -218,9 +205,7 @@ class HFCallback(TrainerCallback, ExportableState):
                 _log.warning("step %d: %s", state.global_step, sentence)
             self._alarmed = sentences
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
-    ) -> None:
+    def on_train_end(self, *event: object, **kwargs: object) -> None:
         """Be ready for evaluations after the training, or make the layers plain again."""
         self._now.abandon()
         if self.run and self.restore:
