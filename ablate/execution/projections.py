@@ -287,7 +287,7 @@ class Projections:
                 continue
             for step, value in reports(self._ledger, members, self._experiment).items():
                 self.study.report(number, step, value)
-            last = self.study.given_up_at(number)
+            last = self.study.given_up.get(number)
             if last is not None:
                 given_up[arm] = GivenUp(search.pruner, last)
         return given_up

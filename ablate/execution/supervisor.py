@@ -200,7 +200,7 @@ class Supervisor:
         """Send the request to the child, or to a new one if the child has died since the last trial; return
         it.
         """
-        child = self._warm(request.device)
+        child = self.warm(request.device)
         assert child.stdin
         try:
             child.stdin.write(request.line())
@@ -226,8 +226,8 @@ class Supervisor:
         child.wait()
         child.stdout.close()
 
-    def _warm(self, device: str) -> subprocess.Popen[bytes]:
-        """Return the child for trials on a class of device, started if there is none.
+    def warm(self, device: str) -> subprocess.Popen[bytes]:
+        """Return the child for trials on a class of device, `cpu` or `cuda`, started if there is none.
 
         It ends when its standard input closes, at the latest with this process. The child of trials on CPUs
         sees no GPU: torch would start threads for it, and the child could not be forked.
@@ -246,14 +246,6 @@ class Supervisor:
             )
             self._device = device
         return self.child
-
-    def warm(self, device: str) -> None:
-        """Start the child now, so that the first trial need not wait for its imports.
-
-        Args:
-            device: class of device of the trials to come, `cpu` or `cuda`.
-        """
-        self._warm(device)
 
     def stop(self) -> None:
         """End the running trial, if there is one.

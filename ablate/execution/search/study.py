@@ -108,7 +108,8 @@ class Study:
         shown = {knob: part if searched else _shown(part) for knob, part in space.items()}
         self.distributions = {knob: distribution(dimension) for knob, dimension in shown.items() if dimension}
         self._constraints = [*(constraint.description for constraint in experiment.keys.constraints), ENDED]
-        self._given_up: dict[int, int] = {}
+        self.given_up: dict[int, int] = {}
+        """Step of the report after which the pruner gave a point up, by number."""
         self.damaged: Path | None = None
         """New path of a journal that could not be read, and was written again."""
         try:
@@ -252,7 +253,7 @@ class Study:
         number = len(self._trials()) - len(self._warm) - 1
         for step in sorted(point.reports):
             self.report(number, step, point.reports[step])
-            self._given_up.pop(number, None)
+            self.given_up.pop(number, None)
 
     def _add(self, point: Point, state: TrialState, **facts: object) -> None:
         params, distributions = self._params(point)
@@ -290,15 +291,11 @@ class Study:
         self._storage.set_trial_intermediate_value(trial, step, value)
         with _quiet():
             if self.study.pruner.prune(self.study, self._storage.get_trial(trial)):
-                self._given_up[number] = step
+                self.given_up[number] = step
 
     def prunes(self, number: int) -> bool:
         """Return True if the pruner has given the point up; later reports are ignored."""
-        return number in self._given_up
-
-    def given_up_at(self, number: int) -> int | None:
-        """Return the step of the report after which the pruner gave the point up; None if it did not."""
-        return self._given_up.get(number)
+        return number in self.given_up
 
     def tell(
         self,

@@ -406,7 +406,7 @@ class Pool:
     def _notify_remote(self, trial: RunningTrial) -> None:
         """Report once if workers see the state folder, and if they emulate slowly."""
         if self._address and trial.started:
-            workers = f"workers on {trial.address}"
+            workers = f"workers on {trial.address(0)}"
             shared = "see the state folder, and write into it"
             self._notify(
                 trial.sees,

@@ -119,11 +119,6 @@ class RunningTrial:
         self._steps = self._run(nonce)
 
     @property
-    def address(self) -> str:
-        """IP address of the first node."""
-        return self._address(0)
-
-    @property
     def started(self) -> bool:
         """True once all actors have answered: the trial then occupies its resources."""
         return self.sees is not None
@@ -378,7 +373,7 @@ class RunningTrial:
         if path is None or not any(phrase in reason for phrase in _MISSING):
             return reason
         return (
-            f"node {self._address(number)} has no {path}, which this machine has: data lie at the same"
+            f"node {self.address(number)} has no {path}, which this machine has: data lie at the same"
             " absolute"
             " path on every node, or on a file system that all share"
         )
@@ -386,14 +381,15 @@ class RunningTrial:
     def _death(self, number: int, error: Exception) -> str:
         """Return why an actor does not answer; raise Unusable if it could not start this package's code."""
         if why := unusable(error):
-            raise Unusable(self.actors.nodes[number], f"node {self._address(number)} {why}") from None
+            raise Unusable(self.actors.nodes[number], f"node {self.address(number)} {why}") from None
         if isinstance(error, self._ray.exceptions.RayTaskError):
             return f"its worker failed: {type(error.cause).__name__}: {error.cause}"
         why = self.actors.why_gone(number, error, self._node_of)
         self.lost_nodes += [self.actors.nodes[number]] if why == NODE_GONE else []
         return why
 
-    def _address(self, number: int) -> str:
+    def address(self, number: int) -> str:
+        """Return the IP address of a node, by the number of its actor."""
         node = self._node_of(self.actors.nodes[number])
         return node["NodeManagerAddress"] if node else self.actors.nodes[number]
 
