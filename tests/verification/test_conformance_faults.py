@@ -28,7 +28,7 @@ from ablate.verification.conformance.dumps import DumpedLayer
 from ablate.verification.conformance.emulator import emulator
 from ablate.verification.conformance.examination import Examination, NotApplicableError, reference
 from ablate.verification.conformance.numbers import differences
-from ablate.verification.conformance.properties.product import rounded_to_nearest
+from ablate.verification.conformance.reference_product import rounded_to_nearest
 from ablate.verification.conformance.replay import RedrawnLayer
 from ablate.verification.conformance.result import Outcome
 from ablate.verification.conformance.run import conform

@@ -21,7 +21,8 @@ from ablate.recipes import PRESETS
 from ablate.recipes.te_mapping import recipe_refusals
 from ablate.reports.figures.parity import overlay
 from ablate.verification import parity
-from ablate.verification.parity.bench import Bench, recipes, to_nearest
+from ablate.verification.conformance.reference_product import rounded_to_nearest
+from ablate.verification.parity.bench import Bench, recipes
 from ablate.verification.parity.training import ENDS, TWINS, Curves, TwinProducts, twins
 
 pytestmark = pytest.mark.slow
@@ -93,7 +94,7 @@ def test_every_preset_that_te_computes_is_among_the_layers(found):
         name for name, make in PRESETS.items() if not list(recipe_refusals(make())) and not make().plain
     }
     covered = {products for _, _, products in recipes(("nvfp4", "mxfp8", "fp8"))}
-    assert all(to_nearest(PRESETS[name]().products) in covered for name in computed)
+    assert all(rounded_to_nearest(PRESETS[name]().products) in covered for name in computed)
     rows = [row["what"] for row in document(found, "parity-no-gpu-2.20.2.json")["rows"]]
     layers = [what.removesuffix(": y, dx, dw") for what in rows if what.endswith(": y, dx, dw")]
     grouped = [name for name in layers if name.endswith(", experts")]
@@ -311,7 +312,9 @@ def test_a_twin_is_its_layer_but_for_last_bits():
     for preset in ("nvfp4", "mxfp8", "fp8_current"):
         differ = []
         for twin in twins(ENDS).values():
-            plain, other = (next(pair(sample, to_nearest(PRESETS[preset]().products))) for _ in range(2))
+            plain, other = (
+                next(pair(sample, rounded_to_nearest(PRESETS[preset]().products))) for _ in range(2)
+            )
             other.whole_graph = TwinProducts(other, twin)
             for a, b in zip(computed(plain, sample).values(), computed(other, sample).values(), strict=True):
                 differ.append(float((a != b).double().mean()))

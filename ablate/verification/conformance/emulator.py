@@ -1,6 +1,7 @@
 """This project's emulator as a subject: what training computes, by compiled kernels where they exist."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,17 +27,13 @@ def emulator(recipe: Recipe) -> Subject:
     """Return the emulator of a recipe as a subject, with every function that the recipe has."""
     bench = Examination(Subject("ablate"), recipe)
 
-    def quant(name: str) -> Quant | None:
+    def own(name: str) -> Any:
         try:
-            found: Quant = getattr(bench, name)
+            return getattr(bench, name)
         except NotApplicableError:
             return None
-        return found
 
-    nearest, square, stochastic = (quant(name) for name in ("nearest", "square", "stochastic"))
-    rotation = next(
-        (one.hadamard for one in (recipe.wgrad, recipe.dgrad, recipe.fprop) if one.hadamard is not None), None
-    )
+    nearest, square, stochastic, rotation = map(own, ("nearest", "square", "stochastic", "rotation"))
     given = nearest if nearest is not None and nearest.outer is not None else None
     return Subject(
         "ablate",

@@ -13,14 +13,10 @@ from ablate.numerics.scaling import block_amax, encode_scale
 from ablate.numerics.select import block_error
 from ablate.numerics.select import scales as candidates
 from ablate.numerics.spec import Hadamard, Quant
+from ablate.verification.check_result import normal
 
 MANTISSAS = 128
 """Significands of bf16 in one binade: (128 + i) / 128."""
-
-
-def normal(rows: int, columns: int, seed: int) -> Tensor:
-    """Return standard normal numbers, fp32 [rows, columns], the same in every run."""
-    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
 
 
 def spread(rows: int, columns: int, length: int, seed: int, binades: int = 14) -> Tensor:

@@ -5,7 +5,7 @@ applied outside the sum. What a right implementation may differ by is the order 
 rounding of the tensor scales, and one rounding of the result to its dtype.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from ablate.numerics.product import alpha
 from ablate.numerics.quantize import Operand, quantize
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products
+from ablate.verification.conformance.inputs import to_nearest
 
 PAIRS = {"y": SLOTS[0:2], "dx": SLOTS[2:4], "dw": SLOTS[4:6]}
 """Slots of the two operands of each product."""
@@ -71,6 +72,18 @@ def with_quantisers(products: Products, quants: Mapping[str, Quant]) -> Products
         changed = getattr(products, name).model_copy(update={operand: quant})
         products = products.model_copy(update={name: changed})
     return products
+
+
+def rounded_to_nearest(products: Products, slots: Collection[str] = SLOTS) -> Products:
+    """Return the products with stochastic rounding replaced by rounding to nearest, in some operands."""
+    return with_quantisers(
+        products,
+        {
+            slot: to_nearest(quant)
+            for slot, quant in products.quantised()
+            if slot in slots and quant.rounding == "stochastic"
+        },
+    )
 
 
 def _cast(z: Tensor, how: tuple[Quant, Hadamard | None] | None, seed: int, slot: str) -> Operand:

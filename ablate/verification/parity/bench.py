@@ -13,7 +13,7 @@ from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Fprop, Products
 from ablate.recipes.te_mapping import Family, recipe_refusals, variants
 from ablate.recipes.te_mapping import families as families_of
-from ablate.verification.conformance.reference_product import with_quantisers
+from ablate.verification.conformance.reference_product import rounded_to_nearest, with_quantisers
 
 NAMES: dict[Family, str] = {"nvfp4": "NVFP4", "mxfp8": "MXFP8", "fp8": "FP8"}
 """The families of formats that are compared, in this order."""
@@ -80,7 +80,7 @@ def recipes(wanted: tuple[str, ...]) -> Iterator[tuple[Family, str, Products]]:
     """
     seen: set[Products] = set()
     for name, products in (*_presets(), *_parts()):
-        products = to_nearest(products)
+        products = rounded_to_nearest(products)
         used = {"fp8" if family == "fp8_delayed" else family for family in families_of([products])}
         needed = [family for family in NAMES if family in used]
         if needed and set(needed) <= set(wanted) and products not in seen:
@@ -118,12 +118,4 @@ def _parts() -> Iterator[tuple[str, Products]]:
     yield (
         "activations scaled by rows",
         Products(fprop=Fprop(x=Quant(outer=Outer(granularity="row")), w=Quant())),
-    )
-
-
-def to_nearest(products: Products) -> Products:
-    """Return the products with stochastic rounding replaced by rounding to nearest, for exact comparison."""
-    drawn = {slot: quant for slot, quant in products.quantised() if quant.rounding == "stochastic"}
-    return with_quantisers(
-        products, {slot: quant.model_copy(update={"rounding": "nearest"}) for slot, quant in drawn.items()}
     )

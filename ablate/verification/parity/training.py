@@ -34,7 +34,8 @@ from ablate.training.loop import PreparedRun, Record, Telemetry
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.trained import Trained
 from ablate.verification.check_result import Check, Row
-from ablate.verification.parity.bench import Bench, to_nearest
+from ablate.verification.conformance.reference_product import rounded_to_nearest
+from ablate.verification.parity.bench import Bench
 
 SLACK = 3.0
 FIRST, CLOSE = 5, 1e-3
@@ -152,7 +153,7 @@ def _compared(bench: Bench, family: str, curves: list[Curves]) -> Iterator[Row]:
 def trained(bench: Bench, family: str) -> Curves:
     """Train all runs with one seed; return their losses, and gradients from the emulated run's states."""
     recipe = PRESETS[TRAINED[family]]()
-    recipe = recipe.model_copy(update=dict(to_nearest(recipe.products)))
+    recipe = recipe.model_copy(update=dict(rounded_to_nearest(recipe.products)))
     ends = FAST_ENDS if bench.fast_sums and family == "fp8" else ENDS
     kinds: dict[str, tuple[Recipe, str, Twin | None]]
     kinds = {"te": (recipe, bench.engine, None), "bf16": (PRESETS["bf16"](), "emulated", None)}

@@ -29,7 +29,7 @@ from ablate.verification.conformance.reference_product import (
     gain_and_error,
     plain_products,
     quantisers,
-    with_quantisers,
+    rounded_to_nearest,
 )
 from ablate.verification.conformance.result import Outcome, Row, decided
 from ablate.verification.conformance.stages.places import wrong_numbers
@@ -252,18 +252,11 @@ def random(bench: Examination, one: Property) -> Row:
     rows = [interval_row(one.name, products, layer, got, where) for where, layer, got in made]
     row = worst(one.name, rows)
     if row.outcome == Outcome.FAIL and bench.subject.variants.get(one.name) == "nearest":
-        nearest = rounded_to_nearest(products)
+        nearest = rounded_to_nearest(products, ("dgrad.g", "wgrad.g"))
         exact = [(exact_products(nearest, *layer), got) for _, layer, got in made]
         if not any(bool(right[key].far(got[key]).any()) for right, got in exact for key in ("dx", "dw")):
             return Row(one.name, Outcome.VARIANT, row.cases, detail="as declared: dy rounded to nearest")
     return row
-
-
-def rounded_to_nearest(products: Products) -> Products:
-    """Return the products with dy rounded to nearest, where the recipe rounds it stochastically."""
-    gradients = {slot: quant for slot, quant in products.quantised() if slot.endswith(".g")}
-    drawn = {slot: quant for slot, quant in gradients.items() if quant.rounding == "stochastic"}
-    return with_quantisers(products, {slot: inputs.to_nearest(quant) for slot, quant in drawn.items()})
 
 
 def interval_row(
