@@ -17,6 +17,7 @@ from ablate.training.data.augment import image_batch, validation_images
 from ablate.training.data.batches import bits
 from ablate.training.data.images import Augment, ImageSet
 from ablate.training.models import library
+from ablate.training.models.transformer import StackShape
 
 MaskedBatch = tuple[Tensor, Tensor]
 """Images fp32 [n, channels, side, side], and the order int64 [n, patches] of their patches."""
@@ -25,19 +26,6 @@ _TRAINING, _VALIDATION = range(2)
 _TOKEN_DEVIATION = 0.02
 _EPSILON = 1e-6
 """Added to the variance of a patch, as in the model's own loss: a patch of one colour has variance 0."""
-
-
-class StackShape(Protocol):
-    """Sizes of the blocks of encoder or decoder."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def hidden_width(self) -> int: ...
 
 
 class MaskedConfig(StackShape, Protocol):

@@ -29,8 +29,8 @@ class MixtureShape(Protocol):
     def auxiliary(self) -> float: ...
 
 
-class TransformerShape(Protocol):
-    """Sizes of a `Transformer`, as a `Gpt` workload has them."""
+class StackShape(Protocol):
+    """Sizes of a stack of blocks."""
 
     @property
     def layers(self) -> int: ...
@@ -39,11 +39,16 @@ class TransformerShape(Protocol):
     @property
     def heads(self) -> int: ...
     @property
+    def hidden_width(self) -> int: ...
+
+
+class TransformerShape(StackShape, Protocol):
+    """Sizes of a `Transformer`, as a `Gpt` workload has them."""
+
+    @property
     def kv_heads(self) -> int | None: ...
     @property
     def mlp(self) -> str: ...
-    @property
-    def hidden_width(self) -> int: ...
     @property
     def experts(self) -> MixtureShape | None: ...
     @property
