@@ -5,7 +5,7 @@ torch.
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -91,7 +91,7 @@ def prepare(
         checked(text.tokenizer)
         job = _job(inputs, text, dataset)
         with _progress() as progress:
-            about = prepared.prepare(out, job.watched(progress))
+            about = prepared.prepare(out, replace(job, progress=progress))
     screen = console()
     screen.print(_table(_rows(about)))
     screen.print("\nIn an experiment:", style="dim")

@@ -153,7 +153,9 @@ class Controller:
             if executor:
                 executor.close()
             if status == "killed":
-                self._interrupted()
+                self._release()
+                if self._projections:
+                    self._projections.finish("KILLED", _INTERRUPT_GRACE_SECONDS)
             self.ledger.close()
 
     def adopt(self, points: Sequence[Mapping[str, Json]] = (), given_up: Mapping[int, int] = {}) -> list[str]:
@@ -562,11 +564,6 @@ class Controller:
             if self._discards:
                 self.scheduler.discard(running.trial, trial_id)
         self._running = {}
-
-    def _interrupted(self) -> None:
-        self._release()
-        if self._projections:
-            self._projections.finish("KILLED", _INTERRUPT_GRACE_SECONDS)
 
     # Reporting
 

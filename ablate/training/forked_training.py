@@ -134,7 +134,7 @@ def train_forks(
                 )
         routes = Routes()
         if replays:
-            unquantised = prepare(_unquantised(run.recipe))
+            unquantised = prepare(Recipe(dtype=run.recipe.dtype))
             for _ in _recorded(routes, unquantised, config, (forks, window), deepcopy(origin)):
                 yield Record(max(begun, window.begun), {})
             del unquantised
@@ -156,16 +156,12 @@ def train_forks(
                 yield record
                 return
             if loop.over:
-                readings[window.key] = _reading(loop.evaluated)
+                assert loop.evaluated is not None, "a window ends with an evaluation"
+                readings[window.key] = dict(loop.evaluated)
             if record:
                 record = record._replace(metrics=_without_levels(record.metrics, loop.evaluated))
             yield from filter(None, [_ended(record, window, readings, forks) if loop.over else record])
         del loop  # before the next window's is made: two models may not fit
-
-
-def _unquantised(recipe: Recipe) -> Recipe:
-    """Return the plain recipe of the same dtype."""
-    return Recipe(dtype=recipe.dtype)
 
 
 def _recorded(
@@ -247,12 +243,6 @@ def _begin(
     if twin and not twin.stream:
         loop.move_weights()
     return window.position
-
-
-def _reading(evaluation: Evaluation | None) -> dict[str, list[float]]:
-    """Return a window's last losses by reading, one a part of the validation data."""
-    assert evaluation is not None, "a window ends with an evaluation"
-    return dict(evaluation)
 
 
 def _ended(record: Record | None, window: Window, readings: Readings, forks: Forks) -> Record:

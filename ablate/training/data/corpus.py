@@ -5,7 +5,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -269,7 +269,7 @@ def _made(job: jobs.Job, name: str) -> Corpus:
         seen += size
 
     def fill(folder: Path) -> None:
-        prepared.prepare(folder, job.watched(progress))
+        prepared.prepare(folder, replace(job, progress=progress))
 
     return _folder(kept("corpora", job.key, fill))
 

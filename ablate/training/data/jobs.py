@@ -1,7 +1,7 @@
 """A tokenisation job: text files or a dataset, the documents that validate, and those that train a BPE."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict, Unpack
 
@@ -42,10 +42,6 @@ class Job:
     """Number of training tokens to stop after; None: at the end of the text."""
     progress: Callable[[str, int], None] = lambda activity, size: None
     """Called with the present activity and the bytes of text of each step of it."""
-
-    def watched(self, progress: Callable[[str, int], None]) -> "Job":
-        """Return the same job with another `progress`."""
-        return replace(self, progress=progress)
 
     @property
     def key(self) -> str:

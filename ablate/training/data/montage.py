@@ -32,13 +32,10 @@ def montage(path: Path, columns: Sequence[str], rows: Sequence[Sequence[np.ndarr
         left = _GAP + column * (width * scale + _GAP)
         pen.text((left, _GAP), name, fill=_INK, font=font)
         for row, images in enumerate(rows):
-            sheet.paste(_enlarged(images[column], scale), (left, line + row * (height * scale + _GAP)))
+            enlarged = levels(images[column]).repeat(scale, 1).repeat(scale, 2)
+            sheet.paste(_picture(enlarged), (left, line + row * (height * scale + _GAP)))
     pen.text((_GAP, tall - line + _GAP), foot, fill=_INK, font=font)
     sheet.save(path, optimize=True)
-
-
-def _enlarged(image: np.ndarray, scale: int) -> Image.Image:
-    return _picture(levels(image).repeat(scale, 1).repeat(scale, 2))
 
 
 def levels(image: np.ndarray) -> np.ndarray:

@@ -190,7 +190,9 @@ class Tensors(Workload):
         layer.context.probe = errors = SlotErrors(products=False)  # fp64 below
         products = products_of(layer, x, g)
         layer.context.probe = None
-        metrics = _by_slot(errors.metrics()) | product_errors(products, x, w, g) | _inconsistency(layer, w)
+        # those of the single layer equal the means over layers
+        metrics = {name: value for name, value in errors.metrics().items() if parse(name).layer is None}
+        metrics |= product_errors(products, x, w, g) | _inconsistency(layer, w)
         means = _Means(layer, {"x": x, "w": w, "g": g})
         for draw in range(self.draws):
             clock.step = draw
@@ -381,11 +383,6 @@ def _inconsistency(layer: EmulatedLinear, w: Tensor) -> dict[str, float]:
 
 def _values(parts: list[Operand]) -> Tensor:
     return sum(part.dequantize() for part in parts)
-
-
-def _by_slot(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics without those of the single layer, which equal the means over layers."""
-    return {name: value for name, value in metrics.items() if parse(name).layer is None}
 
 
 class _Means:
