@@ -24,7 +24,6 @@ from ablate.experiment.schema import Metric, Published
 from ablate.reports import answer_tables
 from ablate.reports.answer import Answer
 from ablate.reports.comparison_tables import summary_table
-from ablate.reports.figures import forest
 from ablate.reports.markdown_summary import summary_markdown
 from ablate.results.gate import checks
 from ablate.results.next_runs import undecided
@@ -88,16 +87,10 @@ def test_what_does_not_stand_after_holm_is_a_verdict_nowhere(book):
     assert "barely" not in answer.verdict()
     assert "Not answered yet." in answer.verdict()
     assert "nothing is decided; changes from " in answer.verdict()
-    picture = forest(answer.arms, answer.metric)
-    lines = (
-        {line.get_label() for line in picture.figure.legends[0].get_texts()}
-        if picture.figure.legends
-        else set()
-    )
-    assert (
-        "worse"
-        not in {text.get_text() for legend in picture.figure.legends for text in legend.get_texts()} | lines
-    )
+    comparisons = answer.comparisons()
+    assert comparisons is not None
+    assert {*comparisons.classes} == {"undecided"}
+    assert 'class="worse"' not in comparisons.html()
 
 
 def test_equivalence_is_corrected_too(book):

@@ -8,7 +8,6 @@ are. Only this folder imports seaborn.
 from ablate.reports.figures.bench import bars, shares, speeds
 from ablate.reports.figures.curves import curves, decay, gap_curve
 from ablate.reports.figures.effects import (
-    forest,
     interaction,
     operand_errors,
     throughput_gap,
@@ -25,7 +24,6 @@ __all__ = [
     "decay",
     "divergence",
     "errors_by_slot",
-    "forest",
     "gap_curve",
     "history",
     "importance",

@@ -1,11 +1,9 @@
-"""Figures of effects with their uncertainty: paired gaps, interactions of two knobs, and the gap over
-throughput."""
+"""Figures of effects: interactions of two knobs, and the gap over throughput."""
 
 import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -13,12 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import SubFigure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter
-from matplotlib.typing import FillStyleType
 
 from ablate.experiment.schema import Metric
 from ablate.reports.figures import tables
 from ablate.reports.figures.style import (
-    COLOURS,
     MOST_ARMS,
     Mark,
     Picture,
@@ -31,133 +27,20 @@ from ablate.reports.figures.style import (
     label,
     legend,
     marks,
-    name_column,
     panels,
     plain,
-    rows,
     stem,
 )
 from ablate.reports.figures.tables import FEWEST_POINTS
 from ablate.reports.foremost import foremost
 from ablate.results.attribution import Grid, front, interactions
-from ablate.results.number_text import interval, number
-from ablate.results.paired_stats import Difference, Verdict
+from ablate.results.number_text import number
 from ablate.results.summary import ArmSummary
-from ablate.results.verdict_text import verdict_text
 from ablate.training.metric_names import Name
 
 _MOST_PANELS = 9
 _MOST_LEVELS = 8
 """Largest number of levels of a knob for which a heat map shows numbers. More would be too small to read."""
-_STANDINGS: dict[str, tuple[str, str, FillStyleType]] = {
-    "better": (COLOURS[0], "o", "full"),
-    "worse": (COLOURS[3], "s", "full"),
-    "equivalent": ("0.35", "D", "full"),
-    "open": ("0.35", "o", "none"),
-}
-"""Colour, marker and filling of each outcome of a comparison, after correction for all of its table."""
-
-
-class _Line(NamedTuple):
-    """One row of a forest plot."""
-
-    name: str
-    difference: Difference
-    margin: float | None
-    verdict: Verdict
-
-
-@house
-def forest(arms: list[ArmSummary], metric: Metric) -> Picture | None:
-    """Draw each arm's gap to its baseline with its paired interval. The grey band marks gaps that do not
-    matter.
-
-    Args:
-        arms: Arms of the sweep. Of many, the best are drawn.
-        metric: Metric that is compared.
-
-    Returns:
-        The picture; None if no gap has a pair.
-    """
-    best = foremost(arms, metric, MOST_ARMS)
-    compared = [(arm, arm.gap) for arm in best if arm.gap is not None and arm.gap.pairs]
-    if not compared:
-        return None
-    question = f"How far is each arm from its baseline in {metric.name}?"
-    axis = (
-        f"{metric.name}: arm minus baseline, paired, {compared[0][0].interval}\n"
-        f"({better(metric.direction == 'minimize')})"
-    )
-    lines = [_Line(arm.name, gap, arm.margin, arm.verdict) for arm, gap in compared]
-    data = pd.DataFrame(
-        {
-            "arm": arm.name,
-            "baseline": arm.baseline,
-            **_numbers(gap, arm.margin),
-            "verdict": verdict_text(arm.verdict),
-        }
-        for arm, gap in compared
-    )
-    note = best_of(len(best), len(arms))
-    return _forest(stem("forest", metric.name), question, axis, lines, data, note)
-
-
-def _numbers(difference: Difference, margin: float | None, name: str = "gap") -> dict[str, float]:
-    margin = math.nan if margin is None else margin
-    return {
-        name: difference.mean,
-        "low": difference.low,
-        "high": difference.high,
-        "pairs": difference.pairs,
-        "margin": margin,
-    }
-
-
-def _forest(
-    name: str, question: str, axis: str, lines: list[_Line], data: pd.DataFrame, note: str
-) -> Picture:
-    """Draw a row for each line: the difference as a marker, its interval, its margin as a grey band."""
-    margin = "The grey band is what does not matter." if any(line.margin for line in lines) else ""
-    width = 6 + name_column(line.name for line in lines)
-    body = canvas(question, width, 0.4 * len(lines) + 1.2, margin, note)
-    axes = body.subplots()
-    rows(axes, [line.name for line in lines])
-    axes.axvline(0, color="0.4", linewidth=1)
-    seen = []
-    for row, line in enumerate(lines):
-        if line.margin:
-            axes.barh(row, 2 * line.margin, 1, -line.margin, color="0.93", zorder=0.5)
-        seen.append(line.verdict.shown)
-        colour, marker, filled = _STANDINGS[seen[-1]]
-        half = line.difference.high - line.difference.mean if line.difference.has_interval else None
-        axes.errorbar(
-            line.difference.mean,
-            row,
-            xerr=half,
-            fmt=marker,
-            color=colour,
-            fillstyle=filled,
-            capsize=4,
-            markersize=6,
-        )
-        axes.text(
-            1.02,
-            row,
-            plain(interval(line.difference)),
-            transform=axes.get_yaxis_transform(),
-            va="center",
-            size="small",
-        )
-    axes.set_xlabel(axis)
-    present = [standing for standing in _STANDINGS if standing in seen]
-    handles = [
-        Line2D(
-            [], [], color=_STANDINGS[s][0], marker=_STANDINGS[s][1], fillstyle=_STANDINGS[s][2], linestyle=""
-        )
-        for s in present
-    ]
-    legend(body, handles, ["not decided" if s == "open" else s for s in present], "outside lower center")
-    return finished(name, question, body, data)
 
 
 @house

@@ -169,7 +169,7 @@ class Picture:
 
 
 def stem(*words: str) -> str:
-    """Return the stem of a file's name from those of a figure and a metric: `forest-val-loss`."""
+    """Return the stem of a file's name from those of a figure and a metric: `curves-val-loss`."""
     return "-".join(re.sub(r"[^\w.]+", "-", word).strip("-") for word in words)
 
 

@@ -3,10 +3,10 @@
 import math
 
 import pytest
+from matplotlib.legend import Legend
 
 from ablate.experiment.schema import Metric, Published
-from ablate.reports.figures import decay, forest
-from ablate.results.summary import summaries
+from ablate.reports.figures import decay, errors_by_slot
 from ablate.store.ledger import Ledger
 from ablate.store.records import frame
 
@@ -53,7 +53,7 @@ def test_of_many_arms_the_best_are_drawn_and_that_is_said(book):
         )
         book.record(trial, [{"step": 1, "time": 0.0, "metrics": {ERROR.name: 1.0 - number / 100}}])
         book.settle(trial, "done")
-    figure = forest(summaries(book, ERROR), ERROR).figure
-    shown = {label.get_text() for label in figure.axes[0].get_yticklabels()}
-    assert shown == {"sr", *(f"arm {number}" for number in range(22, 60))}
-    assert any("The best 40 of 63 arms" in text.get_text() for text in figure.texts)
+    figure = errors_by_slot(frame(book)).figure
+    shown = {label.get_text() for legend in figure.findobj(Legend) for label in legend.get_texts()}
+    assert shown == {"base", "sr", *(f"arm {number}" for number in range(22, 60))}
+    assert any("The best 40 of 62 arms" in text.get_text() for text in figure.texts)

@@ -69,30 +69,13 @@ def test_curves_are_means_over_seeds_between_the_smallest_and_the_largest(book):
     )
 
 
-def test_a_forest_shows_gaps_with_intervals_and_what_does_not_matter(book):
-    known = losses(book)
-    picture = figures.forest(summary.summaries(book), LOSS)
-    for line in picture.data.itertuples():
-        arm, base = known[line.arm], known[line.baseline]
-        apart = [arm[seed][1000] - base[seed][1000] for seed in arm if 1000 in arm[seed]]
-        assert line.gap == pytest.approx(statistics.fmean(apart))
-        low, high = stats.t.interval(0.95, len(apart) - 1, statistics.fmean(apart), stats.sem(apart))
-        low, high = (low, high) if len(apart) > 2 else (math.nan, math.nan)
-        assert (line.low, line.high, line.margin, line.pairs) == pytest.approx(
-            (low, high, 0.01, len(apart)), nan_ok=True
-        )
-    axes = picture.figure.axes[0]
-    assert [(bar.get_x(), bar.get_width()) for bar in axes.patches] == [(-0.01, 0.02)] * 4
-    points = [line for line in axes.lines if line.get_marker() in "os" and len(line.get_xdata()) == 1]
-    drawn = {line.get_ydata()[0]: line.get_xdata()[0] for line in points}
-    assert [drawn[row] for row in range(4)] == pytest.approx(list(picture.data["gap"]))
-
-
 def test_a_margin_in_percent_is_drawn_at_its_baseline(book):
     arms = summary.summaries(book, metric := Metric(min_effect="1%"))
     level = next(arm for arm in arms if arm.name == "bf16").mean
-    picture = figures.forest(arms, metric)
-    assert max(picture.data["margin"]) == pytest.approx(0.01 * level, rel=0.05)
+    for axes in figures.gap_curve(frame(book), metric).figure.axes:
+        (band,) = axes.patches
+        assert band.get_y() == pytest.approx(-band.get_height() / 2)
+        assert band.get_height() == pytest.approx(2 * 0.01 * level, rel=0.05)
 
 
 def test_an_interaction_shows_the_mean_of_every_cell(book):

@@ -32,7 +32,6 @@ class Sweep:
 
 
 FROM_A_SWEEP = {
-    "forest": lambda of: figures.forest(of.arms, of.metric),
     "interaction": lambda of: figures.interaction(grid(of.arms), of.metric),
     "throughput_gap": lambda of: figures.throughput_gap(of.arms, of.metric),
     "operand_errors": lambda of: figures.operand_errors(of.table, of.arms, of.metric),
@@ -272,7 +271,7 @@ def lonely(tmp_path_factory):
 def test_one_arm_with_one_seed_is_enough_and_has_no_interval(name, lonely):
     picture = FROM_A_SWEEP[name](lonely)
     assert len(picture.data)
-    if name in ("forest", "gap_curve"):
+    if name == "gap_curve":
         assert picture.data["low"].isna().all()
     assert not picture.figure.findobj(FillBetweenPolyCollection)  # no band
 
