@@ -16,15 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Self
 
-import pandas as pd
-
-from ablate.experiment.schema import START, Metric
+from ablate.experiment.schema import START
 from ablate.reports import answer_tables, operand_health
 from ablate.reports.answer_verdict import VerdictSentences
 from ablate.reports.change_table import change_table, values_table
 from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
-from ablate.reports.elsewhere import method_text
 from ablate.reports.figures.blame_search import search_parts
 from ablate.reports.figures.effects import operand_errors
 from ablate.reports.figures.sensitivity_map import map_parts
@@ -38,14 +35,12 @@ from ablate.reports.run_tables import recipes_table, runs_table
 from ablate.reports.search_parts import effects_parts, front_parts
 from ablate.reports.table import Table
 from ablate.reports.table_notes import reading
-from ablate.results.blame import names_of, replayed
 from ablate.results.doses import doses
 from ablate.results.forked import estimand
 from ablate.results.number_text import counted
 from ablate.results.paired_stats import FEWEST_DISTINCT
 from ablate.results.sensitivity import sensitivity
 from ablate.results.subject import described
-from ablate.results.summary import summaries
 from ablate.results.unpaired import pairing
 from ablate.store.checked_ledger import open_ledger
 from ablate.store.judged import Judged
@@ -56,7 +51,8 @@ _MOST_GALLERIES = 12
 
 
 class Answer(VerdictSentences):
-    """One experiment, read back from its ledger. Every part of its report is a method.
+    """One experiment, read back from its ledger. Every part of its report is a method; those that are only
+    named here are described where their tables are made.
 
     Args:
         ledger: Ledger of the sweep, opened for reading.
@@ -109,25 +105,8 @@ class Answer(VerdictSentences):
             return None
         return change_table("changes", self, self.shown, self.answer.valid)
 
-    def values(self) -> Table:
-        """Return the table of every arm's mean by every metric of the file."""
-        names = {arm.name for arm in self.shown}
-        return values_table(
-            self, [[arm for arm in arms if arm.name in names] for arms in self.arms_by_metric]
-        )
-
-    def effects(self, metric: Metric | None = None) -> Table:
-        """Return the table of arms: means, gaps to the baseline, verdicts, speed.
-
-        Args:
-            metric: Metric that is compared; default: the main one.
-        """
-        if metric is None:
-            arms, metric = self.shown, self.metric
-        else:
-            arms = foremost(summaries(self.ledger, metric), metric, self.most_arms)
-        table = answer_tables.arms_table(self.ledger, arms, len(self.arms), metric, self.unit_of(metric))
-        return replace(table, classes=()) if self.running else table
+    values = values_table
+    effects = answer_tables.arms_table
 
     def knob_effects(self) -> list[Part]:
         """Return the table of what a search's knobs do, with intervals; empty where it cannot tell them
@@ -138,88 +117,36 @@ class Answer(VerdictSentences):
         """Return the arms that no other equals or beats in all objectives, in a sentence and a table."""
         return front_parts(self.objectives)
 
-    def layers(self, table: pd.DataFrame) -> operand_health.LayerMaps | None:
-        """Return the maps of layers by operand, an arm at a time; None if no layer was recorded.
-
-        Args:
-            table: Records as `records` returns them, which include `quant/*/sqnr_db`.
-        """
-        return operand_health.layer_maps(table)
-
-    def split(self, table: pd.DataFrame) -> operand_health.ErrorSplit | None:
-        """Return the parts of every operand's error, beside the gain of its product; None if not recorded.
-
-        Args:
-            table: Records as `records` returns them, which include `quant/*/dead_share` and its siblings.
-        """
-        return operand_health.error_split(table)
-
-    def gradient_error(self, table: pd.DataFrame) -> Table | None:
-        """Return the table of the gradient's variance and squared bias; None if not recorded.
-
-        Args:
-            table: Records as `records` returns them, which include `grad/*`.
-        """
-        return operand_health.gradient_error(table)
-
-    def shares(self, table: pd.DataFrame) -> list[Table]:
-        """Return the tables of what became zero and of what lay beyond the grid.
-
-        Args:
-            table: Records as `records` returns them, which include `quant/*/zero_frac`.
-        """
-        return operand_health.shares_tables(table)
-
-    def averages(self) -> Table | None:
-        """Return the table of main effects and interactions of a grid."""
-        return answer_tables.factors_table(self.grid, self.main_effects, self.interactions)
+    layers = staticmethod(operand_health.layer_maps)
+    split = staticmethod(operand_health.error_split)
+    gradient_error = staticmethod(operand_health.gradient_error)
+    shares = staticmethod(operand_health.shares_tables)
+    averages = answer_tables.factors_table
 
     def doses(self) -> list[Part]:
         """Return what each value of an ordered knob does: a picture and a sentence for each knob."""
         return dose_parts(doses(self), self.metric, self.unit, self.answer.valid)
 
-    def blame(self) -> list[Part]:
-        """Return the picture of a search for the units that cause a gap; empty for another experiment."""
-        if not self.ledger.facts.blame:
-            return []
-        return search_parts(replayed(self.ledger), names_of(self.ledger), self.unit)
+    blame = search_parts
 
     def map(self) -> list[Part]:
         """Return the map of the recipe's cells: a picture, and what it does and does not show."""
         return map_parts(sensitivity(self), self.metric, self.unit, self.answer.valid and not self.running)
 
-    def components(self) -> Table | None:
-        """Return the table of leave-one-out differences and Shapley shares of a grid of components."""
-        return answer_tables.components_table(self.grid)
-
-    def damage(self) -> Table | None:
-        """Return the table of what each gap is made of: the cast of the last weights, and the training."""
-        return answer_tables.damage_table(self.ledger, self.shown, self.metric)
+    components = answer_tables.components_table
+    damage = answer_tables.damage_table
 
     def routes(self) -> list[Part | None]:
         """Return the tables of gaps with experts, by rounding and by flipped routes, and of what flipped."""
         arguments = self.ledger, self.shown
         return [answer_tables.routes_table(*arguments), answer_tables.flipped_table(*arguments)]
 
-    def windows(self) -> Table | None:
-        """Return the table of damage at every horizon and position of a forked design."""
-        return answer_tables.windows_table(self.shown)
-
-    def pairing(self) -> Table | None:
-        """Return the table of correlations with baselines, and of the spread with and without pairing."""
-        return answer_tables.pairing_table(self.shown)
-
-    def power(self) -> Table | None:
-        """Return the table of the spread of paired gaps and of the seeds that undecided arms need."""
-        return answer_tables.power_table(self.shown)
-
-    def checks(self) -> Table | None:
-        """Return the table of the same gaps by other tests."""
-        return answer_tables.checks_table(self.arms, self.shown)
-
-    def recipes(self) -> Table | None:
-        """Return the table of what the arms' recipes differ in."""
-        return recipes_table(self.ledger, self.shown)
+    windows = answer_tables.windows_table
+    pairing = answer_tables.pairing_table
+    power = answer_tables.power_table
+    checks = answer_tables.checks_table
+    recipes = recipes_table
+    runs = runs_table
 
     def operand_errors(self) -> Picture | None:
         """Return the picture of gaps over the recorded errors of operands; None for fewer than three
@@ -230,21 +157,13 @@ class Answer(VerdictSentences):
             return None
         return operand_errors(self.records("quant/*/*/sqnr_db"), listed, self.metric)
 
-    def runs(self) -> Table:
-        """Return the table of every run, with links to its specification and log."""
-        return runs_table(self.ledger, self.metric, self.out)
-
     def reading(self) -> Text:
         """Return sentences on how the table of arms is to be read."""
         return Text(reading(self.arms))
 
-    def interventions(self) -> Table | None:
-        """Return the table of what guards did, by run."""
-        return answer_tables.interventions_table(self.ledger)
-
-    def published(self) -> Table | None:
-        """Return the table of published figures and orderings beside the measured ones."""
-        return answer_tables.published_part(self.ledger)
+    interventions = answer_tables.interventions_table
+    published = answer_tables.published_part
+    provenance = answer_tables.provenance_table
 
     def galleries(self) -> list[Part]:
         """Return the pictures that trials saved, by file name: for each arm those of its first finished
@@ -300,7 +219,12 @@ class Answer(VerdictSentences):
         if Judged.alone(self.ledger):
             count = f"{counted(len(self.arms), 'arm')} in {counted(len(specs), 'run')}"
             how = pairing(arm.gap for arm in self.arms)
-            return Text(method_text(how, count, str(interval)) + rules + matters)
+            return Text(
+                f"{count}, trained elsewhere: that runs of one seed share initial weights and data order is"
+                " their owner's claim. A run counts by its last value. Gaps are arm minus baseline,"
+                f" {how}, each with a {interval}; an unpaired one has each arm's own deviation"
+                f" (docs/reference/statistics.md).{rules}{matters}"
+            )
         shared = "initial weights and data order"
         if design := self.ledger.facts.design:
             if design.trunk == START:
@@ -316,10 +240,6 @@ class Answer(VerdictSentences):
             "tokens to match: how many more tokens an arm needs, by its own curve, to reach the loss at"
             " which its baseline ends. It is an upper bound if the learning rate decays at the end."
         )
-
-    def provenance(self) -> Table:
-        """Return the table of commit, versions, hardware, data and cost."""
-        return answer_tables.provenance_table(self.ledger)
 
     def file(self) -> Code | None:
         """Return the experiment's file as it was run."""

@@ -8,11 +8,12 @@ from dataclasses import replace
 import numpy as np
 
 from ablate.experiment.schema import Metric
+from ablate.reports.answer_measurements import Measurements
 from ablate.reports.comparison_tables import arm_columns, judged, needed_cell, published_table
-from ablate.reports.elsewhere import sources_table
-from ablate.reports.table import Cell, Column, Source, Table
+from ablate.reports.foremost import foremost
+from ablate.reports.table import Cell, Column, Source, Table, cell
 from ablate.reports.table_notes import NO_MIN_EFFECT, emulated
-from ablate.results.attribution import Effect, Grid, extra_tokens, main_effects, shares
+from ablate.results.attribution import Effect, extra_tokens, main_effects, shares
 from ablate.results.decomposition import correlation, damages, flipped, routed
 from ablate.results.forked import difference_word
 from ablate.results.number_text import interval, percents
@@ -26,7 +27,7 @@ from ablate.results.paired_stats import (
     wilcoxon,
 )
 from ablate.results.published import replications
-from ablate.results.summary import ArmSummary
+from ablate.results.summary import ArmSummary, summaries
 from ablate.results.unpaired import pairing
 from ablate.results.verdict_text import verdict_notes, verdict_text
 from ablate.store.divergences import divergences
@@ -45,22 +46,27 @@ _LOSSES = ("train/loss", "train/recent_loss", "val/loss", "val/loss_bf16")
 """Metrics whose curves fall with the tokens seen, so that a gap can be expressed in tokens."""
 _MOST_LOST = 8
 """Diverged runs that are listed."""
+_MOST_SOURCES = 40
+"""Files of runs from elsewhere that are listed."""
 _MOST_ALARMS = 12
 """Alarms that are listed, of one arm and operand each."""
 
 
-def arms_table(
-    ledger: Ledger, arms: Sequence[ArmSummary], total: int, metric: Metric, unit: str = ""
-) -> Table:
+def arms_table(sweep: Measurements, metric: Metric | None = None) -> Table:
     """Return the table of arms: mean, gap in the metric's unit, in percent and in tokens, corrected p, speed.
 
+    While the sweep runs, no line is coloured.
+
     Args:
-        ledger: Ledger of the sweep.
-        arms: Arms that are shown.
-        total: Number of arms of the sweep.
-        metric: Metric that is compared.
-        unit: Its unit, for the heads on a page.
+        sweep: The sweep.
+        metric: Metric that is compared; default: the main one.
     """
+    arms, ledger, total = sweep.shown, sweep.ledger, len(sweep.arms)
+    if metric is None:
+        metric = sweep.metric
+    else:
+        arms = foremost(summaries(ledger, metric), metric, sweep.most_arms)
+    unit = sweep.unit_of(metric)
     values = {arm.name: arm.values for arm in arms}
     forked = difference_word(arms) == DAMAGE
     tokens = {} if forked else _extra_tokens(ledger, arms, metric)
@@ -82,12 +88,7 @@ def arms_table(
     )
     caption = f"{meaning}{more} {emulated(ledger)}".rstrip()
     title = f"effects-{metric.name.replace('/', '-')}"
-    return judged(title, arms, columns, caption, [arm.colour for arm in arms])
-
-
-def _cell(value: float, text: str) -> Cell:
-    """Return a cell that sorts by the value, empty for NaN."""
-    return "" if math.isnan(value) else (text, value)
+    return judged(title, arms, columns, caption, [] if sweep.running else [arm.colour for arm in arms])
 
 
 def _extra_tokens(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> dict[str, tuple[str, float]]:
@@ -116,26 +117,18 @@ def _extra_tokens(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) ->
     return cells
 
 
-def factors_table(
-    grid: Grid | None,
-    judged: Sequence[tuple[Effect, Verdict]],
-    judged_pairs: Sequence[tuple[Effect, Verdict]],
-) -> Table | None:
-    """Return the table of a grid's main effects and interactions, None for fewer than two knobs.
-
-    Args:
-        grid: Arms that are a product of knobs' levels.
-        judged: Main effects with their verdicts. Other main effects are shown without one.
-        judged_pairs: Interactions with their verdicts.
-    """
+def factors_table(sweep: Measurements) -> Table | None:
+    """Return the table of a grid's main effects and interactions, None for fewer than two knobs. Main effects
+    that the sweep does not judge are shown without a verdict."""
+    grid = sweep.grid
     if grid is None or len(grid.levels) < 2:
         return None
-    stated = {(effect.knobs, effect.change) for effect, _ in judged}
+    stated = {(effect.knobs, effect.change) for effect, _ in sweep.main_effects}
     others = [effect for effect in main_effects(grid) if (effect.knobs, effect.change) not in stated]
     lines: list[tuple[Effect, Verdict | None]] = [
-        *judged,
+        *sweep.main_effects,
         *((effect, None) for effect in others),
-        *judged_pairs,
+        *sweep.interactions,
     ]
     rows = [
         {
@@ -161,8 +154,9 @@ def factors_table(
     return Table.of("factors", rows, caption, classes, notes)
 
 
-def components_table(grid: Grid | None) -> Table | None:
+def components_table(sweep: Measurements) -> Table | None:
     """Return the table of leave-one-out differences and Shapley shares, None if the arms are no such grid."""
+    grid = sweep.grid
     if grid is None or len(grid.levels) < _FEWEST_SHARED:
         return None
     columns: dict[str, Source] = {
@@ -177,18 +171,19 @@ def components_table(grid: Grid | None) -> Table | None:
     return Table.by_columns("components", shares(grid), columns, caption)
 
 
-def damage_table(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> Table | None:
+def damage_table(sweep: Measurements) -> Table | None:
     """Return the table of what each gap is made of; None without a second reading in high precision."""
-    forked = difference_word(arms) == DAMAGE
+    forked, metric = difference_word(sweep.shown) == DAMAGE, sweep.metric.name
+    parts = damages(sweep.ledger, sweep.shown, metric)
     columns = {"arm": "arm", "total" if forked else "gap": "gap"}
     columns |= {"direct damage": "direct", "learnt damage": "learnt"}
     caption = (
-        f"Direct damage: {metric.name} minus {metric.name}_bf16 of the same weights, less the baseline's."
-        f" Learnt damage: the difference in {metric.name}_bf16, both arms' weights read in high precision."
+        f"Direct damage: {metric} minus {metric}_bf16 of the same weights, less the baseline's."
+        f" Learnt damage: the difference in {metric}_bf16, both arms' weights read in high precision."
         " The two add up to the first column, which has the verdict; their intervals are not corrected"
         + (", and lack the error of the evaluation, which the first column's has." if forked else ".")
     )
-    return Table.by_columns("damage", damages(ledger, arms, metric.name), columns, caption)
+    return Table.by_columns("damage", parts, columns, caption)
 
 
 def routes_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
@@ -222,26 +217,20 @@ def flipped_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
     return Table.of("flipped", rows, caption) if rows else None
 
 
-def windows_table(arms: Sequence[ArmSummary]) -> Table | None:
+def windows_table(sweep: Measurements) -> Table | None:
     """Return the table of every comparison at each horizon and each position; None for full runs."""
     rows: list[dict[str, Cell]] = []
-    for arm in arms:
+    for arm in sweep.shown:
         if arm.view is None or arm.gap is None:
             continue
         share = arm.view.error**2 / arm.gap.error**2 if arm.gap.has_interval else math.nan
+        positions = arm.view.positions
         rows.append(
             {
                 "arm": arm.name,
-                **{
-                    f"after {steps} steps": (interval(one), one.mean)
-                    for steps, one in arm.view.horizons.items()
-                },
-                **{
-                    f"from step {step}": (interval(one), one.mean)
-                    for step, one in arm.view.positions.items()
-                    if len(arm.view.positions) > 1
-                },
-                "share of evaluation": _cell(share, f"{100 * share:.0f} %"),
+                **{f"after {steps} steps": cell(one) for steps, one in arm.view.horizons.items()},
+                **{f"from step {step}": cell(one) for step, one in positions.items() if len(positions) > 1},
+                "share of evaluation": "" if math.isnan(share) else (f"{100 * share:.0f} %", share),
             }
         )
     caption = (
@@ -254,11 +243,11 @@ def windows_table(arms: Sequence[ArmSummary]) -> Table | None:
     return Table.of("windows", rows, caption) if rows else None
 
 
-def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:
+def pairing_table(sweep: Measurements) -> Table | None:
     """Return the table of what pairing by seed is worth: correlations, and the spread with and without it."""
-    values = {arm.name: arm.values for arm in arms}
+    values = {arm.name: arm.values for arm in sweep.shown}
     rows: list[dict[str, Cell]] = []
-    for arm in arms:
+    for arm in sweep.shown:
         if arm.gap is None or arm.gap.sides or not arm.gap.informative or arm.baseline not in values:
             continue
         found = correlation(arm.values, values[arm.baseline])
@@ -285,7 +274,7 @@ def pairing_table(arms: Sequence[ArmSummary]) -> Table | None:
     return Table.of("pairing", rows, caption) if rows else None
 
 
-def power_table(arms: Sequence[ArmSummary]) -> Table | None:
+def power_table(sweep: Measurements) -> Table | None:
     """Return the table of the spread of paired gaps and of the seeds that undecided arms need."""
     columns: dict[str, Source] = {
         "arm": "name",
@@ -294,8 +283,8 @@ def power_table(arms: Sequence[ArmSummary]) -> Table | None:
         "80 % range of the spread": lambda arm: "{:.2g} to {:.2g}".format(*deviation_range(arm.gap)),
         "seeds needed": lambda arm: needed_cell(arm.verdict),
     }
-    judged = [arm for arm in arms if arm.gap is not None and arm.gap.informative]
-    if any(needed_cell(arm.verdict) for arm in judged):
+    arms = [arm for arm in sweep.shown if arm.gap is not None and arm.gap.informative]
+    if any(needed_cell(arm.verdict) for arm in arms):
         caption = (
             "Spread: standard deviation over seeds. Seeds needed: the total number for an 80 % chance of a"
             " verdict; in brackets, that number if the spread is at either end of its range. The chance is a"
@@ -303,25 +292,22 @@ def power_table(arms: Sequence[ArmSummary]) -> Table | None:
             " min_effect, a number that is named all the same is too small (docs/reference/statistics.md)."
         )
     else:
-        caption = "" if all(arm.margin for arm in arms if arm.gap) else NO_MIN_EFFECT
-    return Table.by_columns("power", judged, columns, caption)
+        caption = "" if all(arm.margin for arm in sweep.shown if arm.gap) else NO_MIN_EFFECT
+    return Table.by_columns("power", arms, columns, caption)
 
 
-def checks_table(arms: Sequence[ArmSummary], shown: Sequence[ArmSummary]) -> Table | None:
+def checks_table(sweep: Measurements) -> Table | None:
     """Return the table of the same gaps by other tests: equivalence, and Wilcoxon's ranks if there are enough
-    seeds, whose number was fixed before: the test has no correction for looks.
-
-    Args:
-        arms: Arms of the sweep. Wilcoxon's p-values are corrected over all of them.
-        shown: Arms of the table.
+    seeds, whose number was fixed before: the test has no correction for looks. Wilcoxon's p-values are
+    corrected over all arms of the sweep, shown or not.
     """
-    baselines = {arm.name: arm.values for arm in arms}
+    baselines = {arm.name: arm.values for arm in sweep.arms}
     compared = [
-        arm for arm in shown if arm.gap is not None and arm.gap.pairs > 1 and arm.baseline in baselines
+        arm for arm in sweep.shown if arm.gap is not None and arm.gap.pairs > 1 and arm.baseline in baselines
     ]
     family = {
         arm.name: (arm.values, baselines[arm.baseline])
-        for arm in arms
+        for arm in sweep.arms
         if arm.role != "searched" and arm.verdict.kind != "unjudged" and arm.interval.kind == "t"
         if arm.gap is not None and arm.gap.informative and not arm.gap.sides and arm.baseline is not None
     }
@@ -352,12 +338,12 @@ def divergences_table(ledger: Ledger) -> Table | None:
     return Table.by_columns("divergences", lost[:_MOST_LOST], columns, f"Runs that diverged.{more}")
 
 
-def interventions_table(ledger: Ledger) -> Table | None:
+def interventions_table(sweep: Measurements) -> Table | None:
     """Return the table of what guards did in each run: how often, from which step to which, and the first
     reason. A run that a guard only ended is among those that diverged."""
-    lost = {(one.member.name, one.member.seed) for one in divergences(ledger)}
+    lost = {(one.member.name, one.member.seed) for one in divergences(sweep.ledger)}
     runs: dict[tuple[str, int], list[Intervention]] = {}
-    for event in ledger.events():
+    for event in sweep.ledger.events():
         runs.setdefault((event.arm, event.seed), []).append(event)
     columns: dict[str, Source] = {
         "arm": lambda events: events[0].arm,
@@ -404,10 +390,10 @@ def _count(those: set[object]) -> Cell:
     return (str(len(those)), len(those)) if those else None
 
 
-def published_part(ledger: Ledger) -> Table | None:
+def published_part(sweep: Measurements) -> Table | None:
     """Return the table of published figures and orderings beside the measured ones, None if none are
     quoted."""
-    table = published_table(replications(ledger, ledger.facts.published))
+    table = published_table(replications(sweep.ledger, sweep.ledger.facts.published))
     caption = (
         "A difference of two arms agrees if it has the published direction, judged by its interval. A model"
         " of another size need not show an effect of the same size."
@@ -416,10 +402,17 @@ def published_part(ledger: Ledger) -> Table | None:
     return replace(table, caption=caption if shared else "") if table.rows else None
 
 
-def provenance_table(ledger: Ledger) -> Table:
-    """Return the table of commit, versions, hardware, data and cost; of the files of runs from elsewhere."""
+def provenance_table(sweep: Measurements) -> Table:
+    """Return the table of commit, versions, hardware, data and cost; of runs from elsewhere that of the files
+    that were read, with their digests, and of what was decided."""
+    ledger = sweep.ledger
     if elsewhere := Judged.alone(ledger):
-        return sources_table(elsewhere)
+        sources = [*elsewhere.sources.items()][:_MOST_SOURCES]
+        read = [(place, f", sha256 {digest[:16]}" if digest else "") for place, digest in sources]
+        said = [("read from", "".join(text)) for text in read]
+        said += [("reading", text) for text in dict.fromkeys(elsewhere.said)]
+        said += [("judged", occasion.text) for occasion in elsewhere.times]
+        return Table.of("provenance", [{"what": what, "which": which} for what, which in said])
     facts = ledger.facts.provenance
     trials = {member.id: member for member in ledger.members()}
     data = sorted({member.resolved.data for member in trials.values()})

@@ -125,7 +125,7 @@ class VerdictSentences(Measurements):
             if affected
             else "No NaN or infinite value was recorded."
         )
-        interventions = answer_tables.interventions_table(self.ledger)
+        interventions = answer_tables.interventions_table(self)
         odd = operand_health.exceptions(table)
         alarms = answer_tables.alarms_table(self.ledger)
         healthy = not (odd or alarms or affected or interventions) and {*statuses} <= {"done"}

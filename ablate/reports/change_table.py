@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ablate.experiment.schema import Metric
+from ablate.reports.answer_measurements import Measurements
 from ablate.reports.drawn import Axis
 from ablate.reports.effect_table import by_seed
 from ablate.reports.plain_text import html_text, inline
@@ -195,15 +196,12 @@ def _caption(name: str, sweep: Comparisons) -> Html:
     return Html(f"{wide} Verdicts are corrected by Holm within a column. {order} {csv}")
 
 
-def values_table(sweep: Comparisons, families: Sequence[Sequence[ArmSummary]]) -> Table:
-    """Return the table of every metric's mean on every arm, and on its baseline.
-
-    Args:
-        sweep: The sweep.
-        families: Arms that are shown, by each metric.
-    """
-    rows: list[dict[str, Cell]] = []
-    for arms in zip(*families, strict=True):
+def values_table(sweep: Measurements) -> Table:
+    """Return the table of every metric's mean on every arm that is shown, and its baseline."""
+    names, rows = {arm.name for arm in sweep.shown}, list[dict[str, Cell]]()
+    for arms in zip(*sweep.arms_by_metric, strict=True):
+        if arms[0].name not in names:
+            continue
         row: dict[str, Cell] = {"arm": arms[0].name}
         for metric, arm in zip(sweep.metrics, arms, strict=True):
             row[metric.name] = (number(arm.mean), arm.mean) if arm.values else "-"

@@ -2,32 +2,28 @@
 
 import json
 import math
-from collections.abc import Sequence
-from pathlib import Path
 
-from ablate.experiment.schema import Metric
 from ablate.recipes.compare import differences
 from ablate.recipes.recipe import Recipe
+from ablate.reports.answer_measurements import Measurements
 from ablate.reports.table import Cell, Table, link
 from ablate.results.number_text import number
-from ablate.results.summary import ArmSummary
 from ablate.store.judged import Judged
-from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 
 _MOST_FIELDS, _LONGEST_VALUE = 12, 60
 """Largest number of fields of a recipe in a cell, and characters of a value."""
 
 
-def recipes_table(ledger: Ledger, arms: Sequence[ArmSummary]) -> Table | None:
+def recipes_table(sweep: Measurements) -> Table | None:
     """Return the table of what each arm's recipe has that the first one's has not; None for fewer than two
     recipes."""
     recipes: dict[str, Recipe] = {}
-    for member in ledger.members():
+    for member in sweep.ledger.members():
         content = member.resolved.recipe
         if content is not None and member.name not in recipes:
             recipes[member.name] = Recipe.model_validate(content, strict=False)
-    named = [arm for arm in arms if arm.name in recipes and arm.gap is not None]
+    named = [arm for arm in sweep.shown if arm.name in recipes and arm.gap is not None]
     quantised = [arm for arm in named if not recipes[arm.name].plain and arm.role == "listed"]
     if len(named) < 2 or not quantised:
         return None
@@ -49,14 +45,9 @@ def _said(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}…"
 
 
-def runs_table(ledger: Ledger, metric: Metric, report: Path | None) -> Table:
-    """Return the table of every run, with links to its specification and log.
-
-    Args:
-        ledger: Ledger of the sweep.
-        metric: Metric that is compared.
-        report: Folder of the report's figures, from which links lead to the state folder; None: no links.
-    """
+def runs_table(sweep: Measurements) -> Table:
+    """Return the table of every run, with links from the report's folder to its specification and log."""
+    ledger, metric, report = sweep.ledger, sweep.metric, sweep.out
     store = Store(ledger.path.absolute().parents[2])
     lasts = ledger.finals(lambda name: str(name) == metric.name)
     judged = Judged.of(ledger)

@@ -102,15 +102,20 @@ class Column(Generic[Row]):
         return (cell[0] if isinstance(cell, tuple) else cell) or ""
 
 
-def content(row: object, source: Source) -> Cell:
-    """Return the cell of a row: a difference with its interval, a whole number as it is; empty for NaN."""
-    path, form = source if isinstance(source, tuple) else (source, "")
-    value = attrgetter(path)(row) if isinstance(path, str) else path(row)
+def cell(value: "Cell | Difference", form: str = "") -> Cell:
+    """Return a cell that sorts: a difference with its interval, a whole number, or any in a format; empty for
+    NaN. Other content stays as it is."""
     if isinstance(value, Difference):
         return interval(value), value.mean
-    if form or isinstance(value, int):
+    if isinstance(value, int) or (form and isinstance(value, float)):
         return "" if math.isnan(value) else (format(value, form), value)
     return value
+
+
+def content(row: object, source: Source) -> Cell:
+    """Return the cell of a row."""
+    path, form = source if isinstance(source, tuple) else (source, "")
+    return cell(attrgetter(path)(row) if isinstance(path, str) else path(row), form)
 
 
 def only(form: Form, *columns: Column[Row]) -> list[Column[Row]]:

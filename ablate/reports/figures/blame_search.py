@@ -6,7 +6,8 @@ from ablate.experiment.blame_design import BlameNames
 from ablate.reports.page import Part
 from ablate.reports.plain_text import html_text
 from ablate.reports.table import Cell, Table, TablePicture
-from ablate.results.blame import Search, amount
+from ablate.results.blame import Search, amount, names_of, replayed
+from ablate.results.comparisons import Comparisons
 
 _STRONG = 6.0
 """Standard errors of the strongest tint."""
@@ -74,12 +75,7 @@ def _tinted(value: float, candidate: bool) -> str:
     )
 
 
-def search_parts(search: Search, names: BlameNames, unit: str) -> list[Part]:
-    """Return the picture of a search that has ended a round; empty before.
-
-    Args:
-        search: The search.
-        names: Names of its units.
-        unit: Unit of the metric; empty if it has no name.
-    """
-    return [SearchPicture(search, names, unit)] if search.rounds else []
+def search_parts(sweep: Comparisons) -> list[Part]:
+    """Return the picture of a search that has ended a round; empty before, and for another experiment."""
+    search = replayed(sweep.ledger) if sweep.ledger.facts.blame else None
+    return [SearchPicture(search, names_of(sweep.ledger), sweep.unit)] if search and search.rounds else []
