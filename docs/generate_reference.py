@@ -300,7 +300,7 @@ def page() -> str:
     """Return the whole page."""
     schema, recipe = json_schema(), Recipe.model_json_schema()
     parts = schema["$defs"] | {model.__name__: model.model_json_schema() for model in (Metric, Growth)}
-    first = ["Metric", "Growth", "Search", "Constraint", "Published", "Budget", "Resources", "TelemetryKeys"]
+    first = ["Metric", "Growth", "Search", "Constraint", "Published", "Budget", "Resources", "Telemetry"]
     rest = [name for name in parts if name not in first and name.lower() not in WORKLOADS]
     blocks = [
         PREFACE.rstrip(),

@@ -21,6 +21,7 @@ from ablate.execution.trial_runner import exit_status, run, start_cuda, within_m
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.store.trial_store import Store
 from ablate.training.rank_layout import Layout
+from ablate.training.trial_run import Telemetry
 
 StartMethod = Literal["fork", "spawn"]
 IMPORTS = ("torch.distributed.launcher.api", "ablate.training.distributed")
@@ -147,8 +148,6 @@ def _train(request: TrialRequest, rank: int, pipe: BinaryIO, meeting: str | None
 
 def _follow(spec: TrialSpec, telemetry: TelemetrySettings) -> None:
     """Do this rank's part of every step. Its records are dropped: rank 0 has the same."""
-    from ablate.training.loop import Telemetry
-
     settings = Telemetry.model_validate(telemetry)
     records = spec.records(settings)
     for _ in within_memory(({"step": record.step} for record in records), spec.device):

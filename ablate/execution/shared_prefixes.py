@@ -7,12 +7,12 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from ablate.errors import InputError
-from ablate.experiment.schema import TelemetryKeys
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.store.ledger import Ledger
+from ablate.training.trial_run import Telemetry
 
 
-def note(telemetry: TelemetryKeys) -> str:
+def note(telemetry: Telemetry) -> str:
     """Return the suffix of a shared state's name: how often records before it were made, which its trial's
     history lacks.
     """

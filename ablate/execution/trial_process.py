@@ -51,7 +51,7 @@ from ablate.execution.trial_runner import NO_SPACE, exit_status, run
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.files import full
 from ablate.store.trial_store import Store
-from ablate.training.trial_run import TrialRun
+from ablate.training.trial_run import Telemetry, TrialRun
 
 
 def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:
@@ -139,7 +139,6 @@ def rehearse() -> None:
     then share.
     """
     from ablate.recipes import PRESETS
-    from ablate.training.loop import Telemetry
     from ablate.training.workloads.gpt import Gpt
 
     smallest = Gpt(layers=1, width=32, heads=1, context=16, batch=1, steps=1, eval_tokens=16, eval_batch=1)

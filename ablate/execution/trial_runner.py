@@ -22,6 +22,7 @@ from ablate.training.alarms import alerts
 from ablate.training.metric_names import FIRST_NONFINITE, GUARD_STOPPED, NAMING, recordable
 from ablate.training.operand_metrics import ALARMS
 from ablate.training.own_code.user_errors import UserError, described
+from ablate.training.trial_run import Telemetry
 
 if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
@@ -362,8 +363,6 @@ def within_memory(events: Iterator[Event], device: str) -> Iterator[Event]:
 
 
 def _events(spec: TrialSpec, telemetry: TelemetrySettings, checkpoints: "Checkpoints") -> Iterator[Event]:
-    from ablate.training.loop import Telemetry
-
     marked, refused = False, set[str]()
     for record in spec.records(Telemetry.model_validate(telemetry), checkpoints):
         metrics = {name: value for name, value in record.metrics.items() if recordable(name)}

@@ -23,6 +23,7 @@ from ablate.numerics.spec import Spec
 from ablate.recipes import KNOBS, PRESETS, Recipe
 from ablate.recipes.cells import What, Where
 from ablate.training.rank_layout import Layout
+from ablate.training.trial_run import Telemetry
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.base import Workload
 from ablate.training.workloads.knobs import WORKLOAD_KNOBS
@@ -445,22 +446,6 @@ class Resources(Spec):
         return (self.gpus or float(self.most.ranks)) if device == "cuda" else 0.0
 
 
-class TelemetryKeys(Spec):
-    """Intervals of records and checkpoints, and what is kept. They are not part of a trial's identity."""
-
-    every: int = Field(50, ge=1)
-    """Steps between measurements of quantisation error."""
-    shadow: int = Field(100, ge=1)
-    """Steps between comparisons of the gradient with the one of an unquantised step."""
-    log: int = Field(10, ge=1)
-    """Steps between records of the training loss."""
-    checkpoint: float = Field(60.0, ge=0)
-    """Least seconds between checkpoints. They take 5 % of a trial's time at most."""
-    keep_weights: bool = False
-    """Keep the weights of each trial that does not diverge in its folder, as `weights.safetensors`.
-    A finished trial that is reused keeps them only if it was run so."""
-
-
 _ONE = Metric.model_json_schema()
 _METRICS_SCHEMA = {"anyOf": [_ONE, {"type": "array", "items": _ONE, "minItems": 1}]}
 
@@ -513,7 +498,7 @@ class ExperimentFile(Spec):
     steps."""
     budget: Budget = Budget()
     resources: Resources = Resources()
-    telemetry: TelemetryKeys = TelemetryKeys()
+    telemetry: Telemetry = Telemetry()
     constraints: Annotated[tuple[Constraint, ...], Field(strict=False)] = ()
     """Limits for the arms of a search; the sampler learns where they hold."""
 

@@ -15,13 +15,13 @@ from ablate.numerics import spec as numerics
 from ablate.numerics.spec import Spec, own_words
 from ablate.recipes import Recipe
 from ablate.training.fork_design import Forks
-from ablate.training.trial_run import TrialRun
+from ablate.training.trial_run import Telemetry, TrialRun
 from ablate.training.workloads import WORKLOADS
 from ablate.training.workloads.base import Workload
 
 if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
-    from ablate.training.loop import Record, Telemetry
+    from ablate.training.loop import Record
 
 
 _TRIAL, _STATE = "ablate trial 1", "ablate state 1"
@@ -53,7 +53,7 @@ class TrialSpec(Spec):
         """Steps that the trial counts."""
         return self.forks.steps if self.forks else self.config.steps
 
-    def records(self, telemetry: "Telemetry", checkpoints: "Checkpoints | None" = None) -> Iterator["Record"]:
+    def records(self, telemetry: Telemetry, checkpoints: "Checkpoints | None" = None) -> Iterator["Record"]:
         """Run the trial and yield its records; see `Workload.records`.
 
         Args:
@@ -62,7 +62,7 @@ class TrialSpec(Spec):
         """
         return self.config.records(self.trial_run(telemetry, checkpoints))
 
-    def trial_run(self, telemetry: "Telemetry", checkpoints: "Checkpoints | None" = None) -> TrialRun:
+    def trial_run(self, telemetry: Telemetry, checkpoints: "Checkpoints | None" = None) -> TrialRun:
         """Return the arguments of the trial's computation."""
         own = self.recipe, self.seed, self.engine, self.device
         return TrialRun(*own, telemetry, checkpoints, self.forks, self.twin)

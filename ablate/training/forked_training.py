@@ -19,9 +19,9 @@ from ablate.training.checkpoints import Checkpoints, Readings, RunState
 from ablate.training.distributed import world
 from ablate.training.fork_design import Forks, Window, parts_of
 from ablate.training.hyperparameters import Training
-from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Telemetry, Twin
+from ablate.training.loop import Evaluation, Loop, PreparedRun, Record, Twin
 from ablate.training.metric_names import ENDINGS, part_metric, plain_metric
-from ablate.training.trial_run import TrialRun
+from ablate.training.trial_run import Telemetry, TrialRun
 
 _TRAIN_LOSSES = frozenset({"train/loss", "train/recent_loss"})
 """Not recorded within windows, as no metric of an evaluation is: at a falling rate, and with a jump from each

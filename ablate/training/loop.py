@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from ablate.engines import makes_operands
@@ -35,7 +34,6 @@ from ablate.engines.exempt import refuse_bypassed
 from ablate.engines.ranks import whole
 from ablate.engines.routing import Recorder, recorded
 from ablate.engines.weight_noise import NormNoise
-from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe
 from ablate.training import cuda_arithmetic
 from ablate.training.checkpoints import Checkpoints, MeterState, RunState, Standing
@@ -57,6 +55,7 @@ from ablate.training.metrics import (
 )
 from ablate.training.models.transformer import Attention, Transformer
 from ablate.training.optimizers import optimizer
+from ablate.training.trial_run import Telemetry
 
 T = TypeVar("T")
 
@@ -73,24 +72,6 @@ class Record(NamedTuple):
     """The guard's decision on this step, if it diverged."""
     origin: Origin | None = None
     """First value that was not finite, if that ended the run or was the guard's first intervention."""
-
-
-class Telemetry(Spec):
-    """Intervals between measurements.
-
-    They are no part of a trial's identity, since they change no bit of the training.
-    """
-
-    every: int = Field(50, ge=0)
-    """Steps between measurements of quantisation error, the first step's and the last's too; 0: none."""
-    shadow: int = Field(100, ge=0)
-    """Steps between comparisons of the gradient with that of the same batch without quantisation; 0: none."""
-    log: int = Field(10, ge=1)
-    """Steps between records of the training loss `train/loss`, which is the mean over them."""
-    checkpoint: float = Field(60.0, ge=0)
-    """Least seconds between checkpoints, which take 5 % of the time at most; 0: after every step."""
-    keep_weights: bool = False
-    """True to keep the weights after the last step, unless the run diverged."""
 
 
 RECENT = 10

@@ -5,12 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
+from ablate.numerics.spec import Spec
 from ablate.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from ablate.training.checkpoints import Checkpoints
     from ablate.training.fork_design import Forks
-    from ablate.training.loop import Telemetry
+
+
+class Telemetry(Spec):
+    """Intervals of records and checkpoints, and what is kept. They are not part of a trial's identity."""
+
+    every: int = Field(50, ge=0)
+    """Steps between measurements of quantisation error, the first step's and the last's too; 0: none."""
+    shadow: int = Field(100, ge=0)
+    """Steps between comparisons of the gradient with the one of an unquantised step; 0: none."""
+    log: int = Field(10, ge=1)
+    """Steps between records of the training loss, which is the mean over them."""
+    checkpoint: float = Field(60.0, ge=0)
+    """Least seconds between checkpoints. They take 5 % of a trial's time at most; 0: after every step."""
+    keep_weights: bool = False
+    """Keep the weights of each trial that does not diverge in its folder, as `weights.safetensors`.
+    A finished trial that is reused keeps them only if it was run so."""
 
 
 @dataclass(frozen=True)

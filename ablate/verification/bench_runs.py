@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ablate.recipes import PRESETS, Recipe
+from ablate.training.trial_run import Telemetry
 from ablate.verification import timing
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def stepper(
 ) -> Stepper:
     """Return a training run of a gpt with this recipe."""
     from ablate.recipes.recipe import Run
-    from ablate.training.loop import Record, Telemetry
+    from ablate.training.loop import Record
     from ablate.training.workloads.gpt import Gpt
 
     never = 10**6

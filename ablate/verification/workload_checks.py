@@ -23,10 +23,10 @@ from ablate.recipes import PRESETS, Recipe
 from ablate.results.number_text import counted
 from ablate.training.checkpoints import Checkpoints
 from ablate.training.fork_design import Forks
-from ablate.training.loop import Record, Telemetry
+from ablate.training.loop import Record
 from ablate.training.metric_names import is_added
 from ablate.training.own_code.user_errors import described
-from ablate.training.trial_run import TrialRun
+from ablate.training.trial_run import Telemetry, TrialRun
 from ablate.training.workloads.base import Workload
 from ablate.verification.file_reads import opened, unseen
 

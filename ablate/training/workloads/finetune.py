@@ -25,6 +25,7 @@ from ablate.training.data import without_places
 from ablate.training.data.corpus import TextSource
 from ablate.training.hyperparameters import MOST_SEQUENCES, MOST_STEPS, MOST_WIDTH
 from ablate.training.metric_names import FIRST_NONFINITE
+from ablate.training.trial_run import Telemetry, TrialRun
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.text import Architecture, Fields, TextWorkload, extents, misfits, outlined
 from ablate.training.workloads.trained import Subject
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from ablate.numerics.philox import Clock
     from ablate.training.loop import PreparedRun, Record
     from ablate.training.models.source import Outline
-    from ablate.training.trial_run import TrialRun
 
 P = TypeVar("P", bound=Products)
 
@@ -320,7 +320,6 @@ class Finetune(TextWorkload):
     def _pretrain(self, base: Base, device: str, folder: Path) -> Iterator[Record]:
         """Train the base, save it in a folder, and yield the records of its steps."""
         from ablate.recipes.presets import bf16
-        from ablate.training.loop import Telemetry
         from ablate.training.models.adapters import save
 
         config = self._pretraining(base)

@@ -17,6 +17,7 @@ from ablate.files import Json
 from ablate.recipes.recipe import DIRECTIONS, SLOTS, Recipe
 from ablate.training.metric_names import Name, parse
 from ablate.training.operand_metrics import OPERAND_METRICS
+from ablate.training.trial_run import Telemetry, TrialRun
 from ablate.training.workloads.base import Workload
 from ablate.training.workloads.gpt import Gpt
 
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from ablate.numerics.quantize import Operand
     from ablate.numerics.spec import Hadamard
     from ablate.training.loop import Record
-    from ablate.training.trial_run import TrialRun
 
 DISTRIBUTIONS = {
     "gaussian": (),
@@ -279,7 +279,6 @@ def capture(config: Tensors, seed: int, device: torch.device) -> dict[str, Tenso
     import torch
 
     from ablate.recipes.presets import bf16
-    from ablate.training.loop import Telemetry
 
     seen: dict[str, Tensor] = {}
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ablate.numerics.philox import Clock
     from ablate.training.checkpoints import Checkpoints
     from ablate.training.data.batches import Batch
-    from ablate.training.loop import PreparedRun, Record, Telemetry, Twin
-    from ablate.training.trial_run import TrialRun
+    from ablate.training.loop import PreparedRun, Record, Twin
+    from ablate.training.trial_run import Telemetry, TrialRun
 
 
 class Subject(NamedTuple):

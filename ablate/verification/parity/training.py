@@ -30,7 +30,8 @@ from ablate.numerics.product import split_product
 from ablate.numerics.quantize import Operand
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Recipe
-from ablate.training.loop import PreparedRun, Record, Telemetry
+from ablate.training.loop import PreparedRun, Record
+from ablate.training.trial_run import Telemetry
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.trained import Trained
 from ablate.verification.check_result import Check, Row
