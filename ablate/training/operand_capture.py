@@ -23,10 +23,9 @@ from ablate.engines.emulated_layer import EmulatedLinear
 from ablate.errors import InputError
 from ablate.recipes.layers import Layer, block_name, located
 from ablate.recipes.presets import bf16
-from ablate.training.loop import Telemetry
 from ablate.training.operand_errors import Batch, Operands
 from ablate.training.own_code.user_errors import described
-from ablate.training.trial_run import TrialRun
+from ablate.training.trial_run import Telemetry, TrialRun
 from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
 
