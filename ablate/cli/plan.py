@@ -23,6 +23,7 @@ from ablate.experiment.edits import redefinition
 from ablate.experiment.forked_design import CALIBRATION
 from ablate.experiment.load import Experiment, load
 from ablate.experiment.plan_notes import commands, memory, own_functions, policies, remarks
+from ablate.experiment.predicted_order import predicted_order
 from ablate.experiment.search_space import Dimension
 from ablate.experiment.yaml_document import display
 from ablate.files import Json
@@ -107,7 +108,7 @@ def show(experiment: Experiment, settings: Settings) -> None:
     screen.print(Text(experiment.keys.question, "bold"), "")
     result = _forecast(experiment, settings)
     _print_arms(screen, experiment, result)
-    screen.lines(*_computation(experiment, settings.device))
+    screen.lines(*_computation(experiment, settings.device), *predicted_order(experiment))
     screen.lines(*_work(experiment, settings, result))
 
 

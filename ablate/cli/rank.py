@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ablate.cli.common import Screen, plain_table, print_json, print_starting
 from ablate.errors import InputError
-from ablate.experiment import recipe_source
+from ablate.experiment import predicted_order, recipe_source
 from ablate.experiment.load import load
 from ablate.recipes import PRESETS
 from ablate.recipes.recipe import Layers
@@ -79,10 +79,13 @@ def rank(
     from ablate.verification.operand_order import Ranking
 
     note = partial(print, file=io.StringIO() if as_json else sys.stderr, flush=True)
-    found = _capture(model, python, dumps, batches, note)
+    workload = None if python is None else _workload(python)
+    found = _capture(model, workload, f"--python {python}", dumps, batches, note)
     started = time.monotonic()
     measured = measure(made, found.batches, found.layers, progress=_progress(note), titles=names)
     ranking = Ranking(dict(zip(names, measured, strict=True)))
+    if model is None and dumps is None:
+        predicted_order.keep(workload, made, ranking.before)
     source = model or python or dumps or "the built-in model"
     about = f"{source}, {len(found.batches[0])} converted layers, batches: {len(found.batches)}"
     if not found.layers and any(recipe.layers != Layers() for recipe in made):
@@ -107,15 +110,20 @@ def _progress(note: Callable[[str], None]) -> Callable[[float], None]:
 
 
 def _capture(
-    model: str | None, python: str | None, dumps: Path | None, count: int, note: Callable[[str], None]
+    model: str | None,
+    workload: "Workload | None",
+    where: str,
+    dumps: Path | None,
+    count: int,
+    note: Callable[[str], None],
 ) -> "Capture":
     """Return the operands of the model that the options name."""
     from ablate.training import operand_capture
 
     if dumps is not None:
         return _dumped(dumps)
-    if python is not None:
-        return operand_capture.of_workload(_workload(python), f"--python {python}", count)
+    if workload is not None:
+        return operand_capture.of_workload(workload, where, count)
     if model is not None:
         return operand_capture.of_model(model, count)
     return operand_capture.built_in(count, note)

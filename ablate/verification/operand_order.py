@@ -127,6 +127,13 @@ class Ranking:
             for first, second in combinations(names, 2)
         }
 
+    @property
+    def before(self) -> list[tuple[Recipe, Recipe]]:
+        """The pairs of recipes that are ordered, the first of them before the second."""
+        orders = {pair: order for pair, order in self.pairs([*self.measured]).items() if order.decided}
+        turned = (pair if order is Order.FIRST else pair[::-1] for pair, order in orders.items())
+        return [(self.measured[a].recipe, self.measured[b].recipe) for a, b in turned]
+
     def document(self) -> dict[str, object]:
         """Return errors, orders and the measured accuracy of the rule as JSON data."""
         recipes = [

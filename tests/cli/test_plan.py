@@ -11,6 +11,7 @@ from support.commands import here
 from support.experiments import shards, sweep, tiny, write
 
 from ablate import provenance
+from ablate.experiment import predicted_order
 from ablate.experiment.load import Experiment, load
 from ablate.experiment.plan_notes import policies, remarks
 from ablate.numerics.spec import Outer, Quant, Transform
@@ -288,3 +289,29 @@ def test_a_command_whose_recipes_call_a_function_is_said_to_need_its_file(tmp_pa
     )
     (note,) = [note for note in remarks(load(tmp_path / "run.yaml", "cpu")) if "mine.py" in note]
     assert f"call {tmp_path}/mine.py: it needs this file" in note
+
+
+@every(
+    ablate__kept__found=(
+        ({"recipe": ["nvfp4", "mxfp4", "quartet2"]}, (), "ablate rank"),
+        ({"recipe": ["nvfp4", "mxfp4", "quartet2"]}, ("nvfp4", "mxfp4"), "ablate rank"),
+        (
+            {"recipe": ["nvfp4", "mxfp4", "quartet2"]},
+            ("nvfp4", "mxfp4", "quartet2"),
+            "nvfp4 before mxfp4; 2 of 3",
+        ),
+        ({"sr": [True, False]}, ("nvfp4", "mxfp4"), None),
+        ({"recipe": ["nvfp4", "bf16"]}, ("nvfp4", "mxfp4"), None),
+    )
+)
+@pytest.mark.parametrize("own", [True, False])
+def test_a_plan_has_the_kept_order_of_its_presets_or_the_command(
+    ablate, kept, found, own, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("ABLATE_CACHE", str(tmp_path))
+    made, experiment = {name: PRESETS[name]() for name in kept}, tiny(tmp_path, ablate=ablate)
+    if kept:
+        before = [(made["nvfp4"], made["mxfp4"])]
+        predicted_order.keep(experiment.base.config if own else None, made.values(), before)
+    lines = [*predicted_order.predicted_order(experiment)]
+    assert [found in line for line in lines] == [True] * (found is not None)

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.experiments import tiny
 
 from ablate.cli.rank import rank
 from ablate.errors import InputError
+from ablate.experiment.predicted_order import predicted_order
 from ablate.verification.operand_order import MEASURED
 
 ROOT = Path(__file__).parents[2]
@@ -50,6 +52,16 @@ def test_json_has_every_recipe_in_its_group_and_the_same_numbers_again(dumps, ca
     assert named == {
         frozenset(pair) for pair in (("nvfp4", "quartet2"), ("nvfp4", "mxfp4"), ("quartet2", "mxfp4"))
     }
+
+
+def test_a_plan_of_the_ranked_experiment_has_its_order(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("ABLATE_CACHE", str(tmp_path / "cache"))
+    experiment = tiny(tmp_path, ablate={"recipe": RECIPES[:3]})
+    orders = [pair["order"] for pair in document(capsys, RECIPES, python=experiment.file)["pairs"]]
+    open_pairs = [order for order in orders if order not in ("first", "second")]
+    (line,) = predicted_order(experiment)
+    assert "this workload" in line
+    assert f"{len(open_pairs)} of {len(orders)} pairs not ordered" in line
 
 
 def test_the_table_has_groups_accuracy_and_no_word_of_a_verdict(dumps, capsys):
