@@ -23,7 +23,7 @@ from ablate.reports.change_table import change_table, values_table
 from ablate.reports.dose_parts import dose_parts
 from ablate.reports.effect_table import Line, effect_table, lines
 from ablate.reports.figures.blame_search import search_parts
-from ablate.reports.figures.effects import operand_errors
+from ablate.reports.figures.effects import LAYERS_SQNR, operand_errors
 from ablate.reports.figures.sensitivity_map import map_parts
 from ablate.reports.figures.style import Picture
 from ablate.reports.figures.tables import FEWEST_POINTS
@@ -151,11 +151,11 @@ class Answer(VerdictSentences):
     def operand_errors(self) -> Picture | None:
         """Return the picture of gaps over the recorded errors of operands; None for fewer than three
         recipes."""
-        recipes = {member.name: json.dumps(member.resolved.recipe) for member in self.ledger.members()}
-        listed = [arm for arm in self.arms if arm.role == "listed" and arm.gap]
-        if len({recipes[arm.name] for arm in listed}) < FEWEST_POINTS:
+        baselines = {arm.name for arm in self.arms if arm.is_baseline}
+        members = (member for member in self.ledger.members() if member.name not in baselines)
+        if len({json.dumps(member.resolved.recipe) for member in members}) < FEWEST_POINTS:
             return None
-        return operand_errors(self.records("quant/*/*/sqnr_db"), listed, self.metric)
+        return operand_errors(self.records(*LAYERS_SQNR), self.arms, self.metric)
 
     def reading(self) -> Text:
         """Return sentences on how the table of arms is to be read."""

@@ -3,7 +3,7 @@
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import numpy as np
 import pandas as pd
@@ -16,7 +16,6 @@ from ablate.experiment.schema import Metric
 from ablate.reports.figures import tables
 from ablate.reports.figures.style import (
     MOST_ARMS,
-    Mark,
     Picture,
     best_of,
     better,
@@ -36,11 +35,13 @@ from ablate.reports.foremost import foremost
 from ablate.results.attribution import Grid, front, interactions
 from ablate.results.number_text import number
 from ablate.results.summary import ArmSummary
-from ablate.training.metric_names import Name
+from ablate.training.metric_names import each_layer
 
 _MOST_PANELS = 9
 _MOST_LEVELS = 8
 """Largest number of levels of a knob for which a heat map shows numbers. More would be too small to read."""
+LAYERS_SQNR = (each_layer("sqnr_db"),)
+"""Metrics from which `operand_errors` computes errors."""
 
 
 @house
@@ -177,7 +178,7 @@ def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
     axes.plot(edge["tokens_per_s"], edge["gap"], "o", markersize=13, fillstyle="none", color="0.35", zorder=1)
     axes.set_xlabel("tokens a second (more is better)")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    _points(body, axes, data, _marks(arms), metric)
+    _points(body, axes, data, arms, metric)
     return finished(stem("throughput_gap", metric.name), question, body, data)
 
 
@@ -197,11 +198,7 @@ def operand_errors(records: pd.DataFrame, arms: list[ArmSummary], metric: Metric
     Returns:
         The picture; None for fewer than three arms that have errors and a gap, or for several baselines.
     """
-
-    def wanted(name: Name) -> bool:
-        return name.family == "quant" and name.metric == "sqnr_db" and name.layer is not None
-
-    selected = tables.chosen(records, wanted, layer="layer")
+    selected = tables.chosen(records, lambda name: name.like(LAYERS_SQNR), layer="layer")
     selected["error"] = 10 ** (-selected["value"] / 10)
     runs = selected.groupby(["arm", "seed", "step"], sort=False)["error"].agg(["sum", "size"]).reset_index()
     whole = runs[runs["size"] == runs.groupby(["arm", "seed"])["size"].transform("max")]
@@ -225,19 +222,13 @@ def operand_errors(records: pd.DataFrame, arms: list[ArmSummary], metric: Metric
     body = canvas(question, 7.5, max(3.8, 0.3 * len(shown) + 0.4), note, best_of(len(best), len(arms)))
     axes = body.subplots()
     axes.set_xlabel("error of operands")
-    _points(body, axes, data, _marks(arms), metric)
+    _points(body, axes, data, arms, metric)
     return finished(stem("operand_errors", metric.name), question, body, data)
 
 
-def _marks(arms: Iterable[ArmSummary]) -> dict[str, Mark]:
-    """Return a mark for each arm, baselines grey."""
-    return marks((arm.name for arm in arms), {arm.name for arm in arms if arm.is_baseline})
-
-
-def _points(
-    body: SubFigure, axes: Axes, data: pd.DataFrame, looks: Mapping[str, Mark], metric: Metric
-) -> None:
-    """Draw a point with its interval for each arm, of the columns arm, a number, gap, low and high."""
+def _points(body: SubFigure, axes: Axes, data: pd.DataFrame, arms: list[ArmSummary], metric: Metric) -> None:
+    """Draw a point with its interval for each line of arm, a number, gap, low and high."""
+    looks = marks((arm.name for arm in arms), {arm.name for arm in arms if arm.is_baseline})
     axes.axhline(0, color="0.4", linewidth=1)
     handles = []
     for arm, x, gap, _, high in data.iloc[:, :5].itertuples(index=False):
