@@ -75,12 +75,14 @@ def rank(
     except ValueError as error:
         raise InputError(str(error)) from None
     print_starting("importing torch", quiet=as_json)
+    from ablate.engines.blocks import passed_over
     from ablate.training.operand_errors import measure
     from ablate.verification.operand_order import Ranking
 
     note = partial(print, file=io.StringIO() if as_json else sys.stderr, flush=True)
     workload = None if python is None else _workload(python)
-    found = _capture(model, workload, f"--python {python}", dumps, batches, note)
+    with passed_over(set()) as others:
+        found = _capture(model, workload, f"--python {python}", dumps, batches, note)
     started = time.monotonic()
     measured = measure(made, found.batches, found.layers, progress=_progress(note), titles=names)
     ranking = Ranking(dict(zip(names, measured, strict=True)))
@@ -90,6 +92,8 @@ def rank(
     about = f"{source}, {len(found.batches[0])} converted layers, batches: {len(found.batches)}"
     if not found.layers and any(recipe.layers != Layers() for recipe in made):
         about += ", rules on layers left out"  # which block a layer is in is not known
+    if others:
+        about += f", not converted: {', '.join(sorted(others))}, subclasses of nn.Linear"
     if as_json:
         print_json(ranking.document() | {"measured_on": about})
         return

@@ -14,6 +14,7 @@ A module without a linear layer inside is no block. If a model has module lists 
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -152,6 +153,22 @@ def why_left(model: nn.Module, name: str, block: str | None) -> str:
     reason = f"a subclass of nn.Linear ({kind}), which may compute something else"
     remedy = f" (if it computes x W^T + b, linears=[{kind}] takes it)"
     return reason if type(module).__module__.startswith("transformers.") else reason + remedy
+
+
+@contextmanager
+def passed_over(names: set[str]) -> Iterator[set[str]]:
+    """Add the classes of layers that are called within this context and that no recipe applies to, since they
+    are subclasses of nn.Linear with code of their own."""
+
+    def look(module: nn.Module, *_: object) -> None:
+        if isinstance(module, nn.Linear) and not isinstance(module, EmulatedLinear):
+            names.update([type(module).__name__] * needs_proof(type(module)))
+
+    handle = nn.modules.module.register_module_forward_hook(look)
+    try:
+        yield names
+    finally:
+        handle.remove()
 
 
 def converted_share(rows: Sequence[LayerRow]) -> float:

@@ -35,8 +35,7 @@ def predicted_order(experiment: Experiment) -> Iterator[str]:
     model counts before one on the built-in model.
     """
     arms = [arm.recipe for arm in experiment.arms if not (arm.outside or arm.recipe.plain)]
-    made = {name: make() for name, make in PRESETS.items()}
-    names = {_digest(recipe): name for name, recipe in made.items() if recipe in arms}
+    names = {_digest(own): name for name, make in PRESETS.items() if (own := make()) in arms}
     config = experiment.base.config
     if len(names) < 2 or any(_digest(recipe) not in names for recipe in arms) or not config.trains:
         return
@@ -55,8 +54,8 @@ def predicted_order(experiment: Experiment) -> Iterator[str]:
         found = f"by the error of operands on {model}: {'; '.join(parts)}"
         yield f"\nPredicted order, {found}. How often that is right: docs/use/rank.md."
         return
-    own = f" --python {shlex.quote(experiment.file)}" if config.in_process else ""
-    yield f"\nPredicted order: none yet; `ablate rank {' '.join(names.values())}{own}` finds it, untrained."
+    source = f" --python {shlex.quote(experiment.file)}" if config.in_process else ""
+    yield f"\nPredicted order: none yet; `ablate rank {' '.join(names.values())}{source}` finds it."
 
 
 def _key(config: Workload | None) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from ablate.engines.blocks import passed_over
 from ablate.errors import nearest
 from ablate.recipes import PRESETS, Recipe
 from ablate.results.number_text import counted
@@ -83,6 +84,8 @@ class Runs:
         self.recipe = recipe or PRESETS["nvfp4"]()
         self.show, self._begun, self._since = show, 0, time.time()
         self._opened: set[str] = set()
+        self.passed_over: set[str] = set()
+        """Subclasses of nn.Linear that the runs have called and no recipe applies to."""
         self._kept: dict[tuple[object, ...], list[Record]] = {}
 
     @property
@@ -142,7 +145,7 @@ class Runs:
         recipe = recipe or self.recipe
         run = TrialRun(recipe, seed, "emulated", self.device, telemetry, checkpoints, forks)
         source = self.workload.records(run)
-        with opened() as paths:
+        with opened() as paths, passed_over(self.passed_over):
             try:
                 for record in source:
                     self.show(f"run {self._begun} of about 8: step {record.step} of {self.workload.steps}")
@@ -267,6 +270,9 @@ def _recipe(runs: Runs) -> Outcome:
     if first_difference(runs.records(), runs.records(recipe=PRESETS["bf16"]())):
         share = max((record.metrics.get("flops/fp4_share", 0.0) for record in runs.records()), default=0.0)
         more = f"; {share:.0%} of the layers' FLOPs in FP4" if share else ""
+        if runs.passed_over:
+            names = ", ".join(sorted(runs.passed_over))
+            more += f"; not converted: {names} (linears=[...] takes a subclass that computes x W^T + b)"
         return f"nvfp4 and bf16 differ{more}", ""
     return (
         "nvfp4 and bf16 give the same numbers",

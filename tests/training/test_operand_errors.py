@@ -6,6 +6,7 @@ import torch
 from oracles import two_level
 from support.experiments import SHAPE
 
+from ablate.engines.blocks import passed_over
 from ablate.engines.emulated import convert
 from ablate.errors import InputError
 from ablate.numerics.philox import Clock
@@ -17,6 +18,7 @@ from ablate.training.operand_capture import captured, of_workload
 from ablate.training.operand_errors import Caster, Operands, casts, measure
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.python import Python
+from ablate.verification.workload_checks import Runs
 
 TOKENS, INSIDE, OUT = 64, 128, 96
 PLAIN, TILED = Quant(), Quant(block="16x16")
@@ -253,3 +255,21 @@ def test_a_cast_that_is_not_finite_names_its_recipe_slot_and_layer():
     named = {name: PRESETS[name]() for name in ("mxfp4", "nvfp4")}
     with pytest.raises(InputError, match=r"^nvfp4: fprop\.x of blocks\.0\.up .* 3e\+38$"):
         measure([*named.values()], [[given]], titles=[*named])
+
+
+@pytest.mark.parametrize("kind", ["torch.nn.Linear", "Cast", "Made"])
+def test_a_subclass_that_no_recipe_applies_to_is_named(tmp_path, kind):
+    classes = (
+        "class Cast(torch.nn.Linear):\n    def forward(self, x):\n        return super().forward(x)\n\n\n"
+        "class Made(torch.nn.Linear):\n    def __init__(self, *sizes):\n        super().__init__(*sizes)\n\n\n"
+    )
+    code = TRAINING.replace("def train", f"{classes}def train")
+    code = code.replace("torch.nn.Linear(32, 16))", f"torch.nn.Linear(32, 32), {kind}(32, 16))")
+    (tmp_path / "train.py").write_text(code)
+    workload = Python(file=str(tmp_path / "train.py"))
+    with passed_over(set()) as names:
+        of_workload(workload, "--python train.py", 1)
+    assert names == {"Cast"} & {kind}
+    runs = Runs(workload.model_copy(update={"steps": 2}))
+    runs.records()
+    assert runs.passed_over == names
