@@ -58,8 +58,8 @@ def check(
 
         field, word = function_checks.subject(str(file))
         screen.print(f"Checking {word} as `{field}` ...")
-        code = _printed(screen, function_checks.promises(field, word))
-        raise typer.Exit(_ended(screen, code, f"A recipe may name it: `{field}: {file}`."))
+        last = f"A recipe may name it: `{field}: {file}`."
+        raise typer.Exit(_printed(screen, function_checks.promises(field, word), last))
     workload, recipe, metrics, anneals = _workload(file, function, config or [])
     workload = workload.model_copy(update={"steps": steps})
     screen.print(f"Running {file} for {steps} steps, several times ...")
@@ -67,12 +67,12 @@ def check(
 
     with screen.status("") as status:
         show = ProgressLine(screen, status)
-        code = _printed(screen, promises(Runs(workload, "cpu", recipe, metrics, anneals, show)))
-    raise typer.Exit(_ended(screen, code, "A sweep may compare runs of this function."))
+        made = promises(Runs(workload, "cpu", recipe, metrics, anneals, show))
+        raise typer.Exit(_printed(screen, made, "A sweep may compare runs of this function."))
 
 
-def _printed(screen: Console, promises: "Iterable[Promise]") -> int:
-    """Print a line for each promise as it is checked; return the exit status."""
+def _printed(screen: Console, promises: "Iterable[Promise]", last: str) -> int:
+    """Print a line for each promise as it is checked, and `last` if all are kept; return the exit status."""
     status = DONE
     for promise in promises:
         if not promise.kept:
@@ -84,12 +84,8 @@ def _printed(screen: Console, promises: "Iterable[Promise]") -> int:
         screen.print(Text(f"      {promise.detail}", "dim" if word.plain == "PASS" else ""))
         if promise.remedy:
             screen.print(Text(f"      To mend: {promise.remedy}"))
-    return status
-
-
-def _ended(screen: Console, status: int, last: str) -> int:
-    """Print the last line; return the exit status."""
-    screen.print("The checks after the failed one were not run: mend it and check again." if status else last)
+    failed = "The checks after the failed one were not run: mend it and check again."
+    screen.print(failed if status else last)
     return status
 
 
