@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 from chaos import audit
-from support.clusters import OPEN, STARTS_RAY, Pair, blocker, can_hide, head, node, nodes
+from support.clusters import FEW_VERBS, OPEN, STARTS_RAY, Pair, blocker, can_hide, head, node, nodes
 from support.experiments import (
     ablate,
     end,
@@ -511,9 +511,9 @@ def test_a_sweep_from_outside_runs_by_one_rank_and_by_a_gang(pair, tmp_path):
 
 SBATCH = Path(__file__).parents[2] / "docs" / "examples" / "ablate.sbatch"
 SRUN = """#!/bin/bash
-# What srun does on one machine: the first word that is no option begins the command.
+# What srun does on one machine: the first word that is no option begins the command, which is `ray start`.
 while [[ $1 == --* ]]; do shift; done
-exec "$@"
+exec "$@" --include-log-monitor false
 """
 
 
@@ -535,6 +535,7 @@ def test_the_batch_script_of_the_documentation_starts_ray_runs_the_sweep_and_lea
         "ABLATE_STATE": str(tmp_path / "state"),
         "PATH": f"{programs}:{os.environ['PATH']}",
         "MARK": str(tmp_path),
+        **customised(tmp_path / "few verbs", FEW_VERBS),
     }
     one = write(tmp_path, ablate={"rht": [True]}, against={"rht": True}, seeds=1)
     words = ["bash", script, one, "--mlflow", "none", "--check-command", "true"]

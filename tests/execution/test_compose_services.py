@@ -18,6 +18,7 @@ import psutil
 import pytest
 import support.compose as compose
 from chaos import audit
+from support.clusters import FEW_VERBS
 from support.commands import here
 from support.experiments import SHAPE, environment, shards, statuses, sweep, until, values
 from support.gates import Gate
@@ -61,7 +62,11 @@ class Team:
         self.folder, self.servers = folder, []
         self.secrets = compose.environment_file(filled((compose.ROOT / "docker" / "env.example").read_text()))
         self.machine = compose.Machine(folder, self.secrets | {"WORKER_CPUS": "1"})
-        self.addresses, self.state, self.gate = self.machine.addresses, folder / "state", Gate(folder)
+        self.addresses, self.state, self.gate = (
+            self.machine.addresses,
+            folder / "state",
+            Gate(folder, FEW_VERBS),
+        )
         shards(folder / "work")
 
     def start(self) -> None:

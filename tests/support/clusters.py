@@ -28,9 +28,9 @@ STARTS_RAY = [
 ]
 """Marks of a file of tests that start Ray, whose libraries warn."""
 OPEN = {"RAY_AUTH_MODE": "disabled"}
-_LEAN = ("--include-log-monitor", "false")
+LEAN = ("--include-log-monitor", "false")
 """Without who brings workers' output to a driver, which none here shows: it takes a second to start, as does who would start machines."""
-_FEW_VERBS = """
+FEW_VERBS = """
 import sys
 sys.modules |= dict.fromkeys(["ray.serve.scripts", "ray.util.state.state_cli", "ray.dashboard.modules.job.cli"])
 """
@@ -92,11 +92,11 @@ def ray_start(
         "127.0.0.1",
         "--object-store-memory",
         str(100 << 20),
-        *_LEAN,
+        *LEAN,
         *words.split(),
     ]
     listed += ["--temp-dir", str(folder), "--no-monitor"] if "--head" in listed else []
-    code = f"{before}\n{_FEW_VERBS}\nfrom ray.scripts.scripts import main\nsys.argv = {listed}\nmain()"
+    code = f"{before}\n{FEW_VERBS}\nfrom ray.scripts.scripts import main\nsys.argv = {listed}\nmain()"
     command = [sys.executable, "-c", code]
     command = ["unshare", "-m", "sh", "-c", _HIDDEN, "sh", str(hide), *command] if hide else command
     said = folder / "output.txt"

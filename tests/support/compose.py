@@ -11,6 +11,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from support.clusters import FEW_VERBS, LEAN
+from support.gates import customised
 from support.services import Server, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +103,7 @@ class Machine:
         self.port = ports[5432]
         for name in ("state", "artifacts", "work"):
             (folder / name).mkdir()
+        self._path = customised(folder / "few verbs", FEW_VERBS)["PYTHONPATH"]
         self._here = {r"\b(postgres|mlflow|ray-head):(?=\d)": "127.0.0.1:", r"^0\.0\.0\.0$": "127.0.0.1"}
         self._here |= {rf"\b{number}\b": str(port) for number, port in ports.items()}
         self._here |= {rf"(?<![\w/])/{name}\b": str(folder / name) for name in ("state", "artifacts", "work")}
@@ -120,7 +123,7 @@ class Machine:
             copy.write_text(self.here(Path(found["MLFLOW_AUTH_CONFIG_PATH"]).read_text()))
             found["MLFLOW_AUTH_CONFIG_PATH"] = str(copy)
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return found | {"PATH": path, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        return found | {"PATH": path, "PYTHONPATH": f"{ROOT}{os.pathsep}{self._path}"}
 
     def words(self, name: str, **more: int) -> list[str]:
         """A service's command line here. `more`: ports that two copies of it cannot share on one machine."""
@@ -129,7 +132,7 @@ class Machine:
             for word in command(self.services[name])
         ]
         if replaced[:2] == ["ray", "start"]:  # a container's own address is asked of its network
-            replaced += ["--node-ip-address", "127.0.0.1", "--temp-dir", str(self.folder / "ray")]
+            replaced += ["--node-ip-address", "127.0.0.1", "--temp-dir", str(self.folder / "ray"), *LEAN]
         return replaced
 
     def healthy(self, name: str, **more: int) -> bool:
