@@ -175,15 +175,17 @@ def _megatron(recipe: Recipe, model: Model, path: Path, words: Sequence[str]) ->
     try:
         model = _counted(model, words)
         _require_quantised(recipe, model)
-        variables, options, layers = megatron.job(recipe, model)
+        made = megatron.job(recipe, model)
     except Lost:
         raise
     except ValueError as error:
         raise Lost([str(error)]) from None
     texts = {path: TARGETS["megatron"].write(recipe, model)}
-    if layers:
+    options = [word for option in made.options.items() for word in option if word]
+    variables = dict(made.variables)
+    if made.layers:
         file = path.with_suffix(".yaml")
-        texts[file] = layers
+        texts[file] = made.layers
         options += ["--te-precision-config-file", str(file)]
         variables[megatron.FILE] = str(file)
     return Export(path, texts, tuple(options), variables)

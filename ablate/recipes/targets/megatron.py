@@ -9,6 +9,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
+from typing import NamedTuple
 
 from ablate.errors import nearest
 from ablate.recipes.experts import Experts
@@ -38,6 +39,17 @@ _CLASSES = {
     "nvfp4": "NVFP4BlockScaling",
 }
 """TE's class by Megatron's name of the recipe."""
+_FP8 = {"e4m3": "E4M3", "hybrid": "HYBRID"}
+"""TE's name of an FP8 format by Megatron's."""
+FILE = "PRECISION_YAML"
+"""Variable of the script that names the file on single layers."""
+_LAYERS = "--te-precision-config-file"
+_HEREDOC = f"""\
+# Layers of their own. A module path numbers the blocks of one pipeline stage: use one stage.
+{FILE}="${{{FILE}:-precision.yaml}}"
+cat > "${FILE}" <<'YAML'
+"""
+"""Beginning of the lines of a script that write that file."""
 _FLAGS = {
     "--fp8-format": None,
     "--fp8-recipe": "delayed",
@@ -49,15 +61,19 @@ _FLAGS = {
     "--fp4-recipe": "nvfp4",
     "--num-layers-at-start-in-bf16": "1",
     "--num-layers-at-end-in-bf16": "1",
-    "--te-precision-config-file": None,
+    _LAYERS: None,
     "--pipeline-model-parallel-size": "1",
     "--num-layers": None,
 }
 """Arguments with a value that decide about the recipe, and Megatron's defaults (megatron-core 0.16.1 to
 0.19.1).
 """
-FILE = "PRECISION_YAML"
-"""Variable of the script that names the file on single layers."""
+_IN_FILE = {
+    "fp8_quantization_recipe": "--fp8-recipe",
+    "fp4_quantization_recipe": "--fp4-recipe",
+    "fp8_format": "--fp8-format",
+}
+"""Arguments that the file on single layers has as fields."""
 _GATHERED = ("--fp8-param-gather", "--fp4-param-gather")
 """Switches that keep quantised weights between steps. They change no number: TE casts the master weights to
 bf16 first, as without them (Transformer Engine 2.20.2, `quantize_master_weights`).
@@ -96,20 +112,30 @@ _MISTYPED = 0.85
 """Similarity (difflib) to an option about precision from which an option that is not read is refused."""
 
 
+class Job(NamedTuple):
+    """Configuration of a process that trains by a recipe."""
+
+    variables: Mapping[str, str | None]
+    """TE's variables; None for one that must not be set."""
+    options: Mapping[str, str]
+    """Arguments with their values, empty for a switch; without the file on single layers."""
+    layers: str
+    """Content of that file; empty if there are no rules."""
+
+
 def write(recipe: Recipe, model: Model) -> str:
     """Return a shell script with TE's variables and Megatron's arguments; Lost for what they cannot say."""
-    options, flags, layers = _configured(recipe, model, "Megatron-LM", rules=True)
-    if layers:
-        flags.append(f'--te-precision-config-file "${FILE}"')
+    variables, options, layers = job(recipe, model)
+    options = {**options, **({_LAYERS: f'"${FILE}"'} if layers else {})}
     lines = [
         f"# Precision of {model.label} for megatron-core 0.16 to 0.19, Transformer Engine 2.20.2.",
         '# Source it, then: torchrun ... pretrain_gpt.py "${PRECISION_ARGS[@]}" ...',
         "# Megatron gives TE's recipe few arguments: these variables are the others.",
-        *(("# Routed padding: --moe-token-dispatcher-type alltoall or flex.",) if _ROUTED in flags else ()),
-        *_environment(options),
-        *(_heredoc(layers) if layers else ()),
+        *(("# Routed padding: --moe-token-dispatcher-type alltoall or flex.",) if _ROUTED in options else ()),
+        *(f"unset {name}" if text is None else f"export {name}={text}" for name, text in variables.items()),
+        *((_HEREDOC + layers + "YAML",) if layers else ()),
         "PRECISION_ARGS=(",
-        *(f"    {flag}" for flag in flags),
+        *(f"    {name} {value}".rstrip() for name, value in options.items()),
         ")",
     ]
     return "\n".join(lines) + "\n"
@@ -117,22 +143,18 @@ def write(recipe: Recipe, model: Model) -> str:
 
 def write_bridge(recipe: Recipe, model: Model) -> str:
     """Return Python that makes Megatron-Bridge's precision config; Lost for what it cannot say."""
-    options, flags, _ = _configured(recipe, model, "Megatron-Bridge", rules=False)
-    said = _said(flags)
+    variables, options, _ = job(recipe, model, "Megatron-Bridge", rules=False)
     fields: dict[str, object] = {
-        "fp8": said.get("--fp8-format"),
-        "fp4": said.get("--fp4-format"),
-        "first_last_layers_bf16": "--first-last-layers-bf16" in said,
-        "num_layers_at_start_in_bf16": int(said.get("--num-layers-at-start-in-bf16") or 0),
-        "num_layers_at_end_in_bf16": int(said.get("--num-layers-at-end-in-bf16") or 0),
+        "fp8": options.get("--fp8-format"),
+        "fp4": options.get("--fp4-format"),
+        "first_last_layers_bf16": "--first-last-layers-bf16" in options,
+        "num_layers_at_start_in_bf16": int(options.get("--num-layers-at-start-in-bf16", 0)),
+        "num_layers_at_end_in_bf16": int(options.get("--num-layers-at-end-in-bf16", 0)),
         "fp8_param_gather": False,
         "fp8_dot_product_attention": False,
         "fp8_multi_head_attention": False,
     }
-    fields |= {"fp8_recipe": said["--fp8-recipe"]} if "--fp8-recipe" in said else {}
-    fields |= {"fp4_recipe": said["--fp4-recipe"]} if "--fp4-recipe" in said else {}
-    variables = [line.removeprefix("export ") for line in _environment(options) if line.startswith("export ")]
-    unset = [line.removeprefix("unset ") for line in _environment(options) if line.startswith("unset ")]
+    fields |= {f"{name[2:5]}_recipe": word for name, word in options.items() if name.endswith("-recipe")}
     lines = [
         f'"""Precision of {model.label} for Megatron-Bridge 0.3 to 0.6 and Transformer Engine 2.20.2.',
         "",
@@ -141,8 +163,8 @@ def write_bridge(recipe: Recipe, model: Model) -> str:
         "",
         "import os",
         "",
-        *(f'os.environ["{text.partition("=")[0]}"] = "{text.partition("=")[2]}"' for text in variables),
-        *(f'os.environ.pop("{name}", None)' for name in unset),
+        *(f'os.environ["{name}"] = "{text}"' for name, text in variables.items() if text is not None),
+        *(f'os.environ.pop("{name}", None)' for name, text in variables.items() if text is None),
         "",
         "from megatron.bridge.training.mixed_precision import bf16_mixed  # noqa: E402",
         "",
@@ -178,14 +200,14 @@ def read(
         if name in said:
             raise ValueError(f"{name}: a configuration of its own, which is not read here; leave it out")
     recipe = _counted(said, environment)
-    path = said.get("--te-precision-config-file")
+    path = said.get(_LAYERS)
     if path is None:
         return recipe
     try:
         text = file(path)
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is no text"
-        raise ValueError(f"--te-precision-config-file {path}: {why}") from None
+        raise ValueError(f"{_LAYERS} {path}: {why}") from None
 
     def products(fields: Mapping[str, object]) -> Products:
         return _of_fields(fields, environment)
@@ -257,43 +279,45 @@ def _counted(said: Mapping[str, str | None], environment: Mapping[str, str]) -> 
     if name not in _CLASSES or (name == "nvfp4") != bool(fp4):
         known = "nvfp4" if fp4 else "tensorwise, delayed or mxfp8"
         raise ValueError(f"--{'fp4' if fp4 else 'fp8'}-recipe {name}: read are {known}")
-    options = from_environment(_CLASSES[name], environment)
-    if fp8:
-        options["fp8_format"] = _format_name(fp8)
-    elif fp4 != "e2m1":
+    if fp4 and fp4 != "e2m1":
         raise ValueError(f"--fp4-format {fp4}: e2m1")
+    more: dict[str, object] = {}
     if name == "delayed":
-        options |= {
+        more = {
             "amax_history_len": _count(values, "--fp8-amax-history-len"),
             "amax_compute_algo": str(values["--fp8-amax-compute-algo"]),
             "margin": _count(values, "--fp8-margin"),
         }
-    recipe = recipe_of(standing_in(_CLASSES[name], options))
+    recipe = _made(name, fp8, environment, **more)
     if "--no-fp8-wgrad" in said and name == "delayed":
         recipe = recipe.model_copy(update={"wgrad": recipe.wgrad.high_precision()})
     padding = f"routed:{multiple(recipe.products)}" if _ROUTED in said else "zeros"
     return recipe.model_copy(update={"layers": layers, "experts": Experts(padding=padding)})
 
 
-def _format_name(word: str) -> str:
-    """Return TE's name of an FP8 format; ValueError for another than Megatron has."""
-    if word not in ("e4m3", "hybrid"):
-        raise ValueError(f"--fp8-format {word}: e4m3 or hybrid")
-    return {"e4m3": "E4M3", "hybrid": "HYBRID"}[word]
+def _made(word: str, form: str | None, environment: Mapping[str, str], **more: object) -> Recipe:
+    """Return the recipe of TE's class that Megatron makes.
+
+    Args:
+        word: Megatron's name of the class.
+        form: its FP8 format; None for FP4.
+        environment: variables of the job.
+        more: other options of the class.
+    """
+    options = from_environment(_CLASSES[word], environment) | more
+    if form is not None and form not in _FP8:
+        raise ValueError(f"--fp8-format {form}: e4m3 or hybrid")
+    return recipe_of(standing_in(_CLASSES[word], options | ({"fp8_format": _FP8[form]} if form else {})))
 
 
 def _of_fields(fields: Mapping[str, object], environment: Mapping[str, str]) -> Products:
     """Return the products of a recipe in the file of `--te-precision-config-file`."""
-    fp8, fp4 = fields["fp8_quantization_recipe"], fields["fp4_quantization_recipe"]
-    word = str(fp8 or fp4)
-    allowed = ("tensorwise", "mxfp8") if fp8 else ("nvfp4",)
+    fp8 = fields["fp8_quantization_recipe"]
+    kind, allowed = ("fp8", ("tensorwise", "mxfp8")) if fp8 else ("fp4", ("nvfp4",))
+    word = str(fields[f"{kind}_quantization_recipe"])
     if word not in allowed:
-        kind = "fp8" if fp8 else "fp4"
         raise ValueError(f"{kind}_quantization_recipe {word}: read are {' and '.join(allowed)}")
-    options = from_environment(_CLASSES[word], environment)
-    if fp8:
-        options["fp8_format"] = _format_name(str(fields["fp8_format"]))
-    return recipe_of(standing_in(_CLASSES[word], options)).products
+    return _made(word, str(fields["fp8_format"]) if fp8 else None, environment).products
 
 
 def from_environment(name: str, environment: Mapping[str, str]) -> dict[str, object]:
@@ -351,70 +375,61 @@ def confirm(
     confirmed(_read_back(recipe), made, model, what)
 
 
-def job(recipe: Recipe, model: Model) -> tuple[dict[str, str | None], list[str], str]:
-    """Return what makes a process of Megatron-LM train by a recipe; Lost for what it cannot say.
-
-    Returns:
-        TE's variables, None for one that must not be set; arguments as words, without the file on single
-        layers; and the content of that file, empty if there are no rules.
-    """
-    options, flags, layers = _configured(recipe, model, "Megatron-LM", rules=True)
-    variables = _variables(options)
-    return {name: variables.get(name) for name in VARIABLES}, shlex.split(" ".join(flags)), layers
-
-
-def _configured(
-    recipe: Recipe, model: Model, target: str, rules: bool
-) -> tuple[list[Builtin], list[str], str]:
-    """Return TE's classes with their options, Megatron's arguments, and the file on single layers (empty if
-    there are no rules); Lost with every reason.
+def job(recipe: Recipe, model: Model, target: str = "Megatron-LM", rules: bool = True) -> Job:
+    """Return what makes a process train by a recipe; Lost with everything that it cannot say.
 
     Args:
         recipe: the recipe.
         model: facts of the model.
         target: name of the stack, for the sentences.
-        rules: True if the target has that file.
+        rules: True if the target has a file on single layers.
     """
     reasons = [*unheld(recipe, model, target, rules=rules, routed=rules)]
     reasons += [reason for reason in recipe_refusals(recipe) if not reason.startswith("weights.")]
-    depth, own, uses = model.depth, recipe.products, [rule.use for rule in recipe.layers.rules if rule.use]
+    depth, every = model.depth, [recipe.products, *(rule.use for rule in recipe.layers.rules if rule.use)]
     if recipe.layers.rules and rules and depth is None:
         reasons.append(f"layers.rules: the number of blocks is not known; give {model.by[0]}")
-    builtins: list[Builtin] = []
-    if not reasons:
-        for products in (own, *uses):
-            try:
-                builtins += _builtin(products, target)
-            except Lost as lost:
-                reasons += lost.reasons
+    classes: list[Builtin | None] = []
+    try:
+        for products in every if not reasons else ():
+            classes.append(_builtin(products, target))
+    except Lost as lost:
+        reasons += lost.reasons
     try:
         first, last = skipped(recipe, model, target)
     except Lost as lost:
         reasons += lost.reasons
     if reasons:
         raise Lost(list(dict.fromkeys(reasons)))
-    variables = _variables(builtins)
-    flags = ["--bf16", *_flags(next(iter(_builtin(own, target)), None)), *_bf16_layers(first, last)]
-    flags += [*_of_experts(recipe, model)]
-    text, file = "", []
+    variables = _variables([each for each in classes if each])
+    options = {"--bf16": ""} | _named(classes[0])
+    if first or last:
+        options["--first-last-layers-bf16"] = ""
+        options |= {
+            f"--num-layers-at-{end}-in-bf16": str(count) for end, count in (("start", first), ("end", last))
+        }
+    options |= dict.fromkeys(_of_experts(recipe, model), "")
+    layers, file = "", {}
     if recipe.layers.rules:
         assert depth is not None
 
         def fields(products: Products) -> dict[str, object]:
-            return _fields_of(next(iter(_builtin(products, target)), None))
+            named = _named(_builtin(products, target))
+            return {field: named[name] for field, name in _IN_FILE.items() if name in named}
 
         modules = megatron_precision.modules(depth, has_experts(model.layers))
-        text = megatron_precision.written(recipe, modules, fields)
-        file = [f"--te-precision-config-file {FILE}"]
-    confirm(recipe, model, [*flags, *file], variables, lambda _: text, f"{target}'s file")
-    return builtins, flags, text
+        layers = megatron_precision.written(recipe, modules, fields)
+        file = {_LAYERS: FILE}
+    words = [" ".join(option) for option in (options | file).items()]
+    confirm(recipe, model, words, variables, lambda _: layers, f"{target}'s file")
+    return Job({name: variables.get(name) for name in VARIABLES}, options, layers)
 
 
-def _builtin(products: Products, target: str) -> Iterator[Builtin]:
-    """Yield TE's class for some products, nothing if none is quantised; Lost if Megatron cannot name it."""
+def _builtin(products: Products, target: str) -> Builtin | None:
+    """Return TE's class for some products, None if none is quantised; Lost if Megatron cannot name it."""
     description = te_recipe(products)
     if description is None:
-        return
+        return None
     if not isinstance(description, Builtin):
         delayed = all(
             quant.outer and str(quant.outer.statistic).startswith("delayed")
@@ -426,18 +441,18 @@ def _builtin(products: Products, target: str) -> Iterator[Builtin]:
         raise Lost([f"fprop, dgrad, wgrad: the recipe needs {why}, and {target} names TE's own classes"])
     if dict(description.options).get("enable_2d_quantization"):
         raise Lost([f"fprop.w.block 32x32: {target} makes MXFP8BlockScaling without it; use 1x32"])
-    yield description
+    return description
 
 
-def _fields_of(description: Builtin | None) -> dict[str, object]:
-    """Return the fields that name TE's class in the file of `--te-precision-config-file`."""
+def _named(description: Builtin | None) -> dict[str, str]:
+    """Return Megatron's arguments that name TE's class."""
     if description is None:
         return {}
     word = next(word for word, name in _CLASSES.items() if name == description.name)
     if word == "nvfp4":
-        return {"fp4_quantization_recipe": word}
-    form = str(dict(description.options)["fp8_format"]).lower()
-    return {"fp8_quantization_recipe": word, "fp8_format": form}
+        return {"--fp4-format": "e2m1", "--fp4-recipe": word}
+    form = dict(description.options)["fp8_format"]
+    return {"--fp8-format": next(key for key, name in _FP8.items() if name == form), "--fp8-recipe": word}
 
 
 def _read_back(recipe: Recipe) -> Recipe:
@@ -451,18 +466,6 @@ def _read_back(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=update)
 
 
-def _flags(description: Builtin | None) -> Iterator[str]:
-    if description is None:
-        return
-    names = {name: word for word, name in _CLASSES.items()}
-    word = names[description.name]
-    if word == "nvfp4":
-        yield from ("--fp4-format e2m1", "--fp4-recipe nvfp4")
-        return
-    yield f"--fp8-format {str(dict(description.options)['fp8_format']).lower()}"
-    yield f"--fp8-recipe {word}"
-
-
 def _of_experts(recipe: Recipe, model: Model) -> Iterator[str]:
     """Yield the switches about experts, if the recipe or the model has any; Lost for another multiple."""
     padding = recipe.experts.padding
@@ -474,13 +477,6 @@ def _of_experts(recipe: Recipe, model: Model) -> Iterator[str]:
         yield _ROUTED
     if padding != "zeros" or has_experts(model.layers):
         yield _GROUPED
-
-
-def _bf16_layers(first: int, last: int) -> Iterator[str]:
-    if first or last:
-        yield "--first-last-layers-bf16"
-        yield f"--num-layers-at-start-in-bf16 {first}"
-        yield f"--num-layers-at-end-in-bf16 {last}"
 
 
 def _variables(builtins: Sequence[Builtin]) -> dict[str, str]:
@@ -508,22 +504,6 @@ def _text(value: object, option: str, default: str) -> str:
     if value is None:
         return "" if option == "backward_override" else default
     return str(value)
-
-
-def _environment(builtins: Sequence[Builtin]) -> Iterator[str]:
-    """Yield the lines that set or unset every variable."""
-    variables = _variables(builtins)
-    for variable in VARIABLES:
-        yield f"export {variable}={variables[variable]}" if variable in variables else f"unset {variable}"
-
-
-def _heredoc(text: str) -> Iterator[str]:
-    """Yield the lines of a script that write the file on single layers."""
-    yield "# Layers of their own. A module path numbers the blocks of one pipeline stage: use one stage."
-    yield f'{FILE}="${{{FILE}:-precision.yaml}}"'
-    yield f"cat > \"${FILE}\" <<'YAML'"
-    yield from text.splitlines()
-    yield "YAML"
 
 
 def embedded(script: str) -> str | None:

@@ -15,10 +15,12 @@ number the blocks of one pipeline stage.
 import re
 from collections.abc import Callable, Iterator, Mapping
 
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
 from ablate.recipes.layers import Layer, Match, select
 from ablate.recipes.recipe import Products, Recipe, Rule
 from ablate.recipes.targets.model import Lost
-from ablate.recipes.targets.stack_yaml import load
 
 _TYPE = "transformer_engine_config_type"
 _PARAMS = "TEQuantizationParams"
@@ -148,7 +150,14 @@ def rules_of(text: str, recipe: Recipe, from_fields: FromFields) -> tuple[Rule, 
     Raises:
         ValueError: it is no such file, or asks for something that is not emulated.
     """
-    data = load(text, "--te-precision-config-file")
+    loader = YAML(typ="safe", pure=True)
+    loader.version = (1, 1)  # as PyYAML reads: `on` and `yes` are true
+    try:
+        data = loader.load(text)
+    except YAMLError as error:
+        raise ValueError(f"--te-precision-config-file: no YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(data, dict):
+        raise ValueError("--te-precision-config-file: a mapping of sections is expected at its top")
     configs, matchers = data.get("configs") or {}, data.get("matchers") or {}
     if not isinstance(configs, Mapping) or not isinstance(matchers, Mapping):
         raise ValueError("--te-precision-config-file: `configs` and `matchers` are mappings")
