@@ -31,10 +31,11 @@ from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.layers import Layer
-from ablate.recipes.recipe import Run
-from ablate.recipes.targets import TARGETS, Lost, Model
+from ablate.recipes.recipe import Layers, Rule, Run
+from ablate.recipes.targets import TARGETS, Lost, Model, megatron
 from ablate.recipes.targets.experts import FUSED, SWITCHES, grouped_switches
 from ablate.recipes.targets.megatron import VARIABLES, from_environment, read, standing_in, without_effect
+from ablate.recipes.targets.megatron_precision import modules
 from ablate.recipes.targets.torchao import SIGNS
 from ablate.recipes.te_import import recipe_of
 from ablate.recipes.te_mapping import TENSORS, Custom, te_recipe
@@ -395,6 +396,49 @@ def test_megatrons_script_is_read_back_as_the_recipe_by_bash_and_by_us(name, tmp
     ]
     done = here("recipe", "audit", name, "--script", script, "--blocks", BLOCKS)
     assert (done.returncode, "The job trains by" in done.stdout) == (0, True), done.stdout + done.stderr
+
+
+QWEN = tuple(
+    Layer(f"model.layers.{block}.{part}", block, frozenset({"Linear", kind}))
+    for block in range(BLOCKS)
+    for part, kind in (
+        *((f"self_attn.{name}_proj", "Qwen3Attention") for name in "qkvo"),
+        *((f"mlp.{name}_proj", "Qwen3MLP") for name in ("gate", "up", "down")),
+    )
+)
+FUSED_PARTS = {"linear_qkv": ("q_proj", "k_proj", "v_proj"), "linear_proj": ("o_proj",)}
+FUSED_PARTS |= {"linear_fc1": ("gate_proj", "up_proj"), "linear_fc2": ("down_proj",)}
+SKIPS = (
+    ['{match: "*.down_proj", use: null}'],
+    ['{match: "*.mlp.*", use: null}', '{match: {blocks: "last:2"}, use: null}'],
+    ['{match: "class:Qwen3Attention", use: null}'],
+    ['{match: {blocks: "2-3", name: "*.[qkv]_proj"}, use: null}'],
+)
+
+
+@every(skips=SKIPS)
+def test_rules_that_skip_a_transformers_models_layers_are_written_by_megatrons_names(skips):
+    recipe = resolve("nvfp4", [f"recipe.layers.rules=[{', '.join(skips)}]", "skip_first=1"])
+    made = megatron.job(recipe, Model("it", layers=QWEN))
+    words = [word for option in made.options.items() for word in option if word]
+    found = read([*words, "--te-precision-config-file x"], {}, lambda _: made.layers)
+    theirs = found.layers.deciders(modules(BLOCKS))
+    ours = recipe.layers.deciders(QWEN)
+    for module, decider in theirs.items():
+        block, part = module.split(".")[2], module.rpartition(".")[2]
+        parts = [name for name in ours if f".{block}." in name and name.endswith(FUSED_PARTS[part])]
+        assert len(parts) == len(FUSED_PARTS[part])
+        assert {found.decided(decider) is None} == {recipe.decided(ours[name]) is None for name in parts}
+
+
+@every(case=[("*.q_proj", None, "linear_qkv"), ("*.down_proj", "mxfp8", "selects none")])
+def test_rules_that_no_module_of_megatron_holds_alone_are_refused(case):
+    name, preset, named = case
+    use = preset and PRESETS[preset]().products
+    layers = Layers(rules=(Rule(match={"name": name}, use=use),))
+    recipe = PRESETS["nvfp4"]().model_copy(update={"layers": layers})
+    with pytest.raises(Lost, match=named):
+        TARGETS["megatron"].write(recipe, Model("it", layers=QWEN))
 
 
 @pytest.mark.parametrize("name", sorted(HELD["bridge"]))

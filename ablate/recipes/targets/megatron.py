@@ -368,7 +368,7 @@ def confirm(
         arguments, environment, file: as for `read`, which may raise ValueError.
         what: what the arguments are of, for the sentences.
     """
-    made = read(arguments, environment, file)
+    made, recipe = read(arguments, environment, file), megatron_precision.translated(recipe, model.layers)
     if recipe.layers.rules and model.depth is not None:
         layers = megatron_precision.modules(model.depth, has_experts(model.layers))
         model = Model(model.label, model.depth, layers)
@@ -384,6 +384,7 @@ def job(recipe: Recipe, model: Model, target: str = "Megatron-LM", rules: bool =
         target: name of the stack, for the sentences.
         rules: True if the target has a file on single layers.
     """
+    recipe = megatron_precision.translated(recipe, model.layers) if rules else recipe
     reasons = [*unheld(recipe, model, target, rules=rules, routed=rules)]
     reasons += [reason for reason in recipe_refusals(recipe) if not reason.startswith("weights.")]
     depth, every = model.depth, [recipe.products, *(rule.use for rule in recipe.layers.rules if rule.use)]

@@ -13,7 +13,8 @@ number the blocks of one pipeline stage.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
@@ -27,6 +28,13 @@ _PARAMS = "TEQuantizationParams"
 _EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
 """Modules of all experts of a block (`TEGroupedMLP`)."""
 _MODULES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+_TRANSFORMERS = {
+    "self_attention.linear_qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attention.linear_proj": ("self_attn.o_proj",),
+    "mlp.linear_fc1": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.linear_fc2": ("mlp.down_proj",),
+}
+"""Layers of a transformers block that each of Megatron's modules computes."""
 _BLOCK_GLOB = re.compile(r"\*layers\.(\d+)\.\*")
 _FIELDS: Mapping[str, object] = {
     "fp8_quantization_recipe": None,
@@ -61,6 +69,51 @@ def modules(blocks: int, experts: bool = False) -> tuple[Layer, ...]:
         for block in range(blocks)
         for name in (*_MODULES, *(_EXPERTS if experts else ()))
     )
+
+
+def translated(recipe: Recipe, layers: Sequence[Layer]) -> Recipe:
+    """Return the recipe with Megatron's names in the rules that leave layers in high precision.
+
+    A rule stays as it is if it names blocks alone or selects none of the layers, and so do all rules of a
+    model whose blocks have other parts than _TRANSFORMERS. A rule that quantises in another way stays too: a
+    module's one scale is not those of its parts.
+
+    Args:
+        recipe: the recipe.
+        layers: the model's linear layers; empty if they are not known.
+
+    Raises:
+        Lost: a rule selects some parts of a module and not others.
+    """
+    parts = {part: module for module, each in _TRANSFORMERS.items() for part in each}
+    modules = {
+        layer.name: module
+        for layer in layers
+        for part, module in parts.items()
+        if layer.name.endswith(f".{part}")
+    }
+    blocks = {layer.block for layer in layers}
+    if not layers or not len(modules) == len(layers) == len(parts) * len(blocks):
+        return recipe
+    rules: list[Rule] = []
+    for number, rule in enumerate(recipe.layers.rules):
+        chosen = select(rule.match, layers).layers
+        if rule.use is not None or not chosen or {*rule.match.fields} == {"blocks"}:
+            rules.append(rule)
+            continue
+        counts = Counter((modules[layer.name], layer.block) for layer in chosen)
+        for module, own in _TRANSFORMERS.items():
+            found = [block for block in sorted(blocks) if counts[module, block]]
+            if any(counts[module, block] != len(own) for block in found):
+                why = f"Megatron has one {module} for {', '.join(own)}; select all of them"
+                raise Lost([f"layers.rules.{number} {rule.match}: {why}"])
+            names = (
+                [f"*.{module}"]
+                if len(found) == len(blocks)
+                else [f"decoder.layers.{b}.{module}" for b in found]
+            )
+            rules += [Rule(match=Match(name=name), use=None) for name in names]
+    return recipe.model_copy(update={"layers": recipe.layers.model_copy(update={"rules": tuple(rules)})})
 
 
 def written(recipe: Recipe, layers: tuple[Layer, ...], to_fields: ToFields) -> str:
