@@ -150,7 +150,9 @@ class Answer(VerdictSentences):
 
     def operand_errors(self) -> Picture | None:
         """Return the picture of gaps over the recorded errors of operands; None for fewer than three
-        recipes."""
+        recipes, and for a map, whose cells quantise unlike operands and have a picture of their own."""
+        if self.ledger.facts.map is not None:
+            return None
         baselines = {arm.name for arm in self.arms if arm.is_baseline}
         members = (member for member in self.ledger.members() if member.name not in baselines)
         if len({json.dumps(member.resolved.recipe) for member in members}) < FEWEST_POINTS:
