@@ -9,6 +9,7 @@ import pytest
 import torch
 from PIL import Image
 from pydantic import ValidationError
+from support.gpt_runs import UNMEASURED
 from support.workloads import SMALL
 
 from ablate.execution.trial_runner import run
@@ -140,7 +141,7 @@ def test_what_it_explains_is_the_share_of_a_blank_guess_that_is_gone():
 def test_training_explains_more_and_more():
     records = list(
         mae(steps=60, batch=8, lr=3e-3, eval_every=20).records(
-            TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", Telemetry())
+            TrialRun(PRESETS["nvfp4"](), 0, "emulated", "cpu", UNMEASURED)
         )
     )
     explained = [record.metrics["val/explained"] for record in records if "val/explained" in record.metrics]
@@ -185,7 +186,7 @@ def test_a_run_that_diverged_leaves_none(tmp_path):
 def test_the_picture_changes_no_record_and_no_weight(tmp_path):
     workload = mae()
     run = workload.prepare(BF16, 0, "cpu")
-    list(workload.train(run, Telemetry()))
+    list(workload.train(run, UNMEASURED))
     before = {name: value.clone() for name, value in run.model.state_dict().items()}
     workload.leave(run, tmp_path)
     assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
