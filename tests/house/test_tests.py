@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 from support import cpu_report
-from support.cases import Sample, Tier, dealt, every, sampled
+from support.cases import Sample, Tier, covering, dealt, every, sampled
 from support.experiments import environment
+
+from ablate.recipes import PRESETS
 
 ROOT = Path(__file__).parents[1]
 
@@ -196,6 +198,18 @@ def test_promises_have_all_values_among_them_or_each(monkeypatch):
     assert parts != [dealt(range(10), part, 3, seed=1) for part in range(3)]
     monkeypatch.setattr(Tier, "whole", True)
     assert dealt(range(10), 1, 3) == [*range(10)]
+
+
+def test_a_covering_sample_has_every_value_of_every_field(monkeypatch):
+    monkeypatch.setattr(Tier, "whole", False)
+    cases = {name: make().fprop for name, make in PRESETS.items()}
+    values = {name: {*re.findall(r"\w+=[^=(,)]+", repr(case))} for name, case in cases.items()}
+    found = covering(cases)
+    assert set().union(*(values[name] for name in found)) == set().union(*values.values())
+    assert found == [name for name in cases if name in found]
+    assert len(found) < len(cases)
+    monkeypatch.setattr(Tier, "whole", True)
+    assert covering(cases) == [*cases]
 
 
 @pytest.mark.parametrize(("whole", "count"), [(False, 9), (True, 27)])
