@@ -29,14 +29,11 @@ GUARD_STOPPED = "guard/stopped"
 """Metric of the record that ends a run: the step whose finite loss or gradient norm the guard rejected."""
 ENDINGS = frozenset({FIRST_NONFINITE, GUARD_STOPPED})
 """Metrics that mark the last record of a run that diverged."""
-GAP = "gap"
-"""Family of the metrics that compare a member with its baseline.
+DAMAGE = "damage"
+"""Family of the metrics that compare a forked member with its baseline.
 
 They exist in MLflow alone, since the ledger can compute them.
 """
-
-DAMAGE = "damage"
-"""Family of the same metrics in a forked design, whose arms have no gap but damage."""
 
 PRODUCT_BITS = "throughput/product_bits"
 """Bits of the operands that a CPU multiplies for a bf16 product: 16 by its bf16 instructions, 32 as fp32."""
@@ -129,10 +126,10 @@ class Name:
 
     @property
     def for_tracker(self) -> bool:
-        """Return True if MLflow gets this metric: all but per-layer series, most errors of slots,
+        """Return True if TensorBoard gets this metric: all but per-layer series, most errors of slots,
         readings of parts of the data, the parts of the gradient's error, and how the processor computes.
 
-        The ledger keeps the rest. A run in MLflow then has fewer than 40 keys, which its page can still show.
+        The ledger keeps the rest; MLflow gets fewer (`tracking.runs.key`).
         """
         if self.family == "quant":
             return self.slot is not None and self.layer is None and self.metric in _TRACKED_ERRORS

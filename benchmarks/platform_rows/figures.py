@@ -349,17 +349,18 @@ def dead_mlflow(folder: Path, scale: float) -> Iterator[Figure]:
 def _missing(state: Path) -> int:
     """Run the sweep again with a store; return the number of records that are missing there or doubled."""
     sweep(state / "one.yaml", "--state", state, "--executor", "inline")
-    shown = (
-        "text NOT LIKE 'quant/%' OR "
-        "(text NOT LIKE 'quant/%/%/%' AND (text LIKE '%/sqnr_db' OR text LIKE '%/zero_frac'))"
-    )
     query = (
-        "SELECT mlflow, text, step, value FROM records JOIN names USING (name) "
-        f"JOIN members USING (trial) WHERE {shown}"
+        "SELECT mlflow, text, step, value FROM records JOIN names USING (name) JOIN members USING (trial)"
+        " WHERE text IN ('val/loss', 'train/loss', 'grad/norm', 'tokens')"
     )
+    sent = "replace(key, 'watch/', '') AS text"
     ours = sorted(ledger(state, "one", query))
     theirs = sorted(
-        rows(state / "mlflow.db", "SELECT run_uuid, key, step, value FROM metrics WHERE key NOT LIKE 'gap/%'")
+        rows(
+            state / "mlflow.db",
+            f"SELECT run_uuid, {sent}, step, value FROM metrics"
+            " WHERE text IN ('val/loss', 'train/loss', 'grad/norm', 'tokens')",
+        )
     )
     assert ours
     return len(set(ours) ^ set(theirs)) + abs(len(ours) - len(theirs))

@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
 
 from ablate.execution.search.journal import shown
+from ablate.execution.tracking import runs as mlflow_runs
 from ablate.files import Damaged
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import FINISHED, Member
@@ -279,8 +280,8 @@ def _run(tracker: Tracker, run: dict[str, Any], book: Ledger, member: Member | N
         yield Finding("lost", f"{name} has no {sorted(missing)}", len(missing))
     wanted: dict[str, Counter[tuple[int, float, int]]] = {}
     for step, key, value, moment in book.records(member.trial) if member else ():
-        if parse(key).for_tracker:
-            wanted.setdefault(key, Counter())[step, value, int(moment * 1000)] += 1
+        if sent := mlflow_runs.key(key, [book.facts.metric.name]):
+            wanted.setdefault(sent, Counter())[step, value, int(moment * 1000)] += 1
     for key, points in wanted.items():
         logged = tracker.history(number, key)
         for kind, wrong in (("lost", points - logged), ("twice", logged - points)):

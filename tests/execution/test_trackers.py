@@ -18,9 +18,10 @@ from ablate.execution import controller
 from ablate.execution.controller import Controller
 from ablate.execution.progress import Outcome, RunOptions
 from ablate.execution.tracking.follower import Follower
-from ablate.execution.tracking.runs import shown
+from ablate.execution.tracking.runs import gap_key, key, shown
 from ablate.execution.tracking.tracker import TRACKERS, Tracker, open_trackers
 from ablate.execution.workers import Inline
+from ablate.training.workloads import WORKLOADS
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,6 +45,17 @@ def test_a_tracker_of_another_module_shows_every_member_and_the_answer(tmp_path)
     book.close()
     assert len(expected) == 6
     assert (tmp_path / "tiny.txt").read_text().splitlines() == [*expected, "FINISHED", "", "the answer"]
+
+
+@pytest.mark.parametrize("workload", [name for name, one in WORKLOADS.items() if one.METRICS])
+def test_mlflow_gets_at_most_twelve_metrics_of_every_workload_the_main_one_and_its_gap_first(workload):
+    """A forked run has most: the parts of its damage, and the losses and tokens that every trainer records."""
+    main = "val/loss" if "val/loss" in WORKLOADS[workload].METRICS else sorted(WORKLOADS[workload].METRICS)[0]
+    recorded = {*WORKLOADS[workload].METRICS, "train/loss", "tokens", "memory/rss", "nan/loss"}
+    added = {gap_key(main), f"{gap_key(main)}_pct", "watch/damage/direct", "watch/damage/learnt"}
+    keys = sorted({*added, *filter(None, (key(name, [main]) for name in recorded))})
+    assert keys[:3] == [main, f"{main}_gap", f"{main}_gap_pct"]
+    assert len(keys) <= 12
 
 
 def content(folder: Path) -> dict[Path, bytes]:

@@ -3,6 +3,7 @@
 import json
 import re
 import sqlite3
+import threading
 from collections import Counter
 
 import pytest
@@ -14,9 +15,9 @@ from ablate.execution import controller
 from ablate.execution.controller import Controller
 from ablate.execution.projections import Mirror
 from ablate.execution.tracking.attach import log_report
+from ablate.execution.tracking.mlflow_tracker import MlflowTracker
 from ablate.execution.workers import Inline
 from ablate.store.ledger import Ledger
-from ablate.training.metric_names import SQUARED_BIAS, VARIANCE
 
 pytestmark = [
     pytest.mark.services,
@@ -45,6 +46,18 @@ def drawn(store, tmp_path_factory):
     assert outcome.status == "done"
     assert not any("MLflow" in line for line in news)
     return folder
+
+
+_WATCHED = (
+    "flops/fp4_share",
+    "grad/norm",
+    "throughput/tokens_per_s",
+    "tokens",
+    "train/loss",
+    "val/loss_bf16",
+)
+SENT = {"val/loss": "val/loss"} | {name: f"watch/{name}" for name in _WATCHED}
+FEW = sorted([*SENT.values(), "val/loss_gap", "val/loss_gap_pct"])
 
 
 def flat(path: str, value) -> dict[str, str]:
@@ -141,24 +154,15 @@ def test_the_metric_histories_are_the_ledgers_records(client, drawn):
             if run.data.tags["ablate.member"] == f"{member.arm}/{member.seed}"
         ]
         expected = Counter(
-            (name, step, value, int(moment * 1000))
+            (SENT[name], step, value, int(moment * 1000))
             for step, name, value, moment in book.records(member.trial)
-            if name not in ("throughput/product_bits", "throughput/arithmetic", VARIANCE, SQUARED_BIAS)
-            and (
-                not name.startswith("quant/")
-                or (name.count("/") == 2 and name.endswith(("/sqnr_db", "/zero_frac")))
-            )
-            and not (name.startswith("gemm/") and name.count("/") > 2)
+            if name in SENT
         )
-        assert (
-            Counter(
-                {point: n for point, n in histories(client, run).items() if not point[0].startswith("gap/")}
-            )
-            == expected
-        )
+        sent = {point: n for point, n in histories(client, run).items() if "_gap" not in point[0]}
+        assert Counter(sent) == expected
         compared += len(expected)
     book.close()
-    assert compared > 6 * 2 * 9
+    assert compared > 6 * 9
 
 
 def test_what_the_sweep_turns_sorts_before_all_else(client, drawn):
@@ -177,12 +181,11 @@ def test_every_run_says_what_it_is_compared_with_and_by_how_much_it_differs(clie
             {"recipe": "bf16"} if arm == "bf16" else {"rht": arm == "rht=true"}
         )
         assert data.tags.get("ablate.against") == (None if arm == "bf16" else "bf16")
-        gaps = {key: value for key, value in data.metrics.items() if key.startswith("gap/")}
+        gaps = {key: value for key, value in data.metrics.items() if "_gap" in key}
         reference = found["bf16", seed].metrics["val/loss"]
         gap = data.metrics["val/loss"] - reference
-        assert gaps == pytest.approx(
-            {} if arm == "bf16" else {"gap/nats": gap, "gap/pct": 100 * gap / reference}
-        )
+        assert gaps == pytest.approx({"val/loss_gap": gap, "val/loss_gap_pct": 100 * gap / reference})
+        assert arm != "bf16" or gap == 0
 
 
 @pytest.mark.parametrize("late", ["bf16", "rht=true"])
@@ -194,32 +197,26 @@ def test_the_gap_is_said_by_whichever_of_the_two_is_drawn_last(late, client, sto
     book.settle(trials[late], "pending")
     mirror = Mirror(store, book, tmp_path, tmp_path / "sweeps" / name, name, busy=True)
     until(lambda: mirror.refresh() is not None and sum(member.closed for member in book.members()) == 2)
-    assert {run.data.tags["ablate.arm"] for run in runs(client, name) if "gap/nats" in run.data.metrics} == {
-        "rht=false"
-    } - {"rht=false" if late == "bf16" else ""}
+    early = {run.data.tags["ablate.arm"] for run in runs(client, name) if "val/loss_gap" in run.data.metrics}
+    assert early == (set() if late == "bf16" else {"bf16", "rht=false"})
     book.settle(trials[late], "done")
     assert mirror.finish("FINISHED", "", 60) is None
     book.close()
     compared = {run.data.tags["ablate.arm"]: histories(client, run) for run in runs(client, name)}
-    points = {arm: [point for point in found if point[0] == "gap/nats"] for arm, found in compared.items()}
-    assert {arm: len(found) for arm, found in points.items()} == {"bf16": 0, "rht=true": 1, "rht=false": 1}
+    points = {
+        arm: [point for point in found if point[0] == "val/loss_gap"] for arm, found in compared.items()
+    }
+    assert {arm: len(found) for arm, found in points.items()} == {"bf16": 1, "rht=true": 1, "rht=false": 1}
 
 
-def test_the_view_that_a_sweep_saves_names_columns_that_its_runs_have(client, drawn):
+def test_the_view_that_a_sweep_saves_names_columns_that_all_of_its_runs_have(client, drawn):
     experiment = client.get_experiment_by_name("drawn")
     saved = json.loads(experiment.tags["mlflow.sharedViewState.arms"])
     columns = json.loads(saved["state"])["selectedColumns"]
-    assert columns == [
-        "params.`ablate.recipe`",
-        "params.`ablate.rht`",
-        "tags.`ablate.status`",
-        "metrics.`val/loss`",
-        "metrics.`gap/nats`",
-        "metrics.`gap/pct`",
-    ]
+    assert columns == ["metrics.`val/loss`", "metrics.`val/loss_gap`"]
     for column in columns:
         kind, key = re.fullmatch(r"(\w+)\.`(.*)`", column).groups()
-        assert any(key in getattr(run.data, kind) for run in runs(client, "drawn"))
+        assert all(key in getattr(run.data, kind) for run in runs(client, "drawn"))
 
 
 def test_a_report_is_attached_to_the_sweeps_run_and_named_once(client, drawn, store, tmp_path):
@@ -247,9 +244,45 @@ def test_a_report_on_a_sweep_that_is_not_drawn_goes_nowhere(tmp_path):
     book.close()
 
 
-def test_a_run_has_few_top_level_metrics(client, drawn):
-    assert max(len(run.data.metrics) for run in runs(client, "drawn")) <= 37
-    assert min(len(run.data.metrics) for run in runs(client, "drawn")) >= 10
+def test_every_run_has_the_same_few_metrics_with_the_main_one_and_its_gap_first(client, drawn):
+    for run in runs(client, "drawn"):
+        assert sorted(run.data.metrics) == FEW
+        assert next(iter(run.data.metrics)) == "val/loss"  # Compare's plot opens on the first that was sent
+
+
+def test_values_of_a_new_run_wait_for_the_first_one_of_the_main_metric(client, store, tmp_path):
+    sweep(tiny(tmp_path, "first-value", seeds=1), tmp_path)
+    book = Ledger(tmp_path / "sweeps" / "first-value" / "ledger.db")
+    (member,) = [member for member in book.members() if member.name == "bf16"]
+    book.settle(member.trial, "running")
+    of_metric = "trial = ? AND name = (SELECT name FROM names WHERE text = 'val/loss')"
+    rows = book.db.execute(f"SELECT * FROM records WHERE {of_metric}", (member.trial,)).fetchall()
+    book.db.execute(f"DELETE FROM records WHERE {of_metric}", (member.trial,))
+    tracker = MlflowTracker(store, tmp_path, "first-value", "an id", threading.Event())
+
+    def sent() -> list[str]:
+        tracker.refresh(book)
+        (run,) = [run for run in runs(client, "first-value") if run.data.tags["ablate.arm"] == "bf16"]
+        return list(run.data.metrics)
+
+    assert sent() == []
+    book.db.executemany(f"INSERT INTO records VALUES ({', '.join('?' * len(rows[0]))})", map(tuple, rows))
+    first, *others = sent()
+    assert (first, "watch/train/loss" in others) == ("val/loss", True)
+    book.close()
+
+
+def test_a_forked_run_has_the_parts_of_its_damage_too(client, store, tmp_path):
+    design = {"trunk": "bf16", "positions": [0.5], "window": 0.25}
+    sweep(tiny(tmp_path, "forked", design=design, seeds=1), tmp_path, store)
+    more = ["watch/damage/direct", "watch/damage/learnt"]
+    assert {tuple(sorted(run.data.metrics)) for run in runs(client, "forked")} == {
+        tuple(sorted([*FEW, *more]))
+    }
+    assert len(FEW + more) <= 12
+    for run in runs(client, "forked"):
+        parts = [run.data.metrics[key] for key in more]
+        assert sum(parts) == pytest.approx(run.data.metrics["val/loss_gap"], abs=1e-9)
 
 
 def test_tags_link_the_trial_and_the_point_in_the_study(client, drawn):
@@ -414,8 +447,7 @@ def test_a_diverged_trial_is_finished_and_says_so(client, store, tmp_path):
     sweep(tiny(tmp_path, "wild", ablate=None, arms=WILD, seeds=1), tmp_path, store)
     (wild,) = [run for run in runs(client, "wild") if run.data.tags["ablate.arm"] == "wild"]
     assert (wild.info.status, wild.data.tags["ablate.status"]) == ("FINISHED", "diverged")
-    assert wild.data.metrics["nan/first_step"] >= 1
-    assert wild.data.metrics["nan/loss"] + wild.data.metrics["nan/grad"] >= 1
+    assert wild.data.metrics["watch/nan/first_step"] >= 1
 
 
 def test_an_interrupted_run_is_killed_and_then_goes_on(client, store, tmp_path):
@@ -443,7 +475,7 @@ def test_an_interrupted_run_is_killed_and_then_goes_on(client, store, tmp_path):
     }
     book.close()
     for run in runs(client, "stopped"):
-        found = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "train/loss")]
+        found = [(m.step, m.value) for m in client.get_metric_history(run.info.run_id, "watch/train/loss")]
         assert len(found) == len(set(found))
         assert set(found) == losses[run.data.tags["ablate.arm"]]
 

@@ -52,7 +52,7 @@ def test_everything_that_compares_arms_does_it_with_the_baseline_that_the_file_n
     assert (entry.arm, entry.against, entry.gap) == ("far", "ref", arms["far"].gap.mean)
     book = ledger(tmp_path)
     in_mlflow = {
-        compared.seed: metrics["gap/absolute"]
+        compared.seed: metrics["val/loss_gap"]
         for member in book.members()
         if member.name == "far"
         for compared, *_, metrics in runs.gaps(book, member, "val/loss")

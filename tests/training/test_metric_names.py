@@ -10,7 +10,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from support.cases import every
 
-from ablate.execution.tracking.runs import gap_in
 from ablate.recipes.recipe import SLOTS
 from ablate.store.ledger import Ledger
 from ablate.training import metric_names
@@ -66,7 +65,7 @@ def recorded() -> list[str]:
         for layer in layers
         for error in OPERAND_METRICS
     }
-    return sorted(names | {gap_in(unit) for unit in ("", "nats", "pct")})
+    return sorted(names)
 
 
 def test_every_recorded_name_survives_its_parts():

@@ -12,7 +12,6 @@ back. `forgotten` is set if the parent run that the ledger names is gone. The ne
 one, and moves the child runs of a parent that a user deleted below it.
 """
 
-import json
 import queue
 import threading
 import time
@@ -34,7 +33,6 @@ from ablate.store.ledger_progress import unshipped_records
 from ablate.store.ledger_rows import Member
 from ablate.store.trial_store import Store
 from ablate.training.metric_names import trackable
-from ablate.training.workloads import unit
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -51,6 +49,8 @@ _TERMINAL = {
 _RECORDS_A_CALL = 10_000
 """Records that are in memory at once. MLflow's client splits them to 1,000 values a request."""
 _RUNS_A_PAGE = 200
+_FIRST_SECONDS = 60.0
+"""Longest time that a new run's values wait for the first one of the main metric."""
 _Point = tuple[int, str, float, float]
 """Step, metric, value, and time in seconds: a record of the ledger, or a gap."""
 _VIEW_TAG = f"mlflow.sharedViewState.{runs.VIEW}"
@@ -71,8 +71,14 @@ class Shipped:
 
 def behind(ledger: Ledger) -> int:
     """Return the number of records that MLflow should show and does not have."""
-    metrics = ledger.facts.metrics
-    return unshipped_records(ledger, lambda name: runs.shown(name, metrics))
+    metrics = _metrics(ledger)
+    return unshipped_records(ledger, lambda name: runs.key(name, metrics) is not None)
+
+
+def _metrics(ledger: Ledger) -> Sequence[str]:
+    """Return the names of the experiment's metrics, the main one first."""
+    main = ledger.facts.metric.name
+    return [main, *(name for name in ledger.facts.metrics if name != main)]
 
 
 class MlflowTracker(Tracker):
@@ -118,7 +124,7 @@ class MlflowTracker(Tracker):
 
     def refresh(self, ledger: Ledger) -> None:
         """Send what MLflow lacks."""
-        self._metrics = ledger.facts.metrics
+        self._metrics = _metrics(ledger)
         if self._client is None:
             self._client = self._connect(ledger)
         self._ship(self._client, ledger)
@@ -276,12 +282,8 @@ class MlflowTracker(Tracker):
 
     def _save_view(self, client: "MlflowClient", experiment: str, ledger: Ledger) -> None:
         """Write the saved view of the sweep's runs."""
-        metric = ledger.facts.metric
-        knobs = dict.fromkeys(knob for arm in ledger.arms() for knob in json.loads(arm.knobs))
-        counted = next((unit(member.resolved.workload, metric.name) for member in ledger.members()), "")
-        minimize, now = metric.direction == "minimize", int(time.time() * 1000)
-        gaps = runs.gap_names(ledger, counted)
-        shown = runs.view(knobs, metric.name, ledger.facts.metrics or [metric.name], gaps, minimize, now)
+        minimize, now = ledger.facts.metric.direction == "minimize", int(time.time() * 1000)
+        shown = runs.view(ledger.arms(), _metrics(ledger), minimize, now)
         if shown:
             client.set_experiment_tag(experiment, _VIEW_TAG, shown)
 
@@ -329,10 +331,16 @@ class MlflowTracker(Tracker):
             self._log_data(client, ledger, run, member)
         gaps = self._gaps(ledger, member, run) if over else {}
         step, more = known.step, gaps.pop(run, [])
-        records = ledger.records(member.trial, step)
+        main = self._metrics[0]
+        # Compare's plot opens on the metric that a run was sent first.
+        waits = run in self._made and step < 0 and not over and ledger.last_record(member.trial, main) is None
+        waits = waits and time.time() - self._made[run].start_time / 1000 < _FIRST_SECONDS
+        records = iter(()) if waits else ledger.records(member.trial, step)
         while (part := [*islice(records, _RECORDS_A_CALL)]) or more or params or tags:
             step = max([step, *(record[0] for record in part)])
-            points = [record for record in part if runs.shown(record[1], self._metrics)]
+            keys = {name: runs.key(name, self._metrics) for name in {record[1] for record in part}}
+            points = [(at, key, value, moment) for at, name, value, moment in part if (key := keys[name])]
+            points.sort(key=lambda point: point[1] != keys.get(main))
             self._log(client, run, points + more, params, tags)
             more, params, tags = [], [], {}
         for other, compared in gaps.items():

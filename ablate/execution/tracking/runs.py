@@ -1,29 +1,32 @@
 """Contents of MLflow runs, for members and sweeps: names, tags, params, colours, columns, gaps. Does not
 import MLflow.
 
-MLflow sorts params and columns by name only. A knob is therefore named `ablate.<knob>`, which comes before
-`arm`, and before everything that all arms share.
+MLflow sorts metrics, params and columns by name only. A run's keys are therefore the main metric as the
+ledger names it (`val/loss`), its gap to the baseline (`val/loss_gap`, and in percent), and all others below
+`watch/`, which sorts after them. A knob is named `ablate.<knob>`, which comes before `arm`, and before all
+that arms share. Metrics that only quantised arms have would be empty for the baseline: the ledger has them.
 """
 
 import hashlib
 import json
 import math
 import os
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import TypedDict
 
 from ablate.errors import redact
 from ablate.files import Json
 from ablate.store.ledger import Ledger
-from ablate.store.ledger_rows import Member
-from ablate.training.metric_names import DAMAGE, GAP, Name, parse, trackable
-from ablate.training.workloads import unit
+from ablate.store.ledger_rows import ArmRow, Member
+from ablate.training.metric_names import DAMAGE, ENDINGS, is_added, parse, trackable
 
 NOTE = "mlflow.note.content"
 """Tag with the description of a run."""
 PARENT = "mlflow.parentRunId"
 """Tag with the id of the run that a run is shown below."""
 TURNED = "ablate."
+WATCH = "watch"
+"""Folder of all metrics but the main one and its gap."""
 VIEW = "arms"
 """Id of the saved view of a sweep's runs; `?viewStateShareKey=` opens it."""
 PAGES = "ABLATE_MLFLOW_PAGES"
@@ -33,7 +36,15 @@ between containers.
 _COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#56b4e9", "#ece133", "#fbafe4")
 """Safe for colour-blind readers, as in this project's figures."""
 _BASELINE_COLOUR = "#595959"
+_SENT = frozenset({"flops/fp4_share", "grad/norm", "throughput/tokens_per_s", "tokens", *ENDINGS})
+"""Metrics that the platform adds and that every arm has, and those that end a run."""
+_REPEATED = frozenset({"train/recent_loss", "val/bits_per_byte", "val/perplexity"})
+"""Metrics that say again what another one says."""
 _MOST_COLUMNS = 12
+_WIDTHS = {"attributes.`Run Name`": 250, "runDateAndNestInfo": 100}
+"""Widths of MLflow's own columns in pixels: room for an arm's name."""
+_WIDE = 150
+"""Width of the metric and of its gap, which are then beside them on a page of 1366 pixels."""
 _MOST_OF_A_DIGEST = 36
 _MOST_OF_A_NAME = 100
 """Maximum length of a dataset's name, which may be a long path."""
@@ -42,11 +53,31 @@ _MOST_CHARACTERS = 5000
 
 
 def shown(name: str, metrics: Collection[str]) -> bool:
-    """Return True for a metric that goes to MLflow: those that compare arms, and those of every run.
+    """Return True for a metric that TensorBoard gets: those that compare arms, and those of every run.
 
     A name that MLflow refuses, such as `val/loss@nvfp4`, stays in the ledger.
     """
     return trackable(name) and (name in metrics or parse(name).for_tracker)
+
+
+def key(name: str, metrics: Sequence[str]) -> str | None:
+    """Return MLflow's key of a recorded metric; None for one that MLflow does not get.
+
+    Args:
+        name: Name in the ledger.
+        metrics: Metrics of the experiment, the main one first. They are sent, as is what a user's own code
+            records; from this package's metrics of a run, a few that all arms have.
+    """
+    if name == metrics[0]:
+        return name.replace("@", ".")  # which MLflow refuses
+    sent, parts = f"{WATCH}/{name}", parse(name)
+    own = not (is_added(name) or parts.of_window or parts.slot or name in _REPEATED)
+    return sent if trackable(sent) and (name in metrics or name in _SENT or own) else None
+
+
+def gap_key(metric: str) -> str:
+    """Return MLflow's key of the gap to the baseline in the main metric, which it sorts right after."""
+    return f"{metric}_gap".replace("@", ".")
 
 
 def page(server: str, experiment: str, run: str | None = None) -> str:
@@ -151,41 +182,32 @@ def gaps(
     ledger: Ledger, member: Member, metric: str
 ) -> Iterator[tuple[Member, int, float, dict[str, float]]]:
     """Yield the gaps that can be computed once this member is done: its own, or, if it is a baseline, those
-    of members it serves.
+    of members it serves, and its gap to itself, 0, so that no run of the sweep lacks the key.
 
     Each is (member, step, time, metrics), with step and time of the member's last value.
     """
-    forked = bool(ledger.facts.design)
-    for other in ledger.counterparts(member.arm, member.seed):
+    itself = [member] if member.against is None and member.role != "foreign" else []
+    for other in [*itself, *ledger.counterparts(member.arm, member.seed)]:
         compared, baseline = (member, other) if member.baseline == other.arm else (other, member)
         last, reference = (ledger.last_record(one.trial, metric) for one in (compared, baseline))
         if last and reference and member.status == other.status == "done":
-            found = (
-                _damage(ledger, compared, baseline)
-                if forked
-                else _gap(unit(member.resolved.workload, metric), last[1], reference[1])
-            )
+            found = _gap(gap_key(metric), last[1], reference[1])
+            if ledger.facts.design:
+                found |= _damage(ledger, compared, baseline)
             if found:
                 yield compared, last[0], last[2], found
 
 
-def _gap(counted: str, value: float, baseline: float) -> dict[str, float]:
-    """Return the gap in the metric's unit, or as `absolute` if that has no name, and in percent."""
+def _gap(key: str, value: float, baseline: float) -> dict[str, float]:
+    """Return the gap in the metric's unit and in percent, which MLflow's Compare rounds less."""
     gap = value - baseline
     if not math.isfinite(gap):
         return {}
-    return {gap_in(counted): gap} | ({gap_in("pct"): 100 * gap / abs(baseline)} if baseline else {})
-
-
-def gap_names(ledger: Ledger, unit: str) -> tuple[str, ...]:
-    """Return the names of the metrics that compare a sweep's members with their baselines."""
-    if ledger.facts.design:
-        return tuple(str(Name(DAMAGE, None, None, name)) for name in ("total", "learnt", "direct"))
-    return gap_in(unit), gap_in("pct")
+    return {key: gap} | ({f"{key}_pct": 100 * gap / abs(baseline)} if baseline else {})
 
 
 def _damage(ledger: Ledger, member: Member, baseline: Member) -> dict[str, float]:
-    """Return the damage of a forked member: its total, the training's (learnt), and the cast's (direct)."""
+    """Return the two parts of a forked member's damage: the training's (learnt), and the cast's (direct)."""
     own, other = (
         [ledger.last_value(one.trial, name) for name in ("val/loss", "val/loss_bf16")]
         for one in (member, baseline)
@@ -193,49 +215,46 @@ def _damage(ledger: Ledger, member: Member, baseline: Member) -> dict[str, float
     if not all(map(math.isfinite, (*own, *other))):
         return {}
     learnt, total = own[1] - other[1], own[0] - other[0]
-    return dict(zip(gap_names(ledger, ""), (total, learnt, total - learnt), strict=True))
-
-
-def gap_in(unit: str) -> str:
-    """Return the name of a member's gap to its baseline in a unit; `absolute` for a metric whose unit has no
-    name.
-    """
-    return str(Name(GAP, None, None, unit or "absolute"))
+    return {f"{WATCH}/{DAMAGE}/learnt": learnt, f"{WATCH}/{DAMAGE}/direct": total - learnt}
 
 
 # A sweep
 
 
-def view(
-    knobs: Iterable[str],
-    metric: str,
-    metrics: Iterable[str],
-    gaps: Iterable[str],
-    minimize: bool,
-    now_ms: int,
-) -> str | None:
+def view(arms: Sequence[ArmRow], metrics: Sequence[str], minimize: bool, now_ms: int) -> str | None:
     """Return the saved view of a sweep's runs in the format of MLflow's pages; None if it is too long for a
     tag.
 
-    It lists members only, grouped by arm with means over their seeds; columns are knobs and results.
+    It lists members only, in closed groups by arm with means over their seeds. Columns are the results, and
+    the knobs that every arm has: none is empty.
+
+    Args:
+        arms: Arms of the sweep.
+        metrics: Metrics of the experiment, the main one first.
+        minimize: True if less of the main metric is better.
+        now_ms: Time of the view, in milliseconds since 1970.
     """
-    metrics = list(metrics)
-    columns = [f"params.`{TURNED}{knob}`" for knob in knobs][:_MOST_COLUMNS]
-    columns += [
-        "tags.`ablate.status`",
-        *(f"metrics.`{key}`" for key in (*metrics, *gaps)),
-    ]
+    first, *others = filter(None, (key(name, metrics) for name in metrics))
+    results = [f"metrics.`{name}`" for name in (first, gap_key(metrics[0]), *others)]
+    knobs = [json.loads(arm.knobs) for arm in arms]
+    common = [knob for knob in (knobs or [{}])[0] if all(knob in other for other in knobs)]
     state = {
         "searchFilter": "tags.`ablate.kind` = 'trial'",
-        "orderByKey": f"metrics.`{metric}`",
+        "orderByKey": results[0],
         "orderByAsc": minimize,
-        "selectedColumns": columns,
+        "selectedColumns": [
+            *results,
+            *(f"params.`{TURNED}{knob}`" for knob in common[:_MOST_COLUMNS]),
+        ],
+        "columnOrder": [*_WIDTHS, *results],
+        "columnWidths": _WIDTHS | dict.fromkeys(results[:2], _WIDE),
         "groupBy": {
             "aggregateFunction": "average",
             "groupByKeys": [{"mode": "param", "groupByData": "arm"}],
         },
+        "groupsExpanded": {f"param.arm.{arm.name}": False for arm in arms},
         "runsHiddenMode": "SHOW_ALL",
-        "chartsSearchFilter": f"^({'|'.join(dict.fromkeys((*metrics, 'train/loss')))})$",
+        "chartsSearchFilter": f"^({'|'.join(dict.fromkeys((first, *others, f'{WATCH}/train/loss')))})$",
     }
     found = json.dumps({"name": "Arms", "createdAt": now_ms, "updatedAt": now_ms, "state": json.dumps(state)})
     return found if len(found) <= _MOST_CHARACTERS else None
