@@ -167,12 +167,12 @@ def _verified(ledger: Ledger, state: Path, name: str) -> str:
 def _annotate_study(state: Path, name: str, folder: Path) -> None:
     """Write the answer into the study of the sweep, for Optuna's dashboard."""
     from ablate.execution.search.annotations import decorate
-    from ablate.reports.markdown_summary import summary_markdown
+    from ablate.reports.markdown_summary import study_markdown
     from ablate.results.summary import summaries
     from ablate.store.checked_ledger import open_ledger
 
     ledger = open_ledger(state, name)
-    note = f"{summary_markdown(ledger)}\n\nThe report: `{folder / 'index.html'}`"
+    note = f"{study_markdown(ledger)}\n\nThe report: `{folder / 'index.html'}`"
     decorate(ledger.path.parent / "optuna.log", name, note, summaries(ledger), ledger.facts.metric)
     ledger.close()
 

@@ -4,6 +4,8 @@ import hashlib
 import json
 import math
 import threading
+from dataclasses import replace
+from html import unescape
 
 import optuna
 import plotly.io
@@ -196,6 +198,24 @@ def test_a_study_gets_a_note_each_arm_its_own_and_the_gaps_as_a_picture(copied):
     assert drawn.layout.title.text == "How far is each arm from its baseline?"
     assert [shape.x1 for shape in drawn.layout.shapes if shape.type == "rect"] == list(
         {arm.margin for arm in arms.values() if arm.margin}
+    )
+
+
+def test_the_figure_has_the_whole_name_of_every_arm(copied):
+    from optuna_dashboard._custom_plot_data import get_plotly_graph_objects
+
+    book = open_ledger(copied, "first")
+    long = "the last two blocks and the head kept in bf16, weights < 16 re-quantised"
+    arms = [replace(arm, name=f"{arm.name} {long}") for arm in summaries(book)]
+    decorate(copied / "sweeps" / "first" / "optuna.log", "first", "", arms, book.facts.metric)
+    book.close()
+    study = optuna.load_study(study_name="first", storage=JournalStorage(CombinedStorage(copied)))
+    attrs = study._storage.get_study_system_attrs(study._study_id)
+    (figure,) = get_plotly_graph_objects(attrs).values()
+    labels = json.loads(figure)["data"][0]["y"]
+    assert {unescape(label.replace("<br>", " ")) for label in labels} == {arm.name for arm in arms if arm.gap}
+    assert (
+        max(len(line) for label in labels for line in unescape(label.replace("<br>", "\n")).split("\n")) <= 36
     )
 
 

@@ -11,7 +11,7 @@ from support.processes import addresses
 
 from ablate.cli.report import make
 from ablate.execution.search.annotations import decorate
-from ablate.reports.markdown_summary import summary_markdown
+from ablate.reports.markdown_summary import study_markdown
 from ablate.results.summary import summaries
 from ablate.store.checked_ledger import open_ledger
 
@@ -42,7 +42,7 @@ def state(tmp_path_factory):
         decorate(
             folder / "sweeps" / name / "optuna.log",
             name,
-            summary_markdown(book),
+            study_markdown(book),
             summaries(book),
             book.facts.metric,
         )
@@ -181,7 +181,9 @@ def test_the_dashboard_shows_the_study_its_history_and_importance_and_our_note(b
 
 def test_of_a_grid_the_dashboard_opens_on_the_note_with_the_answer(browser, found):
     browser.get(found["Optuna"])
-    sees(browser, "Does the rotation matter?", "gap to baseline")
+    shown = sees(browser, "Does the rotation matter?", "gap to baseline", "effect on val/loss")
+    assert "rht, true instead of false" in shown
+    assert "best trial has the lowest mean val/loss. That is not a verdict" in shown
 
 
 def test_the_dashboard_draws_the_gaps(browser, found):

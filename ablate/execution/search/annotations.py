@@ -10,7 +10,9 @@ import json
 import math
 from collections.abc import Iterable
 from contextlib import suppress
+from html import escape
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, TypedDict
 
 import optuna
@@ -29,7 +31,8 @@ _FEWEST = 8
 _FIGURE = "gap-to-baseline"
 _WRITTEN = "ablate:notes"
 """Study attribute with the digest of each note that this package wrote."""
-_SHORT = 45
+_LINE, _MOST_LINES = 36, 28
+"""Characters of a line of an arm's name in the figure, and lines for which its 450 pixels have room."""
 
 
 class TrialFacts(TypedDict, total=False):
@@ -124,12 +127,14 @@ def _forest(arms: list[ArmSummary], metric: Metric) -> dict[str, Any]:
     gaps = [(arm, arm.gap) for arm in arms if arm.gap and arm.gap.pairs]
     gaps.sort(key=lambda pair: -sign * pair[1].mean)
     shown = [arm for arm, _ in gaps]
+    longest = max(len(arm.name) for arm in shown)
+    width = _LINE if len(shown) * math.ceil(longest / _LINE) <= _MOST_LINES else longest
     half = [gap.high - gap.mean if gap.has_interval else 0 for _, gap in gaps]
     points = {
         "type": "scatter",
         "mode": "markers",
         "x": [gap.mean for _, gap in gaps],
-        "y": [arm.name if len(arm.name) <= _SHORT else f"{arm.name[:_SHORT]}..." for arm in shown],
+        "y": ["<br>".join(wrap(escape(arm.name, quote=False), width)) for arm in shown],
         "error_x": {"type": "data", "array": [width if math.isfinite(width) else 0 for width in half]},
         "marker": {"size": 9, "color": "#0173b2"},
         "hovertext": [verdict_text(arm.verdict) for arm in shown],
@@ -142,12 +147,13 @@ def _forest(arms: list[ArmSummary], metric: Metric) -> dict[str, Any]:
         shapes.append({"type": "rect", "x0": -margin, "x1": margin, **band, **height})
     grid = {"gridcolor": "#ebebeb", "zerolinecolor": "#ebebeb"}
     layout = {
-        "title": {"text": "How far is each arm from its baseline?"},
+        "title": {"text": "How far is each arm from its baseline?", "x": 0.02},
         "xaxis": {
             "title": {"text": f"{metric.name}: arm minus baseline, paired, {shown[0].interval}"},
             **grid,
         },
-        "yaxis": {"type": "category", "automargin": True, **grid},
+        "yaxis": {"type": "category", "automargin": True, "dtick": 1, "tickfont": {"size": 11}, **grid},
+        "margin": {"t": 70, "b": 60, "r": 20},
         "shapes": shapes,
         "plot_bgcolor": "white",
         "paper_bgcolor": "white",
