@@ -12,7 +12,7 @@ from ablate.files import Json
 from ablate.judging.columns import direction_of, is_rate
 from ablate.judging.compared_step import compared_step, last_until, longer_text
 from ablate.judging.own_fields import own_fields, unlike_seeds, values_by_field, with_rates
-from ablate.judging.run import ForeignRun
+from ablate.judging.run import ForeignRun, by_arm
 from ablate.training.metric_names import NAMING, recordable
 
 _USUAL = ("val/loss", "eval/loss", "eval_loss", "validation_loss", "val_loss", "valid_loss", "val_bpb")
@@ -128,8 +128,9 @@ def comparable(runs: Sequence[ForeignRun], question: Question, metric: Metric) -
     if kept:
         judged = [run for run in kept if run.arm != question.floor] or kept
         steps = compared_step(judged, question.against, metric.name, question.at)
-        for run in [run for run in kept if last_until(run.records[metric.name], steps) < 0]:
-            kept.remove(run)
+        late = [run for run in kept if last_until(run.records[metric.name], steps) < 0]
+        kept = [run for run in kept if last_until(run.records[metric.name], steps) >= 0]
+        for run in late:
             why = f"{run.name} is left out: it has no {metric.name} up to step {steps}"
             left_out.setdefault(run.arm, []).append(why)
         kept = [with_rates(run, metric.name, steps) for run in kept]
@@ -266,10 +267,10 @@ def _require_one_configuration(runs: Sequence[ForeignRun], question: Question) -
     """
     own = own_fields(runs)
     problems = []
-    for arm in dict.fromkeys(run.arm for run in runs):
+    for arm, of_arm in by_arm(runs).items():
         found = {
             name: values
-            for name, values in values_by_field([run for run in runs if run.arm == arm]).items()
+            for name, values in values_by_field(of_arm).items()
             if len(values) > 1 and name not in own and name not in question.ignored
         }
         if found:

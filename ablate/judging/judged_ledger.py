@@ -25,7 +25,7 @@ from ablate.judging.chosen_runs import (
 )
 from ablate.judging.compared_step import last_until
 from ablate.judging.names import places_of
-from ablate.judging.run import Found
+from ablate.judging.run import Found, by_arm
 from ablate.results.comparisons import Comparisons
 from ablate.store.checked_ledger import absent, difference, refusal
 from ablate.store.judged import FOREIGN, Judged, Occasion, Reading
@@ -151,14 +151,14 @@ def _reading(found: Found, chosen: Chosen, more: Sequence[str]) -> Reading:
         chosen: Those of them that are compared.
         more: Sentences on what was decided after the reading.
     """
-    arms = list(dict.fromkeys(run.arm for run in chosen.runs))
+    arms = by_arm(chosen.runs)
     return Reading(
-        arms,
+        [*arms],
         digests(found.places),
         [*found.said, *more],
         all(run.seed is not None for run in found.runs),
         chosen.left_out,
-        {arm: sum(run.arm == arm and not run.finite for run in chosen.runs) for arm in arms},
+        {arm: sum(not run.finite for run in of_arm) for arm, of_arm in arms.items()},
         chosen.warnings,
     )
 

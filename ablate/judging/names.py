@@ -16,6 +16,9 @@ from ablate.judging.columns import Columns
 
 _WORDS = {"seed": r"-?\d+"}
 _ANY = r"[^/]+"
+_LONGEST = 256
+"""Most characters between slashes of a name that is of a pattern: a file system allows 255, and time grows
+with a power of their number."""
 
 
 def fields_of(pattern: str) -> frozenset[str]:
@@ -106,6 +109,8 @@ def _parts(pattern: str) -> Iterator[tuple[str, str | None]]:
 
 def _match(pattern: str, name: str, lazy: str) -> dict[str, str] | None:
     """Return the words of a name, each as short as it can be with `?`, else as long; None without a match."""
+    if max(map(len, name.split("/"))) > _LONGEST:
+        return None
     expression = ""
     for literal, word in _parts(pattern):
         texts = [re.escape(part) for part in literal.split("*")]

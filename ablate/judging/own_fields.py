@@ -18,7 +18,7 @@ from ablate.errors import brief
 from ablate.files import Json
 from ablate.judging.cells import shown
 from ablate.judging.columns import is_rate, plain
-from ablate.judging.run import ForeignRun
+from ablate.judging.run import ForeignRun, by_arm
 from ablate.judging.statuses import known
 from ablate.results.number_text import counted
 from ablate.training.log_readers.lines import metric_name
@@ -84,7 +84,7 @@ def own_fields(runs: Sequence[ForeignRun]) -> set[str]:
 
     A source with one run an arm has none: each of its fields has as many values as there are arms.
     """
-    arms = [[run for run in runs if run.arm == arm] for arm in dict.fromkeys(run.arm for run in runs)]
+    arms = by_arm(runs).values()
     if len(arms) == len(runs):
         return set()
     within = {name for arm in arms for name, found in values_by_field(arm).items() if len(found) > 1}

@@ -6,7 +6,7 @@ configuration.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -65,3 +65,11 @@ class Found:
     """Sentences on what was guessed, merged or left out, for the user."""
     places: Sequence[str]
     """Files, folders, patterns of paths or addresses that were read."""
+
+
+def by_arm(runs: Iterable[ForeignRun]) -> dict[str, list[ForeignRun]]:
+    """Return the runs of each arm, in their order; there may be thousands of arms."""
+    arms: dict[str, list[ForeignRun]] = {}
+    for run in runs:
+        arms.setdefault(run.arm, []).append(run)
+    return arms

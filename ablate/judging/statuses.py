@@ -51,6 +51,8 @@ def status_columns(names: Collection[str], columns: Cells) -> dict[str, dict[str
     by_ray = any(known(name) == "trainingiteration" for name in columns)
     found = {}
     for name in names:
+        if not any(form.fullmatch(known(name)) for form in (_WORDS, _CODES, _GOOD, _BAD)):
+            continue
         texts = {_text(cell) for cell in columns[name]} - {""}
         done = {text: _means_done(known(name), text, by_ray) for text in texts}
         if done and None not in done.values():

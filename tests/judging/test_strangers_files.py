@@ -275,6 +275,15 @@ def test_devices_and_pipes_are_refused(tmp_path, name):
                 read([str(link)], logs=logs)
 
 
+def test_a_name_longer_than_a_file_system_has_is_of_no_pattern(file):
+    """An expression with several words takes time that grows with a power of the length: this one never ended."""
+    name = "a-" * 3000
+    with pytest.raises(InputError, match="is not of the pattern"):
+        read([file(f"name,val_loss\n{name},1\n")], Columns(name="{arm}-{x}-{y}-s{seed}"))
+    found = read([file(f"name,val_loss\n{name[:200]}-x-y-s1,1\n")], Columns(name="{arm}--{x}-{y}-s{seed}"))
+    assert (found.runs[0].arm, found.runs[0].seed) == (name[:199], 1)
+
+
 def test_a_small_parquet_file_with_many_cells_is_refused_by_its_footer(tmp_path):
     pa.parquet.write_table(
         pa.table({"a": pa.nulls(10_500_000), "b": pa.nulls(10_500_000)}), tmp_path / "b.parquet"
