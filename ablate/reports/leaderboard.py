@@ -66,6 +66,7 @@ class Entry:
     seconds: float
     """Worker time of its trials in seconds, including trials that another sweep ran."""
     commit: str
+    """Commit of the last run of the sweep, followed by `+` if there were uncommitted changes."""
     sweep: str
     shown: str
     """The gap with its interval, as text."""
@@ -123,7 +124,9 @@ def document(entry: Entry) -> dict[str, object]:
 
 def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
     """Yield the compared arms of a sweep; add the fields of their tasks to `tasks`."""
-    metric, commit, name = ledger.facts.metric, _commit(ledger), ledger.name
+    metric, name = ledger.facts.metric, ledger.name
+    commit = ledger.facts.provenance.get("commit") or ""
+    commit = commit[:_DIGITS] + ("+" if commit and ledger.facts.diff else "")
     members: dict[str, list[Member]] = {}
     for member in ledger.members():
         members.setdefault(member.name, []).append(member)
@@ -165,12 +168,6 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
             shares_trunk=bool((spec.get("forks") or {}).get("trunk")),
             unverified=unsealed,
         )
-
-
-def _commit(ledger: Ledger) -> str:
-    """Return the commit of the last run of the sweep, followed by `+` if there were uncommitted changes."""
-    commit = ledger.facts.provenance.get("commit") or ""
-    return commit[:_DIGITS] + ("+" if commit and ledger.facts.diff else "")
 
 
 def _config(spec: Fields) -> tuple[str, Fields]:

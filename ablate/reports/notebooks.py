@@ -99,7 +99,7 @@ def _shown(value: object) -> list[Mapping[str, Any]]:
 
 
 def page(cells: list[Cell], template: Path, **values: object) -> str:
-    """Return cells as an HTML page.
+    """Return cells as an HTML page, with links to its headings.
 
     Args:
         cells: what `run` returned.
@@ -111,16 +111,10 @@ def page(cells: list[Cell], template: Path, **values: object) -> str:
 
     environment = Environment(loader=FileSystemLoader(template.parent), autoescape=False)
     texts = MarkdownIt("commonmark")
-    environment.filters["markdown"] = lambda source: _with_anchors(texts.render(source))
-    return _with_contents(environment.get_template(template.name).render(cells=cells, **values))
-
-
-def _with_anchors(html: str) -> str:
-    return re.sub(r"<h2>(.*?)</h2>", lambda found: f'<h2 id="{slug(found[1])}">{found[1]}</h2>', html)
-
-
-def _with_contents(html: str) -> str:
-    """Return a page with links to its headings."""
+    environment.filters["markdown"] = lambda source: re.sub(
+        r"<h2>(.*?)</h2>", lambda found: f'<h2 id="{slug(found[1])}">{found[1]}</h2>', texts.render(source)
+    )
+    html = environment.get_template(template.name).render(cells=cells, **values)
     headings = re.findall(r'<h2 id="([^"]*)">(.*?)</h2>', html)
     items = "".join(f'<li><a href="#{anchor}">{title}</a></li>' for anchor, title in headings)
     contents = f'<nav class="contents" aria-label="Contents"><ul>{items}</ul></nav>' if items else ""

@@ -6,7 +6,7 @@ reader of a healthy sweep has seen everything after one sentence.
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +15,8 @@ import pandas as pd
 from ablate.experiment.schema import Metric
 from ablate.reports.figures import tables
 from ablate.reports.figures.health import in_order
-from ablate.reports.plain_text import csv_cell, html_text, inline
-from ablate.reports.table import Cell, Table
+from ablate.reports.plain_text import csv_cell, inline
+from ablate.reports.table import Cell, Table, tinted_map
 from ablate.results.number_text import counted, minus
 from ablate.training.metric_names import PRODUCTS, SQUARED_BIAS, VARIANCE, parse
 
@@ -28,6 +28,12 @@ BEYOND = 0.1
 """Share of elements beyond the grid: rounded scales of blocks of 16 leave up to 6 % there, their maxima."""
 MOST = 0.5
 """Share of an error: Gaussian operands in FP4 have 2 to 10 % in the dead zone, 2 to 15 % in scales."""
+_SHARES = (
+    ("elements beyond the grid", "saturated_frac", BEYOND, ".1%", ".2%"),
+    ("error in elements that became zero", "dead_share", MOST, ".0%", ".0%"),
+    ("error in scales", "scale_share", MOST, ".0%", ".0%"),
+)
+"""Shares that stand out: meaning, name of the error, limit, and formats of limit and value."""
 _MOST_NAMED = 6
 _MOST_MAPS = 12
 _LOWEST, _HIGHEST = 5.0, 30.0
@@ -42,23 +48,18 @@ def exceptions(records: pd.DataFrame) -> list[str]:
             `quant/<slot>/sqnr_db/<layer>`.
     """
     return [
-        f"{start} {'; '.join(found[:_MOST_NAMED])}{_rest(found)}."
+        f"{start} {'; '.join(found[:_MOST_NAMED])}"
+        f"{f'; and {len(found) - _MOST_NAMED} more' if len(found) > _MOST_NAMED else ''}."
         for start, found in (
             (f"Layers {BELOW:g} dB or more below their operand's median:", list(_weak_layers(records))),
             (f"Operands that lost {FALL:g} dB or more in training:", list(_fallen(records))),
-            (f"More than {BEYOND:.1%} of the elements beyond the grid:", list(_clipped(records))),
-            (
-                f"More than {MOST:.0%} of the error in elements that became zero:",
-                list(_from(records, "dead")),
+            *(
+                (f"More than {limit:{form}} of the {what}:", list(_above(records, error, limit, digits)))
+                for what, error, limit, form, digits in _SHARES
             ),
-            (f"More than {MOST:.0%} of the error in scales:", list(_from(records, "scale"))),
         )
         if found
     ]
-
-
-def _rest(found: Sequence[str]) -> str:
-    return f"; and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
 
 
 def _weak_layers(records: pd.DataFrame) -> Iterator[str]:
@@ -84,16 +85,10 @@ def _fallen(records: pd.DataFrame) -> Iterator[str]:
         yield f"{slot} in {arm}, {line['first']:.1f} to {line['last']:.1f} dB"
 
 
-def _clipped(records: pd.DataFrame) -> Iterator[str]:
-    shares = _last_shares(records, "saturated_frac")
-    for line in shares[shares["value"] > BEYOND].sort_values("value", ascending=False).itertuples():
-        yield f"{line.slot} in {line.arm}, {line.value:.2%}"
-
-
-def _from(records: pd.DataFrame, part: str) -> Iterator[str]:
-    shares = _last_shares(records, f"{part}_share")
-    for line in shares[shares["value"] > MOST].sort_values("value", ascending=False).itertuples():
-        yield f"{line.slot} in {line.arm}, {line.value:.0%}"
+def _above(records: pd.DataFrame, error: str, limit: float, form: str) -> Iterator[str]:
+    shares = _last_shares(records, error)
+    for line in shares[shares["value"] > limit].sort_values("value", ascending=False).itertuples():
+        yield f"{line.slot} in {line.arm}, {line.value:{form}}"
 
 
 def _last_shares(records: pd.DataFrame, error: str) -> pd.DataFrame:
@@ -394,15 +389,11 @@ def _map(
     if reference is not None:
         values = {at: value - reference[at] for at, value in values.items() if at in reference}
         cell = _different
-    head = "".join(f'<th class="number" scope="col">{inline(slot)}</th>' for slot in slots)
-    rows = [
-        f'<tr><th scope="row">{html_text(layer)}</th>'
-        + "".join(cell(values.get((layer, slot))) for slot in slots)
-        for layer in sorted(layers, key=_block)
-    ]
+    rows = {
+        layer: [cell(values.get((layer, slot))) for slot in slots] for layer in sorted(layers, key=_block)
+    }
     title = f"<caption>dB more (blue) or less (red) than {inline(first)}</caption>" if first else ""
-    whole = f"{title}<thead><tr><td></td>{head}</tr></thead><tbody>{'</tr>'.join(rows)}</tr></tbody>"
-    return f'<div class="scroll"><table class="map">{whole}</table></div>' if values else ""
+    return tinted_map(slots, rows, title) if values else ""
 
 
 def _tinted(value: float | None) -> str:

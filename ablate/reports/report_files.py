@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ablate import __version__
 from ablate.files import Json
-from ablate.reports.notebooks import Cell, markdown, page, run
+from ablate.reports.notebooks import markdown, page, run
 from ablate.reports.report_about import current, stamp, write_about
 from ablate.results.number_text import counted
 from ablate.results.subject import subject
@@ -134,21 +134,24 @@ def write_report(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as making:
         made = Path(making)
-        ran = [_run(word, state, name, made) for word in notebooks]
+        parameters = {"state": str(state.resolve()), "sweep": name, "out": str((made / "figures").resolve())}
+        ran = [run(analysis() / f"{word}.ipynb", parameters) for word in notebooks]
         names = ["index.html", *(f"{word}.html" for word in notebooks[1:])]
         for number, (word, cells) in enumerate(zip(notebooks, ran, strict=True)):
             others = [
-                (NOTEBOOKS[other], page)
-                for other, page in zip(notebooks, names, strict=True)
+                (NOTEBOOKS[other], file)
+                for other, file in zip(notebooks, names, strict=True)
                 if other != word
             ]
             page_heading = (
                 heading if number == 0 else replace(heading, title=f"{NOTEBOOKS[word]} {heading.title}")
             )
-            (made / names[number]).write_text(_html(cells, page_heading, others), encoding="utf-8")
-            (made / names[number]).with_suffix(".md").write_text(
-                _markdown(cells, page_heading), encoding="utf-8"
-            )
+            template, target = Path(__file__).parent / "page.html.j2", made / names[number]
+            html = page(cells, template, heading=page_heading, links=others, version=__version__)
+            target.write_text(html, encoding="utf-8")
+            line = f"*{page_heading.about}*\n\n" if page_heading.about else ""
+            text = f"# {page_heading.title}\n\n{line}{markdown(cells)}"
+            target.with_suffix(".md").write_text(text, encoding="utf-8")
         answer = heading.answer
         about: dict[str, Json] = {
             "question": heading.title,
@@ -164,7 +167,7 @@ def write_report(
             _print(made / "index.html")
         _replace(folder, made)
     printed = folder / "index.pdf"
-    return Report(folder, tuple(folder / page for page in names), printed if printed.exists() else None)
+    return Report(folder, tuple(folder / file for file in names), printed if printed.exists() else None)
 
 
 def _replace(folder: Path, made: Path) -> None:
@@ -182,25 +185,10 @@ def _replace(folder: Path, made: Path) -> None:
         path.replace(target)
 
 
-def _run(notebook: str, state: Path, name: str, out: Path) -> list[Cell]:
-    parameters = {"state": str(state.resolve()), "sweep": name, "out": str((out / "figures").resolve())}
-    return run(analysis() / f"{notebook}.ipynb", parameters)
-
-
 def analysis() -> Path:
     """Return the folder of the notebooks: inside an installed package, next to the package in a checkout."""
     package = Path(__file__).parents[1]
     return package / "analysis" if (package / "analysis").exists() else package.parent / "analysis"
-
-
-def _html(cells: list[Cell], heading: Heading, links: Sequence[tuple[str, str]]) -> str:
-    template = Path(__file__).parent / "page.html.j2"
-    return page(cells, template, heading=heading, links=links, version=__version__)
-
-
-def _markdown(cells: list[Cell], heading: Heading) -> str:
-    about = f"*{heading.about}*\n\n" if heading.about else ""
-    return f"# {heading.title}\n\n{about}{markdown(cells)}"
 
 
 def _print(page: Path) -> None:

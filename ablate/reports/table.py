@@ -289,16 +289,14 @@ class Table(Generic[Row]):
             table.add_column(one.name, justify=justify, overflow="fold", no_wrap=fixed)
         kinds, columns = self.classes or [""] * len(self.rows), [one.texts for one in drawn]
         for kind, *texts in zip(kinds, *columns, strict=True):
-            styles = [_STYLES.get(kind, "") if one.name == VERDICT else "" for one in drawn]
-            cells = map(Text, texts, styles)
-            table.add_row(*(_one_line(cell) if cut else cell for cell in cells))
+            cells = [
+                Text(text, _STYLES.get(kind, "") if one.name == VERDICT else "")
+                for one, text in zip(drawn, texts, strict=True)
+            ]
+            for cell in cells if cut else ():
+                cell.no_wrap, cell.overflow = True, "ellipsis"
+            table.add_row(*cells)
         return table
-
-
-def _one_line(text: Text) -> Text:
-    """Return a cell that is cut rather than wrapped."""
-    text.no_wrap, text.overflow = True, "ellipsis"
-    return text
 
 
 def _fits(columns: Sequence[_Drawn], width: int | None) -> bool:
@@ -309,6 +307,27 @@ def _fits(columns: Sequence[_Drawn], width: int | None) -> bool:
 
 def _html(text: str) -> str:
     return text if isinstance(text, Html) else inline(text)
+
+
+def tinted_map(
+    heads: Iterable[str], rows: Mapping[str, Iterable[str]], title: str = "", last: str = ""
+) -> str:
+    """Return a table of tinted cells as HTML.
+
+    Args:
+        heads: Heads of the columns of numbers.
+        rows: Cells of each row by its name, as HTML.
+        title: Caption as HTML.
+        last: Head of a further column as HTML.
+    """
+    head = "".join(f'<th class="number" scope="col">{inline(text)}</th>' for text in heads)
+    body = "".join(
+        f'<tr><th scope="row">{html_text(name)}</th>{"".join(cells)}</tr>' for name, cells in rows.items()
+    )
+    return (
+        f'<div class="scroll"><table class="map">{title}<thead><tr><td></td>{head}{last}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
 
 
 def _class(*names: str) -> str:

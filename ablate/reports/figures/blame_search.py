@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from ablate.experiment.blame_design import BlameNames
 from ablate.reports.page import Part
 from ablate.reports.plain_text import html_text
-from ablate.reports.table import Cell, Table, TablePicture
+from ablate.reports.table import Cell, Table, TablePicture, tinted_map
 from ablate.results.blame import Search, amount, names_of, replayed
 from ablate.results.comparisons import Comparisons
 
@@ -24,19 +24,18 @@ class SearchPicture(TablePicture):
     def html(self) -> str:
         """Return the picture, and how to read it."""
         rounds = self.search.rounds
-        head = "".join(f'<th class="number" scope="col">round {n}</th>' for n in range(1, len(rounds) + 1))
         proof = '<th scope="col">alone, on fresh seeds</th>' if self.search.proofs else ""
-        rows = "".join(
-            f'<tr><th scope="row">{html_text(name)}</th>'
-            + "".join(_tinted(each.estimates[place], place in each.candidates) for each in rounds)
-            + (f"<td>{self._proof(place)}</td>" if proof else "")
-            + "</tr>"
+        rows = {
+            name: [
+                *(_tinted(each.estimates[place], place in each.candidates) for each in rounds),
+                f"<td>{self._proof(place)}</td>" if proof else "",
+            ]
             for place, name in enumerate(self.names.units)
-        )
+        }
+        drawn = tinted_map([f"round {n}" for n in range(1, len(rounds) + 1)], rows, last=proof)
         return (
             '<div class="maps"><p><b>How the search went: evidence on each unit, in standard errors</b></p>'
-            f'<div class="scroll"><table class="map"><thead><tr><td></td>{head}{proof}</tr></thead>'
-            f'<tbody>{rows}</tbody></table></div><p class="about">After each round of pairs of random halves:'
+            f'{drawn}<p class="about">After each round of pairs of random halves:'
             " the damage of a unit, given the candidates, over its standard error. Bold: candidates, then run"
             ' alone. <a href="figures/search.csv">CSV</a></p></div>'
         )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ablate.experiment.schema import Metric
 from ablate.reports.page import Part, Text
 from ablate.reports.plain_text import html_text, inline
-from ablate.reports.table import VERDICT, Cell, Table, TablePicture
+from ablate.reports.table import VERDICT, Cell, Table, TablePicture, tinted_map
 from ablate.results.number_text import bounds, interval, minus
 from ablate.results.paired_stats import Difference
 from ablate.results.sensitivity import AGREEMENT, MappedCell, Sensitivity
@@ -29,22 +29,17 @@ class MapPicture(TablePicture):
 
     def html(self) -> str:
         """Return the map, and how to read it."""
-        head = "".join(
-            f'<th class="number" scope="col">{inline(part or _ALL)}</th>' for part in self.found.columns
-        )
         at = {(cell.group, cell.part): cell for cell in self.found.cells}
-        rows = "".join(
-            f'<tr><th scope="row">{html_text(group or _ALL)}</th>'
-            + "".join(self._cell(at.get((group, part))) for part in self.found.columns)
-            + "</tr>"
+        rows = {
+            group or _ALL: [self._cell(at.get((group, part))) for part in self.found.columns]
             for group in self.found.groups
-        )
+        }
         unit = f", {self.unit}" if self.unit else ""
         times = f", error {self.found.times:g} times as large" if self.found.times > 1 else ""
         title = inline(f"{self.metric.name}{unit}: damage of each cell alone{times}")
         return (
-            f'<div class="maps"><p><b>{title}</b></p><div class="scroll"><table class="map">'
-            f"<thead><tr><td></td>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
+            f'<div class="maps"><p><b>{title}</b></p>'
+            f"{tinted_map([part or _ALL for part in self.found.columns], rows)}"
             '<p class="about">Tint: damage, pulled towards the mean of its product as far as noise demands.'
             " Bold: told from zero, after Holm's correction. Grey: its product is not ranked."
             ' <a href="figures/map.csv">CSV</a></p></div>'
