@@ -5,11 +5,71 @@ differs from what would be written.
 """
 
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from ablate.reports.tensor_cores import HEADING, presets
+from ablate.engines import SCALED
+from ablate.recipes import PRESETS, Recipe
+from ablate.recipes.reasons import grouped
+from ablate.recipes.recipe import SLOTS
+from ablate.recipes.scaled_mapping import Backend, Verdict, entirely_native, parts
+from ablate.recipes.te_mapping import recipe_refusals
+from ablate.reports.tensor_cores import words
 
 PAGE = Path(__file__).parent / "run" / "tensor_cores.md"
+_BACKENDS: tuple[Backend, ...] = ("cublaslt", "cudnn", "cutlass")
+HEADING = "## Every preset"
+"""Heading of the generated part of docs/run/tensor_cores.md, which is its end."""
+_PREFACE = f"""\
+{HEADING}
+
+This part is generated (`make pages`). It says in which format `scaled_mm` multiplies the operands of each
+preset, or which fields the hardware lacks. "And parts": what a `transform` takes out of an operand is
+emulated. A preset whose schedule changes its products has several rows. `ablate plan` prints the same for an
+experiment.
+"""
+
+
+def presets() -> str:
+    """Return the generated part of docs/run/tensor_cores.md, from its heading to the end of the page."""
+    quantised = {name: make() for name, make in PRESETS.items() if not make().plain}
+    return "\n".join([_PREFACE, *_counts(quantised), "", *_rows(quantised), ""])
+
+
+def _counts(quantised: dict[str, Recipe]) -> Iterator[str]:
+    by_te = [name for name, recipe in quantised.items() if not any(recipe_refusals(recipe))]
+    yield f"Of {len(PRESETS)} presets {len(quantised)} quantise something.\n"
+    yield "| engine | presets whose quantised products are all on tensor cores | some of them | none |"
+    yield "|---|---|---|---|"
+    yield f"| `transformer_engine` | {len(by_te)} | | {len(quantised) - len(by_te)} |"
+    for backend in _BACKENDS:
+        whole = [name for name, recipe in quantised.items() if entirely_native(recipe, backend)]
+        some = [
+            name
+            for name, recipe in quantised.items()
+            if name not in whole
+            and {given.runs for one in parts(recipe, backend) for given in one.values()}
+            >= {"native", "emulated"}
+        ]
+        name = SCALED if backend == "cublaslt" else f"{SCALED}:{backend}"
+        yield f"| `{name}` | {len(whole)} | {len(some)} | {len(quantised) - len(whole) - len(some)} |"
+
+
+def _rows(quantised: dict[str, Recipe]) -> Iterator[str]:
+    yield f"| preset | {' | '.join(f'`{slot}`' for slot in SLOTS)} | emulated because | TE |"
+    yield f"|---|{'---|' * len(SLOTS)}---|---|"
+    for name, recipe in quantised.items():
+        by_te = "no" if any(recipe_refusals(recipe)) else "yes"
+        for number, one in enumerate(parts(recipe)):
+            title = f"`{name}`" if number == 0 else f"`{name}`, later"
+            cells = [words(one[slot.partition(".")[0]]) for slot in SLOTS]
+            yield f"| {title} | {' | '.join(cells)} | {_reasons(one.values())} | {by_te} |"
+
+
+def _reasons(given: Iterable[Verdict]) -> str:
+    reasons = (reason for one in given if one.runs == "emulated" for reason in one.reasons)
+    return "; ".join(grouped(reasons)).replace("|", "/")
+
 
 if __name__ == "__main__":
     page = PAGE.read_text()

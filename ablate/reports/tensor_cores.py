@@ -1,6 +1,6 @@
-"""Products that an engine `scaled_mm` multiplies on tensor cores, for `ablate plan` and for a page."""
+"""Products that an engine `scaled_mm` multiplies on tensor cores, for `ablate plan` and a page of docs."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 from ablate.engines import SCALED, backend_of, makes_operands, module_name
 from ablate.errors import one_line
@@ -8,27 +8,24 @@ from ablate.experiment.arms import Arm
 from ablate.experiment.engine_selection import NATIVE
 from ablate.experiment.load import Experiment
 from ablate.files import Json
-from ablate.recipes import PRESETS, Recipe
+from ablate.recipes import Recipe
 from ablate.recipes.gpu_kernels import on_reference
 from ablate.recipes.reasons import grouped
-from ablate.recipes.recipe import SLOTS
 from ablate.recipes.scaled_mapping import (
     NAMES,
     Backend,
     Verdict,
     emulated,
-    entirely_native,
     families,
     not_in_fp4,
     parts,
 )
 from ablate.recipes.targets.experts import multiple
-from ablate.recipes.te_mapping import recipe_refusals, variants
+from ablate.recipes.te_mapping import variants
 
 _SHOWN = 3
 """Names of arms that a line shows."""
 OF_EXPERTS = "experts: a product for each that has tokens, padded to a multiple of 32 with zeros"
-_BACKENDS: tuple[Backend, ...] = ("cublaslt", "cudnn", "cutlass")
 
 
 def multiplied(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -39,14 +36,14 @@ def multiplied(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
     """
     if module_name(experiment.engine) == SCALED:
         backend = backend_of(experiment.engine)
-        yield from _alike(experiment, lambda arm: (*lines(arm.recipe, backend), *_of_experts(arm, backend)))
+
+        def said(arm: Arm) -> tuple[str, ...]:
+            experts = bool(arm.config.has_experts and families(arm.recipe, backend))
+            return (*lines(arm.recipe, backend), *(OF_EXPERTS,) * experts)
+
+        yield from _alike(experiment, said)
     elif experiment.engine == NATIVE and experiment.base.config.has_experts:
         yield from _alike(experiment, lambda arm: (_padded(arm.recipe),))
-
-
-def _of_experts(arm: Arm, backend: Backend) -> tuple[str, ...]:
-    """Return a line on the products of experts, if an arm has some on tensor cores."""
-    return (OF_EXPERTS,) * bool(arm.config.has_experts and families(arm.recipe, backend))
 
 
 def _padded(recipe: Recipe) -> str:
@@ -124,60 +121,3 @@ def as_data(experiment: Experiment) -> list[Json]:
         }
         for arm in experiment.arms
     ]
-
-
-# --- the page of docs -----------------------------------------------------------------------------
-
-HEADING = "## Every preset"
-"""Heading of the generated part of docs/run/tensor_cores.md, which is its end."""
-_PREFACE = f"""\
-{HEADING}
-
-This part is generated (`make pages`). It says in which format `scaled_mm` multiplies the operands of each
-preset, or which fields the hardware lacks. "And parts": what a `transform` takes out of an operand is
-emulated. A preset whose schedule changes its products has several rows. `ablate plan` prints the same for an
-experiment.
-"""
-
-
-def presets() -> str:
-    """Return the generated part of docs/run/tensor_cores.md, from its heading to the end of the page."""
-    quantised = {name: make() for name, make in PRESETS.items() if not make().plain}
-    return "\n".join([_PREFACE, *_counts(quantised), "", *_rows(quantised), ""])
-
-
-def _counts(quantised: dict[str, Recipe]) -> Iterator[str]:
-    by_te = [name for name, recipe in quantised.items() if not any(recipe_refusals(recipe))]
-    yield f"Of {len(PRESETS)} presets {len(quantised)} quantise something.\n"
-    yield "| engine | presets whose quantised products are all on tensor cores | some of them | none |"
-    yield "|---|---|---|---|"
-    yield f"| `transformer_engine` | {len(by_te)} | | {len(quantised) - len(by_te)} |"
-    for backend in _BACKENDS:
-        whole = [name for name, recipe in quantised.items() if entirely_native(recipe, backend)]
-        some = [
-            name
-            for name, recipe in quantised.items()
-            if name not in whole and _runs(recipe, backend) >= {"native", "emulated"}
-        ]
-        name = SCALED if backend == "cublaslt" else f"{SCALED}:{backend}"
-        yield f"| `{name}` | {len(whole)} | {len(some)} | {len(quantised) - len(whole) - len(some)} |"
-
-
-def _runs(recipe: Recipe, backend: Backend) -> set[str]:
-    return {given.runs for one in parts(recipe, backend) for given in one.values()}
-
-
-def _rows(quantised: dict[str, Recipe]) -> Iterator[str]:
-    yield f"| preset | {' | '.join(f'`{slot}`' for slot in SLOTS)} | emulated because | TE |"
-    yield f"|---|{'---|' * len(SLOTS)}---|---|"
-    for name, recipe in quantised.items():
-        by_te = "no" if any(recipe_refusals(recipe)) else "yes"
-        for number, one in enumerate(parts(recipe)):
-            title = f"`{name}`" if number == 0 else f"`{name}`, later"
-            cells = [words(one[slot.partition(".")[0]]) for slot in SLOTS]
-            yield f"| {title} | {' | '.join(cells)} | {_reasons(one.values())} | {by_te} |"
-
-
-def _reasons(given: Iterable[Verdict]) -> str:
-    reasons = (reason for one in given if one.runs == "emulated" for reason in one.reasons)
-    return "; ".join(grouped(reasons)).replace("|", "/")
