@@ -1,7 +1,5 @@
 """Evidence block: what a sweep found, in one snippet to paste into a pull request or a paper's appendix."""
 
-from collections.abc import Sequence
-
 from ablate import __version__
 from ablate.errors import one_line
 from ablate.reports.effect_table import Line, effect_table, lines
@@ -22,7 +20,7 @@ _MOST_LOST = 3
 
 
 def facts(sweep: Comparisons) -> dict[str, str]:
-    """Return claim, design, registration and origin of a sweep, each as a line of text.
+    """Return claim, design, registration and origin of a sweep, each as a line of text; first the question.
 
     Args:
         sweep: its comparisons.
@@ -33,7 +31,7 @@ def facts(sweep: Comparisons) -> dict[str, str]:
     judged, elsewhere = Judged.of(ledger), Judged.alone(ledger)
     lost = [f"{one.member.name}, seed {one.member.seed}: {one}." for one in divergences(ledger)]
     commit = provenance.get("commit") or "none"
-    return {
+    every = {
         "Question": answer.question,
         "Claim": answer.sentence,
         "Design": _design(sweep) + (f" {estimand(design, sweep.arms)}" if design else ""),
@@ -53,6 +51,7 @@ def facts(sweep: Comparisons) -> dict[str, str]:
         + (f" with {changed} uncommitted lines of diff" if changed else "")
         + f", torch {provenance.get('torch', '?')}, {provenance.get('gpu') or provenance.get('cpu') or '?'}",
     }
+    return {name: text for name, text in every.items() if text}
 
 
 def _design(sweep: Comparisons) -> str:
@@ -78,16 +77,12 @@ def markdown(sweep: Comparisons) -> str:
     Args:
         sweep: the sweep's comparisons.
     """
-    known = [(name, text) for name, text in facts(sweep).items() if text]
-    (_, question), *rest = known
-    return "\n".join([f"**{markdown_cell(question)}**", "", *_listed(rest), "", table(sweep).markdown(), ""])
-
-
-def _listed(rest: Sequence[tuple[str, str]]) -> list[str]:
-    return [
+    (_, question), *rest = facts(sweep).items()
+    listed = [
         f"- {name}: " + (f"`{one_line(text)}`" if name == "Command" else markdown_cell(text))
         for name, text in rest
     ]
+    return "\n".join([f"**{markdown_cell(question)}**", "", *listed, "", table(sweep).markdown(), ""])
 
 
 def page(sweep: Comparisons) -> str:
@@ -96,8 +91,8 @@ def page(sweep: Comparisons) -> str:
     Args:
         sweep: the sweep's comparisons.
     """
-    known = [(name, text) for name, text in facts(sweep).items() if text]
-    items = "\n".join(f"<dt>{html_text(name)}</dt><dd>{html_text(text)}</dd>" for name, text in known[1:])
+    (_, question), *rest = facts(sweep).items()
+    items = "\n".join(f"<dt>{html_text(name)}</dt><dd>{html_text(text)}</dd>" for name, text in rest)
     style = (
         ".ablate .bar { stroke: #555; stroke-width: 2 } .ablate .zero { stroke: #888 } .ablate .margin {"
         " fill: #e9edf1 } .ablate .mean { fill: #fff; stroke: #555 } .ablate .seed { fill: #2f7f86 } .ablate"
@@ -105,6 +100,6 @@ def page(sweep: Comparisons) -> str:
         " left; padding-right: 1em }"
     )
     return (
-        f'<section class="ablate"><style>{style}</style>\n<h3>{html_text(known[0][1])}</h3>\n'
+        f'<section class="ablate"><style>{style}</style>\n<h3>{html_text(question)}</h3>\n'
         f"<dl>\n{items}\n</dl>\n{table(sweep).html()}\n</section>\n"
     )

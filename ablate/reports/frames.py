@@ -30,7 +30,6 @@ from ablate.store.ledger import Ledger
 
 if TYPE_CHECKING:
     from ablate.experiment.schema import Metric
-    from ablate.results.attribution import Effect
     from ablate.results.paired_stats import Difference
     from ablate.results.summary import ArmSummary
 
@@ -89,7 +88,10 @@ class Results:
         """
         grid = attribution.grid(summaries(self._ledger, self._metric))
         found = [] if grid is None else [*attribution.main_effects(grid), *attribution.interactions(grid)]
-        rows = [_effect(effect) for effect in found]
+        rows = [
+            {"knobs": " x ".join(each.knobs), "change": each.change, **_interval(each.effect, "effect")}
+            for each in found
+        ]
         return pd.DataFrame(rows, columns=["knobs", "change", "effect", "low", "high", "pairs"])
 
     @property
@@ -233,15 +235,6 @@ def _arm(arm: "ArmSummary") -> dict[str, object]:
             knob: json.dumps(value) if isinstance(value, list | dict) else value
             for knob, value in arm.knobs.items()
         },
-    }
-
-
-def _effect(effect: "Effect") -> dict[str, object]:
-    """Return an effect's row."""
-    return {
-        "knobs": " x ".join(effect.knobs),
-        "change": effect.change,
-        **_interval(effect.effect, "effect"),
     }
 
 

@@ -171,11 +171,6 @@ class LayerMaps:
     layers: pd.DataFrame
     """Result of `by_layer`."""
 
-    @property
-    def empty(self) -> bool:
-        """True if no layer was recorded."""
-        return self.layers.empty
-
     def _maps(self) -> list[tuple[str, pd.DataFrame]]:
         """Return the arms with the lowest layers, the lowest first."""
         lowest = self.layers.groupby("arm", sort=False)["sqnr_db"].min().sort_values(kind="stable")
@@ -231,8 +226,8 @@ def layer_maps(records: pd.DataFrame) -> LayerMaps | None:
     Args:
         records: Tidy frame of records, with `quant/<slot>/sqnr_db/<layer>` (dB).
     """
-    maps = LayerMaps(by_layer(records))
-    return None if maps.empty else maps
+    layers = by_layer(records)
+    return None if layers.empty else LayerMaps(layers)
 
 
 _PARTS = {

@@ -62,44 +62,29 @@ def reading(arms: Sequence[ArmSummary]) -> str:
         )
     interval = arms[0].interval if arms else Interval()
     noun = difference_word(arms).capitalize().replace("Gap", "Gaps")
-    notes = [
-        f"{noun} and effects are {how}; ± is half a {interval} of one comparison by itself; verdicts"
-        " are corrected by Holm for the number of comparisons in their table."
-    ]
-    if any(arm.view and math.isnan(arm.view.error) for arm in arms):
-        notes.append(
-            f"Intervals leave out the error of the evaluation, which needs {FEWEST_PARTS} batches of"
-            " validation data: raise eval_tokens, or lower eval_batch; own code gives their losses to"
-            " trial.log_batches."
-        )
-    if matters := smallest_damage(arms):
-        notes.append(matters)
-    if not all(arm.sees for arm in arms):
-        notes.append(
-            "No known-bad arm is resolved here (design.bad), so that nothing can be called equivalent."
-        )
-    if interval.kind == "sequence":
-        notes.append("The sequence is valid at every look, however often seeds are added.")
+    matters, roles = smallest_damage(arms), {arm.role for arm in arms}
     undecided = [arm for arm in arms if arm.verdict.kind == "undecided"]
-    if any(arm.verdict.needed for arm in undecided):
-        notes.append(
-            "Seeds needed: the total number for an 80 % chance of a verdict; in brackets, that number if the"
-            " spread of the gap is at either end of its 80 % range."
-        )
-    elif any(arm.margin is None for arm in undecided):
-        notes.append(NO_MIN_EFFECT)
-    roles = {arm.role for arm in arms}
-    if "confirmed" in roles:
-        notes.append(
-            f"`{CONFIRM}` marks the search's best arm, rerun on seeds that took no part in choosing it; the"
-            " gaps of all other searched arms are exploratory."
-        )
-    elif "searched" in roles:
-        notes.append(
-            "The search chose its best arm by these numbers, so that arm's gap looks better than it is:"
-            " rerun it on fresh seeds before you rely on it."
-        )
-    return " ".join(notes)
+    needed = any(arm.verdict.needed for arm in undecided)
+    notes = {
+        f"{noun} and effects are {how}; ± is half a {interval} of one comparison by itself; verdicts"
+        " are corrected by Holm for the number of comparisons in their table.": True,
+        f"Intervals leave out the error of the evaluation, which needs {FEWEST_PARTS} batches of"
+        " validation data: raise eval_tokens, or lower eval_batch; own code gives their losses to"
+        " trial.log_batches.": any(arm.view and math.isnan(arm.view.error) for arm in arms),
+        matters: bool(matters),
+        "No known-bad arm is resolved here (design.bad), so that nothing can be called equivalent.": not all(
+            arm.sees for arm in arms
+        ),
+        "The sequence is valid at every look, however often seeds are added.": interval.kind == "sequence",
+        "Seeds needed: the total number for an 80 % chance of a verdict; in brackets, that number if the"
+        " spread of the gap is at either end of its 80 % range.": needed,
+        NO_MIN_EFFECT: not needed and any(arm.margin is None for arm in undecided),
+        f"`{CONFIRM}` marks the search's best arm, rerun on seeds that took no part in choosing it; the"
+        " gaps of all other searched arms are exploratory.": "confirmed" in roles,
+        "The search chose its best arm by these numbers, so that arm's gap looks better than it is:"
+        " rerun it on fresh seeds before you rely on it.": "searched" in roles and "confirmed" not in roles,
+    }
+    return " ".join(note for note, holds in notes.items() if holds)
 
 
 def null_warning(arms: Iterable[ArmSummary]) -> str:

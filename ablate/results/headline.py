@@ -93,7 +93,7 @@ def headline_of(sweep: Comparisons) -> Headline:
     text += _by_routes(sweep) if verdicts else ""
     found = tuple(checks(sweep.ledger, sweep.arms))
     valid = not any(check.kind == "failed" for check in found)
-    search = bool(sweep.ledger.facts.search)
+    search, members = bool(sweep.ledger.facts.search), sweep.ledger.members()
     settling = seeds_to_settle(sweep.ledger, verdicts) if valid and not search else None
     open_ = valid and not search and not any(verdict.decided for verdict in verdicts)
     short = shortened([arm.name for arm in sweep.arms])
@@ -106,7 +106,7 @@ def headline_of(sweep: Comparisons) -> Headline:
         settling,
         _command(sweep.ledger, settling),
         _simplest(sweep) if open_ and verdicts else "",
-        _subject(sweep),
+        subject(members[0].resolved, sweep.ledger.facts.covered) if members else "",
     )
 
 
@@ -121,16 +121,13 @@ def _by_routes(sweep: Comparisons) -> str:
     return ""
 
 
-def _subject(sweep: Comparisons) -> str:
-    """Return model, size, steps and data of the runs, and the share of weights that recipes quantise."""
-    members = sweep.ledger.members()
-    return subject(members[0].resolved, sweep.ledger.facts.covered) if members else ""
-
-
 def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
     """Return lead, text and verdicts of the comparisons that the question is about."""
     if sweep.ledger.facts.blame:
-        return _of_blame(sweep)
+        search, names = replayed(sweep.ledger), names_of(sweep.ledger)
+        proved = {names.arm("proof", frozenset([unit])) for unit in search.culprits}
+        verdicts = [arm.verdict for arm in sweep.arms if arm.name in proved]
+        return *sentences(search, names, sweep.unit), verdicts
     arms = sweep.grid.arms if sweep.grid and sweep.turned_knobs else sweep.arms
     if nothing_learned(arms):
         everywhere = nothing_learned(sweep.arms)
@@ -162,14 +159,6 @@ def _answer(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
     if asked or (sweep.family == "knobs" or (not sweep.family and sweep.turned_knobs)):
         return _of_effects(sweep, asked or sweep.main_effects, setting)
     return _of_arms(sweep, setting)
-
-
-def _of_blame(sweep: Comparisons) -> tuple[str, str, list[Verdict]]:
-    """Return lead, text and verdicts of a search for the units that cause a gap."""
-    search, names = replayed(sweep.ledger), names_of(sweep.ledger)
-    proved = {names.arm("proof", frozenset([unit])) for unit in search.culprits}
-    verdicts = [arm.verdict for arm in sweep.arms if arm.name in proved]
-    return *sentences(search, names, sweep.unit), verdicts
 
 
 def _of_effects(
