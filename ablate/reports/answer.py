@@ -150,8 +150,8 @@ class Answer(VerdictSentences):
 
     def operand_errors(self) -> Picture | None:
         """Return the picture of gaps over the recorded errors of operands; None for fewer than three
-        recipes, and for a map, whose cells quantise unlike operands and have a picture of their own."""
-        if self.ledger.facts.map is not None:
+        recipes, and for maps and searches for a cause, whose arms quantise unlike operands."""
+        if self.ledger.facts.map is not None or self.ledger.facts.blame:
             return None
         baselines = {arm.name for arm in self.arms if arm.is_baseline}
         members = (member for member in self.ledger.members() if member.name not in baselines)

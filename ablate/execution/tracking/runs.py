@@ -3,8 +3,9 @@ import MLflow.
 
 MLflow sorts metrics, params and columns by name only. A run's keys are therefore the main metric as the
 ledger names it (`val/loss`), its gap to the baseline (`val/loss_gap`, and in percent), and all others below
-`watch/`, which sorts after them. A knob is named `ablate.<knob>`, which comes before `arm`, and before all
-that arms share. Metrics that only quantised arms have would be empty for the baseline: the ledger has them.
+`watch/`, which sorts after them, with folders for counts of NaN and errors of quantised operands. A knob is
+named `ablate.<knob>`, which comes before `arm`, and before all that arms share. Errors of layers and products
+stay in the ledger.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from ablate.errors import redact
 from ablate.files import Json
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import ArmRow, Member
-from ablate.training.metric_names import DAMAGE, ENDINGS, is_added, parse, trackable
+from ablate.training.metric_names import DAMAGE, GUARD_STOPPED, is_added, parse, trackable
 
 NOTE = "mlflow.note.content"
 """Tag with the description of a run."""
@@ -36,7 +37,7 @@ between containers.
 _COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#56b4e9", "#ece133", "#fbafe4")
 """Safe for colour-blind readers, as in this project's figures."""
 _BASELINE_COLOUR = "#595959"
-_SENT = frozenset({"flops/fp4_share", "grad/norm", "throughput/tokens_per_s", "tokens", *ENDINGS})
+_SENT = frozenset({"flops/fp4_share", "grad/norm", "throughput/tokens_per_s", "tokens", GUARD_STOPPED})
 """Metrics that the platform adds and that every arm has, and those that end a run."""
 _REPEATED = frozenset({"train/recent_loss", "val/bits_per_byte", "val/perplexity"})
 """Metrics that say again what another one says."""
@@ -66,13 +67,16 @@ def key(name: str, metrics: Sequence[str]) -> str | None:
     Args:
         name: Name in the ledger.
         metrics: Metrics of the experiment, the main one first. They are sent, as is what a user's own code
-            records; from this package's metrics of a run, a few that all arms have.
+            records; from this package's metrics of a run, a few that all arms have, the counts of NaN, and
+            the errors of quantised operands.
     """
     if name == metrics[0]:
         return name.replace("@", ".")  # which MLflow refuses
     sent, parts = f"{WATCH}/{name}", parse(name)
     own = not (is_added(name) or parts.of_window or parts.slot or name in _REPEATED)
-    return sent if trackable(sent) and (name in metrics or name in _SENT or own) else None
+    error = parts.family == "quant" and parts.layer is None and parts.metric == "sqnr_db"
+    wanted = name in metrics or name in _SENT or own or error or parts.family == "nan"
+    return sent if trackable(sent) and wanted else None
 
 
 def gap_key(metric: str) -> str:

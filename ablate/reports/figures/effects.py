@@ -216,8 +216,9 @@ def operand_errors(records: pd.DataFrame, arms: list[ArmSummary], metric: Metric
     question = f"Does the error of operands predict the gap in {metric.name}?"
     note = (
         f"Across: squared error of operands over their power, summed over operands, mean over layers, as"
-        f" recorded in step {step:g}: the number that ablate rank orders recipes by. How often its order is"
-        " that of training: docs/use/rank.md. Up: gaps with paired intervals."
+        f" recorded in step {step:g}: the number that ablate rank orders recipes by. It does not order"
+        " stochastic rounding against nearest; how often it is right: docs/use/rank.md. Up: gaps with paired"
+        " intervals."
     )
     body = canvas(question, 7.5, max(3.8, 0.3 * len(shown) + 0.4), note, best_of(len(best), len(arms)))
     axes = body.subplots()
