@@ -308,7 +308,9 @@ BEYOND = 2**53 + 2
 )
 def test_a_step_beyond_the_whole_numbers_of_floats_is_refused(name, tmp_path, monkeypatch):
     runs = [(arm, seed) for arm in foreign_files.ARMS for seed in foreign_files.SEEDS]
-    monkeypatch.setattr(foreign_files, "_rows", lambda: iter([(*run, BEYOND, 2.5, 3.5) for run in runs]))
+    monkeypatch.setattr(
+        foreign_files, "values_of_runs", lambda: iter([(*run, BEYOND, 2.5, 3.5) for run in runs])
+    )
     monkeypatch.setattr(foreign_files, "STEPS", (BEYOND,))
     monkeypatch.setattr(foreign_files, "TRUTH", {(*run, "train/loss", BEYOND): 2.5 for run in runs})
     files = foreign_files.SOURCES[name]()

@@ -44,7 +44,7 @@ class Files:
     logs: str | None = None
 
 
-def _rows() -> Iterator[tuple[str, int, int, float | None, float | None]]:
+def values_of_runs() -> Iterator[tuple[str, int, int, float | None, float | None]]:
     for arm in ARMS:
         for seed in SEEDS:
             for step in STEPS:
@@ -69,7 +69,7 @@ def _csv(rows: list[list[str]]) -> bytes:
 
 def csv_long() -> Files:
     """One table of all steps."""
-    rows = [[a, str(s), str(t), _text(x), _text(y), "0.1"] for a, s, t, x, y in _rows()]
+    rows = [[a, str(s), str(t), _text(x), _text(y), "0.1"] for a, s, t, x, y in values_of_runs()]
     return Files(
         {"runs.csv": _csv([["arm", "seed", "step", "train/loss", "val/loss", "lr"], *rows])}, ["runs.csv"]
     )
@@ -77,7 +77,7 @@ def csv_long() -> Files:
 
 def csv_wide() -> Files:
     """One table of final values."""
-    rows = [[a, str(s), _text(y), "64"] for a, s, t, x, y in _rows() if t == 40]
+    rows = [[a, str(s), _text(y), "64"] for a, s, t, x, y in values_of_runs() if t == 40]
     return Files({"runs.csv": _csv([["arm", "seed", "val/loss", "width"], *rows])}, ["runs.csv"])
 
 
@@ -88,7 +88,7 @@ def csv_histories() -> Files:
             [["", "_step", "train/loss", "val/loss", "_runtime"]]
             + [
                 [str(n), str(t), _text(x), _text(y), "1.5"]
-                for n, (a, s, t, x, y) in enumerate(_rows())
+                for n, (a, s, t, x, y) in enumerate(values_of_runs())
                 if (a, s) == (arm, seed)
             ]
         )
@@ -113,7 +113,7 @@ def json_lines() -> Files:
     """One file of all steps."""
     rows = [
         {"arm": a, "seed": s, "step": t, "train": {"loss": x}, **({} if y is None else {"val/loss": y})}
-        for a, s, t, x, y in _rows()
+        for a, s, t, x, y in values_of_runs()
     ]
     return Files({"runs.jsonl": "".join(json.dumps(row) + "\n" for row in rows).encode()}, ["runs.jsonl"])
 
@@ -123,7 +123,7 @@ def parquet() -> Files:
     import pyarrow as pa
     import pyarrow.parquet
 
-    columns = [*zip(*_rows(), strict=True)]
+    columns = [*zip(*values_of_runs(), strict=True)]
     names = ["arm", "seed", "step", "train/loss", "val/loss"]
     file = io.BytesIO()
     pyarrow.parquet.write_table(pa.table({n: pa.array(c) for n, c in zip(names, columns, strict=True)}), file)
@@ -136,7 +136,7 @@ def states() -> Files:
     for arm in ARMS:
         for seed in SEEDS:
             history: list[dict[str, float]] = []
-            for a, s, t, x, y in _rows():
+            for a, s, t, x, y in values_of_runs():
                 if (a, s) == (arm, seed):
                     history.append({"epoch": t / 100, "loss": x, "step": t})
                     history += [] if y is None else [{"epoch": t / 100, "eval_loss": y, "step": t}]
@@ -152,7 +152,7 @@ def _logs(lines: Callable[[int, float, float | None], list[str]], logs: str, end
         for seed in SEEDS:
             text = [
                 line
-                for a, s, t, x, y in _rows()
+                for a, s, t, x, y in values_of_runs()
                 if (a, s) == (arm, seed)
                 for line in ["hello", *lines(t, x, y)]
             ]
@@ -217,7 +217,7 @@ def lightning() -> Files:
     for arm in ARMS:
         for seed in SEEDS:
             rows = [["epoch", "step", "train_loss", "val_loss"]]
-            for a, s, t, x, y in _rows():
+            for a, s, t, x, y in values_of_runs():
                 if (a, s) == (arm, seed):
                     rows.append(["0", str(t - 1), _text(x), ""])
                     rows += [] if y is None else [["0", str(t - 1), "", _text(y)]]
@@ -237,7 +237,7 @@ def tensorboard() -> Files:
             file = io.BytesIO()
             writer = RecordWriter(file)
             writer.write(Event(wall_time=1.0, file_version="brain.Event:2").SerializeToString())
-            for a, s, t, x, y in _rows():
+            for a, s, t, x, y in values_of_runs():
                 for tag, value in (("train/loss", x), ("val/loss", y)):
                     if (a, s) == (arm, seed) and value is not None:
                         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
@@ -258,7 +258,7 @@ def wandb_folders() -> Files:
             for key, setting in (("arm", arm), ("seed", seed)):
                 first.run.config.update.add(key=key, value_json=json.dumps(setting))
             records = [first]
-            for a, s, t, x, y in _rows():
+            for a, s, t, x, y in values_of_runs():
                 if (a, s) == (arm, seed):
                     record = message_class()()
                     record.history.step.num = t
