@@ -497,6 +497,13 @@ def test_a_range_of_real_numbers_is_checked_at_both_ends_and_between_them():
     assert Dimension("int", low=10, high=12).ends() == (10, 12)
 
 
+def test_the_middle_of_a_knob_is_its_middle_choice_or_that_of_its_scale():
+    assert Dimension("choice", choices=("a", "b", "c", "d", "e")).middle == "c"
+    assert Dimension("uniform", low=1, high=4).middle == 2.5
+    assert Dimension("uniform", low=1, high=4, log=True).middle == 2
+    assert Dimension("int", low=1, high=4, log=True).middle == 2
+
+
 def test_a_range_holds_both_of_its_ends_and_values_of_its_type():
     whole, real = Dimension("int", low=1, high=3), Dimension("uniform", low=0.5, high=2)
     assert [whole.holds(value) for value in (0, 1, 3, 4, 2.0, True)] == [
