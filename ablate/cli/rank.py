@@ -47,7 +47,8 @@ def rank(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Rank every preset.")] = False,
     model: Annotated[
-        str | None, typer.Option(metavar="FOLDER", help="Model of transformers, instead of the built-in one.")
+        str | None,
+        typer.Option(metavar="FOLDER", help="Model of transformers, or its config.json alone."),
     ] = None,
     python: Annotated[
         str | None,

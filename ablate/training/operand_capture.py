@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from ablate.cache import kept, key_of
 from ablate.engines.emulated_layer import EmulatedLinear
-from ablate.errors import InputError
+from ablate.errors import InputError, one_line
+from ablate.files import read_json
 from ablate.recipes.layers import Layer, block_name, located
 from ablate.recipes.presets import bf16
 from ablate.training.operand_errors import Batch, Operands
@@ -121,14 +122,23 @@ def of_model(source: str, count: int, seed: int = 0) -> Capture:
     """Return operands of a model of transformers, without training.
 
     Args:
-        source: folder with config.json and weights, or without weights, which are then drawn from the seed;
-            or a name on the hub.
+        source: folder with config.json and weights; one without weights, or a config.json alone, whose
+            weights are drawn from the seed; or a name on the hub.
         count: number of batches.
         seed: seed of the batches, and of weights that are drawn.
     """
-    folder = Path(source).expanduser()
-    drawn = folder.is_dir() and not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin"))
-    workload: TextWorkload = Gpt(model=source) if drawn else Finetune(model=source)
+    path = Path(source).expanduser()
+    drawn = path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin"))
+    workload: TextWorkload
+    if path.is_file():
+        try:
+            workload = Gpt(model=read_json(path))
+        except ValueError as error:
+            raise InputError(
+                f"--model {source}: no configuration of transformers: {one_line(str(error))}"
+            ) from None
+    else:
+        workload = Gpt(model=source) if drawn else Finetune(model=source)
     if problems := [f"--model {source}: {field}: {why}" for field, why in workload.problems()]:
         raise InputError(*problems)
     try:

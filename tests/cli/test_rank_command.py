@@ -92,6 +92,23 @@ def test_a_recipe_file_with_a_rounding_of_ones_own_is_ranked(dumps, tmp_path, ca
     assert made["pairs"] == [{"first": "mxfp4", "second": str(own), "order": "first"}]
 
 
+def test_a_configuration_alone_is_ranked_as_its_folder_without_weights(tmp_path, capsys):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
+    shape = {
+        "vocab_size": 512,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+    }
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "qwen3", **sizes, **shape}))
+    alone, folder = (document(capsys, RECIPES[:3], model=str(each)) for each in (file, tmp_path))
+    assert alone["recipes"] == folder["recipes"]
+    file.write_text("[1]")
+    with pytest.raises(InputError, match=r"no configuration of transformers: .*not a JSON object"):
+        rank(["nvfp4"], every=False, model=str(file))
+
+
 def test_rules_on_layers_that_cannot_be_placed_are_told(dumps, capsys):
     told = {
         name: document(capsys, [name], dumps=dumps)["measured_on"].endswith(", rules on layers left out")
