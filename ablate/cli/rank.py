@@ -52,7 +52,9 @@ def rank(
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(metavar="FILE:FUNCTION", help="Training function, or an experiment."),
+        typer.Option(
+            metavar="FILE:FUNCTION", help="Function of a trial (docs/use/api.md), or an experiment."
+        ),
     ] = None,
     dumps: Annotated[
         Path | None,
@@ -145,7 +147,11 @@ def _workload(source: str) -> "Workload":
 
     file, colon, function = source.rpartition(":")
     if not colon:
-        raise InputError(f"--python {source}: write FILE:FUNCTION, or name an experiment")
+        raise InputError(
+            f"--python {source}: write FILE:FUNCTION, or name an experiment; the function takes `trial`,"
+            " calls trial.convert(model), and takes each of trial.steps(batch) within trial.step()"
+            " (docs/use/api.md)"
+        )
     if not Path(file).is_file():
         raise InputError(f"--python {source}: no such file as {file}")
     return Python(file=str(Path(file).resolve()), function=function)
@@ -176,7 +182,8 @@ _HEADS = ("", "recipe", "error", "fprop", "dgrad", "wgrad", "bias", "4-bit FLOPs
 def _print(screen: Screen, ranking: "Ranking", about: str) -> None:
     from ablate.verification.operand_order import ACCURACY, Order
 
-    screen.print(Text(f"Error of operands on {about}; lower is nearer to bf16. Groups are not ordered."))
+    others = " Groups are not ordered." * (len(ranking.groups) > 1)
+    screen.print(Text(f"Error of operands on {about}; lower is nearer to bf16.{others}"))
     for title, names in ranking.groups.items():
         screen.print("", Text(title, "bold"), sep="\n")
         _print_group(screen, ranking, names)
@@ -213,6 +220,12 @@ def _print_group(screen: Screen, ranking: "Ranking", names: Sequence[str]) -> No
             ", ".join(before),
         )
     screen.print(table)
+    kept = {name: int((ranking.measured[name].by_layer() == 0).sum()) for name in names}
+    if orders and len(set(kept.values())) > 1:
+        layers = len(ranking.measured[names[0]].by_layer())
+        listed = ", ".join(f"{name} leaves {count} of {layers}" for name, count in kept.items() if count)
+        advice = "to compare casts alone, rank recipe files with the same `layers`"
+        screen.print(Text(f"Layers in bf16 have error 0: {listed} so, which is part of its place; {advice}."))
     for order, words in (
         (Order.CLOSE, "Too close to call"),
         (Order.BIAS, "Lower error, more bias: training decides"),

@@ -31,7 +31,8 @@ def recipes_table(sweep: Measurements) -> Table | None:
     rows: list[dict[str, Cell]] = []
     for arm in named:
         found = differences(recipes[first], recipes[arm.name])
-        words = [f"`{path}` {_said(then)} → {_said(now)}" for path, (then, now) in found.items()]
+        by_weight = sorted(found.items(), key=lambda item: not item[0].startswith("layers."))  # never cut
+        words = [f"`{path}` {_said(then)} → {_said(now)}" for path, (then, now) in by_weight]
         more = [f"and {len(words) - _MOST_FIELDS} more fields"] if len(words) > _MOST_FIELDS else []
         text = "; ".join(words[:_MOST_FIELDS] + more)
         rows.append({"arm": arm.name, f"differs from {first} in": text if words else "(the same recipe)"})
