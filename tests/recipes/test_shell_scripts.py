@@ -36,9 +36,29 @@ SCRIPTS = {
     "docker and a file": (f"docker run --env-file job.env my/image {JOB}", ":2: --env-file"),
     "docker and what is not known": (f"docker run $MORE my/image {JOB}", ":2: ? of docker"),
     "docker and a shell": (f"docker run -e {OFF}=1 my/image bash -c '{JOB}'", f":2: {OFF} "),
+    "docker and a name that is not known": (
+        f"export {OFF}=1\ndocker run -e $MORE my/image {JOB}",
+        ":3: ?= of",
+    ),
+    "podman and names that begin alike": (
+        f"export {OFF}=1\npodman run -e 'NVTE_*' my/image {JOB}",
+        ":3: NVTE_*=",
+    ),
     "docker's name": (f"export {OFF}=1\nsrun --job-name docker {JOB}", ":3: torchrun "),
     "env without": (f"export {OFF}=1\nenv -u {OFF} {JOB}", 0),
     "env alone": (f"export {OFF}=1\nenv -i A=1 {JOB}", 0),
+    "env and an option that is not read": (
+        f"export {OFF}=1\nenv -S A=1 {JOB}",
+        ":3: torchrun is handed to env -S",
+    ),
+    "env emptied in full": (f"export {OFF}=1\nenv --ignore-environment {JOB}", 0),
+    "env of what is not known": (f"export {OFF}=1\nenv -u A $MORE {JOB}", ":3: ? of env"),
+    "the option of the program behind env": (f"export {OFF}=1\nenv -u A stdbuf -i 0 {JOB}", 1),
+    "a program that is not known": (f"export {OFF}=1\n$LAUNCHER {JOB}", ":3: torchrun is handed to ?"),
+    "a program that is not read": (f"export {OFF}=1\napptainer exec --cleanenv it {JOB}", ":3: torchrun "),
+    "srun and a container": (f"export {OFF}=1\nsrun apptainer exec -e it {JOB}", ":3: torchrun "),
+    "srun and all in small letters": (f"export {OFF}=1\nsrun --export=all {JOB}", 1),
+    "srun and a name that is not known": (f"export {OFF}=1\nsrun --export=ALL,$MORE {JOB}", ":3: ?= of srun"),
     "srun and all": (f"srun --nodes 4 --export=ALL,{OFF}=1 {JOB}", 1),
     "srun by name": (f"export {OFF}=1\nsrun --export {OFF},A=1 {JOB}", 1),
     "srun without": (f"export {OFF}=1\nsrun --export=NONE {JOB}", 0),
@@ -49,6 +69,14 @@ SCRIPTS = {
         1,
     ),
     "ray and another job's environment": (f"export {OFF}=1\nray job submit -- {JOB}", 0),
+    "ray and a variable within another": (
+        f'ray job submit --runtime-env-json=\'{{"env_vars": {{"A": {{"{OFF}": "1"}}}}}}\' -- {JOB}',
+        ":2: --runtime-env-json={",
+    ),
+    "ray and a variable elsewhere": (
+        f'ray job submit --runtime-env-json=\'{{"container": ["-e {OFF}=1"]}}\' -- {JOB}',
+        ":2: --runtime-env-json={",
+    ),
     "ray and no JSON": (f"ray job submit --runtime-env-json='{{' -- {JOB}", ":2: --runtime-env-json={"),
     "launch": (
         'PRECISION=${PRECISION:-bf16}\ncase "$PRECISION" in\n  bf16) FLAGS=(--bf16) ;;\n'

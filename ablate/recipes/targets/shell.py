@@ -55,9 +55,11 @@ _STARTING = re.compile(
 """Programs that hand their arguments and environment on; an option begins a text of arguments alone."""
 _APART = {"docker": ("run", "exec"), "podman": ("run", "exec"), "ray": ("job",)}
 """Programs that give the job the environment of their options alone, with their commands that do."""
+_CARRIERS = ("env", "srun", *_APART)
+"""Programs before the job's whose options are read."""
 _OF_FILES = ("--env-file", "--env-host", "--export-file", "--runtime-env")
 """Options of programs before the job's that give it variables which no word says."""
-_ELSEWHERE = re.compile(r"singularity|ssh|mpirun|sudo|(ba)?sh")
+_ELSEWHERE = re.compile(r"singularity|apptainer|enroot|kubectl|ssh|mpirun|mpiexec|sudo|(ba)?sh")
 """Words before the job's program that give it another environment, or other arguments."""
 _JOB = re.compile(r"(?:.*/)?(?:torchrun|pretrain\w*\.py)|torch\.distributed\.(?:run|launch)")
 _ACTIVATION = re.compile(r".*(?:/activate|conda\.sh|/profile|\.bashrc|/modules?\.sh|/init/bash)")
@@ -72,6 +74,8 @@ _OWN_FOLDER = re.compile(
 """Expansion that has the folder of the script."""
 _HIDDEN = re.compile("[\0\1]")
 """Characters for a value that is not known, and for what a program prints."""
+_UNCLEAR = re.compile(r"[\0\1*]")
+"""The same, and the star by which podman hands on all variables whose names begin alike."""
 
 
 class _Token(NamedTuple):
@@ -317,40 +321,43 @@ class Script:
         """
         count = next((number for number, word in enumerate(words) if _LAUNCHER.fullmatch(Path(word).name)), 0)
         carrier, whole, others, pending = "", environment, list[str](), iter(words[:count])
+        if count and (first := Path(words[0]).name) not in _CARRIERS and not _STARTING.fullmatch(first):
+            self._refuse(f"{named} is handed to {first}, which is not read", line)
         for word in pending:
             option, equals, value = word.partition("=")
-            if (name := Path(word).name) in ("env", "srun", *_APART):
+            if (name := Path(word).name) in _CARRIERS:
                 if name in _APART and (command := next(pending, "")) not in _APART[name]:
                     self._refuse(f"{named} is handed to {name} {command}, which is not read", line)
                 carrier, whole = name, environment
                 environment = {} if carrier in _APART else dict(environment)
-            elif carrier == "env" and word in ("-i", "-"):
+            elif carrier == "env" and word in ("-i", "-", "--ignore-environment"):
                 environment = {}
             elif carrier == "env" and word == "-u":
                 environment.pop(next(pending, ""), None)
             elif carrier == "env" and equals and option.isidentifier():
                 environment[option] = value
+            elif carrier == "env" and word[:1] == "-" and word != "--":
+                self._refuse(f"{named} is handed to env {word}, which is not read", line)
             elif carrier == "srun" and option == "--export":
                 names = (value if equals else next(pending, "")).split(",")
-                environment = dict(whole) if "ALL" in names else {}
-                environment |= self._given([name for name in names if name not in ("ALL", "NONE")], whole)
+                named_in_full = [name for name in names if name.upper() not in ("ALL", "NONE", "NIL")]
+                environment = dict(whole) if "ALL" in map(str.upper, names) else {}
+                environment |= self._given(named_in_full, whole)
             elif carrier in ("docker", "podman") and option in ("-e", "--env"):
                 environment |= self._given([value if equals else next(pending, "")], whole)
             elif carrier == "ray" and option == "--runtime-env-json":
-                try:
-                    data = json.loads(value if equals else next(pending, ""), strict=False)
-                    environment |= {str(name): str(each) for name, each in data.get("env_vars", {}).items()}
-                except (ValueError, AttributeError):
-                    self._refuse(f"{word}: the script does not say this JSON", line)
+                environment |= self._of_ray(value if equals else next(pending, ""), word, line)
             elif option in _OF_FILES:
                 self._refuse(f"{word}: it gives the job variables that are not read here", line)
+            elif carrier not in ("", "srun") and re.fullmatch(r"(-\w*e.*)?[\0\1]+.*", word):
+                self._refuse(f"{word} of {carrier}: the script does not say the value", line)
             else:
                 others.append(word)
-        hidden = [word for word in others if carrier in _APART and not _HIDDEN.sub("", word)]
-        hidden += [
+                carrier = "" if carrier == "env" and word != "--" else carrier  # its program has begun
+        hidden = [
             f"{name}={value}"
             for name, value in environment.items()
-            if _HIDDEN.search(name) or (name.startswith("NVTE_") and _HIDDEN.search(value))
+            if _UNCLEAR.search(name) or (name.startswith("NVTE_") and _HIDDEN.search(value))
         ]
         if hidden:
             self._refuse(f"{hidden[0]} of {carrier}: the script does not say the value", line)
@@ -361,12 +368,27 @@ class Script:
                 )
         return words[count:], environment
 
+    def _of_ray(self, text: str, word: str, line: int) -> dict[str, str]:
+        """Return the variables of a job's environment as Ray has it; refuse one that is not of this form."""
+        try:
+            data = json.loads(text, strict=False)
+            variables: dict[str, str] = data.pop("env_vars", {})
+            if not all(isinstance(value, str) for value in variables.values()) or PRECISION.search(str(data)):
+                raise ValueError
+        except (ValueError, AttributeError, TypeError):
+            self._refuse(f"{word}: the script does not say this JSON", line)
+        return variables
+
     @staticmethod
     def _given(items: Sequence[str], whole: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables of NAME=value words, and of words that are names alone those that are set."""
+        """Return the variables of NAME=value words, and of words that are names alone those that are set, or
+        that may stand for any name.
+        """
         pairs = (item.partition("=") for item in items)
         return {
-            name: value if equals else whole[name] for name, equals, value in pairs if equals or name in whole
+            name: value if equals else whole.get(name, "")
+            for name, equals, value in pairs
+            if equals or name in whole or _UNCLEAR.search(name)
         }
 
     def _checked(self, words: Sequence[str], script: int, line: int) -> list[str]:
