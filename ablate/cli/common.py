@@ -70,12 +70,13 @@ def _closed_pipe_exits() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # there is none after `>&-`
+                sys.stdout.flush()
     except (BrokenPipeError, SystemExit) as error:
         if not any(isinstance(each, BrokenPipeError) for each in (error, error.__context__)):
             raise
         nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):
             os.dup2(nowhere, stream.fileno())
         sys.exit(CLOSED_PIPE)
 

@@ -555,3 +555,9 @@ def test_a_reader_that_ends_early_ends_a_command_without_a_word(words):
     ended = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, env=environment(), text=True)
     os.close(write_end)
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_command_whose_output_is_closed_keeps_its_exit_status():
+    words = [sys.executable, "-m", "ablate", "--version"]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *words], env=environment(), check=False)
+    assert done.returncode == 0

@@ -16,9 +16,11 @@ from ablate.execution.controller import Controller
 from ablate.execution.projections import Mirror
 from ablate.execution.tracking.attach import log_report
 from ablate.execution.tracking.mlflow_tracker import MlflowTracker
+from ablate.execution.tracking.runs import view
 from ablate.execution.workers import Inline
 from ablate.recipes import SLOTS
 from ablate.store.ledger import Ledger
+from ablate.store.ledger_rows import ArmRow
 
 pytestmark = [
     pytest.mark.services,
@@ -226,6 +228,17 @@ def test_the_view_that_a_sweep_saves_names_columns_that_all_of_its_runs_have(cli
     for column in columns:
         kind, key = re.fullmatch(r"(\w+)\.`(.*)`", column).groups()
         assert all(key in getattr(run.data, kind) for run in runs(client, "drawn"))
+
+
+@pytest.mark.parametrize("count", [20, 1000])
+def test_a_sweep_of_any_number_of_arms_has_a_view_that_a_tag_can_hold(count):
+    names = [f"recipe=nvfp4 rht=true lr=0.{number:04d}" for number in range(count)]
+    arms = [ArmRow(number, name, "{}", None, None, 0, "arm", None, None) for number, name in enumerate(names)]
+    saved = view(arms, ["val/loss"], True, 0)
+    assert saved is not None
+    assert len(saved) <= 5000
+    groups = json.loads(json.loads(saved)["state"]).get("groupsExpanded")
+    assert groups == ({f"param.arm.{name}": False for name in names} if count < 50 else None)
 
 
 def test_a_report_is_attached_to_the_sweeps_run_and_named_once(client, drawn, store, tmp_path):
