@@ -156,7 +156,7 @@ def _reading(found: Found, chosen: Chosen, more: Sequence[str]) -> Reading:
         [*arms],
         digests(found.places),
         [*found.said, *more],
-        all(run.seed is not None for run in found.runs),
+        all(run.seed is not None for run in found.runs if run.arm),
         chosen.left_out,
         {arm: sum(not run.finite for run in of_arm) for arm, of_arm in arms.items()},
         chosen.warnings,

@@ -268,7 +268,7 @@ def _require_one_run_each(
     free = [name for name in table.columns if name not in roles.values() and not like_metric(name)]
     apart = [name for name in free if all(differing(name, rows) == len(rows) for _, rows in several)]
     numbers = [name for name in free if differing(name, rows) > 1 and whole(name, rows)]
-    names = [name for name in apart if name not in numbers]
+    names = [name for name in apart if name not in numbers and _counts(table.columns[name])[1]]
     ways = [f"name them, --column {quote(f'run={brief(names[0])}')}"] if names else []
     for name in [name for name in apart if name in numbers][:1]:
         ignored = "".join(f" --ignore {quote(brief(other))}" for other in numbers if other != name)

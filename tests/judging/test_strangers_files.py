@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+from contextlib import closing
 from dataclasses import replace
 
 import pyarrow as pa
@@ -13,9 +14,13 @@ from support.commands import here
 
 from ablate.errors import InputError
 from ablate.judging.answer import judge, named_columns
+from ablate.judging.chosen_runs import Question
 from ablate.judging.columns import Columns
+from ablate.judging.judged_ledger import write_ledger
 from ablate.judging.sources import read
 from ablate.judging.table_files import read_parquet
+from ablate.store.checked_ledger import open_ledger
+from ablate.store.judged import Judged
 
 ARMS, SEEDS = ("bf16", "fp4"), (0, 1, 2)
 PATTERN = {"name": "{arm}-s{seed}"}
@@ -163,6 +168,15 @@ def test_a_run_that_is_left_out_need_not_be_of_the_pattern(file, text):
     )
 
 
+def test_a_run_that_is_left_out_by_its_name_hides_no_seed_of_the_others(file, tmp_path):
+    found = read([file(TABLE)], named_columns(PATTERN, None, ["first try"]))
+    write_ledger(tmp_path, "left", found, Question("bf16", without=("first try",)))
+    with closing(open_ledger(tmp_path, "left")) as ledger:
+        judged = Judged.of(ledger)
+        assert judged is not None
+        assert judged.seeded
+
+
 @pytest.mark.parametrize(
     ("name", "why"), [("fp4-s0", "only a run that ended early"), ("first", "not of the pattern")]
 )
@@ -209,6 +223,12 @@ def test_several_runs_of_a_seed_at_one_step_are_more_arms(file):
         read([file(text)])
     assert shlex.split(str(error.value))[-1] == "arm=arm,my dim"
     assert len(read([file(text)], Columns(arm="arm,my dim")).runs) == 12
+
+
+def test_a_metric_is_no_name_of_runs_at_one_step(file):
+    lines = [f"{arm},10,{number / 7}" for arm in ARMS for number in range(3)]
+    with pytest.raises(InputError, match="keep one of the two"):
+        read([file("\n".join(["arm,step,gap", *lines, ""]))])
 
 
 # --- folders and charts ----------------------------------------------------------------------------
