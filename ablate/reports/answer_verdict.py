@@ -6,6 +6,7 @@ from functools import cached_property
 
 import pandas as pd
 
+from ablate.recipes import Recipe
 from ablate.reports import answer_tables, operand_health
 from ablate.reports.answer_measurements import Measurements
 from ablate.reports.page import Answered, Chips, Command, Part, Text
@@ -129,11 +130,11 @@ class VerdictSentences(Measurements):
         odd = operand_health.exceptions(table)
         alarms = answer_tables.alarms_table(self.ledger)
         healthy = not (odd or alarms or affected or interventions) and {*statuses} <= {"done"}
-        usual = (
-            " No operand, layer or share stands out."
-            if operand_health.recorded(table) and not (odd or alarms)
-            else ""
-        )
+        usual = ""
+        if not operand_health.recorded(table) and self._quantised():
+            usual = " No operand was measured."  # `telemetry: {every: 0}`
+        elif operand_health.recorded(table) and not (odd or alarms):
+            usual = " No operand, layer or share stands out."
         verdict = Answered(
             "Healthy." if healthy else "To look at.",
             f"{statuses.total()} runs: {runs}. {finite}{usual}",
@@ -143,6 +144,11 @@ class VerdictSentences(Measurements):
         warnings = [Text(text, "warning") for text in odd]
         lost = answer_tables.divergences_table(self.ledger)
         return [verdict, *warnings, *self.losses(), *filter(None, [lost, alarms, interventions])]
+
+    def _quantised(self) -> bool:
+        """Return True if an arm that was computed here quantises an operand."""
+        recipes = (member.resolved.recipe for member in self.ledger.members() if member.resolved.engine)
+        return any(not Recipe.model_validate(each, strict=False).plain for each in recipes if each)
 
     def emulation(self) -> Text | None:
         """Return a caution on speed and memory if formats were emulated."""

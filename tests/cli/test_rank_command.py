@@ -96,7 +96,7 @@ def test_a_configuration_alone_is_ranked_as_its_folder_without_weights(tmp_path,
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
     shape = {
         "vocab_size": 512,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": 2,
         "num_key_value_heads": 1,
         "max_position_embeddings": 256,
     }
@@ -104,6 +104,8 @@ def test_a_configuration_alone_is_ranked_as_its_folder_without_weights(tmp_path,
     file.write_text(json.dumps({"model_type": "qwen3", **sizes, **shape}))
     alone, folder = (document(capsys, RECIPES[:3], model=str(each)) for each in (file, tmp_path))
     assert alone["recipes"] == folder["recipes"]
+    rank(["nvfp4", "four_over_six"], every=False, batches=1, model=str(file))  # keeps the last block in bf16
+    assert "four_over_six leaves 7 of 14 so" in " ".join(capsys.readouterr().out.split())
     file.write_text("[1]")
     with pytest.raises(InputError, match=r"no configuration of transformers: .*not a JSON object"):
         rank(["nvfp4"], every=False, model=str(file))
