@@ -108,12 +108,16 @@ def _read(place: Place, logs: str | None, said: list[str]) -> list[ForeignRun]:
     source = next((source for source in SOURCES.values() if source.claims(place.path)), None)
     if source is None:
         titles = ", ".join(source.title for source in SOURCES.values())
-        raise InputError(
-            f"{place.address}: not of a known kind ({titles}); for a log, name its format: --logs"
-        )
+        advice = "for a log, name its format: --logs"
+        if place.path.is_dir():
+            kinds = sorted({file.suffix for file in place.path.iterdir() if file.suffix in _FILES})
+            advice = f'for its files, write "{place.address}/*{kinds[0]}"' if kinds else advice
+        raise InputError(f"{place.address}: not of a known kind ({titles}); {advice}")
     return source.read(place, said)
 
 
+_FILES = (".csv", ".json", ".jsonl", ".parquet")
+"""Endings of tables that are often a file a run."""
 _TELLING = 3
 """Number of values from which two runs without seeds are not equal by chance."""
 

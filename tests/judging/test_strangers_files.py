@@ -53,6 +53,15 @@ def last(found, metric):
 # --- one JSON object a run -------------------------------------------------------------------------
 
 
+def test_a_folder_of_files_is_refused_with_the_pattern_that_reads_them(file, tmp_path):
+    for arm in ARMS:
+        file(json.dumps({"arm": arm, "seed": 0, "loss": 1.5}), f"runs/{arm}.json")
+    with pytest.raises(InputError) as error:
+        read([str(tmp_path / "runs")])
+    assert (way := f"{tmp_path}/runs/*.json") in str(error.value)
+    assert len(read([way]).runs) == len(ARMS)
+
+
 def test_a_flat_object_is_a_row(file, tmp_path):
     for arm in ARMS:
         for seed in SEEDS:
