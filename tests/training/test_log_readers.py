@@ -171,6 +171,15 @@ def test_the_first_rank_with_metrics_is_read_alone():
     assert reader(line) is None
 
 
+def test_metrics_of_a_rank_after_some_of_none_are_not_dropped_without_a_word():
+    reader = open_reader("torchtitan")
+    line = next(iter(TORCHTITAN))
+    assert reader(line) is not None
+    assert reader("[rank0]:saved a checkpoint") is None
+    with pytest.raises(Unreadable, match="a rank stands before its metrics"):
+        reader(f"[rank0]:{line}")
+
+
 # --- steps that are not printed --------------------------------------------------------------------
 
 

@@ -49,6 +49,9 @@ is cut or damaged. Lines arrive in the order of the log, since some say their st
 class OneRank:
     """Reader of the lines of one rank, the first that prints metrics, whatever launcher wrote the log.
 
+    Metrics of other ranks are passed over. Unreadable are those with a rank's prefix after some without one,
+    which may be of the same rank.
+
     Args:
         reader: reader of the stack's text.
     """
@@ -62,6 +65,8 @@ class OneRank:
         """Return the record of a line; None for one without metrics, or of another rank."""
         rank, text = plain(line)
         if self._decided and rank != self._rank:
+            if self._rank is None and self._reader(text) is not None:
+                raise Unreadable("a rank stands before its metrics, and none before earlier ones")
             return None
         record = self._reader(text)
         if record is not None:
