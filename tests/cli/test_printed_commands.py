@@ -66,7 +66,7 @@ VERBS = {
 }
 """The test file that runs each verb at its smallest size."""
 OTHERS = {
-    "docker run --gpus all": "needs Docker and a GPU",
+    "docker run": "needs Docker; in a script that is read: recipes/test_shell_scripts.py",
     "docker compose": "needs Docker: house/test_docker.py and execution/test_compose_services.py",
     "export RAY_": "environment of Ray: execution/test_cluster.py",
     "make": "below",

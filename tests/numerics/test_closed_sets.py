@@ -251,7 +251,6 @@ LISTED = {
     ("results/answer_sentences.py", "kind"): SIGNS,
     ("reports/dose_parts.py", "kind"): SIGNS,
     ("reports/change_table.py", "kind"): SIGNS,
-    ("reports/figures/effects.py", "kind"): "colours and marks of the house style",
     ("reports/table.py", "kind"): "classes of the style sheet",
     ("results/answer_sentences.py", "reason"): "reasons that more seeds remove",
     ("results/proposals.py", "kind"): "reasons of a gate, of which two words are also kinds",

@@ -234,13 +234,18 @@ def test_it_runs_what_it_declares_and_refuses_the_rest(varied, name, workload, u
         with pytest.raises(ValueError, match=f"workload {name} has no "):
             workload.records(trial)
         return
-    last = list(workload.records(trial))[-1]
+    records = list(workload.records(trial))
+    last = records[-1]
     assert (
         (last.step == FORKS.steps)
         == ("forks" in varied)
         == any(metric.startswith("fork/") for metric in last.metrics)
     )
-    assert last.metrics["val/loss"] != uninterrupted(name, "nvfp4")[-1].metrics["val/loss"]
+    losses = [[one.metrics.get("train/loss"), one.metrics.get("val/loss")] for one in records]
+    plain = [
+        [one.metrics.get("train/loss"), one.metrics.get("val/loss")] for one in uninterrupted(name, "nvfp4")
+    ]
+    assert losses != plain  # the last ones alone may be equal after a few steps
 
 
 def test_a_model_is_prepared_by_what_has_settings_of_training(name, workload):
