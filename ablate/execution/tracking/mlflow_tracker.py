@@ -226,6 +226,8 @@ class MlflowTracker(Tracker):
 
         wanted, adopted = f"tags.`ablate.sweep_id` = '{self._identity}'", False
         for old in client.search_runs([experiment], wanted, ViewType.DELETED_ONLY):
+            if old.info.run_id == self.parent:  # deleted just now: its children would be moved without end
+                raise LookupError("MLflow does not have this sweep's run any more; a new one is created")
             children = f"tags.`{runs.PARENT}` = '{old.info.run_id}'"
             while page := client.search_runs([experiment], children):  # moved ones are in no later page
                 adopted = True
