@@ -47,14 +47,11 @@ def rank(
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Rank every preset.")] = False,
     model: Annotated[
-        str | None,
-        typer.Option(metavar="FOLDER", help="Model of transformers, or its config.json alone."),
+        str | None, typer.Option(metavar="FOLDER", help="Model of transformers, or its config.json alone.")
     ] = None,
     python: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE:FUNCTION", help="Function of a trial (docs/use/api.md), or an experiment."
-        ),
+        typer.Option(metavar="FILE:FUNCTION", help="Function of a trial, or an experiment."),
     ] = None,
     dumps: Annotated[
         Path | None,

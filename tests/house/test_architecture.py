@@ -499,6 +499,8 @@ PATTERNS = {
         "programs that launch a job",
         "programs that hand on arguments",
         "programs that do not",
+        "programs that run a job elsewhere",
+        "words that were not understood, as a place of environment variables",
         "programs that start a job",
         "files that activate an environment",
         "commands that start another script",
