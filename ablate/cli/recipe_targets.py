@@ -229,10 +229,8 @@ def _counted(recipe: Recipe, side: str, model: Model) -> Recipe:
         return recipe
     if model.depth is None:
         raise Lost(
-            [
-                f"layers.last_fraction {share:g}: {side} counts a share of the blocks, and their number is"
-                " not known; give --blocks N, --model, or --num-layers among Megatron's arguments"
-            ]
+            f"layers.last_fraction {share:g}: {side} counts a share of the blocks, and their number is"
+            " not known; give --blocks N, --model, or --num-layers among Megatron's arguments"
         )
     first, last = skipped(recipe, model, side)
     return recipe.model_copy(

@@ -102,7 +102,7 @@ def confirm(
         Lost: another recipe is in force, or it cannot be read.
     """
     if name == "torchtitan" and sum(word.partition("=")[0] == _IMPORTS for word in words) > 1:
-        raise Lost([f"{_IMPORTS} stands in the command already, and torchtitan takes the last one alone"])
+        raise Lost(f"{_IMPORTS} stands in the command already, and torchtitan takes the last one alone")
     if name != "megatron" or not _contains(words, export.options):
         return
     texts = {str(path): text for path, text in export.texts.items()}
@@ -118,7 +118,7 @@ def confirm(
     except Lost:
         raise
     except ValueError as error:
-        raise Lost([str(error)]) from None
+        raise Lost(str(error)) from None
 
 
 def _contains(words: Sequence[str], options: Sequence[str]) -> bool:
@@ -136,7 +136,7 @@ def _of_file(
 def _json(recipe: Recipe, model: Model, path: Path, words: Sequence[str]) -> Export:
     text = recipe.model_dump_json(indent=2) + "\n"
     if Recipe.model_validate_json(text) != recipe:
-        raise Lost(["fprop, dgrad, wgrad: the recipe file stands for another recipe"])
+        raise Lost("fprop, dgrad, wgrad: the recipe file stands for another recipe")
     return Export(path, {path: text}, (str(path),))
 
 
@@ -155,7 +155,7 @@ def _counted(model: Model, words: Sequence[str]) -> Model:
     """
     blocks = megatron.blocks_of([shlex.join(words)])
     if blocks and model.depth and blocks != model.depth:
-        raise Lost([f"layers: --num-layers is {blocks}, and export says {model.depth} blocks; leave out one"])
+        raise Lost(f"layers: --num-layers is {blocks}, and export says {model.depth} blocks; leave out one")
     return model if model.depth else replace(model, blocks=blocks)
 
 
@@ -168,7 +168,7 @@ def _require_quantised(recipe: Recipe, model: Model) -> None:
     except Lost:  # layers are rules, which name no counts
         return
     if first + last >= model.depth:
-        raise Lost([f"layers: no block is quantised: {first} and {last} of {model.depth} stay in bf16"])
+        raise Lost(f"layers: no block is quantised: {first} and {last} of {model.depth} stay in bf16")
 
 
 def _megatron(recipe: Recipe, model: Model, path: Path, words: Sequence[str]) -> Export:
@@ -179,7 +179,7 @@ def _megatron(recipe: Recipe, model: Model, path: Path, words: Sequence[str]) ->
     except Lost:
         raise
     except ValueError as error:
-        raise Lost([str(error)]) from None
+        raise Lost(str(error)) from None
     texts = {path: TARGETS["megatron"].write(recipe, model)}
     options = [word for option in made.options.items() for word in option if word]
     variables = dict(made.variables)

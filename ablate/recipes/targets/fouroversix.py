@@ -88,7 +88,7 @@ def write(recipe: Recipe, model: Model) -> str:
         ]
     options, differences = _nearest(recipe.products)
     if reasons:
-        raise Lost([*reasons, *differences])
+        raise Lost(*reasons, *differences)
     if any(products == recipe.products for products in _by_layer(recipe, model).values()):
         reasons += differences
     overrides: dict[str, Json] = {}
@@ -104,7 +104,7 @@ def write(recipe: Recipe, model: Model) -> str:
         decider = recipe.layers.deciders(model.layers)[name]
         reasons += [f"layers.rules.{decider}.use.{reason}" for reason in more]
     if reasons:
-        raise Lost(list(dict.fromkeys(reasons)))
+        raise Lost(*reasons)
     text = (
         json.dumps(options | {"module_config_overrides": overrides, "modules_to_not_convert": kept}, indent=2)
         + "\n"

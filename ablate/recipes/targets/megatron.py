@@ -401,7 +401,7 @@ def job(recipe: Recipe, model: Model, target: str = "Megatron-LM", rules: bool =
     except Lost as lost:
         reasons += lost.reasons
     if reasons:
-        raise Lost(list(dict.fromkeys(reasons)))
+        raise Lost(*reasons)
     variables = _variables([each for each in classes if each])
     options = {"--bf16": ""} | _named(classes[0])
     if first or last:
@@ -439,9 +439,9 @@ def _builtin(products: Products, target: str) -> Builtin | None:
         why = (
             "a history of amaxes that TE advances by autocast region" if delayed else "quantizers of its own"
         )
-        raise Lost([f"fprop, dgrad, wgrad: the recipe needs {why}, and {target} names TE's own classes"])
+        raise Lost(f"fprop, dgrad, wgrad: the recipe needs {why}, and {target} names TE's own classes")
     if dict(description.options).get("enable_2d_quantization"):
-        raise Lost([f"fprop.w.block 32x32: {target} makes MXFP8BlockScaling without it; use 1x32"])
+        raise Lost(f"fprop.w.block 32x32: {target} makes MXFP8BlockScaling without it; use 1x32")
     return description
 
 
@@ -474,7 +474,7 @@ def _of_experts(recipe: Recipe, model: Model) -> Iterator[str]:
         takes = f"routed:{multiple(recipe.products)}"
         if recipe.products.plain or padding != takes:
             here = "does not pad experts in bf16; write zeros" if recipe.products.plain else f"has {takes}"
-            raise Lost([f"experts.padding {padding}: Megatron-LM {here}"])
+            raise Lost(f"experts.padding {padding}: Megatron-LM {here}")
         yield _ROUTED
     if padding != "zeros" or has_experts(model.layers):
         yield _GROUPED
@@ -491,7 +491,7 @@ def _variables(builtins: Sequence[Builtin]) -> dict[str, str]:
                 values[_text(options[option], option, default)] = description.name
         if len(values) > 1:
             raise Lost(
-                [f"layers.rules: {variable} is one for the whole job, and its layers need {sorted(values)}"]
+                f"layers.rules: {variable} is one for the whole job, and its layers need {sorted(values)}"
             )
         text = next(iter(values), None if option == "backward_override" else default)
         if text is not None and (text or option != "backward_override"):

@@ -106,7 +106,7 @@ def translated(recipe: Recipe, layers: Sequence[Layer]) -> Recipe:
             found = [block for block in sorted(blocks) if counts[module, block]]
             if any(counts[module, block] != len(own) for block in found):
                 why = f"Megatron has one {module} for {', '.join(own)}; select all of them"
-                raise Lost([f"layers.rules.{number} {rule.match}: {why}"])
+                raise Lost(f"layers.rules.{number} {rule.match}: {why}")
             names = (
                 [f"*.{module}"]
                 if len(found) == len(blocks)
@@ -139,7 +139,7 @@ def written(recipe: Recipe, layers: tuple[Layer, ...], to_fields: ToFields) -> s
         configs[name] = fields
         matchers += [(pattern, name) for pattern in patterns]
     if reasons:
-        raise Lost(reasons)
+        raise Lost(*reasons)
     return "\n".join(_lines(configs, matchers)) + "\n"
 
 
@@ -166,22 +166,18 @@ def _patterns(match: Match, layers: tuple[Layer, ...]) -> Iterator[str]:
     """Yield globs on module paths that select what a rule does; Lost if there are none."""
     if match.within is not None:
         raise Lost(
-            [
-                f"match within {match.within}: Megatron matches names, not classes; write its names, such as"
-                " --set 'recipe.layers.rules=[{match: {name: \"*.self_attention.*\"}}]' for attention, or"
-                ' "*.experts.*" for experts'
-            ]
+            f"match within {match.within}: Megatron matches names, not classes; write its names, such as"
+            " --set 'recipe.layers.rules=[{match: {name: \"*.self_attention.*\"}}]' for attention, or"
+            ' "*.experts.*" for experts'
         )
     if not (selected := select(match, layers).layers):
         example = layers[-1].name if layers else "decoder.layers.0.mlp.linear_fc1"
         raise Lost(
-            [
-                f"match {match}: selects none of Megatron's layers, whose names are such as {example!r};"
-                " for those of experts give --model"
-            ]
+            f"match {match}: selects none of Megatron's layers, whose names are such as {example!r};"
+            " for those of experts give --model"
         )
     if match.name is not None and any(character in match.name for character in "\"'\\\n"):
-        raise Lost([f"match {match}: a quoting character in a name"])
+        raise Lost(f"match {match}: a quoting character in a name")
     if match.blocks is None:
         yield str(match.name)
         return

@@ -25,12 +25,13 @@ class Lost(ValueError):
     """A target cannot hold a recipe.
 
     Attributes:
-        reasons: sentences that begin with the path of a field, such as `schedule.0.start decay: ...`.
+        reasons: sentences that begin with the path of a field, such as `schedule.0.start decay: ...`, each
+            once.
     """
 
-    def __init__(self, reasons: Sequence[str]) -> None:
-        super().__init__("; ".join(reasons))
-        self.reasons = list(reasons)
+    def __init__(self, *reasons: str) -> None:
+        self.reasons = list(dict.fromkeys(reasons))
+        super().__init__("; ".join(self.reasons))
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def unheld(
         Lost: an operand calls a function of the user's, which no target has.
     """
     if own := [f"{path} {word}: {target} cannot call your function" for path, word in own_words(recipe)]:
-        raise Lost(own)
+        raise Lost(*own)
     unwritten = [*_unwritten(recipe, target)]
     yield from unwritten
     yield from unheld_experts(recipe, target, routed)
@@ -112,10 +113,8 @@ def skipped(recipe: Recipe, model: Model, target: str) -> tuple[int, int]:
         return counts.skip_first, counts.skip_last
     if depth is None:
         raise Lost(
-            [
-                f"layers.last_fraction {counts.last_fraction:g}: {target} counts blocks, and their number"
-                f" is not known; give {model.by[0]}"
-            ]
+            f"layers.last_fraction {counts.last_fraction:g}: {target} counts blocks, and their number"
+            f" is not known; give {model.by[0]}"
         )
     quantised = [counts.quantises(block, depth) for block in range(depth)]
     return counts.skip_first, depth - 1 - max((b for b in range(depth) if quantised[b]), default=-1)
@@ -161,7 +160,7 @@ def confirmed(recipe: Recipe, made: Recipe, model: Model, what: str) -> None:
     if not _same_layers(recipe, made, model):
         reasons.append(f"layers: {what} would quantise other layers")
     if reasons:
-        raise Lost(reasons)
+        raise Lost(*reasons)
 
 
 def _same_layers(recipe: Recipe, made: Recipe, model: Model) -> bool:

@@ -82,10 +82,10 @@ def torchtitan_blocks(recipe: Recipe, model: Model) -> list[str]:
     if made is None:
         return []
     if model.depth is None:
-        raise Lost([f"layers: torchtitan names the blocks that it converts; give {model.by[0]}"])
+        raise Lost(f"layers: torchtitan names the blocks that it converts; give {model.by[0]}")
     names = [f"layers.{block}." for block in range(first, model.depth - last)]
     if not names:
-        raise Lost(["layers: no block is quantised, and torchtitan would then convert every layer"])
+        raise Lost("layers: no block is quantised, and torchtitan would then convert every layer")
     return names
 
 
@@ -149,7 +149,7 @@ def _held(
     except Lost as lost:
         reasons += lost.reasons
     if reasons:
-        raise Lost(reasons)
+        raise Lost(*reasons)
     return found, first, last
 
 

@@ -47,7 +47,7 @@ def write(recipe: Recipe, model: Model) -> str:
     if len(recipe.schedule) > _MOST_PHASES:
         reasons.append(f"schedule: {len(recipe.schedule)} phases; {_MOST_PHASES} at most are written out")
     if reasons:
-        raise Lost(list(dict.fromkeys(reasons)))
+        raise Lost(*reasons)
     names: dict[Builtin | Custom, str] = {}
     own = _by_phase(recipe.products, recipe.schedule, names)
     rules = [rule.use and _by_phase(rule.use, recipe.schedule, names) for rule in recipe.layers.rules]
