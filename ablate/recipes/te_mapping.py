@@ -34,7 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Select, argument, tag
 from ablate.recipes.changes import as_data, as_word, changes
@@ -50,6 +50,7 @@ from ablate.recipes.recipe import (
     Wgrad,
 )
 
+AnyProducts = TypeVar("AnyProducts", bound=Products)
 Family = Literal["high", "fp8", "fp8_delayed", "mxfp8", "nvfp4"]
 TENSORS = {
     "input": ("fprop.x", "wgrad.x"),
@@ -210,9 +211,9 @@ def _custom(products: Products) -> Custom:
     return Custom(**copies)
 
 
-def canonical(products: Products) -> Products:
-    """Return the products as `products_of` writes them: a forward copy that is exact in bf16 is taken in
-    bf16, which changes no bit.
+def canonical(products: AnyProducts) -> AnyProducts:
+    """Return the products, or a recipe's, as `products_of` writes them: a forward copy that is exact in bf16
+    is taken in bf16, which changes no bit.
     """
     for slot, forward in FORWARD_COPY.items():
         again, copied = products.slot(slot), products.slot(forward)

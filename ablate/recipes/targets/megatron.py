@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ablate.errors import nearest
 from ablate.recipes.experts import Experts
-from ablate.recipes.recipe import DIRECTIONS, Layers, Products, Recipe
+from ablate.recipes.recipe import Layers, Products, Recipe
 from ablate.recipes.targets import megatron_precision
 from ablate.recipes.targets.experts import has_experts, multiple
 from ablate.recipes.targets.model import Lost, Model, confirmed, skipped, unheld
@@ -74,17 +74,29 @@ _IN_FILE = {
     "fp8_format": "--fp8-format",
 }
 """Arguments that the file on single layers has as fields."""
-_GATHERED = ("--fp8-param-gather", "--fp4-param-gather")
-"""Switches that keep quantised weights between steps. They change no number: TE casts the master weights to
-bf16 first, as without them (Transformer Engine 2.20.2, `quantize_master_weights`).
-"""
+_READ = {
+    "--fp8-recipe": ("tensorwise", "delayed", "mxfp8"),
+    "--fp4-recipe": ("nvfp4",),
+    "fp8_quantization_recipe": ("tensorwise", "mxfp8"),
+    "fp4_quantization_recipe": ("nvfp4",),
+}
+"""Recipes that are read, by the argument or the field that names them."""
 _ROUTED = "--moe-router-padding-for-quantization"
 """Switch that fills each expert with tokens that the router sends elsewhere (`moe_utils.pad_routing_map`)."""
+_NEEDS = {
+    "--fp8-param-gather": ("--fp8-format",),
+    "--fp4-param-gather": ("--fp4-format",),
+    _ROUTED: ("--fp4-format", "--fp8-format"),
+}
+"""Switches without which Megatron does not start unless one of some options is given. The first two keep
+quantised weights between steps. They change no number: TE casts the master weights to bf16 first, as without
+them (Transformer Engine 2.20.2, `quantize_master_weights`).
+"""
 _GROUPED = "--moe-grouped-gemm"
 """Switch that multiplies all experts of a block at once. It changes no expert's scales, so it is written and
 not read.
 """
-_SWITCHES = ("--bf16", "--first-last-layers-bf16", "--no-fp8-wgrad", _ROUTED, *_GATHERED)
+_SWITCHES = ("--bf16", "--first-last-layers-bf16", "--no-fp8-wgrad", *_NEEDS)
 _ALIASES = {"--disable-fp8-wgrad": "--no-fp8-wgrad", "--moe-router-padding-for-fp8": _ROUTED}
 """Other names of the same options."""
 _REFUSED = (
@@ -191,11 +203,10 @@ def read(
             mistyped option about precision.
     """
     said = _said(arguments)
-    for name in _GATHERED:
-        if name in said and (form := _format_of(name)) not in said:
-            raise ValueError(f"{name}: Megatron does not start without {form}; give it, or leave {name} out")
-    if _ROUTED in said and not {"--fp8-format", "--fp4-format"} & said.keys():
-        raise ValueError(f"{_ROUTED}: Megatron does not start without --fp4-format or --fp8-format")
+    for name, forms in _NEEDS.items():
+        if name in said and not said.keys() & {*forms}:
+            without = f"Megatron does not start without {' or '.join(forms)}"
+            raise ValueError(f"{name}: {without}; give it, or leave {name} out")
     for name in _REFUSED:
         if name in said:
             raise ValueError(f"{name}: a configuration of its own, which is not read here; leave it out")
@@ -210,7 +221,9 @@ def read(
         raise ValueError(f"{_LAYERS} {path}: {why}") from None
 
     def products(fields: Mapping[str, object]) -> Products:
-        return _of_fields(fields, environment)
+        kind = "fp8" if fields["fp8_quantization_recipe"] else "fp4"
+        named = f"{kind}_quantization_recipe"
+        return _made(named, fields[named], fields["fp8_format"] if kind == "fp8" else None, environment)
 
     rules = megatron_precision.rules_of(text, recipe, products)
     stages = said.get("--pipeline-model-parallel-size") or "1"
@@ -275,49 +288,42 @@ def _counted(said: Mapping[str, str | None], environment: Mapping[str, str]) -> 
     layers = Layers(skip_first=first, skip_last=last)
     if not fp8 and not fp4:
         return Recipe(layers=layers)
-    name = str(values["--fp4-recipe"] if fp4 else values["--fp8-recipe"])
-    if name not in _CLASSES or (name == "nvfp4") != bool(fp4):
-        known = "nvfp4" if fp4 else "tensorwise, delayed or mxfp8"
-        raise ValueError(f"--{'fp4' if fp4 else 'fp8'}-recipe {name}: read are {known}")
     if fp4 and fp4 != "e2m1":
         raise ValueError(f"--fp4-format {fp4}: e2m1")
+    named = "--fp4-recipe" if fp4 else "--fp8-recipe"
+    delayed = values[named] == "delayed"
     more: dict[str, object] = {}
-    if name == "delayed":
+    if delayed:
         more = {
             "amax_history_len": _count(values, "--fp8-amax-history-len"),
             "amax_compute_algo": str(values["--fp8-amax-compute-algo"]),
             "margin": _count(values, "--fp8-margin"),
         }
-    recipe = _made(name, fp8, environment, **more)
-    if "--no-fp8-wgrad" in said and name == "delayed":
-        recipe = recipe.model_copy(update={"wgrad": recipe.wgrad.high_precision()})
-    padding = f"routed:{multiple(recipe.products)}" if _ROUTED in said else "zeros"
-    return recipe.model_copy(update={"layers": layers, "experts": Experts(padding=padding)})
+    products = _made(named, values[named], fp8, environment, **more)
+    if "--no-fp8-wgrad" in said and delayed:
+        products = products.model_copy(update={"wgrad": products.wgrad.high_precision()})
+    padding = f"routed:{multiple(products)}" if _ROUTED in said else "zeros"
+    return Recipe.of(products, layers=layers, experts=Experts(padding=padding))
 
 
-def _made(word: str, form: str | None, environment: Mapping[str, str], **more: object) -> Recipe:
-    """Return the recipe of TE's class that Megatron makes.
+def _made(named: str, word: object, form: object, environment: Mapping[str, str], **more: object) -> Products:
+    """Return the products of the class of TE that Megatron makes.
 
     Args:
+        named: argument or field that names the class: a key of _READ.
         word: Megatron's name of the class.
         form: its FP8 format; None for FP4.
         environment: variables of the job.
         more: other options of the class.
     """
-    options = from_environment(_CLASSES[word], environment) | more
+    if word not in _READ[named]:
+        known = ", ".join(_READ[named]).rsplit(", ", 1)
+        raise ValueError(f"{named} {word}: read are {' or '.join(known)}")
     if form is not None and form not in _FP8:
         raise ValueError(f"--fp8-format {form}: e4m3 or hybrid")
-    return recipe_of(standing_in(_CLASSES[word], options | ({"fp8_format": _FP8[form]} if form else {})))
-
-
-def _of_fields(fields: Mapping[str, object], environment: Mapping[str, str]) -> Products:
-    """Return the products of a recipe in the file of `--te-precision-config-file`."""
-    fp8 = fields["fp8_quantization_recipe"]
-    kind, allowed = ("fp8", ("tensorwise", "mxfp8")) if fp8 else ("fp4", ("nvfp4",))
-    word = str(fields[f"{kind}_quantization_recipe"])
-    if word not in allowed:
-        raise ValueError(f"{kind}_quantization_recipe {word}: read are {' and '.join(allowed)}")
-    return _made(word, str(fields["fp8_format"]) if fp8 else None, environment).products
+    name = _CLASSES[str(word)]
+    options = from_environment(name, environment) | more | ({"fp8_format": _FP8[str(form)]} if form else {})
+    return recipe_of(standing_in(name, options)).products
 
 
 def from_environment(name: str, environment: Mapping[str, str]) -> dict[str, object]:
@@ -329,15 +335,11 @@ def from_environment(name: str, environment: Mapping[str, str]) -> dict[str, obj
     """
     options: dict[str, object] = {}
     for variable, (owner, option, default) in VARIABLES.items():
-        if owner not in ("", name):
-            continue
-        text = environment.get(variable, default)
-        if default in ("0", "1"):
-            options[option] = text == "1"
-        elif option == "backward_override":
-            options[option] = text if variable in environment else None
-        else:
-            options[option] = text.upper() if option.endswith("err_mode") else text
+        if owner in ("", name):
+            text = environment.get(variable, default or None)
+            options[option] = text == "1" if default in ("0", "1") else text
+            if text and option.endswith("err_mode"):
+                options[option] = text.upper()
     return options
 
 
@@ -458,13 +460,11 @@ def _named(description: Builtin | None) -> dict[str, str]:
 
 def _read_back(recipe: Recipe) -> Recipe:
     """Return a recipe as `read` spells it: of several spellings of the same bits, one."""
-    products = canonical(recipe.products)
     rules = tuple(
         rule.model_copy(update={"use": rule.use and canonical(rule.use)}) for rule in recipe.layers.rules
     )
-    update: dict[str, object] = {name: getattr(products, name) for name in DIRECTIONS["all"]}
-    update["layers"] = recipe.layers.model_copy(update={"rules": rules})
-    return recipe.model_copy(update=update)
+    layers = recipe.layers.model_copy(update={"rules": rules})
+    return canonical(recipe).model_copy(update={"layers": layers})
 
 
 def _of_experts(recipe: Recipe, model: Model) -> Iterator[str]:
@@ -484,27 +484,15 @@ def _variables(builtins: Sequence[Builtin]) -> dict[str, str]:
     """Return the value of each of TE's variables that is set; Lost if two classes need different ones."""
     variables: dict[str, str] = {}
     for variable, (owner, option, default) in VARIABLES.items():
-        values = {}
-        for description in builtins:
-            options = dict(description.options)
-            if owner in ("", description.name) and option in options:
-                values[_text(options[option], option, default)] = description.name
+        given = [dict(each.options).get(option, default) for each in builtins if owner in ("", each.name)]
+        values = {str(int(value) if isinstance(value, bool) else value or "") for value in given}
         if len(values) > 1:
             raise Lost(
                 f"layers.rules: {variable} is one for the whole job, and its layers need {sorted(values)}"
             )
-        text = next(iter(values), None if option == "backward_override" else default)
-        if text is not None and (text or option != "backward_override"):
+        if text := next(iter(values), default):
             variables[variable] = text
     return variables
-
-
-def _text(value: object, option: str, default: str) -> str:
-    if isinstance(value, bool):
-        return str(int(value))
-    if value is None:
-        return "" if option == "backward_override" else default
-    return str(value)
 
 
 def embedded(script: str) -> str | None:
