@@ -39,6 +39,15 @@ def multiple(products: Products) -> int:
     return 128 if "nvfp4" in used else 32 if "mxfp8" in used else 16
 
 
+_UNHELD = {
+    "padding": "{target} gets no such setting; write zeros",
+    "gate_up": "in {target} the model decides it, and one matrix is usual; write fused",
+    "rounding_state": "{target} leaves random words to its kernels; write own",
+    "routing": "{target} does not replay a router's choices; write free",
+}
+"""Reasons why no target holds another value than the usual one, by field."""
+
+
 def unheld_experts(recipe: Recipe, target: str, routed: bool) -> Iterator[str]:
     """Yield the fields of `experts` that a target cannot hold.
 
@@ -47,21 +56,10 @@ def unheld_experts(recipe: Recipe, target: str, routed: bool) -> Iterator[str]:
         target: name of the stack, for the sentences.
         routed: True if the target pads experts with tokens, by Megatron's multiple.
     """
-    experts, usual = recipe.experts, Experts()
-    if experts.padding != usual.padding and not routed:
-        yield f"experts.padding {experts.padding}: {target} gets no such setting; write zeros"
-    if experts.gate_up != usual.gate_up:
-        yield (
-            f"experts.gate_up {experts.gate_up}: in {target} the model decides it, and one matrix is usual;"
-            " write fused"
-        )
-    if experts.rounding_state != usual.rounding_state:
-        yield (
-            f"experts.rounding_state {experts.rounding_state}: {target} leaves random words to its kernels;"
-            " write own"
-        )
-    if experts.routing != usual.routing:
-        yield f"experts.routing {experts.routing}: {target} does not replay a router's choices; write free"
+    for name, why in _UNHELD.items():
+        value = getattr(recipe.experts, name)
+        if value != getattr(Experts(), name) and not (routed and name == "padding"):
+            yield f"experts.{name} {value}: {why.format(target=target)}"
 
 
 def rules_for_one(recipe: Recipe, layers: Sequence[Layer], target: str) -> Iterator[str]:
