@@ -32,7 +32,7 @@ from ablate.numerics.quantize import quantize
 from ablate.recipes import PRESETS, Recipe
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Layers, Rule, Run
-from ablate.recipes.targets import TARGETS, Lost, Model, megatron
+from ablate.recipes.targets import TARGETS, Lost, Model, fouroversix, megatron
 from ablate.recipes.targets.experts import FUSED, SWITCHES, grouped_switches
 from ablate.recipes.targets.megatron import VARIABLES, from_environment, read, standing_in, without_effect
 from ablate.recipes.targets.megatron_precision import modules
@@ -737,6 +737,25 @@ def test_torchtitan_gets_the_blocks_that_are_quantised(monkeypatch):
     assert run(TARGETS["torchtitan"].write(PRESETS["bf16"](), Model("it", 20)))["CONVERTERS"] == []
     with pytest.raises(Lost, match="would then convert every layer"):
         TARGETS["torchtitan"].write(resolve("nvfp4", ["skip_last=20"]), Model("it", 20))
+
+
+# fouroversix
+
+
+MISTAKEN = {
+    "weight_scale_2d": "yes",
+    "keep_master_weights": [True],
+    "quantize_backend": {"triton": True},
+    "matmul_backend": ["cutlass"],
+    "gradient_round_style": None,
+}
+
+
+@every(field=MISTAKEN)
+def test_a_value_of_another_type_is_refused_by_the_field_of_fouroversix(field):
+    data = json.loads(TARGETS["fouroversix"].write(PRESETS["nvfp4"](), Model("it")))
+    with pytest.raises(ValueError, match=rf"^{field} .*: "):
+        fouroversix.read(json.dumps(data | {field: MISTAKEN[field]}))
 
 
 # Experts

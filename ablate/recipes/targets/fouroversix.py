@@ -18,8 +18,10 @@ outer scale, the order of Transformer Engine up to 2.14: E4M3 rounds exact ties 
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, product
+from typing import NamedTuple
 
 from ablate.files import Json
 from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant, Range, Select
@@ -48,26 +50,43 @@ OPERANDS: Mapping[str, Mapping[str, Quant]] = {
     "nvint4": {"static_6": Quant(element="int4")},
 }
 """Quantiser of an operand by data type and scale rule, rounded to nearest in blocks of one row."""
-_BITS: Mapping[str | None, int] = {"pytorch": 24, "triton": 8, None: 8}
+_BITS: Mapping[Json, int] = {"pytorch": 24, "triton": 8, None: 8}
 """Random bits of stochastic rounding by quantisation backend: PyTorch draws a number of fp32, the kernel has
 the GPU's instruction."""
 _TENSORS = ("activation", "weight", "gradient")
 _STYLES = ("nearest", "stochastic")
-_DEFAULTS: Mapping[str, Json] = {
-    **{f"{tensor}_dtype": None for tensor in _TENSORS},
-    **{f"{tensor}_scale_rule": None for tensor in _TENSORS},
-    "activation_round_style": "nearest",
-    "weight_round_style": "nearest",
-    "gradient_round_style": "stochastic",
-    "dtype": "nvfp4",
-    "scale_rule": "mse",
-    "weight_scale_2d": False,
-    "keep_master_weights": False,
-    "quantize_backend": None,
-    "matmul_backend": None,
-    "output_dtype": "bfloat16",
+
+
+class Field(NamedTuple):
+    """Field of ModuleQuantizationConfig."""
+
+    default: Json
+    values: tuple[Json, ...] = ()
+    """Values that are read; empty if OPERANDS has them."""
+    why: str = ""
+    """Reason why no others are read."""
+
+
+FIELDS: Mapping[str, Field] = {
+    **{f"{tensor}_dtype": Field(None) for tensor in _TENSORS},
+    **{f"{tensor}_scale_rule": Field(None) for tensor in _TENSORS},
+    **{
+        f"{tensor}_round_style": Field(style, _STYLES, "nearest or stochastic")
+        for tensor, style in zip(_TENSORS, ("nearest", "nearest", "stochastic"), strict=True)
+    },
+    "dtype": Field("nvfp4"),
+    "scale_rule": Field("mse"),
+    "weight_scale_2d": Field(False, (False, True), "true or false"),
+    "keep_master_weights": Field(
+        False, (True,), "without master weights fouroversix has no backward pass; write true"
+    ),
+    "quantize_backend": Field(
+        None, (*_BITS,), "null, triton or pytorch; the others have no stochastic rounding of their own"
+    ),
+    "matmul_backend": Field(None, (None, "pytorch", "triton", "cutlass"), "null, pytorch, triton or cutlass"),
+    "output_dtype": Field("bfloat16", ("bfloat16",), "products in bfloat16 are emulated"),
 }
-"""Fields of ModuleQuantizationConfig with their defaults."""
+_DEFAULTS: Mapping[str, Json] = {name: field.default for name, field in FIELDS.items()}
 _OF_MODELS: Mapping[str, Json] = {"module_config_overrides": {}, "modules_to_not_convert": ["lm_head"]}
 _WHY = "fouroversix's nearest configuration has"
 
@@ -89,26 +108,23 @@ def write(recipe: Recipe, model: Model) -> str:
     options, differences = _nearest(recipe.products)
     if reasons:
         raise Lost(*reasons, *differences)
-    if any(products == recipe.products for products in _by_layer(recipe, model).values()):
-        reasons += differences
+    deciders = recipe.layers.deciders(model.layers) or {"": "own"}
     overrides: dict[str, Json] = {}
-    kept = ["lm_head"]
-    for name, products in _by_layer(recipe, model).items():
-        if products == recipe.products or not name:
-            continue
-        if products.plain:
+    kept: list[Json] = ["lm_head"]
+    for name, decider in deciders.items():
+        products = recipe.decided(decider) or Products()
+        if products == recipe.products:
+            reasons = [*differences, *reasons]
+        elif products.plain:
             kept.append(name)
-            continue
-        override, more = _nearest(products)
-        overrides[name] = dict(override.items())
-        decider = recipe.layers.deciders(model.layers)[name]
-        reasons += [f"layers.rules.{decider}.use.{reason}" for reason in more]
+        else:
+            override, more = _nearest(products)
+            overrides[name] = override
+            reasons += [f"layers.rules.{decider}.use.{reason}" for reason in more]
     if reasons:
         raise Lost(*reasons)
-    text = (
-        json.dumps(options | {"module_config_overrides": overrides, "modules_to_not_convert": kept}, indent=2)
-        + "\n"
-    )
+    of_model = {"module_config_overrides": overrides, "modules_to_not_convert": kept}
+    text = json.dumps(options | of_model, indent=2) + "\n"
     confirmed(recipe, read(text), model, "fouroversix's file")
     return text
 
@@ -149,14 +165,6 @@ def read(text: str) -> Recipe:
     return Recipe.of(products, layers=Layers(rules=tuple(rules)))
 
 
-def _by_layer(recipe: Recipe, model: Model) -> dict[str, Products]:
-    """Return the products of each layer by its name; of a model that is not known, those of all others."""
-    if not model.layers:
-        return {"": recipe.products}
-    deciders = recipe.layers.deciders(model.layers)
-    return {name: recipe.decided(decider) or Products() for name, decider in deciders.items()}
-
-
 def _exactly(name: str) -> Match:
     if set(name) & set("*?["):
         raise ValueError(f"{name}: fouroversix takes names literally, and *, ? and [ are wildcards here")
@@ -169,35 +177,28 @@ def _exactly(name: str) -> Match:
 def _nearest(products: Products) -> tuple[dict[str, Json], list[str]]:
     """Return the configuration with the fewest fields that differ from these products, and those fields."""
     ours, found = as_data(products), []
-    for dtype, backend in ((dtype, backend) for dtype in OPERANDS for backend in _BITS):
-        options: dict[str, Json] = {"dtype": dtype, "quantize_backend": backend}
-        for tensor, quant in zip(
-            _TENSORS, (products.fprop.x, products.fprop.w, products.dgrad.g), strict=True
-        ):
+    quants = (products.fprop.x, products.fprop.w, products.dgrad.g)
+    for dtype, backend in product(OPERANDS, _BITS):
+        options = {**_DEFAULTS, "dtype": dtype, "quantize_backend": backend, "keep_master_weights": True}
+        for tensor, quant in zip(_TENSORS, quants, strict=True):
             options |= _nearest_operand(tensor, quant, options)
         options["scale_rule"] = options["activation_scale_rule"]
-        options = {**_DEFAULTS, **options, "keep_master_weights": True}
         reasons = [
             f"{path} {as_word(value)}: {_WHY} {as_word(other)}"
             for path, value, other in changes(ours, as_data(_products(options, "")))
         ]
-        found.append((len(reasons), backend is not None and not _draws(options), options, reasons))
+        idle = backend is not None and "stochastic" not in options.values()
+        found.append((len(reasons), idle, options, reasons))
     *_, options, reasons = min(found, key=lambda each: each[:2])
     return options, reasons
-
-
-def _draws(options: Mapping[str, Json]) -> bool:
-    return any(options[f"{tensor}_round_style"] == "stochastic" for tensor in _TENSORS)
 
 
 def _nearest_operand(tensor: str, quant: Quant | None, options: Mapping[str, Json]) -> dict[str, Json]:
     """Return the fields of one tensor that differ least from a quantiser."""
     dtype = str(options["dtype"])
     ours: Mapping[str, Json] = {} if quant is None else _data(quant)
-    found = []
-    for rule, style, square in (
-        (rule, style, square) for rule in OPERANDS[dtype] for style in _STYLES for square in (False, True)
-    ):
+    found, squares = [], (False, True) if tensor == "weight" else (False,)
+    for rule, style, square in product(OPERANDS[dtype], _STYLES, squares):
         chosen: dict[str, Json] = {
             f"{tensor}_dtype": dtype,
             f"{tensor}_scale_rule": rule,
@@ -205,13 +206,9 @@ def _nearest_operand(tensor: str, quant: Quant | None, options: Mapping[str, Jso
         }
         if tensor == "weight":
             chosen["weight_scale_2d"] = square
-        elif square:
-            continue
-        try:
-            made = _operand(tensor, {**_DEFAULTS, **options, **chosen}, "")
-        except ValueError:
-            continue
-        found.append((len([*changes(ours, _data(made))]), chosen))
+        with suppress(ValueError):  # not emulated
+            made = _operand(tensor, {**options, **chosen}, "")
+            found.append((len([*changes(ours, _data(made))]), chosen))
     return min(found, key=lambda each: each[0])[1]
 
 
@@ -226,20 +223,9 @@ def _products(data: Mapping[str, Json], where: str) -> Products:
     if unknown:
         raise ValueError(f"{', '.join(unknown)}: no field of fouroversix 1.0.5 that has a counterpart here")
     options = {**_DEFAULTS, **data}
-    if options["keep_master_weights"] is not True:
-        raise ValueError(
-            f"{where}keep_master_weights {as_word(options['keep_master_weights'])}: without master weights"
-            " fouroversix has no backward pass; write true"
-        )
-    if options["output_dtype"] != "bfloat16":
-        raise ValueError(f"{where}output_dtype {options['output_dtype']}: products in bfloat16 are emulated")
-    if options["quantize_backend"] not in _BITS:
-        raise ValueError(
-            f"{where}quantize_backend {options['quantize_backend']}: null, triton or pytorch; the others"
-            " have no stochastic rounding of their own"
-        )
-    if options["matmul_backend"] not in (None, "pytorch", "triton", "cutlass"):
-        raise ValueError(f"{where}matmul_backend {options['matmul_backend']}: null, pytorch, triton, cutlass")
+    for name, field in FIELDS.items():
+        if field.values and options[name] not in field.values:
+            raise ValueError(f"{where}{name} {as_word(options[name])}: {field.why}")
     x, w, g = (_operand(tensor, options, where) for tensor in _TENSORS)
     return Products(fprop=Fprop(x=x, w=w), dgrad=Dgrad(g=g, w=w), wgrad=Wgrad(g=g, x=x, hadamard=Hadamard()))
 
@@ -248,7 +234,6 @@ def _operand(tensor: str, options: Mapping[str, Json], where: str) -> Quant:
     """Return the quantiser of one tensor."""
     dtype = str(options[f"{tensor}_dtype"] or options["dtype"])
     rule = str(options[f"{tensor}_scale_rule"] or options["scale_rule"])
-    style = str(options[f"{tensor}_round_style"])
     if dtype not in OPERANDS:
         raise ValueError(f"{where}{tensor}_dtype {dtype}: emulated are {', '.join(OPERANDS)}")
     if dtype != (options["activation_dtype"] or options["dtype"]):
@@ -257,25 +242,18 @@ def _operand(tensor: str, options: Mapping[str, Json], where: str) -> Quant:
         raise ValueError(
             f"{where}{tensor}_scale_rule {rule} of {dtype}: emulated are {', '.join(OPERANDS[dtype])}"
         )
-    if style not in _STYLES:
-        raise ValueError(f"{where}{tensor}_round_style {style}: nearest or stochastic")
     quant = OPERANDS[dtype][rule]
     update: dict[str, object] = {}
-    if style == "stochastic":
+    if options[f"{tensor}_round_style"] == "stochastic":
         if quant.select:
             raise ValueError(
                 f"{where}{tensor}_scale_rule {rule} with {tensor}_round_style stochastic: a choice by error"
                 f" would bias the rounding, and is not emulated; write {tensor}_scale_rule static_6"
             )
-        update = {"rounding": "stochastic", "bits": _BITS[_backend(options)]}
+        update = {"rounding": "stochastic", "bits": _BITS[options["quantize_backend"]]}
     if tensor == "weight" and options["weight_scale_2d"]:
         update["block"] = _SQUARE[str(quant.block)]
     return quant.model_copy(update=update)
-
-
-def _backend(options: Mapping[str, Json]) -> str | None:
-    backend = options["quantize_backend"]
-    return None if backend is None else str(backend)
 
 
 # --- the authors' training scripts ----------------------------------------------------------------
