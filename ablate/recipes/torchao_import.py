@@ -121,7 +121,8 @@ def recipe_of_torchao(config: object) -> Recipe:
     name = type(config).__name__
     if name not in CLASSES:
         raise ValueError(f"{name}: recipes are read from torchao's {', '.join(CLASSES)}")
-    read, values = CLASSES[name].read, dict(_values(config))
+    read = CLASSES[name].read  # another torchao may lack one of its fields
+    values = dict.fromkeys((key for key, _ in _CHANGES if key in read), "missing") | dict(_values(config))
     wrong = [
         f"{name}.{field} {value}: "
         + (f"read is {' or '.join(read[field])}" if field in read else "not known here")

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import make_dataclass
 from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
@@ -667,6 +668,20 @@ def test_torchaos_own_object_of_what_is_written_is_read_as_the_recipe(case):
     made = run(TARGETS["torchao"].write(recipe, Model("it", BLOCKS)))
     assert type(made["CONFIG"]).__name__ == name
     assert recipe_of_torchao(made["CONFIG"]) == recipe
+
+
+@every(case=[("NVFP4TrainingConfig", "rht_sign_vector"), ("MXFP8TrainingOpConfig", "wgrad_with_hp")])
+def test_a_torchao_object_without_a_field_that_decides_is_refused(case):
+    """Another release may choose otherwise: torchao 0.18 draws signs unless it is given them."""
+    name, lacking = case
+    read = CLASSES[name].read
+    for fields in ([*read], [field for field in read if field != lacking]):
+        made = make_dataclass(name, [(field, str, read[field][0]) for field in fields])()
+        if lacking in fields:
+            assert recipe_of_torchao(made) == CLASSES[name].preset()
+            continue
+        with pytest.raises(ValueError, match=rf"{name}\.{lacking} missing: read is "):
+            recipe_of_torchao(made)
 
 
 def test_each_state_of_torchaos_classes_is_another_recipe():
