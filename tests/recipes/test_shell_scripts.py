@@ -208,6 +208,74 @@ def test_a_scope_that_te_does_not_have_is_refused_by_name(variable):
     )
 
 
+BATCH = {
+    "no option": ("", f"srun {JOB}", True),
+    "none": ("--export=NONE", f"srun {JOB}", False),
+    "none, and a variable of the script": ("--export NONE", f"export {OFF}=1\nsrun {JOB}", False),
+    "none, without srun": ("--export=NONE", f"export {OFF}=1\n{JOB}", True),
+    "nothing, without srun": ("--export=NIL", JOB, False),
+    "none, which srun does not get": (
+        "--export=NONE",
+        f"unset SLURM_EXPORT_ENV\nexport {OFF}=1\nsrun {JOB}",
+        True,
+    ),
+    "none, and all for srun": ("--export=none", f"export {OFF}=1\nsrun --export=ALL {JOB}", True),
+    "none, and all by a variable": (
+        "--export=NONE",
+        f"export SLURM_EXPORT_ENV=ALL {OFF}=1\nsrun {JOB}",
+        True,
+    ),
+    "all": ('--export="ALL,A=1"', f"srun {JOB}", True),
+    "others by name": ("--export=PATH,HOME", f"srun {JOB}", False),
+    "after other options": ("-N 2 --export=NONE --exclusive", f"srun {JOB}", False),
+    "the last of two": ("--export=NONE\n#SBATCH --export=ALL", f"srun {JOB}", True),
+    "in a comment on the options": ("--nodes=2 # --export=NONE", f"srun {JOB}", True),
+    "after a command": ("--nodes=2", f"cd /\n#SBATCH --export=NONE\nsrun {JOB}", True),
+    "a comment": ("--nodes=2", f"##SBATCH --export=NONE\n #SBATCH --export=NONE\nsrun {JOB}", True),
+    "srun's own variable": ("", f"export SLURM_EXPORT_ENV=ALL SRUN_EXPORT_ENV=NONE\nsrun {JOB}", False),
+    "the variable before srun": ("", f"SLURM_EXPORT_ENV=NONE srun {JOB}", False),
+    "the variable in a branch": ("", f"if true; then export SLURM_EXPORT_ENV=NONE; fi\nsrun {JOB}", ":3: "),
+    "the variable unknown": ("", f"export SLURM_EXPORT_ENV=$1\nsrun {JOB}", ":4: "),
+    "a file": ("--export-file=job.env", f"srun {JOB}", ":2: --export-file"),
+    "another scheduler": ("", f"#PBS -v {OFF}=0\nsrun {JOB}", f":3: {OFF} "),
+}
+"""Options of sbatch and lines of a script that is submitted where a variable is set: True if the job gets it."""
+
+
+@every(name=BATCH)
+def test_a_batch_script_gets_and_hands_on_the_variables_that_slurm_exports(name, tmp_path):
+    option, lines, expected = BATCH[name]
+    script, environment = tmp_path / "job.sh", tmp_path / "job.env"
+    environment.write_text(f"{OFF}=1\nPATH=/usr/bin\n")
+    script.write_text(f"#!/bin/bash\n#SBATCH {option}\n{lines}\n")
+    job = Job(script=script, environment=environment)
+    if isinstance(expected, str):
+        with pytest.raises(InputError, match=rf"job\.sh{expected}"):
+            job.in_force()
+    else:
+        recipe, variables = job.in_force()
+        assert (OFF in variables, recipe.wgrad.hadamard is None) == (expected, expected)
+
+
+def test_a_variable_of_the_submitting_shell_decides_what_a_batch_script_gets(tmp_path):
+    """Slurm's `SBATCH_EXPORT` overrides the options in a script, and says nothing to bash."""
+    script, environment = tmp_path / "job.sh", tmp_path / "job.env"
+    environment.write_text(f"{OFF}=1\nSBATCH_EXPORT=NONE\n")
+    for head, expected in (("#SBATCH --export=ALL\n", False), ("#SBATCH -N 1\n", False), ("", True)):
+        script.write_text(f"#!/bin/bash\n{head}{JOB}\n")
+        _, variables = Job(script=script, environment=environment).in_force()
+        assert (OFF in variables) is expected
+    environment.write_text(f"{OFF}=1\nexport SLURM_EXPORT_ENV=ALL  # as it was\n")
+    script.write_text(f"srun {JOB}\n")
+    assert OFF in Job(script=script, environment=environment).in_force()[1]
+
+
+def test_an_exported_array_without_items_is_no_variable(tmp_path):
+    script = tmp_path / "job.sh"
+    script.write_text(f"export A=()\n{JOB}\n")
+    assert "A" not in Job(script=script).in_force()[1]
+
+
 LAUNCH = {
     f"if [ -f env.sh ]; then . ./env.sh; fi\n{JOB}": None,
     f"[ -f env.sh ] && source env.sh\n{JOB}": None,

@@ -77,6 +77,11 @@ ASSIGNMENTS = {
     "substituted": "export N=$(echo V)",
     "substituted in backticks": "export N=`echo V`",
     "arithmetic": "export N=$((0 + V))",
+    "arithmetic in brackets": "export N=$[0 + V]",
+    "arithmetic in brackets and quotes": 'export N="$[0 + V]"',
+    "translated": 'export N=$"V"',
+    "braces": "export N={9,V}",
+    "braces before a command": "N={9,V} true\nexport N=V",
     "pipe": "export N=V | cat",
     "background": "export N=V &",
     "read": "read -r N <<< V\nexport N",
@@ -131,6 +136,12 @@ WRAPPINGS = {
     "srun": "srun --export=ALL,N=V JOB",
     "srun of some": "export N=V\nsrun --export A=1,N JOB",
     "srun of none": "export N=V\nsrun --export=NONE JOB",
+    "srun of all": "export N=V\nsrun JOB",
+    "srun of none by a variable": "export N=V SLURM_EXPORT_ENV=NONE\nsrun JOB",
+    "srun of none by its prefix": "export N=V\nSLURM_EXPORT_ENV=NONE srun JOB",
+    "srun of some by a variable": "export N=V SLURM_EXPORT_ENV=N,A=1\nsrun JOB",
+    "srun of all after none": "export SLURM_EXPORT_ENV=NONE\nexport N=V\nunset SLURM_EXPORT_ENV\nsrun JOB",
+    "srun of none in a branch": "export N=V\nif true; then export SLURM_EXPORT_ENV=NONE; fi\nsrun JOB",
     "container by name": "N=V docker run -e N my/image JOB",
     "Ray": """ray job submit --runtime-env-json='{"env_vars": {"N": "V"}}' -- JOB""",
     "Ray without": "export N=V\nray job submit -- JOB",
@@ -186,6 +197,8 @@ OPTIONS = {
     "of the launcher": "torchrun O W pretrain_gpt.py",
     "another's value": "JOB --name 'O W'",
     "braces": "JOB {O,W}",
+    "braces in a name": "JOB --{seed,first-last-layers-bf16,num-layers-at-end-in-bf16}=1",
+    "braces of a value": "JOB O={9,W}",
     "two jobs": "JOB\nJOB O W",
     "another program": "python3 - O W < /dev/null\nJOB",
     "another alone": "echo O W\nJOB",
@@ -246,9 +259,12 @@ start(words[2:])
     "srun": CARRIER
     + """
 option, equals, value = words[0].partition("=")
-names = (value if equals else words[1]).split(",")
+count, names = (1, value) if equals else (2, words[1])
+if option != "--export":
+    count, names = 0, os.environ.get("SLURM_EXPORT_ENV", "ALL")
+names = names.split(",")
 kept |= (dict(os.environ) if "ALL" in names else {}) | given(names)
-start(words[1 if equals else 2:])
+start(words[count:])
 """,
     "ray": CARRIER
     + """

@@ -5,7 +5,8 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,15 @@ _EXPORT = re.compile(r"\s*(?:export\s+|declare -x\s+)?([A-Za-z_]\w*)=(.*?)\s*$")
 TE_CLASSES = ("NVFP4BlockScaling", "MXFP8BlockScaling", "Float8CurrentScaling", "DelayedScaling")
 
 
+@contextmanager
+def _reading(place: str = "") -> Iterator[None]:
+    """Make an InputError, which begins with the place, of a ValueError."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"{place}{error}") from None
+
+
 @dataclass(frozen=True)
 class Job:
     """A job's configuration: one of the first five fields, and its environment."""
@@ -59,12 +69,9 @@ class Job:
         sources = (self.arguments, self.script, self.te, self.made, self.fouroversix)
         if sum(value is not None for value in sources) != 1:
             raise InputError("give one of --megatron-args, --script, --te, --object and --fouroversix")
-        try:
+        with _reading():
             variables = self._started.environment
-            recipe = self._recipe(variables)
-        except ValueError as error:
-            raise InputError(str(error)) from None
-        return recipe, variables
+            return self._recipe(variables), variables
 
     def ignored(self) -> list[str]:
         """Return a sentence for each argument about precision that Megatron-LM accepts and ignores.
@@ -72,10 +79,8 @@ class Job:
         Raises:
             InputError: the arguments cannot be read.
         """
-        try:
+        with _reading():
             return list(without_effect(self._started.words))
-        except ValueError as error:
-            raise InputError(str(error)) from None
 
     def blocks(self) -> int | None:
         """Return the number of the model's blocks; None if the arguments do not say it.
@@ -83,10 +88,8 @@ class Job:
         Raises:
             InputError: the arguments cannot be read.
         """
-        try:
+        with _reading():
             return blocks_of(self._started.words)
-        except ValueError as error:
-            raise InputError(str(error)) from None
 
     @cached_property
     def _started(self) -> Started:
@@ -101,17 +104,13 @@ class Job:
         if self.made is not None:
             return _of_object(self.made)
         if self.fouroversix is not None:
-            try:
+            with _reading(f"{self.fouroversix}: "):
                 return fouroversix.read(_text(self.fouroversix))
-            except ValueError as error:
-                raise ValueError(f"{self.fouroversix}: {error}") from None
         if self.te is not None:
             if self.te not in TE_CLASSES:
                 raise ValueError(f"--te {self.te}: one of {', '.join(TE_CLASSES)}")
             return recipe_of(standing_in(self.te, from_environment(self.te, variables)))
-        if self.script is None:
-            return read(self._started.words, variables, lambda path: _text(Path(path)))
-        layers = embedded(_text(self.script))
+        layers = None if self.script is None else embedded(_text(self.script))
         return read(
             self._started.words, variables, lambda path: _text(Path(path)) if layers is None else layers
         )
@@ -119,7 +118,7 @@ class Job:
 
 def _of_object(made: str) -> Recipe:
     module, colon, name = made.partition(":")
-    if {Path(made).suffix, Path(module).suffix} & {*_PICKLES} or _binary(Path(made)) or _binary(Path(module)):
+    if _binary(Path(made)) or _binary(Path(module)):
         raise ValueError(
             f"--object {made}: files are not unpickled, which would run their code; name module:object"
         )
@@ -134,13 +133,11 @@ def _of_object(made: str) -> Recipe:
         sys.path.pop(0)
     if isinstance(found, Recipe):
         return found
-    try:
+    with _reading(f"--object {made}: "):
         if is_te_recipe(found):
             return recipe_of(found)
         if is_torchao_config(found):
             return recipe_of_torchao(found)
-    except ValueError as error:
-        raise ValueError(f"--object {made}: {error}") from None
     raise ValueError(
         f"--object {made}: {type(found).__name__} is no recipe object of Transformer Engine and no training"
         " configuration of torchao"
@@ -148,24 +145,19 @@ def _of_object(made: str) -> Recipe:
 
 
 def _binary(path: Path) -> str | None:
-    """Return what the first bytes of a file say that it is, if not text; None for text or no file."""
-    try:
-        with path.open("rb") as file:
-            first = file.read(4096)
-    except (OSError, ValueError):
-        return None
-    for magic, what in _MAGIC.items():
-        if first.startswith(magic):
-            return what
-    return "no text" if b"\0" in first else None
+    """Return what a file is by its first bytes or its name, if not text; None for text or no file."""
+    first = b""
+    with suppress(OSError, ValueError), path.open("rb") as file:
+        first = file.read(4096)
+    named = "a pickle by its name" if path.suffix in _PICKLES else "no text" if b"\0" in first else None
+    return next((what for magic, what in _MAGIC.items() if first.startswith(magic)), named)
 
 
 def _text(path: Path, newline: str | None = None) -> str:
-    kind = _binary(path)
-    if path.suffix in _PICKLES or kind:
+    if kind := _binary(path):
         raise InputError(
-            f"{path}: {kind or 'a pickle by its name'}; files are not unpickled, which would run their"
-            " code; give the configuration as text"
+            f"{path}: {kind}; files are not unpickled, which would run their code; give the configuration"
+            " as text"
         )
     try:
         with path.open(newline=newline) as file:
@@ -178,7 +170,7 @@ def _variables(path: Path) -> dict[str, str]:
     """Return the environment variables of a file with NAME=value lines."""
     variables: dict[str, str] = {}
     for number, line in enumerate(_text(path).splitlines()):
-        if "NVTE_" in line:
+        if "NVTE_" in line or "_EXPORT_ENV" in line:
             variables = Script(path, "\n" * number + line, variables, exporting=True).environment
         elif match := _EXPORT.match(line):
             variables[match[1]] = match[2].strip("\"'")

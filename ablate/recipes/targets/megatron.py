@@ -116,10 +116,11 @@ _FORMATS = ("--fp4", "--fp8")
 VALUED = {name for name, default in _FLAGS.items() if name not in _ELSEWHERE}
 """Options about precision that have a value."""
 PRECISION = re.compile(
-    rf"NVTE_\w*|--fp[48][\w-]*|(?:{'|'.join((*VALUED, *_SWITCHES, *_REFUSED, *_ALIASES))})(?![\w-])",
+    r"NVTE_\w*|S(?:LURM|RUN)_EXPORT_ENV|--fp[48][\w-]*"
+    rf"|(?:{'|'.join((*VALUED, *_SWITCHES, *_REFUSED, *_ALIASES))})(?![\w-])",
     re.IGNORECASE,
 )
-"""Variables and options about precision, in a text."""
+"""Variables and options about precision, in a text, and Slurm's about what a job gets."""
 _MISTYPED = 0.85
 """Similarity (difflib) to an option about precision from which an option that is not read is refused."""
 

@@ -2,16 +2,18 @@
 
 A script is read as bash runs it, in straight lines: assignments, `export`, arrays, `$NAME`,
 `${NAME:-default}`, `source`, and one command that starts the job, perhaps by `env`, `srun`, `docker run` or
-`ray job submit`. Everything else is passed over: branches, loops, functions, subshells, files that are
-written. What is passed over is refused if it names a variable or an option about precision, or starts a job,
-and what it may assign is not known from there on. A value that is not known, such as `$(hostname)`, is
-refused where it decides about the precision.
+`ray job submit`. By `--export` at its head, sbatch chooses the variables that it gets, and srun those that it
+hands on (`SLURM_EXPORT_ENV`). Everything else is passed over: branches, loops, functions, subshells, files
+that are written. What is passed over is refused if it names a variable or an option about precision, or
+starts a job, and what it may assign is not known from there on. A value that is not known, such as
+`$(hostname)`, is refused where it decides about the precision.
 """
 
 import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -19,10 +21,10 @@ from ablate.errors import InputError
 from ablate.recipes.targets.megatron import PRECISION, VALUED
 
 _NEST = r"\((?:[^()]|\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\))*\)"
-_INNER = rf"\${_NEST}|`[^`]*`|\$\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|\$[A-Za-z_]\w*|\$[\d@*#?!$-]"
-_EXPANSION = rf"\$'(?:\\.|[^'\\])*'|[<>]{_NEST}|{_INNER}"
-_DOUBLE = rf'"(?:\\.|{_INNER}|\$(?![({{\w@*#?!$-])|[^"\\$`])*+"'
-_WORD = rf"(?:'[^']*'|{_DOUBLE}|\\.|{_EXPANSION}|\$(?![({{'])|[^\s\\'\"$`;&|<>()])++"
+_INNER = rf"\${_NEST}|\$\[[^]]*\]|`[^`]*`|\$\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|\$[A-Za-z_]\w*|\$[\d@*#?!$-]"
+_EXPANSION = rf"\$'(?:\\.|[^'\\])*'|\$(?=\")|[<>]{_NEST}|{_INNER}"
+_DOUBLE = rf'"(?:\\.|{_INNER}|\$(?![([{{\w@*#?!$-])|[^"\\$`])*+"'
+_WORD = rf"(?:'[^']*'|{_DOUBLE}|\\.|{_EXPANSION}|\$(?![([{{'\"])|[^\s\\'\"$`;&|<>()])++"
 _TOKEN = re.compile(
     r"(?P<blank>[ \t\r]+|\\\n)|(?P<comment>#[^\n]*)|(?P<operator>;;&?|;&|&&|\|\||\|&|[;|()\n]|&(?!>))"
     rf"|(?P<redirection>\d*(?:<<<|&>>?|[<>]&|>>|>\||<>|[<>](?!\())[ \t]*{_WORD})"
@@ -57,6 +59,8 @@ _APART = {"docker": ("run", "exec"), "podman": ("run", "exec"), "ray": ("job",)}
 """Programs that give the job the environment of their options alone, with their commands that do."""
 _CARRIERS = ("env", "srun", *_APART)
 """Programs before the job's whose options are read."""
+_DIRECTIVES = ("#SBATCH", "#PBS", "#BSUB", "#$ ", "#flux:", "#PJM")
+"""Beginnings of the comments that schedulers read."""
 _OF_FILES = ("--env-file", "--env-host", "--export-file", "--runtime-env")
 """Options of programs before the job's that give it variables which no word says."""
 _ELSEWHERE = re.compile(r"singularity|apptainer|enroot|kubectl|ssh|mpirun|mpiexec|sudo|(ba)?sh")
@@ -74,8 +78,8 @@ _OWN_FOLDER = re.compile(
 """Expansion that has the folder of the script."""
 _HIDDEN = re.compile("[\0\1]")
 """Characters for a value that is not known, and for what a program prints."""
-_UNCLEAR = re.compile(r"[\0\1*]")
-"""The same, and the star by which podman hands on all variables whose names begin alike."""
+_UNCLEAR = re.compile(r"[\0\1*{]")
+"""The same, the star by which podman hands on all variables whose names begin alike, and bash's braces."""
 
 
 class _Token(NamedTuple):
@@ -111,12 +115,13 @@ class Script:
         self._exported, self._clouded, self._sourced = set(before), dict[str, str](), set[Path]()
         self._ended, self._folder = False, path.parent if str(path) else None
         self._jobs, self._programs, self._others = list[Started](), list[int](), list[int]()
+        self._submit(text, before)
         self._run(text)
 
     @property
     def environment(self) -> dict[str, str]:
         """Return the variables that a command would get after the script."""
-        return {name: self._variables[name][0] for name in sorted(self._exported & self._variables.keys())}
+        return {name: items[0] for name, items in self._variables.items() if items and name in self._exported}
 
     def job(self) -> Started:
         """Return the one job; of a text that starts none, all arguments that it has or assigns."""
@@ -140,6 +145,25 @@ class Script:
         way_on = "give the arguments that the job gets by --megatron-args, and its variables by --env"
         raise InputError(f"{self._path}:{line}: {_HIDDEN.sub('?', why)}; {way_on}")
 
+    def _submit(self, text: str, before: Mapping[str, str]) -> None:
+        """Give the script the environment that sbatch does by the options at its head."""
+        head = takewhile(lambda line: line.lstrip()[:1] in ("", "#"), text.splitlines())
+        names: str | None = None
+        for number, line in enumerate(head, 1):
+            if not line.startswith("#SBATCH"):
+                continue
+            words = iter(line.partition(" #")[0].split())
+            for word in words:
+                option, equals, value = word.partition("=")
+                if option in _OF_FILES:
+                    self._refuse(f"{word}: it gives the job variables that are not read here", number)
+                if option == "--export":
+                    names = (value if equals else next(words, "")).strip("\"'")
+            names = before.get("SBATCH_EXPORT", names)
+        if names is not None:
+            given = self._by_slurm(names, before) | {"SLURM_EXPORT_ENV": names}
+            self._variables, self._exported = {name: [value] for name, value in given.items()}, {*given}
+
     def _run(self, text: str) -> None:
         """Read the commands of a text one after another."""
         if "\r\n" in text and text.startswith("#!"):
@@ -153,8 +177,8 @@ class Script:
             if token.kind == "open":
                 self._refuse("a quote or a bracket is not closed", token.line)
             if token.kind in ("blank", "comment"):
-                if token.text.startswith("#SBATCH"):
-                    self._pass_over([token], "is an option of sbatch")
+                if token.text.startswith(_DIRECTIVES):
+                    self._pass_over([token], "is an option of the scheduler")
                 continue
             if token.text in _CLOSING and (start or operator or token.text == "{"):
                 stack.append(_CLOSING[token.text])
@@ -188,22 +212,16 @@ class Script:
 
     def _execute(self, command: Sequence[_Token], around: str) -> None:
         """Read one command between two operators."""
-        rest, prefix = [token for token in command if token.kind == "word"], list[_Token]()
-        written = any(">" in token.text and "&" not in token.text for token in command if token not in rest)
-        while rest and (
-            re.match(r"[A-Za-z_]\w*\+?=", rest[0].text)
-            or (rest[0].text == "env" and rest[1:] and rest[1].text[0] != "-")
-        ):
-            prefix += [] if rest[0].text == "env" else rest[:1]
-            rest = rest[1:]
+        words = [token for token in command if token.kind == "word"]
+        written = any(">" in token.text and "&" not in token.text for token in command if token not in words)
+        prefix = [*takewhile(lambda token: re.match(r"[A-Za-z_]\w*\+?=", token.text), words)]
+        rest = words[len(prefix) :]
         name = rest[0].text if rest else ""
         if self._ended:
             self._refuse("a command stands after exit", command[0].line)
         changing = not rest or name in _CHANGING
-        if around.startswith("&&") or (
-            changing
-            and (re.search(r"\||[^&]&$|^&$", around) or around.startswith(_MAY_FAIL) or (rest and prefix))
-        ):
+        apart = re.search(r"\||[^&]&$|^&$", around) or around.startswith(_MAY_FAIL) or (rest and prefix)
+        if around.startswith("&&") or (changing and apart):
             self._pass_over([*prefix, *rest], "follows a condition, or is set in a shell of its own")
         elif not rest:
             for token in prefix:
@@ -218,8 +236,7 @@ class Script:
         for token in skipped:
             words = self._words(token) if token.kind == "word" and "=(" not in token.text else []
             for text in (token.text, *words):
-                match = PRECISION.search(text) or _JOB.fullmatch(text) or re.match(r"-+\w*[\0\1]", text)
-                if match:
+                if match := PRECISION.search(text) or _JOB.fullmatch(text) or re.match(r"-+\w*[\0\1]", text):
                     self._refuse(f"{match[0]} {why}, which is not read", token.line)
         self._refuse_unknown_names(skipped, why)
         whole = " ".join(token.text for token in skipped)
@@ -288,14 +305,13 @@ class Script:
         """Read a command that may start a job."""
         given = {name: " ".join(value or ()) for name, value in map(self._assigned, prefix)}
         words, line = [word for token in rest for word in self._words(token)], rest[0].line
-        named = [
-            match[0] for word in (*given, *words) if (match := PRECISION.search(word) or _JOB.fullmatch(word))
-        ]
+        matches = [PRECISION.search(word) or _JOB.fullmatch(word) for word in (*given, *words)]
+        named = [match[0] for match in matches if match]
         program = Path(words[0]).name if words else ""
         if not named and not program.startswith("--"):
             if any(_OTHER_SCRIPT.fullmatch(word) for word in words):
                 self._others.append(line)
-            elif _STARTING.fullmatch(program):
+            elif program == "env" or _STARTING.fullmatch(program):
                 self._programs.append(line)
             self._pass_over(rest, "is not read")
             return
@@ -330,6 +346,9 @@ class Script:
                     self._refuse(f"{named} is handed to {name} {command}, which is not read", line)
                 carrier, whole = name, environment
                 environment = {} if carrier in _APART else dict(environment)
+                if carrier == "srun":
+                    usual = whole.get("SLURM_EXPORT_ENV", "ALL")
+                    environment = self._by_slurm(whole.get("SRUN_EXPORT_ENV", usual), whole)
             elif carrier == "env" and word in ("-i", "-", "--ignore-environment"):
                 environment = {}
             elif carrier == "env" and word == "-u":
@@ -339,10 +358,7 @@ class Script:
             elif carrier == "env" and word[:1] == "-" and word != "--":
                 self._refuse(f"{named} is handed to env {word}, which is not read", line)
             elif carrier == "srun" and option == "--export":
-                names = (value if equals else next(pending, "")).split(",")
-                named_in_full = [name for name in names if name.upper() not in ("ALL", "NONE", "NIL")]
-                environment = dict(whole) if "ALL" in map(str.upper, names) else {}
-                environment |= self._given(named_in_full, whole)
+                environment = self._by_slurm(value if equals else next(pending, ""), whole)
             elif carrier in ("docker", "podman") and option in ("-e", "--env"):
                 environment |= self._given([value if equals else next(pending, "")], whole)
             elif carrier == "ray" and option == "--runtime-env-json":
@@ -354,13 +370,9 @@ class Script:
             else:
                 others.append(word)
                 carrier = "" if carrier == "env" and word != "--" else carrier  # its program has begun
-        hidden = [
-            f"{name}={value}"
-            for name, value in environment.items()
-            if _UNCLEAR.search(name) or (name.startswith("NVTE_") and _HIDDEN.search(value))
-        ]
-        if hidden:
-            self._refuse(f"{hidden[0]} of {carrier}: the script does not say the value", line)
+        for name, value in environment.items():
+            if _UNCLEAR.search(name) or (name.startswith("NVTE_") and _UNCLEAR.search(value)):
+                self._refuse(f"{name}={value} of {carrier}: the script does not say the value", line)
         for word in others:
             if (match := PRECISION.search(word)) or _ELSEWHERE.fullmatch(Path(word).name):
                 self._refuse(
@@ -378,6 +390,11 @@ class Script:
         except (ValueError, AttributeError, TypeError):
             self._refuse(f"{word}: the script does not say this JSON", line)
         return variables
+
+    def _by_slurm(self, text: str, whole: Mapping[str, str]) -> dict[str, str]:
+        """Return the variables that `--export` of sbatch and srun hands on: all, none, or those it names."""
+        names = text.split(",")
+        return (dict(whole) if "ALL" in map(str.upper, names) else {}) | self._given(names, whole)
 
     @staticmethod
     def _given(items: Sequence[str], whole: Mapping[str, str]) -> dict[str, str]:
@@ -402,7 +419,7 @@ class Script:
             if stray := PRECISION.search(value if known else word) or (number < script and known):
                 self._refuse(f"{stray[0]} is no argument of the job in {word}", line)
             decides = word if known or option in VALUED else name if name.startswith("-") else ""
-            if _HIDDEN.search(decides) or (number > script and word.startswith("\1")):
+            if _UNCLEAR.search(decides) or (number > script and word.startswith("\1")):
                 self._refuse(f"{option} {word}: the script does not say the value", line)
             option = name if known and "=" not in word else ""
         return [_HIDDEN.sub("?", word) for word in words]
@@ -421,7 +438,7 @@ class Script:
         parts = [each[0] for each in found if each.lastgroup == "word"] if array else [text]
         value = [word for part in parts for word in self._words(token._replace(text=part), array)]
         value = value or [""] * (not array)
-        if name.startswith("NVTE_") and (array or _HIDDEN.search(value[0])):
+        if name.startswith("NVTE_") and (array or _UNCLEAR.search(value[0])):
             self._refuse(f"{token.text}: the script does not say the value", token.line)
         old = self._variables.get(name, [self._clouded.get(name, "")]) if more else []
         return name, [*old, *value] if array or not old else ["".join((*old[:1], *value)), *old[1:]]
@@ -439,9 +456,8 @@ class Script:
 
         def quoted(part: re.Match[str]) -> str:
             if part["expansion"]:
-                return '" "'.join(
-                    re.sub(r'([\\"])', r"\\\1", each) for each in self._values(part[0], token.line)
-                )
+                values = self._values(part[0], token.line)
+                return '" "'.join(re.sub(r'([\\"])', r"\\\1", each) for each in values)
             return part["escaped"] or part[0]
 
         def replaced(part: re.Match[str]) -> str:
