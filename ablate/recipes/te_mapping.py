@@ -204,10 +204,12 @@ def _quant(copy: CopyFormat, requantised: bool) -> Quant | None:
 
 
 def _custom(products: Products) -> Custom:
-    copies = {
-        tensor: Copies(_format(products, row), _format(products, column), _requantised(products, column))
-        for tensor, (row, column) in TENSORS.items()
-    }
+    copies = {}
+    for tensor, (row, column) in TENSORS.items():
+        quant = products.slot(column)
+        again = column in FORWARD_COPY and quant is not None and quant.from_forward
+        again = again or products.dequantised(column)
+        copies[tensor] = Copies(_format(products, row), _format(products, column), again)
     return Custom(**copies)
 
 
@@ -481,12 +483,6 @@ def _together(products: Products) -> Iterator[str]:
                 f"{slots[1]}: with delayed scaling both copies of a tensor share one amax history;"
                 f" quantise it and {slots[0]} alike"
             )
-
-
-def _requantised(products: Products, slot: str) -> bool:
-    quant = products.slot(slot)
-    again = slot in FORWARD_COPY and quant is not None and quant.from_forward
-    return again or products.dequantised(slot)
 
 
 def _format(products: Products, slot: str) -> CopyFormat:
