@@ -232,7 +232,7 @@ def _counted(recipe: Recipe, side: str, model: Model) -> Recipe:
             f"layers.last_fraction {share:g}: {side} counts a share of the blocks, and their number is"
             " not known; give --blocks N, --model, or --num-layers among Megatron's arguments"
         )
-    first, last = skipped(recipe, model, side)
+    first, last = skipped(recipe, model.depth)
     return recipe.model_copy(
         update={"layers": Layers(skip_first=first, skip_last=last, rules=recipe.layers.rules)}
     )

@@ -235,20 +235,21 @@ def families(products: Iterable[Products]) -> set[Family]:
     return {_family(quant) for each in products for _, quant in each.quantised()}
 
 
-def recipe_refusals(recipe: Recipe) -> Iterator[str]:
+def recipe_refusals(recipe: Recipe, weights: bool = True) -> Iterator[str]:
     """Yield every reason why TE cannot train by this recipe, each once.
 
     Args:
         recipe: the recipe with its layer rules, schedule and weight rules; all products are considered that
             may be in force in any layer at any step.
+        weights: False to leave out what is about weight rules.
 
     Yields:
         Sentences that begin with the path of the field, such as `wgrad.g.bits 4: ...`.
     """
-    for name in ("osci_reset", "q_ema", "q_ramping"):
+    for name in ("osci_reset", "q_ema", "q_ramping") if weights else ():
         if getattr(recipe.weights, name):
             yield f"weights.{name}: the engine does not see the quantised weights that it looks at"
-    if recipe.weights.noise:
+    if weights and recipe.weights.noise:
         yield "weights.noise: Transformer Engine has no noise on norms; leave it out"
     yield from dict.fromkeys(reason for products in variants(recipe) for reason in refusals(products))
 

@@ -972,6 +972,17 @@ def test_a_recipe_with_one_field_that_the_target_lacks_is_refused_by_that_field(
         assert any(part in reason for part in parts for reason in lost.value.reasons), (target, field)
 
 
+@every(target=("megatron", "bridge"))
+def test_a_schedule_hides_no_other_reason(target):
+    recipe = resolve(
+        "nvfp4_1d_weight", ['recipe.schedule=[{start: "step:5"}]', "recipe.layers.last_fraction=0.2"]
+    )
+    with pytest.raises(Lost) as lost:
+        TARGETS[target].write(recipe, Model("it"))
+    paths = [reason.partition(" ")[0] for reason in lost.value.reasons]
+    assert paths == ["schedule.0.start", "layers.last_fraction", "fprop,"]
+
+
 RULED = ("te", "fouroversix")
 
 

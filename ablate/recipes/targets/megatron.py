@@ -388,23 +388,20 @@ def job(recipe: Recipe, model: Model, target: str = "Megatron-LM", rules: bool =
         rules: True if the target has a file on single layers.
     """
     recipe = megatron_precision.translated(recipe, model.layers) if rules else recipe
-    reasons = [*unheld(recipe, model, target, rules=rules, routed=rules)]
-    reasons += [reason for reason in recipe_refusals(recipe) if not reason.startswith("weights.")]
+    refused = [*recipe_refusals(recipe, weights=False)]
+    reasons = [*unheld(recipe, model, target, rules=rules, routed=rules, counts=True), *refused]
     depth, every = model.depth, [recipe.products, *(rule.use for rule in recipe.layers.rules if rule.use)]
     if recipe.layers.rules and rules and depth is None:
         reasons.append(f"layers.rules: the number of blocks is not known; give {model.by[0]}")
     classes: list[Builtin | None] = []
     try:
-        for products in every if not reasons else ():
+        for products in every if not refused else ():
             classes.append(_builtin(products, target))
-    except Lost as lost:
-        reasons += lost.reasons
-    try:
-        first, last = skipped(recipe, model, target)
     except Lost as lost:
         reasons += lost.reasons
     if reasons:
         raise Lost(*reasons)
+    first, last = skipped(recipe, depth)
     variables = _variables([each for each in classes if each])
     options = {"--bf16": ""} | _named(classes[0])
     if first or last:

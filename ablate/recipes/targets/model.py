@@ -61,6 +61,7 @@ def unheld(
     schedule: bool = False,
     rules: bool = False,
     routed: bool = False,
+    counts: bool = False,
 ) -> Iterator[str]:
     """Yield the fields beside the products that a target cannot hold.
 
@@ -71,6 +72,7 @@ def unheld(
         schedule: True if the target holds phases that start at a counted step.
         rules: True if the target holds rules for single layers, or does when it knows the model.
         routed: True if the target pads experts with tokens.
+        counts: True if the target counts blocks at both ends, and so must know how many a fraction is.
 
     Raises:
         Lost: an operand calls a function of the user's, which no target has.
@@ -95,6 +97,11 @@ def unheld(
             )
         elif phase.trigger:
             yield f"schedule.{number}.start {phase.start}: {target} measures no noise; use step:n"
+    if counts and recipe.layers.last_fraction and model.depth is None:
+        yield (
+            f"layers.last_fraction {recipe.layers.last_fraction:g}: {target} counts blocks, and their number"
+            f" is not known; give {model.by[0]}"
+        )
     if rules and not unwritten:  # rules with an unknown field may select other layers
         yield from rules_for_one(recipe, model.layers, target)
     elif not rules:
@@ -102,22 +109,19 @@ def unheld(
             yield f"layers.rules.{number} {rule.match}: {target} has no rules for single layers; write []"
 
 
-def skipped(recipe: Recipe, model: Model, target: str) -> tuple[int, int]:
+def skipped(recipe: Recipe, depth: int | None) -> tuple[int, int]:
     """Return how many blocks at the input and at the output the counts leave in high precision.
 
-    Raises:
-        Lost: a fraction of the blocks is asked for, and their number is not known.
+    Args:
+        recipe: the recipe.
+        depth: number of the model's blocks. None: a fraction of the blocks counts for nothing.
     """
-    counts, depth = recipe.layers, model.depth
-    if not counts.last_fraction:
+    counts = recipe.layers
+    if not counts.last_fraction or depth is None:
         return counts.skip_first, counts.skip_last
-    if depth is None:
-        raise Lost(
-            f"layers.last_fraction {counts.last_fraction:g}: {target} counts blocks, and their number"
-            f" is not known; give {model.by[0]}"
-        )
-    quantised = [counts.quantises(block, depth) for block in range(depth)]
-    return counts.skip_first, depth - 1 - max((b for b in range(depth) if quantised[b]), default=-1)
+    return counts.skip_first, depth - 1 - max(
+        (b for b in range(depth) if counts.quantises(b, depth)), default=-1
+    )
 
 
 def _unwritten(recipe: Recipe, target: str) -> Iterator[str]:
@@ -167,9 +171,7 @@ def _same_layers(recipe: Recipe, made: Recipe, model: Model) -> bool:
     """Return True if both recipes assign every layer the same products."""
     if model.layers:
         return _assigned(recipe, model.layers) == _assigned(made, model.layers)
-    if recipe.layers.rules or made.layers.rules:
-        return recipe.layers.rules == made.layers.rules and _counts(recipe, model) == _counts(made, model)
-    return _counts(recipe, model) == _counts(made, model)
+    return recipe.layers.rules == made.layers.rules and _counts(recipe, model) == _counts(made, model)
 
 
 def _assigned(recipe: Recipe, layers: Sequence[Layer]) -> dict[str, Products]:

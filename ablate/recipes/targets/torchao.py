@@ -130,7 +130,7 @@ def _held(
     that stay in high precision.
     """
     reasons = [
-        *unheld(recipe, model, target),
+        *unheld(recipe, model, target, counts=not recipe.products.plain),
         *unreached(recipe, model.layers, target, "converts linear layers alone"),
     ]
     if recipe.products.plain and not reasons:
@@ -150,11 +150,6 @@ def _held(
         reasons += [
             f"{path} {as_word(value)}: {nearest}, has {as_word(other)}" for path, value, other in near[name]
         ]
-    first = last = 0
-    try:
-        first, last = skipped(recipe, model, target)
-    except Lost as lost:
-        reasons += lost.reasons
     if reasons:
         raise Lost(*reasons)
-    return found, first, last
+    return found, *skipped(recipe, model.depth)

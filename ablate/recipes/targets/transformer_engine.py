@@ -36,12 +36,7 @@ def write(recipe: Recipe, model: Model) -> str:
     from jinja2 import StrictUndefined, Template
 
     reasons = [*unheld(recipe, model, "Transformer Engine", schedule=True, rules=True)]
-    reasons += [
-        reason
-        for reason in recipe_refusals(recipe)
-        if not reason.startswith("weights.")  # `unheld` has them
-    ]
-    reasons += _delayed(recipe)
+    reasons += [*recipe_refusals(recipe, weights=False), *_delayed(recipe)]
     if recipe.layers.rules and not model.layers:
         reasons.append(f"layers.rules: the layers that they select are not known; give {model.by[1]}")
     if len(recipe.schedule) > _MOST_PHASES:
