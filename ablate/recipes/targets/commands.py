@@ -103,7 +103,9 @@ def confirm(
     """
     if name == "torchtitan" and sum(word.partition("=")[0] == _IMPORTS for word in words) > 1:
         raise Lost(f"{_IMPORTS} stands in the command already, and torchtitan takes the last one alone")
-    if name != "megatron" or not _contains(words, export.options):
+    options, count = export.options, len(export.options)
+    given = any(tuple(words[at : at + count]) == options for at in range(len(words) - count + 1))
+    if name != "megatron" or not given:
         return
     texts = {str(path): text for path, text in export.texts.items()}
     try:
@@ -119,11 +121,6 @@ def confirm(
         raise
     except ValueError as error:
         raise Lost(str(error)) from None
-
-
-def _contains(words: Sequence[str], options: Sequence[str]) -> bool:
-    count = len(options)
-    return any(tuple(words[at : at + count]) == tuple(options) for at in range(len(words) - count + 1))
 
 
 def _of_file(

@@ -129,10 +129,9 @@ def unreached(recipe: Recipe, layers: Sequence[Layer], target: str, why: str) ->
 def quantised_expert(recipe: Recipe, layers: Sequence[Layer]) -> str | None:
     """Return the name of the first matrix of an expert that a recipe quantises; None if there is none."""
     experts = {layer.name for layer in layers if "Expert" in layer.classes}
-    rules = recipe.layers.rules
     for name, decider in recipe.layers.deciders(layers).items() if experts else ():
-        use = rules[decider].use if isinstance(decider, int) else recipe.products
-        if name in experts and decider != "skipped" and use is not None and not use.plain:
+        use = recipe.decided(decider)
+        if name in experts and use is not None and not use.plain:
             return name
     return None
 

@@ -7,7 +7,7 @@ from ablate.numerics.spec import Spec, own_words
 from ablate.recipes.changes import as_data, as_word, changes
 from ablate.recipes.experts import Experts
 from ablate.recipes.layers import Layer, Match, blocks_in
-from ablate.recipes.recipe import DIRECTIONS, Layers, Phase, Products, Recipe, Rule, Weights
+from ablate.recipes.recipe import DIRECTIONS, Layers, Phase, Products, Recipe, Rule
 from ablate.recipes.targets.experts import rules_for_one, unheld_experts
 
 _WRITTEN: Mapping[type[Spec], tuple[str, ...]] = {
@@ -86,7 +86,8 @@ def unheld(
     for name in type(recipe.weights).model_fields:
         if (value := getattr(recipe.weights, name)) != getattr(usual, name):
             shown = value if isinstance(value, str) else "on"
-            yield f"weights.{name} {shown}: {target} has no such rule; write {_off(usual, name)}"
+            off = as_word(getattr(usual, name))
+            yield f"weights.{name} {shown}: {target} has no such rule; write {off}"
     if recipe.dtype != "bf16":
         yield f"dtype {recipe.dtype}: {target} takes the type of activations from the model; write bf16"
     for number, phase in enumerate(recipe.schedule):
@@ -184,8 +185,3 @@ def _counts(recipe: Recipe, model: Model) -> object:
     if depth is None:
         return recipe.layers.skip_first, recipe.layers.skip_last, recipe.layers.last_fraction
     return [recipe.layers.quantises(block, depth) for block in range(depth)]
-
-
-def _off(usual: Weights, name: str) -> str:
-    value = getattr(usual, name)
-    return "null" if value is None else str(value)
