@@ -27,6 +27,7 @@ from ablate.cli import recipe_targets
 from ablate.cli.recipe import resolve
 from ablate.engines import transformer_engine as engine
 from ablate.engines.hardware import installed
+from ablate.errors import InputError
 from ablate.numerics.hadamard import TE_SIGNS
 from ablate.numerics.philox import Clock
 from ablate.numerics.quantize import quantize
@@ -35,6 +36,7 @@ from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Layers, Rule, Run
 from ablate.recipes.targets import TARGETS, Lost, Model, fouroversix, megatron
 from ablate.recipes.targets.experts import FUSED, SWITCHES, grouped_switches
+from ablate.recipes.targets.jobs import Job
 from ablate.recipes.targets.megatron import VARIABLES, from_environment, read, standing_in, without_effect
 from ablate.recipes.targets.megatron_precision import modules
 from ablate.recipes.targets.torchao import SIGNS
@@ -615,6 +617,22 @@ def test_a_variable_means_here_what_it_means_to_tes_classes(variable, monkeypatc
                 ours = from_environment(name, {variable: value})[option]
                 assert ours == theirs
                 assert getattr(standing_in(name, {option: ours}), option) == theirs
+
+
+def test_another_file_on_single_layers_than_the_script_makes_is_read(tmp_path, monkeypatch):
+    recipe = resolve("nvfp4", ['recipe.layers.rules=[{match: {blocks: "first:2"}, use: null}]'])
+    text = TARGETS["megatron"].write(recipe, Model("it", BLOCKS))
+    script, other = tmp_path / "job.sh", tmp_path / "other.yaml"
+    other.write_text(megatron.embedded(text).replace("*layers.1.*", "*layers.3.*"))
+    for named, given, block in ((None, '"$PRECISION_YAML"', 1), (None, other, 3), ("x.yaml", "x.yaml", 1)):
+        if named:
+            monkeypatch.setenv("PRECISION_YAML", named)
+        script.write_text(text.replace('file "$PRECISION_YAML"', f"file {given}"))
+        rules = Job(script=script).in_force()[0].layers.rules
+        assert [rule.match.blocks for rule in rules] == ["0-0", f"{block}-{block}"]
+    script.write_text(text.replace('file "$PRECISION_YAML"', "file missing.yaml"))
+    with pytest.raises(InputError, match=r"missing\.yaml: No such file"):
+        Job(script=script).in_force()
 
 
 # torchao, torchtitan

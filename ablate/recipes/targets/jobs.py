@@ -13,15 +13,7 @@ from pathlib import Path
 
 from ablate.errors import InputError
 from ablate.recipes import Recipe
-from ablate.recipes.targets import fouroversix
-from ablate.recipes.targets.megatron import (
-    blocks_of,
-    embedded,
-    from_environment,
-    read,
-    standing_in,
-    without_effect,
-)
+from ablate.recipes.targets import fouroversix, megatron
 from ablate.recipes.targets.shell import Script, Started
 from ablate.recipes.te_import import is_te_recipe, recipe_of
 from ablate.recipes.torchao_import import is_torchao_config, recipe_of_torchao
@@ -80,7 +72,7 @@ class Job:
             InputError: the arguments cannot be read.
         """
         with _reading():
-            return list(without_effect(self._started.words))
+            return list(megatron.without_effect(self._started.words))
 
     def blocks(self) -> int | None:
         """Return the number of the model's blocks; None if the arguments do not say it.
@@ -89,7 +81,7 @@ class Job:
             InputError: the arguments cannot be read.
         """
         with _reading():
-            return blocks_of(self._started.words)
+            return megatron.blocks_of(self._started.words)
 
     @cached_property
     def _started(self) -> Started:
@@ -109,10 +101,11 @@ class Job:
         if self.te is not None:
             if self.te not in TE_CLASSES:
                 raise ValueError(f"--te {self.te}: one of {', '.join(TE_CLASSES)}")
-            return recipe_of(standing_in(self.te, from_environment(self.te, variables)))
-        layers = None if self.script is None else embedded(_text(self.script))
-        return read(
-            self._started.words, variables, lambda path: _text(Path(path)) if layers is None else layers
+            return recipe_of(megatron.standing_in(self.te, megatron.from_environment(self.te, variables)))
+        layers = None if self.script is None else megatron.embedded(_text(self.script))
+        made = {} if layers is None else {variables.get(megatron.FILE, megatron.FILE_NAME): layers}
+        return megatron.read(
+            self._started.words, variables, lambda path: made[path] if path in made else _text(Path(path))
         )
 
 

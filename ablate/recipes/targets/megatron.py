@@ -41,12 +41,12 @@ _CLASSES = {
 """TE's class by Megatron's name of the recipe."""
 _FP8 = {"e4m3": "E4M3", "hybrid": "HYBRID"}
 """TE's name of an FP8 format by Megatron's."""
-FILE = "PRECISION_YAML"
-"""Variable of the script that names the file on single layers."""
+FILE, FILE_NAME = "PRECISION_YAML", "precision.yaml"
+"""Variable of the script that names the file on single layers, and that name without it."""
 _LAYERS = "--te-precision-config-file"
 _HEREDOC = f"""\
 # Layers of their own. A module path numbers the blocks of one pipeline stage: use one stage.
-{FILE}="${{{FILE}:-precision.yaml}}"
+{FILE}="${{{FILE}:-{FILE_NAME}}}"
 cat > "${FILE}" <<'YAML'
 """
 """Beginning of the lines of a script that write that file."""

@@ -46,6 +46,8 @@ _HARMLESS = re.compile(
     r"echo|cd|mkdir|ls|cat|tee|pwd|date|sleep|true|wait|module|ulimit|\[|test|grep|rm|cp|shift"
 )
 """Commands that start no job and change no variable, whatever their words are."""
+_WRITING = ("cp", "tee")
+"""Those of them that write files which their words name."""
 _MAY_FAIL = "cd &&"
 _AND = {"export": ";", "cd": _MAY_FAIL, "mkdir": _MAY_FAIL, "module": _MAY_FAIL, "source": _MAY_FAIL}
 """Meaning of `&&` by the command before it: `export` succeeds; if others fail, no job of the line runs."""
@@ -61,7 +63,7 @@ _CARRIERS = ("env", "srun", *_APART)
 """Programs before the job's whose options are read."""
 _DIRECTIVES = ("#SBATCH", "#PBS", "#BSUB", "#$ ", "#flux:", "#PJM")
 """Beginnings of the comments that schedulers read."""
-_OF_FILES = ("--env-file", "--env-host", "--export-file", "--runtime-env")
+_OF_FILES = ("--env-file", "--env-host", "--export-file", "--runtime-env", "--task-prolog")
 """Options of programs before the job's that give it variables which no word says."""
 _ELSEWHERE = re.compile(r"singularity|apptainer|enroot|kubectl|ssh|mpirun|mpiexec|sudo|(ba)?sh")
 """Words before the job's program that give it another environment, or other arguments."""
@@ -113,6 +115,7 @@ class Script:
         self._path, self._exporting = path, exporting
         self._variables = {name: [value] for name, value in before.items()}
         self._exported, self._clouded, self._sourced = set(before), dict[str, str](), set[Path]()
+        self._written = set[str]()
         self._ended, self._folder = False, path.parent if str(path) else None
         self._jobs, self._programs, self._others = list[Started](), list[int](), list[int]()
         self._submit(text, before)
@@ -220,6 +223,8 @@ class Script:
         if self._ended:
             self._refuse("a command stands after exit", command[0].line)
         changing = not rest or name in _CHANGING
+        if written or name in _WRITING or not (changing or _HARMLESS.fullmatch(name)):
+            self._written |= {Path(word).name for token in command for word in self._words(token)}
         apart = re.search(r"\||[^&]&$|^&$", around) or around.startswith(_MAY_FAIL) or (rest and prefix)
         if around.startswith("&&") or (changing and apart):
             self._pass_over([*prefix, *rest], "follows a condition, or is set in a shell of its own")
@@ -293,6 +298,8 @@ class Script:
         """Read a file that the script sources."""
         word = " ".join(self._words(token))
         outer, path = self._path, (self._folder or Path("\0")) / Path(word).expanduser()
+        if path.name in self._written:
+            self._refuse(f"{word}: an earlier command may write this file", token.line)
         if "\0" not in str(path) and path.is_file() and path not in self._sourced:
             self._sourced.add(path)
             self._path = path
