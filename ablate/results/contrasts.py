@@ -44,7 +44,7 @@ def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -
         most: Largest number of contrasts; if there are more, the list is empty.
     """
     arms = [arm for arm in arms if arm.role == "listed"]
-    pairs = list(itertools.islice(_pairs(arms), None if most is None else most + 1))
+    pairs = list(itertools.islice(pairs_of(arms), None if most is None else most + 1))
     if most is not None and len(pairs) > most:
         return []
     pairs.sort()
@@ -70,14 +70,15 @@ def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -
     ]
 
 
-def _pairs(arms: list[ArmSummary]) -> Iterator[tuple[str, int, int]]:
+def pairs_of(arms: list[ArmSummary], asked: str | None = None) -> Iterator[tuple[str, int, int]]:
     """Yield (knob, index of an arm, index of another) for all arms that agree in every other knob.
 
-    Arms are grouped by their other knobs, so the work grows with the number of arms, not of pairs.
+    Arms are grouped by their other knobs, so the work grows with the number of arms, not of pairs. With
+    `asked`, they differ in this knob.
     """
     turned = {knob for arm in arms for knob in arm.knobs}
     about = {knob for knob in turned if not knob.startswith("workload.") and knob != "recipe"}
-    for knob in sorted(about or turned):
+    for knob in [asked] if asked else sorted(about or turned):
         alike: dict[str, list[int]] = {}
         for index, arm in enumerate(arms):
             if knob in arm.knobs:

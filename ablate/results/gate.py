@@ -9,8 +9,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median, stdev, variance
-from typing import Literal
+from typing import Any, Literal
 
+from ablate.recipes.recipe import SLOTS
+from ablate.results.contrasts import pairs_of
 from ablate.results.number_text import counted, minus, signed
 from ablate.results.paired_stats import common
 from ablate.results.run_lengths import copies
@@ -51,7 +53,8 @@ def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
         _twin(arms),
         _bad(ledger, arms),
     ]
-    found += [_ended_early(arms), _covered(ledger), _one_product(ledger), _one_processor(ledger)]
+    found += [_in_bf16(ledger, arms), _ended_early(arms), _covered(ledger)]
+    found += [_one_product(ledger), _one_processor(ledger)]
     found += [*_copied(ledger, arms), *_spread(arms), *_late(ledger), *_margin(arms), *_positions(arms)]
     found += [*_same_code(ledger), *_elsewhere(ledger, arms), *_single(ledger, arms)]
     return [check for check in found if check]
@@ -79,6 +82,43 @@ def _covered(ledger: Ledger) -> Check | None:
         return None
     text = f"a recipe quantises {share:.0%} of the model's matrix weights, embeddings not counted"
     return Check("warning", text)
+
+
+def _in_bf16(ledger: Ledger, arms: Sequence[ArmSummary]) -> Check | None:
+    """Return the warning that arms which are compared differ in their casts, and in `layers` too."""
+    members = {member.name: member for member in ledger.members()}
+    recipes = {name: member.resolved.recipe or {} for name, member in members.items()}
+    layers = {name: recipe.get("layers") or {} for name, recipe in recipes.items()}
+    asked, listed = ledger.facts.answer, [arm for arm in arms if arm.role == "listed"]
+    if ledger.facts.map or ledger.facts.blame or len({*map(str, layers.values())}) < 2:
+        return None  # a map, and a search for a cause, turn the layers themselves
+    gaps = [arm for arm in listed if not (asked and asked.arm) or arm.name == asked.arm]
+    pairs = [(arm.name, (asked.against if asked else None) or arm.baseline or "") for arm in gaps]
+    if not (asked and asked.arm):
+        knob = (asked and asked.knob) or "recipe"  # others turn casts or layers, not both
+        pairs += [(listed[one].name, listed[two].name) for _, one, two in pairs_of(listed, knob)]
+    differing: dict[str, str] = {}
+    for pair in pairs:
+        casts = [{**recipes.get(name, {}), "layers": None} for name in pair]
+        if casts[0] != casts[1] and all(map(_quantises, casts)) and layers[pair[0]] != layers[pair[1]]:
+            differing |= {name: _kept(layers[name]) for name in pair}
+    if not differing:
+        return None
+    named = "; ".join(f"{name}: {kept}" for name, kept in [*differing.items()][:_MOST_DIFFERING])
+    text = f"arms differ in casts and in layers left in bf16 ({named}): either may make the difference"
+    return Check("warning", text)
+
+
+def _quantises(recipe: Mapping[str, Any]) -> bool:
+    """Return True if a recorded recipe's own products, apart from its rules, have a quantised operand."""
+    slots = (slot.split(".") for slot in SLOTS)
+    return any((recipe.get(product) or {}).get(operand) for product, operand in slots)
+
+
+def _kept(layers: Mapping[str, Any]) -> str:
+    """Return the fields by which a recipe leaves layers in bf16: `last_fraction 0.167`, `skip_first 1`."""
+    fields = ((key, value) for key, value in layers.items() if value)
+    return ", ".join(key if key == "rules" else f"{key} {value:.3g}" for key, value in fields) or "none"
 
 
 def _late(ledger: Ledger) -> Iterator[Check]:

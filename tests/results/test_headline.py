@@ -16,6 +16,7 @@ from support.compose import ROOT
 from support.experiments import ablate, problems, write
 
 from ablate.experiment.load import load
+from ablate.experiment.recipe_source import resolve
 from ablate.experiment.schema import Asked, Metric
 from ablate.recipes import KNOBS
 from ablate.reports.answer import Answer
@@ -448,6 +449,33 @@ def test_missing_diverged_and_non_finite_runs_are_named_above_the_verdict(book):
             book.settle(member.trial, "failed", "it broke\nfor a reason", None)
     assert kinds(book)["8 of 12 runs finished; none of late did: it broke"] == "warning"
     assert found["4 of 8 runs diverged"] == "warning"
+
+
+@pytest.mark.parametrize(
+    ("arms", "answer", "named"),
+    [
+        ({"nvfp4": {}, "four_over_six": {}}, {"knob": "recipe"}, ["nvfp4: none", "last_fraction 0.167"]),
+        ({"nvfp4": {}, "four_over_six": {}}, {}, ["nvfp4: none", "last_fraction 0.167"]),
+        ({"nvfp4": {}, "mxfp4": {}}, {}, []),
+        ({"four_over_six": {}}, {}, []),
+        ({"nvfp4": {}, "nvfp4 skip_first=1": {"skip_first": 1}}, {"knob": "skip_first"}, []),
+        ({"nvfp4": {}, "four_over_six": {}, "mxfp4": {}}, {"arm": "mxfp4", "against": "nvfp4"}, []),
+        ({"nvfp4": {}, "four_over_six": {}}, {"arm": "four_over_six", "against": "nvfp4"}, ["nvfp4: none"]),
+    ],
+)
+def test_layers_left_in_bf16_beside_other_casts_are_named_above_the_verdict(arms, answer, named, book):
+    """Only what is compared counts: bf16 has no casts, and layers that a knob turns alone are the question."""
+    if answer:
+        asked(book, **answer)
+    for name, knobs in {"bf16": {}, **arms}.items():
+        preset = name.split()[0]
+        recipe = resolve(preset, knobs).model_dump(mode="json")
+        turned = {"recipe": preset, "skip_first": 0} | knobs
+        add(book, name, ALIKE, 1 if arms.get(name) is not None else None, turned, recipe=recipe)
+    texts = [check.text for check in headline_of(Comparisons(book)).checks if check.kind == "warning"]
+    (text,) = [text for text in texts if "layers left in bf16" in text] or [""]
+    assert all(part in text for part in named)
+    assert bool(text) == bool(named)
 
 
 def test_without_a_finite_run_there_is_no_answer_and_no_table(book):

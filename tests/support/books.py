@@ -19,11 +19,13 @@ def add(
     status="done",
     optuna=None,
     role=None,
+    recipe: dict | None = None,
 ) -> int:
     role = role or ("listed" if optuna is None else "searched")
     arm = book.add_arm(name, {name: True} if knobs is None else knobs, baseline, optuna, role)
+    spec = SPEC if recipe is None else json.dumps(json.loads(SPEC) | {"recipe": recipe})
     for seed, loss in losses.items():
-        trial = book.add_member(arm, seed, f"{name}/{seed}", SPEC)
+        trial = book.add_member(arm, seed, f"{name}/{seed}", spec)
         steps = ((10, loss + 0.4), (20, loss + 0.2), (40, loss))
         book.record(
             trial, [{"step": step, "time": 0.0, "metrics": {"val/loss": value}} for step, value in steps]
