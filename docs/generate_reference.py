@@ -65,8 +65,8 @@ one of the two.
 
 With at least one range the file needs `search`. A knob is a short name from the tables below or a full
 path: `recipe.` followed by a field of the [recipe](#recipe), or `workload.` followed by a field of the
-workload. `recipe: [bf16, nvfp4]` under `ablate` compares presets. In `arms: {name: {knob: value}}` every
-knob has one value, and `{}` is the recipe as it stands.
+workload. `recipe: [nvfp4, mine.yaml]` under `ablate` compares presets and recipe files. In `arms: {name:
+{knob: value}}` every knob has one value, and `{}` is the recipe as it stands.
 
 ## The baseline: `against`
 

@@ -5,7 +5,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -102,6 +102,13 @@ class StartingPoint:
     working directory."""
     own: Recipe | None = None
     """Recipe that `preset` names if it is no preset's name: of a file, or written in the experiment."""
+    read: Callable[[Path], Recipe] | None = None
+    """Reads the recipe file that an arm names; None: arms name presets alone."""
+
+    @cached_property
+    def _of_files(self) -> dict[str, Recipe]:
+        """Recipes of files that arms have named: a file that is edited during a search is not read again."""
+        return {}
 
     @cached_property
     def config(self) -> Workload:
@@ -151,14 +158,15 @@ class StartingPoint:
             start = self.own
         elif preset in PRESETS:
             start = PRESETS[preset]()
+        elif self.read and Path(preset).suffix in RECIPE_FILES:
+            if preset not in self._of_files:
+                self._of_files[preset] = self.read((self.folder or Path()) / Path(preset).expanduser())
+            start = self._of_files[preset]
         else:
             names = [*PRESETS, *([self.preset] if self.own else [])]
-            why = f"no such preset; {nearest(preset, names)}"
-            if not isinstance(knobs["recipe"], str) or Path(preset).suffix in RECIPE_FILES:
-                why = (
-                    "an arm takes a preset's name; for a recipe of your own write `recipe: mine.yaml`, or its"
-                    " fields, at the top level, and here its name: mine"
-                )
+            why = f"no such preset; {nearest(preset, names)}; a recipe file ends in .yaml"
+            if not isinstance(knobs["recipe"], str):
+                why = "an arm takes a preset's name or a recipe file: write its fields to mine.yaml"
             raise KnobError([("recipe", why)])
         paths = _Paths([], Turn(start, {knob: value for knob, value in knobs.items() if knob in KNOBS}))
         for knob, value in knobs.items():

@@ -312,7 +312,7 @@ def _base(file: ExperimentFile, document: Document) -> Reading[StartingPoint | N
     if name not in WORKLOADS:
         yield document.problem(("workload", name), f"no such workload; {nearest(name, WORKLOADS)}")
         return None
-    base = StartingPoint(name, values or {}, preset, Path(document.file).parent.resolve(), own)
+    base = StartingPoint(name, values or {}, preset, Path(document.file).parent.resolve(), own, _read)
     try:
         base.arm({"recipe": "bf16"})
     except KnobError as error:
@@ -326,6 +326,14 @@ def _base(file: ExperimentFile, document: Document) -> Reading[StartingPoint | N
             wrong |= set(parts[:1])
         return _without(base, wrong)  # so that other mistakes show too
     return base
+
+
+def _read(path: Path) -> Recipe:
+    """Return the recipe of a file that an arm names; KnobError if it is none."""
+    try:
+        return recipe_of(path)
+    except (ValueError, InputError) as error:
+        raise KnobError([("recipe", str(error))]) from None
 
 
 def _without(base: StartingPoint, wrong: Collection[str]) -> StartingPoint | None:

@@ -2,11 +2,14 @@
 
 import json
 import math
+import os
 import shlex
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from ablate.cache import key_of, note, noted
+from ablate.experiment.arms import RECIPE_FILES
 from ablate.experiment.load import Experiment
 from ablate.numerics.spec import VERSION
 from ablate.recipes import PRESETS, Recipe
@@ -31,11 +34,16 @@ def keep(
 def predicted_order(experiment: Experiment) -> Iterator[str]:
     """Yield a line with the kept order of the experiment's recipes, or with the command that finds it.
 
-    Nothing unless two or more presets are compared: rank turns no knobs. An order on the experiment's own
-    model counts before one on the built-in model.
+    Nothing unless two or more presets or recipe files are compared: rank turns no knobs. An order on the
+    experiment's own model counts before one on the built-in model.
     """
-    arms = [arm.recipe for arm in experiment.arms if not (arm.outside or arm.recipe.plain)]
+    compared = [arm for arm in experiment.arms if not (arm.outside or arm.recipe.plain)]
+    arms = [arm.recipe for arm in compared]
     names = {_digest(own): name for name, make in PRESETS.items() if (own := make()) in arms}
+    for arm in compared:
+        file = Path(experiment.file).parent / str(arm.knobs.get("recipe", ""))
+        if [*arm.knobs] == ["recipe"] and file.suffix in RECIPE_FILES:
+            names.setdefault(_digest(arm.recipe), os.path.relpath(file))
     config = experiment.base.config
     if len(names) < 2 or any(_digest(recipe) not in names for recipe in arms) or not config.trains:
         return

@@ -534,7 +534,8 @@ def json_schema() -> dict[str, Any]:
         description = f"{text} Short for workload.{knob}, in workloads that have it."
         values[knob] = {"description": description, "anyOf": [{"type": "array"}, {"type": "object"}]}
     paths = {"^(recipe|workload)\\.": {"anyOf": [{"type": "array"}, {"type": "object"}]}}
-    values["recipe"] = {"type": "array", "items": {"enum": list(PRESETS)}}
+    file = {"type": "string", "pattern": r"\.(ya?ml|json)$"}
+    values["recipe"] = {"type": "array", "items": {"anyOf": [{"enum": list(PRESETS)}, file]}}
     schema["properties"]["ablate"] = {
         "type": "object",
         "maxProperties": MOST_KNOBS,
@@ -542,7 +543,6 @@ def json_schema() -> dict[str, Any]:
         "patternProperties": paths,
         "additionalProperties": False,
     }
-    file = {"type": "string", "pattern": r"\.(ya?ml|json)$"}
     schema["properties"]["recipe"]["anyOf"] = [{"enum": list(PRESETS)}, file, {"type": "object"}]
     schema["properties"]["engine"] |= {"enum": [AUTO, *ENGINES]}
     schema["properties"]["workload"] = {

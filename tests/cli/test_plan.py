@@ -300,6 +300,7 @@ def test_a_command_whose_recipes_call_a_function_is_said_to_need_its_file(tmp_pa
             ("nvfp4", "mxfp4", "quartet2"),
             "nvfp4 before mxfp4; 2 of 3",
         ),
+        ({"recipe": ["nvfp4", "mine.yaml"]}, (), "ablate rank nvfp4 mine.yaml"),
         ({"sr": [True, False]}, ("nvfp4", "mxfp4"), None),
         ({"recipe": ["nvfp4", "bf16"]}, ("nvfp4", "mxfp4"), None),
     )
@@ -309,6 +310,8 @@ def test_a_plan_has_the_kept_order_of_its_presets_or_the_command(
     ablate, kept, found, own, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("{from: mxfp4, wgrad: {g: {rounding: stochastic}}}")
     made, experiment = {name: PRESETS[name]() for name in kept}, tiny(tmp_path, ablate=ablate)
     if kept:
         before = [(made["nvfp4"], made["mxfp4"])]

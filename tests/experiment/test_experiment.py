@@ -852,6 +852,24 @@ def test_a_baseline_that_is_one_of_the_arms_is_not_run_twice(against, tmp_path):
     assert grid.added == set()
 
 
+def test_recipe_files_are_compared_beside_presets(tmp_path):
+    """Each is read once, relative to the experiment; an edit of it is another trial."""
+    (tmp_path / "own").mkdir()
+    mine = tmp_path / "own" / "mine.yaml"
+    mine.write_text("{from: mxfp4, wgrad: {g: {rounding: stochastic}}}")
+    knobs = {"recipe": ["mxfp4", "own/mine.yaml"], "recipe.layers.skip_first": [0]}
+    made = tiny(tmp_path, ablate=knobs, against="bf16")
+    (arm,) = (arm for arm in made.arms if "mine.yaml" in arm.name)
+    assert (arm.recipe.wgrad.g.rounding, arm.baseline) == ("stochastic", "bf16")
+    assert arm.recipe.fprop == PRESETS["mxfp4"]().fprop
+    mine.write_text("from: mxfp4_backward")
+    again = made.base.arm({"recipe": "own/mine.yaml", "recipe.layers.skip_first": 0})
+    assert again.recipe == arm.recipe
+    named = tiny(tmp_path, ablate=None, arms={"mine": {"recipe": "own/mine.yaml"}}, against="bf16")
+    assert named.arms[-1].recipe == PRESETS["mxfp4_backward"]()
+    assert named.spec(named.arms[-1], 0, "cpu").id != made.spec(arm, 0, "cpu").id
+
+
 def test_presets_are_compared_by_a_list_under_recipe(tmp_path):
     grid = tiny(tmp_path, ablate={"recipe": ["bf16", "nvfp4"]})
     assert names(grid) == [("bf16", None), ("nvfp4", "bf16")]
@@ -1289,7 +1307,8 @@ ELSEWHERE = {
         "or recipe.dgrad.g.scale.micro_exponents, or 3 more",
     ),
     "off as 0": ({"weight_noise": [0.0]}, "it takes sigma, or null"),
-    "a recipe file": ({"recipe": ["nvfp4", "mine.yaml"]}, "write `recipe: mine.yaml`"),
+    "a recipe file that is not there": ({"recipe": ["mine.yaml"]}, "mine.yaml: no such recipe file"),
+    "a recipe's fields": ({"recipe": [{"from": "mxfp4"}]}, "write its fields to mine.yaml"),
 }
 WITHIN = {
     "a knob": ({"from": "nvfp4", "sr": False}, "`ablate recipe show nvfp4 --set sr=... --yaml`"),
