@@ -24,7 +24,7 @@ ablate:                        # the knobs to turn, and their values; every comb
 answer: {{knob: sr}}             # the comparison that answers; named before the first run
 against: bf16                  # the baseline, at the same seeds and the same values of the workload
 seeds: {seeds}                       # runs of each arm; a verdict needs 3, small effects need more
-{design}metric: {{name: val/loss, direction: minimize, min_effect: {effect}}}  # smaller do not matter
+{design}metric: {{name: val/loss, direction: minimize{effect}
 
 # ablate plan {name}.yaml        arms, trials and time, in a second; runs nothing
 # ablate sweep {name}.yaml       runs it, or continues it; at the end it names the report
@@ -42,7 +42,7 @@ arms:                          # both copies of the output gradient, dgrad's and
 answer: {{arm: mine, against: nearest}}  # the comparison that answers; named before the first run
 against: bf16                  # the baseline, at the same seeds
 seeds: {seeds}                       # runs of each arm; a verdict needs 3, small effects need more
-{design}metric: {{name: val/loss, direction: minimize, min_effect: {effect}}}  # smaller do not matter
+{design}metric: {{name: val/loss, direction: minimize{effect}
 
 # ablate check {name}_rounding.py:mine   its contract: one line for each property
 # ablate sweep {name}.yaml               runs the comparison, or continues it
@@ -95,10 +95,16 @@ _FORKS = """\
 design:                        # every arm continues the same bf16 run, for 15 and 30 steps from step 210;
   {trunk: bf16, positions: [0.7], window: 0.05, horizons: [1, 2], bad: mxfp4}   # leave it out for full runs
 """
+_FORKS_OF_OWN = """\
+design:                        # every arm continues from `start`, for 15 and 30 steps
+  {trunk: start, window: 0.075, horizons: [1, 2], bad: mxfp4}
+"""
+_START = """
+    start: {name}_start.pt     # the checkpoint that they continue; save yours from your bf16 run"""
 _OWN = """\
 workload:
   python:                      # your own training function; check it first: ablate check {name}.yaml
-    file: {name}_train.py
+    file: {name}_train.py{start}
     steps: 200
     tokens_per_step: 64        # tokens or samples of a step, for tokens/s
     config: {{width: 64, lr: 3.0e-3}}     # read as trial.config.width"""
@@ -132,15 +138,21 @@ class Net(nn.Module):
         return self.head(x)
 
 
+def task():
+    """Return training and validation data, the same for every seed."""
+    generator = torch.Generator().manual_seed(0)
+    inputs, turn = torch.randn(2048, 16, generator=generator), torch.randn(16, 16, generator=generator) / 4
+    data = torch.utils.data.TensorDataset(inputs, torch.tanh(inputs @ turn))
+    return torch.utils.data.TensorDataset(*data[:1792]), data[1792:]
+
+
 def train(trial):
-    torch.manual_seed(trial.seed)                       # weights and data come from the seed alone
+    torch.manual_seed(trial.seed)                       # of the weights and of the order of the data
+    training, validation = task()
     model = trial.convert(Net(trial.config.width)).to(trial.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=trial.config.lr)
     trial.checkpoint(model=model, optimizer=optimizer)  # what a killed run continues from
-    inputs, turn = torch.randn(2048, 16), torch.randn(16, 16) / 4
-    data = torch.utils.data.TensorDataset(inputs, torch.tanh(inputs @ turn))
-    training, validation = data[:1792], data[1792:]
-    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*training), 64, shuffle=True)
+    loader = torch.utils.data.DataLoader(training, 64, shuffle=True)
     for _, (x, y) in trial.steps(loader):
         with trial.step():                              # forward, backward and optimizer by the recipe
             loss = (model(x.to(trial.device)) - y.to(trial.device)).square().mean()
@@ -152,6 +164,32 @@ def train(trial):
         x, y = validation
         trial.log({"val/loss": (model(x.to(trial.device)) - y.to(trial.device)).square().mean().item()})
 '''
+_OF_FORKS = {
+    "lr=trial.config.lr)\n": """\
+    saved = torch.load(trial.start, weights_only=True)  # each window continues the checkpoint
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+""",
+    "in trial.steps(loader):\n": """\
+        for group in optimizer.param_groups:
+            group["lr"] = trial.config.lr * trial.lr_factor  # falls to 0 in a window
+""",
+}
+"""Lines of a training function behind others, if its windows continue a checkpoint."""
+_SAVING = """
+
+if __name__ == "__main__":                              # stands for your bf16 run, and saves its checkpoint
+    torch.manual_seed(0)
+    model = Net(64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(10):
+        for x, y in torch.utils.data.DataLoader(task()[0], 64, shuffle=True):
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(states, __file__.replace("_train.py", "_start.pt"))
+"""
 
 
 def init(
@@ -195,11 +233,11 @@ def init(
     chosen = [stack for stack, on in (("torchtitan", torchtitan), ("megatron", megatron), ("hf", hf)) if on]
     kinds = {"training": training, "rounding": rounding, "forks": forks, "map": by_map}
     named = [*chosen, *(word for word, on in kinds.items() if on)]
-    if len(named) > 1:
+    if len(named) > 1 and named != ["training", "forks"]:
         raise InputError(f"--{' and --'.join(named)} write different files; give one of them")
     text = _MAP.format(name=name) if by_map else experiment_text(name, training, rounding, forks)
     files = {f"{name}.yaml": text}
-    files |= {f"{name}_train.py": _TRAINING} if training else {}
+    files |= {f"{name}_train.py": _training_text(forks)} if training else {}
     files |= {f"{name}_rounding.py": _ROUNDING} if rounding else {}
     if chosen:
         if not name.translate(str.maketrans("-_.", "aaa")).isalnum() or not name.isascii():
@@ -210,6 +248,9 @@ def init(
     screen = console()
     screen.print(*(f"wrote {folder / file}" for file in files), sep="\n")
     subject = f"{name}_rounding.py:mine" if rounding else f"{name}.yaml"
+    if training and forks:
+        start = f"{folder / name}_start.pt, the bf16 checkpoint that every arm continues"
+        screen.print(f"Next: python {folder / name}_train.py writes {start}; or save yours there")
     screen.print(f"Next: ablate {'check' if training or rounding else 'plan'} {folder / subject}")
 
 
@@ -226,11 +267,28 @@ def _write(folder: Path, files: Mapping[str, str]) -> None:
         raise InputError(f"{error.filename}: {error.strerror}") from None
 
 
+def _training_text(forks: bool) -> str:
+    """Return the content of a training file, with what windows from a checkpoint need on request."""
+    text = _TRAINING + _SAVING * forks
+    for line, more in _OF_FORKS.items() if forks else ():
+        text = text.replace(line, line + more)
+    return text
+
+
 def experiment_text(name: str, training: bool = False, rounding: bool = False, forks: bool = False) -> str:
     """Return the content of a commented experiment: whole runs, but for a rounding, and on request, forks."""
-    workload = (_OWN if training else _BUILT_IN).format(name=name)
-    knob = "workload.config.width: [64, 128]" if training else "lr: [1.0e-3, 2.0e-3]"
-    forked = forks or rounding
-    seeds, effect, design = (8, 0.001, _FORKS) if forked else (5, "10%" if training else 0.005, "")
-    parts = {"workload": workload, "knob": knob, "seeds": seeds, "effect": effect, "design": design}
+    own, forked = training and forks, forks or rounding
+    start = _START.format(name=name) if own else ""
+    workload = (_OWN if training else _BUILT_IN).format(name=name, start=start)
+    knob = "lr: [1.0e-3, 2.0e-3]"
+    if training:
+        knob = "workload.config.lr: [1.0e-3, 3.0e-3]" if own else "workload.config.width: [64, 128]"
+    least = f", min_effect: {0.001 if forked else '10%' if training else 0.005}}}  # smaller do not matter"
+    parts = {
+        "workload": workload,
+        "knob": knob,
+        "seeds": 8 if forked else 5,
+        "design": (_FORKS_OF_OWN if own else _FORKS) if forked else "",
+        "effect": "}  # what matters: a fifth of mxfp4's damage" if own else least,
+    }
     return (_COMPARISON if rounding else _EXPERIMENT).format(name=name, **parts)

@@ -5,6 +5,8 @@ import math
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -515,9 +517,25 @@ def test_the_files_that_init_writes_keep_all_promises_and_are_never_overwritten(
         init("mine", folder=tmp_path)
 
 
+@pytest.mark.slow
+def test_the_forks_of_own_code_that_init_writes_continue_their_checkpoint(tmp_path, capsys):
+    init("mine", training=True, forks=True, folder=tmp_path)
+    script, start = tmp_path / "mine_train.py", tmp_path / "mine_start.pt"
+    printed = "".join(capsys.readouterr().out.split("\n"))
+    assert f"python {script} writes {start}" in printed
+    with pytest.raises(InputError, match=r"mine_start\.pt: no such file"):
+        load(tmp_path / "mine.yaml", device="cpu")
+    subprocess.run([sys.executable, script], check=True)
+    found = load(tmp_path / "mine.yaml", device="cpu")
+    assert found.forks(found.arms[0]).windows == (15, 30)
+    kept = list(promises(Runs(found.base.config.model_copy(update={"steps": 4}), anneals=True)))
+    assert [promise for promise in kept if not promise.kept] == []
+    assert {promise.name for promise in kept} >= {"the learning rate falls in a window"}
+
+
 def test_init_refuses_two_kinds_of_experiments(tmp_path):
-    with pytest.raises(InputError, match="--training and --forks write different files"):
-        init("both", training=True, forks=True, folder=tmp_path)
+    with pytest.raises(InputError, match="--rounding and --forks write different files"):
+        init("both", rounding=True, forks=True, folder=tmp_path)
 
 
 @pytest.mark.slow
