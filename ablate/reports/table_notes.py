@@ -25,14 +25,14 @@ _MOST_NAMED = 8
 def emulated(ledger: Ledger) -> str:
     """Return sentences on what speed and memory are of: an emulation, steps of a user's own code."""
     specs = [member.resolved for member in ledger.members()]
-    if not ledger.rates("throughput/tokens_per_s"):
+    counted = bool(ledger.rates("throughput/tokens_per_s"))  # code of one's own may state no tokens
+    if not (counted or ledger.rates("throughput/step_ms")):
         return ""
     notes = []
     if any(spec.engine == "emulated" for spec in specs):
-        notes.append(
-            "tokens/s and memory are those of the emulation here, not of hardware that has these formats."
-        )
-    if any(abilities(spec.workload).steps_timed for spec in specs):
+        what = "tokens/s and memory are those" if counted else "memory is that"
+        notes.append(f"{what} of the emulation here, not of hardware that has these formats.")
+    if counted and any(abilities(spec.workload).steps_timed for spec in specs):
         notes.append("tokens/s counts the time inside trial.step() alone, without the loading of data.")
     return " ".join(notes)
 

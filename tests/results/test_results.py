@@ -450,6 +450,15 @@ def test_speed_of_hardware_that_has_the_formats_needs_no_such_word_and_that_of_o
     assert ("without the loading of data" in emulated(ledger)) == said == bool(emulated(ledger))
 
 
+def test_the_memory_of_code_that_states_no_tokens_is_of_the_emulation_too(tmp_path):
+    ledger = Ledger(tmp_path / "ledger.db")
+    spec = json.dumps({"engine": "emulated", "workload": {"python": {}}})
+    trial = ledger.add_member(ledger.add_arm("nvfp4", {}, None, None), 0, "x", spec)
+    ledger.record(trial, [{"step": 1, "time": 0.0, "metrics": {"throughput/step_ms": 10.0}}])
+    assert emulated(ledger).startswith("memory is that of the emulation here")
+    assert "tokens/s" not in emulated(ledger)
+
+
 def screen(*parts) -> str:
     """Return the output of a wide terminal."""
     console = Console(file=io.StringIO(), width=240)

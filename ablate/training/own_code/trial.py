@@ -423,7 +423,8 @@ class Trial:
         if self._counted:
             each = self._seconds / self._counted
             metrics["throughput/step_ms"] = 1000 * each
-            metrics["throughput/tokens_per_s"] = self._run.tokens_per_step / each
+            if self._run.tokens_per_step > 1:  # 1 is the default: the function states no tokens
+                metrics["throughput/tokens_per_s"] = self._run.tokens_per_step / each
             self._seconds, self._counted = 0.0, 0
         metrics["tokens"] = float(self._done * self._run.tokens_per_step)
         for conversion in self._conversions:

@@ -31,7 +31,7 @@ class OwnCode(Workload):
     steps: int = Field(100, ge=1, le=MOST_STEPS)
     """Optimizer steps of a run."""
     tokens_per_step: int = Field(1, ge=1)
-    """Tokens, or samples, of one step: the unit of throughput and of schedules by tokens."""
+    """Tokens, or samples, of one step: the unit of throughput and of schedules by tokens. 1: not stated."""
     data: tuple[str, ...] = Field((), strict=False)
     """Files and folders that the code reads; a trial's identity has their content."""
     log_every: int = Field(1, ge=1)

@@ -493,6 +493,8 @@ def test_what_is_logged_after_a_step_belongs_to_it_and_every_record_says_how_fas
     ]
     assert all(r.metrics["throughput/tokens_per_s"] > 0 and r.metrics["memory/rss"] > 0 for r in found[1:])
     assert found[-1].metrics["flops/fp4_share"] == 1.0
+    unstated = records(config)[-1].metrics
+    assert ("throughput/tokens_per_s" in unstated, unstated["throughput/step_ms"] > 0) == (False, True)
 
 
 @pytest.mark.slow
