@@ -108,8 +108,12 @@ def around(mean: float, half: float) -> str:
 
 
 def _decimals(difference: Difference) -> int:
+    """Return the decimals of a difference: to the second digit of half its interval, and up to two more if an
+    end that excludes zero would be printed as zero, against the verdict beside it."""
     half = difference.high - difference.mean if difference.has_interval else 0.0
-    return _places(half or abs(difference.mean))
+    places = _places(half or abs(difference.mean))
+    end = min(abs(difference.low), abs(difference.high)) if difference.low * difference.high > 0 else math.inf
+    return places if round(end, places) else max(places, min(places + 2, -_exponent(end)))
 
 
 def _places(smallest: float) -> int:
