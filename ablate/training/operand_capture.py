@@ -2,7 +2,8 @@
 
 The built-in model is small enough to be trained in less than a minute at its first use, and is kept in the
 cache. A model of transformers is loaded, or its weights are drawn from the seed if there are none. A training
-function of the user's (`workload: {python: ...}`) is called as a trial in bf16 of as many steps as batches.
+function of the user's (`workload: {python: ...}`) is called as a trial in bf16 of as many steps as batches,
+and stopped behind them if its own loop is longer.
 
 Every layer that an engine has converted is captured, through hooks of torch on all modules, so that nothing
 in the user's code has to know of it. Not captured: packed experts, which are no modules that are called.
@@ -25,6 +26,7 @@ from ablate.files import read_json
 from ablate.recipes.layers import Layer, block_name, located
 from ablate.recipes.presets import bf16
 from ablate.training.operand_errors import Batch, Operands
+from ablate.training.own_code.trial import Stopped
 from ablate.training.own_code.user_errors import described
 from ablate.training.trial_run import Telemetry, TrialRun
 from ablate.training.workloads.finetune import Finetune
@@ -63,18 +65,21 @@ class Capture(NamedTuple):
 
 
 @contextmanager
-def captured(batches: list[Batch]) -> Iterator[None]:
+def captured(batches: list[Batch], most: int | None = None) -> Iterator[None]:
     """Append the operands of every step within this context, of all layers that an engine has converted.
 
-    A layer that is called twice in a step has those of its last call.
+    A layer that is called twice in a step has those of its last call. A training function that would take
+    more than `most` steps is stopped: its own loop may be as long as a whole run.
     """
     steps: dict[int, dict[str, Operands]] = {}
 
     def forward(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if not isinstance(module, EmulatedLinear) or not output.requires_grad:
             return
-        x, w = (t.detach().to(torch.bfloat16).clone() for t in (inputs[0], module.weight))
         step = module.clock.step
+        if step not in steps and len(steps) == most:
+            raise Stopped
+        x, w = (t.detach().to(torch.bfloat16).clone() for t in (inputs[0], module.weight))
 
         def backward(dy: Tensor) -> None:
             made = (x.flatten(0, -2), w, dy.detach().to(torch.bfloat16).flatten(0, -2))
@@ -164,7 +169,7 @@ def of_workload(workload: Workload, where: str, count: int, seed: int = 0) -> Ca
         raise InputError(*problems)
     batches: list[Batch] = []
     try:
-        with captured(batches):
+        with captured(batches, count + 1):
             for _ in workload.records(TrialRun(bf16(), seed, "emulated", "cpu", _SILENT)):
                 pass
     except Exception as error:  # the user's code may raise any class

@@ -212,6 +212,22 @@ def test_a_training_function_gives_the_operands_of_its_steps(tmp_path):
     assert not torch.equal(first.w, second.w)  # it trains
 
 
+def test_a_function_with_a_long_loop_of_its_own_is_stopped_behind_its_steps(tmp_path):
+    """It gives the same operands as one that takes its steps from the trial."""
+    file, taken, loop = tmp_path / "mine.py", tmp_path / "taken", "for _ in trial.steps():"
+    counted = (
+        f"for step in range(1000):\n        __import__('pathlib').Path({str(taken)!r}).write_text(str(step))"
+    )
+    assert loop in TRAINING
+    batches = []
+    for code in (TRAINING, TRAINING.replace(loop, counted)):
+        file.write_text(code)
+        batches.append(of_workload(Python(file=str(file)), "--python mine.py", 2).batches)
+    assert taken.read_text() == "3"  # the first step, which is dropped, two more, and the start of the next
+    for batch, other in zip(*batches, strict=True):
+        assert [torch.equal(one.dy, two.dy) for one, two in zip(batch, other, strict=True)] == [True]
+
+
 def test_a_function_that_converts_nothing_is_refused(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
