@@ -3,7 +3,7 @@
 import io
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +16,7 @@ from ablate.errors import InputError
 from ablate.experiment import predicted_order, recipe_source
 from ablate.experiment.load import load
 from ablate.recipes import PRESETS
-from ablate.recipes.recipe import Layers
+from ablate.recipes.recipe import Layers, Recipe
 
 if TYPE_CHECKING:
     from ablate.training.operand_capture import Capture
@@ -88,16 +88,29 @@ def rank(
     ranking = Ranking(dict(zip(names, measured, strict=True)))
     if model is None and dumps is None:
         predicted_order.keep(workload, made, ranking.before)
-    source = model or python or dumps or "the built-in model"
-    about = f"{source}, {len(found.batches[0])} converted layers, batches: {len(found.batches)}"
-    if not found.layers and any(recipe.layers != Layers() for recipe in made):
-        about += ", rules on layers left out"  # which block a layer is in is not known
-    if others:
-        about += f", not converted: {', '.join(sorted(others))}, subclasses of nn.Linear"
+    about = f"{model or python or dumps or 'the built-in model'}, {_described(found, made, others)}"
     if as_json:
         print_json(ranking.document() | {"measured_on": about})
         return
     _print(Screen(width=100), ranking, f"{about}, {time.monotonic() - started:.1f} s")
+
+
+def _described(found: "Capture", recipes: Sequence[Recipe], others: Collection[str]) -> str:
+    """Return what was captured, and what was not.
+
+    Args:
+        found: the operands.
+        recipes: recipes that cast them.
+        others: classes of layers that were not converted.
+    """
+    about = f"{len(found.batches[0])} converted layers, batches: {len(found.batches)}"
+    if not found.layers and any(recipe.layers != Layers() for recipe in recipes):
+        about += ", rules on layers left out"  # which block a layer is in is not known
+    if (idle := len(found.layers) - len(found.batches[0])) > 0:
+        about += f", without {idle} of experts that some batch has no token for"
+    if others:
+        about += f", not converted: {', '.join(sorted(others))}, subclasses of nn.Linear"
+    return about
 
 
 def _progress(note: Callable[[str], None]) -> Callable[[float], None]:

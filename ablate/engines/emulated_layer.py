@@ -37,7 +37,7 @@ instruction draws.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -95,10 +95,13 @@ class Context:
     """Called with the layer at the beginning of each of its forward passes, in place of `Clock.called`."""
     returned: Callable[["EmulatedLinear", int], None] | None = None
     """Called at the end of each of its backward passes, with the micro-batch."""
+    grouped: Callable[[Sequence["EmulatedLinear"], Tensor, Sequence[int], Tensor], None] | None = None
+    """Called after a grouped product of packed experts, whose layers are not called themselves, with the
+    layers, the rows [rows, in], the number of rows of each layer, and the output [rows, out]."""
 
     def __deepcopy__(self, memo: object) -> "Context":
         """Return the context of a copied layer, whose operands are not the training's."""
-        return replace(self, probe=None)
+        return replace(self, probe=None, grouped=None)
 
 
 class EmulatedLinear(Replacement):

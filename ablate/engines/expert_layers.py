@@ -189,11 +189,14 @@ class Group:
         """
         batches = [layer.begin_call() for layer in self.layers]
         first = self.layers[0]
-        if all(layer.products.plain for layer in self.layers):
-            return self._unquantised(rows.to(first.dtype), counts).to(rows.dtype)
-        return GroupedCall.apply(
-            rows, first.owner, self.layers, [layer.products for layer in self.layers], batches, counts
-        )
+        products = [layer.products for layer in self.layers]
+        if all(each.plain for each in products):
+            y = self._unquantised(rows.to(first.dtype), counts).to(rows.dtype)
+        else:
+            y = GroupedCall.apply(rows, first.owner, self.layers, products, batches, counts)
+        if first.context.grouped is not None:
+            first.context.grouped(self.layers, rows, counts, y)
+        return y
 
     def weights(self, dtype: torch.dtype) -> Tensor:
         """Return the matrices of all experts in a dtype, [experts, out, in]."""

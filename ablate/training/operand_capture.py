@@ -6,12 +6,12 @@ function of the user's (`workload: {python: ...}`) is called as a trial in bf16 
 and stopped behind them if its own loop is longer.
 
 Every layer that an engine has converted is captured, through hooks of torch on all modules, so that nothing
-in the user's code has to know of it. Not captured: packed experts, which are no modules that are called.
+in the user's code has to know of it. Packed experts, which are no modules that are called, pass theirs on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from ablate.cache import kept, key_of
-from ablate.engines.emulated_layer import EmulatedLinear
+from ablate.engines.emulated_layer import Context, EmulatedLinear
+from ablate.engines.experts import is_attached
 from ablate.errors import InputError, one_line
 from ablate.files import read_json
 from ablate.recipes.layers import Layer, block_name, located
@@ -68,32 +69,62 @@ class Capture(NamedTuple):
 def captured(batches: list[Batch], most: int | None = None) -> Iterator[None]:
     """Append the operands of every step within this context, of all layers that an engine has converted.
 
-    A layer that is called twice in a step has those of its last call. A training function that would take
-    more than `most` steps is stopped: its own loop may be as long as a whole run.
+    A layer that is called twice in a step has those of its last call. Packed experts that have no token in
+    some step are left out. A training function that would take more than `most` steps is stopped: its own
+    loop may be as long as a whole run.
     """
     steps: dict[int, dict[str, Operands]] = {}
+    weights: dict[str, Tensor] = {}
+    contexts: dict[str, Context] = {}
+    """Contexts of packed experts, by name of the layer."""
 
-    def forward(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if not isinstance(module, EmulatedLinear) or not output.requires_grad:
+    def weight(layer: EmulatedLinear) -> Tensor:
+        found = layer.weight.detach().to(torch.bfloat16)
+        if layer.name not in weights or not torch.equal(weights[layer.name], found):
+            weights[layer.name] = found.clone()  # one copy for all steps that do not change it
+        return weights[layer.name]
+
+    def passed(layers: Sequence[EmulatedLinear], x: Tensor, counts: Sequence[int], y: Tensor) -> None:
+        if not y.requires_grad:
             return
-        step = module.clock.step
+        step, size = layers[0].clock.step, list(counts)
         if step not in steps and len(steps) == most:
             raise Stopped
-        x, w = (t.detach().to(torch.bfloat16).clone() for t in (inputs[0], module.weight))
+        rows = x.detach().to(torch.bfloat16).clone().flatten(0, -2).split(size)
+        own = [weight(layer) for layer in layers]
 
         def backward(dy: Tensor) -> None:
-            made = (x.flatten(0, -2), w, dy.detach().to(torch.bfloat16).flatten(0, -2))
-            steps.setdefault(step, {})[module.name] = Operands(module.name, *made)
+            parts = dy.detach().to(torch.bfloat16).flatten(0, -2).split(size)
+            for layer, *made in zip(layers, rows, own, parts, strict=True):
+                if len(made[0]):
+                    steps.setdefault(step, {})[layer.name] = Operands(layer.name, *made)
 
-        output.register_hook(backward)
+        y.register_hook(backward)
 
-    handle = nn.modules.module.register_module_forward_hook(forward)
+    def before(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if is_attached(module):
+            contexts.update((layer.name, layer.context) for layer in module.forward.layers)
+            module.forward.layers[0].context.grouped = passed
+
+    def after(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if isinstance(module, EmulatedLinear):
+            passed([module], inputs[0], [inputs[0].numel() // module.in_features], output)
+
+    handles = (
+        nn.modules.module.register_module_forward_pre_hook(before),
+        nn.modules.module.register_module_forward_hook(after),
+    )
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+        for context in contexts.values():
+            context.grouped = None
+    everywhere = set.intersection(*map(set, steps.values())) if steps else set()
     for _, layers in sorted(steps.items()):
-        batches.append([*layers.values()])
+        kept = (own for name, own in layers.items() if name in everywhere or name not in contexts)
+        batches.append([*kept])
 
 
 def built_in(count: int, note: Callable[[str], None], seed: int = 0) -> Capture:
@@ -195,8 +226,8 @@ def _of_run(run: PreparedRun, count: int, first: int) -> Capture:
         for step in range(first, first + count):
             run.engine.clock.step = step
             (run.loss or run.model)(*run.batch(step, 0)).backward()
-    if not batches or any(len(batch) < len(run.engine.layers) for batch in batches):
-        raise InputError(
-            "the model has packed experts or layers that no gradient reaches: rank reads linear layers"
-        )
+    experts = {layer.name for each in run.engine.experts.values() for layer in each.layers}
+    needed = run.engine.layers.keys() - experts
+    if not batches or any(needed - {operands.layer for operands in batch} for batch in batches):
+        raise InputError("the model has layers that no gradient reaches, so their operands are not known")
     return Capture(batches, run.engine.placed)

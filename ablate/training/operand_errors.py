@@ -16,8 +16,9 @@ so bias estimates |E q - t|^2 / |t|^2 without the noise of the draws, and may co
 draws nothing has its error as bias. An operand made from the forward pass's quantised copy is compared with
 t too, so the error of the copy counts.
 
-Refused: operands that are not finite, and layers that lack x, w or dy. Not modelled: weights pulled towards a
-target (Q-EMA), packed experts, schedules after their first step, more than one call of a layer in a batch.
+Each packed expert is a layer. Refused: operands that are not finite, and layers that lack x, w or dy. Not
+modelled: weights pulled towards a target (Q-EMA), schedules after their first step, more than one call of a
+layer in a batch.
 """
 
 from __future__ import annotations
@@ -269,7 +270,8 @@ def measure(
             " recipe out, or change how it casts that operand, whose largest magnitude is"
             f" {largest:.3g}"
         )
-    work = np.array([operands.w.numel() for operands in batches[0]])
+    sizes = {layer.name: layer.weights for layer in layers}  # of an expert, by the tokens that it receives
+    work = np.array([sizes.get(operands.layer) or operands.w.numel() for operands in batches[0]])
     shares = (
         np.array([products[name].fp4()[0] / products[name].fp4()[1] for name in names]) for products in places
     )

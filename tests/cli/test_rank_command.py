@@ -111,6 +111,25 @@ def test_a_configuration_alone_is_ranked_as_its_folder_without_weights(tmp_path,
         rank(["nvfp4"], every=False, model=str(file))
 
 
+def test_packed_experts_are_ranked_and_those_without_tokens_counted(tmp_path, capsys):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
+    experts = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
+    shape = {
+        "vocab_size": 512,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 256,
+    }
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"model_type": "qwen3_moe", **sizes, **experts, **shape}))
+    made = document(capsys, ["nvfp4", "four_over_six"], model=str(file))
+    words = r", (\d+) converted layers, batches: 1(?:, without (\d+) of experts that some batch has no token for)?"
+    layers, idle = re.search(words, made["measured_on"]).groups()
+    assert int(layers) + int(idle or 0) == 2 * (4 + 2 * 8)  # attention's four, and gate_up and down of each
+    assert int(layers) > 2 * 4
+    assert {row["recipe"]: row["four_bits"] for row in made["recipes"]} == {"nvfp4": 1, "four_over_six": 0.5}
+
+
 def test_rules_on_layers_that_cannot_be_placed_are_told(dumps, capsys):
     told = {
         name: document(capsys, [name], dumps=dumps)["measured_on"].endswith(", rules on layers left out")

@@ -5,6 +5,7 @@ import pytest
 import torch
 from oracles import two_level
 from support.experiments import SHAPE
+from support.packed_experts import SIZES, Model, results, routed
 
 from ablate.engines.blocks import passed_over
 from ablate.engines.emulated import convert
@@ -200,6 +201,28 @@ def test_hooks_capture_what_autograd_multiplies():
     assert torch.equal(found.x, x.flatten(0, 1))
     assert torch.equal(found.dy, target.flatten(0, 1))
     assert torch.equal(found.w, layer.weight.detach().bfloat16())
+
+
+@pytest.mark.parametrize("layout", [{}, {"gate": False}, {"transposed": True}, {"interleaved": True}])
+def test_hooks_capture_packed_experts_but_those_without_a_token(layout):
+    """The product of what was captured is the gradient of each expert's own part of the packed weight."""
+    model = Model(**layout)
+    convert(model, PRESETS["bf16"](), Clock(0))
+    batches, batch = [], routed()
+    with captured(batches):
+        found = results(model, batch)
+    results(model, batch)  # after the context
+    assert len(batches) == 1
+    names = {f"blocks.0.experts.{number}" for number, size in enumerate(SIZES) if size}
+    assert {each.layer.rpartition(".")[0] for each in batches[0]} == names
+    first = "gate_up_proj" if layout.get("gate", True) else "up_proj"
+    for each in batches[0]:
+        number, part = each.layer.split(".")[-2:]
+        packed = found[f"blocks.0.experts.{'down_proj' if part == 'down' else first}"][int(number)]
+        expected = packed.t() if layout.get("transposed") else packed
+        assert torch.equal(each.w, model.get_submodule(each.layer).weight.bfloat16())
+        made = each.dy.float().t() @ each.x.float()
+        assert torch.allclose(made, expected.float(), rtol=0.02, atol=0.02 * made.abs().max().item())
 
 
 def test_a_training_function_gives_the_operands_of_its_steps(tmp_path):
