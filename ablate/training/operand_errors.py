@@ -155,16 +155,16 @@ class Caster:
             return result
 
         result = {}
+        true = {slot: operands.of(slot).float() for slot in {cast.slot for cast in wanted}}
+        powers = {slot: _power(tensor) for slot, tensor in true.items()}
         with torch.no_grad():
             for cast in wanted:
-                true = operands.of(cast.slot).float()
-                draws = range(self.draws if cast.draws else 1)
-                errors = [made(cast, draw) - true for draw in draws]
-                power = _inner(true, true)
-                error = bias = sum(_inner(each, each) for each in errors) / len(errors) / power
+                draws, power = range(self.draws if cast.draws else 1), powers[cast.slot]
+                errors = [made(cast, draw) - true[cast.slot] for draw in draws]
+                error = bias = sum(map(_power, errors)) / len(errors) / power
                 if cast.draws:
-                    first, second = (torch.stack(errors[half::2]).mean(0) for half in (0, 1))
-                    bias = _inner(first, second) / power
+                    first, second = (sum(errors[half + 2 :: 2], errors[half]) for half in (0, 1))
+                    bias = _inner(first, second) / (self.draws // 2) ** 2 / power
                 result[cast] = error, bias
         return result
 
@@ -188,6 +188,11 @@ class Caster:
 
 def _inner(a: Tensor, b: Tensor) -> float:
     return (a.double() * b.double()).sum().item()  # a square of fp32 underflows below 1e-19
+
+
+def _power(a: Tensor) -> float:
+    """Return <a, a>, in a third of the time."""
+    return torch.linalg.vector_norm(a, dtype=torch.float64).item() ** 2
 
 
 @dataclass(frozen=True)
