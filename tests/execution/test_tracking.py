@@ -16,7 +16,7 @@ from ablate.execution.controller import Controller
 from ablate.execution.projections import Mirror
 from ablate.execution.tracking.attach import log_report
 from ablate.execution.tracking.mlflow_tracker import MlflowTracker
-from ablate.execution.tracking.runs import view
+from ablate.execution.tracking.runs import page, view
 from ablate.execution.workers import Inline
 from ablate.recipes import SLOTS
 from ablate.store.ledger import Ledger
@@ -294,6 +294,12 @@ def test_values_of_a_new_run_wait_for_the_first_one_of_the_main_metric(client, s
     book.close()
 
 
+def test_pages_open_with_the_menu_of_runs():
+    own = "workflowType=machine_learning"
+    assert page("http://me:secret@host/", "7", "ab").endswith(f"host/#/experiments/7/runs/ab?{own}")
+    assert page("http://host", "7").endswith(f"host/#/experiments/7/runs?{own}&viewStateShareKey=arms")
+
+
 def test_a_forked_run_has_the_parts_of_its_damage_too(client, store, tmp_path):
     design = {"trunk": "bf16", "positions": [0.5], "window": 0.25}
     sweep(tiny(tmp_path, "forked", design=design, seeds=1), tmp_path, store)
@@ -304,6 +310,9 @@ def test_a_forked_run_has_the_parts_of_its_damage_too(client, store, tmp_path):
     for run in runs(client, "forked"):
         parts = [run.data.metrics[key] for key in more]
         assert sum(parts) == pytest.approx(run.data.metrics["val/loss_gap"], abs=1e-9)
+    saved = json.loads(client.get_experiment_by_name("forked").tags["mlflow.sharedViewState.arms"])
+    columns = json.loads(saved["state"])["selectedColumns"]
+    assert columns[2:] == ["metrics.`watch/damage/learnt`", "metrics.`watch/damage/direct`"]
 
 
 def test_tags_link_the_trial_and_the_point_in_the_study(client, drawn):

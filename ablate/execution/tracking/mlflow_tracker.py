@@ -285,7 +285,8 @@ class MlflowTracker(Tracker):
     def _save_view(self, client: "MlflowClient", experiment: str, ledger: Ledger) -> None:
         """Write the saved view of the sweep's runs."""
         minimize, now = ledger.facts.metric.direction == "minimize", int(time.time() * 1000)
-        shown = runs.view(ledger.arms(), _metrics(ledger), minimize, now)
+        parts = bool(ledger.facts.design) and "val/loss_bf16" in ledger.names().values()
+        shown = runs.view(ledger.arms(), _metrics(ledger), minimize, now, parts)
         if shown:
             client.set_experiment_tag(experiment, _VIEW_TAG, shown)
 

@@ -28,6 +28,8 @@ PARENT = "mlflow.parentRunId"
 TURNED = "ablate."
 WATCH = "watch"
 """Folder of all metrics but the main one and its gap."""
+_WORKFLOW = "workflowType=machine_learning"
+"""Opens MLflow 3.17 with the menu of runs in place of that of agents and traces, its default."""
 VIEW = "arms"
 """Id of the saved view of a sweep's runs; `?viewStateShareKey=` opens it."""
 PAGES = "ABLATE_MLFLOW_PAGES"
@@ -88,12 +90,8 @@ def page(server: str, experiment: str, run: str | None = None) -> str:
     """Return the address of a run's page, or of the saved view of an experiment's runs; as browsers need it,
     without password.
     """
-    where = f"{redact(os.environ.get(PAGES) or server).rstrip('/')}/#/experiments/{experiment}"
-    return (
-        f"{where}/runs/{run}"
-        if run
-        else f"{where}/runs?workflowType=machine_learning&viewStateShareKey={VIEW}"
-    )
+    where = f"{redact(os.environ.get(PAGES) or server).rstrip('/')}/#/experiments/{experiment}/runs"
+    return f"{where}/{run}?{_WORKFLOW}" if run else f"{where}?{_WORKFLOW}&viewStateShareKey={VIEW}"
 
 
 # A member
@@ -225,7 +223,9 @@ def _damage(ledger: Ledger, member: Member, baseline: Member) -> dict[str, float
 # A sweep
 
 
-def view(arms: Sequence[ArmRow], metrics: Sequence[str], minimize: bool, now_ms: int) -> str | None:
+def view(
+    arms: Sequence[ArmRow], metrics: Sequence[str], minimize: bool, now_ms: int, forked: bool = False
+) -> str | None:
     """Return the saved view of a sweep's runs in the format of MLflow's pages; None if it is too long for a
     tag.
 
@@ -237,9 +237,11 @@ def view(arms: Sequence[ArmRow], metrics: Sequence[str], minimize: bool, now_ms:
         metrics: Metrics of the experiment, the main one first.
         minimize: True if less of the main metric is better.
         now_ms: Time of the view, in milliseconds since 1970.
+        forked: True if runs have the parts of their damage.
     """
     first, *others = filter(None, (key(name, metrics) for name in metrics))
     results = [f"metrics.`{name}`" for name in (first, gap_key(metrics[0]), *others)]
+    results += [f"metrics.`{WATCH}/{DAMAGE}/{part}`" for part in ("learnt", "direct") if forked]
     knobs = [json.loads(arm.knobs) for arm in arms]
     common = [knob for knob in (knobs or [{}])[0] if all(knob in other for other in knobs)]
     state = {
