@@ -41,7 +41,8 @@ class ReadingFlags:
     logs: Annotated[
         str | None,
         typer.Option(
-            help="Format of logs: torchtitan, megatron, hf:10 (logging_steps), lightning, regex:EXPRESSION."
+            help="Format of logs: torchtitan, megatron, modded-nanogpt, hf:10 (logging_steps), lightning, "
+            "regex:EXPRESSION."
         ),
     ] = None
 

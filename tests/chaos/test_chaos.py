@@ -199,7 +199,7 @@ def test_what_is_corrupted_is_made_again_with_the_values_of_an_undisturbed_run(
 
 
 def test_mutants_of_every_source_are_refused_or_read_rightly(tmp_path):
-    faults = [mutants_runs.outcome(20_000 + n, tmp_path) for n in range(25 * len(foreign_files.SOURCES))]
+    faults = [mutants_runs.outcome(30_000 + n, tmp_path) for n in range(25 * len(foreign_files.SOURCES))]
     assert [finding.what for fault in faults for finding in fault.findings] == []
     counts = Counter((fault.kind, fault.outcome) for fault in faults)
     assert all(counts[name, "read"] and counts[name, "refused"] for name in foreign_files.SOURCES)

@@ -551,7 +551,10 @@ PATTERNS = {
     "training.log_readers.torchtitan": ["the begin of torchtitan's lines", "their fields"],
     "training.log_readers.megatron": ["Megatron's lines of training", "of evaluation"],
     "training.log_readers.hf": ["dicts that transformers' Trainer prints", "their items"],
-    "training.log_readers.pattern": ["lines of a log, as a user writes it"],
+    "training.log_readers.pattern": [
+        "lines of a log, as a user or a table of stacks has it",
+        "lines that are damaged unless they match",
+    ],
     "training.own_code.user_errors": [
         "torch's prefix of a rank's lines",
         "a frame of a traceback that Python printed",

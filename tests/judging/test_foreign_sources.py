@@ -67,12 +67,12 @@ def test_a_wrong_checksum_is_refused(name, tmp_path):
         foreign_files.result(files, tmp_path)
 
 
-@pytest.mark.parametrize("stack", ["torchtitan", "megatron"])
+@pytest.mark.parametrize("stack", ["torchtitan", "megatron", "modded-nanogpt"])
 def test_a_log_says_which_lines_it_leaves_out(stack, tmp_path):
     files = written(tmp_path, f"log of {'Megatron' if stack == 'megatron' else stack}")
     path = tmp_path / "bf16-s0.log"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join([*lines[:3], lines[3][:70] + "\n", *lines[4:], lines[1][:-1]]))
+    path.write_text("".join([*lines[:3], lines[3][:-30] + "\n", *lines[4:], lines[1][:-1]]))
     values, said = foreign_files.result(files, tmp_path)
     assert foreign_files.expected("").keys() - values.keys() == {("bf16", 0, "train/loss", 20)}
     assert any("a line is left out; line 4" in sentence for sentence in said)

@@ -190,6 +190,16 @@ def megatron() -> Files:
     return _logs(lines, "megatron")
 
 
+def modded_nanogpt() -> Files:
+    """Logs of modded-nanogpt."""
+
+    def lines(step: int, train: float, val: float | None) -> list[str]:
+        texts = [f"train_loss:{train:.5f}", *([] if val is None else [f"val_loss:{val:.5f}"])]
+        return [f"step:{step}/50 {text} train_time:{step * 63}ms step_avg:63.00ms" for text in texts]
+
+    return _logs(lines, "modded-nanogpt")
+
+
 def trainer() -> Files:
     """Dicts that the Trainer of transformers prints."""
 
@@ -287,6 +297,7 @@ SOURCES: dict[str, Callable[[], Files]] = {
     "trainer_state.json": states,
     "log of torchtitan": torchtitan,
     "log of Megatron": megatron,
+    "log of modded-nanogpt": modded_nanogpt,
     "log of the Trainer": trainer,
     "log by an expression": expression,
     "Lightning's csv": lightning,

@@ -6,6 +6,7 @@ print in tests/experiment/integrations/test_stack_logs.py.
 
 import math
 import re
+from contextlib import suppress
 
 import pytest
 
@@ -136,9 +137,46 @@ def test_megatrons_evaluations_are_told_apart(begin, family):
     assert record.metrics == {f"{family}/loss": 9.7, f"{family}/perplexity": 16317.61}
 
 
+SPEEDRUN = {
+    "step:0/1750 val_loss:10.8258 train_time:0ms step_avg:nanms": (0, {"val/loss": 10.8258}),
+    "step:250/1750 val_loss:nan train_time:17.325s step_avg:141.98ms": (250, {"val/loss": math.nan}),
+    "step:9/1750 train_loss:7.5000 train_time:1200ms step_avg:133.33ms": (9, {"train/loss": 7.5}),
+    "step:10/20000 val_loss:2.5000 val_bpb:1.2500 train_time:600ms step_avg:60.00ms": (
+        10,
+        {"val/loss": 2.5, "val_bpb": 1.25},
+    ),
+}
+
+
+@pytest.mark.parametrize("line", SPEEDRUN)
+def test_modded_nanogpts_losses_are_read(line):
+    record = open_reader("modded-nanogpt")(f"[rank0]: {line}\n")
+    step, metrics = SPEEDRUN[line]
+    assert record.step == step
+    assert same(record.metrics, metrics)
+
+
+def test_lines_of_modded_nanogpt_without_a_loss_and_its_own_code_say_nothing():
+    reader = open_reader("modded-nanogpt")
+    for line in (
+        "step:1/1750 train_time:114ms step_avg:nanms",
+        'print0(f"step:{step}/{train_steps} val_loss:{val_loss:.4f} train_time:{training_time_ms:.0f}ms")',
+        "peak memory allocated: 30820 MiB reserved: 37296 MiB",
+    ):
+        assert reader(line) is None
+
+
+def test_a_line_of_any_length_is_matched_in_linear_time():
+    reader = open_reader("modded-nanogpt")
+    for part in ("9", "step:1/2", " val_loss:1", " val_loss:1 val_bpb:1", "val_loss:", ":"):
+        with suppress(Unreadable):
+            assert reader("step:1/2 val_loss:1" + part * ((1 << 20) // len(part))) is None
+
+
 WHOLE = {
     "torchtitan": next(iter(TORCHTITAN)),
     "megatron": MEGATRON_TRAIN,
+    "modded-nanogpt": "step:125/1750 val_loss:4.4012 train_time:17321ms",
     "hf": "{'loss': '2.5', 'grad_norm': '1.5', 'learning_rate': '4.5e-05', 'epoch': '0.5'}",
 }
 """A line of each stack that prints a line a step."""
@@ -218,7 +256,7 @@ def test_an_expression_names_step_and_metrics():
 @pytest.mark.parametrize(
     ("form", "sentence"),
     [
-        ("nanogpt", "torchtitan, megatron, lightning, hf, regex"),
+        ("nanogpt", "torchtitan, megatron, lightning, modded-nanogpt, hf, regex"),
         ("hf", "logging_steps"),
         ({"hf": 0}, "from 1"),
         ({"regex": "("}, "unterminated"),
@@ -246,6 +284,11 @@ def test_every_reader_is_among_these_tests():
         ("torchtitan", "11.93051", "11.9"),
         ("megatron", "lm loss: 8.500000E+00", "lm loss: :.500000E+00"),
         ("megatron", "lm loss:", "lm lgss:"),
+        ("modded-nanogpt", "4.4012", "4 4012"),
+        ("modded-nanogpt", "4.4012", ".5"),
+        ("modded-nanogpt", "4.4012", "4.4O12"),
+        ("modded-nanogpt", "val_loss:", "vbl_loss:"),
+        ("modded-nanogpt", "step:125/", "step:12\u00b2/"),
         ("hf", "'2.5'", "'2,5'"),
     ],
 )

@@ -8,6 +8,7 @@ so that a running command and a finished file are read alike.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from ablate.training.log_readers import hf, lightning, megatron, pattern, torchtitan
 from ablate.training.log_readers.lines import LineReader, LogRecord, OneRank, Unreadable, metric_name
@@ -19,6 +20,7 @@ READERS: dict[str, Callable[[], LineReader]] = {
     "torchtitan": lambda: torchtitan.read,
     "megatron": lambda: megatron.read,
     "lightning": lightning.MetricsRows,
+    **{name: partial(pattern.Pattern, *form) for name, form in pattern.FORMS.items()},
 }
 """Readers by the name of the stack, each for one log from its first line."""
 

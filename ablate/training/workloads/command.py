@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
 PLACEHOLDERS = ("seed", "steps", "device", "folder", "recipe", "config", "checkpoint")
 """Placeholders of every command, beside the keys of its config."""
+_Words = Literal["stdout", "file", "torchtitan", "megatron", "modded-nanogpt", "hf", "lightning"]
 _JSON_LINES = ("stdout", "file")
 """Words for metrics that are lines of JSON."""
 _SHELL = (".sh", ".bash")
@@ -104,9 +105,10 @@ class Command(OwnCode):
 
     Without any, the files that `run` names.
     """
-    metrics: Literal["stdout", "file", "torchtitan", "megatron", "hf", "lightning"] | LogLines = "stdout"
+    metrics: _Words | LogLines = "stdout"
     """Lines of standard output that are metrics, beside those in ABLATE_METRICS: JSON (`stdout`), none
-    (`file`), or those of a training stack: `torchtitan`, `megatron`, `{hf: 10}`, `{regex: ...}`."""
+    (`file`), or those of a training stack: `torchtitan`, `megatron`, `modded-nanogpt`, `{hf: 10}`,
+    `{regex: ...}`."""
 
     @property
     def _folder(self) -> Path:

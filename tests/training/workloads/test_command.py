@@ -751,6 +751,7 @@ STACKS = {
         " iteration {:8d}/     10 | lm loss: {:.6E} | number of skipped iterations:   0 | number of nan iterations:"
         "   0 |",
     ),
+    "modded-nanogpt": ("modded-nanogpt", "step:{}/10 train_loss:{:.4f} train_time:630ms step_avg:63.00ms"),
     "regex": ({"regex": r"iter (?P<step>\d+): (?P<loss>\S+)"}, "iter {}: {}"),
 }
 
