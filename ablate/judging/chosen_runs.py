@@ -18,6 +18,8 @@ from ablate.training.metric_names import NAMING, recordable
 _USUAL = ("val/loss", "eval/loss", "eval_loss", "validation_loss", "val_loss", "valid_loss", "val_bpb")
 """Metrics that are compared unless one is named: the first that all runs have."""
 _LAST_STEP = "train/loss"
+_MOST_ARMS = 30
+"""Largest number of arms that a sentence lists."""
 _FEWEST_RERUNS = 3
 """Smallest number of reruns whose spread is described."""
 _MOST_FIELDS = 4
@@ -75,6 +77,11 @@ def prepared(runs: Sequence[ForeignRun], question: Question) -> tuple[Chosen, li
     Raises:
         InputError: No runs, no such metric or arm, or an arm that is two configurations.
     """
+    if question.against not in (named := dict.fromkeys(run.arm for run in runs if run.arm)):
+        fields = (field for run in runs for field, value in run.config.items() if value == question.against)
+        column = next((f"; --column {shlex.quote(f'arm={field}')} has it" for field in fields), "")
+        hint = nearest(question.against, named, _MOST_ARMS)
+        raise InputError(f"--against {question.against}: no such arm; {hint}{column}")
     name = question.metric or _usual_metric([run for run in runs if question.counts(run)] or runs)
     recorded = {each for run in runs for each in run.records}
     if name not in recorded and name.startswith("eval_") and f"val/{name[5:]}" in recorded:

@@ -98,14 +98,14 @@ def pick(role: str, given: str | None, names: Sequence[str], where: str, said: l
         best = sorted(best, key=lambda name: USUAL["run"].index(plain(name)))[:1]
     if len(best) > 1:
         raise InputError(
-            f"{where}: several columns may be the {role}: {_listed(best)}; name one, {role}=COLUMN"
+            f"{where}: several columns may be the {role}: {_listed(best)}; name one, --column {role}=COLUMN"
         )
     if best:
         said.append(f"{where}: {role}: column {brief(best[0])!r}")
         return best[0]
     near = [name for name in names if plain(name) not in _NOT_MEANT and _alike(plain(name), role)]
     if near and role != "run":
-        named = quote(f"{role}={brief(near[0])}")
+        named = f"--column {quote(f'{role}={brief(near[0])}')}"
         raise InputError(f"{where}: no column {role!r}; if {_listed(near)} is meant, name it, {named}")
     return None
 
@@ -136,7 +136,7 @@ def metric_columns(columns: Columns, names: Sequence[str], where: str, said: lis
             if ours in found:
                 raise InputError(
                     f"{where}: columns {_listed([found[ours], name])} may both be {ours}; name one,"
-                    f" {ours}=COLUMN"
+                    f" --metric {ours}=COLUMN"
                 )
         elif name != columns.asked:
             continue

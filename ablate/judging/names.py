@@ -12,7 +12,7 @@ from pathlib import Path
 from shlex import quote
 
 from ablate.errors import InputError, brief
-from ablate.judging.columns import Columns
+from ablate.judging.columns import USUAL, Columns
 
 _WORDS = {"seed": r"-?\d+"}
 _ANY = r"[^/]+"
@@ -86,7 +86,8 @@ def places_of(place: str) -> list[tuple[Path, dict[str, str]]]:
     wild = "".join(literal + "*" * bool(name) for literal, name in parts)
     paths = sorted(Path(name) for name in glob.glob(str(Path(wild).expanduser()), recursive=True))
     if not paths:
-        raise InputError(f"{place}: no such file" + " is of this pattern" * (wild != place))
+        way = f"; --column {quote(place)} names a column" * (place.partition("=")[0] in USUAL)
+        raise InputError(f"{place}: no such file" + " is of this pattern" * (wild != place) + way)
     if wild == place:
         return [(path, {}) for path in paths]
     whole = str(Path(place).expanduser())

@@ -134,8 +134,9 @@ def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
             roles[role] = found
     if "arm" not in roles.keys() | table.fields.keys() | from_name:
         raise InputError(
-            f"{table.where}: no column is the arm; name one, arm=COLUMN, or give the file as a pattern of"
-            f" its path, such as runs/{{arm}}/{PurePath(table.where).name}; {nearest('arm', table.columns)}"
+            f"{table.where}: no column is the arm; name one, --column arm=COLUMN, or give the file as a"
+            f" pattern of its path, such as runs/{{arm}}/{PurePath(table.where).name};"
+            f" {nearest('arm', table.columns)}"
         )
     if "seed" not in roles.keys() | table.fields.keys() | from_name:
         said.append(f"{table.where}: seed: no column; runs have no seed")
@@ -304,7 +305,7 @@ def _run(
         if other is not None:
             raise InputError(
                 f"{name}: lines {table.lines[first]} and {table.lines[other]} are both of this run, and no"
-                f" column is the step; name one, step=COLUMN; {nearest('step', table.columns)}"
+                f" column is the step; name one, --column step=COLUMN; {nearest('step', table.columns)}"
             )
     repeated = step_column is not None and len({str(steps[row]) for row in group.rows}) < len(group.rows)
     points = Points(name, in_time and repeated)  # else rows in any order, and no restart

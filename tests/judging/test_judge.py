@@ -245,6 +245,17 @@ PLANTED = {
         ["--against", "bf17"],
         "--against bf17: no such arm; 'bf16' is the nearest of bf16, nvfp4",
     ),
+    "no such arm, and a field that has it": (
+        {"format": lambda row: "fp32" if row["recipe"] == "bf16" else "fp4", "lr": lambda row: row["seed"]},
+        ["--against", "fp32"],
+        "--against fp32: no such arm; 'nvfp4' is the nearest of nvfp4, bf16; --column arm=format has it",
+    ),
+    "a column as a file": ({}, ["arm=recipe", "--against", "bf16"], "; --column arm=recipe names a column"),
+    "two columns of the arm": (
+        {"variant": lambda row: row["recipe"]},
+        ["--against", "bf16", "--column", "seed=seed"],
+        "'recipe', 'variant'; name one, --column arm=COLUMN",
+    ),
     "no such metric": ({}, ["--against", "bf16", "--metric", "val/lss"], "no run has a metric 'val/lss'"),
     "no arm named": ({}, [], "--against is needed"),
     "an effect of zero": (
