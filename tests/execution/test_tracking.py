@@ -16,7 +16,7 @@ from ablate.execution.controller import Controller
 from ablate.execution.projections import Mirror
 from ablate.execution.tracking.attach import log_report
 from ablate.execution.tracking.mlflow_tracker import MlflowTracker
-from ablate.execution.tracking.runs import page, view
+from ablate.execution.tracking.runs import gap_key, key, page, view
 from ablate.execution.workers import Inline
 from ablate.recipes import SLOTS
 from ablate.store.ledger import Ledger
@@ -239,6 +239,15 @@ def test_a_sweep_of_any_number_of_arms_has_a_view_that_a_tag_can_hold(count):
     assert len(saved) <= 5000
     groups = json.loads(json.loads(saved)["state"]).get("groupsExpanded")
     assert groups == ({f"param.arm.{name}": False for name in names} if count < 50 else None)
+
+
+@pytest.mark.parametrize("main", ["watch/x", "watch/watch/x", "x", "val/loss@nvfp4"])
+def test_no_two_metrics_have_one_key_in_mlflow(main):
+    names = ("x", "watch/x", "watch/watch/x", "watch.x", "x_gap", "watch/x_gap", "val/loss.nvfp4")
+    keys = [key(name, [main]) for name in dict.fromkeys([main, *names])]
+    keys += [gap_key(main), f"{gap_key(main)}_pct"]
+    assert None not in keys
+    assert len({*keys}) == len(keys)
 
 
 def test_a_report_is_attached_to_the_sweeps_run_and_named_once(client, drawn, store, tmp_path):

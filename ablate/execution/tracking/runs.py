@@ -73,7 +73,7 @@ def key(name: str, metrics: Sequence[str]) -> str | None:
             the errors of quantised operands.
     """
     if name == metrics[0]:
-        return name.replace("@", ".")  # which MLflow refuses
+        return _main_key(name)
     sent, parts = f"{WATCH}/{name}", parse(name)
     own = not (is_added(name) or parts.of_window or parts.slot or name in _REPEATED)
     error = parts.family == "quant" and parts.layer is None and parts.metric == "sqnr_db"
@@ -83,7 +83,15 @@ def key(name: str, metrics: Sequence[str]) -> str | None:
 
 def gap_key(metric: str) -> str:
     """Return MLflow's key of the gap to the baseline in the main metric, which it sorts right after."""
-    return f"{metric}_gap".replace("@", ".")
+    return f"{_main_key(metric)}_gap"
+
+
+def _main_key(metric: str) -> str:
+    """Return MLflow's key of the main metric: its name without `@`, which MLflow refuses, and outside the
+    folder of all others, which may have `x` beside a main metric `watch/x`.
+    """
+    plain = metric.replace("@", ".")
+    return plain.replace("/", ".", 1) if plain.startswith(f"{WATCH}/") else plain
 
 
 def page(server: str, experiment: str, run: str | None = None) -> str:
