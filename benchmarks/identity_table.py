@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ablate.store.ledger import Ledger
@@ -90,8 +90,8 @@ class Place:
             (folder / "books").mkdir()
             text = "".join(f"{i * i} is the square of {i}\n" for i in range(180_000))
             (folder / "text.txt").write_text(text)
-            job = jobs.of_files([str(folder / "text.txt")], None, "text", 0.01, shard_tokens=2_400_000)
-            prepared.prepare(folder / "books", job)
+            job = jobs.of_files([str(folder / "text.txt")], None, "text", 0.01)
+            prepared.prepare(folder / "books", replace(job, shard_tokens=2_400_000))
 
     def run(
         self, state: str, cache: str = "cache", fresh: bool = False, checked: bool = False

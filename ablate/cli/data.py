@@ -19,7 +19,8 @@ from ablate.cli.option_groups import App
 from ablate.errors import InputError
 from ablate.training.data import jobs, open_corpus, open_images, prepared, shards
 from ablate.training.data.documents import named
-from ablate.training.data.tokenisers import FILE, checked, open_tokeniser
+from ablate.training.data.sources import HubText
+from ablate.training.data.tokenisers import FILE, kind, open_tokeniser
 
 app = App(help="Prepare text for training, or describe a data source.", no_args_is_help=True)
 
@@ -88,8 +89,13 @@ def prepare(
 ) -> None:
     """Tokenise text into shards, and print the YAML that refers to them."""
     with _input_errors(), _output_folder(out):
-        checked(text.tokenizer)
-        job = _job(inputs, text, dataset)
+        kind(text.tokenizer)
+        job = replace(
+            _job(inputs, text, dataset),
+            tokenizer=text.tokenizer,
+            shard_tokens=text.shard_tokens,
+            tokens=dataset.tokens,
+        )
         with _progress() as progress:
             about = prepared.prepare(out, replace(job, progress=progress))
     screen = console()
@@ -100,24 +106,19 @@ def prepare(
 
 def _job(inputs: list[str], text: TextOptions, dataset: DatasetOptions) -> jobs.Job:
     """Return what is to be prepared; ValueError if it cannot be."""
-    cut: jobs.JobOptions = {
-        "tokenizer": text.tokenizer,
-        "shard_tokens": text.shard_tokens,
-        "tokens": dataset.tokens,
-    }
     if not inputs[0].startswith(_HUB):
-        return jobs.of_files(inputs, text.val, text.column, text.val_fraction, **cut)
+        return jobs.of_files(inputs, text.val, text.column, text.val_fraction)
     if len(inputs) > 1 or text.val:
         raise ValueError(f"{inputs[0]}: a dataset must be the only input; give no other INPUT and no --val")
     return jobs.of_dataset(
-        inputs[0].removeprefix(_HUB),
-        config=dataset.config,
-        split=dataset.split,
-        val_split=None,
-        revision=dataset.revision,
-        column=text.column,
-        val_fraction=text.val_fraction,
-        **cut,
+        HubText(
+            dataset=inputs[0].removeprefix(_HUB),
+            config=dataset.config,
+            split=dataset.split,
+            revision=dataset.revision,
+            column=text.column,
+            val_fraction=text.val_fraction,
+        )
     )
 
 

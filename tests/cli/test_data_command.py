@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from ablate.cli.data import app
 from ablate.errors import InputError
 from ablate.training.data import open_corpus
-from ablate.training.data.corpus import PreparedText
+from ablate.training.data.sources import PreparedText
 
 TEXT = "".join(f"Line {n} of a text about nothing in particular.\n" for n in range(600))
 

@@ -13,8 +13,8 @@ from ablate.experiment.load import load
 from ablate.experiment.plan_notes import remarks
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.training.data import located
-from ablate.training.data.corpus import HubText, PreparedText, TextFiles
 from ablate.training.data.images import Cifar10, Folder, HubImages
+from ablate.training.data.sources import HubText, PreparedText, TextFiles
 from ablate.training.workloads.gpt import Gpt
 
 RELATIVE = {"train": "tokens/train.bin", "val": "tokens/val*.bin", "vocab": VOCAB}

@@ -13,13 +13,16 @@ import json
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
-from typing import TypedDict
+from typing import TYPE_CHECKING
 
 from ablate.errors import redact
 from ablate.files import Json
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import ArmRow, Member
 from ablate.training.metric_names import DAMAGE, GUARD_STOPPED, is_added, parse, trackable
+
+if TYPE_CHECKING:
+    from ablate.training.data.facts import DataFacts
 
 NOTE = "mlflow.note.content"
 """Tag with the description of a run."""
@@ -145,19 +148,7 @@ def params(member: Member) -> Iterator[tuple[str, str]]:
     yield from _flat("recipe", dict(spec.recipe or {}))
 
 
-class LoggedData(TypedDict):
-    """Facts about a source of data, as the ledger stores them: the result of `training.data.facts.facts`."""
-
-    name: str
-    type: str
-    """local, hugging_face or package."""
-    source: dict[str, str]
-    columns: dict[str, str]
-    """Type by name of column."""
-    counts: dict[str, int]
-
-
-def dataset(member: Member, facts: LoggedData) -> dict[str, str]:
+def dataset(member: Member, facts: "DataFacts") -> dict[str, str]:
     """Return the fields of MLflow's Dataset for a member's data. `facts`: facts about them in the ledger."""
     name = facts["name"]
     if len(name) > _MOST_OF_A_NAME:

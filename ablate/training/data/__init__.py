@@ -4,9 +4,10 @@ A corpus is two flat arrays of token ids and a vocabulary; an image set is uint8
 `batches` and `augment` draw a step's batch from them, by counter from the seed.
 """
 
-from ablate.training.data.corpus import Corpus, Shards, open_corpus
+from ablate.training.data.corpus import Corpus, open_corpus
 from ablate.training.data.images import Augment, ImageSet, ImageSource, RandAugment, open_images
 from ablate.training.data.kinds import located, places, without_places
+from ablate.training.data.sources import Shards
 
 __all__ = [
     "Augment",

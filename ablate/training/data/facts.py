@@ -3,16 +3,8 @@
 from typing import TypedDict
 
 from ablate.errors import redact
-from ablate.training.data import hub
-from ablate.training.data.corpus import (
-    Corpus,
-    HubText,
-    PreparedText,
-    Shards,
-    TextFiles,
-    TextSource,
-    open_corpus,
-)
+from ablate.training.data import hub, images, sources
+from ablate.training.data.corpus import Corpus, open_corpus
 from ablate.training.data.images import (
     Cifar10,
     Cifar100,
@@ -22,37 +14,24 @@ from ablate.training.data.images import (
     ImageSource,
     open_images,
 )
+from ablate.training.data.sources import HubText, TextSource
 
-_LOCATION = {
-    Shards: "train",
-    TextFiles: "text",
-    PreparedText: "prepared",
-    Cifar10: "cifar10",
-    Cifar100: "cifar100",
-    Folder: "folder",
-}
-"""Field of a local source that has its path."""
-KINDS = (str, HubText, HubImages, *_LOCATION)
+KINDS = (str, *sources.KINDS.values(), *images.KINDS.values())
 """Types of the sources that `facts` describes."""
 
 
-class Content(TypedDict):
-    """Columns and size of a source of data."""
-
-    columns: dict[str, str]
-    """Types of the columns, as text."""
-    counts: dict[str, float]
-    """Numbers of tokens or images, of ids or classes, and bytes per token."""
-
-
-class DataFacts(Content):
-    """Description of a source of data, without passwords."""
+class DataFacts(TypedDict):
+    """Description of a source of data, without passwords, as the ledger stores it."""
 
     name: str
     type: str
     """`local`, `hugging_face` or `package`."""
     source: dict[str, str]
     """Location of the data."""
+    columns: dict[str, str]
+    """Types of the columns, as text."""
+    counts: dict[str, float]
+    """Numbers of tokens or images, of ids or classes, and bytes per token."""
 
 
 def facts(source: TextSource | ImageSource) -> DataFacts:
@@ -67,12 +46,17 @@ def facts(source: TextSource | ImageSource) -> DataFacts:
         ValueError: the data are damaged.
     """
     name, kind, location = _location(source)
-    described = _content(source)
+    match source:
+        case "digits" | "photos" | Cifar10() | Cifar100() | Folder() | HubImages():
+            columns, counts = _of_images(open_images(source))
+        case _:
+            columns, counts = _of_corpus(open_corpus(source))
     return {
         "name": redact(name),
         "type": kind,
         "source": {key: redact(value) for key, value in location.items() if value},
-        **described,
+        "columns": columns,
+        "counts": counts,
     }
 
 
@@ -80,28 +64,18 @@ def _location(source: TextSource | ImageSource) -> tuple[str, str, dict[str, str
     """Return name, type and location of a source."""
     if isinstance(source, str):
         return source, "package", {"name": source}
-    if isinstance(source, HubText | HubImages):
-        if hub.local(source.dataset):
-            return source.dataset, "local", {"uri": source.dataset, "split": source.split}
-        commit = hub.version(source.dataset, source.revision, "")
-        return (
-            source.dataset,
-            "hugging_face",
-            {"path": source.dataset, "config_name": source.config, "split": source.split, "revision": commit},
-        )
-    path = getattr(source, _LOCATION[type(source)])
-    return path, "local", {"uri": path}
+    if not isinstance(source, HubText | HubImages):
+        path = getattr(source, source.PATHS[0])
+        return path, "local", {"uri": path}
+    if hub.local(source.dataset):
+        return source.dataset, "local", {"uri": source.dataset, "split": source.split}
+    commit = hub.version(source.dataset, source.revision, "")
+    named = {"path": source.dataset, "config_name": source.config, "split": source.split, "revision": commit}
+    return source.dataset, "hugging_face", named
 
 
-def _content(source: TextSource | ImageSource) -> Content:
-    match source:
-        case "digits" | "photos" | Cifar10() | Cifar100() | Folder() | HubImages():
-            return _of_images(open_images(source))
-        case _:
-            return _of_corpus(open_corpus(source))
-
-
-def _of_corpus(corpus: Corpus) -> Content:
+def _of_corpus(corpus: Corpus) -> tuple[dict[str, str], dict[str, float]]:
+    """Return columns and counts."""
     counts: dict[str, float] = {
         "train tokens": len(corpus.train),
         "validation tokens": len(corpus.val),
@@ -109,19 +83,15 @@ def _of_corpus(corpus: Corpus) -> Content:
     }
     if corpus.bytes_per_token:
         counts["bytes per token"] = round(corpus.bytes_per_token, 4)
-    return {"columns": {"token": f"integer from 0 to {corpus.vocab - 1}"}, "counts": counts}
+    return {"token": f"integer from 0 to {corpus.vocab - 1}"}, counts
 
 
-def _of_images(images: ImageSet) -> Content:
+def _of_images(images: ImageSet) -> tuple[dict[str, str], dict[str, float]]:
+    """Return columns and counts."""
     channels, height, width = images.shape
-    return {
-        "columns": {
-            "image": f"uint8, {channels} x {height} x {width}",
-            "label": f"integer from 0 to {images.classes - 1}",
-        },
-        "counts": {
-            "train images": len(images.train),
-            "validation images": len(images.val),
-            "classes": images.classes,
-        },
+    columns = {
+        "image": f"uint8, {channels} x {height} x {width}",
+        "label": f"integer from 0 to {images.classes - 1}",
     }
+    counts: dict[str, float] = {"train images": len(images.train), "validation images": len(images.val)}
+    return columns, counts | {"classes": images.classes}

@@ -3,8 +3,8 @@
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 from ablate.cache import digest, key_of, remembered
@@ -33,12 +33,10 @@ def version(dataset: str, revision: str | None, instead: str) -> str:
     Raises:
         OSError: the hub cannot be reached, or has no such dataset or revision.
     """
-    folder = local(dataset)
-    if folder:
+    if folder := local(dataset):
         return digest(below(folder))
-    return remembered(
-        key_of("dataset", dataset, revision), lambda: latest_commit("dataset", dataset, revision, instead)
-    )
+    asked = partial(latest_commit, "dataset", dataset, revision, instead)
+    return remembered(key_of("dataset", dataset, revision), asked)
 
 
 def commit_of(kind: Literal["tokenizer", "model"], name: str, instead: str) -> str:
@@ -52,7 +50,7 @@ def commit_of(kind: Literal["tokenizer", "model"], name: str, instead: str) -> s
     Raises:
         OSError: the hub cannot be reached, or has no such model.
     """
-    return remembered(key_of(kind, name), lambda: latest_commit(kind, name, None, instead))
+    return remembered(key_of(kind, name), partial(latest_commit, kind, name, None, instead))
 
 
 def tokenizer_file(name: str, instead: str) -> Path:
@@ -87,7 +85,12 @@ def rows(
     Raises:
         OSError: the dataset cannot be read, or has no column `raw`.
     """
-    library = _datasets(dataset)
+    quiet()
+    try:
+        import datasets as library
+    except ImportError:
+        raise OSError(f"dataset {dataset}: the library that reads it is not installed: {_EXTRA}") from None
+    library.disable_progress_bars()
     with _as_os_error(f"dataset {dataset}, split {split}: cannot be read"):
         folder = local(dataset)
         stream = library.load_dataset(
@@ -104,10 +107,8 @@ def latest_commit(kind: str, name: str, revision: str | None, instead: str) -> s
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-    hub, request = (
-        redact(constants.ENDPOINT),
-        HfApi().dataset_info if kind == "dataset" else HfApi().model_info,
-    )
+    hub = redact(constants.ENDPOINT)
+    request = HfApi().dataset_info if kind == "dataset" else HfApi().model_info
     try:
         return request(name, revision=revision, timeout=_SECONDS).sha or ""
     except RevisionNotFoundError:
@@ -117,17 +118,9 @@ def latest_commit(kind: str, name: str, revision: str | None, instead: str) -> s
             f"{kind} {name}: {hub} has none of that name, or it is private (HF_TOKEN); {instead}"
         ) from None
     except Exception as error:
-        raise OSError(f"{kind} {name}: {hub} cannot be reached ({_first(error)}); {instead}") from None
-
-
-def _datasets(dataset: str) -> ModuleType:
-    quiet()
-    try:
-        import datasets
-    except ImportError:
-        raise OSError(f"dataset {dataset}: the library that reads it is not installed: {_EXTRA}") from None
-    datasets.disable_progress_bars()
-    return datasets
+        raise OSError(
+            f"{kind} {name}: {hub} cannot be reached ({redact(first_line(error))}); {instead}"
+        ) from None
 
 
 def quiet() -> None:
@@ -144,9 +137,4 @@ def _as_os_error(message: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise OSError(f"{message}: {_first(error)}") from error
-
-
-def _first(error: Exception) -> str:
-    """Return the first line of an exception's message, without passwords."""
-    return redact(first_line(error))
+        raise OSError(f"{message}: {redact(first_line(error))}") from error

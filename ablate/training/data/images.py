@@ -39,7 +39,6 @@ _ARRAYS = ("train", "train_labels", "val", "val_labels")
 class Cifar10(Spec):
     """CIFAR-10 as published, as binary files or as Python's pickles; its test images validate."""
 
-    places: ClassVar[frozenset[str]] = frozenset({"cifar10"})
     PATHS: ClassVar[tuple[str, ...]] = ("cifar10",)
     cifar10: str
     """The folder."""
@@ -48,7 +47,6 @@ class Cifar10(Spec):
 class Cifar100(Spec):
     """CIFAR-100 as published."""
 
-    places: ClassVar[frozenset[str]] = frozenset({"cifar100"})
     PATHS: ClassVar[tuple[str, ...]] = ("cifar100",)
     cifar100: str
     """The folder."""
@@ -61,7 +59,6 @@ class Folder(Spec):
     Either there are folders `train` and `val`, or every tenth file validates.
     """
 
-    places: ClassVar[frozenset[str]] = frozenset({"folder"})
     PATHS: ClassVar[tuple[str, ...]] = ("folder",)
     folder: str
     size: int = Field(ge=4, le=1024)
@@ -71,7 +68,6 @@ class Folder(Spec):
 class HubImages(Spec):
     """A dataset of images by its name on the Hugging Face hub, or a local folder that `datasets` can read."""
 
-    places: ClassVar[frozenset[str]] = frozenset()
     NAMES: ClassVar[tuple[str, ...]] = ("dataset",)
     dataset: str
     """A name on the hub, or a folder; its absolute path is a part of the trial's id, as its content is."""
@@ -90,14 +86,14 @@ class HubImages(Spec):
     """Largest number of images taken from each split."""
 
 
-_KINDS = {"cifar10": Cifar10, "cifar100": Cifar100, "folder": Folder, "dataset": HubImages}
+KINDS = {"cifar10": Cifar10, "cifar100": Cifar100, "folder": Folder, "dataset": HubImages}
 ImageSource = Annotated[
     Annotated[Literal["digits", "photos"], Tag("word")]
     | Annotated[Cifar10, Tag("cifar10")]
     | Annotated[Cifar100, Tag("cifar100")]
     | Annotated[Folder, Tag("folder")]
     | Annotated[HubImages, Tag("dataset")],
-    either(("digits", "photos"), _KINDS),
+    either(("digits", "photos"), KINDS),
 ]
 
 

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TypedDict, Unpack
+from functools import partial
 
 from ablate.cache import digest, key_of
 from ablate.training.data import documents, hub
 from ablate.training.data.documents import Piece
+from ablate.training.data.sources import HubText
 from ablate.training.data.tokenisers import identity
 
 _VERSION = 1
@@ -78,22 +78,7 @@ class Job:
                 yield piece
 
 
-class JobOptions(TypedDict, total=False):
-    """Fields of `Job` that its makers pass on; their defaults are those of `Job`."""
-
-    tokenizer: str
-    shard_tokens: int
-    tokens: int | None
-    progress: Callable[[str, int], None]
-
-
-def of_files(
-    patterns: list[str],
-    val: list[str] | None,
-    column: str,
-    val_fraction: float,
-    **options: Unpack[JobOptions],
-) -> Job:
+def of_files(patterns: list[str], val: list[str] | None, column: str, val_fraction: float) -> Job:
     """Return the job for text files, JSON lines or Parquet.
 
     Args:
@@ -101,7 +86,6 @@ def of_files(
         val: paths or globs of the validation text, if any.
         column: name of the column of documents.
         val_fraction: part of the text to hold out if there is no validation text.
-        options: other fields of `Job`.
 
     Raises:
         OSError: a pattern matches no file.
@@ -110,73 +94,38 @@ def of_files(
     files, held = documents.matching(patterns), documents.matching(val or [])
     size = sum(path.stat().st_size for path in files)
     longest = _LONGEST if held else min(_LONGEST, max(_SHORTEST, int(val_fraction * size)))
-
-    def read(paths: list[Path]) -> Callable[[], Iterable[Piece]]:
-        return lambda: documents.pieces(paths, column, longest)
-
-    content = (
-        "files",
-        column,
-        [[path.suffix for path in paths] for paths in (files, held)],
-        digest(files),
-        digest(held),
-    )
-    source = {"text": patterns} | ({"val": val} if val else {})
+    suffixes = [[path.suffix for path in paths] for paths in (files, held)]
     return Job(
-        read(files), content, source, val=read(held) if held else None, val_fraction=val_fraction, **options
+        partial(documents.pieces, files, column, longest),
+        ("files", column, suffixes, digest(files), digest(held)),
+        {"text": patterns} | ({"val": val} if val else {}),
+        val=partial(documents.pieces, held, column, longest) if held else None,
+        val_fraction=val_fraction,
     )
 
 
-def of_dataset(
-    dataset: str,
-    config: str | None,
-    split: str,
-    val_split: str | None,
-    revision: str | None,
-    column: str,
-    val_fraction: float,
-    **options: Unpack[JobOptions],
-) -> Job:
+def of_dataset(dataset: HubText) -> Job:
     """Return the job for a dataset of the hub, or in a local folder.
-
-    Args:
-        dataset: a name on the hub, or a local folder.
-        config: name of the dataset's configuration, if it has several.
-        split: name of the split to train on.
-        val_split: name of the split that validates; None: a part of the documents is held out.
-        revision: a commit, tag or branch; None: the newest commit, which is then cached.
-        column: name of the column of documents.
-        val_fraction: part of the text to hold out if there is no `val_split`.
-        options: other fields of `Job`.
 
     Raises:
         OSError: the hub cannot be reached, or has no such dataset or revision.
     """
-    commit = hub.version(dataset, revision, _INSTEAD)
+    commit = hub.version(dataset.dataset, dataset.revision, _INSTEAD)
+    name, column = dataset.dataset, dataset.column
 
-    def read(part: str) -> Callable[[], Iterator[Piece]]:
-        def pieces() -> Iterator[Piece]:
-            for number, row in enumerate(hub.rows(dataset, config, part, commit)):
-                yield documents.document(
-                    row.get(column), f"dataset {dataset}, split {part}, row {number}", column, row
-                )
+    def pieces(split: str) -> Iterator[Piece]:
+        for number, row in enumerate(hub.rows(name, dataset.config, split, commit)):
+            place = f"dataset {name}, split {split}, row {number}"
+            yield documents.document(row.get(column), place, column, row)
 
-        return pieces
-
-    source = {
-        "dataset": dataset,
-        "config": config,
-        "split": split,
-        "val_split": val_split,
-        "revision": commit,
-        "column": column,
-    }
-    content = ("dataset", dataset, config, split, val_split, commit, column)
+    named = dataset.model_dump(include={"dataset", "config", "split", "val_split", "revision", "column"})
+    source = named | {"revision": commit}
     return Job(
-        read(split),
-        content,
+        partial(pieces, dataset.split),
+        ("dataset", *source.values()),
         source,
-        val=read(val_split) if val_split else None,
-        val_fraction=val_fraction,
-        **options,
+        dataset.tokenizer,
+        val=partial(pieces, dataset.val_split) if dataset.val_split else None,
+        val_fraction=dataset.val_fraction,
+        tokens=dataset.tokens,
     )

@@ -3,7 +3,7 @@
 Since the kind is decided first, an error in a source is reported for that kind alone.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,19 +15,6 @@ from ablate.numerics.spec import Spec
 T = TypeVar("T")
 
 
-def _kind_of(names: Collection[str], kinds: Mapping[str, type[Spec]]) -> Callable[[object], str | None]:
-    """Return a discriminator's function: `word` for one of the names, else the first key of `kinds` in it."""
-
-    def kind(value: object) -> str | None:
-        if isinstance(value, str):
-            return "word" if value in names else None
-        if isinstance(value, dict):
-            return next((key for key in kinds if key in value), None)
-        return next((key for key, spec in kinds.items() if isinstance(value, spec)), None)
-
-    return kind
-
-
 def either(names: Sequence[str], kinds: Mapping[str, type[Spec]]) -> Discriminator:
     """Return the discriminator of a union of sources, whose error lists all that a source may be.
 
@@ -35,13 +22,25 @@ def either(names: Sequence[str], kinds: Mapping[str, type[Spec]]) -> Discriminat
         names: names of built-in sources; their union member is tagged `word`.
         kinds: classes of the other sources, keyed by their tag, a field that only they have.
     """
+
+    def kind(value: object) -> str | None:
+        if isinstance(value, str):
+            return "word" if value in names else None
+        keys = value if isinstance(value, dict) else [key for key in kinds if isinstance(value, kinds[key])]
+        return next((key for key in kinds if key in keys), None)
+
     message = f"must be {' or '.join(names)}, or have one of the keys {', '.join(kinds)}"
-    return Discriminator(_kind_of(names, kinds), custom_error_type="source", custom_error_message=message)
+    return Discriminator(kind, custom_error_type="source", custom_error_message=message)
 
 
 def places(source: object) -> frozenset[str]:
-    """Return the fields that only locate a source's data: a trial's id has the data's fingerprint instead."""
-    return getattr(source, "places", frozenset())
+    """Return the fields that only locate a source's data: a trial's id has the data's fingerprint instead.
+
+    They are its paths; all fields of a class with `BY_CONTENT`, which only say how its tokens are made.
+    """
+    if isinstance(source, Spec) and getattr(source, "BY_CONTENT", False):
+        return frozenset(type(source).model_fields)
+    return frozenset(getattr(source, "PATHS", ()))
 
 
 def without_places(fields: Json, source: object) -> Json:
@@ -69,24 +68,20 @@ def located(value: T, folder: Path) -> T:
     """
     if not isinstance(value, Spec):
         return value
+    paths, names = getattr(value, "PATHS", ()), getattr(value, "NAMES", ())
     changed: dict[str, object] = {}
     for name in type(value).model_fields:
         part = getattr(value, name)
-        other: object
         if isinstance(part, Spec):
-            other = located(part, folder)
-        elif isinstance(part, str) and name in getattr(value, "PATHS", ()):
-            other = _absolute(part, folder)
-        elif isinstance(part, tuple) and name in getattr(value, "PATHS", ()):
-            other = tuple(_absolute(path, folder) for path in part)
-        elif isinstance(part, str) and name in getattr(value, "NAMES", ()):
+            changed[name] = located(part, folder)
+        elif isinstance(part, str) and name in (*paths, *names):
             beside = _absolute(part, folder)
             # The libraries take a folder in the working directory for the name: name the one beside the file.
-            other = beside if Path(beside).exists() or Path(part).exists() else part
-        else:
-            continue
-        if other is not part:
-            changed[name] = other
+            named = name in names and not (Path(beside).exists() or Path(part).exists())
+            changed[name] = part if named else beside
+        elif isinstance(part, tuple) and name in paths:
+            changed[name] = tuple(_absolute(path, folder) for path in part)
+    changed = {name: part for name, part in changed.items() if part is not getattr(value, name)}
     return value.model_copy(update=changed) if changed else value
 
 

@@ -4,6 +4,7 @@ Written once, and read on any machine.
 """
 
 import hashlib
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -14,10 +15,9 @@ from ablate import cache
 from ablate.files import write
 from ablate.numerics.spec import Spec
 from ablate.training.data import shards
-from ablate.training.data.documents import Piece
 from ablate.training.data.jobs import Job
-from ablate.training.data.shards import Tokens
-from ablate.training.data.tokenisers import FILE, Tokeniser, open_tokeniser
+from ablate.training.data.shards import Joined
+from ablate.training.data.tokenisers import FILE, open_tokeniser
 
 ABOUT = "data.json"
 _PIECES = 256
@@ -67,81 +67,48 @@ def prepare(folder: Path, job: Job) -> About:
         ValueError: the text is damaged or too short, or the tokeniser cannot encode it.
     """
     tokeniser = open_tokeniser(job.tokenizer, job.training)
-    parts = {
-        name: _SplitWriter(shards.Writer(folder, name, tokeniser.dtype, job.shard_tokens))
-        for name in ("train", "val")
-    }
+    train, val = (shards.Writer(folder, name, tokeniser.dtype, job.shard_tokens) for name in ("train", "val"))
     stream = job.split()
     while batch := list(islice(stream, _PIECES)):
         for (held, piece), ids in zip(batch, tokeniser.encode([piece for _, piece in batch]), strict=True):
-            parts["val" if held else "train"].add(
-                piece, ids, tokeniser.separator, None if held else job.tokens
-            )
+            writer = val if held else train
+            if piece.first and tokeniser.separator is not None:
+                ids = np.concatenate([[tokeniser.separator], ids])
+            writer.add(ids if held or job.tokens is None else ids[: job.tokens - train.tokens])
+            writer.bytes += len(piece.content)
+            writer.documents += piece.first
         job.progress("writing tokens", sum(len(piece.content) for _, piece in batch))
-        if job.tokens and parts["train"].writer.tokens >= job.tokens:
+        if job.tokens and train.tokens >= job.tokens:
             break
     digest = hashlib.sha256(f"{tokeniser.vocab}".encode())
-    for name, part in parts.items():
-        digest.update(part.writer.close().encode())
-        if not part.writer.tokens:
-            raise ValueError(_too_little(name, parts["train"].documents))
+    for part in (train, val):
+        digest.update(part.close().encode())
+        if not part.tokens:
+            raise ValueError(
+                f"nothing is left to validate on: the text is {train.documents} document;"
+                " give more, or a validation text of its own"
+                if train.tokens
+                else "there is no text: the files are empty"
+            )
     (folder / FILE).write_text(tokeniser.json, encoding="utf-8")
-    result = _about(
-        folder, job, tokeniser, parts["train"].summary, parts["val"].summary, digest.hexdigest()[:16]
-    )
-    write(folder / ABOUT, result.model_dump(mode="json"))
-    return result
-
-
-def _too_little(name: str, documents: int) -> str:
-    if name == "train":
-        return "there is no text: the files are empty"
-    return (
-        f"nothing is left to validate on: the text is {documents} document;"
-        " give more, or a validation text of its own"
-    )
-
-
-class _SplitWriter:
-    """A split while it is written."""
-
-    def __init__(self, writer: shards.Writer) -> None:
-        self.writer, self.bytes, self.documents = writer, 0, 0
-
-    def add(self, piece: Piece, ids: np.ndarray, separator: int | None, most: int | None) -> None:
-        """Append a piece's ids, after the separator if it begins a document, up to `most` tokens in all."""
-        if piece.first and separator is not None:
-            ids = np.concatenate([[separator], ids])
-        self.writer.add(ids[: None if most is None else most - self.writer.tokens])
-        self.bytes += len(piece.content)
-        self.documents += piece.first
-
-    @property
-    def summary(self) -> SplitAbout:
-        """Return the description of the tokens written so far."""
-        return SplitAbout(
-            tokens=self.writer.tokens,
-            bytes=self.bytes,
-            documents=self.documents,
-            shards=tuple(self.writer.names),
-        )
-
-
-def _about(
-    folder: Path, job: Job, tokeniser: Tokeniser, train: SplitAbout, val: SplitAbout, fingerprint: str
-) -> About:
-    return About(
+    parts = [
+        SplitAbout(tokens=part.tokens, bytes=part.bytes, documents=part.documents, shards=tuple(part.names))
+        for part in (train, val)
+    ]
+    result = About(
         source=dict(job.source),
         tokenizer=tokeniser.word,
         vocab=tokeniser.vocab,
         separator=tokeniser.separator,
         # With `bytes` every token is a byte, the separator too.
         bytes_per_token=1.0 if tokeniser.word == "bytes" else val.bytes / val.tokens,
-        train=train,
-        val=val,
-        fingerprint=fingerprint,
-        sample=_sampled(folder, (train, val), tokeniser.vocab)[1],
+        train=parts[0],
+        val=parts[1],
+        fingerprint=digest.hexdigest()[:16],
+        sample=_sampled(folder, parts, tokeniser.vocab)[1],
     )
+    write(folder / ABOUT, result.model_dump(mode="json"))
+    return result
 
 
 def about(folder: Path) -> About:
@@ -169,7 +136,7 @@ def about(folder: Path) -> About:
         ) from None
 
 
-def read(folder: Path) -> tuple[About, Tokens, Tokens]:
+def read(folder: Path) -> tuple[About, Joined, Joined]:
     """Return a folder's data.json, its training ids and its validation ids.
 
     Args:
@@ -180,15 +147,15 @@ def read(folder: Path) -> tuple[About, Tokens, Tokens]:
         ValueError: data.json or a shard is damaged, or the shards are not those that data.json describes.
     """
     described = about(folder)
-    (train, val), sample = _sampled(folder, (described.train, described.val), described.vocab)
-    tokens = described.train.tokens, described.val.tokens
+    parts = described.train, described.val
+    texts, sample = _sampled(folder, parts, described.vocab)
     if (
         sample != described.sample
-        or (len(train), len(val)) != tokens
+        or [*map(len, texts)] != [part.tokens for part in parts]
         or _fingerprint(folder, described) != described.fingerprint
     ):
         raise ValueError(f"{folder}: its shards are not those that {ABOUT} describes; prepare the text again")
-    return described, train, val
+    return described, texts[0], texts[1]
 
 
 def _fingerprint(folder: Path, described: About) -> str:
@@ -207,7 +174,7 @@ def _fingerprint(folder: Path, described: About) -> str:
     return cache.remembered(cache.key_of("tokens", described.vocab, sizes, content), find)
 
 
-def _sampled(folder: Path, parts: tuple[SplitAbout, SplitAbout], vocab: int) -> tuple[list[Tokens], str]:
+def _sampled(folder: Path, parts: Sequence[SplitAbout], vocab: int) -> tuple[list[Joined], str]:
     """Return the ids of both parts, and the hash of windows of them."""
     digest, texts = hashlib.sha256(), []
     for part in parts:
@@ -218,5 +185,5 @@ def _sampled(folder: Path, parts: tuple[SplitAbout, SplitAbout], vocab: int) -> 
                 raise OSError(f"{folder}: {name} is missing, which {ABOUT} lists")
             arrays.append(shards.read(path, "uint16"))
             shards.check_and_digest(arrays[-1], vocab, digest)
-        texts.append(shards.joined(arrays))
+        texts.append(Joined(arrays))
     return texts, digest.hexdigest()[:16]

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,19 +23,8 @@ _MAPPED = 64
 """Number of files mapped at once: each takes a file descriptor, and a process may have only 1,024."""
 
 
-class _Windows(ABC):
-    """Ids that are read in windows, since they may be larger than memory."""
-
-    @abstractmethod
-    def __getitem__(self, window: slice) -> np.ndarray: ...
-
-    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
-        """Return all ids as one array in memory."""
-        return np.asarray(self[:], dtype)
-
-
 @dataclass(frozen=True)
-class Shard(_Windows):
+class Shard:
     """The ids of one file, mapped, never loaded whole."""
 
     path: Path
@@ -58,8 +46,8 @@ def _mapped(shard: Shard) -> np.ndarray:
     return np.memmap(shard.path, shard.dtype, "r", offset=shard.offset, shape=(shard.count,))
 
 
-class Joined(_Windows):
-    """Several files' ids as one text."""
+class Joined:
+    """Ids of one or more files as one text, read in windows, since they may be larger than memory."""
 
     def __init__(self, parts: Sequence[Shard]) -> None:
         self._parts = parts
@@ -68,6 +56,10 @@ class Joined(_Windows):
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        """Return all ids as one array in memory."""
+        return np.asarray(self[:], dtype)
 
     def __getitem__(self, window: slice) -> np.ndarray:
         """Return a contiguous window, which may span several files."""
@@ -82,13 +74,8 @@ class Joined(_Windows):
         return windows[0] if len(windows) == 1 else np.concatenate(windows or [np.empty(0, self.dtype)])
 
 
-Tokens: TypeAlias = np.ndarray | Shard | Joined
+Tokens: TypeAlias = np.ndarray | Joined
 """Ids of a text: `len` and slices, which are arrays."""
-
-
-def joined(parts: Sequence[Shard]) -> Tokens:
-    """Return several shards as one text."""
-    return parts[0] if len(parts) == 1 else Joined(parts)
 
 
 def read(path: Path, dtype: str) -> Shard:
@@ -139,7 +126,10 @@ def check_and_digest(shard: Shard, vocab: int, digest: "hashlib._Hash") -> None:
     Raises:
         ValueError: an id in one of the windows is beyond the vocabulary.
     """
-    for window in _sample(shard):
+    size = _SAMPLE_BYTES // shard.dtype.itemsize
+    count = min(_SAMPLES, math.ceil(len(shard) / size))
+    for start in np.linspace(0, max(0, len(shard) - size), count, dtype=np.int64):
+        window = shard[start : start + size]
         digest.update(window.tobytes())
         if window.max() >= vocab:
             raise ValueError(f"{shard.path}: token id {window.max()} is beyond the vocabulary of {vocab}")
@@ -160,14 +150,6 @@ def digest_of_ids(parts: Sequence[Shard]) -> str:
     return digest.hexdigest()
 
 
-def _sample(shard: Shard) -> list[np.ndarray]:
-    window = _SAMPLE_BYTES // shard.dtype.itemsize
-    starts = np.linspace(
-        0, max(0, len(shard) - window), min(_SAMPLES, math.ceil(len(shard) / window)), dtype=np.int64
-    )
-    return [shard[start : start + window] for start in starts]
-
-
 class Writer:
     """Writer of ids into shards `<name>_000000.bin`, `<name>_000001.bin`, ...
 
@@ -179,7 +161,8 @@ class Writer:
     """
 
     def __init__(self, folder: Path, name: str, dtype: type, most: int) -> None:
-        self.tokens = 0
+        self.tokens = self.bytes = self.documents = 0
+        """Number of ids so far, and of the bytes and documents that they stand for, which its user counts."""
         self.names: list[str] = []
         self._folder, self._name, self._dtype, self._most = folder, name, np.dtype(dtype), most
         self._digest = hashlib.sha256(self._dtype.name.encode())

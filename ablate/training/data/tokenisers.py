@@ -77,12 +77,6 @@ def kind(word: str) -> Literal["bytes", "bpe", "file", "hub"]:
     return "hub"
 
 
-def checked(word: str) -> str:
-    """Return the word if it can name a tokeniser; otherwise raise ValueError."""
-    kind(word)
-    return word
-
-
 def identity(word: str) -> str:
     """Return the identity of a tokeniser's content: equal ones give the same ids for the same text.
 
@@ -174,42 +168,36 @@ def _text(piece: Piece) -> str:
 
 def _bytes() -> Tokeniser:
     """Return the tokeniser whose ids are the bytes; the separator is 0, which no text contains."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     # The library maps each byte to a letter: printable ones to themselves, the others in order from U+0100.
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in printed]
-    letters = {chr(byte): byte for byte in printed} | {
-        chr(0x100 + number): byte for number, byte in enumerate(rest)
-    }
-    library = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    library.pre_tokenizer, library.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        decoders.ByteLevel(),
-    )
-
-    def encode(pieces: Sequence[Piece]) -> list[np.ndarray]:
-        return [np.frombuffer(piece.content, dtype=np.uint8) for piece in pieces]
-
+    letters = {chr(byte): byte for byte in printed}
+    letters |= {chr(0x100 + number): byte for number, byte in enumerate(rest)}
     return Tokeniser(
         "bytes",
         256,
         0,
-        encode,
+        lambda pieces: [np.frombuffer(piece.content, dtype=np.uint8) for piece in pieces],
         lambda ids: ids.astype(np.uint8).tobytes().decode(errors="replace"),
-        library.to_str(),
+        _byte_level(letters, at_words=False).to_str(),
     )
+
+
+def _byte_level(vocab: dict[str, int] | None, at_words: bool) -> "Tokenizer":
+    """Return a BPE of the library on bytes, without merges; it cuts a text at words first, or not at all."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    library = Tokenizer(models.BPE() if vocab is None else models.BPE(vocab=vocab, merges=[]))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=at_words)
+    library.decoder = decoders.ByteLevel()
+    return library
 
 
 def _trained(text: Iterable[Piece], vocab: int) -> "Tokenizer":
     """Return a trained byte-level BPE: the same for the same text, whatever the number of threads."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import pre_tokenizers, trainers
 
-    library = Tokenizer(models.BPE())
-    library.pre_tokenizer, library.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    library = _byte_level(None, at_words=True)
     letters = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab, special_tokens=[SEPARATOR], initial_alphabet=letters, show_progress=False

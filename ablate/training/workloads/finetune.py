@@ -22,7 +22,7 @@ from ablate.numerics.spec import Spec
 from ablate.recipes.layers import Layer
 from ablate.recipes.recipe import Products, Recipe, Wgrad
 from ablate.training.data import without_places
-from ablate.training.data.corpus import TextSource
+from ablate.training.data.sources import TextSource
 from ablate.training.hyperparameters import MOST_SEQUENCES, MOST_STEPS, MOST_WIDTH
 from ablate.training.metric_names import FIRST_NONFINITE
 from ablate.training.trial_run import Telemetry, TrialRun

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import AfterValidator, Field
 
 from ablate.training.data import Corpus, open_corpus
-from ablate.training.data.corpus import TextSource
+from ablate.training.data.sources import TextSource
 from ablate.training.hyperparameters import METRICS
 from ablate.training.metric_names import QUANTITIES
 from ablate.training.workloads.trained import Trained

@@ -1,5 +1,7 @@
 """Corpora and batches: what is read is what was written, splits are fixed, and batches are functions of their arguments alone."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -125,8 +127,8 @@ def test_an_edit_between_the_sampled_windows_of_a_large_shard_is_seen(tmp_path):
     text = np.random.default_rng(0).integers(97, 123, 5_100_000, dtype=np.uint8).tobytes()
     (tmp_path / "text.txt").write_bytes(b"\n".join(text[i : i + 99] for i in range(0, len(text), 99)))
     (tmp_path / "books").mkdir()
-    job = jobs.of_files([str(tmp_path / "text.txt")], None, "text", 0.01, shard_tokens=2_500_000)
-    prepared.prepare(tmp_path / "books", job)
+    job = jobs.of_files([str(tmp_path / "text.txt")], None, "text", 0.01)
+    prepared.prepare(tmp_path / "books", replace(job, shard_tokens=2_500_000))
     shard = tmp_path / "books" / "train_000000.bin"
     raw = {"train": str(shard), "val": str(tmp_path / "books" / "val_000000.bin"), "vocab": 256}
     before = open_corpus(Shards(**raw)).fingerprint

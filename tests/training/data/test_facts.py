@@ -6,9 +6,9 @@ import pytest
 from support.corpus import write_shards
 
 from ablate.training.data import facts as module
-from ablate.training.data.corpus import HubText, TextFiles
 from ablate.training.data.facts import facts
 from ablate.training.data.images import Folder
+from ablate.training.data.sources import HubText, TextFiles
 
 pytestmark = pytest.mark.usefixtures("cache")
 

@@ -6,6 +6,7 @@ import os
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from ablate import cache as cache_module
 from ablate.training.data import Shards, documents, open_corpus, places, prepared
-from ablate.training.data.corpus import HubText, PreparedText, TextFiles, TextSource
 from ablate.training.data.jobs import of_files
+from ablate.training.data.sources import HubText, PreparedText, TextFiles, TextSource
 from ablate.training.data.tokenisers import SEPARATOR, open_tokeniser
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -42,12 +43,8 @@ def lines(folder: Path, name: str = "stories.jsonl", column: str = "text") -> Pa
 def made(folder: Path, *patterns: Path | str, **how) -> prepared.About:
     how = {"val": None, "column": "text", "val_fraction": 0.05} | how
     folder.mkdir()
-    return prepared.prepare(
-        folder,
-        of_files(
-            [str(p) for p in patterns], how.pop("val"), how.pop("column"), how.pop("val_fraction"), **how
-        ),
-    )
+    job = of_files([str(p) for p in patterns], how.pop("val"), how.pop("column"), how.pop("val_fraction"))
+    return prepared.prepare(folder, replace(job, **how))
 
 
 def decoded(folder: Path, ids) -> str:
@@ -322,8 +319,7 @@ def test_a_changed_text_is_another_corpus(tmp_path):
     path = stories(tmp_path)
     first = open_corpus(TextFiles(text=str(path)))
     path.write_text(path.read_text().replace("closed", "opened"))
-    corpus_of = open_corpus.__globals__["_text"]
-    corpus_of.cache_clear()
+    open_corpus.__globals__["_opened"].cache_clear()
     assert open_corpus(TextFiles(text=str(path))).fingerprint != first.fingerprint
 
 
@@ -354,7 +350,8 @@ def counted(*words):
     time.sleep(1)  # until the others are there
     return make(*words)
 p.prepare = counted
-from ablate.training.data.corpus import TextFiles, open_corpus
+from ablate.training.data.corpus import open_corpus
+from ablate.training.data.sources import TextFiles
 print(open_corpus(TextFiles(text={str(path)!r}, tokenizer="bpe:600")).fingerprint)"""
     runs = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)
@@ -373,7 +370,7 @@ def test_what_a_killed_process_left_is_no_corpus(tmp_path, cache):
     torn = folder.with_name(f"{folder.name}.making")
     folder.rename(torn)
     (torn / "train_000000.bin").write_bytes(b"torn")
-    open_corpus.__globals__["_text"].cache_clear()
+    open_corpus.__globals__["_opened"].cache_clear()
     assert open_corpus(TextFiles(text=str(path))).fingerprint == first.fingerprint
     assert not torn.exists()
 
@@ -513,7 +510,8 @@ def test_nothing_reaches_a_network_unless_a_dataset_is_named(tmp_path):
 import socket, sys
 def refuse(*words): raise SystemExit(f"a connection to {{words}}")
 socket.socket.connect = socket.getaddrinfo = refuse
-from ablate.training.data.corpus import TextFiles, open_corpus
+from ablate.training.data.corpus import open_corpus
+from ablate.training.data.sources import TextFiles
 open_corpus("stdlib"); open_corpus(TextFiles(text={str(path)!r}, tokenizer="bpe:300"))
 print(*sys.modules)"""
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
