@@ -7,6 +7,9 @@ of the abandoned attempt from that step on are dropped. Both are counted and sai
 count different steps, so there each metric is by itself.
 """
 
+from collections.abc import Iterable
+from typing import Self
+
 from ablate.errors import InputError, brief
 from ablate.judging.cells import MOST_STEP, same
 
@@ -26,6 +29,14 @@ class Points:
         self._last: dict[str, int] = {}
         self._copies = 0
         self._restarts: list[tuple[int, int, int]] = []
+
+    @classmethod
+    def of(cls, where: str, scalars: Iterable[tuple[int, str, float]]) -> Self:
+        """Return the values of a tracker's run: step, metric and value in the order of time."""
+        points = cls(where, in_time=True, one_axis=False)
+        for number, (step, name, value) in enumerate(scalars, 1):
+            points.add(number, step, name, value)
+        return points
 
     def add(self, line: int, step: int, name: str, value: float) -> None:
         """Add a value.

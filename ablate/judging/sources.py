@@ -12,42 +12,24 @@ differ are refused.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ablate.errors import InputError, brief, redact
 from ablate.execution.tracking import event_files
-from ablate.judging import (
-    log_files,
-    table_files,
-    tables,
-    wandb_charts,
-    wandb_folders,
-)
+from ablate.judging import log_files, table_files, wandb_charts, wandb_folders
 from ablate.judging.cells import same
 from ablate.judging.columns import GUESS, Columns
 from ablate.judging.named_runs import NamedRun, identified
 from ablate.judging.names import places_of
 from ablate.judging.points import Points
 from ablate.judging.run import ForeignRun, Found
+from ablate.judging.tables import Table, runs_of
 from ablate.results.number_text import counted
 from ablate.store.databases import url
 
-
-@dataclass(frozen=True)
-class Place:
-    """One file, folder or address to read."""
-
-    address: str
-    """Path or address, as a person finds it."""
-    fields: Mapping[str, str]
-    """Arm, seed and settings that a pattern of the path says."""
-    columns: Columns
-    """Columns that the user named."""
-
-    @property
-    def path(self) -> Path:
-        """The address as a path."""
-        return Path(self.address)
+Content = Table | list[NamedRun]
+"""Content of one place: a table, whose columns say arm and seed, or runs, each with a name."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +40,9 @@ class Source:
     """Name in sentences."""
     claims: Callable[[Path], bool]
     """True for a path that this source reads; sources are asked in their order."""
-    read: Callable[[Place, list[str]], list[ForeignRun]]
-    """Runs of a place; sentences are added to the list."""
+    read: Callable[[Path, Mapping[str, str], list[str]], Content]
+    """Content of a path, given what its pattern says of arm, seed and settings; sentences are added to the
+    list."""
 
 
 def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = None) -> Found:
@@ -76,14 +59,20 @@ def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = 
     sentences: list[tuple[str, list[str]]] = []
     """Place, and what was said of it."""
     runs: list[ForeignRun] = []
+
     for place in places:
         if "://" in place or ("#" in place and not Path(place).exists()):
-            sentences.append((redact(place), []))
-            runs += _mlflow(Place(place, {}, columns), sentences[-1][1])
-            continue
-        for path, fields in places_of(place):
-            sentences.append((str(path), []))
-            runs += _read(Place(str(path), fields, columns), logs, sentences[-1][1])
+            readers = [(redact(place), partial(_mlflow, place, {}))]
+        else:
+            readers = [(str(path), partial(_read, path, fields, logs)) for path, fields in places_of(place)]
+        for where, reader in readers:
+            said: list[str] = []
+            content = reader(said)
+            if isinstance(content, Table):
+                runs += runs_of(content, columns, said)
+            else:
+                runs += identified(content, where, columns, said)
+            sentences.append((where, said))
     copies: list[str] = []
     return Found(each_once(runs, copies), [*_once(sentences), *copies], places)
 
@@ -100,20 +89,20 @@ def _once(sentences: Sequence[tuple[str, list[str]]]) -> list[str]:
     ]
 
 
-def _read(place: Place, logs: str | None, said: list[str]) -> list[ForeignRun]:
-    """Return the runs of a file or folder."""
-    table_files.require_regular(place.path)
-    if logs is not None and not (logs.startswith("hf") and place.path.suffix == ".json"):
-        return _one(log_files.read_log(place.path, place.fields, logs, said), place, said)
-    source = next((source for source in SOURCES.values() if source.claims(place.path)), None)
+def _read(path: Path, fields: Mapping[str, str], logs: str | None, said: list[str]) -> Content:
+    """Return the content of a file or folder."""
+    table_files.require_regular(path)
+    if logs is not None and not (logs.startswith("hf") and path.suffix == ".json"):
+        return [log_files.read_log(path, fields, logs, said)]
+    source = next((source for source in SOURCES.values() if source.claims(path)), None)
     if source is None:
         titles = ", ".join(source.title for source in SOURCES.values())
         advice = "for a log, name its format: --logs"
-        if place.path.is_dir():
-            kinds = sorted({file.suffix for file in place.path.iterdir() if file.suffix in _FILES})
-            advice = f'for its files, write "{place.address}/*{kinds[0]}"' if kinds else advice
-        raise InputError(f"{place.address}: not of a known kind ({titles}); {advice}")
-    return source.read(place, said)
+        if path.is_dir():
+            kinds = sorted({file.suffix for file in path.iterdir() if file.suffix in _FILES})
+            advice = f'for its files, write "{path}/*{kinds[0]}"' if kinds else advice
+        raise InputError(f"{path}: not of a known kind ({titles}); {advice}")
+    return source.read(path, fields, said)
 
 
 _FILES = (".csv", ".json", ".jsonl", ".parquet")
@@ -156,91 +145,73 @@ def _equal(run: ForeignRun, other: ForeignRun) -> bool:
     )
 
 
-def _csv(place: Place, said: list[str]) -> list[ForeignRun]:
-    table = table_files.read_csv(place.path, place.fields)
+def _csv(path: Path, fields: Mapping[str, str], said: list[str]) -> Content:
+    table = table_files.read_csv(path, fields)
     if not wandb_charts.is_chart([*table.columns]):
-        return tables.runs_of(table, place.columns, said)
-    said.append(f"{place.address}: an exported chart of W&B, one run a column")
-    return identified(wandb_charts.chart_runs(table), place.address, place.columns, said)
+        return table
+    said.append(f"{path}: an exported chart of W&B, one run a column")
+    return wandb_charts.chart_runs(table)
 
 
-def _parquet(place: Place, said: list[str]) -> list[ForeignRun]:
-    return tables.runs_of(table_files.read_parquet(place.path, place.fields), place.columns, said)
+def _json(path: Path, fields: Mapping[str, str], said: list[str]) -> Content:
+    if table_files.is_state(path):
+        return [log_files.read_state(path, fields)]
+    return table_files.read_json(path, fields)
 
 
-def _json_lines(place: Place, said: list[str]) -> list[ForeignRun]:
-    return tables.runs_of(table_files.read_json_lines(place.path, place.fields, said), place.columns, said)
-
-
-def _json(place: Place, said: list[str]) -> list[ForeignRun]:
-    if table_files.is_state(place.path):
-        return _one(log_files.read_state(place.path, place.fields), place, said)
-    return tables.runs_of(table_files.read_json(place.path, place.fields), place.columns, said)
-
-
-def _states(place: Place, said: list[str]) -> list[ForeignRun]:
+def _states(folder: Path, fields: Mapping[str, str], said: list[str]) -> Content:
     """Return the runs of a folder: of each run's checkpoints, the last has the whole history."""
     last: dict[Path, tuple[int, Path]] = {}
-    for path in sorted(place.path.rglob(_STATE)):
+    for path in sorted(folder.rglob(_STATE)):
         _, checkpoint, number = path.parent.name.rpartition("checkpoint-")
         of_step = int(number) if checkpoint and number.isdecimal() else None
-        folder = path.parent if of_step is None else path.parent.parent
+        of_run = path.parent if of_step is None else path.parent.parent
         steps = _AT_END if of_step is None else of_step
-        last[folder] = max(last.get(folder, (-1, path)), (steps, path))
-    runs = [log_files.read_state(path, place.fields) for _, path in last.values()]
+        last[of_run] = max(last.get(of_run, (-1, path)), (steps, path))
     said.append(
-        f"{place.address}: {counted(len(runs), 'run')} of Hugging Face's Trainer; the last {_STATE} of each"
+        f"{folder}: {counted(len(last), 'run')} of Hugging Face's Trainer; the last {_STATE} of each"
         " has its whole history"
     )
-    return identified(runs, place.address, place.columns, said)
+    return [log_files.read_state(path, fields) for _, path in last.values()]
 
 
-def _wandb(place: Place, said: list[str]) -> list[ForeignRun]:
-    files = [place.path] if place.path.is_file() else wandb_folders.files_of(place.path)
-    runs = [wandb_folders.read_run(path, place.fields, said) for path in files]
-    return identified(runs, place.address, place.columns, said)
+def _wandb(path: Path, fields: Mapping[str, str], said: list[str]) -> Content:
+    files = [path] if path.is_file() else wandb_folders.files_of(path)
+    return [wandb_folders.read_run(file, fields, said) for file in files]
 
 
-def _tensorboard(place: Place, said: list[str]) -> list[ForeignRun]:
+def _tensorboard(place: Path, fields: Mapping[str, str], said: list[str]) -> Content:
     runs = []
-    for folder in event_files.folders_of(place.path):
+    for folder in event_files.folders_of(place):
         events = event_files.read_events(folder)
         said += [f"{path}: the end of the file is cut; what is whole counts" for path in events.cut]
-        points = Points(str(folder), in_time=True, one_axis=False)
-        for number, (step, name, value) in enumerate(events.scalars, 1):
-            points.add(number, step, name, value)
-        name = folder.name if folder == place.path else str(folder.relative_to(place.path))
-        if points.records():
-            runs.append(NamedRun(str(folder), name, points, events.config, place.fields))
+        name = folder.name if folder == place else str(folder.relative_to(place))
+        if events.scalars:
+            points = Points.of(str(folder), events.scalars)
+            runs.append(NamedRun(str(folder), name, points, events.config, fields))
         else:
             said.append(f"{folder}: its event files have no scalars; left out")
     if not runs:
-        raise InputError(f"{place.address}: no event file has scalars")
-    return identified(runs, place.address, place.columns, said)
+        raise InputError(f"{place}: no event file has scalars")
+    return runs
 
 
-def _mlflow(place: Place, said: list[str]) -> list[ForeignRun]:
+def _mlflow(place: str, fields: Mapping[str, str], said: list[str]) -> Content:
     from ablate.execution.tracking.stored_runs import stored_runs
 
-    address, _, experiment = place.address.partition("#")
+    shown = redact(place)
+    address, _, experiment = place.partition("#")
     if "://" not in address and Path(address).suffix in _DATABASES:
         address = url(Path(address).resolve())
     title, stored = stored_runs(address, experiment or None)
-    runs = []
     if empty := sum(not run.scalars for run in stored):
-        said.append(f"{redact(place.address)}: {empty} runs without metrics are left out")
-    for run in (run for run in stored if run.scalars):
-        where = f"{redact(place.address)}: {brief(run.name)}"
-        points = Points(where, in_time=True, one_axis=False)
-        for number, (step, name, value) in enumerate(run.scalars, 1):
-            points.add(number, step, name, value)
-        runs.append(NamedRun(where, run.name, points, run.config, place.fields, run.status))
-    said.append(f"{redact(place.address)}: experiment {brief(title)!r}")
-    return identified(runs, redact(place.address), place.columns, said)
-
-
-def _one(run: NamedRun, place: Place, said: list[str]) -> list[ForeignRun]:
-    return identified([run], place.address, place.columns, said)
+        said.append(f"{shown}: {empty} runs without metrics are left out")
+    said.append(f"{shown}: experiment {brief(title)!r}")
+    runs = [(f"{shown}: {brief(run.name)}", run) for run in stored if run.scalars]
+    return [
+        NamedRun(where, run.name, Points.of(where, run.scalars), run.config, fields, run.status)
+        for where, run in runs
+    ]
 
 
 def _suffix(*endings: str) -> Callable[[Path], bool]:
@@ -259,8 +230,12 @@ _DATABASES = (".db", ".sqlite", ".sqlite3")
 
 SOURCES: dict[str, Source] = {
     "csv": Source("CSV table", _suffix(".csv", ".tsv"), _csv),
-    "parquet": Source("Parquet table", _suffix(".parquet", ".pq"), _parquet),
-    "json lines": Source("JSON lines", _suffix(".jsonl", ".ndjson"), _json_lines),
+    "parquet": Source(
+        "Parquet table",
+        _suffix(".parquet", ".pq"),
+        lambda path, fields, said: table_files.read_parquet(path, fields),
+    ),
+    "json lines": Source("JSON lines", _suffix(".jsonl", ".ndjson"), table_files.read_json_lines),
     "json": Source("JSON list or object, or trainer_state.json", _suffix(".json"), _json),
     "trainer states": Source(
         "folder with trainer_state.json",
@@ -272,7 +247,11 @@ SOURCES: dict[str, Source] = {
         lambda path: path.suffix == ".wandb" or (path.is_dir() and any(path.rglob("run-*.wandb"))),
         _wandb,
     ),
-    "mlflow": Source("MLflow database or folder", _is_mlflow, _mlflow),
+    "mlflow": Source(
+        "MLflow database or folder",
+        _is_mlflow,
+        lambda path, fields, said: _mlflow(str(path), fields, said),
+    ),
     "tensorboard": Source(
         "TensorBoard event files",
         lambda path: path.is_dir() and any(path.rglob(event_files.PATTERN)),
