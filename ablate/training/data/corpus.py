@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ablate.cache import digest as file_digest
 from ablate.cache import kept, root
 from ablate.training.data import documents, jobs, prepared, shards
 from ablate.training.data.scikit import scikit_datasets
@@ -135,15 +134,10 @@ def _sources(root: Path) -> Iterator[str]:
 
 def _of_shards(source: Shards) -> Corpus:
     digest = hashlib.sha256(f"{source.vocab}".encode())
-    texts = []
-    for pattern in (source.train, source.val):
-        parts = [shards.read(path, source.dtype) for path in documents.named([pattern])]
-        for part in parts:
-            shards.check_and_digest(part, source.vocab, digest)
-            if shards.sampled_in_part(part):
-                digest.update(file_digest([part.path]).encode())
-        texts.append(shards.Joined(parts))
-    train, val = texts
+    train, val = (
+        shards.opened(documents.named([pattern]), source.dtype, source.vocab, digest, whole=True)
+        for pattern in (source.train, source.val)
+    )
     return Corpus(train, val, source.vocab, digest.hexdigest()[:16], source.bytes_per_token)
 
 

@@ -178,12 +178,9 @@ def _sampled(folder: Path, parts: Sequence[SplitAbout], vocab: int) -> tuple[lis
     """Return the ids of both parts, and the hash of windows of them."""
     digest, texts = hashlib.sha256(), []
     for part in parts:
-        arrays = []
-        for name in part.shards:
-            path = folder / name
+        paths = [folder / name for name in part.shards]
+        for path, name in zip(paths, part.shards, strict=True):
             if not path.is_file() or path.parent != folder:
                 raise OSError(f"{folder}: {name} is missing, which {ABOUT} lists")
-            arrays.append(shards.read(path, "uint16"))
-            shards.check_and_digest(arrays[-1], vocab, digest)
-        texts.append(Joined(arrays))
+        texts.append(shards.opened(paths, "uint16", vocab, digest))
     return texts, digest.hexdigest()[:16]

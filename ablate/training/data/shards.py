@@ -10,6 +10,8 @@ from typing import IO, TypeAlias
 
 import numpy as np
 
+from ablate.cache import digest as file_digest
+
 _LLM_C = {20240520: np.uint16, 20240801: np.uint32}
 """Types of tokens by the magic number of the shard's header (256 int32 words), as in llm.c."""
 _VERSIONS = {20240520: 1, 20240801: 7}
@@ -115,30 +117,36 @@ def read(path: Path, dtype: str) -> Shard:
     return Shard(path, kind, 0, size // kind.itemsize, stat.st_mtime_ns)
 
 
-def check_and_digest(shard: Shard, vocab: int, digest: "hashlib._Hash") -> None:
-    """Add evenly spaced windows of a shard to a digest, so that many gigabytes take milliseconds.
+def opened(
+    paths: Sequence[Path], dtype: str, vocab: int, digest: "hashlib._Hash", whole: bool = False
+) -> Joined:
+    """Open token files as one text, and add evenly spaced windows of each to a digest.
 
     Args:
-        shard: the shard.
+        paths: the files.
+        dtype: `uint16` or `uint32`, the type of the ids of a file without a header.
         vocab: number of token ids, from 0.
-        digest: an object of hashlib, which is updated.
+        digest: an object of hashlib, which is updated. Windows of many gigabytes take milliseconds.
+        whole: True to add the hash of all bytes of a file too large for its windows to cover it; the cache
+            keeps that hash until the file changes.
 
     Raises:
-        ValueError: an id in one of the windows is beyond the vocabulary.
+        OSError: a file cannot be read.
+        ValueError: a file is damaged, or an id in one of the windows is beyond the vocabulary.
     """
-    size = _SAMPLE_BYTES // shard.dtype.itemsize
-    count = min(_SAMPLES, math.ceil(len(shard) / size))
-    for start in np.linspace(0, max(0, len(shard) - size), count, dtype=np.int64):
-        window = shard[start : start + size]
-        digest.update(window.tobytes())
-        if window.max() >= vocab:
-            raise ValueError(f"{shard.path}: token id {window.max()} is beyond the vocabulary of {vocab}")
-    digest.update(f"{len(shard)}/{shard.dtype}".encode())
-
-
-def sampled_in_part(shard: Shard) -> bool:
-    """Return True if a shard has tokens that `check_and_digest` does not read."""
-    return len(shard) * shard.dtype.itemsize > _SAMPLES * _SAMPLE_BYTES
+    parts = [read(path, dtype) for path in paths]
+    for part in parts:
+        size = _SAMPLE_BYTES // part.dtype.itemsize
+        count = min(_SAMPLES, math.ceil(len(part) / size))
+        for start in np.linspace(0, max(0, len(part) - size), count, dtype=np.int64):
+            window = part[start : start + size]
+            digest.update(window.tobytes())
+            if window.max() >= vocab:
+                raise ValueError(f"{part.path}: token id {window.max()} is beyond the vocabulary of {vocab}")
+        digest.update(f"{len(part)}/{part.dtype}".encode())
+        if whole and len(part) * part.dtype.itemsize > _SAMPLES * _SAMPLE_BYTES:
+            digest.update(file_digest([part.path]).encode())
+    return Joined(parts)
 
 
 def digest_of_ids(parts: Sequence[Shard]) -> str:
@@ -175,25 +183,21 @@ class Writer:
         self._digest.update(ids.data)
         self.tokens += len(ids)
         while len(ids):
-            if self._file is None or self._room == 0:
-                self._file = self._next()
+            if self._file is None:
+                self.names.append(f"{self._name}_{len(self.names):06}.bin")
+                self._file = (self._folder / self.names[-1]).open("wb")
+                self._file.write(bytes(_HEADER))
+                self._room = self._most
             part, ids = ids[: self._room], ids[self._room :]
             self._file.write(part.data)
             self._room -= len(part)
+            if not self._room:
+                self._end()
 
     def close(self) -> str:
         """End the last file, and return the hash of all ids, 64 hex digits."""
         self._end()
         return self._digest.hexdigest()
-
-    def _next(self) -> IO[bytes]:
-        """End the present file, and return the next one, with room for its header."""
-        self._end()
-        self.names.append(f"{self._name}_{len(self.names):06}.bin")
-        file = (self._folder / self.names[-1]).open("wb")
-        file.write(bytes(_HEADER))
-        self._room = self._most
-        return file
 
     def _end(self) -> None:
         """Complete the present file with its header, written last so that an incomplete file has none."""
