@@ -15,7 +15,8 @@ from ablate.errors import first_line
 
 _BLOCK = 1 << 22
 _ROWS = 1000
-_PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".bin")
+PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".bin")
+"""Endings of files that are no text."""
 _LINE, _WORD = re.compile(rb"\S\n(?=\S)"), re.compile(rb"\S(?= \S)")
 """Positions at which a text may be cut without splitting a word of GPT-2's, and so a token of a BPE."""
 
@@ -49,24 +50,6 @@ def named(patterns: Iterable[str]) -> list[Path]:
             raise OSError(f"no file matches {pattern!r}{': it is a folder' if paths else ''}")
         result |= dict.fromkeys(files)
     return list(result)
-
-
-def matching(patterns: Iterable[str]) -> list[Path]:
-    """Return the text files that match paths or globs.
-
-    Args:
-        patterns: as for `named`.
-
-    Raises:
-        OSError: a pattern matches no file.
-        ValueError: a file is packed or binary, by its suffix.
-    """
-    paths = named(patterns)
-    for path in paths:
-        if path.suffix in _PACKED:
-            remedy = "" if path.suffix == ".bin" else "; unpack it first"
-            raise ValueError(f"{path}: a {path.suffix} file is no text{remedy}")
-    return paths
 
 
 def pieces(paths: Sequence[Path], column: str, longest: int) -> Iterator[Piece]:

@@ -91,7 +91,10 @@ def of_files(patterns: list[str], val: list[str] | None, column: str, val_fracti
         OSError: a pattern matches no file.
         ValueError: a file is no text.
     """
-    files, held = documents.matching(patterns), documents.matching(val or [])
+    files, held = documents.named(patterns), documents.named(val or [])
+    if packed := next((path for path in (*files, *held) if path.suffix in documents.PACKED), None):
+        remedy = "" if packed.suffix == ".bin" else "; unpack it first"
+        raise ValueError(f"{packed}: a {packed.suffix} file is no text{remedy}")
     size = sum(path.stat().st_size for path in files)
     longest = _LONGEST if held else min(_LONGEST, max(_SHORTEST, int(val_fraction * size)))
     suffixes = [[path.suffix for path in paths] for paths in (files, held)]

@@ -152,26 +152,24 @@ def read(folder: Path) -> tuple[About, Joined, Joined]:
     if (
         sample != described.sample
         or [*map(len, texts)] != [part.tokens for part in parts]
-        or _fingerprint(folder, described) != described.fingerprint
+        or _fingerprint(folder, described, texts) != described.fingerprint
     ):
         raise ValueError(f"{folder}: its shards are not those that {ABOUT} describes; prepare the text again")
     return described, texts[0], texts[1]
 
 
-def _fingerprint(folder: Path, described: About) -> str:
+def _fingerprint(folder: Path, described: About, texts: Sequence[Joined]) -> str:
     """Return the hash of the vocabulary and all tokens of a folder; kept until one of its shards changes."""
-    parts = [[folder / name for name in part.shards] for part in (described.train, described.val)]
 
     def find() -> str:
         digest = hashlib.sha256(f"{described.vocab}".encode())
-        for paths in parts:
-            ids = shards.digest_of_ids([shards.read(path, "uint16") for path in paths])
-            digest.update(ids.encode())
+        for text in texts:
+            digest.update(text.digest().encode())
         return digest.hexdigest()[:16]
 
-    sizes = [len(paths) for paths in parts]
-    content = cache.digest([path for paths in parts for path in paths])
-    return cache.remembered(cache.key_of("tokens", described.vocab, sizes, content), find)
+    parts = described.train.shards, described.val.shards
+    content = cache.digest([folder / name for names in parts for name in names])
+    return cache.remembered(cache.key_of("tokens", described.vocab, [*map(len, parts)], content), find)
 
 
 def _sampled(folder: Path, parts: Sequence[SplitAbout], vocab: int) -> tuple[list[Joined], str]:

@@ -63,6 +63,13 @@ class Joined:
         """Return all ids as one array in memory."""
         return np.asarray(self[:], dtype)
 
+    def digest(self) -> str:
+        """Return what `Writer.close` returned for these ids: the hash of them all, 64 hex digits."""
+        digest = hashlib.sha256(self.dtype.name.encode())
+        for start in range(0, len(self), _BLOCK):
+            digest.update(self[start : start + _BLOCK].tobytes())
+        return digest.hexdigest()
+
     def __getitem__(self, window: slice) -> np.ndarray:
         """Return a contiguous window, which may span several files."""
         start, stop, _ = window.indices(len(self))
@@ -147,15 +154,6 @@ def opened(
         if whole and len(part) * part.dtype.itemsize > _SAMPLES * _SAMPLE_BYTES:
             digest.update(file_digest([part.path]).encode())
     return Joined(parts)
-
-
-def digest_of_ids(parts: Sequence[Shard]) -> str:
-    """Return what `Writer.close` returned for these shards: the hash of all their ids, 64 hex digits."""
-    digest = hashlib.sha256(parts[0].dtype.name.encode())
-    for part in parts:
-        for start in range(0, len(part), _BLOCK):
-            digest.update(part[start : start + _BLOCK].tobytes())
-    return digest.hexdigest()
 
 
 class Writer:
