@@ -229,10 +229,11 @@ def test_the_first_dict_at_another_step_than_the_user_says_is_found_by_the_secon
 
 
 def test_an_evaluation_between_steps_that_its_epoch_cannot_tell_apart_is_refused():
-    reader = open_reader({"hf": 10000})
-    assert reader("{'loss': '2.5', 'epoch': '0.5'}").step == 10000
-    with pytest.raises(Unreadable, match="several steps"):
-        reader("{'eval_loss': '2.25', 'epoch': '0.7501'}")
+    for epoch in ("0.7501", "1e308"):
+        reader = open_reader({"hf": 10000})
+        assert reader("{'loss': '2.5', 'epoch': '0.5'}").step == 10000
+        with pytest.raises(Unreadable, match="several steps"):
+            reader(f"{{'eval_loss': '2.25', 'epoch': '{epoch}'}}")
 
 
 def test_lightnings_progress_bar_is_refused_with_the_remedy():
@@ -290,6 +291,7 @@ def test_every_reader_is_among_these_tests():
         ("modded-nanogpt", "val_loss:", "vbl_loss:"),
         ("modded-nanogpt", "step:125/", "step:12\u00b2/"),
         ("hf", "'2.5'", "'2,5'"),
+        ("hf", "'2.5'", "'.5'"),
     ],
 )
 def test_a_damaged_loss_is_not_read_as_another_number(stack, old, new):

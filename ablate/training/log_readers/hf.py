@@ -94,7 +94,7 @@ class PrintedDicts:
             raise Unreadable(f"an evaluation at epoch {epoch.value:g}, before any loss, is of no known step")
         position = epoch.value * self._step / self._epoch.value
         doubt = position * (epoch.doubt + self._epoch.doubt)
-        if doubt + abs(position - round(position)) >= 0.5:
+        if not doubt < 0.5 or doubt + abs(position - round(position)) >= 0.5:  # nor is infinity rounded
             raise Unreadable(f"the evaluation at epoch {epoch.value:g} may be of several steps; {NO_STEP}")
         return round(position)
 
@@ -146,6 +146,8 @@ def _metrics(fields: Mapping[str, str]) -> dict[str, float]:
         if name in _LEFT_OUT or name.endswith(_OF_MACHINE):
             continue
         try:
+            if text.startswith("."):  # Python prints a digit before the point, so one was lost
+                raise ValueError(f"{text[:60]!r} has lost its first digit")
             value = number(text)
         except ValueError:
             if metric_name(name) != name:
