@@ -51,9 +51,14 @@ def read_name(pattern: str, name: str, where: str, removable: bool = True) -> di
     return lazy
 
 
+def is_of(pattern: str, name: str) -> bool:
+    """Return True for a name that is of a pattern, in one way or several."""
+    return _match(pattern, name, "") is not None
+
+
 def is_misfit(columns: Columns, name: str) -> bool:
     """Return True for a run that is to be left out, and whose name is not of the pattern."""
-    return bool(columns.name) and name in columns.without and _match(columns.name or "", name, "") is None
+    return bool(columns.name) and name in columns.without and not is_of(columns.name or "", name)
 
 
 def seed_of(text: str | None, where: str) -> int | None:

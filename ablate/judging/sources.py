@@ -68,6 +68,9 @@ def read(places: Sequence[str], columns: Columns = GUESS, *, logs: str | None = 
         for where, reader in readers:
             said: list[str] = []
             content = reader(said)
+            if isinstance(content, Table) and (of_columns := wandb_charts.run_columns(content, columns)):
+                said.append(f"{where}: one run a column, {len(of_columns)} in all; --metric says of what")
+                content = of_columns
             if isinstance(content, Table):
                 runs += runs_of(content, columns, said)
             else:
@@ -96,6 +99,8 @@ def _read(path: Path, fields: Mapping[str, str], logs: str | None, said: list[st
         return [log_files.read_log(path, fields, logs, said)]
     source = next((source for source in SOURCES.values() if source.claims(path)), None)
     if source is None:
+        if path.suffix.lower() in _PACKED:
+            raise InputError(f"{path}: {_PACKED[path.suffix.lower()]}, and name that file")
         titles = ", ".join(source.title for source in SOURCES.values())
         advice = "for a log, name its format: --logs"
         if path.is_dir():
@@ -107,6 +112,17 @@ def _read(path: Path, fields: Mapping[str, str], logs: str | None, said: list[st
 
 _FILES = (".csv", ".json", ".jsonl", ".parquet")
 """Endings of tables that are often a file a run."""
+_PACKED = {
+    ".gz": "is compressed; unpack it, gunzip -k FILE",
+    ".bz2": "is compressed; unpack it, bunzip2 -k FILE",
+    ".xz": "is compressed; unpack it, unxz -k FILE",
+    ".zst": "is compressed; unpack it, unzstd FILE",
+    ".zip": "is an archive; unpack it, unzip FILE",
+    ".xlsx": "is a workbook; save its sheet as CSV",
+    ".xls": "is a workbook; save its sheet as CSV",
+    ".pkl": "is a pickle, which may run code when it is loaded; write a CSV or Parquet table",
+}
+"""Files that others have in place of a table, with what to do."""
 _TELLING = 3
 """Number of values from which two runs without seeds are not equal by chance."""
 

@@ -191,15 +191,16 @@ def _require_flat(entry: Mapping[str, Json]) -> None:
     }
     if not inner:
         return
-    first, value = next(iter(inner.items()))
+    lists = (name for name, value in inner.items() if isinstance(value, list))
+    curve = next((name for name in lists if all(isinstance(each, dict) for each in inner[name])), None)
     way = (
         "write a list of objects, one a row, or give final values in Python:"
         " ablate.judge({'bf16': [3.10, 3.12]}, 'bf16')"
     )
     if all(isinstance(value, dict) and "0" in value for value in entry.values()):
         way = "as pandas' to_json() writes it, a column a key; write rows, to_json(orient='records')"
-    elif isinstance(value, list) and all(isinstance(each, dict) for each in value):
-        way = f"write the list of its {brief(first)!r} alone to the file, one object a row"
+    elif curve is not None:
+        way = f"write the list of its {brief(curve)!r} alone to the file, one object a row"
     names = ", ".join(map(brief, [*inner][:4]))
     raise ValueError(f"it is an object with {names}, and not a row of plain values: {way}")
 
@@ -214,7 +215,7 @@ def _of_rows(path: Path, rows: Mapping[int, Mapping[str, Json]], fields: Mapping
 
 def _row(entry: Json) -> dict[str, Json]:
     if not isinstance(entry, dict):
-        raise ValueError("it is not an object")
+        raise ValueError('a row is not an object, such as {"step": 100, "val_loss": 3.21}')
     return {
         name.strip(): json.dumps(value) if isinstance(value, list) else value
         for name, value in flat(entry).items()

@@ -133,9 +133,19 @@ def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
         if (found := pick(role, column, free, table.where, said)) is not None:
             roles[role] = found
     if "arm" not in roles.keys() | table.fields.keys() | from_name:
+        way = f"give the file as a pattern of its path, such as runs/{{arm}}/{PurePath(table.where).name}"
+        if "run" in roles:
+            name = brief(str(table.columns[roles["run"]][0]))
+            way = f'say how runs are named, such as --name "{{arm}}-s{{seed}}", where the first is {name!r}'
+        elif _numbers_alone(table, roles) and "seed" in roles:
+            way = (
+                "if each column is an arm, write a row a run, as pandas does:"
+                f" melt({brief(roles['seed'])!r}, var_name='arm', value_name='val/loss')"
+            )
+        elif _numbers_alone(table, roles):
+            way = 'if each column is a run, say how they are named, such as --name "{arm}_s{seed}"'
         raise InputError(
-            f"{table.where}: no column is the arm; name one, --column arm=COLUMN, or give the file as a"
-            f" pattern of its path, such as runs/{{arm}}/{PurePath(table.where).name};"
+            f"{table.where}: no column is the arm; name one, --column arm=COLUMN, or {way};"
             f" {nearest('arm', table.columns)}"
         )
     if "seed" not in roles.keys() | table.fields.keys() | from_name:
@@ -225,6 +235,12 @@ def _sorted_columns(
             f"{table.where}: no column is known as a metric; name one, --metric COLUMN, of: {listed}"
         )
     return metric_columns(columns, likely, table.where, said), settings
+
+
+def _numbers_alone(table: Table, roles: Mapping[str, str]) -> bool:
+    """Return True if all columns but those of roles are numbers."""
+    others = [name for name in table.columns if name not in roles.values()]
+    return len(others) > 1 and not any(_counts(table.columns[name])[1] for name in others)
 
 
 def _counts(column: Sequence[Json]) -> tuple[int, int]:

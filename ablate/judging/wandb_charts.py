@@ -5,14 +5,19 @@
 If the axis is another, such as tokens, the steps are those of the run's column `bf16-s0 - _step`.
 The first of the three is a mean, over runs in a grouped chart and over steps in a long one. So a chart counts
 only if minimum and maximum equal it; others are refused, since no run has their values.
+
+A table with a column a run, `step,bf16_s0,bf16_s1`, is read by the pattern of its columns' names.
 """
 
 from collections.abc import Sequence
+from pathlib import PurePath
+from shlex import quote
 
 from ablate.errors import InputError, brief
 from ablate.judging import cells
-from ablate.judging.columns import USUAL, plain
+from ablate.judging.columns import USUAL, Columns, plain
 from ablate.judging.named_runs import NamedRun
+from ablate.judging.names import is_of
 from ablate.judging.points import Points
 from ablate.judging.tables import Table
 
@@ -58,6 +63,42 @@ def chart_runs(table: Table) -> list[NamedRun]:
         run = runs.setdefault(name, NamedRun(where, name, Points(where), {}, table.fields))
         _fill(run.points, table, steps, column, metric)
     return [run for run in runs.values() if run.points.records()]
+
+
+def run_columns(table: Table, columns: Columns) -> list[NamedRun]:
+    """Return the runs of a table with a column of steps and else one for each run; none if it is another.
+
+    It is another if its file's name is of the pattern, or a column says arm, seed or run of a row.
+
+    Args:
+        table: the table.
+        columns: names that the user gave; the pattern is that of the columns' names.
+
+    Raises:
+        InputError: some columns are of the pattern, and others are not; or a cell is not a number.
+    """
+    steps = [name for name in table.columns if name == columns.step or plain(name) in USUAL["step"]][:1]
+    names = [name for name in table.columns if name not in steps]
+    pattern = columns.name or ""
+    by_rows = any(plain(name) in (*USUAL["arm"], *USUAL["seed"], *USUAL["run"]) for name in names)
+    if not steps or by_rows or "{seed}" not in pattern or is_of(pattern, PurePath(table.where).stem):
+        return []
+    of_runs = [name for name in names if is_of(pattern, name)]
+    if len(of_runs) < 2:
+        return []
+    for name in names:
+        if name not in of_runs and name not in columns.without:
+            raise InputError(
+                f"{table.where}: {len(of_runs)} columns are runs by {pattern!r}, and column {brief(name)!r}"
+                f" is not; --without {quote(brief(name))} leaves it out"
+            )
+    metric = columns.asked or next(iter((columns.metrics or {}).values()), "value")
+    runs = []
+    for name in of_runs:
+        where = f"{table.where}: {brief(name)}"
+        runs.append(NamedRun(where, name, Points(where), {}, table.fields))
+        _fill(runs[-1].points, table, steps[0], name, metric)
+    return runs
 
 
 def _fill(points: Points, table: Table, steps: str, column: str, metric: str) -> None:

@@ -80,12 +80,88 @@ def test_a_flat_object_is_a_row(file, tmp_path):
         ({"args": {"lr": 0.1}, "eval": [[200, 0.44]]}, "args, eval", "ablate.judge("),
         ({"arm": {"0": "bf16", "1": "fp4"}, "loss": {"0": 3.0, "1": 3.1}}, "arm, loss", "orient='records'"),
         ({"lr": 0.1, "history": [{"step": 1, "loss": 3.0}]}, "history", "the list of its 'history'"),
+        ({"args": {"lr": 1}, "log": [{"step": 1, "loss": 3.0}]}, "args, log", "the list of its 'log'"),
     ],
 )
 def test_an_object_that_is_not_a_row_is_refused_with_a_way_on(file, content, found, way):
     with pytest.raises(InputError) as error:
         read([file(json.dumps(content), "bf16.json")])
     assert f"an object with {found}, " in str(error.value)
+    assert way in str(error.value)
+
+
+def test_a_list_of_lists_is_refused_with_what_a_row_is(file):
+    with pytest.raises(InputError, match="row is not an object, such as"):
+        read([file("[[100, 3.2]]", "bf16.json")])
+
+
+@pytest.mark.parametrize(
+    ("ending", "way"),
+    [("csv.gz", "gunzip -k"), ("csv.zst", "unzstd"), ("xlsx", "as CSV"), ("pkl", "CSV or Parquet")],
+)
+def test_a_packed_table_is_refused_with_what_unpacks_it(file, ending, way):
+    with pytest.raises(InputError, match=way):
+        read([file("x", f"runs.{ending}")])
+
+
+# --- a column a run --------------------------------------------------------------------------------
+
+
+def by_columns(between: str = ",", more: str = "") -> str:
+    """Return a table of two steps with a column a run; the last loss is 3.00, 3.01, ... in the order of runs."""
+    names = [f"{arm}_s{seed}" for arm in ARMS for seed in SEEDS]
+    lines = [
+        [str(step), *(str(loss + n / 100) for n in range(len(names)))] for step, loss in ((10, 4), (20, 3))
+    ]
+    ends = [more, *("7" * bool(more) for _ in lines)]
+    return "".join(
+        between.join([*line, *filter(None, [end])]) + "\n"
+        for line, end in zip([["step", *names], *lines], ends, strict=True)
+    )
+
+
+def test_a_table_with_a_column_a_run_is_read_by_the_names_of_its_columns(file):
+    for name, between in (("wide.csv", ","), ("wide.tsv", "\t")):
+        path = file(by_columns(between), name)
+        found = read([path], named_columns({"name": "{arm}_s{seed}"}, "val_loss"))
+        losses = [3 + n / 100 for n in range(6)]
+        assert [*last(found, "val/loss").values()] == losses
+        assert [*last(found, "val/loss")] == [(arm, seed) for arm in ARMS for seed in SEEDS]
+    judged = judge(path, "bf16", "val_loss", columns={"name": "{arm}_s{seed}"})
+    assert [(arm.arm, round(arm.difference, 9)) for arm in judged.arms] == [("fp4", 0.03)]
+
+
+def test_a_column_that_is_no_run_is_named_with_the_option_that_leaves_it_out(file):
+    path, columns = file(by_columns(more="epoch")), {"name": "{arm}_s{seed}"}
+    with pytest.raises(InputError, match=r"6 columns are runs by .* column 'epoch' is not; --without epoch"):
+        read([path], named_columns(columns, "val_loss"))
+    assert len(read([path], named_columns(columns, "val_loss", ["epoch"])).runs) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "pattern"),
+    [
+        ("bf16_3.csv", "step,acc_1,acc_5\n1,0.5,0.8\n", "{arm}_{seed}"),
+        ("bf16.csv", "step,loss,acc\n1,3.0,0.5\n", "{arm}"),
+        ("x.csv", "name,step,acc_1,acc_5\nbf16_3,1,0.5,0.8\n", "{arm}_{seed}"),
+    ],
+)
+def test_columns_of_metrics_are_no_runs(file, name, text, pattern):
+    assert [run.arm for run in read([file(text, name)], Columns(name=pattern)).runs] == ["bf16"]
+
+
+@pytest.mark.parametrize(
+    ("text", "way"),
+    [
+        (by_columns(), '--name "{arm}_s{seed}"'),
+        ("run,step,val_loss\nbf16-s0,1,3.0\n", "--name \"{arm}-s{seed}\", where the first is 'bf16-s0'"),
+        ("seed,bf16,fp4\n0,3.0,3.1\n", "melt('seed', var_name='arm', value_name='val/loss')"),
+        ("flavour,step,val_loss\nbf16,1,3.0\n", "--column arm=COLUMN"),
+    ],
+)
+def test_a_table_without_an_arm_is_refused_with_the_option_that_reads_it(file, text, way):
+    with pytest.raises(InputError) as error:
+        read([file(text)])
     assert way in str(error.value)
 
 
