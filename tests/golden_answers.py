@@ -228,7 +228,6 @@ COPIES = ("optuna.log", "mlflow.db", "reports", "ledger.db-shm", "ledger.db-wal"
 TIMES = re.compile(r"Report of \d{4}-\d\d-\d\d \d\d:\d\d|on \d{4}-\d\d-\d\d")
 DIGITS = re.compile(r"-?\d+\.\d{10,}(e[+-]?\d+)?|-?\d+(\.\d+)?e[+-]?\d+")
 """Numbers in full: another release of scipy may differ in the last digits."""
-TARGETS = ("te", "megatron", "bridge", "torchao", "torchtitan", "fouroversix", "json", "yaml")
 ESTIMATE = re.compile(r" (Roughly|About|Less than) .*|(\d trials at once)")
 IDS = re.compile(r"( +[0-9a-f]{8})+( \.\.\.)?$", re.MULTILINE)
 
@@ -310,10 +309,11 @@ def plans() -> str:
 def exports() -> str:
     """Return a digest of what each training stack gets for each preset, or why it gets nothing."""
     from ablate.recipes.presets import PRESETS
+    from ablate.recipes.targets import TARGETS
 
     lines = []
     for preset in PRESETS:
-        for target in TARGETS:
+        for target in (*TARGETS, "json", "yaml"):
             done = here("recipe", "export", preset, "--to", target, "--blocks", 32)
             text = done.stdout if done.returncode == 0 else done.stderr
             digest = hashlib.sha256(text.encode()).hexdigest()[:12]

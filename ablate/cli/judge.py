@@ -16,6 +16,7 @@ from ablate.cli.report import make
 from ablate.cli.settings import Settings
 from ablate.errors import InputError, brief, one_line
 from ablate.store.checked_ledger import open_ledger
+from ablate.training.log_readers import READERS
 
 if TYPE_CHECKING:
     from ablate.judging.chosen_runs import Question
@@ -40,10 +41,7 @@ class ReadingFlags:
     ] = None
     logs: Annotated[
         str | None,
-        typer.Option(
-            help="Format of logs: torchtitan, megatron, modded-nanogpt, hf:10 (logging_steps), lightning, "
-            "regex:EXPRESSION."
-        ),
+        typer.Option(help=f"Format of logs: {', '.join(READERS)}, hf:10 (logging_steps), regex:EXPRESSION."),
     ] = None
 
     def read(self, places: list[str], asked: "QuestionFlags") -> "Found":

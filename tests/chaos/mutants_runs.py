@@ -32,12 +32,6 @@ from chaos.mutations import cut, encoding, flip, header, lines, number, splice
 from chaos.report import Fault
 
 FAMILY = "foreign runs"
-CHECKED = ("TensorBoard", "W&B folders")
-"""Sources whose files have checksums."""
-COLUMNAR = (
-    "csv, long", "csv, wide", "csv, a file a run", "W&B chart", "json lines", "parquet", "trainer_state.json",
-    "Lightning's csv",
-)  # fmt: skip
 OURS = dict.fromkeys(("loss", "train_loss", "train/loss"), "train/loss")
 OURS |= dict.fromkeys(("eval_loss", "val_loss", "val/loss"), "val/loss")
 CHANGES = (flip, flip, cut, splice, lines, lines, lines, number, number, header, encoding)
@@ -194,9 +188,9 @@ def judge(name: str, files: Files, changed: str, found: dict[Key, float], said: 
         said: sentences on what was left out.
     """
     try:
-        if name in CHECKED:
+        if files.checked:
             return _judge_checked(name, found)
-        if name in COLUMNAR:
+        if files.of_rows:
             return _judge_table(name, files, found, " ".join(said))
         return _judge_log(name, files, changed, found, " ".join(said))
     except (ValueError, KeyError, OSError, csv.Error) as error:

@@ -31,6 +31,17 @@ def test_every_source_gives_the_same_runs(name, tmp_path):
     assert all(foreign_files.equal(value, expected[key]) for key, value in values.items())
 
 
+def test_every_kind_of_source_is_among_these_files(tmp_path):
+    claiming = {"mlflow"}  # a database, which test_judge.py makes by MLflow itself
+    for number, name in enumerate(foreign_files.SOURCES):
+        files = foreign_files.SOURCES[name]()
+        foreign_files.write(files, folder := tmp_path / str(number))
+        for path in (folder, folder / next(iter(files.contents))):
+            kinds = (kind for kind, source in sources.SOURCES.items() if source.claims(path))
+            claiming |= {*[*kinds][:1]} if files.logs is None else set()
+    assert claiming == {*sources.SOURCES} - {"trainer states"}  # a folder of the files that json reads
+
+
 @pytest.mark.parametrize("name", foreign_files.SOURCES)
 def test_an_empty_file_is_refused_with_its_name(name, tmp_path):
     files = written(tmp_path, name)

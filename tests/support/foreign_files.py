@@ -42,6 +42,13 @@ class Files:
     """Places below the folder."""
     columns: dict[str, str] = field(default_factory=dict)
     logs: str | None = None
+    checked: bool = False
+    """They have checksums."""
+
+    @property
+    def of_rows(self) -> bool:
+        """Return True for files of rows below a header."""
+        return not self.checked and self.logs in (None, "lightning")
 
 
 def values_of_runs() -> Iterator[tuple[str, int, int, float | None, float | None]]:
@@ -253,7 +260,7 @@ def tensorboard() -> Files:
                         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
                         writer.write(Event(wall_time=1.0, step=t, summary=summary).SerializeToString())
             contents[f"{arm}-s{seed}/events.out.tfevents.1.host"] = file.getvalue()
-    return Files(contents, ["."], {"name": "{arm}-s{seed}"})
+    return Files(contents, ["."], {"name": "{arm}-s{seed}"}, checked=True)
 
 
 def wandb_folders() -> Files:
@@ -280,7 +287,7 @@ def wandb_folders() -> Files:
             contents[name] = b":W&B\xe1\xbe\x00" + b"".join(
                 map(_framed, (r.SerializeToString() for r in records))
             )
-    return Files(contents, ["."])
+    return Files(contents, ["."], checked=True)
 
 
 def _framed(body: bytes) -> bytes:

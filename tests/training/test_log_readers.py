@@ -7,11 +7,15 @@ print in tests/experiment/integrations/test_stack_logs.py.
 import math
 import re
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from ablate.training.log_readers import OPTIONS, READERS, Unreadable, open_reader
 from ablate.training.log_readers.hf import state_records
+from ablate.training.workloads.command import Command
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 TITAN = "[titan] 2026-11-27 19:01:05,729 - root - INFO - "
 TORCHTITAN = {
@@ -273,6 +277,13 @@ def test_a_format_that_cannot_be_read_is_refused(form, sentence):
 
 def test_every_reader_is_among_these_tests():
     assert {*READERS, *OPTIONS} == {*WHOLE, "lightning", "regex"}
+
+
+@pytest.mark.parametrize("name", [*READERS, "hf"])
+def test_every_reader_is_a_word_of_commands_and_on_the_pages_that_list_them(name):
+    Command(run="true", metrics=name)
+    for page in ("use/judge.md", "use/command_workload.md"):
+        assert name in (DOCS / page).read_text().lower()
 
 
 # --- damage that mutants found --------------------------------------------------------------------
