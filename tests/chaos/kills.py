@@ -56,7 +56,7 @@ GRID = {
     "ablate": {"cooldown": [0, 0.1, 0.25]},
     "retry": 100,
     "patience": PATIENCE_SECONDS,
-    "telemetry": {"checkpoint": CHECKPOINT_SECONDS, "log": 5},
+    "telemetry": {"checkpoint": CHECKPOINT_SECONDS, "log": 5, "every": 50, "shadow": 100},
 }
 """Keys of a cooldown grid with two seeds, whose trials share prefixes: ten seconds of one core, half of that for few faults."""
 IDLE = {"workload": {"idle": {"steps": 3}}, "ablate": {"rht": [True]}, "seeds": 1}

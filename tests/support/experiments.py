@@ -34,6 +34,8 @@ SHAPE = {
     "eval_every": 2,
     "eval_tokens": 64,
 }
+UNMEASURED = {"every": 0, "shadow": 0}
+"""Telemetry without measurements, which take over half the time of a trial of four steps. What is recorded at every step stays."""
 TOO_LARGE = 1 << 44
 """A `hidden` that no machine can allocate: passes every check, and fails when the trial runs."""
 WILD = {"good": {"rht": True}, "wild": {"workload.lr": 1e30, "workload.clip": None, "workload.warmup": 0.0}}
@@ -53,7 +55,10 @@ def shards(folder: Path, tokens: int = 12_000) -> dict[str, Any]:
 
 
 def content(folder: Path, shape: dict[str, Any] | None = None, **keys: Any) -> dict[str, Any]:
-    """A whole experiment as a mapping; `shape` changes the workload, a key of None leaves it out."""
+    """A whole experiment as a mapping; `shape` changes the workload, a key of None leaves it out.
+
+    Operands and gradients are measured only if `telemetry` says how often, or is None: then at the package's own intervals.
+    """
     gpt = SHAPE | {"data": shards(folder)} | (shape or {})
     base = {
         "schema": 1,
@@ -61,7 +66,10 @@ def content(folder: Path, shape: dict[str, Any] | None = None, **keys: Any) -> d
         "workload": {"gpt": gpt},
         "ablate": {"rht": [True, False]},
         "seeds": 2,
+        "telemetry": UNMEASURED,
     }
+    if keys.get("telemetry"):
+        keys["telemetry"] = UNMEASURED | keys["telemetry"]
     return {key: value for key, value in (base | keys).items() if value is not None}
 
 
