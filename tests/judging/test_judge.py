@@ -176,9 +176,10 @@ def test_every_format_of_the_same_runs_has_the_same_numbers(name, tmp_path, monk
             made_up.member(ledger, number, seed, [(last, {metric: kept(truth[arm, seed, metric, last])})])
     expected = {arm.name: (arm.values, arm.gap, arm.verdict.kind) for arm in summaries(ledger)}
     ledger.close()
-    found = read([str(tmp_path / place) for place in files.places], Columns(**files.columns), logs=files.logs)
+    places = [str(tmp_path / place) for place in files.places]
+    found = read(places, Columns(**files.columns), logs=files.logs)
     ended = [replace(run, status="done") for run in found.runs]  # those files of W&B have no end
-    given = Found(ended, found.said, files.places)
+    given = Found(ended, found.said, places)
     write_ledger(tmp_path, "runs", given, Question("bf16", metric, 0.05))
     with closing(Ledger(tmp_path / "sweeps" / "runs" / "ledger.db", readonly=True)) as judged:
         assert {arm.name: (arm.values, arm.gap, arm.verdict.kind) for arm in summaries(judged)} == expected
