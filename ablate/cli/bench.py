@@ -190,7 +190,8 @@ def step(
     recipes = {name: PRESETS[name]() for name in names} if all_presets else in_both_modes(names)
     asked = f"--layers {gpt.layers}, --width {gpt.width} and --tokens {gpt.tokens}"
     weights = 12 * gpt.layers * gpt.width**2  # in blocks, each with a gradient and two moments in fp32
-    with _within_memory(asked, 16 * weights * len(recipes), device):
+    # And the outputs of a layer in bf16: torch would refuse them only after seconds of drawing tokens.
+    with _within_memory(asked, 16 * weights * len(recipes) + 2 * gpt.tokens * gpt.width, device):
         steppers = _steppers(recipes, gpt, device, compiled)
         lines = bench_runs.step_speeds(steppers, gpt.tokens, device, rounds, trace)
     output.show(lines, "shares", "step ms", "preset", (*timing.GROUPS, "rest"))

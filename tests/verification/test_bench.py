@@ -6,7 +6,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from support.cases import every
@@ -99,8 +101,23 @@ def test_sizes_larger_than_memory_are_refused_in_a_sentence(command):
         assert words.removeprefix("--") in done.stderr.replace("--", "")
         assert "larger than the memory of this machine" in done.stderr
         assert len(done.stderr.splitlines()) == 2  # with the line on what starts
-    for words in ("--width 6400000", "--tokens 128000000000000", "--layers 1025"):
-        assert here("bench", "step", *words.split()).returncode == 2
+
+
+@pytest.mark.parametrize("command", ["kernels", "linear"])
+def test_an_allocation_that_fails_is_refused_in_a_sentence(command, monkeypatch):
+    """On a machine that seems to have the memory."""
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=1 << 80))
+    size = TOO_LARGE[command][0]
+    asked = ["bf16", "--shape", size] if command == "linear" else [size]
+    done = here("bench", command, *asked, "--device", "cpu", "--rounds", 1)
+    assert done.returncode == 2
+    assert f"{size}: larger than the memory of this machine: " in done.stderr
+    assert done.stderr.endswith("; give smaller sizes\n")
+
+
+@pytest.mark.parametrize("words", ["--width 6400000", "--tokens 128000000000000", "--layers 1025"])
+def test_sizes_beyond_the_options_are_refused(words):
+    assert here("bench", "step", *words.split()).returncode == 2
 
 
 @pytest.mark.slow
