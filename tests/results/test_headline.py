@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 from scipy import stats
+from support import books
 from support.books import ALIKE, BASE, LOOSE, WORSE, add, learn, whole_grid
 from support.compose import ROOT
 from support.experiments import ablate, problems, write
@@ -604,7 +605,7 @@ def test_a_smallest_effect_that_nothing_can_reach_is_named_above_the_verdict(boo
 def test_training_that_began_from_trained_weights_is_not_said_to_have_learned(
     book, workload, kind, monkeypatch
 ):
-    monkeypatch.setattr("support.books.SPEC", json.dumps({"workload": {workload: {}}}))
+    monkeypatch.setattr(books, "SPEC", json.dumps({"workload": {workload: {}}}))
     add(book, "bf16", BASE, None)
     add(book, "a", WORSE)
     learn(book, 5.0)
