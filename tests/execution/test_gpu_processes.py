@@ -103,10 +103,19 @@ def of_function(folder, code: str) -> TrialRequest:
 SLEEP, DIE = "import time; time.sleep(600)", "import os; os.kill(os.getpid(), 9)"
 
 
+@pytest.fixture(scope="module")
+def of_forks():
+    """Supervisors of forks that tests of this file have done with, for the next one."""
+    found: list[Supervisor] = []
+    yield found
+    for each in found:
+        shut(each)
+
+
 @pytest.mark.parametrize(("kind", "end"), [("cpu", "pass"), ("cpu", DIE), ("cpu", SLEEP), ("cuda", DIE)])
-def test_processes_that_a_function_starts_end_with_its_trial(kind, end, tmp_path):
+def test_processes_that_a_function_starts_end_with_its_trial(kind, end, tmp_path, of_forks):
     """After its end, after its kill, and after the end of its supervisor."""
-    supervisor = Supervisor(COMMANDS[kind])
+    supervisor = of_forks.pop() if kind == "cpu" and of_forks else Supervisor(COMMANDS[kind])
     messages, sleepers = supervisor.run(of_function(tmp_path, CHILDREN.replace("{end}", end))), []
 
     def started() -> list[psutil.Process]:
@@ -119,7 +128,7 @@ def test_processes_that_a_function_starts_end_with_its_trial(kind, end, tmp_path
     else:
         assert list(messages)[-1].status == ("done" if end == "pass" else "failed")
         until(lambda: not started())
-        shut(supervisor)
+        of_forks.append(supervisor) if kind == "cpu" else shut(supervisor)
     until(lambda: gone(sleepers))
 
 

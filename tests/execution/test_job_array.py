@@ -252,20 +252,23 @@ def test_a_damaged_result_is_told_and_not_copied(tmp_path):
     assert not (state / "trials" / trial).exists()
 
 
-@pytest.mark.parametrize("place", ["artifacts/secret", "log-9.txt"])
-def test_a_folder_with_a_link_is_told_and_not_copied(place, tmp_path):
+def test_a_folder_with_a_link_is_told_and_not_copied(tmp_path):
     path = write(tmp_path, workload={"idle": {"steps": 2}}, ablate={"rht": [True]}, seeds=1)
     folder, state, secret = tmp_path / "jobs", tmp_path / "state", tmp_path / "secret"
     export(path, folder, state)
     secret.write_text("a file outside")
     trial = Jobs.read(folder).trials[0]
     assert here("run-task", folder, 1, 0).returncode == 0
-    link = folder / "state" / "trials" / trial / place
-    link.parent.mkdir(exist_ok=True)
-    link.symlink_to(secret)
-    done = here("collect", folder, "--state", state)
-    assert (done.returncode, f"{trial} damaged" in done.stdout) == (1, True)
-    assert not (state / "trials" / trial).exists()
+    for place in ("artifacts/secret", "log-9.txt"):
+        link = folder / "state" / "trials" / trial / place
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(secret)
+        done = here("collect", folder, "--state", state)
+        assert (done.returncode, f"{trial} damaged" in done.stdout) == (1, True), place
+        assert not (state / "trials" / trial).exists()
+        link.unlink()
+    here("collect", folder, "--state", state)
+    assert (state / "trials" / trial).exists()  # without the links it is copied
 
 
 def test_a_manifest_with_a_trial_outside_of_its_folder_is_refused(tmp_path):

@@ -36,6 +36,15 @@ def supervisor():
     shut(found)
 
 
+@pytest.fixture(scope="module")
+def spare():
+    """Supervisors in good order that tests of this file have done with, for tests that need one of their own."""
+    found: list[Supervisor] = []
+    yield found
+    for each in found:
+        shut(each)
+
+
 def trial_process(supervisor: Supervisor) -> psutil.Process:
     """The forked process that computes the trial."""
     return until(lambda: next(iter(psutil.Process(supervisor.child.pid).children()), None))
@@ -130,7 +139,7 @@ def impatient(monkeypatch):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_child_that_is_dying_and_not_yet_dead_is_not_asked_again(tmp_path):
+def test_a_child_that_is_dying_and_not_yet_dead_is_not_asked_again(tmp_path, spare):
     dying = [
         sys.executable,
         "-c",
@@ -139,18 +148,18 @@ def test_a_child_that_is_dying_and_not_yet_dead_is_not_asked_again(tmp_path):
     supervisor = Supervisor()
     supervisor.child = subprocess.Popen(dying, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     ends = [list(supervisor.run(request(tmp_path)))[-1] for _ in range(2)]
-    shut(supervisor)
+    spare.append(supervisor)
     assert [end.status for end in ends] == ["failed", "done"]
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_child_that_died_since_it_was_last_heard_costs_no_attempt(tmp_path):
+def test_a_child_that_died_since_it_was_last_heard_costs_no_attempt(tmp_path, spare):
     deaf = [sys.executable, "-c", "import os, time; os.close(0); print('ready', flush=True); time.sleep(60)"]
     supervisor = Supervisor()
     supervisor.child = subprocess.Popen(deaf, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     supervisor.child.stdout.readline()
     assert list(supervisor.run(request(tmp_path)))[-1].status == "done"
-    shut(supervisor)
+    spare.append(supervisor)
 
 
 def test_a_trial_that_raises_tells_its_last_line_and_its_log(supervisor, tmp_path):
@@ -177,8 +186,9 @@ def test_a_finished_trial_is_replayed(supervisor, tmp_path):
     assert again[-1] == first[-1]
 
 
-def test_two_processes_asked_for_one_trial_run_it_once_and_both_hear_all_of_it(supervisor, tmp_path):
-    asked, heard, other = request(tmp_path, steps=60, eval_every=30), {}, Supervisor()
+def test_two_processes_asked_for_one_trial_run_it_once_and_both_hear_all_of_it(supervisor, tmp_path, spare):
+    asked, heard = request(tmp_path, steps=60, eval_every=30), {}
+    other = spare.pop() if spare else Supervisor()
     other.warm("cpu")
 
     def listen(name: str, who: Supervisor, attempt: int) -> None:
@@ -192,7 +202,7 @@ def test_two_processes_asked_for_one_trial_run_it_once_and_both_hear_all_of_it(s
         thread.start()
     for thread in threads:
         thread.join(60)
-    shut(other)
+    spare.append(other)
     assert steps(heard["a"]) == steps(heard["b"]) == list(range(1, 61))
     assert heard["a"][-1] == heard["b"][-1]
     assert len(list(Store(tmp_path).folder(asked.id).glob("events-*.jsonl"))) == 1
@@ -233,8 +243,8 @@ def test_a_child_that_still_warms_up_ends_with_its_supervisor_too(tmp_path):
     assert child.wait(60) == 1
 
 
-def test_closing_ends_the_child_and_the_trial_in_it(tmp_path):
-    supervisor = Supervisor()
+def test_closing_ends_the_child_and_the_trial_in_it(tmp_path, spare):
+    supervisor = spare.pop() if spare else Supervisor()
     messages = supervisor.run(request(tmp_path, **LONG))
     next(messages)
     child = supervisor.child

@@ -12,7 +12,7 @@ import nbformat
 import numpy as np
 import pytest
 from support.commands import here
-from support.experiments import ablate, sweep, tiny, write
+from support.experiments import sweep, tiny, write
 
 from ablate.cli.report import make
 from ablate.errors import InputError
@@ -293,7 +293,7 @@ def test_a_damaged_ledger_is_refused(state, tmp_path):
 def test_a_sweep_ends_by_making_its_report(tmp_path):
     path = write(tmp_path, workload={"idle": {"steps": 4}}, seeds=1)
     words = ("sweep", path, "--state", tmp_path / "runs", "--executor", "inline", "--mlflow", "none")
-    done = ablate(*words, ABLATE_REPORT="true")
+    done = here(*words, ABLATE_REPORT="true")
     assert done.returncode == 0, done.stderr
     index = tmp_path / "runs" / "reports" / "tiny" / "index.html"
     assert str(index) in done.stdout
