@@ -97,6 +97,7 @@ def test_one_that_is_interrupted_is_gone_on_with_by_itself_and_survives_the_term
     assert set(statuses(state).values()) == {"done"}
 
 
+@pytest.mark.slow
 def test_a_detached_sweep_that_cannot_begin_says_why_at_once(tmp_path):
     path, state = write(tmp_path), tmp_path / "state"
     (state / "sweeps" / "tiny").mkdir(parents=True)

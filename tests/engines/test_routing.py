@@ -192,6 +192,7 @@ def forked(
     return workload.records(run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_replays_its_routes_and_without_quantisation_changes_no_bit(family, tmp_path):
     workload = moe(tmp_path, model=FAMILIES[family], steps=8, eval_every=8, accumulate=1)

@@ -58,6 +58,7 @@ def records(
     return [{k: v for k, v in one.metrics.items() if not k.startswith(CLOCKS)} for one in told]
 
 
+@pytest.mark.slow
 @every(fields=({}, EXPERTS))
 def test_a_trial_has_the_emulators_metrics_and_losses(fields, tmp_path):
     """Telemetry of operands included: they are the same, as long as the weights are."""

@@ -108,6 +108,7 @@ def test_a_culprit_is_worse_in_the_table_of_arms_too(tmp_path):
     book.close()
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_ends_as_if_it_had_not_been(found, tmp_path):
     experiment, done = tiny(tmp_path, **planted(CUT)), 0
     run = Controller(experiment, tmp_path, "cpu", Inline, None).run()

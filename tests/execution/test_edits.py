@@ -230,6 +230,7 @@ def long(folder, edit: str, added: str):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("edit", ["train.py", "data.txt"])
 def test_a_sweep_whose_code_or_data_are_edited_ends_at_once_and_the_next_run_begins_those_trials_again(
     edit, tmp_path

@@ -252,6 +252,7 @@ def test_a_damaged_result_is_told_and_not_copied(tmp_path):
     assert not (state / "trials" / trial).exists()
 
 
+@pytest.mark.slow
 def test_a_folder_with_a_link_is_told_and_not_copied(tmp_path):
     path = write(tmp_path, workload={"idle": {"steps": 2}}, ablate={"rht": [True]}, seeds=1)
     folder, state, secret = tmp_path / "jobs", tmp_path / "state", tmp_path / "secret"
@@ -316,6 +317,7 @@ def test_a_task_that_is_told_to_end_stops_at_the_next_checkpoint_and_not_at_an_o
     assert (supervisor.seen, supervisor.task.told) == ([0, 0, 0, 1, "closed"], True)
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_listed_with_the_command_that_queues_it(tmp_path):
     """A later stage after the earlier ones; tasks in the words of sbatch."""
     path = write(tmp_path, shape={"steps": 8}, ablate={"cooldown": [0.25, 0.5]}, seeds=3)

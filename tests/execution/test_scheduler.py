@@ -427,7 +427,8 @@ def test_an_arm_that_grew_is_one_point_of_the_study_with_the_mean_of_all_its_see
 SPREAD = {"ablate": {"workload.lr": {"choice": [3e-2, 1e-2, 3e-3, 1e-3, 3e-4, 1e-4, 3e-5, 1e-5, 3e-6, 1e-6]}}}
 
 
-@pytest.mark.parametrize("connect", [Inline, pytest.param(Children, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("connect", [Inline, Children])
 def test_an_arm_that_its_pruner_gives_up_stops_at_its_rung_with_all_its_seeds(connect, tmp_path):
     search = {"trials": 8, "sampler": "random", "seed": 1, "pruner": "median", "rungs": [3]}
     if connect is Inline:

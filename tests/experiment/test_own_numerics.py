@@ -39,6 +39,7 @@ def experiment(folder: Path, *functions: str, **keys):
     return tiny(folder, ablate=None, arms=arms, against="bf16", **keys)
 
 
+@pytest.mark.slow
 def test_a_swept_function_trains_to_the_bits_of_the_word_and_one_that_raises_fails_in_one_sentence(folder):
     """In processes of their own, whose working directory is not the experiment's."""
     _, news = sweep(experiment(folder, "stochastic", "raises", seeds=1), folder / "state", connect=Children)

@@ -175,6 +175,7 @@ for page, block in json.load(sys.stdin):
 """
 
 
+@pytest.mark.slow
 def test_the_python_of_every_page_runs(tmp_path):
     """In one process for all, whose imports take longer than they: with names and a folder of its own for each page."""
     pages = python_blocks()

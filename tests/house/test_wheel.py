@@ -47,6 +47,7 @@ def run_in(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_trials_import_this_package_beside_a_folder_of_its_name(elsewhere):
     words = (
         "sweep",

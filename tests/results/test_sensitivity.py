@@ -158,6 +158,7 @@ def test_a_map_that_cannot_be_made_is_refused(tmp_path, keys, said):
     assert said in found[0].message
 
 
+@pytest.mark.slow
 def test_a_map_is_run_and_drawn(tmp_path):
     """With globs, since those need no knowledge of the model's layers."""
     experiment = tiny(

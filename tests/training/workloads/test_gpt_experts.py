@@ -51,6 +51,7 @@ def test_a_resumed_trial_is_the_uninterrupted_one_bit_for_bit(recipe, tmp_path):
     assert facts(taken + rest) == facts(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_a_window_at_the_trunks_own_rate_is_the_rest_of_the_plain_run(recipe, tmp_path):
     workload, recipe = gpt(tmp_path), RECIPES[recipe]

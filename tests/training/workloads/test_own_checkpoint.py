@@ -258,6 +258,7 @@ def test_the_plan_says_how_long_windows_are(folder):
     )
 
 
+@pytest.mark.slow
 def test_a_map_by_globs_trains_each_group_of_the_checkpoints_layers_alone(folder):
     globs = ["blocks.0.*", "blocks.1.*"]
     path = folder / "map.yaml"
