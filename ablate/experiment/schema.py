@@ -90,17 +90,21 @@ def _recipe(value: object) -> object:
     return value
 
 
+_MOST_SEEDS = 10_000
+
+
 def _seeds(value: object) -> tuple[int, ...] | Growth:
     if isinstance(value, dict):
         return Growth.model_validate(value)
-    if isinstance(value, int) and type(value) is int and 1 <= value <= 10_000:
+    if isinstance(value, int) and type(value) is int and 1 <= value <= _MOST_SEEDS:
         return tuple(range(value))
     if isinstance(value, list) and value and all(type(seed) is int and 0 <= seed < 2**32 for seed in value):
         if len(set(value)) == len(value):
             return tuple(value)
         raise ValueError("a seed is given twice")
     raise ValueError(
-        "must be a number of seeds (1 or more), a list of different seeds, or {start: ..., most: ...}"
+        f"must be a number of seeds (1 to {_MOST_SEEDS:,}), a list of different seeds, or"
+        " {start: ..., most: ...}"
     )
 
 

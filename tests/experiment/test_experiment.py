@@ -12,11 +12,11 @@ from ruamel.yaml import YAML
 from support.cases import every
 from support.experiments import EXPERIMENTS, SHAPE, VOCAB, content, problems, shards, tiny, write
 
-from ablate.errors import nearest
+from ablate.errors import InputError, nearest
 from ablate.experiment.arms import KnobError
-from ablate.experiment.load import load
+from ablate.experiment.load import load, sweep_name
 from ablate.experiment.roles import CONFIRM
-from ablate.experiment.schema import json_schema
+from ablate.experiment.schema import MOST_TRIALS, Metric, json_schema
 from ablate.experiment.search_space import Dimension, twins
 from ablate.experiment.yaml_document import Document
 from ablate.recipes import PRESETS
@@ -189,7 +189,7 @@ REFUSED = {
     ),
     "no seeds": (
         "ablate: {rht: [true]}\nseeds: 0",
-        "5:1: seeds: 0: must be a number of seeds (1 or more), a list of different seeds",
+        "5:1: seeds: 0: must be a number of seeds (1 to 10,000), a list of different seeds",
     ),
     "growth of one": (
         "ablate: {rht: [true]}\nseeds: {start: 1, most: 4}",
@@ -446,6 +446,27 @@ RUNGS = {
         "search.rungs: [4]: hyperband starts its brackets at different rungs: give two or more, or use asha",
     ),
 }
+
+
+@pytest.mark.parametrize("name", [".hidden.yaml", " .yaml", "a\nb.yaml"])
+def test_a_sweep_that_no_folder_could_be_named_after_is_refused(name):
+    with pytest.raises(InputError, match="a sweep is named after its file, and"):
+        sweep_name(Path(name))
+    assert sweep_name(Path("rht_sr.yaml")) == "rht_sr"
+
+
+def test_trials_of_all_arms_together_have_a_limit(tmp_path):
+    lines = "ablate: {rht: [true], lr: [%s]}\nagainst: bf16\nseeds: 10000"
+    rates = [f"{rate}.0e-4" for rate in range(1, 7)]
+    assert told_of(tmp_path, lines % ", ".join(rates[:5])) == []
+    (problem,) = told_of(tmp_path, lines % ", ".join(rates))
+    assert problem.endswith(f"make 120000 trials of all arms; an experiment has at most {MOST_TRIALS}")
+
+
+def test_a_share_of_no_level_is_no_margin():
+    metric = Metric(name="val/loss", direction="minimize", min_effect="1%")
+    assert metric.margin(-2.0) == 0.02
+    assert metric.margin(0.0) is None
 
 
 @pytest.mark.parametrize("case", RUNGS)

@@ -281,3 +281,10 @@ def test_a_product_needs_fp32_operands_exactly_where_code_times_scale_needs_more
     assert not Quant(outer=Outer(granularity="row")).wide
     assert Quant(select=Select(among="grids")).wide
     assert not Quant(select=SCALES_CHOSEN).wide
+
+
+@pytest.mark.parametrize("granularity", ["rows:128", "block:128"])
+def test_a_percentile_of_a_few_rows_or_a_short_block_is_refused(granularity):
+    with pytest.raises(ValidationError, match=r"percentile .* granularity tensor or row"):
+        Outer(statistic="percentile:0.999", granularity=granularity)
+    assert Outer(statistic="percentile:0.999", granularity="row")
