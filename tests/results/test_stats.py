@@ -290,6 +290,35 @@ def test_the_number_of_seeds_follows_from_ratios_and_grows_with_spread_with_caut
     assert judge([(seen(5, 0.3, 1.5), 1.0)], True)[0].needed == needed
 
 
+@pytest.mark.parametrize(
+    ("pairs", "mean", "deviation"),
+    [(3, 1.4, 0.9), (4, 0.3, 1.5), (5, 0.9, 0.8), (8, 0.0, 2.0), (20, -0.5, 2.5)],
+)
+def test_the_number_of_seeds_is_that_of_draws_from_the_posterior(pairs, mean, deviation):
+    """Against draws from a grid of prior times likelihood, which err by .0013; the 512 of the package by some .02."""
+    random = np.random.default_rng(5)
+    effects, spreads = np.linspace(-6, 6, 801), np.exp(np.log(deviation) + np.linspace(-2, 5, 801))
+    effect, spread = np.meshgrid(effects, spreads)
+    squares = (pairs - 1) * deviation**2 + pairs * (mean - effect) ** 2
+    weight = stats.norm.logpdf(effect) - pairs * np.log(spread) - squares / 2 / spread**2
+    weight = np.exp(weight - weight.max()).ravel()
+    drawn = random.choice(weight.size, 100_000, p=weight / weight.sum())
+    effect, spread = effect.ravel()[drawn], spread.ravel()[drawn]
+
+    def chance(total: int) -> float:
+        more = total - pairs
+        added = random.normal(effect, spread / math.sqrt(more))
+        squares = spread**2 * random.chisquare(more - 1, len(spread)) if more > 1 else 0.0
+        squares = squares + (pairs - 1) * deviation**2 + pairs * more / total * (mean - added) ** 2
+        middle, error = (pairs * mean + more * added) / total, np.sqrt(squares / (total - 1) / total)
+        half = stats.t.ppf(0.975, total - 1) * error
+        return float(np.mean((abs(middle) > half) | (abs(middle) + half < 1)))
+
+    count = seeds_needed(seen(pairs, mean, deviation), 1.0, ranged=False).count
+    assert chance(count) > 0.77
+    assert count == pairs + 1 or chance(count - 1) < 0.83
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("interval", [T, Interval("split", 4), SEQUENCE], ids=str)
 def test_a_verdict_comes_in_four_of_five_sweeps_at_the_number_of_seeds_that_was_named(interval):
