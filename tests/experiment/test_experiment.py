@@ -48,6 +48,10 @@ REFUSED = {
         "ablate: {rhtt: [true]}",
         "4:10: ablate.rhtt: no such knob; 'rht' is the nearest of rht, ",
     ),
+    "answer of a knob with one value": (
+        "ablate: {rht: [true]}\nagainst: bf16\nanswer: {knob: rht}",
+        "6:10: answer.knob: 'rht': has one value, so that there is nothing to compare",
+    ),
     "unknown path": (
         "ablate: {recipe.wgrad.y: [null]}",
         "4:10: ablate.recipe.wgrad.y: no such knob; 'x' is the nearest of x, ",

@@ -190,7 +190,6 @@ def test_a_line_without_an_end_is_cut(tmp_path, capsys):
     assert len(capsys.readouterr().out) == LONGEST_LINE + 1
 
 
-@pytest.mark.slow
 def test_a_bad_name_is_left_out_and_the_rest_is_kept_and_sent(tmp_path, capsys):
     code = r"""
 import json
