@@ -88,7 +88,8 @@ def rank(
     ranking = Ranking(dict(zip(names, measured, strict=True)))
     if model is None and dumps is None:
         predicted_order.keep(workload, made, ranking.before)
-    about = f"{model or python or dumps or 'the built-in model'}, {_described(found, made, others)}"
+    source = f"{python} at its start" if python else model or dumps or "the built-in model"
+    about = f"{source}, {_described(found, made, others)}"
     if as_json:
         print_json(ranking.document() | {"measured_on": about})
         return
@@ -234,7 +235,9 @@ def _print_group(screen: Screen, ranking: "Ranking", names: Sequence[str]) -> No
     if orders and len(set(kept.values())) > 1:
         layers = len(ranking.measured[names[0]].by_layer())
         listed = ", ".join(f"{name} leaves {count} of {layers}" for name, count in kept.items() if count)
-        advice = "to compare casts alone, rank recipe files with the same `layers`"
+        advice = (
+            "for casts alone, rank files with the same `layers`: {from: NAME, layers: {last_fraction: 0}}"
+        )
         screen.print(Text(f"Layers in bf16 have error 0: {listed} so, which is part of its place; {advice}."))
     for order, words in (
         (Order.CLOSE, "Too close to call"),

@@ -207,7 +207,9 @@ def of_workload(workload: Workload, where: str, count: int, seed: int = 0) -> Ca
         raised = described(error) or (error if isinstance(error, RuntimeError) else None)
         if raised is None:  # a RuntimeError outside the user's code is the trial's, such as no step taken
             raise
-        raise InputError(f"{where}: {raised}") from error
+        called = isinstance(error, TypeError) or isinstance(error.__cause__, TypeError)
+        hint = "; a training function is called with the trial alone (docs/use/api.md)" * called
+        raise InputError(f"{where}: {raised}{hint}") from error
     if len(batches) < 2:
         raise InputError(
             f"{where}: no converted layer was trained in {count + 1} steps; call trial.convert(model), and"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.cases import every
 from support.commands import here
-from support.experiments import shards, sweep, tiny, write
+from support.experiments import SHAPE, shards, sweep, tiny, write
 
 from ablate import provenance
 from ablate.experiment import predicted_order
@@ -300,6 +300,11 @@ def test_a_command_whose_recipes_call_a_function_is_said_to_need_its_file(tmp_pa
             ("nvfp4", "mxfp4", "quartet2"),
             "nvfp4 before mxfp4; 2 of 3",
         ),
+        (
+            {"recipe": ["nvfp4", "mxfp4", "four_over_six"]},
+            ("nvfp4", "mxfp4", "four_over_six"),
+            "2 of 3 pairs not ordered. They leave unlike layers in bf16",
+        ),
         ({"recipe": ["nvfp4", "mine.yaml"]}, (), "ablate rank nvfp4 mine.yaml"),
         ({"sr": [True, False]}, ("nvfp4", "mxfp4"), None),
         ({"recipe": ["nvfp4", "bf16"]}, ("nvfp4", "mxfp4"), None),
@@ -312,9 +317,11 @@ def test_a_plan_has_the_kept_order_of_its_presets_or_the_command(
     monkeypatch.setenv("ABLATE_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("{from: mxfp4, wgrad: {g: {rounding: stochastic}}}")
-    made, experiment = {name: PRESETS[name]() for name in kept}, tiny(tmp_path, ablate=ablate)
+    made = {name: PRESETS[name]() for name in kept}
+    experiment = tiny(tmp_path, shape=SHAPE | {"layers": 2}, ablate=ablate)
     if kept:
         before = [(made["nvfp4"], made["mxfp4"])]
         predicted_order.keep(experiment.base.config if own else None, made.values(), before)
     lines = [*predicted_order.predicted_order(experiment)]
     assert [found in line for line in lines] == [True] * (found is not None)
+    assert all(("unlike layers" in line) == ("four_over_six" in kept) for line in lines)

@@ -270,7 +270,16 @@ def test_a_function_that_takes_no_step_is_refused(tmp_path):
 def test_an_error_of_the_function_is_told_with_its_line(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def train(trial):\n    return {}['missing']\n")
-    with pytest.raises(InputError, match=r"KeyError: 'missing' \(.*mine\.py:2\)"):
+    with pytest.raises(InputError, match=r"KeyError: 'missing' \(.*mine\.py:2\)$"):
+        of_workload(Python(file=str(file)), "--python mine.py", 1)
+
+
+def test_a_function_of_other_arguments_is_told_that_it_is_called_with_the_trial(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def train(steps):\n    return [*range(steps)]\n")
+    with pytest.raises(
+        InputError, match=r"TypeError: .*mine\.py:2\); a training function is called with the"
+    ):
         of_workload(Python(file=str(file)), "--python mine.py", 1)
 
 
