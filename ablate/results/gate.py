@@ -129,12 +129,12 @@ def _late(ledger: Ledger) -> Iterator[Check]:
 
 
 def _positions(arms: Sequence[ArmSummary]) -> Iterator[Check]:
-    """Yield the positions of a forked design, which no number of seeds changes."""
+    """Yield the positions of a forked design, which no number of seeds changes; 0 is a user's checkpoint."""
     cells = (arm.readings for arm in arms if arm.readings and arm.readings.cells)
     if steps := next((readings.positions for readings in cells), []):
         plural = "" if len(steps) == 1 else "s"
-        listed = ", ".join(map(str, steps))
-        yield Check("note", f"from the checkpoint{plural} of step{plural} {listed} alone")
+        of = f"of step{plural} {', '.join(map(str, steps))}" if any(steps) else "`start`"
+        yield Check("note", f"from the checkpoint{plural} {of} alone")
 
 
 def _same_code(ledger: Ledger) -> Iterator[Check]:

@@ -356,6 +356,7 @@ def test_a_known_bad_arm_that_looks_better_shows_that_nothing_is_seen(bad, direc
     ("positions", "bad", "said"),
     [
         ((5,), 0.01, "from the checkpoint of step 5 alone"),
+        ((0,), 0.01, "from the checkpoint `start` alone"),
         ((5, 9), 0.01, "from the checkpoints of steps 5, 9 alone"),
         ((5,), -0.01, "from the checkpoint of step 5 alone"),  # nothing is decided
     ],
