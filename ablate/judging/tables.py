@@ -133,7 +133,8 @@ def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
         if (found := pick(role, column, free, table.where, said)) is not None:
             roles[role] = found
     if "arm" not in roles.keys() | table.fields.keys() | from_name:
-        way = f"give the file as a pattern of its path, such as runs/{{arm}}/{PurePath(table.where).name}"
+        path = f"runs/{{arm}}/{PurePath(table.where).name}"
+        way = f"give the file as a pattern of its path, such as {path}; {nearest('arm', table.columns)}"
         if "run" in roles:
             name = brief(str(table.columns[roles["run"]][0]))
             way = f'say how runs are named, such as --name "{{arm}}-s{{seed}}", where the first is {name!r}'
@@ -144,10 +145,7 @@ def _roles(table: Table, columns: Columns, said: list[str]) -> dict[str, str]:
             )
         elif _numbers_alone(table, roles):
             way = 'if each column is a run, say how they are named, such as --name "{arm}_s{seed}"'
-        raise InputError(
-            f"{table.where}: no column is the arm; name one, --column arm=COLUMN, or {way};"
-            f" {nearest('arm', table.columns)}"
-        )
+        raise InputError(f"{table.where}: no column is the arm; name one, --column arm=COLUMN, or {way}")
     if "seed" not in roles.keys() | table.fields.keys() | from_name:
         said.append(f"{table.where}: seed: no column; runs have no seed")
     return roles
