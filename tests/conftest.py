@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,14 @@ def pytest_sessionfinish() -> None:
     experiments = sys.modules.get("support.experiments")  # which the controller of xdist does not import
     if experiments is not None:
         experiments.Children.end_kept()
+
+
+@pytest.fixture(autouse=True)
+def one_support() -> Iterator[None]:
+    """Support modules that are imported once: code of one's own that a test loads imports its modules anew, and would leave others here."""
+    before = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "support"}
+    yield
+    sys.modules.update(before)
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support import cpu_report
+from support import cases, cpu_report
 from support.cases import Sample, Tier, covering, dealt, every, sampled
 from support.experiments import environment
 
+from ablate.own_source import Code, load
 from ablate.recipes import PRESETS
 
 ROOT = Path(__file__).parents[1]
@@ -288,3 +289,12 @@ def test_the_cpu_report_has_every_file_with_its_processes_and_the_total(workers,
         re.MULTILINE,
     )
     assert int(total) == pytest.approx(sum(seconds.values()), abs=0.6)  # both are rounded
+
+
+def test_code_of_ones_own_that_imports_a_support_module_gets_another(tmp_path):
+    (tmp_path / "mine.py").write_text("from support import cases\ndef train(trial):\n    return cases\n")
+    assert load(Code(tmp_path / "mine.py", "train", tmp_path))(None) is not cases
+
+
+def test_after_it_tests_have_theirs_again():
+    assert sys.modules["support.cases"] is cases
