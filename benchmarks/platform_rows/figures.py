@@ -170,7 +170,7 @@ def _ours(state: Path, trials: int, recipe: str = "bf16") -> dict[str, float]:
     ((drawn, end),) = rows(
         state / "mlflow.db", "SELECT count(*), max(end_time) FROM runs WHERE status = 'FINISHED'"
     )
-    ((points,),) = rows(state / "mlflow.db", "SELECT count(*) FROM metrics")
+    ((points,),) = rows(state / "mlflow.db", "SELECT count(*) FROM metrics WHERE key = 'val/loss'")
     assert ran == trials == drawn - 1  # the sweep has a run of its own
     assert points == RECORDS * trials
     results = [json.loads(path.read_text()) for path in state.glob("trials/*/result.json")]
