@@ -453,11 +453,12 @@ def test_the_dashboard_changes_no_study(method, path, copied):
 
 def test_a_sweep_that_is_looked_at_while_it_runs_is_not_disturbed(tmp_path):
     listed = {f"arm {n}": {"cooldown": n / 10} for n in range(6)}
-    experiment = tiny(tmp_path, shape={"steps": 10}, ablate=None, arms=listed, seeds=1)
-    over, taken = threading.Event(), []
+    experiment = tiny(tmp_path, shape={"steps": 40}, ablate=None, arms=listed, seeds=1)
+    ready, over, taken = threading.Event(), threading.Event(), []
 
     def look() -> None:
         application, number = dashboard(tmp_path)
+        ready.set()
         while not over.is_set():
             asked(application, "GET", "/api/studies")
             study = number("tiny")
@@ -475,6 +476,7 @@ def test_a_sweep_that_is_looked_at_while_it_runs_is_not_disturbed(tmp_path):
 
     watcher = threading.Thread(target=look)
     watcher.start()
+    assert ready.wait(60)
     try:
         outcome, _ = sweep(experiment, tmp_path)
     finally:
