@@ -61,7 +61,7 @@ def predicted_order(experiment: Experiment) -> Iterator[str]:
         parts.append(f"{every - len(pairs)} of {every} pairs not ordered")
         found = f"by the error of operands on {model}: {'; '.join(parts)}"
         unlike = len({recipe.layers for recipe in arms}) > 1
-        mind = " They leave unlike layers in bf16, which lowers an error." * unlike
+        mind = " They leave different layers in bf16, which lowers an error." * unlike
         yield f"\nPredicted order, {found}.{mind} How often that is right: docs/use/rank.md."
         return
     source = f" --python {shlex.quote(experiment.file)}" if config.in_process else ""
