@@ -16,10 +16,11 @@ from ablate.errors import InputError
 from ablate.experiment import predicted_order, recipe_source
 from ablate.experiment.load import load
 from ablate.recipes import PRESETS
-from ablate.recipes.recipe import Layers, Recipe
+from ablate.recipes.recipe import Layers
 
 if TYPE_CHECKING:
     from ablate.training.operand_capture import Capture
+    from ablate.training.operand_errors import RecipeErrors
     from ablate.training.workloads.base import Workload
     from ablate.verification.operand_order import Ranking
 
@@ -84,45 +85,49 @@ def rank(
     with passed_over(set()) as others:
         found = _capture(model, workload, f"--python {python}", dumps, batches, note)
     started = time.monotonic()
-    measured = measure(made, found.batches, found.layers, progress=_progress(note), titles=names)
+    show = _progress(note, found.total)
+    measured = measure(made, found.batches, found.layers, found.fixed, progress=show, titles=names)
     ranking = Ranking(dict(zip(names, measured, strict=True)))
     if model is None and dumps is None:
         predicted_order.keep(workload, made, ranking.before)
     source = f"{python} at its start" if python else model or dumps or "the built-in model"
-    about = f"{source}, {_described(found, made, others)}"
+    about = f"{source}, {_described(found, measured, others)}"
     if as_json:
         print_json(ranking.document() | {"measured_on": about})
         return
     _print(Screen(width=100), ranking, f"{about}, {time.monotonic() - started:.1f} s")
 
 
-def _described(found: "Capture", recipes: Sequence[Recipe], others: Collection[str]) -> str:
+def _described(found: "Capture", measured: "Sequence[RecipeErrors]", others: Collection[str]) -> str:
     """Return what was captured, and what was not.
 
     Args:
         found: the operands.
-        recipes: recipes that cast them.
+        measured: the errors of each recipe.
         others: classes of layers that were not converted.
     """
-    about = f"{len(found.batches[0])} converted layers, batches: {len(found.batches)}"
-    if not found.layers and any(recipe.layers != Layers() for recipe in recipes):
+    layers, batches, _ = measured[0].error.shape
+    about = f"{layers} converted layers, batches: {batches}"
+    if found.text:
+        about += f" of {found.text}"
+    if not found.layers and any(own.recipe.layers != Layers() for own in measured):
         about += ", rules on layers left out"  # which block a layer is in is not known
-    if (idle := len(found.layers) - len(found.batches[0])) > 0:
+    if (idle := len(found.layers) - layers) > 0:
         about += f", without {idle} of experts that some batch has no token for"
     if others:
         about += f", not converted: {', '.join(sorted(others))}, subclasses of nn.Linear"
     return about
 
 
-def _progress(note: Callable[[str], None]) -> Callable[[float], None]:
-    """Return a function that notes the finished share, if the last line is some seconds old."""
+def _progress(note: Callable[[str], None], total: int) -> Callable[[int], None]:
+    """Return a function that notes the share of `total` that is finished, if the last line is old."""
     last = time.monotonic()
 
-    def show(share: float) -> None:
+    def show(count: int) -> None:
         nonlocal last
         if time.monotonic() - last > _SILENT_SECONDS:
             last = time.monotonic()
-            note(f"{share:.0%} of the operands cast")
+            note(f"{count / total:.0%} of the operands cast")
 
     return show
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,13 +21,19 @@ import torch
 from torch import Tensor, nn
 
 from ablate.cache import kept, key_of
+from ablate.engines.emulated import convert
 from ablate.engines.emulated_layer import Context, EmulatedLinear
 from ablate.engines.experts import is_attached
+from ablate.engines.recomputation import recompute
 from ablate.errors import InputError, one_line
 from ablate.files import read_json
+from ablate.numerics.philox import Clock
 from ablate.recipes.layers import Layer, block_name, located
 from ablate.recipes.presets import bf16
-from ablate.training.operand_errors import Batch, Operands
+from ablate.training.data.scikit import scikit_datasets
+from ablate.training.data.sources import TextFiles, TextSource
+from ablate.training.data.tokenisers import FILE as TOKENISER
+from ablate.training.operand_errors import Batch, Operands, Stream
 from ablate.training.own_code.trial import Stopped
 from ablate.training.own_code.user_errors import described
 from ablate.training.trial_run import Telemetry, TrialRun
@@ -60,44 +67,49 @@ _SILENT = Telemetry(every=0, shadow=0, log=40)
 class Capture(NamedTuple):
     """Operands of a model on some batches."""
 
-    batches: list[Batch]
+    batches: list[Batch] | Stream
     layers: tuple[Layer, ...] = ()
     """The model's layers, by which layer rules select; none if their blocks are not known."""
+    fixed: bool = False
+    """True if weights are the same in all batches."""
+    text: str = ""
+    """Text of the batches, if they could be of others."""
+    streamed: int = 0
+    """Number of operands in a stream, those of experts without tokens among them."""
+
+    @property
+    def total(self) -> int:
+        """Number of operands in all batches."""
+        return self.streamed if callable(self.batches) else sum(map(len, self.batches))
 
 
 @contextmanager
-def captured(batches: list[Batch], most: int | None = None) -> Iterator[None]:
-    """Append the operands of every step within this context, of all layers that an engine has converted.
+def captured(
+    take: Callable[[int, Operands], None], begun: Callable[[int], None] = lambda step: None
+) -> Iterator[None]:
+    """Give the operands of every step within this context, of all layers that an engine has converted.
 
-    A layer that is called twice in a step has those of its last call. Packed experts that have no token in
-    some step are left out. A training function that would take more than `most` steps is stopped: its own
-    loop may be as long as a whole run.
+    Args:
+        take: called in the backward pass with the step and the operands of a layer, or of an expert that has
+            tokens. The weight may be the layer's own, which changes later.
+        begun: called with the step before the first product of each.
     """
-    steps: dict[int, dict[str, Operands]] = {}
-    weights: dict[str, Tensor] = {}
     contexts: dict[str, Context] = {}
     """Contexts of packed experts, by name of the layer."""
-
-    def weight(layer: EmulatedLinear) -> Tensor:
-        found = layer.weight.detach().to(torch.bfloat16)
-        if layer.name not in weights or not torch.equal(weights[layer.name], found):
-            weights[layer.name] = found.clone()  # one copy for all steps that do not change it
-        return weights[layer.name]
 
     def passed(layers: Sequence[EmulatedLinear], x: Tensor, counts: Sequence[int], y: Tensor) -> None:
         if not y.requires_grad:
             return
         step, size = layers[0].clock.step, list(counts)
-        if step not in steps and len(steps) == most:
-            raise Stopped
-        rows = x.detach().to(torch.bfloat16).clone().flatten(0, -2).split(size)
-        own = [weight(layer) for layer in layers]
+        begun(step)
+        rows = x.detach().to(torch.bfloat16, copy=True).flatten(0, -2).split(size)
 
         def backward(dy: Tensor) -> None:
-            parts = dy.detach().to(torch.bfloat16).flatten(0, -2).split(size)
-            for layer, *made in zip(layers, rows, own, parts, strict=True):
-                if len(made[0]):
-                    steps.setdefault(step, {})[layer.name] = Operands(layer.name, *made)
+            parts = dy.detach().to(torch.bfloat16, copy=True).flatten(0, -2).split(size)
+            for layer, own, gradient in zip(layers, rows, parts, strict=True):
+                if len(own):
+                    weight = layer.weight.detach().to(torch.bfloat16)
+                    take(step, Operands(layer.name, own, weight, gradient, layer.name in contexts))
 
         y.register_hook(backward)
 
@@ -121,10 +133,31 @@ def captured(batches: list[Batch], most: int | None = None) -> Iterator[None]:
             handle.remove()
         for context in contexts.values():
             context.grouped = None
-    everywhere = set.intersection(*map(set, steps.values())) if steps else set()
-    for _, layers in sorted(steps.items()):
-        kept = (own for name, own in layers.items() if name in everywhere or name not in contexts)
-        batches.append([*kept])
+
+
+@contextmanager
+def collected(batches: list[Batch], most: int | None = None) -> Iterator[None]:
+    """Append the operands of every step within this context.
+
+    A layer that is called twice in a step has those of its last call. A training function that would take
+    more than `most` steps is stopped: its own loop may be as long as a whole run.
+    """
+    steps: dict[int, dict[str, Operands]] = {}
+    weights: dict[str, Tensor] = {}
+
+    def begun(step: int) -> None:
+        if step not in steps and len(steps) == most:
+            raise Stopped
+
+    def take(step: int, operands: Operands) -> None:
+        name, weight = operands.layer, operands.w
+        if name not in weights or not torch.equal(weights[name], weight):
+            weights[name] = weight.clone()  # one copy for all steps that do not change it
+        steps.setdefault(step, {})[name] = replace(operands, w=weights[name])
+
+    with captured(take, begun):
+        yield
+    batches += [[*layers.values()] for _, layers in sorted(steps.items())]
 
 
 def built_in(count: int, note: Callable[[str], None], seed: int = 0) -> Capture:
@@ -155,33 +188,56 @@ def built_in(count: int, note: Callable[[str], None], seed: int = 0) -> Capture:
 
 
 def of_model(source: str, count: int, seed: int = 0) -> Capture:
-    """Return operands of a model of transformers, without training.
+    """Return a stream of operands of a model of transformers, without training.
+
+    Its saved weights are mapped from their files, activations are recomputed block by block, and operands are
+    given as the backward pass makes them: of what grows with the model, little is kept in memory.
 
     Args:
-        source: folder with config.json and weights; one without weights, or a config.json alone, whose
-            weights are drawn from the seed; or a name on the hub.
+        source: folder with config.json, weights and perhaps tokenizer.json; one without weights, or a
+            config.json alone, whose weights are drawn from the seed; or a name on the hub.
         count: number of batches.
         seed: seed of the batches, and of weights that are drawn.
     """
+    from ablate.training.models.causal import frozen, loss
+
     path = Path(source).expanduser()
     drawn = path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.bin"))
     workload: TextWorkload
-    if path.is_file():
-        try:
-            workload = Gpt(model=read_json(path))
-        except ValueError as error:
-            raise InputError(
-                f"--model {source}: no configuration of transformers: {one_line(str(error))}"
-            ) from None
-    else:
-        workload = Gpt(model=source) if drawn else Finetune(model=source)
+    try:
+        given = read_json(path) if path.is_file() else source
+        bare, text = drawn or path.is_file(), _text(path)
+        workload = Gpt(model=given) if bare else Finetune(model=given, data=text)
+    except ValueError as error:
+        raise InputError(
+            f"--model {source}: no configuration of transformers: {one_line(str(error))}"
+        ) from None
     if problems := [f"--model {source}: {field}: {why}" for field, why in workload.problems()]:
         raise InputError(*problems)
+    clock = Clock(seed)
     try:
-        run = workload.prepare(bf16(), seed, "cpu")
+        model = frozen(given, workload.corpus.vocab, seed, weights=not drawn)
+        engine = convert(model, bf16(), clock)
     except (OSError, ValueError) as error:
         raise InputError(f"--model {source}: {error}") from None
-    return _of_run(run, count, 0)
+    recompute(model, engine)
+    batch, _ = workload.windows(seed, torch.device("cpu"))
+
+    def stream(take: Callable[[int, Operands], None]) -> None:
+        for number in range(count):
+            clock.step = number
+            with captured(take):
+                loss(clock, torch.bfloat16, model, *batch(number, 0)).backward()
+
+    words = "bytes as tokens" if bare or isinstance(text, str) else "English in its own tokens"
+    return Capture(stream, engine.placed, True, words, count * len(engine.layers))
+
+
+def _text(folder: Path) -> TextSource:
+    """Return English in tokens of the model's own, or bytes if the folder has no tokeniser."""
+    if not (folder / TOKENISER).is_file():
+        return "stdlib"
+    return TextFiles(text=str(scikit_datasets() / "descr" / "*.rst"), tokenizer=str(folder), val_fraction=0.1)
 
 
 def of_workload(workload: Workload, where: str, count: int, seed: int = 0) -> Capture:
@@ -200,7 +256,7 @@ def of_workload(workload: Workload, where: str, count: int, seed: int = 0) -> Ca
         raise InputError(*problems)
     batches: list[Batch] = []
     try:
-        with captured(batches, count + 1):
+        with collected(batches, count + 1):
             for _ in workload.records(TrialRun(bf16(), seed, "emulated", "cpu", _SILENT)):
                 pass
     except Exception as error:  # the user's code may raise any class
@@ -224,7 +280,7 @@ def of_workload(workload: Workload, where: str, count: int, seed: int = 0) -> Ca
 def _of_run(run: PreparedRun, count: int, first: int) -> Capture:
     """Return operands of a prepared run on the batches from step `first` on, all with the same weights."""
     batches: list[Batch] = []
-    with captured(batches):
+    with collected(batches):
         for step in range(first, first + count):
             run.engine.clock.step = step
             (run.loss or run.model)(*run.batch(step, 0)).backward()
@@ -232,4 +288,4 @@ def _of_run(run: PreparedRun, count: int, first: int) -> Capture:
     needed = run.engine.layers.keys() - experts
     if not batches or any(needed - {operands.layer for operands in batch} for batch in batches):
         raise InputError("the model has layers that no gradient reaches, so their operands are not known")
-    return Capture(batches, run.engine.placed)
+    return Capture(batches, run.engine.placed, fixed=True)

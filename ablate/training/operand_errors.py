@@ -23,8 +23,10 @@ layer in a batch.
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -40,12 +42,16 @@ from ablate.errors import InputError
 from ablate.numerics.choices import SIGNS
 from ablate.numerics.history import History
 from ablate.numerics.philox import Clock
+from ablate.numerics.quantize import lasts
 from ablate.numerics.spec import Hadamard, Quant
 from ablate.recipes.layers import Layer, select
 from ablate.recipes.recipe import FORWARD_COPY, SLOTS, Products, Recipe, Run
 
 DRAWS = 4
 """Draws of a cast that rounds or rotates at random, two in each half."""
+_WAITING = 1 << 24
+"""Elements of operands that wait to be cast together: 32 MB."""
+_LIBC = ctypes.CDLL(None)
 _APART = 1_000_000
 """Steps between two draws: amaxes of earlier steps (`delayed:n`) are those of the same draw."""
 
@@ -61,6 +67,8 @@ class Operands:
     """Weight [out, in]."""
     dy: Tensor
     """Gradient of the output [tokens, out]."""
+    routed: bool = False
+    """True for an expert, which another batch may have no token for."""
 
     def __post_init__(self) -> None:
         for name in ("x", "w", "dy"):
@@ -68,6 +76,11 @@ class Operands:
             if not tensor.numel() or not tensor.isfinite().all():
                 why = "is not finite" if tensor.numel() else "is empty"
                 raise InputError(f"{self.layer}: {name} {why}, so its error is not defined")
+
+    @property
+    def size(self) -> int:
+        """Number of elements of all three."""
+        return self.x.numel() + self.w.numel() + self.dy.numel()
 
     def refuse_zeros(self) -> None:
         """Raise InputError if a tensor is zero everywhere: it has no relative error."""
@@ -84,6 +97,8 @@ class Operands:
 
 Batch = list[Operands]
 """Operands of all layers in one batch."""
+Stream = Callable[[Callable[[int, Operands], None]], None]
+"""Function that calls its argument with the number of a batch and the operands of a layer, batch by batch."""
 
 
 class Cast(NamedTuple):
@@ -101,6 +116,12 @@ class Cast(NamedTuple):
         """True if another call gives other values."""
         turns = self.rotation is not None and not SIGNS[self.rotation.signs].lasting
         return turns or bool(self.quant and self.quant.draws) or bool(self.copy and self.copy.draws)
+
+    @property
+    def lasts(self) -> bool:
+        """True if a call at another step gives the same values."""
+        own = self.quant is None or lasts(self.quant, self.rotation)
+        return own and (self.copy is None or self.copy.lasts)
 
 
 def casts(products: Products) -> tuple[Cast, ...]:
@@ -123,10 +144,13 @@ class Caster:
     Args:
         seed: seed of the draws.
         draws: number of draws of a cast that draws, even.
+        fixed: weights are the same in all batches, so casts that last are made once.
     """
 
     seed: int = 0
     draws: int = DRAWS
+    fixed: bool = False
+    _lasting: dict[tuple[str, Cast], tuple[float, float]] = field(default_factory=dict)
     _layers: dict[str, EmulatedLinear] = field(default_factory=dict)
     _histories: defaultdict[tuple[str, Cast, int], History] = field(
         default_factory=lambda: defaultdict(History)
@@ -154,19 +178,34 @@ class Caster:
                     copies[cast, draw] = result
             return result
 
-        result = {}
-        true = {slot: operands.of(slot).float() for slot in {cast.slot for cast in wanted}}
-        powers = {slot: _power(tensor) for slot, tensor in true.items()}
+        result = {
+            cast: self._lasting[operands.layer, cast]
+            for cast in wanted
+            if (operands.layer, cast) in self._lasting
+        }
         with torch.no_grad():
-            for cast in wanted:
-                draws, power = range(self.draws if cast.draws else 1), powers[cast.slot]
-                errors = [made(cast, draw) - true[cast.slot] for draw in draws]
-                error = bias = sum(map(_power, errors)) / len(errors) / power
-                if cast.draws:
-                    first, second = (sum(errors[half + 2 :: 2], errors[half]) for half in (0, 1))
-                    bias = _inner(first, second) / (self.draws // 2) ** 2 / power
-                result[cast] = error, bias
+            for slot in SLOTS:  # one operand's copies at a time: those of a large weight take gigabytes
+                new = [cast for cast in wanted if cast.slot == slot and cast not in result]
+                true = operands.of(slot).float() if new else None
+                for cast in new:
+                    result[cast] = self._compared(true, partial(made, cast), cast.draws)
+                    if self.fixed and slot.endswith(".w") and cast.lasts:
+                        self._lasting[operands.layer, cast] = result[cast]
         return result
+
+    def _compared(self, true: Tensor, made: Callable[[int], Tensor], draws: bool) -> tuple[float, float]:
+        """Return error and bias of the draws of a cast."""
+        count, errors = self.draws if draws else 1, 0.0
+        halves: dict[int, Tensor] = {}
+        for draw in range(count):
+            difference = made(draw) - true
+            errors += _power(difference)
+            halves[draw % 2] = halves[draw % 2] + difference if draw > 1 else difference
+        power = _power(true)
+        error = errors / count / power
+        if not draws:
+            return error, error
+        return error, _inner(halves[0], halves[1]) / (count // 2) ** 2 / power
 
     def _made(self, name: str, source: Tensor, cast: Cast, batch: int, draw: int) -> Tensor:
         """Return an operand as its product receives it, rotated back, fp32 [rows, contraction]."""
@@ -222,78 +261,129 @@ class RecipeErrors:
 
 def measure(
     recipes: Sequence[Recipe],
-    batches: Sequence[Batch],
+    batches: Sequence[Batch] | Stream,
     layers: Sequence[Layer] = (),
+    fixed: bool = False,
     seed: int = 0,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Callable[[int], None] = lambda count: None,
     titles: Sequence[str] = (),
 ) -> list[RecipeErrors]:
-    """Return the errors of the operands of every recipe, in their order.
+    """Return the errors of the operands of every recipe, in their order, over the layers of every batch.
 
     Args:
         recipes: the recipes, as they are in the first step of a run.
-        batches: the same layers in each.
+        batches: the same layers in each, experts aside; or a function that gives them one by one, which are
+            then cast in groups and not kept.
         layers: the model's layers, by which layer rules select; none: every layer has the recipe's products.
+        fixed: weights are the same in all batches.
         seed: seed of the draws.
-        progress: called with the finished share of the work.
+        progress: called with the number of layers cast so far, over all batches.
         titles: names of the recipes in errors; none: their numbers.
 
     Raises:
         InputError: a rule selects no layer, batches have other layers, an operand is zero everywhere, or is
             cast to numbers that are not finite.
     """
-    names = [operands.layer for operands in batches[0]]
-    if any([operands.layer for operands in batch] != names for batch in batches):
-        raise InputError("the batches have other layers: give steps that compute the same ones, in one order")
-    for operands in (each for batch in batches for each in batch):
-        operands.refuse_zeros()
-    places = [_placed(recipe.at(0, Run(1)), names, layers) for recipe in recipes]
-    shape = len(names), len(batches), len(SLOTS)
-    error, bias = (np.zeros((len(recipes), *shape)) for _ in range(2))
-    caster = Caster(seed)
-    used = [[casts(products[name]) for products in places] for name in names]
-    wanted = [{cast for each in own for cast in each} for own in used]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # a layer is too small to be divided among threads: layers are
-    try:
-        with ThreadPoolExecutor(threads) as pool:
-            for number, batch in enumerate(batches):
-                found = pool.map(partial(caster.errors, number), batch, wanted)
-                for place, (errors, own) in enumerate(zip(found, used, strict=True)):
-                    for which, cast in ((which, cast) for which, each in enumerate(own) for cast in each):
-                        where = which, place, number, SLOTS.index(cast.slot)
-                        error[where], bias[where] = errors[cast]
-                    progress((number * len(names) + place + 1) / (len(names) * len(batches)))
-    finally:
-        torch.set_num_threads(threads)
-    if not np.isfinite(error).all():
-        which, place, number, slot = np.argwhere(~np.isfinite(error))[0]
-        largest = batches[number][place].of(SLOTS[slot]).abs().max()
-        title = titles[which] if titles else f"recipe {which + 1}"
-        raise InputError(
-            f"{title}: {SLOTS[slot]} of {names[place]} is cast to numbers that are not finite: leave this"
-            " recipe out, or change how it casts that operand, whose largest magnitude is"
-            f" {largest:.3g}"
-        )
-    sizes = {layer.name: layer.weights for layer in layers}  # of an expert, by the tokens that it receives
-    work = np.array([sizes.get(operands.layer) or operands.w.numel() for operands in batches[0]])
-    shares = (
-        np.array([products[name].fp4()[0] / products[name].fp4()[1] for name in names]) for products in places
+    placed = [_placed(recipe.at(0, Run(1)), layers) for recipe in recipes]
+    casting = _Casting(placed, Caster(seed, fixed=fixed), progress, titles)
+    if callable(batches):
+        batches(casting.add)
+    else:
+        for number, operands in ((number, each) for number, batch in enumerate(batches) for each in batch):
+            casting.add(number, operands)
+    casting.cast()
+    names = [name for name in casting.errors[0] if all(name in batch for batch in casting.errors)]
+    shared = (
+        [name for name in batch if name in names or name not in casting.routed] for batch in casting.errors
     )
-    four_bits = [float(share @ work / work.sum()) for share in shares]
-    passes = []
-    for products in places:
-        slots = {slot.startswith("fprop") for each in products.values() for slot, _ in each.quantised()}
+    if not names or any(own != names for own in shared):
+        raise InputError("the batches have other layers: give steps that compute the same ones, in one order")
+    # [names, batches, error and bias, recipes, slots]
+    every = np.array([[batch[name] for batch in casting.errors] for name in names])
+    error, bias = every.transpose(2, 3, 0, 1, 4)
+    sizes = {layer.name: layer.weights for layer in layers}  # of an expert, by the tokens that it receives
+    work = np.array([sizes.get(name) or casting.sizes[name] for name in names])
+    four_bits, passes = [], []
+    for products in casting.products:
+        own = [products(name) for name in names]
+        share = np.array([four / whole for four, whole in (each.fp4() for each in own)])
+        four_bits.append(float(share @ work / work.sum()))
+        slots = {slot.startswith("fprop") for each in own for slot, _ in each.quantised()}
         passes.append((True in slots, False in slots))
     return [RecipeErrors(*each) for each in zip(recipes, error, bias, four_bits, passes, strict=True)]
 
 
-def _placed(recipe: Recipe, names: Sequence[str], layers: Sequence[Layer]) -> dict[str, Products]:
-    """Return the products of each layer."""
+@dataclass
+class _Casting:
+    """Casts of operands that arrive one by one."""
+
+    products: Sequence[Callable[[str], Products]]
+    """Of each recipe, the products of a layer by its name."""
+    caster: Caster
+    progress: Callable[[int], None]
+    titles: Sequence[str]
+    errors: list[dict[str, NDArray[np.float64]]] = field(default_factory=lambda: [{}])
+    """Of each batch, by layer: error and bias [2, recipes, slots]."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Elements of each layer's weight."""
+    routed: set[str] = field(default_factory=set)
+    """Layers that some batch may have no token for."""
+    waiting: list[Operands] = field(default_factory=list)
+
+    def add(self, batch: int, operands: Operands) -> None:
+        """Cast a layer's operands, now or with the next ones of its batch."""
+        operands.refuse_zeros()
+        if batch == len(self.errors):
+            self.cast()  # amaxes of a batch are the history of the next one
+            self.errors.append({})
+        self.waiting.append(operands)
+        if sum(each.size for each in self.waiting) > _WAITING:
+            self.cast()
+
+    def cast(self) -> None:
+        """Cast the operands that wait."""
+        used = [[casts(products(own.layer)) for products in self.products] for own in self.waiting]
+        wanted = [{cast for each in own for cast in each} for own in used]
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # a layer is too small to be divided among threads: layers are
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                found = pool.map(partial(self.caster.errors, len(self.errors) - 1), self.waiting, wanted)
+                for operands, errors, own in zip(self.waiting, found, used, strict=True):
+                    self._keep(operands, errors, own)
+        finally:
+            torch.set_num_threads(threads)
+        self.waiting.clear()
+        if hasattr(_LIBC, "malloc_trim"):  # glibc keeps what each thread freed: gigabytes
+            _LIBC.malloc_trim(0)
+
+    def _keep(
+        self, operands: Operands, errors: Mapping[Cast, tuple[float, float]], used: Sequence[Sequence[Cast]]
+    ) -> None:
+        """Keep a layer's errors by recipe. InputError if one is not finite."""
+        kept = np.zeros((2, len(used), len(SLOTS)))
+        for which, cast in ((which, cast) for which, own in enumerate(used) for cast in own):
+            kept[:, which, SLOTS.index(cast.slot)] = errors[cast]
+            if not math.isfinite(errors[cast][0]):
+                title = self.titles[which] if self.titles else f"recipe {which + 1}"
+                raise InputError(
+                    f"{title}: {cast.slot} of {operands.layer} is cast to numbers that are not finite: leave"
+                    " this recipe out, or change how it casts that operand, whose largest magnitude is"
+                    f" {operands.of(cast.slot).abs().max():.3g}"
+                )
+        self.errors[-1][operands.layer] = kept
+        self.sizes[operands.layer] = operands.w.numel()
+        if operands.routed:
+            self.routed.add(operands.layer)
+        self.progress(sum(map(len, self.errors)))
+
+
+def _placed(recipe: Recipe, layers: Sequence[Layer]) -> Callable[[str], Products]:
+    """Return a function from a layer's name to its products."""
     if not layers:
-        return dict.fromkeys(names, recipe.products)
+        return lambda name: recipe.products
     for rule in recipe.layers.rules:
         if reason := select(rule.match, layers).reason:
             raise InputError(f"recipe.layers.rules.match: {reason}")
     deciders = recipe.layers.deciders(layers)
-    return {name: recipe.decided(deciders[name]) or Products() for name in names}
+    return lambda name: recipe.decided(deciders[name]) or Products()

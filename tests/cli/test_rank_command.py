@@ -13,6 +13,8 @@ from support.experiments import tiny
 from ablate.cli.rank import rank
 from ablate.errors import InputError
 from ablate.experiment.predicted_order import predicted_order
+from ablate.training.data.documents import Piece
+from ablate.training.data.tokenisers import open_tokeniser
 from ablate.verification.operand_order import MEASURED
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +113,20 @@ def test_a_configuration_alone_is_ranked_as_its_folder_without_weights(tmp_path,
         rank(["nvfp4"], every=False, model=str(file))
 
 
+def test_a_saved_model_reads_english_in_its_own_tokens(tmp_path, capsys):
+    causal = pytest.importorskip("ablate.training.models.causal")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
+    model = causal.build({"model_type": "gpt2", **sizes}, 300, 1, torch.device("cpu"))
+    model.save_pretrained(tmp_path)
+    as_bytes = document(capsys, ["nvfp4"], model=str(tmp_path))
+    tokeniser = open_tokeniser("bpe:300", lambda: [Piece(b"the quick brown fox " * 99, True, "text")])
+    (tmp_path / "tokenizer.json").write_text(tokeniser.json)
+    own = document(capsys, ["nvfp4"], model=str(tmp_path))
+    assert "batches: 1 of bytes as tokens" in as_bytes["measured_on"]
+    assert "batches: 1 of English in its own tokens" in own["measured_on"]
+    assert own["recipes"] != as_bytes["recipes"]
+
+
 def test_packed_experts_are_ranked_and_those_without_tokens_counted(tmp_path, capsys):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "head_dim": 32}
     experts = {"num_experts": 8, "num_experts_per_tok": 1, "moe_intermediate_size": 64}
@@ -123,7 +139,7 @@ def test_packed_experts_are_ranked_and_those_without_tokens_counted(tmp_path, ca
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"model_type": "qwen3_moe", **sizes, **experts, **shape}))
     made = document(capsys, ["nvfp4", "four_over_six"], model=str(file))
-    words = r", (\d+) converted layers, batches: 1(?:, without (\d+) of experts that some batch has no token for)?"
+    words = r", (\d+) converted layers, batches: 1 of bytes as tokens(?:, without (\d+) of experts that some batch has no token for)?"
     layers, idle = re.search(words, made["measured_on"]).groups()
     assert int(layers) + int(idle or 0) == 2 * (4 + 2 * 8)  # attention's four, and gate_up and down of each
     assert int(layers) > 2 * 4

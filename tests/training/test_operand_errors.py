@@ -1,5 +1,8 @@
 """Errors and biases of a recipe's operands (training/operand_errors.py, operand_capture.py)."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -15,8 +18,9 @@ from ablate.numerics.spec import BlockScale, Hadamard, Outer, Quant
 from ablate.recipes import PRESETS
 from ablate.recipes.layers import located
 from ablate.recipes.recipe import SLOTS, Dgrad, Fprop, Layers, Recipe, Wgrad
-from ablate.training.operand_capture import captured, of_workload
+from ablate.training.operand_capture import collected, of_model, of_workload
 from ablate.training.operand_errors import Caster, Operands, casts, measure
+from ablate.training.workloads.finetune import Finetune
 from ablate.training.workloads.gpt import Gpt
 from ablate.training.workloads.python import Python
 from ablate.verification.workload_checks import Runs
@@ -165,6 +169,28 @@ def test_the_same_numbers_come_again_and_do_not_depend_on_the_other_recipes():
         assert (one(recipe, operands()).bias == found.bias).all()
 
 
+def test_casts_of_weights_that_stay_are_made_once_and_have_the_errors_of_every_batch(monkeypatch):
+    """Of all presets: also those that draw, turn by signs, or remember amaxes."""
+    first, weights = operands(0), []
+    batches = [[replace(operands(seed), w=first.w)] for seed in range(2)]
+    recipes = [make() for make in PRESETS.values()]
+    made = Caster._made
+
+    def counted(caster, name, source, cast, *moment):
+        weights.append(cast.slot in ("fprop.w", "dgrad.w"))
+        return made(caster, name, source, cast, *moment)
+
+    monkeypatch.setattr(Caster, "_made", counted)
+    each = measure(recipes, batches)
+    calls = sum(weights)
+    weights.clear()
+    once = measure(recipes, batches, fixed=True)
+    assert sum(weights) < 0.8 * calls
+    for one, two in zip(each, once, strict=True):
+        assert np.array_equal(one.error, two.error)
+        assert np.array_equal(one.bias, two.bias)
+
+
 @pytest.mark.parametrize("exponent", [-88, 88])
 def test_the_error_does_not_depend_on_the_scale_of_the_operand(exponent):
     """Squares of fp32 would be 0 or infinite; powers of two scale the operand and MXFP4 exactly."""
@@ -192,7 +218,7 @@ def test_hooks_capture_what_autograd_multiplies():
         torch.randn(2, 5, 16).bfloat16(),
     )
     batches: list = []
-    with captured(batches):
+    with collected(batches):
         for clock.step in range(2):
             (layer(x) * target).float().sum().backward()
     layer(x).float().sum().backward()  # after the context
@@ -209,7 +235,7 @@ def test_hooks_capture_packed_experts_but_those_without_a_token(layout):
     model = Model(**layout)
     convert(model, PRESETS["bf16"](), Clock(0))
     batches, batch = [], routed()
-    with captured(batches):
+    with collected(batches):
         found = results(model, batch)
     results(model, batch)  # after the context
     assert len(batches) == 1
@@ -281,6 +307,56 @@ def test_a_function_of_other_arguments_is_told_that_it_is_called_with_the_trial(
         InputError, match=r"TypeError: .*mine\.py:2\); a training function is called with the"
     ):
         of_workload(Python(file=str(file)), "--python mine.py", 1)
+
+
+FAMILIES = {
+    "qwen3": {"intermediate_size": 64, "num_key_value_heads": 1, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "num_key_value_heads": 1,
+    },
+    "gpt2": {"n_positions": 128},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stream_of_a_saved_model_has_the_operands_of_a_backward_pass_that_keeps_all(
+    tmp_path, family, dtype
+):
+    """Of the same weights in fp32 with gradients, without recomputation."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
+    causal = pytest.importorskip("ablate.training.models.causal")
+    model = causal.build({"model_type": family, **sizes, **FAMILIES[family]}, 300, 1, torch.device("cpu"))
+    model.to(dtype).save_pretrained(tmp_path)
+    run, kept = Finetune(model=str(tmp_path)).prepare(PRESETS["bf16"](), 0, "cpu"), []
+    with collected(kept):
+        for run.engine.clock.step in range(2):
+            run.loss(*run.batch(run.engine.clock.step, 0)).backward()
+    given = {}
+    of_model(str(tmp_path), 2).batches(lambda batch, own: given.update({(batch, own.layer): own}))
+    every = {(number, own.layer): own for number, batch in enumerate(kept) for own in batch}
+    assert given.keys() == every.keys()
+    for place, own in every.items():
+        assert all(torch.equal(getattr(own, name), getattr(given[place], name)) for name in ("x", "w", "dy"))
+
+
+def test_weights_of_blocks_are_mapped_and_none_has_a_gradient(tmp_path):
+    causal = pytest.importorskip("ablate.training.models.causal")
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
+    model = causal.build({"model_type": "qwen3", **sizes}, 300, 1, torch.device("cpu"))
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    frozen = causal.frozen(str(tmp_path), 300, 0, weights=True)
+    maps = [
+        line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line
+    ]
+    spans = [tuple(int(end, 16) for end in span.split("-")) for span in maps]
+    for name, weight in frozen.named_parameters():
+        mapped = any(low <= weight.data_ptr() < high for low, high in spans)
+        assert mapped == (weight.dtype == torch.bfloat16) == ("_proj." in name), name
+        assert not weight.requires_grad
 
 
 def test_a_model_whose_head_starts_at_zero_has_operands_after_its_first_step(shards):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from textwrap import shorten
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ablate.engines import experts
 from ablate.engines.blocks import why_left
 from ablate.engines.emulated import described
-from ablate.engines.expert_layers import is_packed
+from ablate.engines.expert_layers import is_packed, parameters_of
 from ablate.engines.gpu_access import without_gpus
 from ablate.engines.linears import features
 from ablate.engines.selection import quantisable
@@ -213,13 +213,44 @@ def build(
     return model.to(device).train()
 
 
-def _pretrained(source: str) -> nn.Module:
+def frozen(source: ModelSource, vocab: int, seed: int, weights: bool) -> nn.Module:
+    """Return a model whose weights need no gradient, but whose activations have one.
+
+    Matrices of converted layers keep the type of their file, from which they are mapped: the machine reads a
+    block when it is computed, and may forget it. Everything else is fp32, as `build` has it.
+
+    Args:
+        source: the model.
+        vocab: size of the vocabulary, for a configuration that gives none.
+        seed: seed of weights that are drawn.
+        weights: False to draw the weights of a folder.
+
+    Raises:
+        OSError: the model or its weights cannot be read.
+        ValueError: transformers refuses the configuration, or the weights do not match it.
+    """
+    if not (weights and isinstance(source, str)):
+        model = build(source, vocab, seed, torch.device("cpu"), weights)
+    else:
+        model = _pretrained(source, "auto").train()
+        mapped = {id(model.get_submodule(name).weight) for name in quantisable(model)}
+        for module in experts.packed(model).values():
+            mapped |= {id(getattr(module, name)) for name in parameters_of(module)}
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point() and id(tensor) not in mapped:
+                tensor.data = tensor.data.float()
+    model.requires_grad_(False)
+    model.get_input_embeddings().register_forward_hook(lambda module, inputs, output: output.requires_grad_())
+    return model
+
+
+def _pretrained(source: str, dtype: torch.dtype | Literal["auto"] = torch.float32) -> nn.Module:
     path, revision = resolve(source)
     options = {
         "revision": revision,
         "local_files_only": path is not None,
         "trust_remote_code": False,
-        "dtype": torch.float32,
+        "dtype": dtype,
     }
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
