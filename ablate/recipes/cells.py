@@ -44,17 +44,8 @@ def kind(layer: Layer) -> str:
 
 
 def grid(recipe: Recipe, layers: Sequence[Layer], where: Where, what: What) -> dict[str, Cell]:
-    """Return the cells of a recipe by name; without those in which it quantises nothing.
-
-    Args:
-        recipe: The recipe, whose own rules and counts stay in force.
-        layers: All layers of the model.
-        where: Groups of layers.
-        what: Groups of operands.
-
-    Raises:
-        ValueError: There is none: the recipe quantises no layer of this model.
-    """
+    """Return the cells of a recipe by name, its own rules and counts in force; without those in which it
+    quantises nothing. ValueError if none is left."""
     quantised = _quantised(recipe, layers)
     groups: dict[str, list[str]] = {}
     for layer in layers:
@@ -76,7 +67,6 @@ def grid(recipe: Recipe, layers: Sequence[Layer], where: Where, what: What) -> d
 
 
 def _quantised(recipe: Recipe, layers: Sequence[Layer]) -> dict[str, set[str]]:
-    """Return the operands that the recipe quantises in each layer."""
     return {
         layer.name: {slot for slot, _ in placed.products.quantised()} if placed.products else set()
         for placed in recipe.placements(layers)
@@ -117,17 +107,11 @@ def within(
     times: float = 1.0,
     globs: bool = False,
 ) -> Recipe:
-    """Return the recipe in these cells alone; high precision elsewhere.
+    """Return the recipe in these cells alone, which may overlap, with errors `times` as large; high precision
+    elsewhere. With `globs`, the cells are those of `named`, and `layers` is empty.
 
     An operand whose forward copy lies in no cell is quantised from the original, and a product none of whose
     operands lies in a cell is not rotated.
-
-    Args:
-        recipe: The whole recipe.
-        layers: All layers of the model.
-        cells: The cells; those that overlap are joined.
-        times: Factor of the quantisation error in them.
-        globs: The cells are of `named`, and `layers` is empty.
     """
     cells = list(cells)
     if globs:
@@ -163,14 +147,9 @@ def _whole(recipe: Recipe, layers: Sequence[Layer], wanted: Mapping[str, Collect
 def _shortest(
     groups: Mapping[Products | None, Sequence[Layer]], own: Products, layers: Sequence[Layer]
 ) -> Layers:
-    """Return the shortest choice of layers that gives each group its products: counts, if high precision is
-    at the ends of a model alone, which more training stacks take; else rules.
-
-    Args:
-        groups: The layers by their products; None: high precision.
-        own: The recipe's own products, which layers have that nothing selects.
-        layers: All layers of the model.
-    """
+    """Return the shortest choice of layers that gives each group its products (None: high precision): counts,
+    if high precision is at the ends of a model alone, which more training stacks take; else rules. Layers
+    that no rule selects have `own`."""
     plain, blocks = {layer.block for layer in groups.get(None, ())}, blocks_in(layers)
     first = next(block for block in range(blocks + 1) if block not in plain)
     last = next(block for block in range(blocks + 1) if blocks - 1 - block not in plain)
@@ -224,15 +203,8 @@ def _spans(blocks: Collection[int]) -> list[str]:
 
 def fp4_share(recipe: Recipe, layers: Sequence[Layer]) -> float:
     """Return the share of the layers' FLOPs in FP4, in [0, 1], in a step without phases: a product counts if
-    both of its operands have four bits.
-
-    The FLOPs of a product are proportional to the elements of the layer's weight. All weights count as
-    trained.
-
-    Args:
-        recipe: The recipe.
-        layers: All layers of the model, with their sizes.
-    """
+    both of its operands have four bits. FLOPs are proportional to the elements of the layer's weight
+    (`Layer.weights`). All weights count as trained."""
     total = sum(layer.weights for layer in layers)
     fp4 = sum(
         sum(layer.weights for layer in placed.layers) * number / products

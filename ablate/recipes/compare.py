@@ -6,15 +6,8 @@ from ablate.recipes.recipe import Recipe
 
 
 def differences(first: Recipe, second: Recipe) -> dict[str, tuple[object, object]]:
-    """Return the fields in which two recipes differ.
-
-    Args:
-        first, second: the recipes.
-
-    Returns:
-        The values of both, JSON data, by path (`wgrad.g.rounding`); a part that one of them lacks is a whole:
-        `wgrad.hadamard`, (None, {...}).
-    """
+    """Return the fields in which two recipes differ: the values of both, JSON data, by path
+    (`wgrad.g.rounding`). A part that one of them lacks is a whole: `wgrad.hadamard`, (None, {...})."""
     return parts_that_differ(first.model_dump(mode="json"), second.model_dump(mode="json"))
 
 

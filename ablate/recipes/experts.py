@@ -17,7 +17,6 @@ from ablate.recipes.layers import Layer
 
 
 def _padding(value: str) -> str:
-    """Return a padding in canonical spelling; ValueError if it is none."""
     word, _, number = value.partition(":")
     if value == "zeros":
         return value

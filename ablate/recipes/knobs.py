@@ -29,14 +29,8 @@ class Turn:
     others: Mapping[str, Json] = field(default_factory=dict)
 
     def quantised(self, *slots: str) -> list[str]:
-        """Return the operands that the recipe quantises.
-
-        Args:
-            slots: Operands to choose from, of SLOTS; without any, all.
-
-        Raises:
-            ValueError: It quantises none of them.
-        """
+        """Return those of these operands, of SLOTS, that the recipe quantises; without `slots`, of all.
+        ValueError if there are none."""
         names = [name for name, _ in self.recipe.quantised() if name in slots or not slots]
         if not names:
             raise ValueError(
@@ -45,7 +39,6 @@ class Turn:
         return names
 
     def anything(self) -> Recipe:
-        """Return the recipe; ValueError if it quantises nothing in any layer at any time."""
         if self.recipe.plain:
             raise ValueError("this recipe does not quantise anything; there is nothing to turn")
         return self.recipe
@@ -53,10 +46,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Knob(Generic[Value]):
-    """Short name: its values, an example, a help text, and the full paths that a value sets.
-
-    `paths` raises ValueError if the recipe has nothing that the knob sets.
-    """
+    """Short name: its values, an example, a help text, and the full paths that a value sets. `paths` raises
+    ValueError if the recipe has nothing that the knob sets."""
 
     type: Any
     """Type of the values, as pydantic takes it."""
@@ -67,11 +58,8 @@ class Knob(Generic[Value]):
     paths: Callable[[Value, Turn], Paths]
 
     def check(self, value: object) -> Value:
-        """Return the value, checked strictly against the knob's type.
-
-        Raises:
-            pydantic.ValidationError: It is not one of the knob's values.
-        """
+        """Return the value, checked strictly against the knob's type; pydantic.ValidationError if it is none
+        of its values."""
         adapter: TypeAdapter[Value] = TypeAdapter(self.type)
         return adapter.validate_python(value, strict=True)
 

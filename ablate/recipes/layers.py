@@ -56,17 +56,9 @@ def located(
     block_of_layer: Callable[[str], str | None] | None = None,
     weights: Callable[[str], int] = lambda name: 0,
 ) -> tuple[Layer, ...]:
-    """Return the layers of a model, in its order, from the classes around each layer.
-
-    Args:
-        classes: class names of the modules around each layer, keyed by the layer's name.
-        block_of_layer: returns the name of the block that a layer lies in, None for none; by default
-            `block_name`, which reads it from the layer's name.
-        weights: returns the number of elements of a layer's weight, by its name.
-
-    Raises:
-        ValueError: a layer is in no block.
-    """
+    """Return the layers of a model, in its order, from the class names of the modules around each layer, by
+    its name. `block_of_layer` returns the name of a layer's block, None for none (default: `block_name`);
+    `weights` returns the number of elements of its weight. ValueError if a layer is in no block."""
     numbers: dict[str, int] = {}
     layers = []
     for name, around in classes.items():
@@ -156,7 +148,6 @@ class Match(Spec):
 
     @property
     def fields(self) -> dict[str, str]:
-        """The given fields by name."""
         return {
             field: value for field in type(self).model_fields if (value := getattr(self, field)) is not None
         }
@@ -166,11 +157,7 @@ class Match(Spec):
         return ", ".join(f"{field} {value}" for field, value in self.fields.items())
 
     def span(self, blocks: int) -> range:
-        """Return the numbers of the blocks that the field `blocks` selects; all without that field.
-
-        Args:
-            blocks: Number of blocks in the model.
-        """
+        """Return the numbers, of `blocks` in all, that the field `blocks` selects; all without that field."""
         match = _BLOCKS.fullmatch(self.blocks or f"0-{blocks}")
         assert match, "_canonical has checked the field"
         if match["start"]:
@@ -204,16 +191,8 @@ class Selection(NamedTuple):
 
 
 def select(match: Match, layers: Sequence[Layer]) -> Selection:
-    """Return the layers of a model that a rule selects.
-
-    Args:
-        match: Fields of the rule, all of which must hold.
-        layers: All layers of the model.
-
-    Returns:
-        The selected layers in the model's order. If there are none, the first field that selects no layer by
-        itself and the values that would.
-    """
+    """Return the layers of a model for which all fields of a rule hold, in the model's order. If there are
+    none, the selection names the first field that selects no layer by itself, and the values that would."""
     span = match.span(blocks_in(layers))
     holds: dict[str, Callable[[Layer], bool]] = {
         "blocks": lambda layer: layer.block in span,

@@ -17,14 +17,8 @@ BF16 = "bf16"
 
 
 def reading(name: str) -> Recipe:
-    """Return the recipe of a reading: products of the forward pass alone, and layer rules.
-
-    Args:
-        name: a preset, or a preset with the ending `_weights_only`.
-
-    Raises:
-        ValueError: there is no such preset, or its forward pass quantises nothing.
-    """
+    """Return the recipe of a reading: products of the forward pass alone, and layer rules. ValueError if the
+    name is no preset, with or without `_weights_only`, or if its forward pass quantises nothing."""
     preset = name.removesuffix(WEIGHTS_ONLY)
     if preset not in PRESETS:
         raise ValueError(

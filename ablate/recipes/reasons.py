@@ -10,12 +10,7 @@ from collections.abc import Iterable
 
 
 class Reason(str):
-    """Sentence about a slot or a product.
-
-    Attributes:
-        at: slot (`fprop.x`), or name of a product.
-        text: rest of the sentence, from a point and the field below `at`, or from a colon.
-    """
+    """Sentence about a slot or a product."""
 
     __slots__ = ("at", "text")
     at: str

@@ -77,7 +77,6 @@ class Product(Spec):
         return first, second
 
     def high_precision(self) -> "Product":
-        """Return the product without quantisation or rotation."""
         update: dict[str, object] = dict.fromkeys((*self.operands, "hadamard"))
         if getattr(self, "dequantised", False):
             update["dequantised"] = False
@@ -152,7 +151,6 @@ class Products(Spec):
 
     @property
     def plain(self) -> bool:
-        """True if nothing is quantised or rotated."""
         return self.fprop.plain and self.dgrad.plain and self.wgrad.plain
 
     @property
@@ -164,13 +162,8 @@ class Products(Spec):
         )
 
     def fp4(self, trained: bool = True) -> tuple[int, int]:
-        """Return the number of products that multiply FP4 operands, and the number of products.
-
-        All products of a layer take the same number of FLOPs.
-
-        Args:
-            trained: The layer's weight is trained; without it there is no wgrad.
-        """
+        """Return the number of products that multiply FP4 operands, and the number of products, without wgrad
+        if the layer's weight is not trained. All products of a layer take the same number of FLOPs."""
         products = (self.fprop, self.dgrad, *([self.wgrad] if trained else []))
         return sum(product.fp4 for product in products), len(products)
 
@@ -190,35 +183,22 @@ class Products(Spec):
         return slot in FORWARD_COPY and getattr(self, slot.partition(".")[0]).dequantised
 
     def slot(self, name: str) -> Quant | None:
-        """Return the quantiser of an operand; None if it stays in bf16.
-
-        Args:
-            name: One of SLOTS.
-        """
+        """Return the quantiser of an operand, one of SLOTS; None if it stays in bf16."""
         product, operand = name.split(".")
         return getattr(getattr(self, product), operand)
 
     def quantised(self) -> Iterator[tuple[str, Quant]]:
-        """Return the quantised operands as pairs of slot and quantiser."""
+        """Return the quantised operands as pairs of slot and quantiser, in the order of SLOTS."""
         return ((name, quant) for name in SLOTS if (quant := self.slot(name)) is not None)
 
     def high_precision(self, slots: str = "all") -> "Products":
-        """Return the products with some of them in high precision.
-
-        An operand whose forward copy disappears starts from the original.
-
-        Args:
-            slots: One of DIRECTIONS: the products that change.
-        """
+        """Return the products with those of `slots`, one of DIRECTIONS, in high precision. An operand whose
+        forward copy disappears starts from the original."""
         return self.replaced(slots, Products())
 
     def replaced(self, slots: str, other: "Products") -> "Products":
-        """Return these products with some of them taken from `other`.
-
-        Args:
-            slots: One of DIRECTIONS: the products that change.
-            other: The products that they become. If one of them is plain, the GEMM's output type stays.
-        """
+        """Return these products with those of `slots`, one of DIRECTIONS, taken from `other`. If one of these
+        is plain there, the GEMM's output type stays."""
         update = {}
         for name in DIRECTIONS["all"]:
             own, new = getattr(self, name), getattr(other, name)
@@ -228,14 +208,8 @@ class Products(Spec):
         return self.model_copy(update=update)._without_lost_copies()
 
     def with_slots(self, slots: Collection[str], other: "Products") -> "Products":
-        """Return these products with some operands quantised as in `other`.
-
-        A product without quantised operands is not rotated.
-
-        Args:
-            slots: Some of SLOTS: the operands that change.
-            other: The products whose quantisers they get.
-        """
+        """Return these products with some operands, of SLOTS, quantised as in `other`. A product without
+        quantised operands is not rotated."""
         update = {}
         for name in DIRECTIONS["all"]:
             product = getattr(self, name)
@@ -332,21 +306,14 @@ class Layers(Spec):
     """The first rule that matches a layer decides, before the counts above."""
 
     def quantises(self, block: int, blocks: int) -> bool:
-        """Return True if the counts allow a block to be quantised.
-
-        Args:
-            block: Number of the block, from 0.
-            blocks: Number of blocks in the model.
-        """
+        """Return True if the counts allow a block, counted from 0, of a model of `blocks` blocks to be
+        quantised."""
         last = max(self.skip_last, math.ceil(Fraction(repr(self.last_fraction)) * blocks))
         return self.skip_first <= block < blocks - last
 
     def deciders(self, layers: Sequence[Layer]) -> dict[str, Decider]:
-        """Return the decider of each layer by name: the first rule that selects it, else the counts.
-
-        Args:
-            layers: All layers of a model.
-        """
+        """Return the decider of each layer of a model by name: the first rule that selects it, else the
+        counts."""
         blocks = blocks_in(layers)
         deciders: dict[str, Decider] = {
             layer.name: "own" if self.quantises(layer.block, blocks) else "skipped" for layer in layers
@@ -408,13 +375,8 @@ class Phase(Spec):
         )
 
     def active(self, step: int, run: Run, tripped: Collection[Trigger] = ()) -> bool:
-        """Return True if the phase is active in a step.
-
-        Args:
-            step: Optimizer step, from 0.
-            run: Length of the run, its tokens per step and the start of its decay.
-            tripped: Measured conditions that have been met; they stay met.
-        """
+        """Return True if the phase is active in an optimizer step, counted from 0. Conditions in `tripped`
+        have been met, and stay met."""
         if self.trigger:
             return self.trigger in tripped
         number = argument(self.start) or 0
@@ -544,15 +506,12 @@ class Recipe(Products):
         return Products(fprop=self.fprop, dgrad=self.dgrad, wgrad=self.wgrad)
 
     def at(self, step: int, run: Run, tripped: Collection[Trigger] = ()) -> "Recipe":
-        """Return the recipe of one step: products and rules with the active phases applied.
+        """Return the recipe of one step: products and rules with the active phases applied, and no schedule;
+        the recipe itself if no phase is active.
 
         Args:
             step: Optimizer step, from 0.
-            run: Length of the run, its tokens per step and the start of its decay.
             tripped: Measured conditions that have been met.
-
-        Returns:
-            Recipe without a schedule; the recipe itself if no phase is active.
         """
         phases = [phase for phase in self.schedule if phase.active(step, run, tripped)]
         if not phases:
@@ -580,14 +539,8 @@ class Recipe(Products):
         return self.products if decider == "own" else None
 
     def placements(self, layers: Sequence[Layer]) -> tuple[Placement, ...]:
-        """Return the layers grouped by decider: rules, the recipe's own products, the counts.
-
-        Args:
-            layers: All layers of a model.
-
-        Returns:
-            Groups with at least one layer, each with its products, in that order.
-        """
+        """Return the layers of a model grouped by decider: rules, the recipe's own products, the counts.
+        Groups have at least one layer, each with its products, in that order."""
         deciders = self.layers.deciders(layers)
         parts = (*range(len(self.layers.rules)), "own", "skipped")
         placed = ((part, tuple(layer for layer in layers if deciders[layer.name] == part)) for part in parts)

@@ -15,7 +15,7 @@ EQUATIONS = {"fprop": "y = x w^T", "dgrad": "dx = g w", "wgrad": "dw = g^T x"}
 
 
 def block_scale(quant: Quant) -> str:
-    """Return a description of the block scale: `e4m3`, `e8m0 floor`, ..."""
+    """Return `e4m3`, `e8m0 floor`, ..."""
     if quant.scale is None:
         return "none"
     how = "" if quant.scale.rounding == "nearest" else f" {shown(quant.scale.rounding)}"
@@ -25,7 +25,7 @@ def block_scale(quant: Quant) -> str:
 
 
 def outer_scale(quant: Quant) -> str:
-    """Return a description of the outer scale: `tensor amax to 448`, `none`, ..."""
+    """Return `tensor amax to 448`, `none`, ..."""
     outer = quant.outer
     if outer is None:
         return "none"
@@ -35,7 +35,7 @@ def outer_scale(quant: Quant) -> str:
 
 
 def rounding(quant: Quant) -> str:
-    """Return a description of the rounding: `nearest`, `stochastic, 8 bits`, ..."""
+    """Return `nearest`, `stochastic, 8 bits`, ..."""
     word = quant.own or quant.rounding
     bits = f", {quant.bits} bits" if word == "stochastic" or (isinstance(word, Own) and word.draws) else ""
     return f"{shown(word)}{bits}"

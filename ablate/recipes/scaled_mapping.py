@@ -72,7 +72,6 @@ class Verdict:
 
     @property
     def why(self) -> str:
-        """Return the reasons in one line; empty if the product is native."""
         return "; ".join(self.reasons)
 
 
@@ -128,17 +127,9 @@ def _misfits(quant: Quant) -> Iterator[str]:
 
 @lru_cache(maxsize=4096)
 def verdict(a: Quant | None, b: Quant | None, wide: bool, backend: Backend = "cublaslt") -> Verdict:
-    """Return how a back end computes the product of two operands.
-
-    Args:
-        a: quantiser of the first operand; None: it stays in bf16.
-        b: quantiser of the second one.
-        wide: True if the product is written in fp32.
-        backend: library that multiplies FP4 operands.
-
-    Returns:
-        The verdict. Its reasons are at `0` or `1` if one operand is in the way, and otherwise at "".
-    """
+    """Return how a back end, which multiplies FP4 operands, computes the product of two operands (None:
+    bf16); `wide`: it is written in fp32. Reasons are at `0` or `1` if one operand is in the way, and
+    otherwise at ""."""
     several = any(quant is not None and has_parts(quant) for quant in (a, b))
     if a is None and b is None:
         return Verdict("bf16", None, (Reason("", ": no operand is quantised"),))
@@ -210,7 +201,6 @@ def plan(products: Products, backend: Backend = "cublaslt") -> dict[str, Verdict
 
 
 def _named(name: str, product: Product, backend: Backend) -> Verdict:
-    """Return the verdict on a product, its reasons at the product or at slots."""
     first, second = product.operands
     given = verdict(getattr(product, first), getattr(product, second), writes_fp32(product), backend)
     at = {"0": f"{name}.{first}", "1": f"{name}.{second}", "": name}
@@ -222,7 +212,6 @@ def _named(name: str, product: Product, backend: Backend) -> Verdict:
 
 
 def writes_fp32(product: Product) -> bool:
-    """Return True if a product's output type is fp32."""
     return getattr(product, "gemm", None) == "fp32_out" or getattr(product, "dw", None) == "fp32"
 
 
@@ -236,10 +225,8 @@ def slots(products: Products, backend: Backend = "cublaslt") -> dict[str, Verdic
 
 
 def parts(recipe: Recipe, backend: Backend = "cublaslt") -> tuple[dict[str, Verdict], ...]:
-    """Return the plans of all products that may be in force in some layer at some step, each once.
-
-    The first is that of the recipe's own products.
-    """
+    """Return the plans of all products that may be in force in some layer at some step, each once; first that
+    of the recipe's own products."""
     found: list[dict[str, Verdict]] = []
     for products in variants(recipe):
         if (one := plan(products, backend)) not in found:
@@ -254,7 +241,6 @@ def entirely_native(recipe: Recipe, backend: Backend = "cublaslt") -> bool:
 
 
 def families(recipe: Recipe, backend: Backend = "cublaslt") -> set[Family]:
-    """Return the families of formats that a recipe multiplies on tensor cores."""
     found = (given.family for one in parts(recipe, backend) for given in one.values())
     return {family for family in found if family is not None}
 

@@ -30,12 +30,7 @@ class Noise(Spec):
         return self
 
     def sigma(self, step: int, steps: int) -> float:
-        """Return the standard deviation in an optimizer step; 0 in the first part of the run.
-
-        Args:
-            step: Optimizer step, from 0.
-            steps: Steps of the run.
-        """
+        """Return the standard deviation in an optimizer step, from 0; 0 in the first part of the run."""
         stage = min(step * (self.stages + 1) // steps, self.stages)
         if stage == 0:
             return 0.0
