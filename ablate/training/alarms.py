@@ -34,10 +34,8 @@ class Alarm:
 
 @dataclass(frozen=True, repr=False)
 class Alert:
-    """Value beyond an alarm's limit. `str` is the sentence, with layer and slot if the metric has them.
-
-    So is `repr`, which a printed list shows.
-    """
+    """Value beyond an alarm's limit. `str`, and `repr`, which a printed list shows, are the sentence, with
+    layer and slot if the metric has them."""
 
     alarm: Alarm
     name: Name
@@ -51,14 +49,8 @@ class Alert:
 
 
 def alerts(metrics: Mapping[str, float], alarms: Iterable[Alarm]) -> list[Alert]:
-    """Return the alerts of one record, in the order of the alarms.
-
-    Each alarm gives at most one alert per slot: that of the slot's worst layer.
-
-    Args:
-        metrics: the record's values by the text of their names.
-        alarms: the alarms, such as `operand_metrics.ALARMS`.
-    """
+    """Return the alerts of one record, in the order of the alarms; one for each alarm and slot at most, that
+    of the slot's worst layer."""
     raised: list[Alert] = []
     for alarm in alarms:
         worst: dict[str | None, Alert] = {}

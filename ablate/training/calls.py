@@ -31,7 +31,6 @@ class Calls:
         return copied
 
     def begin(self, layer: EmulatedLinear, micro_batch: int) -> None:
-        """Note a forward pass."""
         self.present.add(id(layer))
         key = id(layer), torch.is_grad_enabled()
         waiting = {m: done for m, done in self._done.get(key, {}).items() if not done}
@@ -45,11 +44,8 @@ class Calls:
                 calls[micro_batch] = True
 
     def recomputed(self, layer: EmulatedLinear, present: int) -> int:
-        """Return the micro-batch of a forward pass that a backward pass repeats.
-
-        Raises:
-            RuntimeError: the layer draws random bits, and several of its calls wait.
-        """
+        """Return the micro-batch of a forward pass that a backward pass repeats. RuntimeError if the layer
+        draws random bits, and several of its calls wait."""
         calls = self._done.get((id(layer), True)) or self._done.get((id(layer), False)) or {present: False}
         waiting = [micro_batch for micro_batch, done in calls.items() if not done] or list(calls)
         if len(waiting) > 1 and _draws(layer):

@@ -26,15 +26,12 @@ CHECKPOINT_VERSION = 1
 
 
 class Footer(TypedDict):
-    """Metadata of a checkpoint file, as its footer's JSON object holds them.
-
-    A footer of another version may lack keys: check `version` before any other key.
-    """
+    """Metadata of a checkpoint file, as its footer's JSON object holds them. A footer of another version may
+    lack keys: check `version` before any other key."""
 
     version: int
     """`CHECKPOINT_VERSION` of the code that wrote the file."""
     trial: str
-    """Id of the trial that wrote the file."""
     step: int
     """Number of optimizer steps that the state was saved after."""
     records: Mapping[str, object] | None
@@ -48,45 +45,31 @@ class Footer(TypedDict):
 
 
 class SealedWriter:
-    """File that hashes what is written to it, so that sealing a checkpoint need not read it again.
-
-    torch writes a checkpoint from its beginning to its end and never seeks.
-
-    Args:
-        file: an empty file, open for writing.
-    """
+    """File, empty when given, that hashes what is written to it, so that sealing a checkpoint need not read
+    it again. torch writes a checkpoint from its beginning to its end and never seeks."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._digest, self._size = file, hashlib.sha256(), 0
 
     def write(self, data: "Buffer") -> int:
-        """Write bytes and return their number."""
         self._digest.update(data)
         written = self._file.write(data)
         self._size += written
         return written
 
     def flush(self) -> None:
-        """Flush the file."""
         self._file.flush()
 
     def seal(self, about: Mapping[str, object]) -> None:
-        """Append the footer to the content, which is complete.
-
-        Args:
-            about: the keys of `Footer` without `size` and `sha256`, which were counted while writing.
-        """
+        """Append the footer to the content, which is complete. `about` has the keys of `Footer` without
+        `size` and `sha256`, which were counted while writing."""
         text = json.dumps({**about, "size": self._size, "sha256": self._digest.hexdigest()}).encode()
         self._file.write(text + _FOOTER.pack(len(text), zlib.crc32(text), _MAGIC))
 
 
 def unsealed(path: Path) -> Footer:
-    """Return the footer of a checkpoint after verifying the file's bytes.
-
-    Raises:
-        Damaged: The bytes are not those that were written, or there is no footer.
-        OSError: The file cannot be read.
-    """
+    """Return the footer of a checkpoint after verifying the file's bytes. Damaged if they are not those that
+    were written, or there is no footer; OSError if the file cannot be read."""
     with path.open("rb") as file:
         about = read_footer(file, path)
         digest, rest = hashlib.sha256(), about["size"]
@@ -100,15 +83,9 @@ def unsealed(path: Path) -> Footer:
 
 
 def read_footer(file: BinaryIO, path: Path) -> Footer:
-    """Return the footer of a checkpoint without reading its content.
-
-    Args:
-        file: the checkpoint, open for reading; its position changes.
-        path: its path, for the message of an error.
-
-    Raises:
-        Damaged: There is no footer, or the footer belongs to a file of another size.
-    """
+    """Return the footer of a checkpoint, open for reading, without reading its content; the file's position
+    changes. Damaged if there is no footer, or it belongs to a file of another size; `path` is for that
+    message."""
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - _FOOTER.size))
     footer = file.read()

@@ -29,23 +29,18 @@ WEIGHTS = "weights.safetensors"
 """File of a finished trial's weights, beside its checkpoint."""
 SHARE = 0.05
 """Largest share of a trial's time for its own checkpoints: one that takes 30 s is written every 10 minutes.
-
-The first one's cost is not known before it is written.
-"""
+The first one's cost is not known before it is written."""
 
 
 class ModelState(TypedDict):
-    """State of a model and its optimizer after `step` steps.
-
-    Tensors are whole, and on the CPU if they were gathered from several ranks.
-    """
+    """State of a model and its optimizer after `step` steps. Tensors are whole, and on the CPU if they were
+    gathered from several ranks."""
 
     step: int
     model: dict[str, Tensor]
-    """State dict of the model."""
     optimizer: OptimizerState
     engine: EngineState
-    """State of the engine, from `Engine.state`."""
+    """From `Engine.state`."""
 
 
 class MeterState(TypedDict):
@@ -89,21 +84,13 @@ class Journal(Protocol):
 class Checkpoints:
     """Checkpoint file of one trial, and the shared states that other trials pass through too.
 
-    A file is written under a temporary name and then renamed, so it is either complete or absent.
+    A file is written under a temporary name and then renamed, so it is either complete or absent. The trial's
+    own, at `path`, need not exist yet; its folder exists. `shared` has the files of shared states by step;
+    any may not exist yet. Own checkpoints are at least `seconds` apart (0: one after every step), and further
+    if one takes long: `SHARE` of the time at most. Without a `journal`, they are not compared with records.
 
-    Args:
-        path: the trial's own checkpoint, which may not exist yet; its folder exists.
-        trial: the trial's id.
-        seconds: least seconds between two checkpoints of the trial; 0: one after every step. They are further
-            apart if one takes long: `SHARE` of the time at most.
-        shared: files of the states that other trials pass through too, keyed by step; any may not exist yet.
-        journal: the object that records the trial; None: checkpoints are not compared with records.
-        products: mode of the products of this CPU; None on a GPU. A trial that goes on keeps the mode that it
-            began with.
-        clock: returns seconds.
-
-    Raises:
-        InputError: this CPU cannot go on in the mode of the state.
+    `products` is the mode of the products of this CPU, None on a GPU. A trial that continues keeps the mode
+    that it began with; InputError if this CPU cannot.
     """
 
     def __init__(
@@ -146,17 +133,13 @@ class Checkpoints:
 
     @property
     def artifacts(self) -> Path:
-        """Return the folder for a trial's files for people, beside its checkpoint.
-
-        The code that writes the first file creates the folder.
-        """
+        """Folder for a trial's files for people, beside its checkpoint; created by the code that writes the
+        first file."""
         return self.path.parent / "artifacts"
 
     def take(self) -> RunState | None:
-        """Return the furthest checkpoint; None if there is none, and at every later call.
-
-        The state is large: this object keeps no reference to it.
-        """
+        """Return the furthest checkpoint; None if there is none, and at every later call. The state is large:
+        this object keeps no reference to it."""
         state, self._state = self._state, None
         self.resumed = state["step"] if state else None
         return state
@@ -180,14 +163,11 @@ class Checkpoints:
         self.products = recorded
 
     def wanted(self, step: int) -> tuple[bool, bool]:
-        """Return two flags: shared state wanted, and own checkpoint wanted.
+        """Return two flags, after `step` optimizer steps: shared state wanted, and own checkpoint wanted.
 
         A shared state is wanted if other trials pass through it and its file does not exist. The trial's own
         checkpoint is wanted if `seconds` have passed since the last one, and so many times what that one took
         that checkpoints take `SHARE` of the time at most.
-
-        Args:
-            step: number of optimizer steps done.
         """
         shared = step in self.shared and not self.shared[step].exists()
         self._begun = self._clock()
@@ -195,16 +175,8 @@ class Checkpoints:
         return shared, self._begun - self._last >= apart
 
     def leave(self, step: int, state: RunState, wanted: tuple[bool, bool]) -> None:
-        """Write a state to each file that is wanted.
-
-        Args:
-            step: number of optimizer steps that the state was reached after.
-            state: the state, with whole tensors.
-            wanted: the two flags of `wanted`.
-
-        Raises:
-            OSError: a file cannot be written; the files before it are complete.
-        """
+        """Write the state reached after `step` optimizer steps, with whole tensors, to each file that is
+        wanted. OSError if one cannot be written; the files before it are complete."""
         others, own = wanted
         about = {
             "version": CHECKPOINT_VERSION,
@@ -221,11 +193,8 @@ class Checkpoints:
             self._cost = self._last - self._begun
 
     def keep_weights(self, state: RunState) -> None:
-        """Write the weights of a finished run as `weights.safetensors`, completely or not at all.
-
-        Args:
-            state: state after the last step, with whole tensors.
-        """
+        """Write the weights of a finished run, whole tensors, as `weights.safetensors`, completely or not at
+        all."""
         from safetensors.torch import save_file
 
         path = self.path.parent / WEIGHTS
@@ -251,11 +220,8 @@ class Checkpoints:
         temporary.replace(path)
 
     def _read(self, path: Path) -> RunState | None:
-        """Return a checkpoint; None if there is none or if it cannot be used.
-
-        A file that cannot be used is renamed, and a line on standard output, which is the trial's log, gives
-        the reason.
-        """
+        """Return a checkpoint; None if there is none or if it cannot be used. Such a file is renamed, and a
+        line on standard output, which is the trial's log, gives the reason."""
         try:
             about = unsealed(path)
             self._refuse(path, about)
@@ -294,10 +260,9 @@ class Checkpoints:
 
 
 class Standing(NamedTuple):
-    """Model, optimizer and engine of a run, whose state a checkpoint holds.
-
-    Tensors in a state are whole, even if each rank keeps only a part of them. All ranks call both methods.
-    """
+    """Model, optimizer and engine of a run, whose state a checkpoint holds. Tensors in a state are whole,
+    even if each rank keeps only a part of them. All ranks call all methods, with the same state in any layout
+    of ranks."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -314,20 +279,12 @@ class Standing(NamedTuple):
         }
 
     def restore_weights(self, state: ModelState) -> None:
-        """Restore model and optimizer from the state of a run under any recipe, whose own state stays out.
-
-        Args:
-            state: the state, with whole tensors, in any layout of ranks; all ranks pass the same one.
-        """
+        """Restore model and optimizer from the state of a run under any recipe, whose own state stays out."""
         self.model.load_state_dict(placed(state["model"], self.model.state_dict()))
         self.optimizer.load_state_dict(placed_optimizer(state["optimizer"], self.optimizer))
 
     def restore(self, state: ModelState) -> int:
-        """Restore the state of a checkpoint, on the devices of model and optimizer; return its step.
-
-        Args:
-            state: the state, with whole tensors, in any layout of ranks; all ranks pass the same one.
-        """
+        """Restore the state of a checkpoint, on the devices of model and optimizer; return its step."""
         self.restore_weights(state)
         self.engine.restore(state["engine"], state["step"])
         return state["step"]

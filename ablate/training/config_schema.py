@@ -39,7 +39,6 @@ def misfits(code: Code, config: Mapping[str, object]) -> Iterator[tuple[tuple[st
 
 
 def built(function: Callable[..., object], config: Mapping[str, object]) -> object:
-    """Return the config as an object of the class that the function declares."""
     declared = list(get_type_hints(function).items())
     second = [kind for name, kind in declared if name in function.__code__.co_varnames[1:2]]
     return TypeAdapter(second[0]).validate_python(dict(config))

@@ -80,10 +80,8 @@ if TYPE_CHECKING:
 
 
 class ConversionState(TypedDict):
-    """All that later steps depend on beside parameters and optimizer.
-
-    `torch.load(weights_only=True)` reads it.
-    """
+    """All that later steps depend on beside parameters and optimizer, as `torch.load(weights_only=True)`
+    reads it."""
 
     steps_done: int
     seed: int
@@ -99,10 +97,8 @@ _LEAST = 0.5
 
 
 class Conversion:
-    """A model whose linear layers compute by a recipe, in a training loop of one's own.
-
-    Made by `convert`. It holds everything that later steps depend on beside parameters and optimizer.
-    """
+    """A model whose linear layers compute by a recipe, in a training loop of one's own; made by `convert`. It
+    holds everything that later steps depend on beside parameters and optimizer."""
 
     def __init__(
         self,
@@ -338,9 +334,7 @@ class Conversion:
 
     def alarms(self) -> list[Alert | Origin]:
         """Return the alarms of `metrics()`: values beyond which something is wrong. `str` is the sentence.
-
-        The last is what `origin` returns, if anything.
-        """
+        The last is what `origin` returns, if anything."""
         origin = self.origin()
         return [*alerts(self.metrics(), ALARMS), *([origin] if origin else [])]
 
@@ -422,7 +416,6 @@ class Conversion:
     # --- within a step ------------------------------------------------------------------------------
 
     def _begin(self, context: str, stream: str, step: int) -> None:
-        """Put a step in force."""
         engine = self.engine
         self._within, self._calls = context, Calls()
         engine.clock.stream, engine.clock.step, engine.clock.micro_batch = stream, step, _rank()
@@ -523,11 +516,8 @@ class Conversion:
 
 
 def convert(model: nn.Module, options: ConversionOptions, handle: str = "run") -> Conversion:
-    """Convert a model in place and return its handle, `handle` in messages.
-
-    Raises:
-        ValueError: no layer would be converted, the recipe does not fit the model, or its schedule needs
-            facts of the run that are not given.
+    """Convert a model in place and return its handle, `handle` in messages. ValueError if no layer would be
+    converted, the recipe does not fit the model, or its schedule needs facts of the run that are not given.
     """
     options.refuse_unknown_length()
     _refuse_converted(model)
@@ -569,7 +559,6 @@ def _refuse_converted(model: nn.Module) -> None:
 
 
 def _updates(optimizer: "Optimizer", parameters: Iterable[nn.Parameter]) -> bool:
-    """Return True if an optimizer updates one of these parameters."""
     mine = {id(p) for p in parameters}
     return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
 

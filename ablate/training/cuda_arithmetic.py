@@ -34,13 +34,11 @@ _ON = 2
 
 
 def configure(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set the arithmetic of every arm on CUDA. Call it before the process's first product.
+    """Set the arithmetic of every arm on CUDA, before the process's first product. A variable that is already
+    set stays.
 
     cuBLAS reads its variable when its first handle is made, so a trial's process calls this before CUDA
     starts. It starts no CUDA itself, and may be called again.
-
-    Args:
-        environment: the process's environment variables; a value that is already set stays.
     """
     environment.setdefault(_VARIABLE, WORKSPACES[0])
     products = torch.backends.cuda.matmul
@@ -54,16 +52,9 @@ def configure(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def follow(deterministic: bool, everywhere: bool, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set torch's switch for a run, after `configure`.
-
-    Args:
-        deterministic: the run's hyperparameter.
-        everywhere: True if `attention` cannot hold the switch for this model.
-        environment: the process's environment variables.
-
-    Raises:
-        InputError: cuBLAS is set to a workspace with which it does not repeat its bits.
-    """
+    """Set torch's switch for a run, after `configure`; for all operations if `everywhere`, since `attention`
+    cannot hold it for this model. InputError if cuBLAS is set to a workspace with which it does not repeat
+    its bits."""
     if deterministic and (present := environment.get(_VARIABLE)) not in WORKSPACES:
         remedy = f"set it to {' or '.join(WORKSPACES)}, or the workload's deterministic to false"
         raise InputError(f"{_VARIABLE}={present}: cuBLAS does not repeat its bits with it; {remedy}")
@@ -74,12 +65,8 @@ def follow(deterministic: bool, everywhere: bool, environment: MutableMapping[st
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, grouped: bool) -> Tensor:
     """Return scaled dot-product attention with deterministic algorithms, in its backward pass too.
 
-    Args:
-        q: queries [batch, heads, tokens, head].
-        k: keys, with as many heads or, if `grouped`, a divisor of them.
-        v: values, as the keys.
-        causal: True if a token attends to itself and the tokens before it alone.
-        grouped: True if groups of query heads share keys and values.
+    `q` is [batch, heads, tokens, head]; `k` and `v` have as many heads or, if `grouped`, a divisor of them.
+    With `causal`, a token attends to itself and the tokens before it alone.
     """
     before = torch.get_deterministic_debug_mode()
     q, k, v = _LastInBackward.apply(before, q, k, v)

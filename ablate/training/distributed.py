@@ -24,22 +24,15 @@ from ablate.training.rank_layout import Layout
 T = TypeVar("T")
 
 _PATIENCE = timedelta(days=1)
-"""Longest time that a rank waits for the others.
-
-It is long because a rank may wait for another process that runs the same trial. A rank that dies closes its
-connections, so the others see that at once.
-"""
+"""Longest time that a rank waits for the others. It is long because a rank may wait for another process that
+runs the same trial. A rank that dies closes its connections, so the others see that at once."""
 
 
 class World:
     """All ranks of the trial that this process works on; with one rank, every method is the identity.
 
-    `broadcast`, `sums`, `listed` and `leave` are collective: all ranks call them, in the same order.
-
-    Args:
-        layout: number of ranks, and the way in which they keep the model.
-        rank: number of this rank, from 0.
-        device: `cpu` or `cuda`.
+    `broadcast`, `sums`, `listed`, `first` and `leave` are collective: all ranks call them, in the same order.
+    The device is `cpu` or `cuda`.
     """
 
     def __init__(self, layout: Layout, rank: int, device: str) -> None:
@@ -49,18 +42,8 @@ class World:
         """True once the ranks are training."""
 
     def begin(self, config: Training, recipe: Recipe, engine: str) -> None:
-        """Start training on all ranks.
-
-        Rank 0 releases the other ranks, which wait in `begins`.
-
-        Args:
-            config: the workload.
-            recipe: the recipe of the trial.
-            engine: name of the engine that computes it.
-
-        Raises:
-            ValueError: so many ranks cannot train this; see `Layout.misfits`.
-        """
+        """Start training on all ranks: rank 0 releases the others, which wait in `begins`. ValueError if so
+        many ranks cannot train this; see `Layout.misfits`."""
         if self.size > 1 and (why := next(self.layout.misfits(config, recipe, engine), None)):
             raise ValueError(why)
         if self.size > 1 and self.rank == 0 and not self.begun:
@@ -73,11 +56,7 @@ class World:
         return self.begun
 
     def broadcast(self, value: T) -> T:
-        """Return rank 0's value, on every rank.
-
-        Args:
-            value: a value that can be pickled; only that of rank 0 counts.
-        """
+        """Return rank 0's value, which can be pickled, on every rank; that of the others does not count."""
         if self.size == 1:
             return value
         box = [value]
@@ -131,14 +110,9 @@ def world() -> World:
 def join(layout: Layout, rank: int, device: str, meeting: str | None = None) -> World:
     """Join a process group and return the world, which `world` returns from now on.
 
-    The ranks communicate by gloo, and on GPUs by NCCL as well.
-
-    Args:
-        layout: number of ranks, and the way in which they keep the model.
-        rank: number of this rank, from 0.
-        device: `cpu` or `cuda`.
-        meeting: path of a file, absent at first, through which the ranks of one machine find each other;
-            None: they use the address that torch's environment variables give.
+    The ranks communicate by gloo, and on GPUs by NCCL as well. `meeting` is the path of a file, absent at
+    first, through which the ranks of one machine find each other; without it, they use the address that
+    torch's environment variables give.
     """
     global _world
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
@@ -171,14 +145,7 @@ def alone() -> Iterator[None]:
 
 
 class RankPart:
-    """This rank's part of every step of one run.
-
-    Args:
-        world: the ranks of the trial.
-        config: the workload; `accumulate` and `batch` determine the division.
-        engine: the engine of the run.
-        parameters: the trained parameters.
-    """
+    """This rank's part of every step of one run, which `accumulate` and `batch` of the workload divide."""
 
     def __init__(
         self, world: World, config: Training, engine: Engine, parameters: Sequence[nn.Parameter]
@@ -201,10 +168,7 @@ class RankPart:
         return self.engine.divided(self._divided) if self._divided else nullcontext()
 
     def of(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's sequences of a micro-batch.
-
-        Args:
-            batch: tensors of the whole micro-batch, each with the sequences as its first dimension.
+        """Return this rank's sequences of a whole micro-batch, tensors with the sequences as first dimension.
         """
         size = len(batch[0]) // self.splits
         return (
@@ -214,14 +178,11 @@ class RankPart:
         )
 
     def total(self, loss: Tensor, step: int) -> Tensor | float:
-        """Return the loss of the whole step, of one rank still on the device.
+        """Return the loss of the whole step, from this rank's part of the mean loss (fp64 scalar); that of
+        one rank stays on the device.
 
         Leave the whole step's gradient in the parameters (sharded ones have it already), and make the amaxes
         of the step, which later steps need, equal on all ranks. Collective.
-
-        Args:
-            loss: this rank's part of the mean loss, fp64 scalar.
-            step: optimizer step.
         """
         if self.world.size == 1:
             return loss
@@ -232,36 +193,24 @@ class RankPart:
         return self.world.sums(loss.item())[0]
 
     def shares(self, count: int) -> list[int]:
-        """Return the numbers of the evaluation batches that this rank takes.
-
-        Every rank takes equally many, so the last batch may be taken twice: the ranks of a sharded model must
-        call it together.
-
-        Args:
-            count: number of batches of the evaluation.
-        """
+        """Return the numbers of the evaluation's `count` batches that this rank takes. Every rank takes
+        equally many, so the last batch may be taken twice: the ranks of a sharded model must call it
+        together."""
         return [min(first + self.world.rank, count - 1) for first in range(0, count, self.world.size)]
 
     def in_order(self, values: Sequence[float], count: int) -> list[float]:
-        """Return all ranks' values for the batches of an evaluation, in the order of the batches. Collective.
-
-        Args:
-            values: this rank's values, of the batches that `shares` assigned to it.
-            count: number of batches of the evaluation.
-        """
+        """Return all ranks' values for the `count` batches of an evaluation, in the order of the batches,
+        from this rank's values of the batches that `shares` assigned to it. Collective."""
         lists = self.world.listed(values)
         return [lists[number % self.world.size][number // self.world.size] for number in range(count)]
 
 
 def shard(model: nn.Module, engine: Engine) -> None:
-    """Shard every parameter over the ranks, if the layout is sharded.
+    """Shard every parameter of a converted model over the ranks, in place, if the layout is sharded.
+    Collective.
 
     The engine shards the weights of quantised layers, FSDP2 those of all others. Gradients are sums over the
-    ranks, since each rank's loss is divided by the number of all micro-batches. Collective.
-
-    Args:
-        model: the converted model, changed in place.
-        engine: the engine that converted it.
+    ranks, since each rank's loss is divided by the number of all micro-batches.
     """
     here = world()
     if not here.layout.sharded:
@@ -298,13 +247,10 @@ def _agree(histories: Sequence[dict[int, Tensor | float]], step: int) -> None:
 
 
 def clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor | float:
-    """Scale the gradient, with all ranks' parts, and return its L2 norm before. Collective if sharded.
+    """Scale the gradients in place to an L2 norm, of all parameters and ranks together, of `limit` at most
+    (infinity: no scaling), and return the norm before. Collective if sharded.
 
     The norm of a gradient in one piece is a scalar on its device, which is not read here.
-
-    Args:
-        parameters: the trained parameters, whose `grad` is scaled in place.
-        limit: largest L2 norm of the gradient of all parameters together; infinity: no scaling.
     """
     if not any(in_parts(p) for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, limit)
@@ -318,13 +264,10 @@ def clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor | float:
 
 
 def gathered(state: object, kept: bool) -> Any:
-    """Return nested dicts and lists with every sharded tensor whole, on the CPU. Collective.
+    """Return nested dicts and lists, of one structure on all ranks, with every sharded tensor whole, on the
+    CPU. Collective. Ranks with `kept` False get None for each sharded tensor.
 
     Tensors are gathered one after the other, since a sharded model may be larger than one GPU.
-
-    Args:
-        state: nested dicts and lists of tensors and plain values, of one structure on all ranks.
-        kept: False on ranks that need no result: they get None for each sharded tensor.
     """
     if in_parts(state):
         full = whole(state)
@@ -335,12 +278,8 @@ def gathered(state: object, kept: bool) -> Any:
 
 
 def placed(state: dict[str, Tensor], like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return whole tensors by name, each laid out like the tensor of the same name in `like`.
-
-    Args:
-        state: state dict of a model, the same on all ranks; a rank keeps its part of each sharded tensor.
-        like: the present state dict of the model.
-    """
+    """Return a model's whole tensors by name, the same on all ranks, each laid out like the tensor of the
+    same name in `like`, the model's present state dict: a rank keeps its part of each sharded tensor."""
     return {name: _as(tensor, like.get(name)) for name, tensor in state.items()}
 
 
@@ -354,12 +293,8 @@ def _as(value: T, like: Tensor | None) -> T:
 
 
 def placed_optimizer(state: OptimizerState, optimizer: torch.optim.Optimizer) -> OptimizerState:
-    """Return an optimizer's whole state with each parameter's moments laid out like the parameter.
-
-    Args:
-        state: state dict of an optimizer over the same parameters, the same on all ranks.
-        optimizer: the optimizer that will load it.
-    """
+    """Return the whole state, the same on all ranks, of an optimizer over the same parameters, with each
+    parameter's moments laid out like the parameter."""
     if "parts" in state:  # the state of a `Joint` optimizer, which is never sharded
         return state
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -43,11 +43,10 @@ class PreparedRun(NamedTuple):
     model: nn.Module
     """The converted model, in training mode, on the device that it is trained on."""
     engine: Engine
-    """The engine that converted it."""
     batch: Callable[[int, int], Batch]
     """Function of step and micro-batch, both from 0, that returns a batch on the model's device."""
     validation: Sequence[Batch]
-    """Batches of the evaluation, on the model's device."""
+    """On the model's device."""
     loss: Callable[..., Tensor] | None = None
     """Function that returns the mean loss of a batch; None: the model returns it."""
     logits: Callable[..., Tensor] | None = None
@@ -63,14 +62,10 @@ def means(evaluation: Evaluation) -> dict[str, float]:
 
 @torch.no_grad()
 def evaluate(run: PreparedRun, recipe: Recipe, part: RankPart) -> Evaluation:
-    """Return the values of all validation batches, by every reading.
+    """Return the values of all validation batches, by every reading; without quantisation in `recipe`, which
+    is now in force, `loss` and `loss_bf16` are the same.
 
     Ranks share out whole batches, so the values are the same on any number of ranks. Collective.
-
-    Args:
-        run: model, engine, validation batches and readings.
-        recipe: the recipe now in force; without quantisation, `loss` and `loss_bf16` are the same.
-        part: this rank's part.
     """
     run.engine.clock.stream = "evaluation"
     run.model.eval()
@@ -97,10 +92,8 @@ def _loss(run: PreparedRun, batch: Batch) -> float:
 
 
 def by_other_recipes(run: PreparedRun, part: RankPart) -> Evaluation:
-    """Return the values of all batches by the other recipes.
-
-    Batch by batch, since the logits of one alone can take a gigabyte.
-    """
+    """Return the values of all batches by the other recipes. Batch by batch, since the logits of one alone
+    can take a gigabyte."""
     values: Evaluation = {}
     for number in part.shares(len(run.validation)):
         run.engine.clock.begin(number)
@@ -119,13 +112,8 @@ def by_other_recipes(run: PreparedRun, part: RankPart) -> Evaluation:
 
 
 def _against(run: PreparedRun, batch: Batch, reference: Tensor | None) -> dict[str, float]:
-    """Return what the products in force measure on a batch, by quantity.
-
-    Args:
-        run: the model and its readings.
-        batch: a batch; the last of its tensors are the tokens that the model predicts.
-        reference: bf16's log-probabilities, fp32 [tokens, vocabulary]; None: the model has none.
-    """
+    """Return what the products in force measure on a batch, by quantity. The last of its tensors are the
+    tokens that the model predicts; `reference` is bf16's log-probabilities, fp32 [tokens, vocabulary]."""
     if run.logits is None or reference is None:
         return {LOSS: _loss(run, batch)}
     targets = batch[-1].flatten()

@@ -163,13 +163,9 @@ def _plain(value: object) -> object:
 
 @dataclass
 class Finder(Probe):
-    """Checker of the tensors of one step, in the order in which they are made; a context for that step.
-
-    Args:
-        model: the model; inside the context, its modules have hooks.
-        engine: the engine of its quantised layers, whose probe this is inside the context.
-        operations: True to name operations of torch between modules.
-    """
+    """Checker of the tensors of one step, in the order in which they are made; a context for that step, in
+    which the model's modules have hooks and this is the engine's probe. `operations` names operations of
+    torch between modules."""
 
     model: nn.Module
     engine: Engine
@@ -208,12 +204,8 @@ class Finder(Probe):
     # --- what is checked ------------------------------------------------------------------------------
 
     def state(self, step: int, optimizer: torch.optim.Optimizer | None) -> None:
-        """Check what the last update left: parameters, moments of the optimizer, and buffers.
-
-        Args:
-            step: number of steps that were taken before this one.
-            optimizer: the optimizer, if it is known.
-        """
+        """Check what the last update, after `step` steps, left: parameters, moments of the optimizer, if it
+        is known, and buffers."""
         cause = f"by an update, of step {step} at the latest" if step else "before the first update"
         parameters = list(self.model.parameters())
         others = sum(not _finite(parameter) for parameter in parameters) - 1
@@ -229,7 +221,6 @@ class Finder(Probe):
             self.look("buffer", name, buffer)
 
     def batch(self, tensors: Iterable[object]) -> None:
-        """Check the tensors of a batch."""
         for number, tensor in enumerate(tensors):
             self.look("data", str(number), tensor)
 
@@ -242,16 +233,9 @@ class Finder(Probe):
         detail: str = "",
         before: Tensor | None = None,
     ) -> None:
-        """Check a tensor, unless a value that was not finite has been found already.
-
-        Args:
-            kind: what it is.
-            name: its module, parameter, or number.
-            tensor: the tensor; anything else is ignored.
-            part: slot, product, or key.
-            detail: what else to say of it.
-            before: matrix of the same shape whose values are shown instead.
-        """
+        """Check a tensor (anything else is ignored), unless a value that was not finite has been found
+        already. `part` is a slot, product, or key; the values of `before`, of the same shape, are shown
+        instead."""
         if self.found is not None or not _floating(tensor):
             return
         self.checks += 1
@@ -312,7 +296,6 @@ class Finder(Probe):
         self.look("operand", layer, operand.amax, slot, "its outer scale")
 
     def product(self, layer: str, product: str, result: Tensor) -> None:
-        """Check a product."""
         self.look("product", layer, result, product, "its operands are finite")
 
     def _enter(self, name: str, module: nn.Module, args: object, kwargs: object) -> None:
@@ -336,12 +319,8 @@ class Finder(Probe):
     # --- what was found -------------------------------------------------------------------------------
 
     def origin(self, step: int, measured: Sequence[Mapping[str, float]] = ()) -> Origin:
-        """Return the first value that was not finite, with what grew before it.
-
-        Args:
-            step: the step, counted from 1 as in records.
-            measured: metrics of the last two measured steps.
-        """
+        """Return the first value that was not finite in a step, counted from 1 as in records, with what grew
+        before it. `measured`: metrics of the last two measured steps."""
         found = self.found or Origin(step, "unknown")
         magnitudes, order = self.engine.magnitudes(), {place: n for n, place in enumerate(self.order)}
         grew = grown(magnitudes, order, step - 1 - self.engine.clock.step)
@@ -401,9 +380,7 @@ def _within(path: Sequence[str]) -> str:
 
 def first_operand(engine: Engine) -> Origin | None:
     """Return the first operand so far with a NaN or an infinity, from magnitudes alone; None: there is none.
-
-    Nothing is computed again, so neither the element is known nor what made it so between two layers.
-    """
+    Nothing is computed again, so neither the element is known nor what made it so between two layers."""
     if (first := engine.first_nonfinite()) is None:
         return None
     step, slot, name = first
@@ -423,10 +400,9 @@ def grown(
     before, if the last is also that many times the median over the steps. So gradients that are small in the
     first steps of a run, and then stay as they are, do not count.
 
-    Args:
-        magnitudes: largest magnitude by layer and slot, by step (`Engine.magnitudes`).
-        order: place of each operand in the order of execution, which decides between those of one step.
-        offset: what is added to a step of the engine, from 0, to have it from 0 in the run.
+    `magnitudes` are those of `Engine.magnitudes`: by layer and slot, by step. `order`, the operands' places
+    in the order of execution, decides between those of one step. `offset` is added to a step of the engine,
+    from 0, to have it from 0 in the run.
     """
     found = []
     for (name, slot), steps in magnitudes.items():
@@ -444,12 +420,8 @@ def grown(
 
 
 def fallen(earlier: Mapping[str, float], later: Mapping[str, float]) -> str:
-    """Return a sentence on what the last of two measured steps found worse; nothing if it is as before.
-
-    Args:
-        earlier: metrics of a measured step.
-        later: those of a later one.
-    """
+    """Return a sentence on the metrics that the later of two measured steps found worse; nothing if they are
+    as before."""
     falls = {}
     for text, value in later.items():
         name = parse(text)

@@ -103,12 +103,6 @@ class Forks(Spec):
         return self.cells[-1].last
 
     def rate(self, trunk_rate: float, step: int, window: Window, own: float) -> float:
-        """Return the learning rate of a step of a window.
-
-        Args:
-            trunk_rate: the trunk's rate at the window's position.
-            step: step by the trunk's clock: the position and more.
-            window: the window.
-            own: the rate that the trunk itself has at that step.
-        """
+        """Return the learning rate of a step, by the trunk's clock (the position and more), of a window.
+        `trunk_rate` is the trunk's rate at the window's position, `own` the one that it has at that step."""
         return trunk_rate * (1 - (step - window.position) / window.steps) if self.anneal else own

@@ -33,24 +33,17 @@ _NEVER = Telemetry(every=0, shadow=0, log=1 << 30)
 
 
 class Trunk:
-    """States of a trunk at the positions of its windows: in shared files, or in memory without any.
-
-    Every method is collective. Rank 0 alone reads and writes.
-    """
+    """States of a trunk at the positions of its windows: in the trial's shared files, or in memory without
+    any. Every method is collective. Rank 0 alone reads and writes."""
 
     def __init__(self, checkpoints: Checkpoints | None, begun: int = 0) -> None:
-        """Begin with the shared files.
-
-        Args:
-            checkpoints: the trial's checkpoint files; None: states are kept in memory alone.
-            begun: step of the state that the trial itself continues from. States before it stay in memory: a
-                file names the records that it was left after, and those before are another trial's.
-        """
+        """Begin with the shared files. `begun` is the step of the state that the trial itself continues from.
+        States before it stay in memory: a file names the records that it was left after, and those before are
+        another trial's."""
         self._checkpoints, self._ranks, self._begun = checkpoints, world(), begun
         self._kept: dict[int, RunState] = {}
 
     def has(self, step: int) -> bool:
-        """Return True if the state after a step can be had."""
         files = self._checkpoints.shared if self._checkpoints else {}
         return self._ranks.broadcast(step in self._kept or (step in files and files[step].exists()))
 
@@ -62,13 +55,8 @@ class Trunk:
         return self._ranks.broadcast(state)
 
     def leave(self, step: int, loop: Loop, wanted: bool) -> None:
-        """Keep the state after a step of the trunk, if a window begins there or others want it.
-
-        Args:
-            step: steps of the trunk that are done.
-            loop: the trunk's training.
-            wanted: a window begins there.
-        """
+        """Keep the state after `step` steps of the trunk, if a window begins there (`wanted`) or others want
+        it."""
         checkpoints = self._checkpoints
         lasting = checkpoints if step >= self._begun else None
         files = self._ranks.broadcast(lasting.wanted(step) if lasting else (False, False))
@@ -87,19 +75,15 @@ def train_forks(
     config: Training,
     run: TrialRun,
 ) -> Iterator[Record]:
-    """Train the trunk as far as needed, then all windows, and yield their records.
+    """Train the trunk as far as needed, then all windows, and yield their records. OSError if a checkpoint
+    cannot be written, or a state of the trunk cannot be read.
 
     The last record has `val/loss` and `val/loss_bf16` at the end of the longest window, as means over the
     positions; the same for parts of the validation data (`evaluated/<part>/...`); and every window's own
     (`fork/<position>/<window>/...`). The run ends early if a guard stops a window. All ranks call it.
 
-    Args:
-        prepare: returns the model with a recipe applied, and its data.
-        config: hyperparameters of the trunk, whose rate at its position a window begins with.
-        run: the trial, with its windows; its checkpoint files have the trunk's states, too.
-
-    Raises:
-        OSError: a checkpoint cannot be written.
+    `prepare` returns the model with a recipe applied, and its data. `config` is the trunk's: a window begins
+    with its rate at the position. The run's checkpoint files have the trunk's states, too.
     """
     forks, checkpoints, ranks = run.forks, run.checkpoints, world()
     assert forks, "a forked trial has windows"
@@ -167,10 +151,8 @@ def train_forks(
 def _recorded(
     routes: Routes, run: PreparedRun, config: Training, window: tuple[Forks, Window], origin: RunState | None
 ) -> Iterator[None]:
-    """Train a window without quantisation, record its routes, and yield every few seconds.
-
-    An interrupted trial records them again: they are a function of the trunk's state.
-    """
+    """Train a window without quantisation, record its routes, and yield every few seconds. An interrupted
+    trial records them again: they are a function of the trunk's state."""
     loop = Loop(run, config, _NEVER, window)
     first, end = _begin(loop, window[1], None, origin, None), loop.last
     loop.last += 1  # no step of it is the last, which is evaluated
@@ -227,15 +209,9 @@ def _train_trunk(
 def _begin(
     loop: Loop, window: Window, own: RunState | None, origin: RunState | None, twin: Twin | None
 ) -> int:
-    """Restore the state in which the window's next step begins; return that step by the trunk's clock.
-
-    Args:
-        loop: the window's training.
-        window: the window.
-        own: the trial's own checkpoint within this window; None: the window has not begun.
-        origin: the trunk's state at its position; None without a trunk.
-        twin: difference from the windows of the same recipe and seed.
-    """
+    """Restore the state in which the window's next step begins, and return that step by the trunk's clock:
+    the trial's `own` checkpoint within this window, or, if it has not begun, the trunk's state `origin` at
+    its position (None without a trunk)."""
     if own is not None:
         return loop.restore(own) - loop.counted
     if origin is not None:

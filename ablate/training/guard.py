@@ -42,7 +42,6 @@ class Cause:
 
     @property
     def ratio(self) -> float | None:
-        """Return the value divided by the running median; None without a median."""
         return None if self.median is None else self.value / self.median
 
     def __str__(self) -> str:
@@ -53,10 +52,8 @@ class Cause:
 
 @dataclass(frozen=True)
 class Change:
-    """Settings that hold for the rest of the run after a fallback.
-
-    None and () stand for settings that the fallback does not change.
-    """
+    """Settings that hold for the rest of the run after a fallback; None and () stand for those that it does
+    not change."""
 
     lr: float | None = None
     """Factor of the learning rate."""
@@ -84,10 +81,8 @@ class GuardDecision:
     cause: Cause | None = None
     """Reason why the step diverges; None if it does not."""
     interventions: int = 0
-    """Number of steps skipped in the run so far, this one included if it is skipped.
-
-    A run that ends with a number above 0 has reached `guard.limit`.
-    """
+    """Number of steps skipped in the run so far, this one included if it is skipped. A run that ends with a
+    number above 0 has reached `guard.limit`."""
     change: Change | None = None
 
     def __str__(self) -> str:
@@ -107,8 +102,6 @@ STEP = GuardDecision("step")
 
 
 class GuardState(TypedDict):
-    """State of the guard in a checkpoint."""
-
     losses: list[float]
     """Losses in the running median, oldest first."""
     norms: list[float]
@@ -117,12 +110,8 @@ class GuardState(TypedDict):
 
 
 class Watch:
-    """Judge of every step before its update, and counter of interventions.
-
-    Args:
-        config: `guard` and `clip` apply.
-        engine: the engine whose layers a fallback of the precision changes.
-    """
+    """Judge of every step before its update, by `guard` and `clip` of the workload, and counter of
+    interventions. A fallback of the precision changes the engine's layers."""
 
     def __init__(self, config: Training, engine: Engine) -> None:
         self._guard, self._clip, self._engine = config.guard, config.clip, engine
@@ -135,21 +124,17 @@ class Watch:
 
     @property
     def lr(self) -> float:
-        """Return the factor of the learning rate."""
+        """Factor of the learning rate."""
         return self._guard.fallback.lr**self.fallbacks
 
     @property
     def clip(self) -> float:
-        """Return the largest gradient norm; infinity without clipping."""
+        """Largest gradient norm; infinity without clipping."""
         return math.inf if self._clip is None else self._clip * self._guard.fallback.clip**self.fallbacks
 
     def judge(self, loss: float, norm: float) -> GuardDecision:
-        """Judge a step before its update, and carry out the verdict's fallback, if any.
-
-        Args:
-            loss: mean loss of the step, in the unit of the workload.
-            norm: norm of its gradient before clipping.
-        """
+        """Judge a step before its update, from its mean loss (in the unit of the workload) and the norm of
+        its gradient before clipping, and carry out the verdict's fallback, if any."""
         cause = self._cause(loss, norm)
         if cause is None:
             self._losses.append(loss)
@@ -201,7 +186,6 @@ class Watch:
         )
 
     def state(self) -> GuardState:
-        """Return the state from which a later attempt continues."""
         return {
             "losses": list(self._losses),
             "norms": list(self._norms),
@@ -210,7 +194,6 @@ class Watch:
         }
 
     def restore(self, state: GuardState) -> None:
-        """Restore the state that `state` returned."""
         self._losses.extend(state["losses"])
         self._norms.extend(state["norms"])
         self.skipped, self.fallbacks = state["skipped"], state["fallbacks"]

@@ -80,13 +80,8 @@ class Fallback(Spec):
         return self
 
     def safer(self, products: Products) -> Products:
-        """Return the products that a layer uses after a fallback.
-
-        They are the same products if none of them is quantised, or if the fallback does not change the
-        precision.
-
-        Args:
-            products: the products that the schedule and the layer rules put in force.
+        """Return the products that a layer uses after a fallback, from those that the schedule and the layer
+        rules put in force: the same if none is quantised, or if the fallback does not change the precision.
         """
         if self.precision is None or products.plain:
             return products
@@ -210,41 +205,32 @@ class Training(Spec):
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the number of tokens (or image patches) that one optimizer step processes."""
+        """Number of tokens (or image patches) that one optimizer step processes."""
         return self.batch * self.accumulate
 
     def evaluations(self, quantised: bool) -> int:
-        """Return how often an evaluation passes its tokens through the model.
-
-        Args:
-            quantised: True if the recipe quantises any product.
-        """
+        """Return how often an evaluation passes its tokens through the model."""
         return (2 if quantised else 1) + len(self.evaluate) + bool(self.evaluate)
 
     @property
     def extents(self) -> dict[str, int]:
-        """Return sizes that tokens and features of all quantised products are multiples of, by setting."""
+        """Sizes that tokens and features of all quantised products are multiples of, by setting."""
         return {}
 
     @property
     def divisible(self) -> bool:
-        """Return True if the mean loss of a batch is the mean over equal parts of it.
-
-        Ranks can then share the sequences of a batch.
-        """
+        """True if the mean loss of a batch is the mean over equal parts of it, so that ranks can share its
+        sequences."""
         return False
 
     @property
     def shardable(self) -> bool:
-        """Return True if only training uses the model, so that each rank may keep a part of it."""
+        """True if only training uses the model, so that each rank may keep a part of it."""
         return False
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run with a recipe.
-
-        Args:
-            recipe: the recipe of an arm, with its layer rules and schedule.
-        """
+        """Yield (field, reason) for each field that cannot run with an arm's recipe, with its layer rules and
+        schedule."""
         unused = [name for name, value in self.guard.fallback if value != getattr(Fallback(), name)]
         if unused and self.guard.policy != "fallback":
             yield (
@@ -262,21 +248,18 @@ class Training(Spec):
             yield "optimizer", "muon has not the moments that weights.q_ramping holds back; use adamw"
 
     def recorded(self, metric: str) -> range:
-        """Return the steps before the last at which every trial records a metric, with any telemetry.
-
-        Args:
-            metric: name of a metric of the workload.
-        """
+        """Return the steps before the last at which every trial records a metric of the workload, with any
+        telemetry."""
         return range(0) if metric in FINAL else range(self.eval_every, self.steps, self.eval_every)
 
     @property
     def length(self) -> Run:
-        """Return the length of a run, and where its learning rate begins to fall."""
+        """Length of a run, and the step at which its learning rate begins to fall."""
         return Run(self.steps, self.tokens_per_step, self.decay_start)
 
     @property
     def decay_start(self) -> int | None:
-        """Return the first step whose learning rate is lower than the one before; None if it never falls."""
+        """First step whose learning rate is lower than the one before; None if it never falls."""
         start = self._decay_from()
         if start is None:
             return None
@@ -298,11 +281,8 @@ class Training(Spec):
         return max(warm, (1 - self.decay_fraction) * self.steps) if self.decay == "wsd" else warm
 
     def lr_at(self, step: int) -> float:
-        """Return the learning rate of a step, without the factor of a guard's fallbacks.
-
-        Args:
-            step: optimizer step, from 0 to `steps` - 1.
-        """
+        """Return the learning rate of a step, from 0 to `steps` - 1, without the factor of a guard's
+        fallbacks."""
         warm = self.warmup * self.steps
         if step < warm:
             return self.lr * (step + 1) / (warm + 1)

@@ -61,10 +61,8 @@ T = TypeVar("T")
 
 
 class Record(NamedTuple):
-    """Metrics by name after `step` optimizer steps.
-
-    `nan/first_step` or `guard/stopped` among the metrics means that the run diverged at this step and ends.
-    """
+    """Metrics by name after `step` optimizer steps. `nan/first_step` or `guard/stopped` among them means that
+    the run diverged at this step and ends."""
 
     step: int
     metrics: dict[str, float]
@@ -87,10 +85,8 @@ class Meter:
     rates count only the other steps. In an interval without other steps, rates count the measured ones.
 
     The length of an interval depends on telemetry and on the guard, so no mean over one is a result of the
-    trial. That is the mean loss of the last `RECENT` steps, whichever intervals they are in.
-
-    Args:
-        tokens_per_step: tokens (or image patches) that one optimizer step processes.
+    trial. That is the mean loss of the last `RECENT` steps, whichever intervals they are in. Tokens may be
+    image patches.
     """
 
     def __init__(self, tokens_per_step: int) -> None:
@@ -100,20 +96,14 @@ class Meter:
         self.reset()
 
     def reset(self) -> None:
-        """Begin an interval."""
         self.losses: list[float] = []
         self.norms: list[float] = []
         self.seconds = 0.0
         self.unmeasured, self.unmeasured_seconds = 0, 0.0
 
     def add(self, loss: float, norm: float, seconds: float, measured: bool = False) -> None:
-        """Add a step.
-
-        Args:
-            loss: mean loss of the step, in the unit of the workload.
-            norm: norm of the gradient before clipping.
-            seconds: wall-clock seconds of the step, without those that telemetry took.
-            measured: True if telemetry worked inside the step.
+        """Add a step: its mean loss, in the unit of the workload, the norm of its gradient before clipping,
+        and its wall-clock seconds without those that telemetry took. `measured`: telemetry worked inside it.
         """
         self.losses.append(loss)
         self.recent = [*self.recent, loss][-RECENT:]
@@ -125,11 +115,10 @@ class Meter:
 
     @property
     def finite(self) -> bool:
-        """Return True if the last step's loss and gradient norm were finite."""
+        """True if the last step's loss and gradient norm were finite."""
         return math.isfinite(self.losses[-1]) and math.isfinite(self.norms[-1])
 
     def state(self) -> MeterState:
-        """Return the state from which a later attempt continues within an interval."""
         return {
             "losses": self.losses,
             "recent": self.recent,
@@ -140,15 +129,10 @@ class Meter:
         }
 
     def restore(self, state: MeterState) -> None:
-        """Restore the state that `state` returned."""
         vars(self).update(state)
 
     def latest(self, step: int) -> dict[str, float]:
-        """Return the metrics of the last step alone, for a record within an interval.
-
-        Args:
-            step: number of optimizer steps done.
-        """
+        """Return the metrics of the last step alone, for a record within an interval, after `step` steps."""
         return {"grad/norm": self.norms[-1], "tokens": float(step * self.tokens_per_step)}
 
     def result(self) -> dict[str, float]:
@@ -156,11 +140,8 @@ class Meter:
         return {"train/recent_loss": _mean(self.recent)}
 
     def metrics(self, step: int) -> dict[str, float]:
-        """Return means over the interval, counts of its non-finite values, and its throughput.
-
-        Args:
-            step: number of optimizer steps done.
-        """
+        """Return means over the interval, counts of its non-finite values, and its throughput, after `step`
+        steps."""
         mixed = self.unmeasured == 0
         count, seconds = (
             (len(self.losses), self.seconds) if mixed else (self.unmeasured, self.unmeasured_seconds)
@@ -182,10 +163,8 @@ def _mean(losses: list[float]) -> float:
 
 
 class Twin(NamedTuple):
-    """Difference between a run and its twin of the same recipe: other random numbers, or other weights.
-
-    A twin shows how far two runs drift apart that differ in nothing that matters.
-    """
+    """Difference between a run and its twin of the same recipe: other random numbers, or other weights. A
+    twin shows how far two runs drift apart that differ in nothing that matters."""
 
     stream: bool
     """True to draw the rounding from another stream; False to move each starting weight by one ulp, with a
@@ -198,14 +177,8 @@ class Twin(NamedTuple):
 
 
 def move_by_ulp(parameters: Iterable[nn.Parameter], seed: int) -> None:
-    """Move weights to the next number of their type, up or down by a random sign. Collective.
-
-    All weights of fp32 are moved. An ulp of bf16 is large, so there it is one weight of each parameter.
-
-    Args:
-        parameters: weights, which are changed in place.
-        seed: seed of the signs.
-    """
+    """Move weights in place to the next number of their type, up or down by a random sign. Collective. All
+    weights of fp32 are moved. An ulp of bf16 is large, so there it is one weight of each parameter."""
     draws = torch.Generator().manual_seed(seed)
     for parameter in parameters:
         own = whole(parameter.data)
@@ -225,25 +198,13 @@ def train(
     checkpoints: Checkpoints | None = None,
     twin: Twin | None = None,
 ) -> Iterator[Record]:
-    """Train for `config.steps` steps, or until the time budget is spent, and yield records.
+    """Train for `config.steps` steps, or until the time budget is spent, and yield a record after each step
+    that measured something. The model is trained in place. OSError if a checkpoint cannot be written.
 
     With `checkpoints`, continue from the checkpoint that exists, if any, and write new ones at intervals. A
     checkpoint is written only after the caller took the records before it. The run ends early, after a record
     with `nan/first_step` or `guard/stopped`, if the guard stops it. All ranks of a trial call this function;
     only rank 0 has checkpoints, and only its records count.
-
-    Args:
-        run: model, engine and data; the model is trained in place.
-        config: length, learning rate, optimizer, guard and evaluation of the run.
-        telemetry: intervals between measurements.
-        checkpoints: the trial's checkpoint files; None: the run starts at step 0 and writes none.
-        twin: difference from the run of the same recipe and seed; None: there is none.
-
-    Yields:
-        A record after each step that measured something.
-
-    Raises:
-        OSError: a checkpoint cannot be written.
     """
     loop, ranks = Loop(run, config, telemetry, twin=twin), world()
     first = loop.restore(ranks.broadcast(checkpoints.take() if checkpoints else None))
@@ -269,14 +230,7 @@ def train(
 
 class Loop:
     """State of one training run: its optimizer, its guard, and the measurements since the last record.
-
-    Args:
-        run: model, engine and data.
-        config: the run's hyperparameters.
-        telemetry: intervals between measurements.
-        window: the part of a forked trial that it trains, with the forks' design; None: the whole run.
-        twin: difference from the run of the same recipe and seed; None: there is none.
-    """
+    `window` is the part of a forked trial that it trains, with the forks' design; None: the whole run."""
 
     def __init__(
         self,
@@ -345,7 +299,6 @@ class Loop:
         return self.standing.restore(state)
 
     def move_weights(self) -> None:
-        """Move the trained weights as a twin's differ (`move_by_ulp`)."""
         move_by_ulp(self.parameters, self.run.engine.clock.seed)
 
     def rate(self, step: int) -> float:
@@ -380,13 +333,8 @@ class Loop:
         return record and record._replace(origin=origin)
 
     def _origin(self, step: int, total: float, metrics: dict[str, float]) -> Origin:
-        """Return the first value of a step that is not finite, by computing the step again. Collective.
-
-        Args:
-            step: the step, whose update has not been applied.
-            total: its loss.
-            metrics: what telemetry measured in it.
-        """
+        """Return the first value of a step that is not finite, by computing the step, whose update has not
+        been applied, again. Collective. `total` is its loss, `metrics` what telemetry measured in it."""
         engine, ranks, loss, done = self.run.engine, self.world, self.loss, step + self.counted
         finder = Finder(self.run.model, engine, operations=ranks.size == 1)
         finder.state(done, self.optimizer)
@@ -439,10 +387,8 @@ class Loop:
         return metrics
 
     def _gradient_of(self, step: int, look: "Look") -> tuple[float, float]:
-        """Leave the step's clipped gradient in the parameters.
-
-        Return the mean loss, and the norm of the gradient before clipping.
-        """
+        """Leave the step's clipped gradient in the parameters; return the mean loss, and the norm before
+        clipping."""
         engine = self.run.engine
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(step) * self.watch.lr
@@ -477,10 +423,8 @@ class Loop:
             look.metrics |= _timed(look, lambda: oscillation(casts, engine.weight_casts()))
 
     def gradient(self, step: int) -> Tensor | float:
-        """Leave the step's gradient in the parameters and return the mean loss, fp64 on the device.
-
-        Of several ranks it is a number. Nothing waits for the device before all micro-batches are launched.
-        """
+        """Leave the step's gradient in the parameters and return the mean loss, fp64 on the device; a number
+        if there are several ranks. Nothing waits for the device before all micro-batches are launched."""
         self.optimizer.zero_grad()
         total, part = torch.zeros((), dtype=torch.float64, device=self.device), self.part
         model, self.imbalance = self.run.model, None
@@ -515,10 +459,8 @@ class Loop:
         return routed
 
     def _redrawn(self, step: int) -> list[list[Tensor]]:
-        """Return another draw of the step's gradient, a list of one; none if its recipe draws nothing.
-
-        Of products that another engine than the emulated one draws, nothing is drawn again.
-        """
+        """Return another draw of the step's gradient, a list of one; none if its recipe draws nothing. Of
+        products that another engine than the emulated one draws, nothing is drawn again."""
         engine, clock = self.run.engine, self.run.engine.clock
         if not (engine.recipe.draws and all(layer.emulates for layer in engine.layers.values())):
             return []

@@ -30,10 +30,8 @@ GUARD_STOPPED = "guard/stopped"
 ENDINGS = frozenset({FIRST_NONFINITE, GUARD_STOPPED})
 """Metrics that mark the last record of a run that diverged."""
 DAMAGE = "damage"
-"""Family of the metrics that compare a forked member with its baseline.
-
-They exist in MLflow alone, since the ledger can compute them.
-"""
+"""Family of the metrics that compare a forked member with its baseline. They exist in MLflow alone, since the
+ledger can compute them."""
 
 PRODUCT_BITS = "throughput/product_bits"
 """Bits of the operands that a CPU multiplies for a bf16 product: 16 by its bf16 instructions, 32 as fp32."""
@@ -45,9 +43,8 @@ STEPS_TO = "steps_to"
 FORK = "fork"
 """Family of the readings of single windows: `fork/<position>/<window>/loss` and `.../loss_bf16`."""
 EVALUATED = "evaluated"
-"""Family of the readings of parts of the validation data: `evaluated/<part>/loss`.
-
-They are means over positions at the longest window."""
+"""Family of the readings of parts of the validation data, `evaluated/<part>/loss`: means over positions at
+the longest window."""
 
 LOSS, KL, EXTREME = QUANTITIES = ("loss", "kl", "extreme")
 """Readings of an evaluation by another recipe: the mean loss; the divergence KL(bf16 || reading) of its
@@ -88,10 +85,8 @@ NAMING = f"names have letters, digits, spaces and / _ - . : @, in at most {_LONG
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """Parts of a metric's name; `str` is the stored text.
-
-    ValueError for parts whose text would parse to other parts.
-    """
+    """Parts of a metric's name; `str` is the stored text. ValueError for parts whose text would parse to
+    other parts."""
 
     family: str | None
     slot: str | None
@@ -117,20 +112,16 @@ class Name:
         )
 
     def like(self, patterns: Iterable[str]) -> bool:
-        """Return True if the whole text matches one of these globs.
-
-        In a glob, `*` matches slashes too: `quant/*/sqnr_db`.
-        """
+        """Return True if the whole text matches one of these globs, in which `*` matches slashes too:
+        `quant/*/sqnr_db`."""
         text = str(self)
         return any(fnmatchcase(text, pattern) for pattern in patterns)
 
     @property
     def for_tracker(self) -> bool:
-        """Return True if TensorBoard gets this metric: all but per-layer series, most errors of slots,
-        readings of parts of the data, the parts of the gradient's error, and how the processor computes.
-
-        The ledger keeps the rest; MLflow gets fewer (`tracking.runs.key`).
-        """
+        """True if TensorBoard gets this metric: all but per-layer series, most errors of slots, readings of
+        parts of the data, the parts of the gradient's error, and how the processor computes. The ledger keeps
+        the rest; MLflow gets fewer (`tracking.runs.key`)."""
         if self.family == "quant":
             return self.slot is not None and self.layer is None and self.metric in _TRACKED_ERRORS
         if self.family == PRODUCTS:
@@ -139,39 +130,34 @@ class Name:
 
     @property
     def of_window(self) -> bool:
-        """Return True for a reading of one window or one part of the data, which forked trials alone have."""
+        """True for a reading of one window or one part of the data, which forked trials alone have."""
         return self.family in _OF_WINDOWS
 
     @property
     def is_count(self) -> bool:
-        """Return True for a number of values that were not finite."""
+        """True for a number of values that were not finite."""
         return self.family == "nan" and self.metric not in _EVENTS
 
     @property
     def is_total(self) -> bool:
-        """Return True for a total of the run so far, False for a number of one interval.
-
-        The last record of a total stands for the run.
-        """
+        """True for a total of the run so far, whose last record stands for the run; False for a number of one
+        interval."""
         return str(self) in _SO_FAR
 
     @property
     def of_data(self) -> bool:
-        """Return True for a model's score on data, which means nothing for a model that learned nothing."""
+        """True for a model's score on data, which means nothing for a model that learned nothing."""
         return self.family in _OF_DATA
 
     @property
     def of_machine(self) -> bool:
-        """Return True for speed and memory, which differ between two runs of one trial."""
+        """True for speed and memory, which differ between two runs of one trial."""
         return self.family in _OF_MACHINE
 
 
 @lru_cache(_MOST_CACHED)
 def parse(text: str) -> Name:
-    """Return the parts of a name. Any text has parts.
-
-    Each distinct text is parsed once and then looked up in a cache.
-    """
+    """Return the parts of a name, which any text has. Each distinct text is parsed once and then cached."""
     family, slash, rest = text.partition("/")
     if not slash:
         return Name(None, None, None, text)
@@ -198,12 +184,8 @@ def recordable(text: str) -> bool:
 
 
 def each_layer(metric: str, family: str = "quant") -> str:
-    """Return the glob of a metric of single layers, for an alarm: `quant/*/*/<metric>`.
-
-    Args:
-        metric: metric of an operand, or of a product.
-        family: `quant` or `PRODUCTS`.
-    """
+    """Return the glob of a metric of single layers, for an alarm: `quant/*/*/<metric>`, or that of
+    `PRODUCTS`."""
     return str(Name(family, "*", "*", metric))
 
 
@@ -218,12 +200,7 @@ def reading(metric: str) -> str:
 
 
 def by_recipe(quantity: str, recipe: str) -> str:
-    """Return the name of a reading of the weights by another recipe: `loss@nvfp4`.
-
-    Args:
-        quantity: one of `QUANTITIES`.
-        recipe: name of the reading (`recipes.readings`).
-    """
+    """Return the name of a reading, one of `QUANTITIES`, of the weights by another recipe: `loss@nvfp4`."""
     return f"{quantity}@{recipe}"
 
 
@@ -244,13 +221,8 @@ def plain_metric(reading: str) -> str:
 
 
 def window_metric(position: int, window: int, metric: str) -> str:
-    """Return the name of a metric at the end of a window, `fork/120/45/loss` of `val/loss`.
-
-    Args:
-        position: step of the trunk after which the window begins.
-        window: its steps.
-        metric: name of the metric in a plain run.
-    """
+    """Return the name of a plain run's metric at the end of a window: `fork/120/45/loss` of `val/loss` for
+    the window of 45 steps that begins after step 120 of the trunk."""
     return f"{FORK}/{position}/{window}/{reading(metric)}"
 
 

@@ -58,27 +58,18 @@ class Measurements(dict[str, float]):
 
 
 def quantisation(operand: Operand) -> dict[str, float]:
-    """Return every metric of `OPERAND_METRICS` of an operand; NaN for those that are undefined for it.
-
-    Args:
-        operand: a quantised operand that kept its source.
-    """
+    """Return every metric of `OPERAND_METRICS` of an operand that kept its source; NaN for those that are
+    undefined."""
     seen = census(operand)
     return {name: metric.measure(operand, seen) for name, metric in OPERAND_METRICS.items()}
 
 
 def gradient_noise(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> dict[str, float]:
-    """Compare a gradient with the one that the same batch gives without quantisation.
+    """Compare a gradient, tensors in any shapes, with the one that the same batch gives without quantisation.
 
-    "FP4 All the Way" leaves FP4 when the noise ratio falls below sqrt(3) (arXiv 2505.19115).
-
-    Args:
-        gradient: gradients of all trained parameters, in any shapes.
-        reference: those without quantisation, in the same order and shapes.
-
-    Returns:
-        `grad/cosine_to_bf16`, the cosine of the two, and `grad/noise_ratio`, the reference's norm over that
-        of the difference, both computed in fp64; {} if a norm is 0 or not finite.
+    Return `grad/cosine_to_bf16`, the cosine of the two, and `grad/noise_ratio`, the reference's norm over
+    that of the difference, both computed in fp64; {} if a norm is 0 or not finite. "FP4 All the Way" leaves
+    FP4 when the noise ratio falls below sqrt(3) (arXiv 2505.19115).
     """
 
     def inner(a: Iterable[Tensor], b: Iterable[Tensor]) -> float:
@@ -104,8 +95,8 @@ _PART = 1 << 22
 def gradient_split(draws: Sequence[Sequence[Tensor]], reference: Sequence[Tensor]) -> dict[str, float]:
     """Return variance and squared bias of a gradient under its recipe's random rounding, apart.
 
-    For k independent draws g_i of the gradient of one batch, g without quantisation and d_i = g_i - g, with
-    A = sum |d_i|^2 and B = |sum d_i|^2, the estimates are U-statistics, unbiased at every k above 1:
+    For k independent draws g_i of the gradient of one batch, g without quantisation and d_i = g_i - g, with A
+    = sum |d_i|^2 and B = |sum d_i|^2, the estimates are U-statistics, unbiased at every k above 1:
 
         variance      E|g_i - E g_i|^2   (A - B/k) / (k - 1)
         squared bias  |E g_i - g|^2      (B - A) / (k (k - 1)): the mean of <d_i, d_j> over pairs i, j
@@ -113,13 +104,8 @@ def gradient_split(draws: Sequence[Sequence[Tensor]], reference: Sequence[Tensor
     They add up to A/k, the mean squared error. A small squared bias may come out below zero. More draws
     average the variance out of an optimizer's step; nothing averages out the bias.
 
-    Args:
-        draws: gradients of all trained parameters, one list a draw; a single one is that of a recipe without
-            random rounding, whose variance is 0.
-        reference: the gradient without quantisation, in the same order and shapes.
-
-    Returns:
-        `grad/variance` and `grad/squared_bias`, both over |g|^2; {} if that or a result is not finite or 0.
+    Return `grad/variance` and `grad/squared_bias`, both over |g|^2; {} if that or a result is not finite or
+    0. A single draw is that of a recipe without random rounding, whose variance is 0.
     """
     k, parts = len(draws), []
     for tensors in zip(reference, *draws, strict=True):
@@ -146,11 +132,8 @@ Casts = Mapping[str, tuple[Tensor, Operand]]
 
 
 def keep_casts(casts: Iterable[tuple[str, tuple[Tensor, Operand]]]) -> Casts:
-    """Return copies of weights, and of their casts what `oscillation` reads: 8 bytes a weight in fp32.
-
-    Args:
-        casts: weights and casts from `Engine.weight_casts`, made one after the other.
-    """
+    """Return copies of weights, and of their casts (`Engine.weight_casts`, made one after the other) what
+    `oscillation` reads: 8 bytes a weight in fp32."""
     return {name: (weight.clone(), _compact(cast)) for name, (weight, cast) in casts}
 
 
@@ -164,15 +147,11 @@ def _compact(cast: Operand) -> Operand:
 
 
 def oscillation(before: Casts, after: Iterable[tuple[str, tuple[Tensor, Operand]]]) -> dict[str, float]:
-    """Return the effect of one optimizer step on quantised weights.
+    """Return the effect of one optimizer step on quantised weights: `weights/flipped`, the share of elements
+    whose code changed, and `weights/oscillation`, sum |dQ(w)| over sum |dw|, left out if no weight changed.
 
-    Args:
-        before: weights and their casts before the step; the casts have kept their codes.
-        after: those of the same layers after it, in the same order; each is dropped before the next is made.
-
-    Returns:
-        `weights/flipped`, the share of elements whose code changed, and `weights/oscillation`, sum |dQ(w)|
-        over sum |dw|, left out if no weight changed.
+    The casts before the step have kept their codes. `after` has the same layers in the same order; each is
+    dropped before the next is made.
     """
     flipped = elements = 0
     way = quantised_way = 0.0
@@ -194,19 +173,13 @@ def routes(
     micro_batches: int = 1,
     sums: Callable[..., Sequence[float]] = lambda *numbers: numbers,
 ) -> dict[str, float]:
-    """Compare the experts of a step's tokens with those of the same batches without quantisation.
+    """Compare the experts of a step's tokens with those of the same batches and weights without quantisation.
 
-    Args:
-        own: experts by the step's recipe.
-        exact: experts without quantisation, on the same weights.
-        micro_batches: micro-batches of the step, over all ranks.
-        sums: returns each number's sum over the ranks.
-
-    Returns:
-        `routing/flipped`, the share of pairs of a token and one of its experts that differ, whatever their
-        order; `routing/tokens_flipped`, the share of tokens with such a pair in any layer; `routing/load`,
-        the largest load of an expert over the mean, of the worst layer; and `routing/tokens_median` and
-        `routing/tokens_min`, over the experts of all layers, the tokens of an expert per micro-batch.
+    Return `routing/flipped`, the share of pairs of a token and one of its experts that differ, whatever their
+    order; `routing/tokens_flipped`, the share of tokens with such a pair in any layer; `routing/load`, the
+    largest load of an expert over the mean, of the worst layer; and `routing/tokens_median` and
+    `routing/tokens_min`, over the experts of all layers, the tokens of an expert per micro-batch.
+    `micro_batches` counts those of all ranks; `sums` returns each number's sum over the ranks.
     """
     if not own.index:
         return {}
@@ -241,15 +214,9 @@ PRODUCT_MEANS = ("gain", "rel_l2")
 
 
 def product_metrics(error: ProductError) -> dict[str, float]:
-    """Return the metrics of one product of one layer.
-
-    Args:
-        error: the product's sums, and those that its recipe gives.
-
-    Returns:
-        `gain` and `rel_l2`, and of each what the recipe gives (`_expected`), half the width of the interval
-        around that (`_margin`), and the distance from it in half-widths (`_beyond`).
-    """
+    """Return the metrics of one product of one layer: `gain` and `rel_l2`, and of each what the recipe gives
+    (`_expected`), half the width of the interval around that (`_margin`), and the distance from it in
+    half-widths (`_beyond`)."""
     measured, own = error.measured, error.expected()
     beyond = own.beyond(measured)
     return {
@@ -265,11 +232,8 @@ def product_metrics(error: ProductError) -> dict[str, float]:
 
 
 class SlotErrors(Probe):
-    """Collector of the errors of a step: of every operand, and of every product of its first micro-batch.
-
-    Args:
-        products: False to leave out the products, whose expected errors cost further passes.
-    """
+    """Collector of the errors of a step: of every operand, and of every product of its first micro-batch,
+    unless `products` is False: their expected errors cost further passes."""
 
     def __init__(self, products: bool = True) -> None:
         self._products = products
@@ -277,7 +241,6 @@ class SlotErrors(Probe):
         self._inputs: dict[str, tuple[Tensor, Tensor]] = {}
 
     def operand(self, layer: str, slot: str, operand: Operand) -> None:
-        """Measure an operand."""
         self._seen["quant", slot, layer] = quantisation(operand)
 
     def output(self, layer: Casting, products: Products, x: Tensor, w: Tensor, y: Tensor) -> None:
@@ -296,7 +259,6 @@ class SlotErrors(Probe):
         dy: Tensor,
         results: tuple[Tensor | None, Tensor | None],
     ) -> None:
-        """Measure dgrad and wgrad."""
         x, w = self._inputs.pop(layer.name, (None, None)) if products.backward_needs else kept[:2]
         if self._measures(layer) and x is not None and w is not None:
             self._add(layer, of_gradients(layer, products, x, w, kept, dy, results))
@@ -310,10 +272,8 @@ class SlotErrors(Probe):
 
     def metrics(self) -> dict[str, float]:
         """Return `quant/<slot>/<layer>/<name>` and `gemm/<product>/<layer>/<name>` of each layer, and their
-        means over layers, without those of what products are expected to be.
-
-        Undefined values are left out of both.
-        """
+        means over layers, without those of what products are expected to be. Undefined values are left out of
+        both."""
         result: dict[str, float] = {}
         means: defaultdict[str, list[float]] = defaultdict(list)
         for (family, slot, layer), values in self._seen.items():

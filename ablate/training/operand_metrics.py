@@ -152,7 +152,6 @@ def _without_grid(operand: Operand) -> bool:
 
 
 def _largest_scale(operand: Operand) -> float:
-    """Return the largest value of the format of an operand's block scales."""
     scale = _quant(operand).scale
     if scale is None:
         raise ValueError("this operand has no block scales")
@@ -204,11 +203,8 @@ OPERAND_METRICS = {
     "kurtosis": OperandMetric(kurtosis),
     "mean_share": OperandMetric(mean_share),
 }
-"""Metrics of an operand by name.
-
-Alarms are checked in this order: causes (scales) before their effects (elements). Ordinary training in NVFP4
-stays well below the limits (experiments/LOG.md).
-"""
+"""Metrics of an operand by name. Alarms are checked in this order: causes (scales) before their effects
+(elements). Ordinary training in NVFP4 stays well below the limits (experiments/LOG.md)."""
 
 ALARMS = (
     *(metric.alarm for metric in OPERAND_METRICS.values() if metric.alarm),

@@ -20,11 +20,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def _eager(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Return a torch optimizer class without the wrappers that keep torch.compile out.
-
-    At the first call they import torch._dynamo, which takes as long as the rest of torch. Nothing here
-    compiles a step.
-    """
+    """Return a torch optimizer class without the wrappers that keep torch.compile out. At the first call they
+    import torch._dynamo, which takes as long as the rest of torch. Nothing here compiles a step."""
     plain = {
         name: unwrap(getattr(kind, name))
         for name in ("add_param_group", "load_state_dict", "state_dict", "zero_grad")
@@ -37,13 +34,8 @@ _Optimizer: Any = _eager(torch.optim.Optimizer)  # mypy accepts no base class th
 
 
 def optimizer(model: nn.Module, config: Training) -> torch.optim.Optimizer:
-    """Return the optimizer that a configuration names, over all trained parameters.
-
-    Args:
-        model: its parameters with `requires_grad` are trained.
-        config: `optimizer`, `lr`, `weight_decay`, `beta1`, `beta2`, `momentum` and `optimizer_state` apply.
-            With `optimizer_state` bf16, the moments are rounded after every step.
-    """
+    """Return the optimizer that a configuration names, over all parameters with `requires_grad`. With
+    `optimizer_state` bf16, the moments are rounded after every step."""
     built = OPTIMIZERS[config.optimizer](model, config)
     if config.optimizer_state == "bf16":
         built.register_step_post_hook(_round_state)
@@ -83,11 +75,7 @@ def muon(model: nn.Module, config: Training) -> torch.optim.Optimizer:
 
 
 class Joint(_Optimizer):
-    """Several optimizers, each over its own parameters, as one.
-
-    Args:
-        parts: the optimizers; their parameters do not overlap.
-    """
+    """Several optimizers, each over its own parameters, as one."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
@@ -98,7 +86,7 @@ class Joint(_Optimizer):
 
     @property
     def state(self) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Return the moments by name of every parameter, from all parts."""
+        """Moments by name of every parameter, from all parts."""
         return {parameter: kept for part in self.parts for parameter, kept in part.state.items()}
 
     @state.setter

@@ -7,9 +7,7 @@ _SIGNS = ("out of memory", "outofmemory", "memoryerror", "allocate memory")
 
 
 def kernel_kills() -> int:
-    """Return the number of processes that Linux has killed since boot for lack of memory; 0 if it is not
-    known.
-    """
+    """Return the number of processes that Linux has killed since boot for lack of memory; 0 if not known."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -18,38 +18,23 @@ from ablate.training.hyperparameters import Training
 
 @dataclass(frozen=True)
 class Layout:
-    """Number of ranks, and the way in which they keep the model.
-
-    `sharded`: each rank keeps a part of the parameters, their gradients and the optimizer's state (FSDP).
-    """
+    """Number of ranks, and the way in which they keep the model; `sharded`: each keeps a part of the
+    parameters, their gradients and the optimizer's state (FSDP)."""
 
     ranks: int = 1
     sharded: bool = False
 
     def groups(self, accumulate: int) -> int:
-        """Return the number of groups of ranks that take micro-batches of their own.
-
-        Args:
-            accumulate: micro-batches of an optimizer step.
-        """
+        """Return the number of groups of ranks that take micro-batches, of `accumulate` in a step, of their
+        own."""
         return math.gcd(accumulate, self.ranks)
 
     def splits(self, accumulate: int) -> int:
-        """Return the number of ranks that share one micro-batch's sequences and its operands' amaxes.
-
-        Args:
-            accumulate: micro-batches of an optimizer step.
-        """
+        """Return the number of ranks that share one micro-batch's sequences and its operands' amaxes."""
         return self.ranks // self.groups(accumulate)
 
     def misfits(self, config: Training, recipe: Recipe, engine: str) -> Iterator[str]:
-        """Yield each reason, as a sentence, for which so many ranks cannot train this.
-
-        Args:
-            config: the workload.
-            recipe: the recipe of the trial.
-            engine: name of the engine that computes it.
-        """
+        """Yield each reason, as a sentence, for which so many ranks cannot train this."""
         splits = self.splits(config.accumulate)
         if recipe.experts.replays:
             yield f"recipe.experts.routing replay is for one rank; use 1 instead of {self.ranks}, or free"

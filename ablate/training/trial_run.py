@@ -40,11 +40,9 @@ class TrialRun:
     seed: int
     """Seed of weights, data order and rounding."""
     engine: str
-    """Name of an engine of `engines.ENGINES`."""
     device: str
     """`cpu` or `cuda`."""
     telemetry: Telemetry
-    """Intervals between measurements."""
     checkpoints: Checkpoints | None = None
     """The trial's checkpoint files, on rank 0; None: the run starts at step 0 and writes none."""
     forks: Forks | None = None

@@ -12,14 +12,8 @@ from ablate.engines.gpu_access import without_gpus
 
 
 def library(name: str) -> ModuleType:
-    """Import and return an optional library.
-
-    Args:
-        name: qualified name of the module.
-
-    Raises:
-        ValueError: the library is not installed; the message has the command to install it.
-    """
+    """Import and return an optional library's module. ValueError, with the command to install it, if it is
+    missing."""
     try:
         with quietly(), without_gpus():
             return import_module(name)
@@ -41,10 +35,8 @@ def quietly() -> Iterator[None]:
 
 @contextmanager
 def hidden_if_broken(package: str) -> Iterator[None]:
-    """Inside this context, hide a package that is installed but cannot be imported.
-
-    peft checks only that it is installed, and then fails to import it.
-    """
+    """Inside this context, hide a package that is installed but cannot be imported. peft checks only that it
+    is installed, and then fails to import it."""
     if package in sys.modules:
         yield
         return
@@ -62,14 +54,9 @@ def hidden_if_broken(package: str) -> Iterator[None]:
 
 @contextmanager
 def drawn(moment: object, cuda: object = None) -> Iterator[None]:
-    """Inside this context, seed torch's global generators from `moment` alone; restore them afterwards.
-
-    For libraries that draw initial weights or dropout from those generators.
-
-    Args:
-        moment: any object whose `str` identifies the draw, such as a seed or a `Clock`.
-        cuda: the GPU whose generator is seeded as well, if any.
-    """
+    """Inside this context, seed torch's global generators from `str(moment)` alone, of a seed or a `Clock`.
+    Restore them afterwards; of the GPUs' that of `cuda` alone. For libraries that draw initial weights or
+    dropout from those generators."""
     import torch
 
     with torch.random.fork_rng(devices=[] if cuda is None else [cuda]):

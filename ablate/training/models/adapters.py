@@ -16,18 +16,12 @@ with hidden_if_broken("transformer_engine"), quietly(), without_gpus():
 def adapt(
     model: nn.Module, names: Sequence[str], rank: int, alpha: float, dropout: float, seed: int
 ) -> nn.Module:
-    """Return the model with adapters on some layers; all other parameters are frozen.
+    """Return the converted model, changed in place, with adapters on the layers of these names; all other
+    parameters are frozen. The product of an adapter's matrices is multiplied by alpha / rank; `dropout` is
+    the probability before it. Initial weights depend on the seed alone.
 
     The layers themselves stay quantised by their recipe. The adapters are computed in the precision of the
     activations.
-
-    Args:
-        model: the converted model, changed in place.
-        names: qualified names of the layers.
-        rank: rank of the adapters.
-        alpha: scale of the adapters; the product of their matrices is multiplied by alpha / rank.
-        dropout: probability of dropout before an adapter.
-        seed: seed of the adapters' initial weights, which depend on nothing else.
     """
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(names), task_type="CAUSAL_LM"
@@ -44,13 +38,6 @@ def merged(model: nn.Module) -> nn.Module:
 
 
 def save(model: nn.Module, folder: Path) -> None:
-    """Write the model, its adapters merged in place, into a folder that `transformers` loads.
-
-    Args:
-        model: a model of `transformers`, or one from `adapt`.
-        folder: the folder, made if it does not exist.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Write a model of `transformers`, or one from `adapt`, its adapters merged in place, into a folder that
+    `transformers` loads and that is made if it does not exist. OSError if a file cannot be written."""
     merged(model).save_pretrained(folder)

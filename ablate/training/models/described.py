@@ -22,16 +22,9 @@ _VERSION = 4
 
 
 def outline(source: ModelSource, vocab: int | None = None) -> Outline:
-    """Return the outline of a model, from the cache if it has been made before.
-
-    Args:
-        source: the model.
-        vocab: size of the vocabulary, for a configuration that gives none.
-
-    Raises:
-        OSError: the model cannot be found or read.
-        ValueError: it is no model that `transformers` builds or a recipe applies to, or is too large.
-    """
+    """Return the outline of a model, from the cache if it has been made before. `vocab` is for a
+    configuration that gives none. OSError if the model cannot be found or read; ValueError if it is no model
+    that `transformers` builds or a recipe applies to, or is too large."""
     if not isinstance(source, str):
         _refuse_giants(source)
     return _outline(source if isinstance(source, str) else json.dumps(dict(source), sort_keys=True), vocab)
@@ -77,15 +70,8 @@ def _outline(source: str, vocab: int | None) -> Outline:
 
 
 def matching(patterns: Sequence[str], layers: Sequence[str]) -> list[str]:
-    """Return the layers whose name, or the end of it, matches one of some globs.
-
-    Args:
-        patterns: globs such as `q_proj` or `layers.0.*`.
-        layers: qualified names of layers.
-
-    Raises:
-        ValueError: a glob matches no layer; the message has the nearest names.
-    """
+    """Return the layers whose qualified name, or the end of it, matches one of some globs, such as `q_proj`
+    or `layers.0.*`. ValueError, with the nearest names, if a glob matches no layer."""
     selected: dict[str, None] = {}
     for pattern in patterns:
         matches = [name for name in layers if fnmatchcase(f".{name}", f"*.{pattern}")]

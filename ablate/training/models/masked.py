@@ -55,18 +55,9 @@ class MaskedConfig(StackShape, Protocol):
 
 
 def autoencoder(shape: MaskedConfig, channels: int, side: int, seed: int, device: torch.device) -> nn.Module:
-    """Return the model of a `Mae` in fp32, in training mode.
-
-    Args:
-        shape: the workload, whose fields give the sizes of encoder and decoder.
-        channels: channels of the images.
-        side: width and height of the images in pixels, a multiple of the patch.
-        seed: seed of the weights, which depend on nothing else.
-        device: device of the model.
-
-    Raises:
-        ValueError: transformers is not installed.
-    """
+    """Return the model of a `Mae` in fp32, in training mode, with weights that depend on the seed alone.
+    `side` is the images' width and height in pixels, a multiple of the patch. ValueError if transformers is
+    not installed."""
     vit = library("transformers.models.vit_mae.modeling_vit_mae")
     config = vit.ViTMAEConfig(
         hidden_size=shape.width,
@@ -90,14 +81,10 @@ def autoencoder(shape: MaskedConfig, channels: int, side: int, seed: int, device
 
 
 def initialise(model: nn.Module, grid: int, seed: int) -> nn.Module:
-    """Draw all weights on the CPU, in order of name, from the seed alone, and return the model.
+    """Draw all weights of a ViT-MAE on the CPU, in order of name, from the seed alone, in place; return the
+    model. `grid` is the number of patches in a row of an image.
 
     As in the paper: Xavier uniform matrices, biases 0, norms 1, fixed positions.
-
-    Args:
-        model: a ViT-MAE of transformers, changed in place.
-        grid: number of patches in a row of an image.
-        seed: seed of the weights.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
@@ -131,13 +118,8 @@ def positions(grid: int, width: int) -> Tensor:
 
 
 def loss(model: nn.Module, images: Tensor, order: Tensor) -> Tensor:
-    """Return the mean squared error over the pixels of masked patches, an fp32 scalar.
-
-    Args:
-        model: from `autoencoder`.
-        images: fp32 [images, channels, side, side].
-        order: order of the patches, from `mask_order`; those with the smallest numbers stay visible.
-    """
+    """Return the mean squared error over the pixels of masked patches, an fp32 scalar. Images are fp32
+    [images, channels, side, side]; `order` is from `mask_order`."""
     return model(pixel_values=images, noise=order).loss
 
 
@@ -150,15 +132,8 @@ def mask_order(
     """Return a number for every patch, int64 [images, patches], distinct within an image.
 
     The patches with the smallest numbers stay visible. A function of the arguments alone, so that every arm
-    of a seed sees the same masks.
-
-    Args:
-        seed: the trial's seed.
-        step: optimizer step.
-        micro_batch: number of the micro-batch in the step.
-        images: number of images.
-        patches: number of patches of an image.
-        purpose: last word of the counter: one for training, another for validation.
+    of a seed sees the same masks. `purpose` is the last word of the counter: one for training, another for
+    validation.
     """
     count = images * patches
     words = bits("masking", seed, step, micro_batch, -(-count // 4), purpose).t().flatten()[:count]
@@ -168,10 +143,8 @@ def mask_order(
 def batches(
     config: MaskedConfig, images: ImageSet, seed: int, device: torch.device
 ) -> tuple[Callable[[int, int], MaskedBatch], list[MaskedBatch]]:
-    """Return a function from step and micro-batch to a training batch, and the list of validation batches.
-
-    All on `device`. Validation batches are the same for every seed and arm.
-    """
+    """Return a function from step and micro-batch to a training batch, and the list of validation batches,
+    all on `device`. Validation batches are the same for every seed and arm."""
 
     def batch(step: int, micro_batch: int) -> MaskedBatch:
         pixels = image_batch(images, seed, step, micro_batch, config.batch, config.augment)
@@ -182,11 +155,7 @@ def batches(
 
 def validation(config: MaskedConfig, images: ImageSet) -> Iterator[MaskedBatch]:
     """Yield batches of validation images with masks, on the CPU, the same for every seed and arm.
-
-    Args:
-        config: the workload; `eval_tokens`, `eval_batch` and the normalisation of `augment` apply.
-        images: the image set.
-    """
+    `eval_tokens`, `eval_batch` and the normalisation of `augment` apply."""
     pixels = validation_images(
         images, config.eval_tokens // config.patches, config.eval_batch, config.augment
     )
@@ -195,12 +164,8 @@ def validation(config: MaskedConfig, images: ImageSet) -> Iterator[MaskedBatch]:
 
 
 def masks(order: Tensor, visible: int) -> Tensor:
-    """Return the masked patches, bool [images, patches].
-
-    Args:
-        order: from `mask_order`, int64 [images, patches].
-        visible: number of patches of each image that are not masked.
-    """
+    """Return the masked patches, bool [images, patches]: all but the `visible` of each image with the
+    smallest numbers in `order`, from `mask_order`."""
     return order.argsort(1).argsort(1) >= visible
 
 
@@ -208,10 +173,8 @@ def masks(order: Tensor, visible: int) -> Tensor:
 
 
 def patchify(images: Tensor, patch: int) -> Tensor:
-    """Reshape [n, channels, side, side] to [n, patches, pixels].
-
-    Patches are in row-major order; within one, pixels are too, with the channels last.
-    """
+    """Reshape [n, channels, side, side] to [n, patches, pixels]. Patches are in row-major order; within one,
+    pixels are too, with the channels last."""
     n, channels, side, _ = images.shape
     grid = side // patch
     return (
@@ -233,15 +196,9 @@ def unpatchify(patches: Tensor, patch: int, channels: int) -> Tensor:
 
 
 def blank_loss(config: MaskedConfig, images: ImageSet) -> float:
-    """Return the validation loss of a trivial prediction, a reference for the model's.
-
-    It predicts, for each masked patch and channel, the mean of the image's visible pixels; if the loss is
-    of normalised pixels, the patch's own mean.
-
-    Args:
-        config: the workload.
-        images: the image set.
-    """
+    """Return the validation loss of a trivial prediction, a reference for the model's: for each masked patch
+    and channel, the mean of the image's visible pixels; if the loss is of normalised pixels, the patch's own
+    mean."""
     losses = []
     for pixels, order in validation(config, images):
         patches, masked = patchify(pixels, config.patch), masks(order, config.visible)
@@ -274,15 +231,8 @@ class Reconstruction(NamedTuple):
 def reconstructions(
     model: nn.Module, engine: Engine, config: MaskedConfig, images: ImageSet, batches: Sequence[MaskedBatch]
 ) -> list[Reconstruction]:
-    """Return the model's reconstructions of some batches, with the random draws of an evaluation.
-
-    Args:
-        model: from `autoencoder`, converted; it is in training mode afterwards.
-        engine: the engine that converted it.
-        config: the workload.
-        images: the image set, whose normalisation is undone.
-        batches: batches on the model's device.
-    """
+    """Return the reconstructions, by a converted model from `autoencoder`, of batches on its device, with the
+    random draws of an evaluation. The model is in training mode afterwards."""
     engine.clock.stream = "evaluation"
     result = []
     model.eval()
@@ -298,16 +248,8 @@ def reconstructions(
 def reconstruct(
     model: nn.Module, config: MaskedConfig, images: ImageSet, batch: MaskedBatch
 ) -> Reconstruction:
-    """Return the model's reconstruction of a batch.
-
-    If the model predicts normalised pixels, each patch is given its true mean and deviation.
-
-    Args:
-        model: from `autoencoder`, in evaluation mode.
-        config: the workload.
-        images: the image set, whose normalisation is undone.
-        batch: a batch on the model's device.
-    """
+    """Return the reconstruction of a batch on the model's device, by a model in evaluation mode. If the model
+    predicts normalised pixels, each patch is given its true mean and deviation."""
     pixels, order = batch
     predicted = model(pixel_values=pixels, noise=order).logits.float()
     truth, masked = patchify(pixels, config.patch), masks(order, config.visible)
@@ -335,11 +277,7 @@ def _levels(batch: Tensor, config: MaskedConfig, images: ImageSet) -> Tensor:
 
 def psnr(reconstructions: Iterable[Reconstruction], patch: int) -> float:
     """Return the peak signal-to-noise ratio of masked pixels in dB, with peak 1; infinite without error.
-
-    Args:
-        reconstructions: reconstructions of any number of batches.
-        patch: side of a patch in pixels.
-    """
+    `patch` is in pixels."""
     squares, count = 0.0, 0
     for part in reconstructions:
         error = patchify(part.reconstruction - part.original, patch)[part.masked]

@@ -47,7 +47,6 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(count, width))
 
     def forward(self, x: Tensor) -> Routed:
-        """Return the experts of tokens [tokens, width]."""
         probabilities = F.linear(x.float(), self.weight).softmax(-1)
         weights, index = probabilities.topk(self.top_k, dim=-1)
         if self.top_k > 1:
@@ -57,14 +56,12 @@ class Router(nn.Module):
 
 def imbalance(probabilities: Tensor, index: Tensor) -> Tensor:
     """Return the load-balancing loss: count * sum over experts of load * mean probability, fp32 scalar.
+    `probabilities` are the router's, fp32 [tokens, count]; `index` has the experts of each token, int64
+    [tokens, top_k].
 
     An expert's load is its share of all pairs of a token and one of its experts, and has no gradient. With
     one expert per token it is the loss of Switch Transformer (arXiv 2101.03961, equations 4 to 6), without
     its factor. `transformers` adds up pairs instead, so its loss for Mixtral is top_k times this one.
-
-    Args:
-        probabilities: the router's, fp32 [tokens, count].
-        index: experts of each token, int64 [tokens, top_k].
     """
     count = probabilities.shape[1]
     load = loads(index, count) / index.numel()
@@ -72,17 +69,11 @@ def imbalance(probabilities: Tensor, index: Tensor) -> Tensor:
 
 
 class Experts(nn.Module):
-    """MLPs of one shape without biases, each with its own weights, packed into one parameter per matrix.
+    """`count` MLPs of one shape without biases, each with its own weights, packed into one parameter per
+    matrix. Names and attributes are those of the experts of `transformers`.
 
-    Its names and attributes are those of the experts of `transformers`.
-
-    Args:
-        width: features of a token.
-        hidden: features within one expert.
-        count: number of experts.
-        top_k: number of experts per token.
-        gated: True for down(silu(gate) * up), whose gate and up are the halves of one matrix; False for
-            down(relu(up)^2).
+    A gated one is down(silu(gate) * up), whose gate and up are the halves of one matrix; another
+    down(relu(up)^2). `width` is the features of a token, `hidden` those within one expert.
     """
 
     has_bias = is_transposed = has_post_expert_norm = False
@@ -96,15 +87,9 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(count, width, hidden))
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sums of the outputs of each token's experts, [tokens, width].
-
-        This is the unquantised model's; an engine replaces it.
-
-        Args:
-            hidden_states: [tokens, width].
-            top_k_index: experts of each token, int64 [tokens, top_k].
-            top_k_weights: weights of their outputs, fp32 [tokens, top_k].
-        """
+        """Return the weighted sums of the outputs of each token's experts, [tokens, width], for
+        `hidden_states` [tokens, width], and `top_k_index`, int64, and `top_k_weights`, fp32, [tokens, top_k].
+        This is the unquantised model's; an engine replaces it."""
         chosen = top_k_index.flatten()
         order = chosen.argsort(stable=True)
         counts = loads(chosen, self.num_experts).tolist()
@@ -117,11 +102,9 @@ class Experts(nn.Module):
         return pairs.sum(1).to(hidden_states.dtype)
 
     def _grouped(self, rows: Tensor, packed: Tensor, counts: list[int]) -> Tensor:
-        """Return the products of rows, sorted by expert, with the weights of their experts.
-
-        On a CPU they equal those of torch's grouped_mm bit for bit, which takes widths that are multiples of
-        16 bytes alone.
-        """
+        """Return the products of rows, sorted by expert, with the weights of their experts. On a CPU they
+        equal those of torch's grouped_mm bit for bit, which takes widths that are multiples of 16 bytes
+        alone."""
         pairs = zip(rows.split(counts), packed.to(rows.dtype), strict=True)
         return torch.cat([linear(own, weight) for own, weight in pairs])
 
@@ -136,13 +119,8 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Router, experts, and an MLP that every token passes through if there are shared experts.
-
-    Args:
-        router: chooses the experts of each token.
-        experts: the experts.
-        shared: MLP whose output is added; None: there is none (DeepSeekMoE, arXiv 2401.06066, has it).
-    """
+    """Router, experts, and an MLP that every token passes through, whose output is added, if there are shared
+    experts (DeepSeekMoE, arXiv 2401.06066)."""
 
     def __init__(self, router: Router, experts: Experts, shared: nn.Module | None) -> None:
         super().__init__()

@@ -35,14 +35,8 @@ class Outline(NamedTuple):
 
 
 def resolve(source: str) -> tuple[Path | None, str | None]:
-    """Return the local folder or file of a name and None, or None and its commit on the hub.
-
-    Args:
-        source: a folder, a config.json, or a name on the hub.
-
-    Raises:
-        OSError: neither exists, or the hub cannot be reached.
-    """
+    """Return the local folder or file of a name and None, or None and its commit on the hub. OSError if
+    neither exists, or the hub cannot be reached."""
     path = Path(source).expanduser()
     if path.exists():
         return path, None
@@ -52,16 +46,8 @@ def resolve(source: str) -> tuple[Path | None, str | None]:
 
 
 def fingerprint(source: ModelSource) -> str:
-    """Return a model's identity: the digest of its files, or its commit on the hub.
-
-    An empty string for a configuration, which has no weights.
-
-    Args:
-        source: the model.
-
-    Raises:
-        OSError: the model cannot be found.
-    """
+    """Return a model's identity: the digest of its files, or its commit on the hub; empty for a
+    configuration, which has no weights. OSError if the model cannot be found."""
     if not isinstance(source, str):
         return ""
     path, revision = resolve(source)

@@ -73,10 +73,8 @@ class Norm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; queries and keys are normalised, then rotated by position.
-
-    One linear computes queries, keys and values. `deterministic` has an effect on CUDA alone.
-    """
+    """Causal self-attention; queries and keys are normalised, then rotated by position. One linear computes
+    queries, keys and values. `deterministic` has an effect on CUDA alone."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, deterministic: bool) -> None:
         super().__init__()
@@ -130,13 +128,8 @@ MLPS: dict[str, Callable[[int, int], nn.Module]] = {"swiglu": SwiGLU, "relu2": S
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a norm before it and added to the residual stream.
-
-    Args:
-        width: width of the residual stream.
-        attention: takes activations [batch, tokens, width] and the table of `rotary_table`; returns as many.
-        mlp: takes activations [batch, tokens, width]; returns as many.
-    """
+    """Attention and MLP, each with a norm before it and added to the residual stream, [batch, tokens, width]
+    in and out. The attention also takes the table of `rotary_table`."""
 
     def __init__(self, width: int, attention: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
@@ -174,16 +167,11 @@ def block_of(shape: TransformerShape) -> Block:
 
 
 class Transformer(nn.Module):
-    """The model: tokens and targets, int64 [batch, context], to the mean cross-entropy in nats.
+    """The model: tokens and targets, int64 [batch, context], to the mean cross-entropy in nats. `dtype` is
+    that of activations; parameters stay fp32.
 
     With experts, the gradient of what it returns is that of the cross-entropy plus `auxiliary` times the sum
     of the blocks' load-balancing losses; its value is the cross-entropy alone.
-
-    Args:
-        shape: width, heads, layers and so on, as a `Gpt` workload has them.
-        vocab: size of the vocabulary.
-        dtype: dtype of activations; parameters stay fp32.
-        block: makes one block of the shape.
     """
 
     def __init__(
@@ -233,44 +221,27 @@ def logits(model: Transformer, tokens: Tensor, targets: Tensor) -> Tensor:
 
 
 def rotary_table(context: int, head: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the rotary angles, each fp32 [context, head / 2].
-
-    Args:
-        context: number of positions, from 0.
-        head: width of a head, an even number.
-        theta: base of the frequencies.
-        device: device of the result.
-
-    Source: RoFormer, arXiv 2104.09864.
-    """
+    """Return cosines and sines of the rotary angles (RoFormer, arXiv 2104.09864), fp32 [context, head / 2]
+    each, for positions from 0, a head of even width and frequencies of base `theta`."""
     frequency = theta ** (-torch.arange(0, head, 2, device=device, dtype=torch.float32) / head)
     angle = torch.outer(torch.arange(context, device=device, dtype=torch.float32), frequency)
     return angle.cos(), angle.sin()
 
 
 def rotary(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Return x with the two halves of each head rotated by position.
-
-    Args:
-        x: queries or keys [..., tokens, head], of any dtype.
-        rotation: cosines and sines of `rotary_table`, for at least as many positions.
-    """
+    """Return queries or keys [..., tokens, head], of any dtype, with the two halves of each head rotated by
+    position. `rotary_table` was made for at least as many positions."""
     cos, sin = (r[: x.shape[-2]].to(x.dtype) for r in rotation)
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 def initialise(model: Transformer, seed: int, device: torch.device) -> Transformer:
-    """Draw the weights of a model built on the meta device, from the seed alone, and return it.
+    """Draw the weights of a model built on the meta device, in place, from the seed alone, and return it.
 
     Linears have standard deviation 1/2 fan_in^-1/2, divided by (2 depth)^1/2 if they write to the residual
     stream: an attention's `out`, and every `down` of an MLP or an expert. Norms are one. The head is zero, so
     that the first loss is log(vocab). Weights are drawn on the CPU in order of name.
-
-    Args:
-        model: a model on the meta device, changed in place.
-        seed: seed of the weights.
-        device: device that they are moved to.
     """
     generator = torch.Generator().manual_seed(seed)
     depth = len(model.blocks)

@@ -56,7 +56,6 @@ class _Splitter:
         self._rest = bytearray()
 
     def add(self, chunk: bytearray) -> list[str]:
-        """Return the lines that a chunk completes."""
         lines: list[bytearray] = []
         for number, part in enumerate(chunk.split(b"\n")):
             if number:
@@ -71,12 +70,7 @@ class _Splitter:
 
 
 class Output:
-    """Lines that a run of a command has written, in batches.
-
-    Args:
-        folder: folder of the run.
-        stack: closes the files.
-    """
+    """Lines that a run of a command has written into its folder, in batches. `stack` closes the files."""
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._files = {
@@ -89,11 +83,9 @@ class Output:
         self._splitters = {name: _Splitter() for name in _FILES}
 
     def batch(self) -> dict[str, list[str]] | None:
-        """Return the next lines by file; None if nothing was written since the last call.
-
-        The files are read in turn until none has more. So whatever was written before something in this batch
-        is in it too, or in an earlier one.
-        """
+        """Return the next lines by file; None if nothing was written since the last call. The files are read
+        in turn until none has more. So whatever was written before something in this batch is in it too, or
+        in an earlier one."""
         chunks = {name: bytearray() for name in _FILES}
         while sum(map(len, chunks.values())) < _MOST_BYTES:
             parts = {
@@ -132,14 +124,9 @@ class CommandProcess:
         """Last lines of standard error that are not empty."""
 
     def batches(self) -> Iterator[list[Line]]:
-        """Yield the lines that have come, in batches, until the command has ended.
-
-        Standard error is copied to that of this process.
-
-        Raises:
-            MemoryError: the command ended because memory was out.
-            CommandError: it ended by a signal, or with an exit status that is not 0.
-        """
+        """Yield the lines that have come, in batches, until the command has ended; copy standard error to
+        that of this process. MemoryError if the command ended because memory was out; CommandError if it
+        ended by a signal, or with an exit status that is not 0."""
         ended = os.pidfd_open(self._process.pid)
         try:
             over = False
@@ -183,10 +170,8 @@ class CommandProcess:
 
 @contextmanager
 def held(own: Path) -> Iterator[int]:
-    """Hold the lock of a trial's command inside this context, and yield its file descriptor.
-
-    It waits for the command of an earlier attempt, which may log until its guard has ended it.
-    """
+    """Hold the lock of a trial's command inside this context, and yield its file descriptor. It waits for the
+    command of an earlier attempt, which may log until its guard has ended it."""
     with (own / "lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()
@@ -201,7 +186,6 @@ def earlier(own: Path) -> Iterator[Iterator[list[Line]]]:
 
 
 def _runs(own: Path) -> list[int]:
-    """Return the numbers of the runs that have a folder."""
     return sorted(int(folder.name) for folder in (own / "runs").glob("*") if folder.name.isdecimal())
 
 
@@ -209,15 +193,12 @@ def _runs(own: Path) -> list[int]:
 def started(
     arguments: Sequence[str], folder: Path, variables: Mapping[str, str | None], own: Path, lock: int
 ) -> Iterator[CommandProcess]:
-    """Run a command inside this context; at its end, the command and all of its children are ended.
+    """Run a command in a working folder inside this context; at its end, the command and all of its children
+    are ended.
 
-    Args:
-        arguments: program and arguments.
-        folder: working directory.
-        variables: environment variables, beside those of this process; None removes one. GPUs that are hidden
-            from this process are visible to the command.
-        own: folder in which the folder of the run is made.
-        lock: descriptor of `held`, which stays locked as long as any process of the command may run.
+    `variables` are set beside the environment of this process; None removes one. GPUs that are hidden from
+    this process are visible to the command. The folder of the run is made in `own`. `lock`, the descriptor of
+    `held`, stays locked as long as any process of the command may run.
     """
     run = own / "runs" / str(max(_runs(own), default=0) + 1)
     run.mkdir(parents=True)

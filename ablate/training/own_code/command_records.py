@@ -34,11 +34,8 @@ class _LogLines:
         self._repeated = False
 
     def content(self, text: str) -> dict[str, object] | None:
-        """Return step and metrics of a line; None for any other line.
-
-        Raises:
-            RuntimeError: the latest step has another value.
-        """
+        """Return step and metrics of a line; None for any other line. RuntimeError if the latest step has
+        another value."""
         try:
             record = self._reader(text)
         except Unreadable as error:
@@ -67,13 +64,9 @@ class _LogLines:
 class CommandRecords:
     """Parser of a command's lines. Metrics of one step are one record, which ends when the next step begins.
 
-    Args:
-        expected: hash of the recipe that the command has to confirm; None if it need not.
-        exported: True if it got the recipe in the form of its own stack, which is a confirmation.
-        printed: True if lines of standard output may be metrics.
-        steps: optimizer steps of the run.
-        tokens_per_step: tokens of a step.
-        processor: number of the kind of processor on which the command runs.
+    The command has to confirm the recipe of hash `expected`, if any, unless it got it in the form of its own
+    stack (`exported`). With `printed`, lines of standard output may be metrics. `processor` is the number of
+    the kind of processor on which the command runs.
     """
 
     def __init__(
@@ -95,11 +88,8 @@ class CommandRecords:
         self.begin(None)
 
     def begin(self, reader: LineReader | None) -> None:
-        """Begin with a run, which may repeat steps of earlier ones: their first version counts.
-
-        Args:
-            reader: reader of metrics in other lines of standard output; None if only JSON counts.
-        """
+        """Begin with a run, which may repeat steps of earlier ones: their first version counts. The reader
+        reads metrics in other lines of standard output; without it only JSON counts."""
         self._log = _LogLines(reader) if reader else None
         self._latest: dict[bool, int] = {}
         """Latest step of each source: file or standard output."""
@@ -121,11 +111,8 @@ class CommandRecords:
 
     def add(self, batch: Iterable[Line]) -> Iterator[Record]:
         """Yield the records that a batch of lines completes. Other lines are printed, which is the log.
-
-        Raises:
-            RuntimeError: metrics come before the recipe was confirmed, another recipe is confirmed, or a step
-                is not possible.
-        """
+        RuntimeError if metrics come before the recipe was confirmed, another recipe is confirmed, or a step
+        is not possible."""
         lines = [(line, self._parsed(line)) for line in batch]
         for line, content in lines:
             if content is None:
@@ -145,11 +132,8 @@ class CommandRecords:
                 return
 
     def finish(self) -> Iterator[Record]:
-        """Yield the last record, after the command has ended.
-
-        Raises:
-            RuntimeError: there is no record.
-        """
+        """Yield the last record, after the command has ended. RuntimeError if there is none, or no recipe was
+        confirmed."""
         if not (self.confirmed or self._confirmed_before):
             raise RuntimeError(f"the command ended without confirming the recipe; {REMEDY}")
         if not self._step:

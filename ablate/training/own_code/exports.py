@@ -61,11 +61,7 @@ def stacks_in(word: str) -> tuple[list[str], bool]:
 
 
 def of_precision(text: str) -> str:
-    """Return the first word of a command, or of a script, that sets a precision by itself; empty for none.
-
-    Args:
-        text: the command or script.
-    """
+    """Return the first word of a command, or of a script, that sets a precision by itself; empty for none."""
     found = _PRECISION.search(
         "\n".join(line for line in text.splitlines() if not line.lstrip().startswith("#"))
     )
@@ -73,11 +69,8 @@ def of_precision(text: str) -> str:
 
 
 class Paths:
-    """Value of the placeholder `export` within a word, whose format is the name of a stack.
-
-    Args:
-        folder: folder of the files.
-    """
+    """Value of the placeholder `export` within a word, whose format is the name of a stack: a path in the
+    folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -87,11 +80,8 @@ class Paths:
 
 
 class NotExpressed(ValueError):
-    """A stack of a command cannot express a recipe.
-
-    Attributes:
-        reasons: field of the recipe, or `run`, and the sentence about it.
-    """
+    """A stack of a command cannot express a recipe, for `reasons`: a field of the recipe, or `run`, and the
+    sentence about it."""
 
     def __init__(self, reasons: Sequence[tuple[str, str]]) -> None:
         super().__init__("; ".join(why for _, why in reasons))
@@ -118,19 +108,10 @@ def with_exports(
     folder: Path,
     fill: Callable[[Mapping[str, Sequence[str]]], list[str]],
 ) -> Exported:
-    """Return a command with its exports, each of them read back. Writes nothing.
-
-    Args:
-        stacks: names of the stacks in the command.
-        recipe: the recipe.
-        options: facts of the model.
-        layers: linear layers of the model; empty if they are not known.
-        folder: folder that the files are to be written to.
-        fill: returns program and arguments, for the words that each stack's placeholder becomes.
-
-    Raises:
-        NotExpressed: a stack cannot express the recipe, or the command changes it elsewhere.
-    """
+    """Return a command with its exports, to be written to the folder, each of them read back. Writes nothing.
+    `layers` is empty if they are not known; `fill` returns program and arguments, for the words that each
+    stack's placeholder becomes. NotExpressed if a stack cannot express the recipe, or the command changes it
+    elsewhere."""
     model = Model("this trial's recipe", options.blocks, layers, by=_BY)
     reasons: list[tuple[str, str]] = []
     made: dict[str, Export] = {}
@@ -164,12 +145,9 @@ def with_exports(
 
 
 def write(export: Exported, stacks: Iterable[str]) -> None:
-    """Write the files of a command's exports, and print what they are, for the trial's log.
-
-    Raises:
-        RuntimeError: a variable changes the numbers of Transformer Engine whatever the recipe is.
-        OSError: a file cannot be written.
-    """
+    """Write the files of a command's exports, and print what they are, for the trial's log. RuntimeError if a
+    variable changes the numbers of Transformer Engine whatever the recipe is; OSError if a file cannot be
+    written."""
     stray = stray_switch(in_force(os.environ, export.variables))
     if stray and any(STACKS[stack].te for stack in stacks):
         raise RuntimeError(f"{stray} is set and changes numbers whatever the recipe is; unset it")

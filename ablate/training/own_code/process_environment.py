@@ -58,11 +58,8 @@ def acknowledge(applied: Recipe) -> None:
 
 
 def log(metrics: Mapping[str, object], step: int) -> None:
-    """Append metrics to the file of the environment; of several ranks, rank 0 alone does.
-
-    Raises:
-        ValueError: a value is no number, a name is empty, or `step` is no integer from 1.
-    """
+    """Append metrics to the file of the environment; of several ranks, rank 0 alone does. ValueError if a
+    value is no number, a name is empty, or `step` is no integer from 1."""
     if isinstance(step, bool) or not hasattr(step, "__index__") or index(step) < 1:
         raise ValueError(f"ablate.log: step is {step!r}; give the number of optimizer steps done, from 1")
     values: dict[str, Json] = {}

@@ -68,11 +68,9 @@ class GeneratorState:
         self.generator = generator
 
     def state_dict(self) -> dict[str, object]:
-        """Return the generator's state."""
         return {"state": self.generator.get_state()}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Set the generator's state."""
         self.generator.set_state(state["state"])
 
 
@@ -81,7 +79,7 @@ class TrialState(TypedDict):
 
     step: int
     objects: dict[str, dict[str, object]]
-    """States of the user's objects, by the names given to `checkpoint`."""
+    """By the names given to `checkpoint`."""
     conversions: list[ConversionState]
     generators: dict[str, Any]
     """States of the global generators of torch, numpy and random."""
@@ -435,11 +433,9 @@ class Trial:
 
 
 def emitted(work: Callable[[Callable[[Record], None]], None]) -> Iterator[Record]:
-    """Run `work(emit)` in a thread, and yield each record as it is emitted.
-
-    The thread runs only while this generator waits: `emit` returns once the next record is asked for. If the
-    generator is closed, `emit` raises Stopped.
-    """
+    """Run `work(emit)` in a thread, and yield each record as it is emitted. The thread runs only while this
+    generator waits: `emit` returns once the next record is asked for. If the generator is closed, `emit`
+    raises Stopped."""
     given, taken = threading.Semaphore(0), threading.Semaphore(0)
     records: list[Record] = []
     errors: list[BaseException] = []

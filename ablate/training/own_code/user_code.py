@@ -16,15 +16,9 @@ GROUP = "ablate.workloads"
 
 
 def find(place: Path, function: str) -> Code:
-    """Return the code that a workload's `file` and `function` name.
-
-    Args:
-        place: the file; or a folder, for a function given by its module or by an entry point.
-        function: `train` in a file; `package.module:train`; or the name of an entry point.
-
-    Raises:
-        ValueError: there is no such module or entry point.
-    """
+    """Return the code that a workload's `file` and `function` name: `train` in the file `place`; or, if
+    `place` is a folder, `package.module:train` or the name of an entry point. ValueError if there is no such
+    module or entry point."""
     if not place.is_dir():
         return Code(place, function, place.parent)
     if ":" not in function:

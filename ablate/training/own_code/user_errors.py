@@ -92,11 +92,7 @@ class UserError:
 
 
 class CommandError(RuntimeError):
-    """A user's command ended with an error.
-
-    Attributes:
-        raised: the exception that ended it, if it is a Python program that printed one.
-    """
+    """A user's command ended with an error: `raised`, if it is a Python program that printed one."""
 
     def __init__(self, text: str, raised: UserError | None = None) -> None:
         super().__init__(text)
@@ -128,14 +124,8 @@ def described(error: BaseException) -> UserError | None:
 
 
 def printed(lines: Iterable[str]) -> UserError | None:
-    """Return the exception of the last traceback in a program's output that has a line of the user's code.
-
-    Args:
-        lines: lines of the output, with their indentation.
-
-    Returns:
-        The error; None if there is no such traceback.
-    """
+    """Return the exception of the last traceback in a program's output, lines with their indentation, that
+    has a line of the user's code; None if there is no such traceback."""
     found = None
     frames: list[tuple[str, int, list[str]]] | None = None
     for text in (_RANK.sub("", line).rstrip() for line in lines):
@@ -160,7 +150,6 @@ def printed(lines: Iterable[str]) -> UserError | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception, its cause, the cause of that, and so on."""
     at: BaseException | None = error
     while at is not None:
         yield at
@@ -168,12 +157,8 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _users_frames(stack: TracebackType | None, at_call: bool) -> list[FrameSummary]:
-    """Return the frames of the user's code, the innermost last, below the last call of its function.
-
-    Args:
-        stack: traceback of the exception.
-        at_call: True to end at the call of the model, False to include the frames inside it.
-    """
+    """Return the frames of the user's code, the innermost last, below the last call of its function; without
+    those inside the call of the model if `at_call`."""
     frames = list(traceback.extract_tb(stack))
     if at_call:
         inner = (n for n, frame in enumerate(frames) if frame.filename.endswith(_MODULE_CALL))
@@ -199,7 +184,6 @@ def _package(file: str, packages: str) -> str:
 
 
 def is_users(file: str) -> bool:
-    """Return True for the path of a file of the user's code."""
     return (
         file.endswith(".py") and not file.startswith(_OURS) and not any(part in file for part in _LIBRARIES)
     )
@@ -215,14 +199,9 @@ def is_called_by_user(frame: FrameType | None) -> bool:
 
 
 def _transient(names: Iterable[str], message: str) -> bool:
-    """Return True for an error that another attempt may not meet.
-
-    An OSError without a class of its own is one: an input or output that failed for any reason.
-
-    Args:
-        names: names of the error's class and of the classes that it derives from, in that order.
-        message: first line of its message.
-    """
+    """Return True for an error that another attempt may not meet. `names` are those of its class and of the
+    classes that it derives from, in that order; `message` is its first line. An OSError without a class of
+    its own is one: an input or output that failed for any reason."""
     own, *bases = names
     return (
         own == "OSError"

@@ -29,12 +29,7 @@ def abilities(workload: str) -> type[Workload]:
 
 
 def unit(workload: str, metric: str) -> str:
-    """Return the unit of a metric; "" if it has none.
-
-    Args:
-        workload: name of the trial's workload.
-        metric: name of the metric.
-    """
+    """Return the unit of a metric of a workload; "" if it has none."""
     return abilities(workload).UNITS.get(metric.partition("@")[0], "")
 
 
@@ -43,11 +38,8 @@ CONTEXT_FREE = ("data/unigram_entropy", "data/blank_loss")
 
 
 def context_free(result: Mapping[str, object] | None) -> float | None:
-    """Return the val/loss of a model that ignores its input; None if a result has no such fact.
-
-    Args:
-        result: content of a trial's result.json; None: the trial has no result.
-    """
+    """Return the val/loss of a model that ignores its input, from a trial's result.json, if there is one;
+    None if it has no such fact."""
     facts = (result or {}).get("facts")
     return (
         next((facts[name] for name in CONTEXT_FREE if name in facts), None)

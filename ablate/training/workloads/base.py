@@ -76,55 +76,53 @@ class Workload(Spec):
 
     @property
     def training(self) -> Training | None:
-        """Return the settings of the training loop; None if it does not train a model of this package.
-
-        With them it can be computed by several ranks, on every engine, and its final weights can be kept.
-        """
+        """Settings of the training loop; None if it does not train a model of this package. With them it can
+        be computed by several ranks, on every engine, and its final weights can be kept."""
         return None
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Return modules that a trial needs and that take seconds to import; a worker imports them once."""
+        """Modules that a trial needs and that take seconds to import; a worker imports them once."""
         return ()
 
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that a recipe applies to and layer rules select from, in the model's order."""
+        """Layers that a recipe applies to and layer rules select from, in the model's order."""
         return ()
 
     @property
     def linears(self) -> tuple[str, ...]:
-        """Return the names of the layers that a recipe applies to."""
+        """Names of the layers that a recipe applies to."""
         return tuple(layer.name for layer in self.linear_layers)
 
     @property
     def has_experts(self) -> bool:
-        """Return True if layers are matrices of experts that a model packs into one tensor."""
+        """True if layers are matrices of experts that a model packs into one tensor."""
         return any("Expert" in layer.classes for layer in self.linear_layers)
 
     @property
     def blocks(self) -> int:
-        """Return the number of transformer blocks, which a layer policy counts."""
+        """Number of transformer blocks, which a layer policy counts."""
         return blocks_in(self.linear_layers)
 
     @property
     def data_source(self) -> object | None:
-        """Return the source of its data, if that is one of `training.data`, for the ledger to describe."""
+        """Source of its data, if that is one of `training.data`, for the ledger to describe."""
         return None
 
     @property
     def outline(self) -> Outline | None:
-        """Return the shape of its model, if that is one of another library."""
+        """Shape of its model, if that is one of another library."""
         return None
 
     @property
     def of_readings(self) -> frozenset[str]:
-        """Return the metrics of the recipes by which evaluations also read the weights."""
+        """Metrics of the recipes by which evaluations also read the weights."""
         return frozenset()
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Return the training stacks that recipes are exported to; empty if an engine computes them."""
+        """Training stacks that recipes are exported to; empty if an engine computes them."""
         return ()
 
     def command(self, recipe: Recipe, seed: int, device: str) -> Exported | None:
@@ -133,12 +131,12 @@ class Workload(Spec):
 
     @property
     def own_checkpoint(self) -> str | None:
-        """Return the file or folder of weights that own code starts from; None if there are none."""
+        """File or folder of weights that own code starts from; None if there are none."""
         return None
 
     @property
     def length(self) -> Run:
-        """Return the length of a run, on which schedules depend."""
+        """Length of a run, on which schedules depend."""
         return Run(self.steps, self.tokens_per_step)
 
     @abstractmethod
@@ -150,11 +148,8 @@ class Workload(Spec):
         return iter(())
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run with a recipe; `recipe.<path>` is one of it.
-
-        Args:
-            recipe: the recipe of an arm, with its layer rules and schedule.
-        """
+        """Yield (field, reason) for each field that cannot run with an arm's recipe, with its layer rules and
+        schedule; `recipe.<path>` is a field of the recipe."""
         return iter(())
 
     def computed(self, recipe: Recipe) -> Recipe:
@@ -183,34 +178,18 @@ class Workload(Spec):
 
     @abstractmethod
     def cost(self, quantised: bool) -> float:
-        """Return rough CPU seconds of one trial.
-
-        Args:
-            quantised: True if the recipe quantises any product.
-        """
+        """Return rough CPU seconds of one trial, of a recipe that quantises any product or none."""
 
     def prepare(self, recipe: Recipe, seed: int, device: str, engine: str = "emulated") -> PreparedRun:
-        """Return model and data with the recipe applied by an engine.
-
-        Args:
-            recipe: the recipe.
-            seed: seed of weights, data order and rounding.
-            device: `cpu` or `cuda`.
-            engine: name of an engine of `engines.ENGINES`.
-
-        Raises:
-            ValueError: the engine cannot apply the recipe to this model, or there is none.
-        """
+        """Return model and data with the recipe applied by an engine of `engines.ENGINES`, on `cpu` or
+        `cuda`. The seed is that of weights, data order and rounding. ValueError if the engine cannot apply
+        the recipe to this model, or there is none."""
         raise ValueError(f"workload {type(self).__name__.lower()} trains no model of this package")
 
     def records(self, run: TrialRun) -> Iterator[Record]:
         """Return the records of a trial, one after each step that measured something. All ranks call it.
-
-        Raises:
-            ValueError: the workload has not the ability that the run needs, engine or ranks cannot compute
-                it, or the data are damaged.
-            OSError: the data cannot be read, or a checkpoint cannot be written.
-        """
+        ValueError if the workload has not the ability that the run needs, engine or ranks cannot compute it,
+        or the data are damaged; OSError if the data cannot be read, or a checkpoint cannot be written."""
         for needed, ability in ((run.forks, "forks"), (run.twin, "twins")):
             if needed and not getattr(self, ability):
                 raise ValueError(f"workload {type(self).__name__.lower()} has no {ability}")

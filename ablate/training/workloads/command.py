@@ -115,7 +115,6 @@ class Command(OwnCode):
         return Path(self.folder).expanduser().resolve()
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run."""
         for key in self.config:
             if key in (*PLACEHOLDERS, PLACEHOLDER):
                 yield f"config.{key}", f"{{{key}}} is a placeholder of every command; choose another name"
@@ -198,7 +197,6 @@ class Command(OwnCode):
         return None if self.metrics in _JSON_LINES else open_reader(self.metrics)
 
     def _misfit(self) -> str | None:
-        """Return why `run` cannot be run; None if it can."""
         valid = (*PLACEHOLDERS, PLACEHOLDER, *self.config)
         try:
             tokens = shlex.split(self.run)
@@ -249,18 +247,16 @@ class Command(OwnCode):
         return fields | {"export": {"blocks": self.export.blocks, "layers": layers, "versions": exports}}
 
     def fingerprint(self) -> str:
-        """Return a digest of the command's code and of its data."""
         parts = [own_source.digest_of(self._sources(), self._folder)]
         return "-".join(parts + [own_source.content(Path(name).expanduser()) for name in self.data])
 
     def files(self) -> Iterator[Path]:
-        """Yield the files of the command's code and of its data."""
         yield from own_source.closures(self._sources())
         yield from super().files()
 
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
-        """Return the layers of the model that `export` names, from which rules select."""
+        """Layers of the model that `export` names, from which rules select."""
         from ablate.training.models.described import outline
 
         return () if self.export.model is None else outline(self.export.model).layers
@@ -274,21 +270,13 @@ class Command(OwnCode):
 
     @property
     def stacks(self) -> tuple[str, ...]:
-        """Return the names of the training stacks in `run`, each once."""
+        """Names of the training stacks in `run`, each once."""
         named = (stack for token in shlex.split(self.run) for stack in stacks_in(token)[0])
         return tuple(dict.fromkeys(named))
 
     def exported(self, recipe: Recipe, values: Mapping[str, str], folder: Path) -> Exported:
-        """Return program and arguments with all placeholders filled in, and what exports need beside them.
-
-        Args:
-            recipe: recipe of the arm.
-            values: content of PLACEHOLDERS.
-            folder: folder of exported files.
-
-        Raises:
-            NotExpressed: a stack cannot express the recipe.
-        """
+        """Return program and arguments with all placeholders filled in, those of PLACEHOLDERS by `values`,
+        and what exports to the folder need beside them. NotExpressed if a stack cannot express the recipe."""
         texts: dict[str, object] = {
             key: value if isinstance(value, str) else json.dumps(value) for key, value in self.config.items()
         }
@@ -304,7 +292,6 @@ class Command(OwnCode):
         return with_exports(self.stacks, recipe, self.export, self.linear_layers, folder, fill)
 
     def command(self, recipe: Recipe, seed: int, device: str) -> Exported:
-        """Return the command of a trial for readers, `TRIAL` for its folder."""
         values = {name: f"TRIAL/{name}" for name in PLACEHOLDERS}
         values |= {"seed": str(seed), "steps": str(self.steps), "device": device}
         return self.exported(recipe, values, Path("TRIAL", PLACEHOLDER))

@@ -50,10 +50,8 @@ _TINY = {
     "head_dim": 16,
 }
 _VERSION = 1
-"""Version of the base's weights. Raise it by hand if the same `Base` would give other ones.
-
-Weights kept under another version are then trained again.
-"""
+"""Version of the base's weights. Raise it by hand if the same `Base` would give other ones: weights kept
+under another version are then trained again."""
 BEAT_SECONDS = 5.0
 """Seconds between signs of life while the base is trained: far fewer than the controller waits."""
 
@@ -103,26 +101,22 @@ class Finetune(TextWorkload):
 
     @property
     def outline(self) -> Outline:
-        """Return the shape of the model, from the cache if it has been made before."""
         return outlined(self.model, self.corpus)
 
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that a recipe applies to, by the model's own names."""
         return self.outline.layers
 
     @property
     def extents(self) -> dict[str, int]:
-        """Return the context, which every batch is a multiple of, and the widths of the model."""
+        """Context, which every batch is a multiple of, and widths of the model."""
         return extents(self.model, self)
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Return the slow modules that a worker imports once."""
         return ("ablate.training.models.causal", *(["ablate.training.models.adapters"] if self.lora else []))
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run."""
         problems = dict(super().problems())
         if "data" not in problems:
             problems |= dict(misfits(self.model, self))
@@ -150,17 +144,14 @@ class Finetune(TextWorkload):
             )
 
     def contradictions(self, recipe: Recipe) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run with this recipe."""
         yield from super().contradictions(recipe)
         rules = [name for name in ("osci_reset", "q_ema", "q_ramping") if getattr(recipe.weights, name)]
         if self.lora and rules:
             yield "lora", f"leaves quantised weights as they are, so weights.{rules[0]} has nothing to act on"
 
     def computed(self, recipe: Recipe) -> Recipe:
-        """Return the recipe without the products that a run never computes.
-
-        Under adapters the layers' own weights are frozen, so they have no wgrad.
-        """
+        """Return the recipe without the products that a run never computes: under adapters the layers' own
+        weights are frozen, so they have no wgrad."""
         if self.lora is None:
             return recipe
         rules = tuple(
@@ -186,10 +177,6 @@ class Finetune(TextWorkload):
             yield "lora.targets", str(error)
 
     def identity(self) -> dict[str, Json]:
-        """Return the fields that determine the numbers, without paths.
-
-        The fingerprint stands for the content at those paths.
-        """
         fields = super().identity()
         if isinstance(self.model, str):
             del fields["model"]
@@ -210,7 +197,6 @@ class Finetune(TextWorkload):
         return "-".join(filter(None, parts))
 
     def parameters(self) -> int:
-        """Return the number of all weights of the model."""
         return self.outline.parameters
 
     def cost(self, quantised: bool) -> float:
@@ -221,18 +207,15 @@ class Finetune(TextWorkload):
         return self.seconds(self.parameters(), elements, self.blocks, quantised)
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return perplexity, and bits per byte if the data give the length of a token."""
         perplexity = (
             {"val/perplexity": math.exp(metrics["val/loss"])} if metrics.get("val/loss", 1e3) < 700 else {}
         )
         return super().derived(metrics) | perplexity
 
     def compute(self, run: TrialRun) -> Iterator[Record]:
-        """Train, and yield a Record after every step that measured something.
-
-        While the base is trained first, by this trial or another, yield an empty record of step 0 every few
-        seconds: a trial without records is taken for hung.
-        """
+        """Train, and yield a Record after every step that measured something. While the base is trained
+        first, by this trial or another, yield an empty record of step 0 every few seconds: a trial without
+        records is taken for hung."""
         if self.base:
             from ablate.training.distributed import alone
             from ablate.training.loop import Record
@@ -260,7 +243,6 @@ class Finetune(TextWorkload):
         return Subject(model, *self.windows(clock.seed, device), *parts)
 
     def with_adapters(self, subject: Subject, clock: Clock) -> Subject:
-        """Return the subject with adapters, if they are to be trained."""
         if self.lora is None:
             return subject
         from ablate.training.models.adapters import adapt
@@ -272,7 +254,6 @@ class Finetune(TextWorkload):
         return subject._replace(model=model)
 
     def leave(self, run: PreparedRun, folder: Path) -> None:
-        """Save the model in the trial's folder `model`, if it is to be saved."""
         if self.save:
             from ablate.training.models.adapters import save
 
@@ -334,5 +315,4 @@ class Finetune(TextWorkload):
 
 
 def _frozen(products: P) -> P:
-    """Return the same recipe or products without wgrad's operands."""
     return products.model_copy(update={"wgrad": Wgrad()})

@@ -77,19 +77,19 @@ class Gpt(TextWorkload):
 
     @property
     def hidden_width(self) -> int:
-        """Return the MLP's width, computed from the other fields if it is null."""
+        """MLP's width, computed from the other fields if it is null."""
         if self.hidden is not None:
             return self.hidden
         return -(-8 * self.width // 96) * 32 if self.mlp == "swiglu" else 4 * self.width
 
     @property
     def outline(self) -> Outline | None:
-        """Return the shape of the model of `transformers`; None for this package's transformer."""
+        """Shape of the model of `transformers`; None for this package's transformer."""
         return None if self.model is None else outlined(self.model, self.corpus)
 
     @property
     def expert_width(self) -> int:
-        """Return the width of one expert; 0 without experts."""
+        """Width of one expert; 0 without experts."""
         if self.experts is None:
             return 0
         parts = self.experts.top_k + self.experts.shared
@@ -97,12 +97,9 @@ class Gpt(TextWorkload):
 
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that a recipe applies to.
-
-        They are those of the given model, or of this package's transformer: four in each block, or two for
-        each expert in place of those of the MLP. An expert's counts as many weights as a token is multiplied
-        by on average: top_k / count of its elements.
-        """
+        """Layers of the given model, or of this package's transformer: four in each block, or two for each
+        expert in place of those of the MLP. An expert's counts as many weights as a token is multiplied by on
+        average: top_k / count of its elements."""
         if outline := self.outline:
             return outline.layers
         sizes = self._features
@@ -119,7 +116,7 @@ class Gpt(TextWorkload):
 
     @property
     def _features(self) -> dict[str, int]:
-        """Return the features, in or out, of each layer of a block that are not the model's width."""
+        """Features, in or out, of each layer of a block that are not the model's width."""
         keys = (self.kv_heads or self.heads) * (self.width // self.heads)
         features = {"attention.qkv": self.width + 2 * keys, "attention.out": self.width}
         gates = 2 if self.mlp == "swiglu" else 1
@@ -142,11 +139,9 @@ class Gpt(TextWorkload):
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Return the slow modules that a worker imports once."""
         return () if self.model is None else ("ablate.training.models.causal",)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run."""
         problems = dict(super().problems())
         if "data" not in problems:
             problems |= dict(self._misshapen() if self.model is None else self._shaped_otherwise(self.model))
@@ -188,7 +183,7 @@ class Gpt(TextWorkload):
 
     @property
     def extents(self) -> dict[str, int]:
-        """Return the context, which every batch is a multiple of, and the widths of the transformer."""
+        """Context, which every batch is a multiple of, and widths of the transformer."""
         if self.model is not None:
             return extents(self.model, self)
         keys = (self.kv_heads or self.heads) * (self.width // self.heads)
@@ -200,20 +195,16 @@ class Gpt(TextWorkload):
 
     @property
     def divisible(self) -> bool:
-        """Return True for this package's own transformer, but not with a load-balancing loss.
-
-        That is a product of means over a batch. A model of `transformers` may use dropout, whose masks are
-        drawn for whole batches.
-        """
+        """True for this package's own transformer, but not with a load-balancing loss, a product of means
+        over a batch. A model of `transformers` may use dropout, whose masks are drawn for whole batches."""
         return self.model is None and not (self.experts and self.experts.auxiliary)
 
     @property
     def shardable(self) -> bool:
-        """Return True, since this workload leaves no files at its end, but not with experts."""
+        """True, since this workload leaves no files at its end, but not with experts."""
         return not self.has_experts
 
     def identity(self) -> dict[str, Json]:
-        """Return the fields that determine the numbers."""
         fields = super().identity()
         other = (
             () if self.model is None else (*_SHAPE, *(["model"] if isinstance(self.model, str) else []))
@@ -221,7 +212,6 @@ class Gpt(TextWorkload):
         return {name: value for name, value in fields.items() if name not in other}
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the data, and of a named model's configuration."""
         if not isinstance(self.model, str):
             return super().fingerprint()
         from ablate.training.models.source import fingerprint
@@ -236,7 +226,6 @@ class Gpt(TextWorkload):
         return self.layers * self.width * (sum(self._features.values()) + routers)
 
     def cost(self, quantised: bool) -> float:
-        """Return rough seconds of one trial on one CPU core."""
         if self.model is not None:  # a block with 12 n^2 weights has 16 n activations per token
             elements = 16 * (self.parameters() * self.blocks / 12) ** 0.5
             return self.seconds(self.parameters(), elements, self.blocks, quantised)
@@ -250,7 +239,6 @@ class Gpt(TextWorkload):
         )  # of the four layers of a block
 
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
-        """Return the transformer and windows of the text."""
         import torch
 
         from ablate.engines.products import DTYPES

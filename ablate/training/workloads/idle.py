@@ -45,28 +45,24 @@ class Idle(Workload):
     """Any number; the loss is lowest at -0.2."""
 
     def recorded(self, metric: str) -> range:
-        """Return every step before the last."""
         return range(1, self.steps)
 
     @property
     def tokens_per_step(self) -> int:
-        """Return 1: no tokens are read, but a schedule that counts tokens sees one per step."""
+        """1: no tokens are read, but a schedule that counts tokens sees one per step."""
         return 1
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield nothing: all values that the fields allow can run."""
         return iter(())
 
     def identity(self) -> dict[str, Json]:
-        """Return the fields that determine the numbers: all but the seconds of sleep."""
+        """Return all fields but the seconds of sleep."""
         return {**self.canonical({"seconds"})}
 
     def fingerprint(self) -> str:
-        """Return "none": there are no data."""
         return "none"
 
     def cost(self, quantised: bool) -> float:
-        """Return the seconds of one trial, whatever the recipe."""
         return _START_SECONDS + self.steps * self.seconds
 
     def compute(self, run: TrialRun) -> Iterator[Record]:

@@ -50,21 +50,19 @@ class Stack(Spec):
 
     @property
     def hidden_width(self) -> int:
-        """Return the MLP's width, computed from the width if it is null."""
         return 4 * self.width if self.hidden is None else self.hidden
 
     def weights(self, name: str) -> int:
-        """Return the number of elements of a layer's weight."""
         return self.width * (self.hidden_width if ".mlp." in name else self.width)
 
     @property
     def parameters(self) -> int:
-        """Return the number of weights in the blocks' matrices."""
+        """Number of weights in the blocks' matrices."""
         return self.layers * self.width * (4 * self.width + 2 * self.hidden_width)
 
     @property
     def elements(self) -> int:
-        """Return the number of elements that one token's pass through the blocks produces."""
+        """Number of elements that one token's pass through the blocks produces."""
         return self.layers * (10 * self.width + 2 * self.hidden_width)
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -105,22 +103,19 @@ class Mae(Trained):
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Return the slow modules that a worker imports once."""
         return ("transformers.models.vit_mae.modeling_vit_mae",)
 
     @property
     def encoder(self) -> Stack:
-        """Return the encoder's blocks."""
         return Stack(layers=self.layers, width=self.width, heads=self.heads, hidden=self.hidden)
 
     @property
     def hidden_width(self) -> int:
-        """Return the MLP's width in the encoder, computed from the width if it is null."""
         return self.encoder.hidden_width
 
     @property
     def opened(self) -> ImageSet:
-        """Return the images; ValueError, in one sentence, if they cannot be read."""
+        """The images; ValueError, in one sentence, if they cannot be read."""
         try:
             return open_images(self.data)
         except OSError as error:
@@ -128,22 +123,22 @@ class Mae(Trained):
 
     @property
     def patches(self) -> int:
-        """Return the number of patches of an image."""
+        """Number of patches of an image."""
         return (self.opened.shape[1] // self.patch) * (self.opened.shape[2] // self.patch)
 
     @property
     def visible(self) -> int:
-        """Return the number of patches of an image that are not masked."""
+        """Number of patches of an image that are not masked."""
         return self.patches - round(self.mask_ratio * self.patches)
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the number of patches of all images of an optimizer step, masked or not."""
+        """Number of patches of all images of an optimizer step, masked or not."""
         return self.batch * self.accumulate * self.patches
 
     @property
     def linear_layers(self) -> tuple[Layer, ...]:
-        """Return the layers that a recipe applies to: the encoder's, then the decoder's."""
+        """Layers that a recipe applies to: the encoder's, then the decoder's."""
         stacks = {
             "vit.layers": ("ViTMAEModel", self.encoder),
             "decoder.decoder_layers": ("ViTMAEDecoder", self.decoder),
@@ -161,11 +156,8 @@ class Mae(Trained):
 
     @property
     def extents(self) -> dict[str, int]:
-        """Return the widths, and the numbers of tokens of every batch.
-
-        Each image has a class token besides its patches: the visible ones in the encoder's layers, all in the
-        decoder's.
-        """
+        """Widths, and numbers of tokens of every batch. Each image has a class token besides its patches: the
+        visible ones in the encoder's layers, all in the decoder's."""
         count = max(1, min(self.eval_tokens // self.patches, len(self.opened.val)))
         batches = {"workload.batch": self.batch, "workload.eval_batch": min(self.eval_batch, count)}
         batches |= (
@@ -186,7 +178,6 @@ class Mae(Trained):
         }
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run."""
         if importlib.util.find_spec("transformers") is None:
             yield "data", "the model is transformers', which is not installed: `pip install 'ablate-fp4[hf]'`"
         yield from super().problems()
@@ -200,7 +191,6 @@ class Mae(Trained):
             yield from self._misfits(*shape)
 
     def _misfits(self, channels: int, height: int, width: int) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that does not fit images of this shape."""
         if height != width:
             yield "data", f"are {width}x{height} pixels; the model takes square ones"
         elif height % self.patch:
@@ -218,18 +208,14 @@ class Mae(Trained):
             yield "augment", reason
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the images."""
         return self.opened.fingerprint
 
     def parameters(self) -> int:
-        """Return the number of weights in the blocks' matrices, of encoder and decoder."""
         return self.encoder.parameters + self.decoder.parameters
 
     def cost(self, quantised: bool) -> float:
-        """Return rough seconds of one trial on one CPU core, computed as for gpt.
-
-        The encoder processes only the visible patches.
-        """
+        """Return rough seconds of one trial on one CPU core, computed as for gpt. The encoder processes only
+        the visible patches."""
         evaluated = self.steps // self.eval_every * self.eval_tokens * self.evaluations(quantised)
         images = (self.steps * self.tokens_per_step + evaluated / 3) / self.patches
         passes = ((self.encoder, images * (self.visible + 1)), (self.decoder, images * (self.patches + 1)))
@@ -238,17 +224,13 @@ class Mae(Trained):
         return multiplied / 200e9 + elements * (1e-8 if quantised else 5e-9) + 3e-3 * self.steps * self.blocks
 
     def summary(self) -> dict[str, float]:
-        """Return the loss of a blank guess, to which a loss can be compared.
-
-        The guess is the mean of the visible patches, and under norm_pix the patch's own mean.
-        """
+        """Return the loss of a blank guess, to which a loss can be compared: the mean of the visible patches,
+        and under norm_pix the patch's own mean."""
         return {"data/blank_loss": _blank_loss(self)}
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return `val/explained`: the share of a blank guess's validation loss that the model removes.
-
-        1 is a perfect reconstruction, 0 no better than a blank guess.
-        """
+        """Return `val/explained`, the share of a blank guess's validation loss that the model removes: 1 is a
+        perfect reconstruction, 0 no better than a blank guess."""
         blank = _blank_loss(self)  # 0 for images of one colour: there is nothing to explain
         return {"val/explained": 1 - metrics["val/loss"] / blank} if blank and "val/loss" in metrics else {}
 

@@ -37,20 +37,13 @@ class MemoryEstimate(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Return the sum."""
         return sum(self)
 
 
 def estimate(config: Workload, recipe: Recipe, device: str) -> MemoryEstimate | None:
-    """Return the memory of a trial on one device; None where it is not known.
-
-    It is known of this package's transformer without experts, not compiled, and without `recompute`.
-
-    Args:
-        config: the workload.
-        recipe: the arm's recipe; its schedule and layer rules are left out.
-        device: `cpu` or `cuda`; on a CPU attention is computed in fp32.
-    """
+    """Return the memory of a trial on `cpu`, where attention is computed in fp32, or `cuda`; None if it is
+    not known. It is known of this package's transformer without experts, not compiled, and without
+    `recompute`. The recipe's schedule and layer rules are left out."""
     if not isinstance(config, Gpt) or config.model is not None or config.recompute or config.compile:
         return None
     if config.experts is not None:
@@ -81,14 +74,8 @@ def estimate(config: Workload, recipe: Recipe, device: str) -> MemoryEstimate | 
 
 
 def _block(config: Gpt, number: int, attention: int, norm: int) -> int:
-    """Return the bytes that one block keeps of each token.
-
-    Args:
-        config: the workload.
-        number: bytes of an activation.
-        attention: bytes of a number in attention.
-        norm: bytes that a norm keeps of each number, its result included.
-    """
+    """Return the bytes that one block keeps of each token, given the bytes of an activation (`number`) and of
+    a number in attention, and those that a norm keeps of each number, its result included."""
     width = config.width
     keys = (config.kv_heads or config.heads) * (width // config.heads)
     norms = 2 * width * norm + (width + keys) * _FP32

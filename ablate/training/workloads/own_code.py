@@ -38,14 +38,12 @@ class OwnCode(Workload):
     """Steps between two records that all trials have, by which a search prunes."""
 
     def files(self) -> Iterator[Path]:
-        """Yield the files whose content the fingerprint has; OSError, SyntaxError as `fingerprint`."""
         for path in map(Path, self.data):
             yield from own_source.listed(path.expanduser())
 
     def recorded(self, metric: str) -> range:
-        """Return the steps before the last at which every trial has the metric."""
         return range(self.log_every, self.steps, self.log_every)
 
     def cost(self, quantised: bool) -> float:
-        """Return rough seconds of one trial: a guess until a trial has been measured."""
+        """Return a guess until a trial has been measured."""
         return _SECONDS_A_STEP * self.steps * (2 if quantised else 1)

@@ -61,17 +61,14 @@ class Python(OwnCode):
 
     @property
     def imports(self) -> tuple[str, ...]:
-        """Return the module of the object that the function gets."""
         return ("ablate.training.own_code.trial",)
 
     @property
     def length(self) -> Run:
-        """Return the length of a run, and where its learning rate begins to fall."""
         return Run(self.steps, self.tokens_per_step, self.decay_start)
 
     @property
     def own_checkpoint(self) -> str | None:
-        """Return the file or folder of weights from which every arm begins."""
         return self.start
 
     @property
@@ -79,7 +76,6 @@ class Python(OwnCode):
         return user_code.find(Path(self.file).expanduser(), self.function)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run."""
         code: Code | None = None
         try:
             code = self._code
@@ -104,7 +100,6 @@ class Python(OwnCode):
                 yield from self._misfits(code)
 
     def _misfits(self, code: Code) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with `config` by the class that the function declares for it."""
         if not user_code.declares_config(code):
             return
         from ablate.training.config_schema import misfits
@@ -124,19 +119,15 @@ class Python(OwnCode):
         return "-".join(parts)
 
     def files(self) -> Iterator[Path]:
-        """Yield the files of the function's code, its data, and the weights that it starts from."""
         yield from own_source.files_of(self._code, self.sources)
         yield from super().files()
         if self.start:
             yield from own_source.listed(Path(self.start).expanduser())
 
     def compute(self, run: TrialRun) -> Iterator[Record]:
-        """Call the function, and yield a Record for each step of which it logged something.
-
-        For a forked trial it is called once per window, from `start`. What it logged last there is recorded
-        under the window's name. A twin moves the weights of converted models by one ulp before the first
-        step.
-        """
+        """Call the function, and yield a Record for each step of which it logged something. For a forked
+        trial it is called once per window, from `start`. What it logged last there is recorded under the
+        window's name. A twin moves the weights of converted models by one ulp before the first step."""
         saved, forks = run.checkpoints.take() if run.checkpoints else None, run.forks
         if forks is None:
             yield from self._call(run, saved)
@@ -150,7 +141,6 @@ class Python(OwnCode):
                     return
 
     def _call(self, run: TrialRun, saved: RunState | None, window: Window | None = None) -> Iterator[Record]:
-        """Call the function for a whole run or for one window, and yield its records."""
         from ablate.training.own_code.trial import Trial, TrialState, TrialWindow, emitted, seeded
 
         code = self._code
@@ -185,15 +175,8 @@ class Python(OwnCode):
 
 @contextmanager
 def _explained(device: str, folder: Path) -> Iterator[None]:
-    """Explain an error of code that asks for a GPU in a trial on the CPU.
-
-    Args:
-        device: class of device of the trial.
-        folder: folder of the user's code, whose line the explanation names.
-
-    Raises:
-        InputError: it did.
-    """
+    """Raise InputError, at the line in the folder of the user's code, for code that asks for a GPU in a trial
+    on the CPU."""
     try:
         yield
     except (RuntimeError, AssertionError) as error:
@@ -206,16 +189,9 @@ def _explained(device: str, folder: Path) -> Iterator[None]:
 
 
 def in_window(record: Record, window: Window, longest: bool) -> dict[str, float]:
-    """Return the metrics of a record of own code in a window.
-
-    The last record has what the code logged under the window's name. Only the longest window's records have
-    it under its own: curves of several windows would jump from one to the next.
-
-    Args:
-        record: the record.
-        window: the window.
-        longest: the window is the last and longest.
-    """
+    """Return the metrics of a record of own code in a window. The last record has what the code logged under
+    the window's name. Only the `longest` window's records have it under its own: curves of several windows
+    would jump from one to the next."""
     logged = {name for name in record.metrics if not is_added(name)}
     kept = {name: value for name, value in record.metrics.items() if longest or name not in logged}
     if record.step == window.last:

@@ -76,7 +76,6 @@ Distribution = Annotated[str, AfterValidator(_distribution)]
 
 
 def gemm_metric(product: str, error: str) -> str:
-    """Return the metric name of an error of one of the three products."""
     return str(Name("gemm", product, None, error))
 
 
@@ -123,7 +122,7 @@ class Tensors(Workload):
 
     @property
     def steps(self) -> int:
-        """Return the number of draws: a step is a draw."""
+        """Number of draws: a step is a draw."""
         return self.draws
 
     def recorded(self, metric: str) -> range:
@@ -132,21 +131,18 @@ class Tensors(Workload):
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the number of tokens that one draw quantises."""
         return self.tokens
 
     @property
     def captured(self) -> bool:
-        """Return True if a training run is needed."""
+        """True if a training run is needed."""
         return "captured" in (self.x, self.w, self.g)
 
     @property
     def data_source(self) -> object | None:
-        """Return the source of the captured run's data; None without a captured run."""
         return self.capture.data if self.captured else None
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run."""
         if self.captured:
             yield from ((f"capture.{field}", why) for field, why in self.capture.problems())
             if self.layer not in self.capture.linears:
@@ -162,22 +158,18 @@ class Tensors(Workload):
         return content | ({"capture": self.capture.identity(), "layer": self.layer} if self.captured else {})
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the captured run's corpus; "drawn" without a captured run."""
         return self.capture.fingerprint() if self.captured else "drawn"
 
     def cost(self, quantised: bool) -> float:
-        """Return rough seconds on one CPU core."""
         elements = self.tokens * (self.inputs + self.outputs) + self.inputs * self.outputs
         flops = 6 * self.tokens * self.inputs * self.outputs
         training = self.capture.cost(quantised=False) if self.captured else 0
         return 0.5 + training + elements * (1e-6 + 5e-8 * self.draws) + flops / 20e9
 
     def compute(self, run: TrialRun) -> Iterator[Record]:
-        """Yield a Record after 1, 4, 16, ... draws.
-
-        The first record has all errors of a single draw, each record the error of the mean so far, and the
-        last one its slope. Checkpoints are not used, since a trial takes seconds.
-        """
+        """Yield a Record after 1, 4, 16, ... draws. The first record has all errors of a single draw, each
+        record the error of the mean so far, and the last one its slope. Checkpoints are not used, since a
+        trial takes seconds."""
         import torch
 
         from ablate.numerics.philox import Clock
@@ -205,12 +197,8 @@ class Tensors(Workload):
                 metrics = {}
 
     def tensors(self, seed: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        """Return x [tokens, inputs], w [outputs, inputs] and g [tokens, outputs] in bf16.
-
-        Args:
-            seed: the trial's seed.
-            device: device of the tensors; what is drawn is drawn on the CPU.
-        """
+        """Return x [tokens, inputs], w [outputs, inputs] and g [tokens, outputs] in bf16, on the device; what
+        is drawn is drawn on the CPU."""
         captured = capture(self, seed, device) if self.captured else None
         tokens, inputs, outputs = (self.tokens, self.inputs, self.outputs)
         if captured:
@@ -228,13 +216,9 @@ class Tensors(Workload):
 
 
 def draw(distribution: str, shape: tuple[int, int], seed: int) -> Tensor:
-    """Return a tensor of a named distribution, bf16, on the CPU.
-
-    Args:
-        distribution: a name of `DISTRIBUTIONS` with its numbers, such as `outliers:0.001:50`; not `captured`.
-        shape: rows (tokens or outputs) and channels.
-        seed: seed of the draw, which depends on nothing else.
-    """
+    """Return a tensor of a named distribution, bf16, on the CPU, from the seed alone. The name is of
+    `DISTRIBUTIONS`, but not `captured`, with its numbers: `outliers:0.001:50`. The shape is rows (tokens or
+    outputs) and channels."""
     import torch
 
     name, *given = distribution.split(":")
@@ -269,13 +253,8 @@ def draw(distribution: str, shape: tuple[int, int], seed: int) -> Tensor:
 
 
 def capture(config: Tensors, seed: int, device: torch.device) -> dict[str, Tensor]:
-    """Return x, w and g of one layer in the last step of a bf16 training run, in bf16.
-
-    Args:
-        config: its `capture` is the run, and its `layer` the layer.
-        seed: seed of the run.
-        device: device that it is trained on, and of the tensors.
-    """
+    """Return x and g of the layer `config.layer` in the last step of the bf16 training run `config.capture`,
+    and w after it, in bf16, on the device of the run."""
     import torch
 
     from ablate.recipes.presets import bf16
@@ -300,13 +279,8 @@ def capture(config: Tensors, seed: int, device: torch.device) -> dict[str, Tenso
 
 
 def layer_of(recipe: Recipe, w: Tensor, clock: Clock) -> EmulatedLinear:
-    """Return a linear layer under a recipe.
-
-    Args:
-        recipe: its products apply from the start, without layer rules and schedule.
-        w: the weight [outputs, inputs], which the layer keeps in fp32.
-        clock: the clock that the layer draws by.
-    """
+    """Return a linear layer under a recipe, whose products apply from the start, without layer rules and
+    schedule. The weight is `w` [outputs, inputs], in fp32; the layer draws by `clock`."""
     import torch
 
     from ablate.engines.emulated_layer import EmulatedLinear
@@ -320,13 +294,8 @@ def layer_of(recipe: Recipe, w: Tensor, clock: Clock) -> EmulatedLinear:
 
 
 def products_of(layer: EmulatedLinear, x: Tensor, g: Tensor) -> dict[str, Tensor]:
-    """Return the layer's three products by direction: `fprop` (y), `dgrad` (dx) and `wgrad` (dw).
-
-    Args:
-        layer: from `layer_of`.
-        x: the input [tokens, inputs].
-        g: the gradient of the output [tokens, outputs].
-    """
+    """Return the three products, of x [tokens, inputs] and the output's gradient g [tokens, outputs], of a
+    layer from `layer_of`, by direction: `fprop` (y), `dgrad` (dx) and `wgrad` (dw)."""
     leaf = x.clone().requires_grad_()
     y = layer(leaf)
     y.backward(g)
@@ -334,18 +303,9 @@ def products_of(layer: EmulatedLinear, x: Tensor, g: Tensor) -> dict[str, Tensor
 
 
 def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor) -> dict[str, float]:
-    """Return the errors of the three products, against fp64 products of the same bf16 tensors.
-
-    Args:
-        products: from `products_of`.
-        x: the input [tokens, inputs].
-        w: the weight [outputs, inputs].
-        g: the gradient of the output [tokens, outputs].
-
-    Returns:
-        `gemm/<product>/rel_mse`, `sqnr_db` in dB, `cosine` and `gain`; none for a product that is exact or
-        zero.
-    """
+    """Return the errors of products from `products_of`, against fp64 products of the same bf16 tensors x
+    [tokens, inputs], w [outputs, inputs] and g [tokens, outputs]: `gemm/<product>/rel_mse`, `sqnr_db` in dB,
+    `cosine` and `gain`; none for a product that is exact or zero."""
     from ablate.numerics.product_error import compare
 
     x64, w64, g64 = x.double(), w.double(), g.double()
@@ -366,10 +326,8 @@ def product_errors(products: dict[str, Tensor], x: Tensor, w: Tensor, g: Tensor)
 
 
 def _inconsistency(layer: EmulatedLinear, w: Tensor) -> dict[str, float]:
-    """Return the difference between the forward's and the backward's weights.
-
-    It is sum (Q(w) - Q(w^T)^T)^2 / sum w^2; {} unless both are quantised and neither is rotated.
-    """
+    """Return the difference between the forward's and the backward's weights, sum (Q(w) - Q(w^T)^T)^2 / sum
+    w^2; {} unless both are quantised and neither is rotated."""
     forward, backward = layer.products.fprop, layer.products.dgrad
     if not (forward.w and backward.w) or forward.hadamard or backward.hadamard:
         return {}
@@ -409,7 +367,6 @@ class _Means:
         return tensor.t() if product == "wgrad" or slot == "dgrad.w" else tensor
 
     def add(self) -> None:
-        """Add one more draw, at the clock's step."""
         for slot in self.slots:
             parts = self.layer.operand(
                 self._tensor(slot), slot, self.layer.products.slot(slot), self._rotation(slot)
@@ -418,7 +375,6 @@ class _Means:
             self.sums[slot] = values if slot not in self.sums else self.sums[slot] + values
 
     def errors(self, draws: int) -> dict[str, float]:
-        """Return `mean/<slot>/rel_mse` after `draws` draws."""
         result = {}
         for slot, total in self.sums.items():
             x = self.layer.rotated(self._tensor(slot), slot, self._rotation(slot)).double()
@@ -430,9 +386,7 @@ class _Means:
 
     def slopes(self) -> dict[str, float]:
         """Return `mean/<slot>/slope`, the slope of log error over log draws: -1 if rounding is unbiased.
-
-        Slots with fewer than three measured numbers of draws, or with an error of 0, are left out.
-        """
+        Slots with fewer than three measured numbers of draws, or with an error of 0, are left out."""
         import numpy as np
 
         curves = {

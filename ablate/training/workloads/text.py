@@ -49,11 +49,9 @@ class TextWorkload(Trained):
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the number of tokens that one optimizer step processes."""
         return self.batch * self.context * self.accumulate
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run."""
         yield from super().problems()
         try:
             corpus = self.corpus
@@ -66,15 +64,13 @@ class TextWorkload(Trained):
 
     @property
     def corpus(self) -> Corpus:
-        """Return the text as tokens."""
         return open_corpus(self.data)
 
     def fingerprint(self) -> str:
-        """Return the fingerprint of the data."""
         return self.corpus.fingerprint
 
     def summary(self) -> dict[str, float]:
-        """Return facts about the data that put a loss in proportion: the corpus's unigram entropy in nats."""
+        """Return the corpus's unigram entropy in nats."""
         return {"data/unigram_entropy": self.corpus.unigram_entropy()}
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -84,12 +80,8 @@ class TextWorkload(Trained):
         return {"val/bits_per_byte": metrics["val/loss"] / (math.log(2) * self.corpus.bytes_per_token)}
 
     def windows(self, seed: int, device: torch.device) -> tuple[Callable[[int, int], Batch], list[Batch]]:
-        """Return batches on a device: those of training by step and micro-batch, and those of validation.
-
-        Args:
-            seed: the trial's seed, which the training batches depend on.
-            device: device of the batches.
-        """
+        """Return batches on a device: those of training, which depend on the seed, by step and micro-batch,
+        and those of validation."""
         from ablate.training.data.batches import training_batch, validation_batches
 
         corpus = self.corpus
@@ -109,14 +101,9 @@ class TextWorkload(Trained):
     def seconds(self, parameters: float, elements: float, blocks: int, quantised: bool) -> float:
         """Return rough seconds of one trial on one CPU core.
 
-        The sum has three terms: 6 N T flops, a third of it for tokens that are only evaluated; passes over
-        `elements` activations per token, which quantisation multiplies; and the cost of calling operators.
-
-        Args:
-            parameters: number of weights in matrices.
-            elements: activations that one token's pass through the blocks produces.
-            blocks: number of transformer blocks.
-            quantised: True if the recipe quantises any product.
+        The sum has three terms: 6 N T flops of N weights in matrices, a third of it for tokens that are only
+        evaluated; passes over `elements` activations per token, which quantisation multiplies; and the cost
+        of calling operators.
         """
         evaluated = self.steps // self.eval_every * self.eval_tokens * self.evaluations(quantised)
         tokens = self.steps * self.tokens_per_step + evaluated / 3
@@ -128,28 +115,17 @@ class TextWorkload(Trained):
 
 
 def outlined(model: Architecture, corpus: Corpus) -> Outline:
-    """Return the model's outline, from the cache if it has been made before.
-
-    Args:
-        model: the model.
-        corpus: the text, whose vocabulary is that of a configuration without one.
-
-    Raises:
-        OSError: the model cannot be found or read.
-        ValueError: it is no model that `transformers` builds or a recipe applies to.
-    """
+    """Return the outline of a model, whose vocabulary is the corpus's if its configuration has none, from the
+    cache if it has been made before. OSError if the model cannot be found or read; ValueError if it is no
+    model that `transformers` builds or a recipe applies to."""
     from ablate.training.models.described import outline
 
     return outline(model, corpus.vocab)
 
 
 def extents(model: Architecture, config: TextWorkload) -> dict[str, int]:
-    """Return the context, which every batch is a multiple of, and the quantised layers' features.
-
-    Args:
-        model: a model of `transformers`.
-        config: the workload that trains it.
-    """
+    """Return the context, which every batch is a multiple of, and the features of a `transformers` model's
+    quantised layers."""
     layers = outlined(model, config.corpus).features.items()
     return {"workload.context": config.context} | {
         f"the model's {where}-features": count for where, count in layers
@@ -157,12 +133,8 @@ def extents(model: Architecture, config: TextWorkload) -> dict[str, int]:
 
 
 def misfits(model: Architecture, config: TextWorkload) -> Iterator[tuple[str, str]]:
-    """Yield (field, reason) for each part of a model of `transformers` that cannot run on this text.
-
-    Args:
-        model: a model of `transformers`.
-        config: the workload that trains it, whose text must be readable.
-    """
+    """Yield (field, reason) for each part of a model of `transformers` that cannot run on the workload's
+    text, which must be readable."""
     vocab = config.corpus.vocab
     try:
         outline = outlined(model, config.corpus)

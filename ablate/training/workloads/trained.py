@@ -69,21 +69,17 @@ class Trained(Training, Workload):
 
     @property
     def training(self) -> Training:
-        """Return the workload itself, which has the settings of the training loop."""
         return self
 
     @property
     def data_source(self) -> object:
-        """Return the source of the data."""
         return self.data
 
     @property
     def of_readings(self) -> frozenset[str]:
-        """Return the metrics of the recipes by which evaluations also read the weights."""
         return frozenset(plain_metric(by_recipe(q, name)) for name in self.evaluate for q in self.QUANTITIES)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        """Yield (field, reason) for each field that cannot run."""
         yield from (("evaluate", reason) for reason in problems(self.evaluate))
         named = [pattern for pattern in self.guard.fallback.layers if pattern != "*"]
         try:
@@ -96,25 +92,14 @@ class Trained(Training, Workload):
 
     @abstractmethod
     def subject(self, recipe: Recipe, clock: Clock, device: torch.device) -> Subject:
-        """Return model and data for the clock's seed; the model's weights are drawn from the seed alone.
-
-        Args:
-            recipe: its `dtype` is that of the activations; the engine applies the rest later.
-            clock: clock of the trial, which the training loop later sets to every step.
-            device: device of model and data.
-
-        Raises:
-            OSError: the data or the model cannot be read.
-            ValueError: they are damaged, or do not fit together.
-        """
+        """Return model and data, on the device, for the clock's seed; the model's weights are drawn from the
+        seed alone. The recipe's `dtype` is that of the activations; the engine applies the rest later. The
+        training loop later sets the clock to every step. OSError if the data or the model cannot be read;
+        ValueError if they are damaged, or do not fit together."""
 
     def with_adapters(self, subject: Subject, clock: Clock) -> Subject:
-        """Return the subject with modules around the converted layers (adapters); by default unchanged.
-
-        Args:
-            subject: the subject, whose layers an engine has converted.
-            clock: clock of the trial, whose seed the adapters' weights are drawn from.
-        """
+        """Return the subject, whose layers an engine has converted, with modules around these layers
+        (adapters), drawn from the clock's seed; by default unchanged."""
         return subject
 
     def derived(self, metrics: dict[str, float]) -> dict[str, float]:
@@ -122,15 +107,10 @@ class Trained(Training, Workload):
         return {}
 
     def leave(self, run: PreparedRun, folder: Path) -> None:
-        """Save files for people after a run that did not diverge; by default none.
-
-        Args:
-            run: the trained model, its engine and data.
-            folder: folder for the files, which may not exist.
-        """
+        """Save files for people, in a folder that may not exist, after a run that did not diverge; by default
+        none."""
 
     def compute(self, run: TrialRun) -> Iterator[Record]:
-        """Train, and yield a Record after every step that measured something."""
         from ablate.training.distributed import world
         from ablate.training.forked_training import train_forks
         from ablate.training.loop import Twin
@@ -149,10 +129,7 @@ class Trained(Training, Workload):
             self.leave(prepared, run.checkpoints.artifacts)
 
     def prepare(self, recipe: Recipe, seed: int, device: str, engine: str = "emulated") -> PreparedRun:
-        """Return the subject with the recipe applied to the linear layers inside its blocks.
-
-        Arguments and errors are those of `Workload.prepare`.
-        """
+        """Return the subject with the recipe applied to the linear layers inside its blocks."""
         import torch
 
         from ablate.engines import converter
@@ -189,14 +166,7 @@ class Trained(Training, Workload):
         checkpoints: Checkpoints | None = None,
         twin: Twin | None = None,
     ) -> Iterator[Record]:
-        """Train the prepared model and yield its records, with derived metrics.
-
-        Args:
-            run: from `prepare`.
-            telemetry: intervals between measurements.
-            checkpoints: the trial's checkpoint files; None: the run starts at step 0 and writes none.
-            twin: difference from the run of the same recipe and seed; None: there is none.
-        """
+        """Train the model from `prepare` and yield its records, with derived metrics."""
         from ablate.training.loop import train
 
         yield from self._derived(train(run, self, telemetry, checkpoints, twin))
@@ -207,9 +177,7 @@ class Trained(Training, Workload):
             yield record
 
     def identity(self) -> dict[str, Json]:
-        """Return the fields that determine the numbers, without the data's paths.
-
-        The fingerprint stands for their content.
-        """
+        """Return the fields that determine the numbers, without the data's paths: the fingerprint stands for
+        their content."""
         fields = self.canonical(self.SAME_BITS)
         return {**fields, "data": without_places(fields["data"], self.data)}
