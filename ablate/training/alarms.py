@@ -15,10 +15,8 @@ from ablate.training.metric_names import Name, parse
 
 @dataclass(frozen=True)
 class Alarm:
-    """Limit on the metrics whose whole name matches the glob `pattern`.
-
-    `quant/*/*/zero_frac` matches the metric of single layers.
-    """
+    """Limit on the metrics whose whole name matches the glob `pattern`: `quant/*/*/zero_frac` matches the
+    metric of single layers."""
 
     pattern: str
     side: Literal["above", "below"]

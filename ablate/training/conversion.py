@@ -162,8 +162,9 @@ class Conversion:
             measure: measure the errors of all operands in this step; None: in every `measure_every`-th.
 
         Raises:
-            RuntimeError: a step is in progress, the model was restored, or the recipe needs a measurement
-                (`compare_gradient`) that was not made in this step.
+            RuntimeError: a step is in progress, the model was restored, no converted layer was called, the
+                recipe needs a measurement (`compare_gradient`) that was not made in this step, or it has a
+                statistic of earlier steps that several ranks would have to share.
         """
         self._refuse_nesting("step")
         step, engine = self.steps_done, self.engine
@@ -215,6 +216,7 @@ class Conversion:
 
         Raises:
             ValueError: `by` is no such name, or is given beside `high_precision`.
+            RuntimeError: called inside of `evaluation()`, or the model was restored.
         """
         if by is not None and high_precision:
             raise ValueError(f"evaluation(by={by!r}) is not in high precision; leave one of the two out")
@@ -389,6 +391,10 @@ class Conversion:
         Args:
             copied: restore this copy of the model, such as a moving average of its weights, instead. The
                 model itself stays converted.
+
+        Raises:
+            RuntimeError: called inside of `step()` or `evaluation()`, or a second time.
+            ValueError: `copied` is no copy of the converted model.
         """
         if self._within:
             raise RuntimeError(f"restore() inside of {self._within}(); leave it first")

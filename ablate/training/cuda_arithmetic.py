@@ -63,11 +63,9 @@ def follow(deterministic: bool, everywhere: bool, environment: MutableMapping[st
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, grouped: bool) -> Tensor:
-    """Return scaled dot-product attention with deterministic algorithms, in its backward pass too.
-
-    `q` is [batch, heads, tokens, head]; `k` and `v` have as many heads or, if `grouped`, a divisor of them.
-    With `causal`, a token attends to itself and the tokens before it alone.
-    """
+    """Return scaled dot-product attention with deterministic algorithms, in its backward pass too. `q` is
+    [batch, heads, tokens, head]; `k` and `v` have as many heads or, if `grouped`, a divisor of them. With
+    `causal`, a token attends to itself and the tokens before it alone."""
     before = torch.get_deterministic_debug_mode()
     q, k, v = _LastInBackward.apply(before, q, k, v)
     torch.set_deterministic_debug_mode(_ON)
@@ -79,10 +77,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, grouped: bool) -
 
 
 class _FirstInBackward(torch.autograd.Function):
-    """The identity on attention's result: its backward pass turns the switch on.
-
-    A wrapper around the whole call would keep q, k and v when blocks are computed again (`recompute`).
-    """
+    """The identity on attention's result: its backward pass turns the switch on. A wrapper around the whole
+    call would keep q, k and v when blocks are computed again (`recompute`)."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:

@@ -29,11 +29,9 @@ runs the same trial. A rank that dies closes its connections, so the others see 
 
 
 class World:
-    """All ranks of the trial that this process works on; with one rank, every method is the identity.
-
-    `broadcast`, `sums`, `listed`, `first` and `leave` are collective: all ranks call them, in the same order.
-    The device is `cpu` or `cuda`.
-    """
+    """All ranks of the trial that this process works on; with one rank, every method is the identity. The
+    device is `cpu` or `cuda`. `broadcast`, `sums`, `listed`, `first` and `leave` are collective: all ranks
+    call them, in the same order."""
 
     def __init__(self, layout: Layout, rank: int, device: str) -> None:
         self.layout, self.rank, self.size = layout, rank, layout.ranks
@@ -108,12 +106,10 @@ def world() -> World:
 
 
 def join(layout: Layout, rank: int, device: str, meeting: str | None = None) -> World:
-    """Join a process group and return the world, which `world` returns from now on.
-
-    The ranks communicate by gloo, and on GPUs by NCCL as well. `meeting` is the path of a file, absent at
-    first, through which the ranks of one machine find each other; without it, they use the address that
-    torch's environment variables give.
-    """
+    """Join a process group and return the world, which `world` returns from now on. The ranks communicate by
+    gloo, and on GPUs by NCCL as well. `meeting` is the path of a file, absent at first, through which the
+    ranks of one machine find each other; without it, they use the address that torch's environment variables
+    give."""
     global _world
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     if meeting:
@@ -168,8 +164,7 @@ class RankPart:
         return self.engine.divided(self._divided) if self._divided else nullcontext()
 
     def of(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """Return this rank's sequences of a whole micro-batch, tensors with the sequences as first dimension.
-        """
+        """Return this rank's sequences of a micro-batch's tensors, whose first dimension is the sequences."""
         size = len(batch[0]) // self.splits
         return (
             [tensor[self.index * size : (self.index + 1) * size] for tensor in batch]
@@ -207,11 +202,8 @@ class RankPart:
 
 def shard(model: nn.Module, engine: Engine) -> None:
     """Shard every parameter of a converted model over the ranks, in place, if the layout is sharded.
-    Collective.
-
-    The engine shards the weights of quantised layers, FSDP2 those of all others. Gradients are sums over the
-    ranks, since each rank's loss is divided by the number of all micro-batches.
-    """
+    Collective. The engine shards the weights of quantised layers, FSDP2 those of all others. Gradients are
+    sums over the ranks, since each rank's loss is divided by the number of all micro-batches."""
     here = world()
     if not here.layout.sharded:
         return
@@ -248,10 +240,8 @@ def _agree(histories: Sequence[dict[int, Tensor | float]], step: int) -> None:
 
 def clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor | float:
     """Scale the gradients in place to an L2 norm, of all parameters and ranks together, of `limit` at most
-    (infinity: no scaling), and return the norm before. Collective if sharded.
-
-    The norm of a gradient in one piece is a scalar on its device, which is not read here.
-    """
+    (infinity: no scaling), and return the norm before. Collective if sharded. The norm of a gradient in one
+    piece is a scalar on its device, which is not read here."""
     if not any(in_parts(p) for p in parameters):
         return nn.utils.clip_grad_norm_(parameters, limit)
     mine = nn.utils.get_total_norm([p.grad.to_local() for p in parameters if p.grad is not None]).item()
@@ -265,10 +255,8 @@ def clip(parameters: Sequence[nn.Parameter], limit: float) -> Tensor | float:
 
 def gathered(state: object, kept: bool) -> Any:
     """Return nested dicts and lists, of one structure on all ranks, with every sharded tensor whole, on the
-    CPU. Collective. Ranks with `kept` False get None for each sharded tensor.
-
-    Tensors are gathered one after the other, since a sharded model may be larger than one GPU.
-    """
+    CPU. Collective. Ranks with `kept` False get None for each sharded tensor. Tensors are gathered one after
+    the other, since a sharded model may be larger than one GPU."""
     if in_parts(state):
         full = whole(state)
         return full.cpu() if kept else None

@@ -63,10 +63,8 @@ def means(evaluation: Evaluation) -> dict[str, float]:
 @torch.no_grad()
 def evaluate(run: PreparedRun, recipe: Recipe, part: RankPart) -> Evaluation:
     """Return the values of all validation batches, by every reading; without quantisation in `recipe`, which
-    is now in force, `loss` and `loss_bf16` are the same.
-
-    Ranks share out whole batches, so the values are the same on any number of ranks. Collective.
-    """
+    is now in force, `loss` and `loss_bf16` are the same. Ranks share out whole batches, so the values are the
+    same on any number of ranks. Collective."""
     run.engine.clock.stream = "evaluation"
     run.model.eval()
     own = high = _losses(run, part)

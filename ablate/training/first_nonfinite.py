@@ -113,7 +113,7 @@ class Origin:
 
     @property
     def place(self) -> str:
-        """Return where it was, as a sentence without an end."""
+        """Place of the value, as a sentence without an end."""
         of = {
             "parameter": f"parameter {self.name}",
             "moment": f"{self.part} of the optimizer for {self.name}",

@@ -103,7 +103,6 @@ class Joint(_Optimizer):
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state: dict[str, list[OptimizerState]]) -> None:
-        """Restore what `state_dict` returned."""
         for part, its in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(its)
         self.param_groups = [group for part in self.parts for group in part.param_groups]

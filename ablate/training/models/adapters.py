@@ -16,13 +16,10 @@ with hidden_if_broken("transformer_engine"), quietly(), without_gpus():
 def adapt(
     model: nn.Module, names: Sequence[str], rank: int, alpha: float, dropout: float, seed: int
 ) -> nn.Module:
-    """Return the converted model, changed in place, with adapters on the layers of these names; all other
-    parameters are frozen. The product of an adapter's matrices is multiplied by alpha / rank; `dropout` is
-    the probability before it. Initial weights depend on the seed alone.
-
-    The layers themselves stay quantised by their recipe. The adapters are computed in the precision of the
-    activations.
-    """
+    """Return the converted model, changed in place, with adapters on the layers of these names, in the
+    precision of the activations. The layers stay quantised by their recipe; all parameters but the adapters'
+    are frozen. The product of an adapter's matrices is multiplied by alpha / rank; `dropout` is the
+    probability before it. Initial weights depend on the seed alone."""
     config = peft.LoraConfig(
         r=rank, lora_alpha=alpha, lora_dropout=dropout, target_modules=list(names), task_type="CAUSAL_LM"
     )

@@ -82,10 +82,8 @@ def autoencoder(shape: MaskedConfig, channels: int, side: int, seed: int, device
 
 def initialise(model: nn.Module, grid: int, seed: int) -> nn.Module:
     """Draw all weights of a ViT-MAE on the CPU, in order of name, from the seed alone, in place; return the
-    model. `grid` is the number of patches in a row of an image.
-
-    As in the paper: Xavier uniform matrices, biases 0, norms 1, fixed positions.
-    """
+    model. As in the paper: Xavier uniform matrices, biases 0, norms 1, fixed positions. `grid` is the number
+    of patches in a row of an image."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in sorted(model.named_parameters()):
         parameter.data.copy_(_initial(name, parameter.shape, grid, generator))
@@ -104,11 +102,8 @@ def _initial(name: str, shape: torch.Size, grid: int, generator: torch.Generator
 
 
 def positions(grid: int, width: int) -> Tensor:
-    """Return the position embeddings, fp32 [1, 1 + grid^2, width]: zeros for the class token, then patches.
-
-    Patches are listed row by row; each has sines and cosines of its column, then of its row. `width` is a
-    multiple of 4.
-    """
+    """Return the position embeddings, fp32 [1, 1 + grid^2, width]: zeros for the class token, then patches,
+    row by row. Each has sines and cosines of its column, then of its row. `width` is a multiple of 4."""
     frequency = 10000.0 ** (-torch.arange(width // 4, dtype=torch.float64) / (width // 4))
     angles = torch.arange(grid, dtype=torch.float64).outer(frequency)
     axis = torch.cat((angles.sin(), angles.cos()), 1)  # [grid, width / 2]
@@ -129,12 +124,9 @@ def loss(model: nn.Module, images: Tensor, order: Tensor) -> Tensor:
 def mask_order(
     seed: int, step: int, micro_batch: int, images: int, patches: int, purpose: int = _TRAINING
 ) -> Tensor:
-    """Return a number for every patch, int64 [images, patches], distinct within an image.
-
-    The patches with the smallest numbers stay visible. A function of the arguments alone, so that every arm
-    of a seed sees the same masks. `purpose` is the last word of the counter: one for training, another for
-    validation.
-    """
+    """Return a number for every patch, int64 [images, patches], distinct within an image; those with the
+    smallest stay visible. A function of the arguments alone, so that every arm of a seed sees the same masks.
+    `purpose` is the last word of the counter: one for training, another for validation."""
     count = images * patches
     words = bits("masking", seed, step, micro_batch, -(-count // 4), purpose).t().flatten()[:count]
     return words.view(images, patches) * patches + torch.arange(patches)
@@ -185,7 +177,7 @@ def patchify(images: Tensor, patch: int) -> Tensor:
 
 
 def unpatchify(patches: Tensor, patch: int, channels: int) -> Tensor:
-    """Invert `patchify`: reshape [n, patches, pixels] to [n, channels, side, side]."""
+    """Invert `patchify`."""
     n, count, _ = patches.shape
     grid = math.isqrt(count)
     return (

@@ -70,11 +70,9 @@ def imbalance(probabilities: Tensor, index: Tensor) -> Tensor:
 
 class Experts(nn.Module):
     """`count` MLPs of one shape without biases, each with its own weights, packed into one parameter per
-    matrix. Names and attributes are those of the experts of `transformers`.
-
-    A gated one is down(silu(gate) * up), whose gate and up are the halves of one matrix; another
-    down(relu(up)^2). `width` is the features of a token, `hidden` those within one expert.
-    """
+    matrix, with the names and attributes of the experts of `transformers`. A gated one is down(silu(gate) *
+    up), whose gate and up are the halves of one matrix; another down(relu(up)^2). `width` is the features of
+    a token, `hidden` those within one expert."""
 
     has_bias = is_transposed = has_post_expert_norm = False
     is_concatenated = True

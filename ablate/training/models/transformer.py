@@ -168,11 +168,9 @@ def block_of(shape: TransformerShape) -> Block:
 
 class Transformer(nn.Module):
     """The model: tokens and targets, int64 [batch, context], to the mean cross-entropy in nats. `dtype` is
-    that of activations; parameters stay fp32.
-
-    With experts, the gradient of what it returns is that of the cross-entropy plus `auxiliary` times the sum
-    of the blocks' load-balancing losses; its value is the cross-entropy alone.
-    """
+    that of activations; parameters stay fp32. With experts, the gradient of what it returns is that of the
+    cross-entropy plus `auxiliary` times the sum of the blocks' load-balancing losses; its value is the
+    cross-entropy alone."""
 
     def __init__(
         self,

@@ -194,12 +194,9 @@ def started(
     arguments: Sequence[str], folder: Path, variables: Mapping[str, str | None], own: Path, lock: int
 ) -> Iterator[CommandProcess]:
     """Run a command in a working folder inside this context; at its end, the command and all of its children
-    are ended.
-
-    `variables` are set beside the environment of this process; None removes one. GPUs that are hidden from
-    this process are visible to the command. The folder of the run is made in `own`. `lock`, the descriptor of
-    `held`, stays locked as long as any process of the command may run.
-    """
+    are ended. `variables` are set beside the environment of this process; None removes one. GPUs that are
+    hidden from this process are visible to the command. The folder of the run is made in `own`. `lock`, the
+    descriptor of `held`, stays locked as long as any process of the command may run."""
     run = own / "runs" / str(max(_runs(own), default=0) + 1)
     run.mkdir(parents=True)
     environment = restored(os.environ) | {"PATH": search_path(), "PYTHONUNBUFFERED": "1"}

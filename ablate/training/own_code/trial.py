@@ -319,6 +319,7 @@ class Trial:
 
         Raises:
             TypeError: an object has no such methods.
+            RuntimeError: the checkpoint that the trial resumes from has no object of that name.
         """
         stateful: dict[str, Stateful] = {}
         for name, part in objects.items():

@@ -99,12 +99,9 @@ class TextWorkload(Trained):
         ]
 
     def seconds(self, parameters: float, elements: float, blocks: int, quantised: bool) -> float:
-        """Return rough seconds of one trial on one CPU core.
-
-        The sum has three terms: 6 N T flops of N weights in matrices, a third of it for tokens that are only
-        evaluated; passes over `elements` activations per token, which quantisation multiplies; and the cost
-        of calling operators.
-        """
+        """Return rough seconds of one trial on one CPU core, a sum of three terms: 6 N T flops of N weights
+        in matrices, a third of it for tokens that are only evaluated; passes over `elements` activations per
+        token, which quantisation multiplies; and the cost of calling operators."""
         evaluated = self.steps // self.eval_every * self.eval_tokens * self.evaluations(quantised)
         tokens = self.steps * self.tokens_per_step + evaluated / 3
         return (
