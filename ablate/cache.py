@@ -34,12 +34,9 @@ def root() -> Path:
 
 
 def kept(kind: str, key: str, make: Callable[[Path], None]) -> Path:
-    """Return the cached folder of this kind and key.
+    """Return the cached folder of this kind and key; OSError if the cache cannot be written.
 
     If it does not exist, `make(folder)` fills it, while other processes that need it wait.
-
-    Raises:
-        OSError: The cache cannot be written.
     """
     folder = root() / kind / key
     if folder.is_dir():
@@ -52,11 +49,8 @@ def kept(kind: str, key: str, make: Callable[[Path], None]) -> Path:
 
 
 def growing(kind: str, key: str, make: Callable[[Path], Iterator[object]]) -> Iterator[None]:
-    """Fill the folder that `kept` returns afterwards, and yield while that goes on, so that a caller can
-    report progress.
-
-    Yields whenever `make(folder)` yields, and every second while another process fills the folder.
-    """
+    """Fill the folder that `kept` returns afterwards. Yield whenever `make(folder)` yields, and every second
+    while another process fills the folder, so that a caller can report progress."""
     folder = root() / kind / key
     while not folder.is_dir():
         try:
@@ -97,11 +91,9 @@ def _atomic_folder(folder: Path) -> Iterator[Path]:
 
 
 def remembered(key: str, find: Callable[[], str]) -> str:
-    """Return the cached text of this key; if there is none, call `find` and store its result.
-
-    A note has a hash of its key and its text, so that a note that was edited, or moved to another key's
-    place, does not count.
-    """
+    """Return the cached text of this key; if there is none, call `find` and store its result. A note has a
+    hash of its key and its text, so that one that was edited, or moved to another key's place, does not
+    count."""
     text = noted(key)
     if text is None:
         text = find()
@@ -134,20 +126,16 @@ def key_of(*values: object) -> str:
 
 
 def digest(paths: Sequence[Path]) -> str:
-    """Return 32 hex digits of the SHA-256 hash of the contents of these files, in this order.
-
-    The hash is cached; files are read again if `stamp` differs.
-    """
+    """Return 32 hex digits of the SHA-256 hash of the contents of these files, in this order. The hash is
+    cached; files are read again if `stamp` differs."""
     key = stamp(paths)
     return hash_contents(paths) if key is None else remembered(key, lambda: hash_contents(paths))
 
 
 def stamp(paths: Sequence[Path]) -> str | None:
-    """Return a key that differs once a file's path, size, inode, or time of modification or of change (ctime)
-    differs; None if one was changed so recently that a further change might keep all of them.
-
-    Programs can restore the time of modification after an edit, but not ctime.
-    """
+    """Return a key that differs once a file's path, size, inode, or time of modification or of change (ctime,
+    which programs cannot restore after an edit) differs; None if one was changed so recently that a further
+    change might keep all of them."""
     stats = [path.stat() for path in paths]
     if time.time() - max((max(s.st_mtime, s.st_ctime) for s in stats), default=0) < SETTLED_SECONDS:
         return None

@@ -1,6 +1,4 @@
-"""Errors in a user's input: position, message, nearest valid word; and conversion of text to what is safe to
-print.
-"""
+"""Errors in a user's input: position, message, nearest valid word; and text that is safe to print."""
 
 import difflib
 import re
@@ -82,8 +80,7 @@ Reading = Generator[Problem, None, T]
 
 def settled(reading: Reading[T]) -> T:
     """Return what a reader returns. InputError if it yields problems: with the first of them in the order of
-    the file, each once, and the number of the others.
-    """
+    the file, each once, and the number of the others."""
     problems: dict[Problem, None] = {}
     while len(problems) < _MOST_READ:
         try:
@@ -133,9 +130,7 @@ def first_line(error: BaseException) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text as `printable` does, with line breaks as escapes, too: for a name within a line or a
-    table.
-    """
+    """Return the text as `printable` does, with line breaks as escapes: for a name in a line or a table."""
     return printable(text).replace("\n", r"\n")
 
 
@@ -159,9 +154,7 @@ def passwords(address: str) -> Iterator[str]:
 
 
 def redact(text: str, *addresses: str | None) -> str:
-    """Return the text without passwords: those in addresses within it, and those of `addresses` anywhere in
-    it.
-    """
+    """Return the text without passwords: those in addresses within it, and those of `addresses` anywhere."""
     for address in filter(None, addresses):
         for password in passwords(address):
             for spelling in sorted({password, unquote(password)}, key=len, reverse=True):

@@ -55,9 +55,8 @@ def write(path: Path, content: object) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically: to a temporary file, then fsync, then rename. Readers see the old file or the
-    new one.
-    """
+    """Write a file atomically, by a temporary file, fsync and rename: readers see the old file or the new
+    one."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.{time.monotonic_ns()}")
     with temporary.open("w") as file:
         file.write(text)
@@ -80,14 +79,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def below(folder: Path) -> list[Path]:
-    """Return all files in a folder and in its folders, links to folders included, sorted by path.
-
-    A link to a folder that contains it is not followed, since there would be no end. Links that lead nowhere
-    are left out.
-
-    Raises:
-        OSError: a folder cannot be read.
-    """
+    """Return all files in a folder and in its folders, links to folders included, sorted by path; OSError if
+    one cannot be read. A link to a folder that contains it is not followed, since there would be no end.
+    Links that lead nowhere are left out."""
     return sorted(_below(folder, ()))
 
 
@@ -118,8 +112,7 @@ _FULL_MESSAGES = ("disk is full", "PytorchStreamWriter failed writing")
 
 
 def full(error: BaseException | None, folder: Path | None = None) -> bool:
-    """Return True if an error, or one that caused it, means that the disk is full: from a file, SQLite or
-    torch.
+    """Return True if an error, or one that caused it, means a full disk: from a file, SQLite or torch.
 
     SQLite reports an exhausted quota and a broken disk alike. With `folder`, a test file written there
     decides.
@@ -143,10 +136,8 @@ def full(error: BaseException | None, folder: Path | None = None) -> bool:
 
 @contextmanager
 def first_error() -> Iterator[None]:
-    """Raise what interrupted `torch.save`, which raises an error of its own when it closes a torn archive.
-
-    That error would take the place of Ctrl-C, or of a full disk (torch 2.13.0).
-    """
+    """Raise what interrupted `torch.save`, such as Ctrl-C or a full disk, in place of the error of its own
+    that torch 2.13.0 raises when it closes a torn archive."""
     try:
         yield
     except RuntimeError as error:
@@ -201,18 +192,11 @@ class Busy(Exception):
 
 @contextmanager
 def lock(path: Path, wait: bool = True, attempt: int | None = None) -> Iterator[Callable[[], bool]]:
-    """Hold the lock file `path` within the block; its content names the holder.
+    """Hold the lock file `path`, whose folder is created, within the block; its content names the holder and
+    the number of the trial's attempt.
 
-    Args:
-        path: The lock file. Its folder is created.
-        wait: Wait while another process holds the lock; if False, raise Busy at once.
-        attempt: Number of the trial's attempt, for the content of the file.
-
-    Yields:
-        A function that returns True while the file still names this holder.
-
-    Raises:
-        Busy: Another process holds the lock.
+    Yield a function that returns True while the file still names this holder. If another process holds the
+    lock, wait, or without `wait` raise Busy at once.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", errors="replace") as file:
@@ -229,11 +213,9 @@ def lock(path: Path, wait: bool = True, attempt: int | None = None) -> Iterator[
 
 
 def holder_of(path: Path) -> Holder | None:
-    """Return the process that holds the lock file `path`; None if none does. It never blocks another one.
-
-    A lock that names a dead process of this machine is not tried, so that a process that starts now finds it
-    free.
-    """
+    """Return the process that holds the lock file `path`; None if none does. It never blocks another one: a
+    lock that names a dead process of this machine is not tried, so that a process that starts now finds it
+    free."""
     try:
         with path.open("rb") as file:
             found = Holder.parse(file.read())
@@ -248,7 +230,6 @@ def holder_of(path: Path) -> Holder | None:
 
 
 def _dead(holder: Holder) -> bool:
-    """Return True if the process that a lock names is known to be gone."""
     if holder.host != os.uname().nodename:
         return False
     try:
@@ -261,10 +242,8 @@ def _dead(holder: Holder) -> bool:
 
 
 def _acquire(file: TextIO) -> bool:
-    """Lock the file without waiting for its holder; return False if that fails.
-
-    Several attempts, because a process that only tests the lock holds it for an instant.
-    """
+    """Lock the file without waiting for its holder; return False if that fails. It is tried several times,
+    because a process that only tests the lock holds it for an instant."""
     for _ in range(5):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -306,10 +285,8 @@ def keep_file(path: Path) -> None:
 
 
 def temporary_folder(base: Path = Path("/tmp")) -> Path:
-    """Return a folder with a short path for temporary files that only this user can enter.
-
-    A folder under that name that belongs to another user is not used.
-    """
+    """Return a folder with a short path for temporary files that only this user can enter. One of that name
+    that belongs to another user is not used."""
     path = base / f"ablate-{os.getuid()}"
     try:
         path.mkdir(mode=0o700, exist_ok=True)

@@ -45,15 +45,8 @@ class Code:
 
 
 def find(place: Path | None, name: str) -> Code:
-    """Return the code of a function of a module.
-
-    Args:
-        place: folder whose modules come first; None: installed modules alone.
-        name: `package.module:function`.
-
-    Raises:
-        ValueError: there is no such module.
-    """
+    """Return the code of a function `package.module:function`; ValueError if there is no such module. Modules
+    of the folder `place` come first; None: installed modules alone."""
     module, _, function = name.partition(":")
     parts = module.split(".")
     if not all(part.isidentifier() for part in [*parts, function]):
@@ -127,10 +120,8 @@ def _binds(node: ast.AST, name: str, or_reads: bool = False) -> bool:
 
 
 def closure(code: Code) -> dict[Path, Path]:
-    """Return the function's file and the files of its own that it imports, directly or not.
-
-    Each with the folder that the module's name is relative to; sorted.
-    """
+    """Return the function's file and the files of its own that it imports, directly or not, each with the
+    folder that the module's name is relative to; sorted."""
     parts = code.module.split(".") if code.module else ()
     found = dict.fromkeys([code.path, *_files(code.root, parts)], code.root)
     folders, searched = dict[Path, None](), set[object]()
@@ -154,15 +145,8 @@ def closure(code: Code) -> dict[Path, Path]:
 
 
 def digest(code: Code, globs: Sequence[str] = ()) -> str:
-    """Return 16 hex digits that identify the content of a function's closure and of files that globs name.
-
-    Args:
-        code: the function.
-        globs: absolute patterns of further files.
-
-    Raises:
-        OSError, SyntaxError: a file cannot be read.
-    """
+    """Return 16 hex digits that identify the content of a function's closure and of the files that absolute
+    `globs` name. OSError or SyntaxError if a file cannot be read."""
     found = closure(code)
     elsewhere = {file: folder for file, folder in found.items() if folder != code.root}
     named = sorted((file.relative_to(folder).as_posix(), file) for file, folder in elsewhere.items())
@@ -176,12 +160,8 @@ def files_of(code: Code, globs: Sequence[str] = ()) -> list[Path]:
 
 
 def digest_of(files: Iterable[Path], folder: Path) -> str:
-    """Return 16 hex digits that identify files, with the closures of Python files; OSError, SyntaxError.
-
-    Args:
-        files: the files.
-        folder: folder to which their names are relative.
-    """
+    """Return 16 hex digits that identify files, named relative to a folder, with the closures of Python
+    files; OSError, SyntaxError."""
     return _identified(closures(files), folder)
 
 
@@ -192,17 +172,12 @@ def closures(files: Iterable[Path]) -> list[Path]:
 
 
 def drop_old_bytecode(files: Iterable[Path]) -> None:
-    """Delete bytecode from before the last change of its source, so that Python compiles the source again.
+    """Delete bytecode from before the last change of its source, so that Python compiles the source again;
+    OSError if it cannot be deleted.
 
     Python takes bytecode for that of a source of the same size and time of modification in whole seconds. An
     edit of one digit within that second, or one by a program that restores the time, would run the old code
     under the new code's id.
-
-    Args:
-        files: files of the user's code; those that are not Python have no bytecode.
-
-    Raises:
-        OSError: the bytecode cannot be deleted.
     """
     for file in files:
         if file.suffix != ".py":
@@ -214,10 +189,8 @@ def drop_old_bytecode(files: Iterable[Path]) -> None:
 
 
 def content(path: Path) -> str:
-    """Return 16 hex digits of a file's content, or of all files of a folder with their names; OSError.
-
-    Links to folders are followed: code that reads the folder reads those files as well.
-    """
+    """Return 16 hex digits of a file's content, or of all files of a folder with their names; OSError. Links
+    to folders are followed: code that reads the folder reads those files as well."""
     return _identified(listed(path), path)
 
 
@@ -230,13 +203,8 @@ def listed(path: Path) -> list[Path]:
 
 
 def _identified(files: Sequence[Path], folder: Path, elsewhere: Sequence[tuple[str, Path]] = ()) -> str:
-    """Return 16 hex digits of the names of files, relative to a folder, and their contents.
-
-    Args:
-        files: the files.
-        folder: the folder.
-        elsewhere: further files, with their names.
-    """
+    """Return 16 hex digits of the names of files, relative to a folder, and their contents; `elsewhere`:
+    further files, each after its name."""
     names = [_relative(file, folder) for file in files]
     contents = cache.digest([*files, *(file for _, file in elsewhere)])
     return cache.key_of(names, contents, *([[name for name, _ in elsewhere]] if elsewhere else []))[:16]
@@ -280,9 +248,7 @@ def load_apart(code: Code) -> Callable[..., object]:
 
     Modules of the same names that are in use, such as those of a trial's training code, stay as they are, and
     later imports do not find the new ones. A module beside the file must therefore be imported at its top.
-
-    Raises:
-        InputError: another file was imported than those of `closure`, whose digest the function has.
+    InputError if another file was imported than those of `closure`, whose digest the function has.
     """
     own = closure(code)
     drop_old_bytecode(own)
@@ -300,11 +266,8 @@ def load_apart(code: Code) -> Callable[..., object]:
 
 @contextmanager
 def alone(files: Mapping[Path, Path]) -> Iterator[None]:
-    """Inside this context, no module of a user's own is imported; afterwards, those of before are.
-
-    Args:
-        files: files of a function's closure, whose names are left to them.
-    """
+    """Inside this context, no module of a user's own is imported, and names of a closure's `files` are left
+    to them; afterwards, the modules of before are."""
     names = {_module_name(file, folder) for file, folder in files.items()}
     names |= {name.rpartition(".")[0] for name in names}  # a folder that is a package without a file
     names = {name for name in names if name.partition(".")[0] != OURS}
@@ -318,21 +281,14 @@ def alone(files: Mapping[Path, Path]) -> Iterator[None]:
 
 
 class Watch:
-    """Modules of a user's own that are imported from its creation on.
-
-    Args:
-        files: files whose content an id has.
-    """
+    """Modules of a user's own that are imported from its creation on; an id has the content of `files`."""
 
     def __init__(self, files: Iterable[Path]) -> None:
         self._files, self._before = {*map(os.path.realpath, files)}, dict(sys.modules)
 
     def refuse(self, remedy: str = "") -> None:
-        """Raise InputError if a module of another file was imported, and forget it.
-
-        Args:
-            remedy: further way to have the file in the id, for the sentence.
-        """
+        """Raise InputError if a module of another file was imported, and forget it. `remedy`: a further way
+        to have the file in the id, for the sentence."""
         new = {name: each for name, each in [*sys.modules.items()] if self._before.get(name) is not each}
         self._before = dict(sys.modules)
         files = _own_modules(new)
@@ -346,9 +302,7 @@ class Watch:
 
 def _own_modules(modules: Mapping[str, ModuleType]) -> dict[str, str]:
     """Return the files of modules that belong neither to the interpreter nor to installed packages, by name.
-
-    Modules that an installed package generates elsewhere, as torch's compiler does, are the package's.
-    """
+    Modules that an installed package generates elsewhere, as torch's compiler does, are the package's."""
     own = {}
     for name, module in list(modules.items()):
         file, top = getattr(module, "__file__", None), name.partition(".")[0]
@@ -396,7 +350,6 @@ def _module_name(path: Path, root: Path) -> str:
 
 
 def _forget(names: Iterable[str]) -> None:
-    """Drop modules, so that the next import reads their files again."""
     for name in names:
         sys.modules.pop(name, None)
 
@@ -432,14 +385,11 @@ def _places(path: Path, text: str) -> Iterator[Path]:
 def _named(
     name: source_imports.Name, path: Path, folder: Path, code: Code, added: Iterable[Path]
 ) -> Iterator[tuple[Path, Path]]:
-    """Yield the own files of a module's name, each with the folder that the name is relative to.
+    """Yield the own files of a module's name, which the file `path` imports, each with the folder that the
+    name is relative to.
 
-    Args:
-        name: the name.
-        path: file that imports it.
-        folder: folder that this file's own name is relative to.
-        code: the function for which it is imported.
-        added: folders that files add to `sys.path`. All of them are searched, in whatever order they are.
+    `folder`: the one that the name of `path` is relative to. `added`: folders that files add to `sys.path`.
+    All of them are searched, in whatever order they are.
     """
     level, parts = name
     if level:

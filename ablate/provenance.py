@@ -1,6 +1,5 @@
-"""Provenance of a result: code, versions and hardware. Recorded with every result, never part of a trial's
-identity.
-"""
+"""Provenance of a result: code, versions, hardware. It stands beside a result and is not part of a trial's
+identity."""
 
 import hashlib
 import os
@@ -23,15 +22,9 @@ NOT_COMPILED = (
 
 
 def own_command(module: str, *words: str) -> list[str]:
-    """Return the command that runs a module of this package, whatever lies in the working directory.
-
-    With `-m` alone Python looks there first, and may find somebody else's folder `ablate`. A checkout that is
-    not installed is found nowhere else.
-
-    Args:
-        module: name of the module, in full.
-        words: its arguments.
-    """
+    """Return the command that runs a module of this package, whatever lies in the working directory. With
+    `-m` alone Python looks there first, and may find somebody else's folder `ablate`. A checkout that is not
+    installed is found nowhere else."""
     beside = Path.cwd() == Path(__file__).parents[1]
     return [sys.executable, *([] if beside else ["-P"]), "-m", module, *words]
 
@@ -93,8 +86,8 @@ _VECTOR = ("avx", "amx", "fma", "sve", "sme", "asimd", "bf16", "i8mm")
 def arithmetic(device: str) -> float:
     """Return a number that differs between processors, and versions of torch, which may compute other bits.
 
-    Of both: torch's version. Of a GPU: model and capability. Of a CPU: the instructions that torch uses, and
-    the variables in `_ROUNDING`. 48 bits of a hash, since a trial records numbers.
+    It is 48 bits of a hash, since a trial records numbers: of torch's version, and of a GPU's model and
+    capability, or of the instructions that torch uses on a CPU and the variables in `_ROUNDING`.
     """
     if device == "cuda":
         gpu = _gpu()
@@ -107,7 +100,7 @@ def arithmetic(device: str) -> float:
 def processor(device: str) -> float:
     """Return a number like that of `arithmetic` for another process on this machine, such as a command.
 
-    Nothing is loaded for it: of a GPU it stands for the models of all that the driver has, of a CPU for its
+    Nothing is loaded for it: for a GPU it stands for the models of all that the driver has, for a CPU for its
     vector instructions and the variables in `_ROUNDING`. The torch of the command may be another one.
     """
     if device == "cuda":
@@ -142,9 +135,7 @@ def _restrictions() -> dict[str, str]:
 
 def _gpu() -> dict[str, str]:
     """Return model, compute capability, driver and CUDA version of the GPU on which this process computes.
-
-    Empty unless CUDA has started here: to ask for these would start it.
-    """
+    Empty unless CUDA has started here: to ask for these would start it."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return {}
@@ -192,9 +183,8 @@ def _cpuinfo(*names: str) -> str:
 
 
 def commit(folder: Path) -> tuple[str | None, str]:
-    """Return the commit checked out in `folder` and the uncommitted diff, cut at 1 MiB; (None, "") outside a
-    repository.
-    """
+    """Return the commit of `folder` and the uncommitted diff, cut at 1 MiB; (None, "") outside a
+    repository."""
     head = _git(folder, "rev-parse", "HEAD")
     return (head.strip(), _git(folder, "diff", "HEAD")[:_LARGEST_DIFF]) if head else (None, "")
 

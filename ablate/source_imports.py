@@ -104,7 +104,6 @@ def _value(node: ast.expr, known: Mapping[str, object]) -> str | Path | None:
 
 
 def _added(node: ast.AST, known: Mapping[str, object]) -> Iterator[str]:
-    """Yield the folders that a node adds to `sys.path`."""
     waiting: list[ast.AST] = []
     if isinstance(node, ast.Assign | ast.AugAssign) and "sys.path" in ast.unparse(node):
         waiting = [node.value]

@@ -66,14 +66,8 @@ class Setting:
         return f"{100 * margin:.2g} %" if self.relative else f"{margin:.2g}"
 
     def amount(self, value: float, difference: Difference, sign: bool, unit: bool) -> str:
-        """Return a difference, or an end of its interval, as text.
-
-        Args:
-            value: the number.
-            difference: that whose interval sets the number of digits.
-            sign: True for a sign, False for the size alone.
-            unit: True to add the unit.
-        """
+        """Return a value as text, with its sign or the size alone, with as many digits as the interval of
+        `difference` sets."""
         if self.relative:
             text, word = percent(value, difference), "%"
         else:
@@ -94,14 +88,8 @@ class Compared:
 
 
 def scope_of(steps: Sequence[int], windows: Sequence[int], positions: int, trunk: str) -> str:
-    """Return the stretch of training that a sweep's comparisons are about.
-
-    Args:
-        steps: numbers of steps of its runs.
-        windows: lengths of its windows in steps; empty for full runs.
-        positions: number of positions of the windows.
-        trunk: recipe that trained up to there, or `start`.
-    """
+    """Return the stretch of training that a sweep's comparisons are about; `windows`: their lengths in steps,
+    empty for full runs; `trunk`: recipe that trained up to there, or `start`."""
     if windows:
         past = "the starting weights" if trunk == START else f"a {trunk} checkpoint"
         past = past if positions < 2 or trunk == START else f"{trunk} checkpoints"
@@ -159,15 +147,8 @@ def of_effect(
     levels: Sequence[Json] = (),
     averaged: bool = False,
 ) -> tuple[str, str]:
-    """Return first words and sentence on one comparison.
-
-    Args:
-        compared: the comparison.
-        verdict: its verdict.
-        setting: facts of the sweep.
-        levels: values of its knob, the reference first.
-        averaged: other knobs were turned beside it, and not all of them are held.
-    """
+    """Return first words and sentence on one comparison. `levels`: values of its knob, the reference first;
+    `averaged`: other knobs were turned beside it, and not all of them are held."""
     held = " and ".join(_held(knob, value) for knob, value in compared.given.items())
     before = ", ".join(filter(None, (f"with {held}" if held else "", _AVERAGED if averaged else "")))
     turned, lead = turned_text(compared, levels), lead_of([verdict], setting)
@@ -193,12 +174,8 @@ def _held(knob: str, value: Json) -> str:
 
 
 def turned_text(compared: Effect, levels: Sequence[Json]) -> str:
-    """Return what a comparison turns: `stochastic rounding`, `block "1x32" instead of "1x16"`.
-
-    Args:
-        compared: the comparison.
-        levels: values of its knob, the reference first.
-    """
+    """Return what a comparison turns: `stochastic rounding`, `block "1x32" instead of "1x16"`. `levels`:
+    values of its knob, the reference first."""
     (knob, *_) = compared.knobs or ("",)
     if knob in _SWITCHES and list(levels) == [False, True]:
         return _SWITCHES[knob]
@@ -259,14 +236,8 @@ def _left_open(
 
 
 def of_family(family: Sequence[Compared], setting: Setting, against: str, tail: str = "") -> tuple[str, str]:
-    """Return first words and sentence on a family of comparisons: those with one verdict together.
-
-    Args:
-        family: the comparisons.
-        setting: facts of the sweep.
-        against: what all are compared with, as the first words of the sentence: `Against bf16`.
-        tail: last words of the sentence.
-    """
+    """Return first words and sentence on a family of comparisons: those with one verdict together. The
+    sentence begins with `against`, such as `Against bf16`, and ends with `tail`."""
     verdicts = [each.verdict for each in family]
     if all(verdict.reason == "nothing_learned" for verdict in verdicts):
         return NO_ANSWER, "no arm has a lower loss than a model that ignores its input."
@@ -290,13 +261,8 @@ def _length(text: str) -> int:
 
 
 def of_closing(first: ArmSummary, text: str, setting: Setting) -> tuple[str, str]:
-    """Return first words and sentence on a knob that should close a gap which is not resolved.
-
-    Args:
-        first: the arm without the knob.
-        text: the sentence on the knob's values.
-        setting: facts of the sweep.
-    """
+    """Return first words and sentence on a knob that should close a gap which is not resolved. `first`: the
+    arm without the knob; `text`: the sentence on the knob's values."""
     gap = first.gap
     amount = "" if gap is None else f" by {setting.amount(gap.mean, gap, True, True)}, undecided"
     opening = f"Without it, {setting.metric.name} differs from {first.baseline}{amount}"
@@ -304,14 +270,8 @@ def of_closing(first: ArmSummary, text: str, setting: Setting) -> tuple[str, str
 
 
 def _groups(family: Sequence[Compared], setting: Setting, named: int) -> Iterator[str]:
-    """Yield a clause for each verdict of a family, those that are decided first.
-
-    Args:
-        family: the comparisons.
-        setting: facts of the sweep.
-        named: largest number of comparisons that a clause names, if it has more; `_COUNTED`: not even the
-            largest of them.
-    """
+    """Yield a clause for each verdict of a family, those that are decided first. `named`: largest number of
+    comparisons that a clause names, if it has more; `_COUNTED`: not even the largest of them."""
     by_kind: dict[str, list[Compared]] = {}
     for each in sorted(family, key=lambda each: -abs(each.difference.mean)):
         by_kind.setdefault(each.verdict.kind, []).append(each)
@@ -384,14 +344,8 @@ def quoted(name: str) -> str:
 
 
 def of_winner(arm: ArmSummary, difference: Difference, shown: str, setting: Setting) -> tuple[str, str]:
-    """Return first words and sentence on a search's winner that was run again on fresh seeds.
-
-    Args:
-        arm: the arm on fresh seeds.
-        difference: its gap to the baseline.
-        shown: the winner's name.
-        setting: facts of the sweep.
-    """
+    """Return first words and sentence on a search's winner that was run again on fresh seeds. `shown`: the
+    winner's name."""
     verdict = arm.verdict
     leads = {"better": "The search found an improvement", "worse": "The search found no improvement"}
     over = f", {setting.scope}" if setting.scope and verdict.decided else ""
@@ -405,13 +359,8 @@ def of_winner(arm: ArmSummary, difference: Difference, shown: str, setting: Sett
 
 
 def of_best(searched: Sequence[ArmSummary], again: ArmSummary | None, setting: Setting) -> str:
-    """Return a sentence on a search whose winner has fewer than two pairs on fresh seeds.
-
-    Args:
-        searched: its arms, the best first.
-        again: the winner's rerun on fresh seeds, if there is one.
-        setting: facts of the sweep.
-    """
+    """Return a sentence on a search, its arms sorted from the best, whose winner has fewer than two pairs on
+    fresh seeds. `again`: the winner's rerun on fresh seeds, if there is one."""
     best = searched[0]
     gap = ""
     if best.gap is not None and best.gap.pairs:

@@ -84,16 +84,9 @@ class Effect:
 
 
 def grid(arms: Sequence[ArmSummary]) -> Grid | None:
-    """Return the listed arms as a complete product of their knobs' levels.
-
-    Args:
-        arms: Arms of the sweep.
-
-    Returns:
-        The grid of the knobs with two levels or more. None if the arms set different knobs, if a combination
-        of
-            levels is missing, or if no seed is finished on all arms.
-    """
+    """Return the listed arms as a complete product of the levels of their knobs, of those with two levels or
+    more. None if the arms set different knobs, if a combination of levels is missing, or if no seed is
+    finished on all arms."""
     compared = [arm for arm in arms if arm.baseline is not None and arm.role == "listed" and arm.knobs]
     if not compared or len({frozenset(arm.knobs) for arm in compared}) > 1:
         return None
@@ -123,22 +116,14 @@ def _levels(values: Sequence[Json], switch: bool) -> tuple[Json, ...]:
 
 
 def main_effects(grid: Grid) -> list[Effect]:
-    """Return the effect of each level of each knob against the knob's reference, averaged over other knobs.
-
-    Args:
-        grid: Arms that are a product of knobs' levels.
-    """
+    """Return the effect of each level of each knob against the knob's reference, averaged over other
+    knobs."""
     return [effect for knob in grid.levels for effect in held_effects(grid, knob, {})]
 
 
 def held_effects(grid: Grid, knob: str, given: Mapping[str, Json]) -> list[Effect]:
-    """Return the effect of each level of one knob against its reference, with others held or averaged over.
-
-    Args:
-        grid: Arms that are a product of knobs' levels.
-        knob: Knob of the grid.
-        given: Values at which other knobs are held; over the rest, the effect is averaged.
-    """
+    """Return the effect of each level of one knob against its reference, with other knobs held at the values
+    of `given`, and averaged over the rest."""
     names = list(grid.levels)
     held = {name: _level(grid, name, value) for name, value in given.items() if name in names}
     levels, position, effects = grid.levels.get(knob, ()), names.index(knob) if knob in names else 0, []
@@ -173,18 +158,14 @@ def _unchanged(grid: Grid, cells: Sequence[Cell], position: int) -> bool:
 
 
 def _of_runs(grid: Grid, effect: Difference, unchanged: bool) -> Difference:
-    """Return an effect on averages with two facts about the runs: all values are counts, and zero differences
-    mean equal runs."""
+    """Return an effect on averages with two facts about the runs: all values are counts, and zeros mean equal
+    runs."""
     return replace(effect, whole=grid.whole, runs_equal=unchanged)
 
 
 def interactions(grid: Grid) -> list[Effect]:
     """Return the interaction of every two knobs: the difference between the effects of one knob at two levels
-    of the other, averaged over the remaining knobs.
-
-    Args:
-        grid: Arms that are a product of knobs' levels.
-    """
+    of the other, averaged over the remaining knobs."""
     effects = []
     for (i, (first, ones)), (j, (second, others)) in itertools.combinations(
         enumerate(grid.levels.items()), 2
@@ -220,16 +201,9 @@ class Share:
 
 
 def shares(grid: Grid) -> list[Share]:
-    """Return leave-one-out differences and Shapley shares of a grid's components.
-
-    A component is present at true, or at the level that the file lists second.
-
-    Args:
-        grid: Arms that are a product of knobs' levels.
-
-    Returns:
-        One share for each knob; empty unless there are 2 to 8 knobs, each with two levels.
-    """
+    """Return leave-one-out differences and Shapley shares of a grid's components, one for each knob. A
+    component is present at true, or at the level that the file lists second. Empty unless there are 2 to 8
+    knobs, each with two levels."""
     if (
         any(len(levels) != 2 for levels in grid.levels.values())
         or not 1 < len(grid.levels) <= _MOST_COMPONENTS
@@ -253,7 +227,6 @@ def shares(grid: Grid) -> list[Share]:
 
 
 def _with(cell: Cell, position: int, level: int) -> Cell:
-    """Return the point at which one knob has another level."""
     return (*cell[:position], level, *cell[position + 1 :])
 
 
@@ -279,20 +252,14 @@ def _from_zero(by_seed: Mapping[int, float], interval: Interval) -> Difference:
 
 def extra_tokens(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
     """Return the additional tokens that an arm needs to reach the loss at which its baseline ends, as a
-    share.
+    share: 0.1 for 10 % more; NaN if the curves, loss by tokens seen in ascending order, never reach the same
+    loss.
 
     The loss of an arm that ends worse at T tokens was reached by the baseline after fewer tokens T': the
     share is T / T' - 1. An arm that ends better reached the baseline's last loss after T'' tokens: T'' / T -
     1, which is negative. Between two evaluations the loss is assumed to fall with the logarithm of the
     tokens. If the learning rate decays at the end, the share is an upper bound: a shorter run would have
     decayed sooner.
-
-    Args:
-        arm: Loss by tokens seen, in ascending order.
-        baseline: The same of the baseline.
-
-    Returns:
-        The share, 0.1 for 10 % more tokens; NaN if the curves never reach the same loss.
     """
     if not arm or not baseline:
         return math.nan
@@ -314,12 +281,9 @@ def _reaches(curve: Mapping[int, float], loss: float) -> float:
 
 
 def front(points: Mapping[str, Sequence[float]], signs: Sequence[int]) -> list[str]:
-    """Return the names of the points that no other equals or beats in every coordinate.
-
-    Args:
-        points: Coordinates by name. Points with a coordinate that is not finite are left out.
-        signs: 1 for a coordinate of which less is better, -1 for one of which more is.
-    """
+    """Return the names of the points that no other equals or beats in every coordinate. `signs`: 1 for a
+    coordinate of which less is better, -1 for more. Points with a coordinate that is not finite are left
+    out."""
     signed = {
         name: [sign * value for sign, value in zip(signs, point, strict=True)]
         for name, point in points.items()

@@ -59,14 +59,9 @@ Outcomes = Mapping[GroupRun, float]
 
 
 def chance(design: BlameDesign, size: float) -> float:
-    """Return the chance of finding one culprit by the plan's formula.
-
-    It assumes normal noise and damage that adds up, and that as many candidates as allowed are proved.
-
-    Args:
-        design: the search.
-        size: damage in standard deviations of one unit's damage between seeds.
-    """
+    """Return the chance of finding one culprit by the plan's formula. `size`: damage in standard deviations
+    of one unit's damage between seeds. It assumes normal noise and damage that adds up, and that as many
+    candidates as allowed are proved."""
     pairs, seeds = design.pairs, len(design.seeds)
     bound = float(special.stdtrit(seeds - 1, 1 - design.alpha / min(design.most, design.units)))
     proved = float(1 - special.nctdtr(seeds - 1, size * math.sqrt(seeds), bound))
@@ -80,11 +75,7 @@ def chance(design: BlameDesign, size: float) -> float:
 
 def smallest(design: BlameDesign) -> float:
     """Return the smallest damage that is found with a chance of `CHANCE`, in standard deviations between
-    seeds.
-
-    Args:
-        design: the search.
-    """
+    seeds."""
     low, high = 0.0, 64.0
     while high - low > 0.005:
         middle = (low + high) / 2
@@ -165,12 +156,8 @@ class Search:
 
 
 def replay(design: BlameDesign, outcomes: Outcomes) -> Search:
-    """Replay a search from its outcomes.
-
-    Args:
-        design: the search as it was declared.
-        outcomes: harm of every run that is over. Runs that the search never asks for have no effect.
-    """
+    """Replay a search from the harm of every run that is over. Runs that the search never asks for have no
+    effect."""
     everything, nothing = frozenset(range(design.units)), frozenset[int]()
     asked: list[GroupRun] = []
 
@@ -224,10 +211,8 @@ def replay(design: BlameDesign, outcomes: Outcomes) -> Search:
 
 
 def _together(search: Search, outcomes: Outcomes) -> tuple[frozenset[int], Effect] | None:
-    """Return two candidates without proof that harm together by more than they do alone; None if none do.
-
-    A pair of halves shows their joint damage if one half has both, and none of it if each has one.
-    """
+    """Return two candidates without proof that harm together by more than they do alone; None if none do. A
+    pair of halves shows their joint damage if one half has both, and none of it if each has one."""
     proofs, tail = search.proofs or {}, search.design.alpha
     count = sum(len(each.tests) for each in search.rounds) // 2
     matrix, values = _contrasts(search, outcomes, count)
@@ -248,16 +233,11 @@ def _together(search: Search, outcomes: Outcomes) -> tuple[frozenset[int], Effec
 
 
 def damage(pairs: Sequence[tuple[float, float]], tail: float) -> Effect:
-    """Return the mean difference of pairs with Student's t interval.
+    """Return the mean difference of pairs, harm of some units and of the baseline by seed, with Student's t
+    interval, each end of which fails with a chance of `tail`.
 
-    A divergence counts as the largest finite difference: at least as bad as what was seen.
-
-    Args:
-        pairs: harm of some units and of the baseline, by seed.
-        tail: chance that one end of the interval fails.
-
-    Returns:
-        The effect; its interval is infinite for fewer than three pairs, or if all differences are equal.
+    A divergence counts as the largest finite difference: at least as bad as what was seen. The interval is
+    infinite for fewer than three pairs, or if all differences are equal.
     """
     found = np.array([one - other for one, other in pairs if not math.isnan(one - other)])
     worst, more = np.abs(found[np.isfinite(found)]).max(initial=0.0), int(np.isposinf(found).sum())
@@ -271,13 +251,11 @@ def damage(pairs: Sequence[tuple[float, float]], tail: float) -> Effect:
 
 
 def diverged_more(pairs: Sequence[tuple[float, float]], tail: float) -> Effect:
-    """Return the share of seeds on which some units diverge and the baseline does not.
+    """Return the share of seeds on which some units diverge and the baseline does not: pairs of their harm,
+    infinite if the run diverged.
 
-    The exact sign test decides: without its significance at `tail` the lower end is 0.
-
-    Args:
-        pairs: harm of some units and of the baseline, by seed; infinite if the run diverged.
-        tail: chance that one end of the interval fails.
+    The exact sign test decides: without its significance at `tail`, the chance that one end of the interval
+    fails, the lower end is 0.
     """
     more = sum(math.isinf(one) and not math.isinf(other) for one, other in pairs)
     less = sum(math.isinf(other) and not math.isinf(one) for one, other in pairs)
@@ -313,7 +291,7 @@ def screen(design: BlameDesign, outcomes: Outcomes, count: int, search: Search) 
 
 
 def _contrasts(search: Search, outcomes: Outcomes, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return, of each of the first `count` pairs, the units in its first half as signs, and the difference of
+    """Return the units in the first half of each of the first `count` pairs as signs, and the difference of
     both harms. If one half diverged it is at least as bad as the worst."""
     signs, contrasts = [], []
     for place in range(count):
@@ -383,11 +361,7 @@ def names_of(ledger: Ledger) -> BlameNames:
 
 
 def replayed(ledger: Ledger) -> Search:
-    """Return the state of a sweep's search for a cause.
-
-    Args:
-        ledger: ledger of a sweep whose file has `blame`.
-    """
+    """Return the state of a search for a cause, by the ledger of a sweep whose file has `blame`."""
     names, metric, harms = names_of(ledger), ledger.facts.metric, _harms(ledger)
     declared = ledger.facts.blame["design"]
     design = BlameDesign(**declared | {"seeds": tuple(declared["seeds"])})
@@ -403,7 +377,7 @@ def replayed(ledger: Ledger) -> Search:
 
 
 def _harms(ledger: Ledger) -> dict[tuple[str, int], float]:
-    """Return the harm of each run that is over, by arm and seed: infinite if it diverged, NaN if it has no
+    """Return the harm of each run that is over, by arm and seed: infinite if it diverged, NaN without a
     value."""
     metric = ledger.facts.metric
     sign = 1 if metric.direction == "minimize" else -1
@@ -445,7 +419,6 @@ def planned(design: BlameDesign, names: BlameNames) -> str:
 
 
 def _rate(design: BlameDesign) -> str:
-    """Return a sentence on the error rate."""
     rate = f"{design.alpha:.3g}" if design.alpha < 0.01 else f"{100 * design.alpha:.3g} %"
     return f"A unit without damage is named in at most {rate} of such searches."
 
@@ -464,13 +437,7 @@ def news(search: Search, names: BlameNames) -> str:
 
 
 def sentences(search: Search, names: BlameNames, unit: str) -> tuple[str, str]:
-    """Return lead and text of the answer.
-
-    Args:
-        search: state of the search.
-        names: names of its units.
-        unit: unit of the metric; empty if it has no name.
-    """
+    """Return lead and text of the answer. `unit`: unit of the metric; empty if it has no name."""
     total = counted(len(names.units), "unit")
     if search.gap is None or search.stage != "over":
         return (

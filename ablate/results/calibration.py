@@ -84,14 +84,9 @@ class Candidate:
         return effect / math.hypot(self.deviation * math.sqrt(self.seconds(arms) / 3600), self.error)
 
     def half_width(self, seeds: int, careful: bool = False, interval: Interval = SINGLE_LOOK) -> float:
-        """Return half the width of a 95 % interval of one comparison.
-
-        Args:
-            seeds: number of seeds, 2 or more.
-            careful: use the deviation that is exceeded with a probability of 20 % only, or the largest of the
-                contrasts' deviations: some comparisons spread more than others.
-            interval: kind of the interval that the sweep will have.
-        """
+        """Return half the width of a 95 % interval of one comparison with 2 seeds or more. `careful`: use the
+        deviation that is exceeded with a probability of 20 % only, or the largest of the contrasts'
+        deviations: some comparisons spread more than others."""
         deviation = self.deviation
         if careful:
             free = self.seeds - 1
@@ -105,8 +100,7 @@ class Candidate:
         return FIFTH * abs(self.effect)
 
     def proposed_seeds(self) -> int:
-        """Return the number of seeds at which the interval is as narrow as the smallest effect that
-        matters."""
+        """Return the number of seeds that make the interval as narrow as the smallest effect that matters."""
         wanted = (
             seeds for seeds in range(FEWEST_SEEDS, MOST_SEEDS) if self.half_width(seeds, True) <= self.goal
         )
@@ -114,12 +108,7 @@ class Candidate:
 
 
 def candidates_of(experiment: Experiment, state: Path) -> list[Candidate]:
-    """Return the designs that an experiment's calibration compares; none without a calibration.
-
-    Args:
-        experiment: the experiment that is calibrated.
-        state: state folder.
-    """
+    """Return the designs that an experiment's calibration compares; none without a calibration."""
     config, found = experiment.base.config, list[Candidate]()
     shape = config.steps, config.tokens_per_step
     for suffix in (CALIBRATION, FULL_CALIBRATION):
@@ -136,12 +125,7 @@ def candidates_of(experiment: Experiment, state: Path) -> list[Candidate]:
 
 
 def planned(experiment: Experiment, state: Path) -> Candidate | None:
-    """Return what the calibration found of the design that an experiment has; None if it does not know it.
-
-    Args:
-        experiment: the experiment.
-        state: state folder.
-    """
+    """Return what the calibration found of the design that an experiment has; None if it does not know it."""
 
     def shape(design: Design | None) -> object:
         return design and design.model_copy(update={"bad": None})
@@ -154,17 +138,8 @@ def planned(experiment: Experiment, state: Path) -> Candidate | None:
 
 
 def from_full_runs(ledger: Ledger, steps: int, tokens_per_step: int, bad: str) -> Candidate:
-    """Return full runs as a candidate.
-
-    Args:
-        ledger: ledger of the calibration's full runs.
-        steps: steps of a run.
-        tokens_per_step: tokens of one step.
-        bad: name of the known-bad arm.
-
-    Raises:
-        ValueError: too few runs are finished.
-    """
+    """Return the full runs of a calibration as a candidate; ValueError if too few are finished. `bad`: name
+    of the known-bad arm."""
     arms = summaries(ledger)
     values = {arm.name: arm.values for arm in arms}
     return _candidate(ledger, "full runs", None, arms, values, bad, (steps, 0), tokens_per_step, 0.0)
@@ -173,17 +148,8 @@ def from_full_runs(ledger: Ledger, steps: int, tokens_per_step: int, bad: str) -
 def from_forks(ledger: Ledger, design: Design, steps: int, tokens_per_step: int, bad: str) -> list[Candidate]:
     """Return the designs that are part of a calibration's forks: fewer positions, shorter windows.
 
-    A candidate has three horizons, 1, 2 and 4 times its shortest window.
-
-    Args:
-        ledger: ledger of the calibration's forks.
-        design: their design.
-        steps: steps of the trunk's schedule.
-        tokens_per_step: tokens of one step.
-        bad: name of the known-bad arm.
-
-    Raises:
-        ValueError: too few trials are finished.
+    A candidate has three horizons, 1, 2 and 4 times its shortest window. `steps`: those of the trunk's
+    schedule; `bad`: name of the known-bad arm. ValueError if too few trials are finished.
     """
     arms = summaries(ledger)
     known = next((arm.readings for arm in arms if arm.readings and arm.readings.cells), None)
@@ -228,13 +194,8 @@ class Part(NamedTuple):
 
 
 def parts(design: Design, known: Readings, steps: int) -> Iterator[Part]:
-    """Yield a design and the smaller ones that are part of it: fewer positions, shorter windows.
-
-    Args:
-        design: design of a calibration.
-        known: readings of one of its arms.
-        steps: steps of the trunk's schedule.
-    """
+    """Yield a design and the smaller ones that are part of it: fewer positions, shorter windows. `known`:
+    readings of one of the design's arms; `steps`: those of the trunk's schedule."""
     for longest in known.windows[1:] or known.windows:  # a shorter one would have windows of a few steps
         for positions in _subsets(known.positions):
             shortest = longest / design.horizons[-1]
@@ -262,8 +223,7 @@ def _subsets(positions: Sequence[int]) -> Iterator[list[int]]:
 
 
 def _evaluation_error(arms: Sequence[ArmSummary]) -> float:
-    """Return the root of the mean square of the evaluation's error over all contrasts; 0 if it is not
-    known."""
+    """Return the root of the mean square of the evaluation's error over all contrasts; 0 if it is unknown."""
     pairs = list(_pairs(arms))
 
     def differences(those: list[ArmSummary]) -> list[Difference]:
@@ -309,10 +269,8 @@ def _candidate(
 
 
 def _beside_steps(ledger: Ledger, step_seconds: Mapping[str, float], baseline: str) -> float:
-    """Return the seconds of trials over those of their steps: evaluations and checkpoints take time too.
-
-    The baseline is left out, since its trials train the trunk. 1 without a finished trial.
-    """
+    """Return the seconds of trials over those of their steps: evaluations and checkpoints take time too. The
+    baseline is left out, since its trials train the trunk. 1 without a finished trial."""
     whole = steps = 0.0
     left_out = {baseline, *(arm.name for arm in ledger.arms() if arm.name.startswith(NULL))}
     for member in ledger.members():
@@ -339,20 +297,12 @@ def measured(
     seconds: tuple[float, float],
     error: float = 0.0,
 ) -> Candidate:
-    """Return a candidate with the effect and the noise that some values have.
+    """Return a candidate with the effect and the noise that values have, losses by arm and seed; ValueError
+    if too few seeds are finished.
 
-    Args:
-        name: name of the design.
-        design: the design; None: full runs.
-        values: losses by arm and seed.
-        known: the known-bad arm and its baseline.
-        pairs: unlike arms, whose contrasts give the noise.
-        shape: steps of one arm at one seed, and steps of the trunk.
-        seconds: mean seconds of a step over the arms, and of a step of the trunk.
-        error: standard error of the evaluation.
-
-    Raises:
-        ValueError: too few seeds are finished.
+    `design`: None for full runs; `known`: the known-bad arm and its baseline; `pairs`: unlike arms, whose
+    contrasts give the noise; `shape`: steps of one arm at one seed, and steps of the trunk; `seconds`: mean
+    seconds of a step over the arms, and of a step of the trunk; `error`: standard error of the evaluation.
     """
     bad, baseline = known
     effect = paired_difference(values[bad], values[baseline])
@@ -378,10 +328,6 @@ def measured(
 
 
 def best(candidates: Sequence[Candidate], arms: int) -> Candidate:
-    """Return the candidate with the greatest sharpness.
-
-    Args:
-        candidates: one or more.
-        arms: number of arms of the sweep that is planned, its baselines included.
-    """
+    """Return the candidate with the greatest sharpness for a sweep of so many arms, its baselines
+    included."""
     return max(candidates, key=lambda candidate: candidate.sharpness(arms))

@@ -57,12 +57,7 @@ def arms_of(ledger: Ledger) -> list[str]:
 
 
 def side(ledger: Ledger, arm: str) -> Side:
-    """Return one arm of a sweep.
-
-    Args:
-        ledger: ledger of the sweep.
-        arm: name of the arm, which exists.
-    """
+    """Return one arm of a sweep, which exists."""
     metric = ledger.facts.metric.name
     members: Sequence[Member] = [member for member in ledger.members() if member.name == arm]
     lasts = ledger.finals(lambda name: str(name) == metric)
@@ -80,15 +75,9 @@ def side(ledger: Ledger, arm: str) -> Side:
 
 
 def compare(first: Side, second: Side) -> Compared:
-    """Compare two arms.
-
-    They are paired by seed if they have the same data, metric and class of device: the same seed then means
-    the same order of the data, and the same initial weights if the models have the same shape.
-
-    Args:
-        first: the arm that is subtracted.
-        second: the other arm.
-    """
+    """Compare two arms, of which the first is subtracted. They are paired by seed if they have the same data,
+    metric and class of device: the same seed then means the same order of the data, and the same initial
+    weights if the models have the same shape."""
     parts = parts_that_differ(first.spec, second.spec)
     origin = parts_that_differ(first.provenance, second.provenance)
     shared = first.values.keys() & second.values.keys()

@@ -27,11 +27,7 @@ _OF_FAMILY = ("kind", "reason", "p", "p_equivalence", "alone", "count", "planned
 
 
 class Comparisons:
-    """The comparisons of a sweep, each computed once.
-
-    Args:
-        ledger: ledger of the sweep, opened for reading.
-    """
+    """The comparisons of a sweep, each computed once, from a ledger that is opened for reading."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
@@ -41,11 +37,9 @@ class Comparisons:
 
     @cached_property
     def arms(self) -> list[ArmSummary]:
-        """Every arm, by the main metric.
-
-        One that the file asks for has the verdict of its own family, as it has wherever it is stated; so has
-        the culprit of a search for a cause, which proves it at an error rate of its own.
-        """
+        """Every arm, by the main metric. One that the file asks for has the verdict of its own family, as it
+        has wherever it is stated; so has the culprit of a search for a cause, which proves it at an error
+        rate of its own."""
         if self.ledger.facts.blame:
             proved: dict[str, Any] = {"kind": "worse", "reason": None, "alone": None, "planned": None}
             return [
@@ -75,7 +69,6 @@ class Comparisons:
 
     @cached_property
     def _arms(self) -> list[ArmSummary]:
-        """Every arm, all judged together."""
         return summaries(self.ledger, self.metric)
 
     @cached_property
@@ -108,10 +101,8 @@ class Comparisons:
 
     @cached_property
     def contrasts(self) -> list[Contrast]:
-        """Every two arms that differ in one knob; empty if there are too many to read.
-
-        One that the file asks for has the verdict of its own family, as it has wherever it is stated.
-        """
+        """Every two arms that differ in one knob; empty if there are too many to read. One that the file asks
+        for has the verdict of its own family, as it has wherever it is stated."""
         own = {
             (
                 effect.knobs[0],

@@ -36,12 +36,7 @@ def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -
 
     Left out are comparisons that an arm's gap to its baseline makes already, presets and knobs of the
     workload if knobs of the recipe vary, all arms of a search (they were chosen by these numbers), and
-    baselines that were added.
-
-    Args:
-        arms: Arms of the sweep.
-        metric: Metric that is compared.
-        most: Largest number of contrasts; if there are more, the list is empty.
+    baselines that were added. With more than `most` contrasts the list is empty.
     """
     arms = [arm for arm in arms if arm.role == "listed"]
     pairs = list(itertools.islice(pairs_of(arms), None if most is None else most + 1))
@@ -71,11 +66,9 @@ def contrasts(arms: list[ArmSummary], metric: Metric, most: int | None = None) -
 
 
 def pairs_of(arms: list[ArmSummary], asked: str | None = None) -> Iterator[tuple[str, int, int]]:
-    """Yield (knob, index of an arm, index of another) for all arms that agree in every other knob.
-
-    Arms are grouped by their other knobs, so the work grows with the number of arms, not of pairs. With
-    `asked`, they differ in this knob.
-    """
+    """Yield (knob, index of an arm, index of another) for all arms that agree in every other knob; with
+    `asked`, they differ in this knob. Arms are grouped by their other knobs, so the work grows with the
+    number of arms, not of pairs."""
     turned = {knob for arm in arms for knob in arm.knobs}
     about = {knob for knob in turned if not knob.startswith("workload.") and knob != "recipe"}
     for knob in [asked] if asked else sorted(about or turned):
@@ -95,16 +88,13 @@ def pairs_of(arms: list[ArmSummary], asked: str | None = None) -> Iterator[tuple
 
 
 def is_switch(arms: Iterable[ArmSummary], knob: str) -> bool:
-    """Return True if the listed arms give a knob no values other than true and false: false is the reference
-    then."""
+    """Return True if the listed arms give a knob true and false alone: false is the reference then."""
     return all(type(arm.knobs[knob]) is bool for arm in arms if arm.role == "listed" and knob in arm.knobs)
 
 
 def _contrast(first: ArmSummary, second: ArmSummary, knob: str, switch: bool) -> Contrast:
-    """Return the contrast of two arms in the ledger's order, without a verdict.
-
-    `switch`: false is the reference, in whatever order the file lists the values.
-    """
+    """Return the contrast of two arms in the ledger's order, without a verdict. `switch`: false is the
+    reference, in whatever order the file lists the values."""
     arm, reference = (first, second) if switch and not second.knobs[knob] else (second, first)
     effect = paired_difference(arm.values, reference.values, arm.interval)
     held = label({k: v for k, v in arm.knobs.items() if k != knob})

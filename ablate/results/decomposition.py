@@ -64,13 +64,8 @@ class Correlation:
 
 
 def damages(ledger: Ledger, arms: Sequence[ArmSummary], metric: str) -> list[Damage]:
-    """Return the parts of each arm's gap; none for a metric without a second reading in high precision.
-
-    Args:
-        ledger: ledger of the sweep.
-        arms: its arms, baselines included.
-        metric: metric that is compared, such as `val/loss`, of which `val/loss_bf16` is the second reading.
-    """
+    """Return the parts of each arm's gap by a metric such as `val/loss`, whose second reading is
+    `val/loss_bf16`; none for a metric without a second reading. The arms include their baselines."""
     names = metric, f"{metric}_bf16"
     lasts = ledger.finals(lambda name: str(name) in names)
     own, high = ({arm.name: dict[int, float]() for arm in arms} for _ in names)
@@ -143,15 +138,9 @@ def routed(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[RoutedDamage]:
 
 
 def flipped(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[tuple[str, dict[str, float], int]]:
-    """Return each arm's shares of what quantisation sends to other experts, by metric, and its seeds.
-
-    Shares are means over measured steps, then over finished seeds. Those of a trunk, which is of no arm, do
-    not count.
-
-    Args:
-        ledger: ledger of the sweep.
-        arms: its arms; those without such a record are left out.
-    """
+    """Return each arm's shares of what quantisation sends to other experts, by metric, and its seeds. Arms
+    without such a record are left out. Shares are means over measured steps, then over finished seeds. Those
+    of a trunk, which is of no arm, do not count."""
     names = FLIPPED, TOKENS_FLIPPED
     found: dict[str, list[list[float]]] = {}
     for member in ledger.members() if {*names} <= {*ledger.names().values()} else ():
@@ -175,10 +164,6 @@ def correlation(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Corr
 
     Pairing by seed makes a gap sharper only where it is positive: the variance of the paired gap is
     var(arm) + var(baseline) - 2 r sd(arm) sd(baseline).
-
-    Args:
-        arm: value of the metric by seed.
-        baseline: the same of the other arm.
     """
     seeds = common(arm, baseline)
     x, y = (np.array([values[seed] for seed in seeds]) for values in (arm, baseline))

@@ -43,16 +43,8 @@ class Share:
 
 
 def share_closed(first: Mapping[int, float], dose: Mapping[int, float], interval: Interval) -> Share | None:
-    """Return the share of the first gap that a dose closes, with Fieller's interval.
-
-    Args:
-        first: gap of the first value, by seed.
-        dose: gap of the dose, by seed.
-        interval: kind of the interval.
-
-    Returns:
-        The share; None if the first gap is not told from zero, so that the interval is unbounded.
-    """
+    """Return the share of the first value's gap by seed that a dose closes, with Fieller's interval; None if
+    the first gap is not told from zero, so that the interval is unbounded."""
     seeds = common(first, dose)
     if len(seeds) < FEWEST_DISTINCT:
         return None
@@ -107,11 +99,7 @@ class Doses:
 
 
 def doses(sweep: Comparisons) -> list[Doses]:
-    """Return the values of each ordered knob of a sweep's grid: of knobs with three numbers or more.
-
-    Args:
-        sweep: the sweep's comparisons.
-    """
+    """Return the values of each ordered knob of a sweep's grid: of knobs with three numbers or more."""
     if sweep.grid is None:
         return []
     found = []

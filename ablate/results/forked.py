@@ -142,12 +142,8 @@ def estimand(design: Design, arms: Iterable[A]) -> str:
 
 
 def readings_of(members: Iterable[tuple[int, Mapping[str, float]]], reading: str) -> Readings:
-    """Return the readings of one arm.
-
-    Args:
-        members: seed and last values of each finished trial of the arm.
-        reading: name of the metric among the readings of a window.
-    """
+    """Return the readings of one arm, by seed and last values of each of its finished trials. `reading`: name
+    of the metric among the readings of a window."""
     cells: dict[Cell, dict[int, float]] = {}
     parts: dict[int, dict[int, float]] = {}
     for seed, values in members:
@@ -165,12 +161,7 @@ def views(
     count: int,
 ) -> list[Views | None]:
     """Return every comparison of some arms, seen in other ways; None for each if they are full runs.
-
-    Args:
-        arms: arms with their readings.
-        compute: returns the comparisons of arms, always in the same order.
-        count: number of comparisons.
-    """
+    `compute` returns the `count` comparisons of arms, always in the same order."""
     readings = [arm.readings for arm in arms]
     known = [each for each in readings if each is not None and each.cells]
     if not known:
@@ -208,17 +199,12 @@ def views(
 
 def shared_error(parts: Sequence[Sequence[float]]) -> float:
     """Return the standard error of a mean over seeds and parts of the validation data that the choice of the
-    data alone causes.
+    data alone causes, by differences [parts, seeds]; NaN if there are too few parts, or seeds that a part
+    lacks.
 
     The variance of the parts' means has noise of single seeds on single parts in it. Seeds' own spread counts
     that already, so it is taken off: with the residual mean square of the two-way table, divided by the
     seeds.
-
-    Args:
-        parts: a difference by part of the data, and by seed.
-
-    Returns:
-        The standard error, 0 or more; NaN if there are too few parts, or seeds that a part lacks.
     """
     if len(parts) < FEWEST_PARTS or len({len(each) for each in parts}) > 1 or not parts[0]:
         return math.nan
@@ -234,11 +220,9 @@ def shared_error(parts: Sequence[Sequence[float]]) -> float:
 
 
 def _sharpened(view: Views) -> Views:
-    """Return the views with the error of the evaluation in their intervals.
-
-    It is known at the longest windows, as means over positions. A shorter window's is taken to be as large,
-    one position's larger by the root of their number, and those of two windows independent: upper bounds.
-    """
+    """Return the views with the error of the evaluation in their intervals. It is known at the longest
+    windows, as means over positions. A shorter window's is taken to be as large, one position's larger by the
+    root of their number, and those of two windows independent: upper bounds."""
     if not view.error > 0:
         return view
     longest = max(view.horizons)
@@ -262,13 +246,8 @@ def sharpened(difference: Difference, view: Views | None) -> Difference:
 
 
 def qualified(verdict: Verdict, view: Views | None, sees: bool) -> Verdict:
-    """Return the verdict that the other views allow.
-
-    Args:
-        verdict: verdict at the longest window.
-        view: the comparison, seen in other ways; None for full runs.
-        sees: the design resolves its known-bad arm.
-    """
+    """Return what the other views (None: full runs) leave of a verdict at the longest window. `sees`: the
+    design resolves its known-bad arm."""
     if view is None or verdict.kind == "same" or verdict.reason:
         return verdict
     if any(not one.pairs for one in (*view.horizons.values(), *view.positions.values())):
@@ -285,10 +264,8 @@ def qualified(verdict: Verdict, view: Views | None, sees: bool) -> Verdict:
 
 
 def _opposed(differences: Mapping[int, Difference]) -> bool:
-    """Return True if two of some differences are resolved, with opposite signs.
-
-    The 5 % are divided by their number (Bonferroni).
-    """
+    """Return True if two of some differences are resolved, with opposite signs. The 5 % are divided by their
+    number (Bonferroni)."""
     alpha = ALPHA / len(differences)
     return len({math.copysign(1, each.mean) for each in differences.values() if p_value(each) < alpha}) == 2
 
@@ -318,11 +295,8 @@ def _stands(positions: Mapping[int, Difference]) -> bool:
 
 
 def _grows(view: Views) -> bool:
-    """Return True if the damage per step is resolved to be larger at the longest window than at a
-    shorter one.
-
-    The 5 % are divided by the number of shorter ones (Bonferroni).
-    """
+    """Return True if the damage per step is resolved to be larger at the longest window than at a shorter
+    one. The 5 % are divided by the number of shorter ones (Bonferroni)."""
     longest = view.horizons[max(view.horizons)]
     return any(
         p_value(growth) < ALPHA / len(view.growth) and (growth.mean > 0) == (longest.mean > 0)

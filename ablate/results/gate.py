@@ -40,12 +40,7 @@ class Check:
 
 
 def checks(ledger: Ledger, arms: Sequence[ArmSummary]) -> list[Check]:
-    """Return the checks of a sweep.
-
-    Args:
-        ledger: ledger of the sweep.
-        arms: its arms, by the main metric.
-    """
+    """Return the checks of a sweep, by its arms' summaries in the main metric."""
     found = [
         _finished(ledger, arms),
         _finite(ledger, arms),
@@ -216,9 +211,7 @@ def _ended_early(arms: Sequence[ArmSummary]) -> Check | None:
 
 def _copied(ledger: Ledger, arms: Sequence[ArmSummary]) -> Iterator[Check]:
     """Yield runs of an arm that have the same values, and those from elsewhere that another arm has, too.
-
-    Arms that are equal at every common seed are not among them: their option changed nothing.
-    """
+    Arms that are equal at every common seed are not among them: their option changed nothing."""
     judged, name = Judged.of(ledger), ledger.facts.metric.name
     noun = "seed" if judged is None or judged.seeded else "run"
     why = "the seed did nothing" + (", or one run was copied" if judged else "")

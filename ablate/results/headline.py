@@ -71,8 +71,7 @@ class Headline:
 
     @property
     def even(self) -> bool:
-        """True if every comparison that the question is about is decided, and nothing differs by as much as
-        matters."""
+        """True if every comparison of the question is decided, and nothing differs by as much as matters."""
         return self.answered and all(verdict.kind in ("equivalent", "same") for verdict in self.verdicts)
 
     @property
@@ -84,11 +83,7 @@ class Headline:
 
 
 def headline_of(sweep: Comparisons) -> Headline:
-    """Return the answer of a sweep.
-
-    Args:
-        sweep: its comparisons.
-    """
+    """Return the answer of a sweep."""
     lead, text, verdicts = _answer(sweep)
     text += _by_routes(sweep) if verdicts else ""
     found = tuple(checks(sweep.ledger, sweep.arms))
@@ -289,7 +284,6 @@ def _baseline_text(sweep: Comparisons, names: Set[str | None], setting: Setting)
 
 
 def _setting(sweep: Comparisons) -> Setting:
-    """Return the facts of a sweep that its sentences share."""
     specs = [member.resolved for member in sweep.ledger.members()]
     design = sweep.ledger.facts.design
     readings = next((arm.readings for arm in sweep.arms if arm.readings and arm.readings.cells), None)
@@ -305,8 +299,7 @@ def _setting(sweep: Comparisons) -> Setting:
 
 
 def _no_comparison(sweep: Comparisons, setting: Setting) -> tuple[str, str, list[Verdict]]:
-    """Return lead and text where no comparison has two pairs: the reason, or the best arm of a search so
-    far."""
+    """Return lead and text if no comparison has two pairs: the reason, or the best arm of a search so far."""
     searched = [arm for arm in sweep.arms if arm.role == "searched" and arm.values and not arm.pruned]
     if searched:
         sign = 1 if sweep.metric.direction == "minimize" else -1
@@ -370,9 +363,7 @@ def _command(ledger: Ledger, settling: Settling | None) -> str:
 
 def _simplest(sweep: Comparisons) -> str:
     """Return a sentence on the arm to take while nothing is resolved: every other arm has its settings, too.
-
-    Empty if there is no such arm: two formats are not simpler than each other.
-    """
+    Empty if there is no such arm: two formats are not simpler than each other."""
     specs = {member.name: member.resolved for member in sweep.ledger.members()}
     settings = {
         arm.name: frozenset(_settings(specs[arm.name].recipe))

@@ -23,10 +23,8 @@ It affects the width of the sequence, not its validity: 1.83 gives the narrowest
 
 @dataclass(frozen=True)
 class Interval:
-    """Kind of a 95 % interval: it fixes how often results may be looked at while seeds are added.
-
-    `t`: one look. `split`: a declared number of looks. `sequence`: any number of looks.
-    """
+    """Kind of a 95 % interval: it fixes how often results may be looked at while seeds are added. `t`: one
+    look. `split`: a declared number of looks. `sequence`: any number of looks."""
 
     kind: str = "t"
     looks: int = 1
@@ -38,15 +36,8 @@ class Interval:
         return cls(kind, int(looks or 1))
 
     def half_width(self, pairs: int, comparisons: float = 1) -> float:
-        """Return half the width of the interval, in standard deviations of the differences.
-
-        Args:
-            pairs: Number of paired differences.
-            comparisons: Number by which the 5 % are divided (Bonferroni).
-
-        Returns:
-            Half the width; infinite if so few pairs bound nothing.
-        """
+        """Return half the width of the interval, in standard deviations of the differences; infinite if so
+        few pairs bound nothing. The 5 % are divided by `comparisons` (Bonferroni)."""
         return HALF_WIDTHS[self.kind](pairs, self.looks, ALPHA / comparisons)
 
     def __str__(self) -> str:
@@ -56,10 +47,8 @@ class Interval:
 
 @functools.cache
 def _t(pairs: int, looks: int, alpha: float) -> float:
-    """Return the half-width of Student's t interval at its share of alpha.
-
-    With alpha split evenly over looks that are declared beforehand, all intervals hold together (Bonferroni).
-    """
+    """Return the half-width of Student's t interval at its share of alpha. With alpha split evenly over looks
+    that are declared beforehand, all intervals hold together (Bonferroni)."""
     return (
         float(special.stdtrit(pairs - 1, 1 - alpha / looks / 2)) / math.sqrt(pairs) if pairs > 1 else math.inf
     )
@@ -87,13 +76,8 @@ def _sequence(pairs: int, looks: int, alpha: float) -> float:
 
 
 def sequence_factor(t: float, pairs: int) -> float:
-    """Return the Bayes factor of `_sequence` against no effect. Its inverse is a p-value that is valid at
-    every look.
-
-    Args:
-        t: Student's t of the paired differences.
-        pairs: Number of paired differences, 2 or more.
-    """
+    """Return the Bayes factor of `_sequence` against no effect, by Student's t of 2 paired differences or
+    more. Its inverse is a p-value that is valid at every look."""
     k = 1 + pairs * _SCALE**2
     x = t * t / (pairs - 1)
     return math.exp(pairs / 2 * (math.log1p(x) - math.log1p(x / k)) - math.log(k) / 2)

@@ -7,12 +7,8 @@ from ablate.training.workloads import abilities
 
 
 def floor(members: Iterable[Member], recorded: Mapping[int, float | None]) -> tuple[float | None, bool]:
-    """Return the loss for an arm's first finished run, and True if it should be known and is not.
-
-    Args:
-        members: Members of the arm.
-        recorded: Recorded losses, by number of the trial: `Ledger.context_free`.
-    """
+    """Return the loss for an arm's first finished run, and True if it should be known and is not. `recorded`:
+    losses by number of the trial, as `Ledger.context_free` has them."""
     first = next((member for member in members if member.status == "done"), None)
     if first is None:
         return None, False

@@ -59,14 +59,8 @@ def ratio(log: float) -> float:
 
 def changes(arms: Sequence[ArmSummary], metric: Metric, alone: str | None = None) -> list[Change]:
     """Return the relative change of each arm that has a baseline, judged together, in the order of the arms.
-
-    `min_effect` counts as a share of the baseline's mean.
-
-    Args:
-        arms: Arms of the sweep, summarised by the metric.
-        metric: Metric that is compared.
-        alone: Name of an arm that is judged by itself: the one that the question is about.
-    """
+    `min_effect` counts as a share of the baseline's mean. `alone`: the arm that the question is about, which
+    is judged by itself."""
     values = {arm.name: arm.values for arm in arms}
     compared = [(arm, values[arm.baseline]) for arm in arms if arm.baseline in values]
     compared = [(arm, base) for arm, base in compared if arm.role != "refused"]

@@ -1,5 +1,4 @@
-"""Decisions on what a sweep runs next: more seeds for undecided arms, and a search's winner on fresh
-seeds."""
+"""Decisions on what a sweep runs next: seeds for undecided arms, and a search's winner on fresh seeds."""
 
 import itertools
 import math
@@ -23,11 +22,8 @@ def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, s
     An arm is returned if every seed has a pair and the verdict is still open. Left out are arms with a seed
     that is not over, and arms that failed or diverged on a seed, or whose baseline did: that seed is not
     missing at random, so the mean over the others is not the arm's. Also left out are arms with the same
-    numbers as their baseline, and comparisons in which no arm learned.
-
-    Args:
-        ledger: Ledger of the sweep.
-        metric: Metric that is compared; default: the main one.
+    numbers as their baseline, and comparisons in which no arm learned. They are compared by `metric`, by
+    default the main one.
     """
     metric = metric or ledger.facts.metric
     return [
@@ -40,16 +36,9 @@ def undecided(ledger: Ledger, metric: Metric | None = None) -> list[tuple[str, s
 
 
 def winner(ledger: Ledger, metric: Metric | None = None, infeasible: Collection[str] = ()) -> str | None:
-    """Return the name of the searched arm with the best mean, all of whose seeds are done.
-
-    Args:
-        ledger: Ledger of the sweep.
-        metric: Metric that is compared; default: the main one.
-        infeasible: Names of arms that break a constraint. They are not considered.
-
-    Returns:
-        The name; None if there is no such arm, or if it is its own baseline.
-    """
+    """Return the name of the searched arm with the best mean by a metric (None: the main one), all of whose
+    seeds are done; None if there is none, or if it is its own baseline. `infeasible`: arms that break a
+    constraint, which are not considered."""
     metric = metric or ledger.facts.metric
     arms = [arm for arm in summaries(ledger, metric) if arm.role == "searched" and arm.name not in infeasible]
     whole = [arm for arm in arms if 0 < len(arm.values) == arm.seeds]
@@ -58,14 +47,8 @@ def winner(ledger: Ledger, metric: Metric | None = None, infeasible: Collection[
 
 
 def fresh_seeds(ledger: Ledger, count: int) -> tuple[int, ...]:
-    """Return the first `count` seeds on which no arm of the study was ever run.
-
-    A winner rerun on them has an unbiased mean: they took no part in choosing it.
-
-    Args:
-        ledger: Ledger of the sweep.
-        count: Number of seeds.
-    """
+    """Return the first `count` seeds on which no arm of the study was ever run. A winner rerun on them has an
+    unbiased mean: they took no part in choosing it."""
     used = set(ledger.studied_seeds())
     return tuple(itertools.islice((seed for seed in itertools.count() if seed not in used), count))
 
@@ -124,11 +107,7 @@ class Settling:
 
 def seeds_to_settle(ledger: Ledger, verdicts: Sequence[Verdict]) -> Settling | None:
     """Return the seeds that settle a family of comparisons; None if none is undecided or no number is known.
-
-    Args:
-        ledger: Ledger of the sweep, whose finished trials give the time of a seed.
-        verdicts: Verdicts of the family.
-    """
+    The sweep's finished trials give the time of a seed."""
     open_ = [verdict for verdict in verdicts if verdict.kind == "undecided"]
     counts = [verdict.needed.count for verdict in open_ if verdict.needed]
     if not open_ or len(counts) < len(open_):
@@ -153,8 +132,7 @@ def seeds_to_settle(ledger: Ledger, verdicts: Sequence[Verdict]) -> Settling | N
 
 
 def _floored(verdict: Verdict) -> bool:
-    """Return True if a verdict stays undecided without any spread over seeds: by the error of the
-    evaluation."""
+    """Return True if a verdict stays undecided without any spread over seeds: by the evaluation's error."""
     if verdict.planned is None:
         return False
     difference, margin, *_ = verdict.planned

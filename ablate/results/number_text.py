@@ -14,10 +14,8 @@ _TYPED = 6
 
 
 def number(value: float, half: float = math.nan) -> str:
-    """Return a number with four decimals (a loss), or with four significant digits if it is below 0.1.
-
-    `half`: half an interval, of which two digits are to be seen. A small one gives the number more decimals.
-    """
+    """Return a number with four decimals (a loss), or with four significant digits if it is below 0.1. A
+    small `half`, half an interval, of which two digits are to be seen, gives it more decimals."""
     if (places := _places(half)) > 4 and places > 3 - _exponent(value):
         return f"{value:z.{places}f}"
     return f"{value:z.4f}" if value == 0 or abs(value) >= 0.1 else f"{value:.4g}"
@@ -25,10 +23,8 @@ def number(value: float, half: float = math.nan) -> str:
 
 def shortened(names: Collection[str]) -> Callable[[str], str]:
     """Return a function that shortens, in any text, the long numbers of arms' names, such as drawn rates.
-
     They get the fewest significant digits, at least 3, by which all names stay distinct. Files for programs
-    keep all digits.
-    """
+    keep all digits."""
     numbers = {each for name in names for each in _FRACTION.findall(name)}
     long = [each for each in numbers if len(each.partition("e")[0].replace(".", "").lstrip("0")) > _TYPED]
 
@@ -52,11 +48,9 @@ def counted(count: int, noun: str) -> str:
 
 
 def interval(difference: Difference) -> str:
-    """Return a difference with half its interval: `+0.0123 ±0.0023`.
-
-    Without an interval there is no ±; a confidence sequence with too few pairs has `±∞`. Small intervals get
-    more decimals, and a value that rounds to zero has no minus sign.
-    """
+    """Return a difference with half its interval: `+0.0123 ±0.0023`. Without an interval there is no ±; a
+    confidence sequence with too few pairs has `±∞`. Small intervals get more decimals, and a value that
+    rounds to zero has no minus sign."""
     if not difference.pairs:
         return "-"
     half = difference.high - difference.mean if difference.has_interval else 0.0
@@ -90,12 +84,8 @@ def minus(text: str) -> str:
 
 
 def percent(value: float, difference: Difference) -> str:
-    """Return a share in percent with its sign, to the interval's second digit, with one decimal at most.
-
-    Args:
-        value: the share.
-        difference: that whose interval sets the number of digits.
-    """
+    """Return a share in percent with its sign, to the second digit of the difference's interval, with one
+    decimal at most."""
     half = difference.high - difference.mean if difference.has_interval else 0.0
     places = max(0, min(1, 1 - _exponent(100 * half))) if half else 1
     return minus(f"{100 * value:+z.{places}f}")
@@ -128,10 +118,8 @@ def percents(difference: Difference) -> str:
 
 
 def percent_texts(value: float, half: float) -> tuple[str, str]:
-    """Return a fraction with its sign and half its interval in percent, as texts: `+1.23`, `0.45`.
-
-    Both end at the second digit of half the interval; without one (NaN, infinite) there are two decimals and
-    an empty text.
-    """
+    """Return a fraction with its sign and half its interval in percent, as texts: `+1.23`, `0.45`. Both end
+    at the second digit of half the interval; without one (NaN, infinite) there are two decimals and an empty
+    text."""
     places = max(0, 1 - _exponent(100 * half)) if half and math.isfinite(half) else 2
     return f"{100 * value:+z.{places}f}", f"{100 * half:.{places}f}" if math.isfinite(half) else ""

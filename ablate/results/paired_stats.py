@@ -119,11 +119,8 @@ class Difference:
         return math.hypot(self.deviation / math.sqrt(self.pairs), self.shared_error)
 
     def with_shared_error(self, error: float) -> "Difference":
-        """Return the difference with an interval that includes an error that all pairs share.
-
-        Args:
-            error: its standard error, in the metric's unit.
-        """
+        """Return the difference with an interval that includes an error that all pairs share, a standard
+        error in the metric's unit."""
         if not self.has_interval:
             return self
         shared = replace(self, shared_error=error)
@@ -132,12 +129,7 @@ class Difference:
 
 
 def common(arm: Mapping[int, float], baseline: Mapping[int, float]) -> list[int]:
-    """Return the seeds at which both arms have a finite value, in ascending order: the pairs.
-
-    Args:
-        arm: Value of the metric by seed.
-        baseline: The same of the other arm.
-    """
+    """Return the seeds at which both arms have a finite value, in ascending order: the pairs."""
     return sorted(
         seed
         for seed in arm.keys() & baseline.keys()
@@ -146,15 +138,8 @@ def common(arm: Mapping[int, float], baseline: Mapping[int, float]) -> list[int]
 
 
 def wilcoxon(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
-    """Return the two-sided p-value of Wilcoxon's signed-rank test on paired differences.
-
-    Args:
-        arm: Value of the metric by seed.
-        baseline: The same of the other arm.
-
-    Raises:
-        ValueError: There are fewer than 6 pairs, so p cannot fall below 5 %.
-    """
+    """Return the two-sided p-value of Wilcoxon's signed-rank test on paired differences; ValueError for fewer
+    than 6 pairs, by which p cannot fall below 5 %."""
     seeds = common(arm, baseline)
     if len(seeds) < FEWEST_RANKED:
         raise ValueError(
@@ -169,16 +154,11 @@ def wilcoxon(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
 def paired_difference(
     arm: Mapping[int, float], baseline: Mapping[int, float], interval: Interval = SINGLE_LOOK
 ) -> Difference:
-    """Return the mean of arm minus baseline over their common seeds, with its 95 % interval.
+    """Return the mean of arm minus baseline over their common seeds, with its 95 % interval, in the metric's
+    unit.
 
-    Args:
-        arm: Value of the metric by seed. Seeds with a value that is not finite are left out.
-        baseline: The same of the arm that is subtracted.
-        interval: Kind of the interval.
-
-    Returns:
-        The difference in the metric's unit. Its bounds are NaN with fewer than 3 distinct differences, and
-            its mean is NaN without a common seed.
+    Seeds with a value that is not finite are left out. The bounds are NaN with fewer than 3 distinct
+    differences, and the mean is NaN without a common seed.
     """
     seeds = common(arm, baseline)
     if not seeds:
@@ -209,17 +189,10 @@ def paired_difference(
 
 
 def p_value(difference: Difference, at: float = 0.0) -> float:
-    """Return the two-sided p-value of "the true difference is `at`".
+    """Return the two-sided p-value of "the true difference is `at`" (in the metric's unit): below 5 % exactly
+    if the interval excludes `at`; NaN if the differences have no usable spread.
 
     It is valid as the interval is: at its one look, at every declared look, or at any look.
-
-    Args:
-        difference: Paired difference.
-        at: Hypothetical difference, in the metric's unit.
-
-    Returns:
-        The p-value, below 5 % exactly if the interval excludes `at`; NaN if the differences have no usable
-            spread.
     """
     if not difference.informative:
         return math.nan
@@ -231,18 +204,12 @@ def p_value(difference: Difference, at: float = 0.0) -> float:
 
 
 def equivalence(difference: Difference, margin: float | None) -> float:
-    """Return the p-value of "the true difference is at least the margin, in either direction".
+    """Return the p-value of "the true difference is at least the margin, in either direction": below 5 % if
+    the interval lies within the margin, in the metric's unit; 1 if the mean lies beyond it; NaN without a
+    margin, or if the differences have no usable spread.
 
     It is the two-sided p-value of the nearer margin: twice the p-value of two one-sided tests (TOST), so a
     false rejection at 5 % has a probability of at most 2.5 %.
-
-    Args:
-        difference: Paired difference.
-        margin: Smallest effect that matters, in the metric's unit; None if none was given.
-
-    Returns:
-        The p-value, below 5 % if the interval lies within the margin; 1 if the mean lies beyond it; NaN
-            without a margin, or if the differences have no usable spread.
     """
     if margin is None or not difference.informative:
         return math.nan
@@ -252,16 +219,11 @@ def equivalence(difference: Difference, margin: float | None) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return p-values after Holm's correction for the number of comparisons.
+    """Return p-values after Holm's correction for the number of comparisons, in the same order. A NaN is not
+    a comparison and stays NaN.
 
     If all hypotheses with a corrected p-value below alpha are rejected, the probability of any false
     rejection is at most alpha.
-
-    Args:
-        p_values: Uncorrected p-values. A NaN is no comparison and stays NaN.
-
-    Returns:
-        Corrected p-values, in the same order.
     """
     corrected, largest = list(p_values), 0.0
     finite = sorted((p, index) for index, p in enumerate(p_values) if not math.isnan(p))
@@ -356,16 +318,12 @@ class Verdict:
 def judge(
     compared: Sequence[tuple[Difference, float | None]], minimize: bool, plan: bool = True, among: int = 1
 ) -> list[Verdict]:
-    """Return the verdicts on the differences of one table, corrected by Holm over all of them.
+    """Return the verdicts on the differences of one table, in the same order, corrected by Holm over all of
+    them.
 
-    Args:
-        compared: Each difference with its margin, the smallest effect that matters (None: not given).
-        minimize: True if less of the metric is better.
-        plan: True to name the seeds that an undecided comparison needs.
-        among: Number of comparisons of the table, if some of them have no result yet.
-
-    Returns:
-        One verdict for each difference, in the same order.
+    Each difference has its margin, the smallest effect that matters (None: not given). `plan`: name the seeds
+    that an undecided comparison needs; `among`: number of comparisons of the table, if some have no result
+    yet.
     """
     unseen = [1.0] * (among - len(compared))
     effects = holm([*(p_value(difference) for difference, _ in compared), *unseen])
@@ -410,12 +368,8 @@ def _verdict(difference: Difference, minimize: bool, p: float, same: float) -> V
 
 
 def decided(difference: Difference, min_effect: float | None) -> bool:
-    """Return True if the only comparison of a table needs no more seeds.
-
-    Args:
-        difference: Paired difference.
-        min_effect: Smallest effect that matters, in the metric's unit; None if none was given.
-    """
+    """Return True if the only comparison of a table needs no more seeds. `min_effect`: in the metric's unit;
+    None if none was given."""
     return judge([(difference, min_effect)], True, plan=False)[0].decided
 
 
@@ -423,14 +377,8 @@ def decided(difference: Difference, min_effect: float | None) -> bool:
 
 
 def deviation_range(difference: Difference) -> tuple[float, float]:
-    """Return the 80 % confidence interval (chi-square) of the true standard deviation of the differences.
-
-    Args:
-        difference: Paired difference.
-
-    Returns:
-        Lower and upper bound in the metric's unit; NaN if the differences have no usable spread.
-    """
+    """Return the 80 % confidence interval (chi-square) of the true standard deviation of the differences, in
+    the metric's unit; NaN if they have no usable spread."""
     if not difference.informative:
         return math.nan, math.nan
     free = difference.pairs - 1
@@ -456,25 +404,17 @@ def seeds_needed(
     equivalences: float = 1,
     ranged: bool = True,
 ) -> Needed | None:
-    """Return the smallest number of seeds, in all, at which the chance of a verdict reaches 80 %.
+    """Return the smallest number of seeds, in all, at which the chance of a verdict reaches 80 %, `ranged`
+    with its range. None without a margin (the effect may be arbitrarily small, so no number suffices), or if
+    the differences have no usable spread.
 
     The chance is a predictive probability given the seeds so far: that the interval at that number, old and
     new pairs together, excludes zero or lies within the margin. It is averaged over the posterior of the
     effect (prior N(0, margin^2)) and of the deviation (Jeffreys' prior).
 
-    Args:
-        difference: Paired difference over the seeds so far.
-        margin: Smallest effect that matters, in the metric's unit.
-        effects: Comparisons of the table whose p-value of "no effect" is still open.
-        equivalences: Comparisons of the table whose p-value of "an effect that matters" is still open.
-        ranged: True to return the range as well.
-
-    Half of the other open comparisons are assumed to be decided by then, so Holm's correction divides the 5 %
-    by the mean of 1 and their number.
-
-    Returns:
-        The number of seeds with its range. None without a margin (the effect may be arbitrarily small, so no
-            number suffices), or if the differences have no usable spread.
+    `effects` and `equivalences`: comparisons of the table whose p-value of "no effect", or of "an effect that
+    matters", is still open. Half of the others are assumed to be decided by then, so Holm's correction
+    divides the 5 % by the mean of 1 and their number.
     """
     if not margin or not difference.informative:
         return None
@@ -517,10 +457,8 @@ def _needed(
 
 @functools.cache
 def _uniform() -> np.ndarray:
-    """Return [4, draws] numbers that fill the unit cube evenly, the same at every call.
-
-    They are an additive recurrence by the root of x^5 = x + 1.
-    """
+    """Return [4, draws] numbers that fill the unit cube evenly, the same at every call: an additive
+    recurrence by the root of x^5 = x + 1."""
     steps = 1.1673039782614187 ** -np.arange(1.0, 5.0)
     return (0.5 + steps[:, None] * np.arange(1, _DRAWS + 1)) % 1
 

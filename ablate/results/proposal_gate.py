@@ -209,7 +209,8 @@ def _declaration(
 
 
 def _same(judgements: Sequence[Judgement], name: str, content: str) -> list[Judgement]:
-    """Return the judgements of a proposal, which has the same content, or the same name."""
+    """Return the judgements of the proposal with the same content, or the same name; InputError without a
+    name."""
     if not name:
         raise InputError("a proposal needs a name")
     by_content = [each.proposal for each in judgements if content and each.content == content]

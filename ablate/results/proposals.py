@@ -58,7 +58,6 @@ _TYPICAL = 0.5
 
 
 def _usable(value: float) -> bool:
-    """Return True if a value is a number that statistics can use."""
     return abs(value) < _LARGEST
 
 
@@ -130,11 +129,8 @@ class Floor:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Floor":
-        """Measure the floor.
-
-        Raises:
-            InputError: fewer than 16 reruns, a value that is not finite, or reruns without any spread.
-        """
+        """Measure the floor. InputError for fewer than 16 reruns, a value that is not finite, or no spread at
+        all."""
         if len(values) < FEWEST_RERUNS:
             raise InputError(
                 f"the noise floor has {counted(len(values), 'rerun')}: {FEWEST_RERUNS} or more are needed"
@@ -189,16 +185,11 @@ class Spread:
 
 
 def spread_of(floor: tuple[Any, int], baseline: tuple[Any, Any], candidate: Any, runs: int) -> Spread:
-    """Return the precision of the mean of `runs` runs of a candidate minus that of as many of its baseline.
+    """Return the precision of the mean of `runs` runs (2 or more) of a candidate minus that of as many of its
+    baseline, as numbers or as arrays.
 
-    Works on numbers and on arrays alike.
-
-    Args:
-        floor: Variance of the floor, and its number of reruns.
-        baseline: Sum of squares of the baseline's runs around their means, and its degrees of freedom, 1 or
-            more.
-        candidate: Variance of the candidate's runs.
-        runs: Number of runs of each side, 2 or more.
+    `floor`: its variance, and number of reruns; `baseline`: sum of squares of its runs around their means,
+    and degrees of freedom, 1 or more; `candidate`: variance of its runs.
     """
     (variance_floor, reruns), (squares, seen) = floor, baseline
     stale = squares / seen > variance_floor * special.fdtri(seen, reruns - 1, 1 - _STALE)
@@ -217,14 +208,8 @@ def spread_of(floor: tuple[Any, int], baseline: tuple[Any, Any], candidate: Any,
 
 
 def judge_look(gain: Any, spread: Spread, plan: Plan, look: int) -> tuple[Any, Any, Any]:
-    """Return the threshold of t, whether a candidate is kept, and whether it is discarded, at one look.
-
-    Args:
-        gain: Mean gain, positive if the candidate is better; a number or an array.
-        spread: Its precision.
-        plan: Declaration of the loop.
-        look: Number of the look, from 0.
-    """
+    """Return the threshold of t, and True if a candidate is kept, and if it is discarded, at one look,
+    numbered from 0. `gain`: mean gain, positive if the candidate is better; a number or an array."""
     level, last = plan.level(look), look == len(plan.looks) - 1
     threshold = special.stdtrit(spread.freedom, 1 - level) if level else np.full_like(spread.freedom, np.inf)
     keep = gain > threshold * spread.standard_error
@@ -355,19 +340,11 @@ def decide(
     """Decide on a proposal: keep it, discard it, or run it again.
 
     The largest look that the runs suffice for is taken, on the first runs of each side in the order given;
-    others wait for the next look. The order must not depend on the values.
+    others wait for the next look. The order must not depend on the values. The baseline's runs are those that
+    were made for this proposal.
 
-    Args:
-        floor: Noise floor.
-        baseline: Values of the present baseline's runs that were made for this proposal.
-        candidate: Values of the candidate's runs.
-        history: What was judged before.
-        plan: What was declared before the first proposal.
-        minimize: True if smaller values are better.
-
-    Raises:
-        InputError: there are more proposals than declared, all looks are over, or a run of the baseline
-            diverged.
+    InputError if there are more proposals than declared, all looks are over, or a run of the baseline
+    diverged.
     """
     if history.proposals >= plan.proposals:
         raise InputError(

@@ -101,13 +101,7 @@ class Replication:
 
 def replications(ledger: Ledger, published: Iterable[Published]) -> list[Replication]:
     """Return every published figure beside the sweep's measurement, with a verdict on their agreement.
-
-    Verdicts on differences of two arms are corrected by Holm over all of them.
-
-    Args:
-        ledger: Ledger of the sweep.
-        published: Published figures (`ledger.facts.published`).
-    """
+    Verdicts on differences of two arms are corrected by Holm over all of them."""
     metrics = {metric.name: metric for metric in ledger.facts.all_metrics}
     figures = list(published)
     metrics |= {
@@ -187,18 +181,13 @@ def _alike(figure: Published, measured: Difference) -> Agreement:
 
 
 def _same_way(line: Replication, p: float, same: float) -> Agreement:
-    """Compare a published difference with the measured one: the direction decides, after Holm's correction;
-    the size is a detail.
+    """Compare a published difference with the measured one, by corrected p-values of "no effect" and of "an
+    effect that matters": the direction decides; the size is a detail.
 
     A published difference is contradicted by a measured one with the other sign, and by one too small to
     matter; a published equality only by a difference that is resolved. Models of other sizes may have effects
     of another size, so a different size alone is no disagreement. There is no verdict on equal counts, or if
     no arm learned.
-
-    Args:
-        line: Figure and measurement.
-        p: Corrected p-value of "no effect".
-        same: Corrected p-value of "an effect that matters".
     """
     figure, measured = line.figure, line.measured
     if not line.learned:
@@ -247,8 +236,8 @@ _DETAILS = {
 
 
 def agreement_text(line: Replication, short: bool = False) -> str:
-    """Return the verdict on a published figure as text: all of it in a line, or, if `short`, the word for a
-    table's column."""
+    """Return the verdict on a published figure as text: a whole line, or, if `short`, the word of a
+    column."""
     verdict = line.verdict
     word = "not measured" if verdict.reason == "not_measured" else _KINDS.get(verdict.kind, verdict.kind)
     diverged = diverged_text(len(line.diverged), line.given)

@@ -82,10 +82,7 @@ class Copies:
 
     def text(self, noun: str = "seed") -> str:
         """Return that they have the same values, and where: `seeds 0 to 4 of nvfp4 have ... at all 5 steps`.
-
-        Args:
-            noun: `run` if the source names no seeds, so that their numbers are given here.
-        """
+        `noun`: `run` if the source names no seeds, so that their numbers are given here."""
         parts = []
         for arm, seeds in self.seeds.items():
             whole = len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1
@@ -108,14 +105,8 @@ class Lengths:
 
 
 def lengths(ledger: Ledger, groups: Mapping[int, Sequence[Member]], lasts: Lasts, metric: str) -> Lengths:
-    """Return the runs that ended early, and those with the same values.
-
-    Args:
-        ledger: Ledger of the sweep.
-        groups: Members of arms that are compared with each other, by number of the arm.
-        lasts: Last values by number of the trial, and by metric.
-        metric: Metric that is compared.
-    """
+    """Return the runs that ended early, and those with the same values. `groups`: members of arms that are
+    compared with each other, by number of the arm."""
     early: dict[int, tuple[int, int]] = {}
     beside: defaultdict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     if ledger.facts.design is not None:  # windows have steps of their own
@@ -138,14 +129,8 @@ def lengths(ledger: Ledger, groups: Mapping[int, Sequence[Member]], lasts: Lasts
 
 
 def steps_to(losses: Mapping[int, float], target: float) -> float:
-    """Return the steps after which a loss is down to a target for the first time; NaN if it never is.
-
-    Between two evaluations the loss is taken to fall with the logarithm of the steps.
-
-    Args:
-        losses: loss by step, ascending.
-        target: loss to reach.
-    """
+    """Return the steps after which a loss, by ascending step, is down to a target for the first time; NaN if
+    it never is. Between two evaluations the loss is taken to fall with the logarithm of the steps."""
     earlier: tuple[int, float] | None = None
     for step, loss in losses.items():
         if loss <= target:
@@ -158,14 +143,8 @@ def steps_to(losses: Mapping[int, float], target: float) -> float:
 
 
 def copies(ledger: Ledger, members: Iterable[Member], lasts: Lasts, metric: str) -> list[Copies]:
-    """Return the groups of finished runs with the same values.
-
-    Args:
-        ledger: Ledger of the sweep.
-        members: Runs that are compared with each other.
-        lasts: Last values by number of the trial, and by metric; only runs with nearly equal ones are read.
-        metric: Metric of the question.
-    """
+    """Return the groups of finished runs with the same values, among members that are compared with each
+    other by the metric of the question. Only runs with nearly equal last values are read."""
     name = metric if target_of(metric) is None else "val/loss"
     found: list[Copies] = []
     points = functools.cache(lambda trial: _points(ledger, trial, name))

@@ -50,15 +50,9 @@ class _Column:
 
 
 def knob_effects(arms: Sequence[ArmSummary]) -> list[KnobEffect]:
-    """Return the effects of a search's knobs, those that are surest first.
-
-    Args:
-        arms: arms of the sweep; searched ones with a value are fitted.
-
-    Returns:
-        One effect for each number, and for each value of other knobs but the most frequent; none where the
-        arms do not tell the knobs apart with `FEWEST_FREE` degrees of freedom to spare.
-    """
+    """Return the effects of a search's knobs, those that are surest first: one for each number, and for each
+    value of other knobs but the most frequent. Searched arms with a value are fitted; none if they do not
+    tell the knobs apart with `FEWEST_FREE` degrees of freedom to spare."""
     searched = [arm for arm in arms if arm.role == "searched" and arm.values and not arm.pruned]
     columns = [
         column

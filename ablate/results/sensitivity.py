@@ -135,11 +135,7 @@ class Sensitivity:
 
 
 def sensitivity(sweep: Comparisons) -> Sensitivity | None:
-    """Return the map of a sweep; None for another kind of experiment, or before two cells have two pairs.
-
-    Args:
-        sweep: its comparisons.
-    """
+    """Return the map of a sweep; None for another kind of experiment, or before two cells have two pairs."""
     asked = sweep.ledger.facts.map
     if asked is None:
         return None
@@ -197,7 +193,6 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _shared(arms: Sequence[ArmSummary]) -> list[int]:
-    """Return the seeds that all arms have."""
     seeds = set(common(arms[0].values, arms[0].values))
     for first, second in pairwise(arms):
         seeds &= set(common(first.values, second.values))
@@ -212,12 +207,8 @@ def _halves(count: int) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def ranking(table: np.ndarray, classes: int = 1) -> Ranking:
-    """Return how far the order of some cells may be believed.
-
-    Args:
-        table: damage [cells, seeds].
-        classes: number of classes that are ranked apart, over which the 5 % are divided.
-    """
+    """Return how far the order of some cells may be believed, by damage [cells, seeds]. The 5 % are divided
+    over `classes` that are ranked apart."""
     cells, seeds = table.shape
     if cells < FEWEST_CELLS or seeds < FEWEST_SEEDS:
         return Ranking(math.nan, math.nan, classes)
@@ -240,12 +231,8 @@ def ranking(table: np.ndarray, classes: int = 1) -> Ranking:
 
 
 def _shrunk(table: np.ndarray, classes: Sequence[str]) -> np.ndarray:
-    """Return the cells' means pulled towards the mean of their class, by the share of noise in their spread.
-
-    Args:
-        table: damage [cells, seeds].
-        classes: class of each cell.
-    """
+    """Return the means of damage [cells, seeds], pulled towards the mean of their class, by the share of
+    noise in their spread."""
     means, found = table.mean(axis=1), np.empty(len(table))
     errors = table.var(axis=1, ddof=1) / table.shape[1] if table.shape[1] > 1 else np.full(len(table), np.inf)
     for each in dict.fromkeys(classes):

@@ -60,15 +60,8 @@ class Curves:
 
 
 def curves(run: Mapping[int, float], baseline: Mapping[int, float]) -> Curves | None:
-    """Compare two runs at their common steps.
-
-    Args:
-        run: Value of the metric by step.
-        baseline: The same of the other run.
-
-    Returns:
-        The comparison; None with fewer than two common steps.
-    """
+    """Compare two runs, a metric's values by step, at their common steps; None with fewer than two of
+    them."""
     shared = common(run, baseline)
     if len(shared) < 2:
         return None

@@ -32,11 +32,7 @@ def _model(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 def title(spec: RecordedSpec) -> str:
     """Return workload, size and steps of a trial: `gpt 3x96 with 8 experts, 300 steps`, `gpt llama 2x64, 60
-    steps from a checkpoint of a run of 300`.
-
-    Args:
-        spec: the trial's spec.
-    """
+    steps from a checkpoint of a run of 300`."""
     config = spec.config
     name, sizes = _model(config)
     size = "x".join(str(sizes[key]) for key in _OF_MODEL) if len(sizes) == len(_OF_MODEL) else ""
@@ -56,11 +52,8 @@ def _source(data: object) -> str:
 
 
 def described(spec: RecordedSpec) -> str:
-    """Return the workload with what it trains, for how long and on what: `gpt (layers 2, steps 9, data a)`.
-
-    Args:
-        spec: the trial's spec.
-    """
+    """Return the workload with what it trains, for how long and on what: `gpt (layers 2, steps 9, data
+    a)`."""
     config = spec.config
     if spec.workload == FOREIGN:
         return subject(spec, None)
@@ -74,12 +67,8 @@ def described(spec: RecordedSpec) -> str:
 
 def subject(spec: RecordedSpec, covered: float | None) -> str:
     """Return the subject of an answer: `gpt 3x96, 300 steps, data stdlib, 93 % of matrix weights quantised`.
-
-    Args:
-        spec: the spec of one of its trials.
-        covered: share of the weights in matrices, except embeddings, that a recipe can quantise; None if it
-            is not known, as for the workloads' own models, all of whose blocks a recipe can quantise.
-    """
+    `covered`: share of the weights in matrices, except embeddings, that a recipe can quantise; None if it is
+    not known, as for the workloads' own models, all of whose blocks a recipe can quantise."""
     if spec.workload == FOREIGN:
         steps = spec.config["steps"]
         return f"runs from elsewhere, to step {steps:,}" if steps else "final values of runs from elsewhere"

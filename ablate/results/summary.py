@@ -98,8 +98,8 @@ class ArmSummary:
 
     @property
     def learned(self) -> bool:
-        """False if its mean loss is no better than that of a model that ignores its input; True if that loss
-        is not known."""
+        """False if its mean loss is no better than that of a model that ignores its input; True if that is
+        unknown."""
         return self.context_free is None or not self.loss >= self.context_free
 
     @property
@@ -139,15 +139,11 @@ def interval_of(ledger: Ledger) -> Interval:
 
 
 def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
-    """Return one summary for each arm, in the ledger's order.
+    """Return one summary by a metric (None: the main one) for each arm, in the ledger's order.
 
     Verdicts are corrected by Holm over the arms that are compared; a search's proposals are corrected apart
     from the others, and so is the baseline's twin. An arm has no verdict if neither it nor its baseline
     learned anything.
-
-    Args:
-        ledger: Ledger of the sweep.
-        metric: Metric to compare by; default: the sweep's main one.
     """
     metric = metric or ledger.facts.metric
     with ledger.snapshot():
@@ -165,8 +161,8 @@ def summaries(ledger: Ledger, metric: Metric | None = None) -> list[ArmSummary]:
 
 
 def compared_rows(ledger: Ledger) -> list[ArmRow]:
-    """Return the rows of the arms that are compared: all but the halves of a search for a cause, each of
-    which ran once."""
+    """Return the rows of the arms that are compared: all but the halves, run once, of a search for a
+    cause."""
     return [row for row in ledger.arms() if row.role != "half"]
 
 
@@ -222,9 +218,8 @@ def _summaries(ledger: Ledger, metric: Metric) -> list[ArmSummary]:
 
 
 def _in_windows(arms: list[ArmSummary], ledger: Ledger, metric: Metric) -> list[ArmSummary]:
-    """Return the arms of a forked design with their gaps as other horizons and positions see them.
-
-    Full runs are returned as they are.
+    """Return the arms of a forked design with their gaps as other horizons and positions see them; full runs
+    as they are.
 
     A gap's interval then includes the error of the evaluation. Without `min_effect`, a fifth of the known-bad
     arm's damage is the smallest that matters.
@@ -288,7 +283,7 @@ class _Readings:
 
 
 def nothing_learned(arms: Collection[ArmSummary]) -> bool:
-    """Return True if every arm's loss is no better than that of a model that ignores its input: nothing to
+    """Return True if no arm's loss is better than that of a model that ignores its input: nothing to
     compare."""
     measured = [arm for arm in arms if not math.isnan(arm.loss)]
     return bool(measured) and not any(arm.learned for arm in measured)
@@ -303,15 +298,13 @@ def judge_learned(
 ) -> list[Verdict]:
     """Return the verdicts on comparisons, corrected over those in which at least one arm learned something.
 
-    All tables and notes use this rule. A comparison in which no arm learned anything is `UNLEARNED` and does
-    not count in the correction. One without pairs names the runs that cannot be compared, if that is why.
+    All tables and notes use this rule. A comparison, a difference with its margin and the arms in it, in
+    which no arm learned anything is `UNLEARNED` and does not count in the correction. One without pairs names
+    the runs that cannot be compared, if that is why.
 
-    Args:
-        compared: Each difference with its margin and the arms in it.
-        metric: Metric that is compared.
-        plan: True to name the seeds that undecided comparisons need.
-        unseen: Comparisons of the family without a result yet; they count in the correction.
-        seen: Each comparison of a forked design, seen in other ways, which may leave it without a winner.
+    `plan`: name the seeds that undecided comparisons need; `unseen`: comparisons of the family without a
+    result yet, which count in the correction; `seen`: each comparison of a forked design, seen in other ways,
+    which may leave it without a winner.
     """
     learned = [(difference, margin) for difference, margin, arms in compared if not nothing_learned(arms)]
     verdicts = iter(judge(learned, metric.direction == "minimize", plan, len(learned) + unseen))
@@ -355,11 +348,9 @@ def _withheld(difference: Difference, verdict: Verdict, arms: Collection[ArmSumm
 
 
 def _qualified(arm: ArmSummary, verdict: Verdict) -> Verdict:
-    """Return the verdict with everything about the arm that qualifies it.
-
-    A gap of an arm that a search chose by the same numbers is exploratory, and a verdict on an arm that
-    diverged on some seeds is on the other seeds alone.
-    """
+    """Return the verdict with everything about the arm that qualifies it. A gap of an arm that a search chose
+    by the same numbers is exploratory, and a verdict on an arm that diverged on some seeds is on the other
+    seeds alone."""
     pairs = arm.gap.pairs if arm.gap else 0
     return replace(
         verdict,
@@ -372,18 +363,12 @@ def _qualified(arm: ArmSummary, verdict: Verdict) -> Verdict:
 
 
 class Gaps:
-    """Gaps of arms by the main metric with their verdicts, from one state of a ledger.
-
-    All arms of a grid are summarised once, at the first question about one of them: a grid of 1,000 arms
-    would be read 1,000 times otherwise.
-    """
+    """Gaps of arms by the main metric with their verdicts, from one state of a ledger. All arms of a grid are
+    summarised once, at the first question about one of them: a grid of 1,000 arms would be read 1,000 times
+    otherwise."""
 
     def __init__(self, ledger: Ledger) -> None:
-        """Read nothing yet.
-
-        Args:
-            ledger: ledger of the sweep. If it is written to, the gaps are those of before or after that.
-        """
+        """Read nothing yet. If the ledger is written to, the gaps are those of before or after that."""
         self._ledger = ledger
 
     @cached_property
@@ -417,18 +402,13 @@ class Gaps:
         return dict(zip(self._rows, _summaries(self._ledger, self._metric), strict=True))
 
     def of(self, arm: int) -> tuple[Difference, Verdict] | None:
-        """Return one arm's gap by the main metric with its verdict.
+        """Return one arm's gap by the main metric with its verdict; None for a baseline, or while a run of
+        the baseline is not over.
 
         The verdict cannot be overturned by arms that are still running: they count as comparisons without a
         result. When all arms are over it is that of `summaries`, with the same number of seeds. No seeds are
         planned for a search's proposal. There may be thousands of proposals, so only this one and its
         baseline are read, and its p-value is multiplied by the number of proposals.
-
-        Args:
-            arm: Number of the arm.
-
-        Returns:
-            Gap and verdict; None for a baseline, or while a run of the baseline is not over.
         """
         members = self._ledger.members(arm)
         baseline = members[0].baseline if members else None
@@ -588,8 +568,8 @@ def _seeds(members: list[Member], status: str) -> tuple[int, ...]:
 
 
 def _rate(rates: list[float]) -> float:
-    """Return the joint rate of trials that do equal work: all their work over all their time. NaN values are
-    left out."""
+    """Return the joint rate of trials that do equal work: all their work over all their time, NaN left
+    out."""
     measured = [rate for rate in rates if rate > 0]
     return len(measured) / math.fsum(1 / rate for rate in measured) if measured else math.nan
 

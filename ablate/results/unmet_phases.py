@@ -8,11 +8,7 @@ from ablate.store.ledger import Ledger
 
 
 def never_began(ledger: Ledger) -> Iterator[str]:
-    """Yield a sentence for each phase whose condition no finished run of an arm has met.
-
-    Args:
-        ledger: Ledger of the sweep.
-    """
+    """Yield a sentence for each phase whose condition no finished run of an arm has met."""
     # Lowest value of the phase's metric in each run, by arm and start of the phase.
     lowest: dict[tuple[str, str], list[float]] = {}
     met = set()

@@ -27,14 +27,9 @@ def difference_of(
 ) -> Difference:
     """Return the difference of two arms of which either may lack seeds of the other.
 
-    The seeds decide, never the values: paired if one arm's seeds are all seeds of the other, else unpaired
-    over all runs.
-
-    Args:
-        arm: Value of the metric by seed; diverged runs have none.
-        baseline: The same of the arm that is subtracted.
-        interval: Kind of a paired interval.
-        seeds: Seeds of all runs of both; None: those with a value.
+    The seeds of all runs of both (None: those with a value) decide, never the values: paired, with this kind
+    of interval, if one arm's seeds are all seeds of the other, else unpaired over all runs. Diverged runs
+    have no value.
     """
     own, other = seeds or (arm.keys(), baseline.keys())
     if own and other and (own <= other or other <= own):
@@ -43,15 +38,11 @@ def difference_of(
 
 
 def unpaired_difference(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Difference:
-    """Return the mean of an arm minus that of its baseline, with an unpaired 95 % t interval.
+    """Return the mean of an arm minus that of its baseline, with an unpaired 95 % t interval, in the metric's
+    unit. The values are finite, by seed or by any other key.
 
-    Args:
-        arm: Finite values of the metric, by seed or by any other key.
-        baseline: The same of the arm that is subtracted.
-
-    Returns:
-        The difference in the metric's unit. `pairs` is the number of runs of the smaller arm, and `deviation`
-            the standard error times its root. Without a bound if an arm has fewer than 3 distinct values.
+    `pairs` is the number of runs of the smaller arm, and `deviation` the standard error times its root. There
+    is no bound if an arm has fewer than 3 distinct values.
     """
     sides = [np.array([*values.values()], dtype=float) for values in (arm, baseline)]
     counts = len(sides[0]), len(sides[1])
@@ -86,11 +77,7 @@ def unpaired_difference(arm: Mapping[int, float], baseline: Mapping[int, float])
 
 
 def pairing(gaps: Iterable[Difference | None]) -> str:
-    """Return how differences were taken, in words: `paired by seed`, `unpaired`, or both.
-
-    Args:
-        gaps: The differences; None for a baseline.
-    """
+    """Return how differences (None for a baseline) were taken: `paired by seed`, `unpaired`, or both."""
     kinds = {gap.sides is None for gap in gaps if gap is not None and gap.pairs}
     if kinds == {False}:
         return "unpaired"

@@ -59,12 +59,8 @@ REASONS: Mapping[Reason, Words] = {
 
 
 def verdict_text(verdict: Verdict, short: bool = False) -> str:
-    """Return a verdict as text. Diverged seeds come first.
-
-    Args:
-        verdict: The verdict.
-        short: True for the word of a table's column, False for a line with everything.
-    """
+    """Return a verdict as text, diverged seeds first: `short` the word of a column, else a line with
+    everything."""
     words = REASONS[verdict.reason] if verdict.reason else KINDS[verdict.kind]
     if short:
         if not verdict.diverged:
@@ -80,8 +76,7 @@ def verdict_text(verdict: Verdict, short: bool = False) -> str:
 
 
 def verdict_notes(verdict: Verdict) -> list[str]:
-    """Return footnotes of a table: all that the short form of a verdict leaves out, except the seeds it
-    needs."""
+    """Return footnotes of a table: all that a verdict's short form leaves out, except the seeds it needs."""
     diverged = diverged_text(verdict.diverged, verdict.seeds)
     if diverged and verdict.diverged == verdict.seeds:
         return [diverged]
@@ -120,12 +115,8 @@ def diverged_text(diverged: int, seeds: int) -> str:
 
 
 def needed_text(needed: Needed | None, ranged: bool = True) -> str:
-    """Return the total number of seeds that a verdict needs as text: `8 (4 to 66)`.
-
-    Args:
-        needed: The number with its range; None gives an empty text.
-        ranged: True to add the range.
-    """
+    """Return the total number of seeds that a verdict needs as text: `8 (4 to 66)`; `ranged`: with the range.
+    None gives an empty text."""
     if needed is None:
         return ""
     beyond = f"over {MOST_SEEDS}"
