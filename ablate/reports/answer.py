@@ -51,38 +51,25 @@ _MOST_GALLERIES = 12
 
 
 class Answer(VerdictSentences):
-    """One experiment, read back from its ledger. Every part of its report is a method; those that are only
-    named here are described where their tables are made.
+    """One experiment, read back from its ledger, which is opened for reading. Every part of its report is a
+    method; those that are only named here are described where their tables are made.
 
-    Args:
-        ledger: Ledger of the sweep, opened for reading.
-        out: Folder for the report's files: figures as SVG, all numbers as CSV. None: nothing is
-            saved.
-        most_arms: Largest number of arms that a table shows, without the baselines of these.
+    `out`: folder for the report's files, figures as SVG and all numbers as CSV; None: nothing is saved.
+    `most_arms`: largest number of arms that a table shows, without their baselines.
     """
 
     @classmethod
     def open(cls, state: str | Path, sweep: str, out: str | Path | None = None) -> Self:
-        """Return the answer of a sweep in a state folder.
-
-        Args:
-            state: State folder.
-            sweep: Name of the sweep.
-            out: Folder for the report's files; None: nothing is saved.
-
-        Raises:
-            FileNotFoundError: The sweep has not been run.
-        """
+        """Return the answer of a sweep in a state folder; FileNotFoundError if it has not been run. `out`:
+        folder for the report's files; None: nothing is saved."""
         return cls(open_ledger(Path(state), sweep), Path(out) if out else None)
 
     def show(self, title: str, *parts: Part | Sequence[Part | None] | None, folded: bool = False) -> Section:
         """Return a section of the report, and save its files in `out`.
 
-        Args:
-            title: Heading of the section.
-            parts: Texts, tables and pictures, or lists of them. None, and a table with no more than one
-                column, is left out; a section without parts is empty.
-            folded: True to hide the parts until a reader opens the section.
+        Its parts are texts, tables and pictures, or lists of them. None, and a table with no more than one
+        column, is left out; a section without parts is empty. If it is `folded`, a reader opens it to see the
+        parts.
         """
         shown = section(title, *parts, folded=folded)
         shown = replace(shown, parts=[by_knobs(part, self.arms) for part in shown.parts])
@@ -99,8 +86,8 @@ class Answer(VerdictSentences):
         return effect_table("comparisons", found, self, self.answer.valid and not self.running)
 
     def changes(self) -> Table | None:
-        """Return the table of relative changes: arms by metrics, each cell a drawn interval; None without a
-        comparison."""
+        """Return the table of relative changes: arms by metrics, each cell a drawn interval; None without
+        any."""
         if not self.relative_changes[0]:
             return None
         return change_table("changes", self, self.shown, self.answer.valid)
@@ -109,7 +96,7 @@ class Answer(VerdictSentences):
     effects = answer_tables.arms_table
 
     def knob_effects(self) -> list[Part]:
-        """Return the table of what a search's knobs do, with intervals; empty where it cannot tell them
+        """Return the table of what a search's knobs do, with intervals; empty if it cannot tell them
         apart."""
         return effects_parts(self.arms, self.unit)
 

@@ -21,13 +21,10 @@ MOST_ARMS = 40
 
 
 class Measurements(Comparisons):
-    """One experiment, read back from its ledger.
+    """One experiment, read back from its ledger, which is opened for reading.
 
-    Args:
-        ledger: Ledger of the sweep, opened for reading.
-        out: Folder for the report's files: figures as SVG, all numbers as CSV. None: nothing is
-            saved.
-        most_arms: Largest number of arms that a table shows, without the baselines of these.
+    `out`: folder for the report's files, figures as SVG and all numbers as CSV; None: nothing is saved.
+    `most_arms`: largest number of arms that a table shows, without their baselines.
     """
 
     def __init__(self, ledger: Ledger, out: Path | None = None, most_arms: int = MOST_ARMS) -> None:
@@ -43,8 +40,7 @@ class Measurements(Comparisons):
 
     @cached_property
     def shown(self) -> list[ArmSummary]:
-        """Arms that tables show: at most about `most_arms`. The arms of a search are sorted, the best
-        first."""
+        """Arms that tables show: at most about `most_arms`. Those of a search are sorted, the best first."""
         arms = foremost(self.arms, self.metric, self.most_arms)
         if not self.ledger.facts.search:
             return arms
@@ -75,14 +71,7 @@ class Measurements(Comparisons):
         return self.ledger.path.parent / "optuna.log"
 
     def records(self, *metrics: str) -> pd.DataFrame:
-        """Return the records of these metrics as one tidy frame, one record a row (see `records.frame`).
-
-        Args:
-            metrics: Names of metrics, or patterns such as `quant/*`.
-
-        Returns:
-            Columns sweep, arm, baseline, seed, trial, status, step, tokens, metric and value, and one for
-            each
-                knob; no rows if nothing was recorded.
-        """
+        """Return the records of metrics, names or patterns such as `quant/*`, as one tidy frame, one record a
+        row (see `records.frame`): columns sweep, arm, baseline, seed, trial, status, step, tokens, metric and
+        value, and one for each knob; no rows if nothing was recorded."""
         return frame(self.ledger, metrics=metrics)

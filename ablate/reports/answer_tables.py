@@ -53,14 +53,8 @@ _MOST_ALARMS = 12
 
 
 def arms_table(sweep: Measurements, metric: Metric | None = None) -> Table:
-    """Return the table of arms: mean, gap in the metric's unit, in percent and in tokens, corrected p, speed.
-
-    While the sweep runs, no line is coloured.
-
-    Args:
-        sweep: The sweep.
-        metric: Metric that is compared; default: the main one.
-    """
+    """Return the table of arms by a metric (None: the main one): mean, gap in the metric's unit, in percent
+    and in tokens, corrected p, speed. While the sweep runs, no line is coloured."""
     arms, ledger, total = sweep.shown, sweep.ledger, len(sweep.arms)
     if metric is None:
         metric = sweep.metric
@@ -92,10 +86,8 @@ def arms_table(sweep: Measurements, metric: Metric | None = None) -> Table:
 
 
 def _extra_tokens(ledger: Ledger, arms: Sequence[ArmSummary], metric: Metric) -> dict[str, tuple[str, float]]:
-    """Return, by arm, the extra tokens that it needs to reach the loss at which its baseline ends.
-
-    Empty unless the metric is a loss that falls over training.
-    """
+    """Return, by arm, the extra tokens that it needs to reach the loss at which its baseline ends. Empty
+    unless the metric is a loss that falls over training."""
     if metric.direction != "minimize" or metric.name not in _LOSSES:
         return {}
     table = frame(ledger, metrics=(metric.name,))
@@ -299,8 +291,7 @@ def power_table(sweep: Measurements) -> Table | None:
 def checks_table(sweep: Measurements) -> Table | None:
     """Return the table of the same gaps by other tests: equivalence, and Wilcoxon's ranks if there are enough
     seeds, whose number was fixed before: the test has no correction for looks. Wilcoxon's p-values are
-    corrected over all arms of the sweep, shown or not.
-    """
+    corrected over all arms of the sweep, shown or not."""
     baselines = {arm.name: arm.values for arm in sweep.arms}
     compared = [
         arm for arm in sweep.shown if arm.gap is not None and arm.gap.pairs > 1 and arm.baseline in baselines
@@ -454,7 +445,6 @@ def _percent(arm: ArmSummary, baseline: Mapping[int, float] | None) -> Cell:
 
 
 def _p_cell(value: float | None) -> Cell:
-    """Return the cell of a p-value, empty for None and NaN."""
     if value is None or math.isnan(value):
         return ""
     return ("<0.001" if value < 0.001 else f"{value:.3f}", value)

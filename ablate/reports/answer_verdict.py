@@ -94,11 +94,8 @@ class VerdictSentences(Measurements):
         return ", ".join(f"{count} {status}" for status, count in counts.items())
 
     def importances(self, shares: Mapping[str, float]) -> Text | None:
-        """Return a caution on knobs' shares of the variance (fANOVA), None if there are no shares.
-
-        Args:
-            shares: Share of the objective's variance by knob, from 0 to 1.
-        """
+        """Return a caution on knobs' shares of the variance (fANOVA), from 0 to 1; None if there are no
+        shares."""
         if not shares:
             return None
         return Text(
@@ -108,11 +105,8 @@ class VerdictSentences(Measurements):
         )
 
     def health(self, table: pd.DataFrame) -> list[Part]:
-        """Return sentences on how training went, and the table of what guards did.
-
-        Args:
-            table: Records as `records` returns them, which include the metrics `nan/*`.
-        """
+        """Return sentences on how training went, and the table of what guards did, by a frame as `records`
+        returns it, which includes the metrics `nan/*`."""
         statuses = Counter(member.status for member in self.ledger.members())
         counts = [text for text in set(table["metric"]) if parse(text).is_count] if len(table) else []
         affected = (

@@ -44,14 +44,9 @@ class _Row:
 
 
 def change_table(name: str, sweep: Comparisons, shown: Sequence[ArmSummary], coloured: bool) -> Table[_Row]:
-    """Return the table of relative changes, sorted by the first metric within each group.
-
-    Args:
-        name: Stem of its CSV file's name.
-        sweep: All comparisons of the sweep.
-        shown: Arms that are shown.
-        coloured: False if a check failed, so that no cell may be coloured.
-    """
+    """Return the table of relative changes of the arms that are shown, sorted by the first metric within each
+    group. `name`: stem of its CSV file's name; `coloured`: False if a check failed, so that no cell may be
+    coloured."""
     rows = _rows(sweep, shown)
     axes = [Axis.of_ratios(row.changes[n].log_ratio for row in rows) for n in range(len(sweep.metrics))]
     columns = [
@@ -165,7 +160,6 @@ def _text(change: Change) -> str:
 
 
 def _cell(change: Change, label: str, title: str, axis: Axis, coloured: bool) -> Html:
-    """Return the drawing of a change with its number."""
     kind = change.verdict.shown if coloured else "open"
     text, bound = map(minus, _texts(change))
     verdict = verdict_text(change.verdict)

@@ -60,8 +60,7 @@ def judged(
 
 def arm_columns(arms: Sequence[ArmSummary], metric: Metric) -> list[Column[ArmSummary]]:
     """Return the columns of a table of arms: name, mean, seeds, paired gap, quantisation error, tokens/s,
-    memory, NaN, verdict, seeds needed.
-    """
+    memory, NaN, verdict, seeds needed."""
     return [
         Column("arm", lambda arm: arm.name),
         Column(metric.name, lambda arm: (number(arm.mean), arm.mean) if arm.values else "-"),
@@ -82,11 +81,9 @@ def _seeds(arm: ArmSummary) -> Cell:
 
 
 def summary_table(arms: list[ArmSummary], metric: Metric) -> Table[ArmSummary]:
-    """Return a table with one line for each arm, for a terminal.
-
-    Each baseline is followed by the arms that are compared with it, first the confirmed winner of a search;
-    refused arms come last. Of many arms only the best are shown, and the caption says so.
-    """
+    """Return a table with one line for each arm, for a terminal. Each baseline is followed by the arms that
+    are compared with it, first the confirmed winner of a search; refused arms come last. If there are many
+    arms, only the best are shown, and the caption says so."""
     some = sorted(foremost(arms, metric, MOST_ARMS), key=lambda arm: arm.role != "confirmed")
     alone = sorted((arm for arm in some if arm.baseline is None), key=lambda arm: not arm.is_baseline)
     shown = [arm for first in alone for arm in (first, *(arm for arm in some if arm.baseline == first.name))]

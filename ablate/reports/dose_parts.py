@@ -106,7 +106,6 @@ class DosePicture(TablePicture):
         )
 
     def _band(self, scale: "_Scale") -> str:
-        """Return the region that is too small to matter, with its outline."""
         margin = self.doses.margin
         if not margin:
             return ""
@@ -130,7 +129,6 @@ class DosePicture(TablePicture):
         )
 
     def _mark(self, dose: Dose, x: float, scale: "_Scale", wordy: bool) -> str:
-        """Return the interval and the mean of a value."""
         if dose.change is None:
             return f'<g class="equivalent">{mark(x, scale.y(0), "", SQUARE)}</g>'
         one, verdict = dose.change
@@ -173,11 +171,9 @@ class _Scale:
 
 
 def positions(values: Sequence[float | None]) -> list[float]:
-    """Return the places of ascending values on the axis, in percent of the width.
-
-    The axis is linear, or logarithmic if that keeps neighbours further apart; values that neither separates
-    are evenly spaced. None stands on the left, apart from the numbers.
-    """
+    """Return the places of ascending values on the axis, in percent of the width; None stands on the left,
+    apart from the numbers. The axis is linear, or logarithmic if that keeps neighbours further apart; values
+    that neither separates are evenly spaced."""
     numbers = [value for value in values if value is not None]
     inset = 3.0 + _APART * (len(values) - len(numbers))
     scales = [numbers, [math.log(value) for value in numbers] if numbers[0] > 0 else numbers]
@@ -204,14 +200,8 @@ def _names(values: Sequence[Dose], places: Sequence[float]) -> str:
 
 
 def dose_parts(found: Sequence[Doses], metric: Metric, unit: str, coloured: bool) -> list[Part]:
-    """Return a picture and a sentence for each ordered knob.
-
-    Args:
-        found: The knobs.
-        metric: Metric that is compared.
-        unit: Its unit; empty if it has no name.
-        coloured: False if a check failed, so that nothing may be coloured.
-    """
+    """Return a picture and a sentence for each ordered knob. `unit`: the metric's, empty if it has no name;
+    `coloured`: False if a check failed, so that nothing may be coloured."""
     shown: list[Part] = []
     for doses in found:
         shown.append(DosePicture(doses, metric, unit, coloured))

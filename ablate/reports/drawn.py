@@ -50,11 +50,8 @@ def round_numbers(low: float, high: float) -> list[tuple[float, str]]:
 
 
 def reach(those: Iterable[tuple[Difference, float | None]], farthest: float = 2.0) -> tuple[float, float]:
-    """Return the bounds of an axis for differences: zero, means, intervals and margins.
-
-    The widest intervals are not shown to their ends, and a margin is left out if it is `farthest` times as
-    wide as those.
-    """
+    """Return the bounds of an axis for differences: zero, means, intervals and margins. The widest intervals
+    are not shown to their ends, and a margin is left out if it is `farthest` times as wide as those."""
     known = [(one, margin) for one, margin in those if one.pairs]
     halves = sorted(one.high - one.mean for one, _ in known if one.has_interval)
     most = _WIDEST * halves[len(halves) // 2] if halves else math.inf
@@ -130,15 +127,9 @@ class Axis:
     def draw(
         self, one: Difference, label: str, kind: str, margin: float | None = None, seeds: bool = True
     ) -> str:
-        """Return an interval, its mean and its seeds as a drawing with a text for screen readers.
-
-        Args:
-            one: The difference.
-            label: The text.
-            kind: Class of its verdict, as `look` returns it.
-            margin: Smallest difference that matters, drawn as a band.
-            seeds: True to draw a dot for each seed.
-        """
+        """Return an interval, its mean and, if wanted, a dot for each seed as a drawing with a text for
+        screen readers. `kind`: class of its verdict, as `look` returns it; `margin`: smallest difference that
+        matters, drawn as a band."""
         middle, parts = _HEIGHT / 2 - 3 * seeds, []
         if margin:
             left, right = self.at(-margin), self.at(margin)

@@ -42,11 +42,7 @@ class Line:
 def lines(sweep: Comparisons) -> list[Line]:
     """Return the comparisons of a sweep by group: those that the question is about first, then the other
     contrasts of knobs, then every arm against its baseline, then presets against each other; by effect within
-    a group.
-
-    Args:
-        sweep: the sweep's comparisons.
-    """
+    a group."""
     found: list[Line] = []
     knobs = sweep.grid.levels if sweep.grid and sweep.turned_knobs else {}
     stated = set()
@@ -90,14 +86,8 @@ def _json(value: object) -> str:
 
 
 def effect_table(name: str, those: Sequence[Line], sweep: Comparisons, coloured: bool = True) -> Table[Line]:
-    """Return the comparisons as a table, on a page with drawn intervals.
-
-    Args:
-        name: stem of its CSV file's name.
-        those: the comparisons.
-        sweep: all comparisons of the sweep.
-        coloured: False if a check failed, so that no line may be coloured.
-    """
+    """Return comparisons as a table, on a page with drawn intervals. `name`: stem of its CSV file's name;
+    `coloured`: False if a check failed, so that no line may be coloured."""
     axis, metric = Axis.of((line.difference, line.margin) for line in those), sweep.metric
     unit = f", {sweep.unit}" if sweep.unit else ""
     ends = ("← better", "worse →") if metric.direction == "minimize" else ("← worse", "better →")
@@ -160,7 +150,6 @@ def _perhaps_little(line: Line) -> list[str]:
 
 
 def _drawing(axis: Axis, line: Line, coloured: bool) -> Html:
-    """Return the interval of a line as a drawing."""
     label = f"{line.group}, {line.label}: {bounds(line.difference)}"
     return Html(axis.draw(line.difference, label, line.verdict.shown if coloured else "open", line.margin))
 
@@ -176,7 +165,6 @@ def _label(line: Line) -> Html:
 
 
 def _kind(line: Line, coloured: bool) -> str:
-    """Return the classes of a line."""
     kind = line.verdict.kind if coloured and not line.verdict.exploratory else ""
     return f"{kind}{' question' * line.asked}"
 
@@ -188,7 +176,6 @@ def _group(group: str) -> Html:
 
 
 def _key(those: Sequence[Line]) -> str:
-    """Return the key to the drawing."""
     margins = {line.margin for line in those}
     margin = margins.pop() if len(margins) == 1 else None
     band = f"; grey band: below {margin:.2g}, too small to matter" if margin else ""

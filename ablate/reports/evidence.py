@@ -20,11 +20,8 @@ _MOST_LOST = 3
 
 
 def facts(sweep: Comparisons) -> dict[str, str]:
-    """Return claim, design, registration and origin of a sweep, each as a line of text; first the question.
-
-    Args:
-        sweep: its comparisons.
-    """
+    """Return claim, design, registration and origin of a sweep, each as a line of text; first the
+    question."""
     answer, ledger, design = headline_of(sweep), sweep.ledger, sweep.ledger.facts.design
     provenance = ledger.facts.provenance
     changed = ledger.facts.uncommitted
@@ -55,7 +52,6 @@ def facts(sweep: Comparisons) -> dict[str, str]:
 
 
 def _design(sweep: Comparisons) -> str:
-    """Return workload, arms and seeds in a sentence."""
     specs = [member.resolved for member in sweep.ledger.members()]
     seeds = sorted({arm.seeds for arm in sweep.arms if arm.role != "refused"}) or [0]
     count = f"{seeds[0]} seeds" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds"
@@ -72,11 +68,6 @@ def table(sweep: Comparisons) -> Table[Line]:
 
 
 def markdown(sweep: Comparisons) -> str:
-    """Return the block as Markdown.
-
-    Args:
-        sweep: the sweep's comparisons.
-    """
     (_, question), *rest = facts(sweep).items()
     listed = [
         f"- {name}: " + (f"`{one_line(text)}`" if name == "Command" else markdown_cell(text))
@@ -86,11 +77,7 @@ def markdown(sweep: Comparisons) -> str:
 
 
 def page(sweep: Comparisons) -> str:
-    """Return the block as HTML with the drawn intervals, which needs no other file.
-
-    Args:
-        sweep: the sweep's comparisons.
-    """
+    """Return the block as HTML with the drawn intervals, which needs no other file."""
     (_, question), *rest = facts(sweep).items()
     items = "\n".join(f"<dt>{html_text(name)}</dt><dd>{html_text(text)}</dd>" for name, text in rest)
     style = (

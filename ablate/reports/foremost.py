@@ -5,15 +5,8 @@ from ablate.results.summary import ArmSummary
 
 
 def foremost(arms: list[ArmSummary], metric: Metric, most: int) -> list[ArmSummary]:
-    """Return at most about `most` arms, in their order, for a table that a person reads.
-
-    Kept are a search's confirmed winner, the best arms by the metric, and the baselines of these.
-
-    Args:
-        arms: Arms of the sweep.
-        metric: Metric that they are compared by.
-        most: Largest number of arms, without the baselines.
-    """
+    """Return at most about `most` arms, in their order, for a table that a person reads: a search's confirmed
+    winner, the best arms by the metric, and beyond that number the baselines of these."""
     if len(arms) <= most:
         return arms
     sign = 1 if metric.direction == "minimize" else -1

@@ -214,7 +214,6 @@ def open(sweep: str | Path, *, state: str | Path | None = None, metric: str | No
 
 
 def _arm(arm: "ArmSummary") -> dict[str, object]:
-    """Return an arm's row."""
     return {
         "arm": arm.name,
         "baseline": arm.baseline,

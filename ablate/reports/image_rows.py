@@ -115,11 +115,7 @@ def _image(levels: np.ndarray, label: str) -> str:
 
 
 def image_rows(found: Mapping[str, Path]) -> list[ImageRows]:
-    """Return a table for each set of arms that were given the same images and masks.
-
-    Args:
-        found: File of each arm.
-    """
+    """Return a table for each set of arms, by the file of each, that were given the same images and masks."""
     groups: list[dict[str, Reconstructed]] = []
     for name, path in found.items():
         one = Reconstructed.read(path)

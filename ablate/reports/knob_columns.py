@@ -24,12 +24,7 @@ Shown = TypeVar("Shown")
 
 def by_knobs(part: Shown, arms: Sequence[ArmSummary]) -> Shown:
     """Return a table of arms with a column for each knob on a page, if the arms that have names made of knobs
-    all set the same ones; everything else as it is.
-
-    Args:
-        part: Part of a page.
-        arms: Arms of the sweep.
-    """
+    all set the same ones; everything else as it is."""
     # A baseline that is a preset has one knob, and keeps its name.
     several = [arm for arm in arms if len(arm.knobs) >= _FEWEST and label(arm.knobs) == arm.name]
     knobs = {arm.name: arm.knobs for arm in several}

@@ -171,7 +171,7 @@ def _entries(ledger: Ledger, tasks: dict[str, Fields]) -> Iterator[Entry]:
 
 
 def _config(spec: Fields) -> tuple[str, Fields]:
-    """Return name and fields of the workload of a trial spec."""
+    """Return name and fields of the workload of a trial spec; ValueError if it is not an object."""
     workload = spec["workload"]
     if not isinstance(workload, dict):
         raise ValueError(f"workload: {workload!r} is no object")
@@ -198,8 +198,7 @@ def _workload(spec: Fields) -> str:
 
 def _facts(spec: Fields, against: str) -> Fields:
     """Return the fields that determine a baseline, except its seed, by path; its recipe by name of preset or
-    arm.
-    """
+    arm."""
     name, config = _config(spec)
     fields = {key: value for key, value in _identity(name, json.dumps(config)).items() if key != "data"}
     recipe = _recipe(json.dumps(spec["recipe"]))
@@ -258,8 +257,7 @@ def _flat(content: Mapping[str, object], path: str = "") -> Iterator[tuple[str, 
 
 def _titles(tasks: Mapping[str, tuple[str, Fields]]) -> dict[str, str]:
     """Return a unique title for each task: name and size, then the fields that distinguish it from tasks of
-    the same size.
-    """
+    the same size."""
     alike: dict[str, list[str]] = {}
     for task, (size, _) in tasks.items():
         alike.setdefault(size, []).append(task)
@@ -334,11 +332,9 @@ def _table(group: list[Entry]) -> Table[Entry]:
 
 
 def groups(entries: list[Entry]) -> dict[str, list[Entry]]:
-    """Group entries by the title of their table: a task and a metric.
-
-    A search over workload knobs has one task for each point. Its arms that are alone in their task are listed
-    in one table, by name, under a title that says that they are not ranked.
-    """
+    """Group entries by the title of their table: a task and a metric. A search over workload knobs has one
+    task for each point. Its arms that are alone in their task are listed in one table, by name, under a title
+    that says that they are not ranked."""
     found: dict[str, list[Entry]] = {}
     for entry in entries:
         found.setdefault(f"{entry.workload}: {_better(entry)}", []).append(entry)

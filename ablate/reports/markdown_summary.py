@@ -1,6 +1,4 @@
-"""Question, answer and table of arms of a sweep as Markdown, for the description of its run in MLflow and for
-the note of its study in Optuna.
-"""
+"""Question, answer and arms of a sweep as Markdown, for its run in MLflow and its study in Optuna."""
 
 from dataclasses import replace
 
@@ -18,11 +16,6 @@ _MOST_LINES = 40
 
 
 def summary_markdown(ledger: Ledger) -> str:
-    """Return the question, its answer and the table of arms as Markdown.
-
-    Args:
-        ledger: Ledger of the sweep.
-    """
     metric, arms = ledger.facts.metric, summaries(ledger)
     answer = headline_of(Comparisons(ledger))
     shown = foremost(arms, metric, _MOST_LINES)
@@ -40,11 +33,7 @@ def summary_markdown(ledger: Ledger) -> str:
 
 def study_markdown(ledger: Ledger) -> str:
     """Return the summary with the effects of knobs, since Optuna's importance says nothing of few arms, and
-    with a line on Optuna's best trial.
-
-    Args:
-        ledger: Ledger of the sweep.
-    """
+    with a line on Optuna's best trial."""
     sweep = Comparisons(ledger)
     arms = {arm.name for arm in sweep.arms}  # whose gaps the summary has
     effects = [line for line in lines(sweep) if line.label not in arms][:_MOST_LINES]

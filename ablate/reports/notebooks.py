@@ -41,14 +41,10 @@ class Cell:
 
 
 def run(path: Path, parameters: Mapping[str, object]) -> list[Cell]:
-    """Run all cells of a notebook, one after the other, in a namespace of its own.
+    """Run all cells of a notebook, one after the other, in a namespace of its own; NotebookError if a cell
+    failed.
 
-    Args:
-        path: file of the notebook.
-        parameters: values for the names that its cell tagged `parameters` assigns; others are ignored.
-
-    Raises:
-        NotebookError: a cell failed.
+    `parameters`: values for the names that its cell tagged `parameters` assigns; others are ignored.
     """
     cells, number, names = [], 0, dict[str, Any](__name__=path.stem)
     # Warnings and standard error are left out: they name files of this machine, but the page is for others.
@@ -75,13 +71,8 @@ def run(path: Path, parameters: Mapping[str, object]) -> list[Cell]:
 
 
 def _executed(source: str, name: str, names: dict[str, Any]) -> object:
-    """Execute a cell in a namespace, and return the value of its last expression; None if it ends otherwise.
-
-    Args:
-        source: Python.
-        name: what a traceback calls it.
-        names: the namespace, which is changed.
-    """
+    """Execute a cell in a namespace, which is changed, and return the value of its last expression; None if
+    it ends otherwise. `name`: the cell's, for a traceback."""
     tree = ast.parse(source, name)
     last = tree.body[-1] if tree.body else None
     if not isinstance(last, ast.Expr):
@@ -99,13 +90,8 @@ def _shown(value: object) -> list[Mapping[str, Any]]:
 
 
 def page(cells: list[Cell], template: Path, **values: object) -> str:
-    """Return cells as an HTML page, with links to its headings.
-
-    Args:
-        cells: what `run` returned.
-        template: Jinja template; it has `cells` and the filter `markdown`, and no automatic escapes.
-        values: further values of the template.
-    """
+    """Return cells, as `run` returns them, as an HTML page, with links to its headings. The Jinja template
+    has `cells`, `values` and the filter `markdown`, and no automatic escapes."""
     from jinja2 import Environment, FileSystemLoader
     from markdown_it import MarkdownIt
 

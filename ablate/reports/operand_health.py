@@ -41,12 +41,8 @@ _LOWEST, _HIGHEST = 5.0, 30.0
 
 
 def exceptions(records: pd.DataFrame) -> list[str]:
-    """Return a sentence for each kind of thing that stands out; none for a healthy sweep.
-
-    Args:
-        records: Tidy frame of records, with `quant/<slot>/sqnr_db`, `.../saturated_frac` and
-            `quant/<slot>/sqnr_db/<layer>`.
-    """
+    """Return a sentence for each kind of thing that stands out; none for a healthy sweep. It reads
+    `quant/<slot>/sqnr_db`, `.../saturated_frac` and `quant/<slot>/sqnr_db/<layer>`."""
     return [
         f"{start} {'; '.join(found[:_MOST_NAMED])}"
         f"{f'; and {len(found) - _MOST_NAMED} more' if len(found) > _MOST_NAMED else ''}."
@@ -98,14 +94,8 @@ def _last_shares(records: pd.DataFrame, error: str) -> pd.DataFrame:
 
 
 def by_layer(records: pd.DataFrame) -> pd.DataFrame:
-    """Return the last SQNR of every layer's operands, mean over seeds.
-
-    Args:
-        records: Tidy frame of records, with `quant/<slot>/sqnr_db/<layer>` (dB).
-
-    Returns:
-        Columns arm, slot, layer and sqnr_db, in the order of arms, operands and blocks.
-    """
+    """Return the last SQNR (`quant/<slot>/sqnr_db/<layer>`, dB) of every layer's operands, mean over seeds:
+    columns arm, slot, layer and sqnr_db, in the order of arms, operands and blocks."""
     columns = {"slot": "slot", "layer": "layer"}
     selected = tables.chosen(
         records, lambda name: name.metric == "sqnr_db" and name.layer is not None, **columns
@@ -131,11 +121,8 @@ def _block(layer: str) -> tuple[int, ...]:
 
 
 def shares_tables(records: pd.DataFrame) -> list[Table]:
-    """Return what became zero, and what lay beyond the grid: a table of arms by operands each.
-
-    Args:
-        records: Tidy frame of records, with `quant/<slot>/zero_frac` or `saturated_frac`.
-    """
+    """Return what became zero (`quant/<slot>/zero_frac`), and what lay beyond the grid (`saturated_frac`): a
+    table of arms by operands each."""
     found = []
     for error, name, caption in (
         ("zero_frac", "rounded-to-zero", "Share of an operand's elements that round to zero"),
@@ -163,10 +150,8 @@ def _percent(value: float | None) -> Cell:
 
 @dataclass(frozen=True)
 class LayerMaps:
-    """SQNR of every layer by operand, an arm at a time, beside its difference to the first arm's.
-
-    The arm whose lowest value is lowest is open.
-    """
+    """SQNR of every layer by operand, an arm at a time, beside its difference to the first arm's. The arm
+    whose lowest value is lowest is open."""
 
     layers: pd.DataFrame
     """Result of `by_layer`."""
@@ -177,7 +162,6 @@ class LayerMaps:
         return [(arm, self.layers[self.layers["arm"] == arm]) for arm in lowest.index[:_MOST_MAPS]]
 
     def _lines(self) -> list[tuple[str, str]]:
-        """Return each arm with what its lowest layer is."""
         found = []
         for arm, lines in self._maps():
             low = lines.loc[lines["sqnr_db"].idxmin()]
@@ -221,11 +205,7 @@ class LayerMaps:
 
 
 def layer_maps(records: pd.DataFrame) -> LayerMaps | None:
-    """Return the maps of all arms; None if no layer was recorded.
-
-    Args:
-        records: Tidy frame of records, with `quant/<slot>/sqnr_db/<layer>` (dB).
-    """
+    """Return the maps of all arms by `quant/<slot>/sqnr_db/<layer>` (dB); None if no layer was recorded."""
     layers = by_layer(records)
     return None if layers.empty else LayerMaps(layers)
 
@@ -314,12 +294,8 @@ def _split_table(lines: pd.DataFrame) -> str:
 
 
 def error_split(records: pd.DataFrame) -> ErrorSplit | None:
-    """Return the parts of the operands' errors; None if they were not recorded.
-
-    Args:
-        records: Tidy frame of records, with `quant/<slot>/dead_share`, `.../scale_share`, `.../grid_share`,
-            `.../sqnr_db` and `gemm/<product>/gain`.
-    """
+    """Return the parts of the operands' errors, from `quant/<slot>/dead_share`, `.../scale_share`,
+    `.../grid_share`, `.../sqnr_db` and `gemm/<product>/gain`; None if they were not recorded."""
     columns = {**{part: _last_shares(records, f"{part}_share") for part in _PARTS}}
     columns["sqnr_db"] = _last_shares(records, "sqnr_db")
     if columns["dead"].empty:
@@ -346,11 +322,8 @@ def error_split(records: pd.DataFrame) -> ErrorSplit | None:
 
 
 def gradient_error(records: pd.DataFrame) -> Table | None:
-    """Return the table of variance and squared bias of each arm's gradient; None if they were not recorded.
-
-    Args:
-        records: Tidy frame of records, with `grad/variance` and `grad/squared_bias`.
-    """
+    """Return the table of variance and squared bias (`grad/variance`, `grad/squared_bias`) of each arm's
+    gradient; None if they were not recorded."""
     rows: list[dict[str, Cell]] = []
     parts = {name: tables.of(records, name) for name in (VARIANCE, SQUARED_BIAS)}
     for arm in dict.fromkeys(parts[VARIANCE]["arm"]):
@@ -407,9 +380,5 @@ def _different(value: float | None) -> str:
 
 
 def recorded(records: pd.DataFrame) -> bool:
-    """Return True if any error of an operand was recorded.
-
-    Args:
-        records: Tidy frame of records.
-    """
+    """Return True if any error of an operand was recorded."""
     return any(parse(str(text)).family == "quant" for text in records["metric"].unique())

@@ -224,13 +224,8 @@ class Section:
 
 
 def section(title: str, *parts: Part | Sequence[Part | None] | None, folded: bool = False) -> Section:
-    """Return a section of a page.
-
-    Args:
-        title: Heading of the section.
-        parts: Parts, or lists of them. None and empty tables are left out.
-        folded: True to hide the parts until a reader opens the section.
-    """
+    """Return a section of a page. Its parts are parts, or lists of them; None and empty tables are left out.
+    If it is `folded`, a reader opens it to see the parts."""
     shown: list[Part] = []
     for group in parts:
         for part in group if isinstance(group, Sequence) else (group,):

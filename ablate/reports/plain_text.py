@@ -20,14 +20,8 @@ _FORMULA = re.compile(r"[=@\t\r]|[+-](?![\d.][^()|!=@'\"]*$|$)")
 
 
 def footnotes(rows: Sequence[Sequence[str]]) -> tuple[list[str], list[str]]:
-    """Number the notes on a table's rows. Equal notes have one number.
-
-    Args:
-        rows: Notes on each row.
-
-    Returns:
-        Marks of each row (`¹ ³`), and the notes, each behind its mark.
-    """
+    """Number the notes on each of a table's rows. Equal notes have one number. Return the marks of each row
+    (`¹ ³`), and the notes, each behind its mark."""
     numbers = {
         note: str(number).translate(_RAISED)
         for number, note in enumerate(dict.fromkeys(n for row in rows for n in row), 1)
@@ -51,10 +45,8 @@ def html_text(text: str, quote: bool = True) -> str:
 
 
 def with_minus(text: str) -> str:
-    """Return text whose negative numbers have a minus sign in place of the hyphen: −0.5, 2e−05.
-
-    Values behind `=` keep it, as in names of arms, which readers copy.
-    """
+    """Return text whose negative numbers have a minus sign in place of the hyphen: −0.5, 2e−05. Values behind
+    `=` keep it, as in names of arms, which readers copy."""
     return _NUMBER.sub(lambda found: found[0].replace("-", "\N{MINUS SIGN}"), text)
 
 
@@ -89,13 +81,8 @@ def time_left(seconds: float) -> str:
 
 
 def wrapped(text: Text, console: Console, most: int) -> list[Text]:
-    """Return text in lines that fit the width of a terminal.
-
-    Args:
-        text: the text, styled.
-        console: the terminal.
-        most: largest number of lines; a text that needs more ends with `…`.
-    """
+    """Return styled text in at most `most` lines that fit the width of a terminal; a text that needs more
+    ends with `…`."""
     lines = [*text.wrap(console, console.width)]
     if len(lines) > most:
         lines = lines[:most]

@@ -23,11 +23,7 @@ def stamp(ledger: Ledger) -> str:
 
 
 def about(report: Path) -> dict[str, Any]:
-    """Return what a report says about itself; {} without a report, or if the file is not what was written.
-
-    Args:
-        report: folder of the report.
-    """
+    """Return what a report says about itself; {} without a report, or if the file is not what was written."""
     with suppress(OSError, ValueError):  # no file, or not one
         found = read_json(report / ABOUT)
         if found.pop("seal", None) == key_of(found):
@@ -36,12 +32,8 @@ def about(report: Path) -> dict[str, Any]:
 
 
 def write_about(report: Path, content: Mapping[str, Json]) -> None:
-    """Write what a report says about itself, with a hash of it.
-
-    Args:
-        report: folder of the report.
-        content: question, answer, and the state that it shows.
-    """
+    """Write what a report says about itself, question, answer and the state that it shows, with a hash of
+    it."""
     write(report / ABOUT, {**content, "seal": key_of(content)})
 
 

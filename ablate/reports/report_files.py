@@ -69,13 +69,8 @@ class Heading:
 
     @classmethod
     def of(cls, ledger: Ledger, name: str, verified: str) -> "Heading":
-        """Return the head of a sweep's report.
-
-        Args:
-            ledger: the sweep.
-            name: its name.
-            verified: text that says with what its records were compared.
-        """
+        """Return the head of a sweep's report. `verified`: text that says with what its records were
+        compared."""
         from ablate.reports.answer import Answer  # pandas
 
         question, line = ledger.facts.question or name, _about(ledger, name, verified)
@@ -118,18 +113,10 @@ def write_report(
     folder: Path, state: Path, name: str, notebooks: Sequence[str], heading: Heading, pdf: bool
 ) -> Report:
     """Run notebooks and write their pages to a temporary folder, then move it to `folder`, so that a reader
-    never sees half a report.
+    never sees half a report; NotebookError if a notebook failed.
 
-    Args:
-        folder: folder of the report.
-        state: state folder.
-        name: name of the sweep.
-        notebooks: names of the notebooks; the first one is the first page.
-        heading: head of the first page.
-        pdf: also print the first page as PDF, if a browser is installed.
-
-    Raises:
-        NotebookError: a notebook failed.
+    The first notebook is the first page, which has the heading. `pdf`: also print it as PDF, if a browser is
+    installed.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}-") as making:

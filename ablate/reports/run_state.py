@@ -19,11 +19,8 @@ _MOST_REASONS = 12
 
 
 def running(ledger: Ledger) -> Answered:
-    """Return how many runs of a running sweep are over, and when the next and the last result are expected.
-
-    Args:
-        ledger: Ledger of the sweep.
-    """
+    """Return how many runs of a running sweep are over, and when the next and the last result are
+    expected."""
     members = ledger.members()
     over = sum(member.status not in ("pending", "running") for member in members)
     text = f"{over} of {counted(len(members), 'run')} are over."
@@ -58,9 +55,7 @@ def failures_table(ledger: Ledger, report: Path | None) -> Table | None:
     """Return the table of distinct reasons for failed runs, each with the line of the user's code that raised
     the exception, or else the last line of the log; None if no run failed.
 
-    Args:
-        ledger: Ledger of the sweep.
-        report: Folder of the report's figures, from which links lead to the state folder; None: no links.
+    `report`: folder of the report's figures, from which links lead to the state folder; None: no links.
     """
     store = Store(ledger.path.absolute().parents[2])
     reasons: dict[object, list[tuple[Member, str]]] = {}

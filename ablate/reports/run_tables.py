@@ -16,8 +16,8 @@ _MOST_FIELDS, _LONGEST_VALUE = 12, 60
 
 
 def recipes_table(sweep: Measurements) -> Table | None:
-    """Return the table of what each arm's recipe has that the first one's has not; None for fewer than two
-    recipes."""
+    """Return the table of what each arm's recipe has that the first one's has not; None for fewer than
+    two."""
     recipes: dict[str, Recipe] = {}
     for member in sweep.ledger.members():
         content = member.resolved.recipe

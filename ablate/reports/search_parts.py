@@ -14,12 +14,8 @@ _MOST_ON_FRONT = 12
 
 
 def effects_parts(arms: Sequence[ArmSummary], unit: str) -> list[Part]:
-    """Return the effects as a table with its caution; nothing without effects.
-
-    Args:
-        arms: arms of the sweep.
-        unit: unit of the metric, for the head of the table.
-    """
+    """Return the effects as a table with its caution, and with the metric's unit in its head; nothing without
+    effects."""
     effects = knob_effects(arms)
     columns: dict[str, Source] = {
         **{"knob": "knob", "change": "change"},
@@ -38,11 +34,8 @@ def effects_parts(arms: Sequence[ArmSummary], unit: str) -> list[Part]:
 
 
 def front_parts(by_metric: Mapping[Metric, Sequence[ArmSummary]] | None) -> list[Part]:
-    """Return the arms that no other equals or beats in all objectives: a sentence and a table.
-
-    Args:
-        by_metric: summaries of the arms by each objective; None for a single objective.
-    """
+    """Return the arms that no other equals or beats in all objectives: a sentence and a table; nothing for a
+    single objective (None)."""
     if not by_metric:
         return []
     metrics = list(by_metric)

@@ -46,7 +46,6 @@ class Link(str):
     target: str
 
     def __new__(cls, text: str, target: str) -> "Link":
-        """Return the text with its target."""
         link = super().__new__(cls, text)
         link.target = target
         return link
@@ -58,11 +57,7 @@ class Html(str):
 
 def link(file: Path, report: Path | None) -> str:
     """Return the name of a file as a cell that leads to it; empty if there is none, or nowhere to link from.
-
-    Args:
-        file: The file.
-        report: Folder of the report's figures, from which links lead to the state folder; None: no links.
-    """
+    `report`: folder of the report's figures, from which links lead to the state folder; None: no links."""
     if report is None or not file.exists():
         return ""
     return Link(file.name, os.path.relpath(file, report.absolute().parent))
@@ -182,7 +177,6 @@ class Table(Generic[Row]):
 
     @cached_property
     def _filled(self) -> list[tuple[Column[Row], list[Cell]]]:
-        """Columns that are shown, with their cells."""
         cells = [(column, [column.cell(row) for row in self.rows]) for column in self.columns]
         return [
             (column, those)
@@ -260,13 +254,11 @@ class Table(Generic[Row]):
     def terminal(
         self, width: int | None = None, dispensable: Sequence[str] = (), cut: bool = False
     ) -> RichTable:
-        """Return the table for a terminal.
+        """Return the table for a terminal of `width` columns. Rather than wrap a cell, it has short cells,
+        then leaves the columns `dispensable` out, in this order, which a line below names. None: everything
+        is shown.
 
-        Args:
-            width: columns of the terminal. Rather than wrap a cell, the table has short cells, then leaves
-                columns out, which a line below names. None: everything is shown.
-            dispensable: names of the columns to leave out, in this order.
-            cut: cut the cells of the first column rather than wrap any, so that a row is one line.
+        `cut`: cut the cells of the first column rather than wrap any, so that a row is one line.
         """
         drawn, notes = self._drawn("terminal")
         drawn = [replace(one, texts=[*map(one_line, one.texts)]) for one in drawn]
@@ -312,14 +304,8 @@ def _html(text: str) -> str:
 def tinted_map(
     heads: Iterable[str], rows: Mapping[str, Iterable[str]], title: str = "", last: str = ""
 ) -> str:
-    """Return a table of tinted cells as HTML.
-
-    Args:
-        heads: Heads of the columns of numbers.
-        rows: Cells of each row by its name, as HTML.
-        title: Caption as HTML.
-        last: Head of a further column as HTML.
-    """
+    """Return a table of tinted cells as HTML: heads of the columns of numbers as text; the cells of each row
+    by its name, the caption and the head of a further column as HTML."""
     head = "".join(f'<th class="number" scope="col">{inline(text)}</th>' for text in heads)
     body = "".join(
         f'<tr><th scope="row">{html_text(name)}</th>{"".join(cells)}</tr>' for name, cells in rows.items()

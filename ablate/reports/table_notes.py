@@ -1,5 +1,4 @@
-"""Sentences beside a table of arms: an explanation, arms that were not run to the end, and a caution on
-emulated formats."""
+"""Sentences beside a table of arms: explanation, arms that ended early, a caution on emulated formats."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

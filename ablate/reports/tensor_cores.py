@@ -30,10 +30,8 @@ OF_EXPERTS = "experts: a product for each that has tokens, padded to a multiple 
 
 def multiplied(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield names of arms with equal plans and a line for each part of the plan, on an engine `scaled_mm`; on
-    Transformer Engine a line on experts alone.
-
-    Arms that quantise nothing are left out. The emulator yields nothing.
-    """
+    Transformer Engine a line on experts alone. Arms that quantise nothing are left out. The emulator yields
+    nothing."""
     if module_name(experiment.engine) == SCALED:
         backend = backend_of(experiment.engine)
 
@@ -57,8 +55,7 @@ def _padded(recipe: Recipe) -> str:
 
 def on_reference_lines(experiment: Experiment, device: str) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield names of arms and a line on their operands that no GPU kernel makes; nothing for a CPU, or for an
-    engine that has quantisers of its own.
-    """
+    engine that has quantisers of its own."""
     if device == "cuda" and makes_operands(experiment.engine):
         yield from _alike(
             experiment, lambda arm: (str(on_reference(arm.recipe)),) * bool(on_reference(arm.recipe)[0])

@@ -1,7 +1,5 @@
-"""Steps of a recipe on real tensors, for the notebook that explains them.
-
-All numbers are computed by the code that trains.
-"""
+"""Steps of a recipe on real tensors, for the notebook that explains them, computed by the code that
+trains."""
 
 import math
 from collections.abc import Mapping
@@ -46,21 +44,15 @@ _DRAWS = 64
 
 
 class Walkthrough:
-    """Steps of the notebook. Each returns a section of the page.
-
-    Args:
-        out: Folder for pictures and tables; None: nothing is saved.
-    """
+    """Steps of the notebook. Each returns a section of the page. `out`: folder for pictures and tables; None:
+    nothing is saved."""
 
     def __init__(self, out: str | Path | None = None) -> None:
         self.out = Path(out) if out else None
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tensors of one layer at the end of a short bf16 run, in bf16.
-
-        Returns:
-            x [tokens, inputs], w [outputs, inputs] and dy [tokens, outputs].
-        """
+        """Return the tensors of one layer at the end of a short bf16 run, in bf16: x [tokens, inputs], w
+        [outputs, inputs] and dy [tokens, outputs]."""
         config = Tensors.model_validate({"x": "captured", "w": "captured", "g": "captured"} | _LAYER)
         captured = capture(config, 0, torch.device("cpu"))
         return captured["x"], captured["w"], captured["g"]
@@ -73,12 +65,8 @@ class Walkthrough:
         return shown
 
     def table(self, name: str, **tensors: Tensor) -> Section:
-        """Return a table of the statistics that make tensors hard to cast: amax, root mean square, kurtosis.
-
-        Args:
-            name: Title of the table, which names its CSV file.
-            tensors: Tensors of any shape, by name.
-        """
+        """Return a table of the statistics that make tensors, of any shape, hard to cast: amax, root mean
+        square, kurtosis. `name`: its title, which names its CSV file."""
         rows: list[dict[str, Cell]] = []
         for label, tensor in tensors.items():
             x = tensor.float()
@@ -96,12 +84,8 @@ class Walkthrough:
         return self.show(Table.of(_stem(name), rows))
 
     def block(self, x: Tensor) -> Section:
-        """Return a table of one block of 16 values at each step of a cast: values, scaled, rounded, scaled
-        back.
-
-        Args:
-            x: Tensor, [rows, columns]. The block with its largest value is shown.
-        """
+        """Return a table of the block of 16 values of x [rows, columns] that has its largest value, at each
+        step of a cast: values, scaled, rounded, scaled back."""
         operand = quantize(x, Quant(), keep=True)
         row = int(x.abs().amax(1).argmax())
         start = int(x[row].abs().argmax()) // 16 * 16
@@ -124,26 +108,14 @@ class Walkthrough:
         return self.show(Table.of("block", rows, caption))
 
     def errors(self, title: str, quant: Quant, **tensors: Tensor) -> Section:
-        """Return a table of the errors of casts, as telemetry records them.
-
-        Args:
-            title: Caption of the table, which names its CSV file.
-            quant: Description of the cast.
-            tensors: Tensors that are cast, by name.
-        """
+        """Return a table of the errors of casts of tensors, as telemetry records them. `title`: its caption,
+        which names its CSV file."""
         casts = {label: quantize(x, quant, keep=True) for label, x in tensors.items()}
         return self.show(_errors(_stem(title), casts, title))
 
     def rotation(self, x: Tensor, product: Wgrad) -> Section:
-        """Return errors and histograms of an operand of wgrad with and without its rotation.
-
-        Args:
-            x: The operand, [tokens, features].
-            product: Description of wgrad.
-
-        Raises:
-            ValueError: The recipe does not quantise dy in wgrad.
-        """
+        """Return errors and histograms of an operand of wgrad [tokens, features] with and without its
+        rotation; ValueError if the recipe does not quantise dy in wgrad."""
         if product.g is None:
             raise ValueError("wgrad does not quantise dy: there is no cast to show")
         plain = product.g.model_copy(update={"rounding": "nearest"})
@@ -154,11 +126,7 @@ class Walkthrough:
         return self.show(table, figures.rotation_histogram(*flat))
 
     def rounding(self, x: Tensor) -> Section:
-        """Return errors of one cast and of the mean of many, by rounding to nearest and stochastically.
-
-        Args:
-            x: Tensor that is cast.
-        """
+        """Return errors of one cast and of the mean of many, by rounding to nearest and stochastically."""
         nearest, drawn = Quant(), Quant(rounding="stochastic")
         values, clock, total = x.float(), Clock(0), torch.zeros_like(x, dtype=torch.float64)
         rows: list[dict[str, Cell]] = []
@@ -179,12 +147,8 @@ class Walkthrough:
         return self.show(Table.of("rounding", rows), figures.rounding_histogram(*flat))
 
     def tiles(self, w: Tensor) -> Section:
-        """Return errors of casts of a weight by rows, and their distance from casts by columns, for two block
-        shapes.
-
-        Args:
-            w: Weight, [outputs, inputs].
-        """
+        """Return errors of casts of a weight [outputs, inputs] by rows, and their distance from casts by
+        columns, for two block shapes."""
         rows = []
         for block in ("1x16", "16x16"):
             quant = Quant(block=block)
@@ -200,14 +164,8 @@ class Walkthrough:
         return self.show(Table.of("tiles", rows))
 
     def products(self, x: Tensor, w: Tensor, dy: Tensor, recipes: Mapping[str, Recipe]) -> Section:
-        """Return the errors of each product under each recipe, against fp64.
-
-        Args:
-            x: Input, [tokens, inputs].
-            w: Weight, [outputs, inputs].
-            dy: Gradient of the output, [tokens, outputs].
-            recipes: Recipes by name.
-        """
+        """Return the errors of each product under each recipe, against fp64: x [tokens, inputs], w [outputs,
+        inputs], dy [tokens, outputs]."""
         rows: list[dict[str, Cell]] = []
         for name, recipe in recipes.items():
             errors = product_errors(products_of(layer_of(recipe, w, Clock(0)), x, dy), x, w, dy)
@@ -260,5 +218,4 @@ def _row(label: str, exact: Tensor, cast: Tensor) -> dict[str, Cell]:
 
 
 def _stem(name: str) -> str:
-    """Return the stem of a file's name for a title."""
     return "".join(letter if letter.isalnum() else "-" for letter in name.lower()).strip("-")

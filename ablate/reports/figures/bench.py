@@ -34,7 +34,6 @@ _ENGINES = {
 
 
 def _look(position: int) -> dict[str, Any]:
-    """Return colour and hatch of the bars of one series."""
     return {
         "color": COLOURS[position % len(COLOURS)],
         "hatch": HATCHES[position % len(HATCHES)],
@@ -44,16 +43,11 @@ def _look(position: int) -> dict[str, Any]:
 
 @house
 def bars(lines: Sequence[Line], value: str, label: str, hue: str) -> Picture | None:
-    """Draw measured values as bars, in one panel for each shape and dtype.
+    """Draw measured values, lines by column name, as bars, in one panel for each shape and dtype; None
+    without lines.
 
-    Args:
-        lines: Measurements by column name.
-        value: Column of the value.
-        label: Column that groups the bars.
-        hue: Column that the colours of a group's bars show.
-
-    Returns:
-        The picture; None without lines.
+    `value`: column of the value; `label`: column that groups the bars; `hue`: column that the colours of a
+    group's bars show.
     """
     if not lines:
         return None
@@ -91,16 +85,11 @@ def bars(lines: Sequence[Line], value: str, label: str, hue: str) -> Picture | N
 
 @house
 def shares(lines: Sequence[Line], value: str, label: str, parts: Sequence[str]) -> Picture | None:
-    """Draw each line's value as a bar that is divided into the shares of its parts.
+    """Draw each line's value, such as milliseconds, as a bar that is divided into the shares of its parts;
+    None without lines.
 
-    Args:
-        lines: Measurements by column name.
-        value: Column of the value, such as milliseconds.
-        label: Column of the bar's name.
-        parts: Columns of the shares, from 0 to 1.
-
-    Returns:
-        The picture; None without lines.
+    `value`: column of the value; `label`: column of the bar's name; `parts`: columns of the shares, from 0 to
+    1.
     """
     if not lines:
         return None
@@ -130,16 +119,8 @@ def shares(lines: Sequence[Line], value: str, label: str, parts: Sequence[str]) 
 @house
 def speeds(lines: Sequence[Line], unit: str, *notes: str) -> Picture | None:
     """Draw the speed of each layer, forward and backward, as bars over pale ones that end at the hardware's
-    peak.
-
-    Args:
-        lines: Measurements by column name.
-        unit: Unit of the speed, which its columns' names end with.
-        notes: Sentences below the figure.
-
-    Returns:
-        The picture; None without lines.
-    """
+    peak; None without lines. `unit`: the speed's, which its columns' names end with; `notes`: sentences below
+    the figure."""
     if not lines:
         return None
     data = pd.DataFrame(
@@ -185,10 +166,7 @@ def speeds(lines: Sequence[Line], unit: str, *notes: str) -> Picture | None:
 def _tracks(
     axes: Axes, middles: Sequence[float], part: pd.DataFrame, unit: str, thick: float, colour: str
 ) -> None:
-    """Draw a pale bar up to each peak, with a line at the peak and the share of it behind the bars.
-
-    Nothing is drawn for an unknown peak.
-    """
+    """Draw a pale bar up to each known peak, with a line at the peak and the share of it behind the bars."""
     for middle, speed, peak, share in zip(middles, part[unit], part["peak"], part["share"], strict=True):
         if np.isfinite(peak):
             axes.barh(middle, peak, thick, linewidth=0, color=colour, alpha=0.13)

@@ -36,14 +36,8 @@ _COLUMNS = 4
 @house
 def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
     """Draw a metric over steps: one line for each arm, with a band from the smallest to the largest seed.
-
-    Args:
-        records: Tidy frame of records.
-        name: Metric, or its name (then less is taken to be better).
-
-    Returns:
-        The picture; None if no arm has finite values at three steps.
-    """
+    None if no arm has finite values at three steps. If only the metric's name is given, less is taken to be
+    better."""
     metric = tables.named(name)
     selected = tables.long_enough(tables.of(records, metric.name), ["arm"])
     if selected.empty:
@@ -60,11 +54,8 @@ def curves(records: pd.DataFrame, name: str | Metric) -> Picture | None:
 def _mean_lines(
     records: pd.DataFrame, selected: pd.DataFrame, metric: Metric, question: str, note: str = ""
 ) -> tuple[SubFigure, pd.DataFrame, dict[str, Mark]]:
-    """Draw each arm's mean over seeds at each step, with a band from the smallest to the largest seed.
-
-    Returns:
-        The part with the axes, the drawn numbers, and the mark of each arm.
-    """
+    """Draw each arm's mean over seeds at each step, with a band from the smallest to the largest seed; return
+    the part with the axes, the drawn numbers, and the mark of each arm."""
     shown, total = tables.arms(selected, metric)
     lines = tables.thinned(tables.over_seeds(selected[selected["arm"].isin(shown)], ["arm"]), ["arm"])
     band = _band(lines, "from the smallest to the largest seed")
@@ -77,18 +68,11 @@ def _mean_lines(
 @house
 def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
     """Draw each arm minus its baseline at the same step and seed, over tokens: one panel an arm, with the
-    others thin behind it.
+    others thin behind it. None if no arm has pairs at three steps.
 
     Lines are means over seeds; bands are 95 % t intervals at each step on its own, for two seeds or more.
     Steps replace tokens if the workload counts none. Records before the first step are left out: a log axis
     has no 0.
-
-    Args:
-        table: Tidy frame of records.
-        metric: Metric that is compared.
-
-    Returns:
-        The picture; None if no arm has pairs at three steps.
     """
     gaps = tables.long_enough(_gaps(tables.of(table, metric.name)), ["arm"])
     if gaps.empty:
@@ -125,10 +109,8 @@ def gap_curve(table: pd.DataFrame, metric: Metric) -> Picture | None:
 
 
 def _gaps(selected: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of arms with their value minus the baseline's at the same seed and step.
-
-    Arms that are compared unpaired are left out: their seeds are not the baseline's.
-    """
+    """Return rows of arms with their value minus the baseline's at the same seed and step. Arms that are
+    compared unpaired are left out: their seeds are not the baseline's."""
     seeds = selected.groupby(["sweep", "arm"], observed=True)["seed"].agg(set).to_dict()
     compared = selected[["sweep", "arm", "baseline"]].drop_duplicates().dropna()
     unpaired = {
@@ -168,16 +150,8 @@ def _with_interval(gaps: pd.DataFrame) -> pd.DataFrame:
 
 @house
 def decay(records: pd.DataFrame, metric: str, published: Sequence[Published] = ()) -> Picture | None:
-    """Draw a metric over the number of draws on log axes, beside the slope 1 / draws and published figures.
-
-    Args:
-        records: Tidy frame of records, whose step is the number of draws.
-        metric: Name of the metric.
-        published: Published figures, of which those on this metric are drawn.
-
-    Returns:
-        The picture; None if no value is above zero.
-    """
+    """Draw a metric over the number of draws, which is the step of `records`, on log axes, beside the slope 1
+    / draws and published figures on this metric. None if no value is above zero."""
     selected = tables.of(records, metric)
     selected = selected[(selected["value"] > 0) & (selected["step"] > 0)]
     if selected.empty:
@@ -222,10 +196,8 @@ def _band(lines: pd.DataFrame, what: str) -> str:
 
 
 def draw_lines(axes: Axes, lines: pd.DataFrame, over: str, drawn: dict[str, Mark]) -> None:
-    """Draw the mean of each arm, and a band if it has more than one seed.
-
-    They are groups `arm-<number>-...` of the SVG, which a click on `key-<number>` in the legend hides.
-    """
+    """Draw the mean of each arm, and a band if it has more than one seed. They are groups `arm-<number>-...`
+    of the SVG, which a click on `key-<number>` in the legend hides."""
     figure = axes.get_figure(root=True)
     place = figure.axes.index(axes) if figure else 0
     for number, (arm, mark) in enumerate(drawn.items()):

@@ -46,17 +46,11 @@ LAYERS_SQNR = (each_layer("sqnr_db"),)
 
 @house
 def interaction(grid: Grid | None, metric: Metric) -> Picture | None:
-    """Draw the metric over every two knobs of a grid, as a mean over the other knobs and over seeds.
+    """Draw the metric over every two knobs of a grid, as a mean over the other knobs and over seeds; None
+    without a grid, or for a grid of one knob. If there are many pairs, those with the largest interactions
+    are drawn.
 
     If rows are not parallel, the effect of one knob depends on the other.
-
-    Args:
-        grid: Arms that are a product of knobs' levels. Of many pairs, those with the largest interactions are
-            drawn.
-        metric: Metric that is drawn.
-
-    Returns:
-        The picture; None without a grid, or for a grid of one knob.
     """
     if grid is None or len(grid.levels) < 2:
         return None
@@ -114,7 +108,6 @@ def interaction(grid: Grid | None, metric: Metric) -> Picture | None:
 
 
 def _range(matrices: Iterable[np.ndarray]) -> tuple[float, float]:
-    """Return the smallest and the largest value of all matrices."""
     every = np.concatenate([matrix.ravel() for matrix in matrices])
     return float(every.min()), float(every.max())
 
@@ -135,15 +128,10 @@ def _means(grid: Grid, one: str, other: str) -> np.ndarray:
 @house
 def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
     """Draw each arm's gap to its baseline over its throughput, and mark the arms that no other beats in both.
+    None if the throughput of fewer than three arms was measured.
 
-    The gap of a baseline is 0. The comparison holds for runs on equal hardware only.
-
-    Args:
-        arms: Arms of the sweep. Of many, the best are drawn.
-        metric: Metric that is compared.
-
-    Returns:
-        The picture; None if the throughput of fewer than three arms was measured.
+    If there are many arms, the best are drawn. The gap of a baseline is 0. The comparison holds for runs on
+    equal hardware only.
     """
     best = foremost(arms, metric, MOST_ARMS)
     shown = [
@@ -185,18 +173,13 @@ def throughput_gap(arms: list[ArmSummary], metric: Metric) -> Picture | None:
 @house
 def operand_errors(records: pd.DataFrame, arms: list[ArmSummary], metric: Metric) -> Picture | None:
     """Draw each arm's gap over the error of its operands in the first step in which all of them are recorded.
+    If there are many arms, the best are drawn. None for fewer than three arms that have errors and a gap, or
+    for several baselines.
 
-    The error is that of `ablate rank`: squared error over power, summed over the operands, mean over the
-    layers that any arm quantises and over seeds; 0 for a layer in bf16. Unlike there, arms have weights of
-    their own in that step, and an operand that is cast from a copy is compared with the copy.
-
-    Args:
-        records: Tidy frame of records, with `quant/<slot>/<layer>/sqnr_db`.
-        arms: Arms of the sweep. Of many, the best are drawn.
-        metric: Metric that is compared.
-
-    Returns:
-        The picture; None for fewer than three arms that have errors and a gap, or for several baselines.
+    The error, from `quant/<slot>/<layer>/sqnr_db`, is that of `ablate rank`: squared error over power, summed
+    over the operands, mean over the layers that any arm quantises and over seeds; 0 for a layer in bf16.
+    Unlike there, arms have weights of their own in that step, and an operand that is cast from a copy is
+    compared with the copy.
     """
     selected = tables.chosen(records, lambda name: name.like(LAYERS_SQNR), layer="layer")
     selected["error"] = 10 ** (-selected["value"] / 10)

@@ -39,14 +39,8 @@ _COUNTED = ("nan/loss", "nan/grad", "nan/activation", "nan/steps_skipped")
 
 @house
 def slot_errors(records: pd.DataFrame) -> Picture | None:
-    """Draw the signal to quantisation noise ratio of each operand over steps, in one panel for each slot.
-
-    Args:
-        records: Tidy frame of records, with `quant/<slot>/sqnr_db` (dB, mean over layers).
-
-    Returns:
-        The picture; None if it was not recorded at three steps.
-    """
+    """Draw the signal to quantisation noise ratio (`quant/<slot>/sqnr_db`, dB, mean over layers) of each
+    operand over steps, in one panel for each slot; None if it was not recorded at three steps."""
     selected = tables.long_enough(tables.errors_of_slots(records, {"sqnr_db"}), ["slot", "arm"])
     if selected.empty:
         return None
@@ -77,15 +71,11 @@ def slot_errors(records: pd.DataFrame) -> Picture | None:
 
 @house
 def divergence(arms: Sequence[ArmSummary], table: pd.DataFrame | None = None) -> Picture | None:
-    """Draw the state of every run: done, diverged or missing, and counts of values that were not finite.
+    """Draw the state of every run: done, diverged or missing, and counts of values that were not finite. None
+    without a run. If there are many arms, those that lost most runs are drawn.
 
-    Args:
-        arms: Arms of the sweep. Of many, those that lost most runs are drawn.
-        table: Tidy frame of records with `nan/*`: the steps of divergence and the counts, which are summed
-            over the run and over seeds. None: neither is drawn.
-
-    Returns:
-        The picture; None without a run.
+    `table`: records with `nan/*`, the steps of divergence and the counts, which are summed over the run and
+    over seeds; None: neither is drawn.
     """
     total = len(arms)
     losses = {arm.name: len(arm.given) - len(arm.values) for arm in arms}
@@ -191,7 +181,6 @@ def _counts(axes: Axes, matrix: np.ndarray, kinds: list[str]) -> None:
 
 
 def _lattice(axes: Axes, shape: tuple[int, ...]) -> None:
-    """Draw white lines between cells."""
     axes.set_xticks(np.arange(shape[1] + 1) - 0.5, minor=True)
     axes.set_yticks(np.arange(shape[0] + 1) - 0.5, minor=True)
     axes.grid(which="minor", color="white", linewidth=1.5)

@@ -16,15 +16,11 @@ def overlay(
     losses: Mapping[str, Mapping[str, Sequence[float]]],
     question: str = "Does Transformer Engine train as the emulator does?",
 ) -> Picture | None:
-    """Draw losses over steps in two panels for each recipe: the curves, and their distances from `emulated`.
+    """Draw losses over steps in two panels for each recipe: the curves, and their distances from `emulated`;
+    None without losses.
 
-    Args:
-        losses: Losses by step, by title of the recipe and name of the run. Each recipe has a run `emulated`.
-        question: Title of the picture.
-        question: Title.
-
-    Returns:
-        The picture; None without losses.
+    `losses`: by step, by title of the recipe and name of the run. Each recipe has a run `emulated`.
+    `question`: title of the picture.
     """
     if not losses:
         return None

@@ -35,15 +35,8 @@ _MOST_NAMED = 12
 
 @house
 def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
-    """Draw the mean of each searched arm in the order of their proposals, and the best so far.
-
-    Args:
-        arms: Arms of the sweep. All searched ones are drawn.
-        metric: Metric that the search optimises.
-
-    Returns:
-        The picture; None if fewer than three searched arms have a value.
-    """
+    """Draw the mean of each searched arm in the order of their proposals, and the best so far; None if fewer
+    than three searched arms have a value."""
     searched = [arm for arm in arms if arm.role == "searched"]
     values = np.array([arm.mean for arm in searched])
     if np.isfinite(values).sum() < FEWEST_POINTS:
@@ -112,16 +105,8 @@ def history(arms: Sequence[ArmSummary], metric: Metric) -> Picture | None:
 
 @house
 def importance(importances: Mapping[str, float]) -> Picture | None:
-    """Draw each knob's share of the objective's variance over a search.
-
-    A share is no effect size: a knob that was hardly varied has a small one.
-
-    Args:
-        importances: Share by knob, from 0 to 1.
-
-    Returns:
-        The picture; None without a finite share.
-    """
+    """Draw each knob's share, from 0 to 1, of the objective's variance over a search; None without a finite
+    share. A share is not an effect size: a knob that was hardly varied has a small one."""
     shares = {knob: value for knob, value in importances.items() if math.isfinite(value)}
     if not shares:
         return None
@@ -148,14 +133,8 @@ def importance(importances: Mapping[str, float]) -> Picture | None:
 
 @house
 def objectives(arms_by_metric: Mapping[Metric, Sequence[ArmSummary]]) -> Picture | None:
-    """Draw the first two objectives against each other, and number the arms that no other beats in both.
-
-    Args:
-        arms_by_metric: Summaries of the arms by each objective. All arms are drawn.
-
-    Returns:
-        The picture; None for one objective, or if fewer than three arms have values of both.
-    """
+    """Draw the first two objectives against each other, and number the arms that no other beats in both. None
+    for one objective, or if fewer than three arms have values of both."""
     if len(arms_by_metric) < 2:
         return None
     (first, ones), (second, others) = list(arms_by_metric.items())[:2]

@@ -83,12 +83,8 @@ class MapPicture(TablePicture):
 
 
 def grid_table(found: Sensitivity, recipe: str) -> Table:
-    """Return the map as a table for a terminal: groups of layers down, operands across.
-
-    Args:
-        found: The map.
-        recipe: Name of the recipe.
-    """
+    """Return the map as a table for a terminal: groups of layers down, operands across. `recipe`: its
+    name."""
     rows: dict[str, dict[str, Cell]] = {group: {"layers": group or _ALL} for group in found.groups}
     for cell in found.cells:
         rows[cell.group][cell.part or _ALL] = _sortable(cell.total)
@@ -105,13 +101,8 @@ def _sortable(difference: Difference) -> Cell:
 
 def map_parts(found: Sensitivity | None, metric: Metric, unit: str, coloured: bool) -> list[Part]:
     """Return the picture of a map, and sentences on what it does and does not show; empty without a map.
-
-    Args:
-        found: The map.
-        metric: Metric that is compared.
-        unit: Its unit; empty if it has no name.
-        coloured: False if a check failed, so that nothing may be tinted.
-    """
+    `unit`: the metric's, empty if it has no name; `coloured`: False if a check failed, so that nothing may be
+    tinted."""
     if found is None:
         return []
     return [MapPicture(found, metric, unit, coloured), Text("\n\n".join(_sentences(found, unit)))]

@@ -58,11 +58,8 @@ STYLE: dict[RcKeyType, Any] = {
 
 
 def _palette() -> Sequence[str]:
-    """Return seaborn's palette for readers who are blind to some colours.
-
-    Seaborn goes without the parts of scipy that it imports for densities and dendrograms alone, which take
-    nearly a second.
-    """
+    """Return seaborn's palette for readers who are blind to some colours. Seaborn goes without the parts of
+    scipy that it imports for densities and dendrograms alone, which take nearly a second."""
     hidden = [name for name in ("scipy.stats", "scipy.cluster") if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]  # makes its import fail
@@ -98,14 +95,8 @@ class Picture:
     """Numbers that are drawn, as a tidy frame."""
 
     def save(self, folder: Path) -> Path:
-        """Write <name>.svg and <name>.csv. Equal pictures give equal bytes.
-
-        Args:
-            folder: Folder for the files; it is created if it is missing.
-
-        Returns:
-            Path of the SVG file.
-        """
+        """Write <name>.svg and <name>.csv to a folder, which is created if it is missing, and return the path
+        of the SVG file. Equal pictures give equal bytes."""
         folder.mkdir(parents=True, exist_ok=True)
         safe = self.data.rename(columns=csv_cell).apply(
             lambda column: column if pd.api.types.is_numeric_dtype(column) else column.map(csv_cell)
@@ -127,11 +118,8 @@ class Picture:
 
     @cached_property
     def svg(self) -> str:
-        """The figure as an SVG element for a page, drawn once.
-
-        Every id begins with the picture's name: on a page with several pictures, equal ids would let the clip
-        path of one cut another.
-        """
+        """The figure as an SVG element for a page, drawn once. Every id begins with the picture's name: on a
+        page with several pictures, equal ids would let the clip path of one cut another."""
         written = io.StringIO()
         settings: dict[RcKeyType, Any] = {**STYLE, "svg.hashsalt": self.name}
         with matplotlib.rc_context(settings):
@@ -174,14 +162,8 @@ def stem(*words: str) -> str:
 
 
 def canvas(question: str, width: float, height: float, *notes: str) -> SubFigure:
-    """Return the empty part of a new figure, with the question above it and notes below.
-
-    Args:
-        question: Title of the figure.
-        width: Width of the figure in inches.
-        height: Height of the part to draw on in inches.
-        notes: Sentences below it; empty ones are left out.
-    """
+    """Return the empty part of a new figure, with the question above it and notes below; empty notes are left
+    out. `width`: of the figure; `height`: of the part to draw on, both in inches."""
     title = textwrap.wrap(question, int(10.5 * width))
     foot = [line for note in notes if note for line in textwrap.wrap(note, int(14.5 * width))]
     above, below = 0.2 * len(title) + 0.16, 0.15 * len(foot) + 0.06
@@ -207,16 +189,8 @@ def canvas(question: str, width: float, height: float, *notes: str) -> SubFigure
 
 
 def finished(name: str, question: str, body: SubFigure, data: pd.DataFrame) -> Picture:
-    """Return the picture of a canvas.
-
-    It is laid out once, here, so that writing it again gives the same bytes.
-
-    Args:
-        name: Stem of its files' names.
-        question: Title of the figure.
-        body: Part of the figure that `canvas` returned.
-        data: Numbers that are drawn.
-    """
+    """Return the picture of a canvas, by the part `body` of it and the numbers that are drawn. `name`: stem
+    of its files' names. It is laid out once, here, so that writing it again gives the same bytes."""
     figure = body.get_figure(root=True)
     if engine := figure.get_layout_engine():
         engine.execute(figure)
@@ -249,11 +223,10 @@ class Mark(NamedTuple):
 
 
 def marks(names: Iterable[str], baselines: Collection[str] = ()) -> dict[str, Mark]:
-    """Return a mark for each name. The first 140 are distinct, and the first 28 are distinct in print.
+    """Return a mark for each name, those of `baselines` in grey. The first 140 are distinct, and the first 28
+    are distinct in print.
 
-    Args:
-        names: All arms in their order, drawn or not, so that an arm looks the same in every figure.
-        baselines: Those that are drawn in grey.
+    `names`: all arms in their order, drawn or not, so that an arm looks the same in every figure.
     """
     looks, used = dict[str, Mark](), {True: 0, False: 0}
     for name in dict.fromkeys(names):
@@ -271,15 +244,11 @@ def plain(text: str) -> str:
 
 
 def label(text: str, width: int = 34, lines: int = 2) -> str:
-    """Return a long name on several lines, broken at spaces, or else behind punctuation.
+    """Return a long name on several lines of `width` characters, broken at spaces, or else behind
+    punctuation.
 
     The middle of a name that is still too long is left out, since names differ at their ends. An underscore
     at the start gets a thin space before it, because a legend leaves such labels out.
-
-    Args:
-        text: The name.
-        width: Characters of a line.
-        lines: Largest number of lines.
     """
     most = (width - 3) * lines
     if len(text) > most:
@@ -304,14 +273,8 @@ def legend(
     labels: Sequence[str],
     location: Location = "outside right center",
 ) -> Legend:
-    """Add a legend outside of the axes. Below them, its entries are in one row.
-
-    Args:
-        body: Part of a figure to add it to.
-        handles: Artists, or containers of bars, which the types of matplotlib leave out.
-        labels: Label of each.
-        location: Position of the legend.
-    """
+    """Add a legend outside of the axes. Below them, its entries are in one row. `handles`: artists, or
+    containers of bars, which the types of matplotlib leave out."""
     columns = 1 if location == "outside right center" else len(labels)
     return body.legend(handles, [label(text, 26) for text in labels], loc=location, ncols=columns)
 
@@ -338,16 +301,8 @@ def heat(
     texts: Sequence[Sequence[str]] | None = None,
     cmap: str | Colormap | None = None,
 ) -> AxesImage:
-    """Draw a matrix as one image, with texts in its cells if there are any. NaN is grey.
-
-    Args:
-        axes: Axes to draw on.
-        values: Matrix, [rows, columns].
-        low: Value of the first colour.
-        high: Value of the last colour.
-        texts: Text of each cell, [rows][columns].
-        cmap: Colour map; default: that of the style.
-    """
+    """Draw a matrix [rows, columns] as one image, with texts [rows][columns] in its cells if there are any.
+    NaN is grey; `low` and `high` have the first and the last colour. `cmap`: None for the style's."""
     colours: Colormap = (
         matplotlib.colormaps[cmap or "viridis"].with_extremes(bad="0.88")
         if not isinstance(cmap, Colormap)
@@ -377,10 +332,8 @@ def _readable(image: AxesImage, value: float) -> str:
 
 
 def log_axis(axis: Axis) -> None:
-    """Label the ticks of a log axis as numbers instead of powers: 0.001, 1, 10k.
-
-    An axis that spans less than a factor of 30 also has ticks between the powers of ten.
-    """
+    """Label the ticks of a log axis as numbers instead of powers: 0.001, 1, 10k. An axis that spans less than
+    a factor of 30 also has ticks between the powers of ten."""
     low, high = axis.get_view_interval()
     wide = high > 30 * low
     axis.set_major_locator(

@@ -23,15 +23,11 @@ def named(name: str | Metric) -> Metric:
 
 
 def chosen(table: pd.DataFrame, wanted: Callable[[Name], bool], **columns: str) -> pd.DataFrame:
-    """Return the rows with a finite value of the metrics whose name is `wanted`.
+    """Return the rows with a finite value of the metrics whose parsed name is `wanted`.
 
-    Arms of several sweeps are named `sweep: arm`. A name is parsed once, however many rows it has.
-
-    Args:
-        table: Tidy frame of records.
-        wanted: Predicate on the parsed name of a metric.
-        columns: Fields of the name to add to each row, by column: `error="metric"` adds a column `error` with
-            the last part of the name.
+    `columns` adds fields of the name to each row: `error="metric"` adds a column `error` with the last part
+    of the name. Arms of several sweeps are named `sweep: arm`. A name is parsed once, however many rows it
+    has.
     """
     metrics = table["metric"].astype("category").cat
     names, codes = [parse(str(text)) for text in metrics.categories], metrics.codes.to_numpy()
@@ -65,10 +61,8 @@ def errors_of_slots(table: pd.DataFrame, errors: Collection[str]) -> pd.DataFram
 
 
 def arms(selected: pd.DataFrame, metric: Metric) -> tuple[list[str], int]:
-    """Return the arms to draw, and the number of all arms.
-
-    Drawn are the best, by the mean over seeds of each run's last value, and the baselines of these.
-    """
+    """Return the arms to draw, and the number of all arms. Drawn are the best, by the mean over seeds of each
+    run's last value, and the baselines of these."""
     present = list(dict.fromkeys(selected["arm"]))
     if len(present) <= MOST_ARMS:
         return present, len(present)
@@ -80,12 +74,8 @@ def arms(selected: pd.DataFrame, metric: Metric) -> tuple[list[str], int]:
 
 
 def looks(records: pd.DataFrame, shown: Sequence[str]) -> dict[str, Mark]:
-    """Return the marks of the arms that are drawn: the same in every figure of these records, baselines grey.
-
-    Args:
-        records: Tidy frame of records, of all arms.
-        shown: Arms to draw, named as `chosen` names them.
-    """
+    """Return the marks of the arms that are drawn, named as `chosen` names them: the same in every figure of
+    these records, which have all arms; baselines grey."""
     found = records[["sweep", "arm", "baseline"]].drop_duplicates()
     several = found["sweep"].nunique() > 1
     prefix = found["sweep"].astype(str) + ": " if several else ""
@@ -99,15 +89,8 @@ def last(selected: pd.DataFrame) -> pd.DataFrame:
 
 
 def over_seeds(selected: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Return mean, smallest and largest value over seeds at each step, in ascending order of steps.
-
-    Args:
-        selected: Rows of the tidy frame.
-        by: Columns whose combinations are kept apart, such as `arm`.
-
-    Returns:
-        One row for each combination and step: `by`, step, tokens, seeds, mean, low and high.
-    """
+    """Return mean, smallest and largest value over seeds at each step, in ascending order of steps: a row for
+    each step and combination of the columns `by`, with `by`, step, tokens, seeds, mean, low and high."""
     groups = selected.sort_values("step", kind="stable").groupby([*by, "step"], sort=False)
     return groups.agg(
         tokens=("tokens", "first"),
@@ -119,12 +102,8 @@ def over_seeds(selected: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
 
 
 def long_enough(lines: pd.DataFrame, by: Sequence[str]) -> pd.DataFrame:
-    """Return the lines of the groups that have enough steps to be drawn as a curve.
-
-    Args:
-        lines: One row for each group and step.
-        by: Columns whose combinations are groups, such as `arm`.
-    """
+    """Return the lines, a row for each group and step, of the groups that have enough steps to be drawn as a
+    curve. Groups are combinations of the columns `by`, such as `arm`."""
     return lines[lines.groupby(list(by), sort=False)["step"].transform("nunique") >= FEWEST_POINTS]
 
 

@@ -45,17 +45,11 @@ _MOST_CODES = 64
 def errors_by_slot(
     table: pd.DataFrame, errors: Sequence[str] = ("rel_mse", "zero_frac", "magnitude")
 ) -> Picture | None:
-    """Draw the errors of quantising each operand by arm, in one panel for each error.
+    """Draw the errors (`quant/<slot>/<error>`) of quantising each operand by arm, in one panel for each
+    error; None if no such error was recorded.
 
     Markers are means over seeds of the last value, bars go from the smallest to the largest. If the arms have
     several baselines, a grey stroke marks that of each.
-
-    Args:
-        table: Tidy frame of records, with `quant/<slot>/<error>`.
-        errors: Names of the errors.
-
-    Returns:
-        The picture; None if no such error was recorded.
     """
     selected = tables.errors_of_slots(table, errors)
     if selected.empty:
@@ -130,16 +124,11 @@ def _error_panel(axes: Axes, data: pd.DataFrame, slots: list[str], looks: dict[s
 
 @house
 def rotation_histogram(before: np.ndarray, after: np.ndarray, bins: int = 60) -> Picture | None:
-    """Draw histograms of values before and after a Hadamard transform, with log counts.
+    """Draw histograms of values before and after a Hadamard transform, with log counts; None if either has no
+    finite value.
 
-    Args:
-        before: Values of any shape, in units of their block's scale: the grid of E2M1 is 0, 0.5, ... 6, and
-            values below 0.25 round to zero. Values that are not finite are left out.
-        after: The same after the transform.
-        bins: Number of bins.
-
-    Returns:
-        The picture; None if either has no finite value.
+    Values have any shape and are in units of their block's scale: the grid of E2M1 is 0, 0.5, ... 6, and
+    values below 0.25 round to zero. Values that are not finite are left out.
     """
     both = {"before": np.ravel(before), "after": np.ravel(after)}
     both = {when: values[np.isfinite(values)].astype(float) for when, values in both.items()}
@@ -176,18 +165,11 @@ def rotation_histogram(before: np.ndarray, after: np.ndarray, bins: int = 60) ->
 
 @house
 def rounding_histogram(values: np.ndarray, nearest: np.ndarray, stochastic: np.ndarray) -> Picture | None:
-    """Draw the results of two roundings on the grid, and their mean errors over the values before rounding.
+    """Draw the results of two roundings on the grid, and their mean errors over the values before rounding;
+    None if no value is finite.
 
-    Args:
-        values: Values before rounding, of any shape, in units of the block's scale.
-        nearest: The same values rounded to nearest.
-        stochastic: The same values rounded stochastically.
-
-    Returns:
-        The picture; None if no value is finite.
-
-    Raises:
-        ValueError: The sizes differ, or the results lie on no grid (more than 64 distinct values).
+    Values have any shape and are in units of the block's scale. ValueError if the sizes differ, or the
+    results lie on no grid (more than 64 distinct values).
     """
     source = np.ravel(values).astype(float)
     results = {
