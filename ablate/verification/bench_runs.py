@@ -54,8 +54,7 @@ def operations(x: "Tensor") -> dict[str, Callable[[], object]]:
 
 def back_ends(every: bool, device: "torch.device") -> dict[str, CDLL | None]:
     """Return compiled builds by name: the one in use, with `every` the others that can run, and None for the
-    reference. On a GPU: None alone, named after the kernels that run there.
-    """
+    reference. On a GPU: None alone, named after the kernels that run there."""
     from ablate.numerics.kernels import builds, cuda
 
     if device.type == "cuda":
@@ -70,13 +69,11 @@ def back_ends(every: bool, device: "torch.device") -> dict[str, CDLL | None]:
 def quantiser_speeds(
     sizes: Iterable[Sequence[int]], device: str, rounds: int, every: bool = False
 ) -> list[Line]:
-    """Return the speed of each quantiser beside that of a copy of the tensor.
+    """Return the speed of each quantiser beside that of a copy of the tensor: the median of interleaved
+    rounds.
 
-    Args:
-        sizes: rows and columns of each tensor, which is timed in bf16 and in fp32.
-        device: `cpu` or `cuda`.
-        rounds: number of interleaved rounds; the median is reported.
-        every: time every compiled build that this CPU can run.
+    `sizes`: rows and columns of each tensor, which is timed in bf16 and in fp32; `every`: time every compiled
+    build that this CPU can run.
     """
     import torch
 
@@ -170,15 +167,9 @@ def stepper(
 def step_speeds(
     steppers: Mapping[str, Stepper], tokens: int, device: str, rounds: int, trace: Path | None = None
 ) -> list[Line]:
-    """Return the speed of each training step, its peak memory and, on a CPU, its time by operation.
-
-    Args:
-        steppers: training steps by name.
-        tokens: tokens of a step.
-        device: `cpu` or `cuda`.
-        rounds: number of interleaved rounds; the median is reported.
-        trace: folder for a profiler trace of each step.
-    """
+    """Return the speed of each training step (the median of interleaved rounds), its peak memory and, on a
+    CPU, its time by operation. `tokens`: those of a step; `trace`: folder for a profiler trace of each
+    step."""
     found = timing.interleaved({name: run.step for name, run in steppers.items()}, rounds)
     if trace:
         trace.mkdir(parents=True, exist_ok=True)

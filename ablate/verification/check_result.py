@@ -23,10 +23,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Check:
-    """Function that yields rows, with the heading `group` that they are printed under.
-
-    `only` restricts it to the full or to the fast run. `title` replaces the function's name.
-    """
+    """Function that yields rows, with the heading `group` that they are printed under. `only` restricts it to
+    the full or to the fast run. `title` replaces the function's name."""
 
     group: str
     run: Callable[[], Iterable[Row]]

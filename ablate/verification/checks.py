@@ -106,10 +106,8 @@ def grids() -> Iterator[Row]:
 
 
 def draws() -> Iterator[Row]:
-    """Check stochastic rounding with all 256 values of 8 bits.
-
-    The fraction rounded up must equal the position between the two neighbours, truncated to 1/256.
-    """
+    """Check stochastic rounding with all 256 values of 8 bits: the fraction rounded up must equal the
+    position between the two neighbours, truncated to 1/256."""
     position = torch.arange(1024).unsqueeze(1) / 1024
     bits = torch.arange(256.0).expand(1024, 256)
     for low, high in ((0.0, 0.5), (2.0, 3.0), (-4.0, -6.0)):
@@ -485,12 +483,8 @@ CHECKS = (
 
 
 def by_group(fast: bool, show: Callable[[str], object] | None = None) -> Iterator[tuple[str, list[Row]]]:
-    """Yield each heading with its rows once they are complete.
-
-    Args:
-        fast: run only the quick checks.
-        show: receives the check that begins, as text in rich's markup.
-    """
+    """Yield each heading with its rows once they are complete. `show` receives the check that begins, as text
+    in rich's markup."""
     # One thread, as in a trial. A second one gains little, and on a busy machine it waits for its core.
     torch.set_num_threads(1)
     checks = [check for check in CHECKS if check.only != ("full" if fast else "fast")]

@@ -18,20 +18,16 @@ _TIMEOUT_SECONDS = 300.0
 
 class Unfit(Exception):
     """The numerics on this machine are wrong. The message lists the checks that are off, and a command to
-    look closer.
-    """
+    look closer."""
 
 
 class Checkup:
     """The quick checks, in a child process, in parallel with the start of a sweep. It ends with this process,
     or at `close`. Checks that passed here within a day are not repeated.
 
-    Args:
-        command: Command of the checks.
-        timeout: Time limit in seconds. The checks are slow on a busy machine, but a check that hangs must not
-            stop a sweep.
-        device: Class of device of the trials, `cpu` or `cuda`. For `cpu` the checks see no GPU: neither its
-            faults nor its memory matter to such a sweep.
+    `timeout`, in seconds: the checks are slow on a busy machine, but one that hangs must not stop a sweep.
+    `device`: class of device of the trials, `cpu` or `cuda`. For `cpu` the checks see no GPU: neither its
+    faults nor its memory matter to such a sweep.
     """
 
     def __init__(

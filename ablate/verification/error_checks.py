@@ -21,11 +21,9 @@ ROOM = Range(headroom=17 / 16)
 
 
 def mx(element: str, rounding: str) -> Quant:
-    """Return an MX quantiser: 1x32 blocks with power-of-two scales, and no outer scale.
-
-    `rounding` is OCP's `floor`, or `ceil`, which never saturates. OCP's floor rule maps the power of two at
-    or below a block's amax to the element's largest power of two.
-    """
+    """Return an MX quantiser: 1x32 blocks with power-of-two scales, and no outer scale. `rounding` is OCP's
+    `floor`, which maps the power of two at or below a block's amax to the element's largest power of two, or
+    `ceil`, which never saturates."""
     top = ELEMENTS[element].top_power if rounding == "floor" else None
     scale = BlockScale(format="e8m0", rounding=rounding)
     return Quant(element=element, block="1x32", scale=scale, range=Range(map_to=top), outer=None)

@@ -44,13 +44,9 @@ def opened() -> Iterator[set[str]]:
 
 
 def unseen(paths: set[str], known: set[Path], since: float) -> list[Path]:
-    """Return those of the opened files whose content is not in the identity; sorted.
-
-    Args:
-        paths: paths of opened files.
-        known: files whose content the identity has.
-        since: seconds of the epoch at which the first run began; files that changed later are its own.
-    """
+    """Return those of the opened files whose content is not in the identity; sorted. `known`: files whose
+    content it has; `since`: seconds of the epoch at which the first run began; files that changed later are
+    its own."""
     left_out = tuple(f"{folder}{os.sep}" for folder in _folders())
     found = set()
     for path in map(Path, paths):

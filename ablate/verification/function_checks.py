@@ -36,11 +36,8 @@ _SHAPE = (8, 1, 4, 16)
 
 
 def subject(source: str) -> tuple[str, Own]:
-    """Return the field that a function is for, and its word; InputError if there is no such function.
-
-    Args:
-        source: `FILE.py:FUNCTION`, or `module:FUNCTION`.
-    """
+    """Return the field that a function `FILE.py:FUNCTION` or `module:FUNCTION` is for, and its word;
+    InputError if there is no such function."""
     path, _, name = source.rpartition(":")
     try:
         file = Path(path) if path.endswith(".py") else own_source.find(Path.cwd(), source).path
@@ -58,10 +55,8 @@ def subject(source: str) -> tuple[str, Own]:
 def require(file: Path, functions: Mapping[tuple[str, Own], Collection[str]], device: str) -> None:
     """Raise InputError if a function breaks its contract; each is tried for less than a second.
 
-    Args:
-        file: the experiment's file, for the sentence.
-        functions: by field, with the formats that they round to.
-        device: where trials call them; a GPU that is not here is not waited for.
+    `file`: the experiment's, for the sentence; `functions`: by field, with the formats that they round to;
+    `device`: where trials call them; a GPU that is not here is not waited for.
     """
     if device != "cpu" and not torch.cuda.is_available():
         return
@@ -80,14 +75,11 @@ def require(file: Path, functions: Mapping[tuple[str, Own], Collection[str]], de
 def promises(
     field: str, word: Own, quick: bool = False, device: str = "cpu", formats: Collection[str] = ()
 ) -> Iterator[Promise]:
-    """Yield the outcome of each check; the first that fails for want of a result is the last.
+    """Yield the outcome of each check of a function for a field, as `subject` returns it; the first that
+    fails for want of a result is the last.
 
-    Args:
-        field: the field that it is for, as `subject` returns it.
-        word: the function.
-        quick: leave out the mean over all draws, which takes most of the time and fails nothing.
-        device: where it is called.
-        formats: the only formats with which it is tried; empty: all.
+    `quick`: leave out the mean over all draws, which takes most of the time and fails nothing; `formats`: the
+    only ones with which it is tried; empty: all.
     """
     if field == ELEMENT:
         yield from _of_grid(word)

@@ -53,19 +53,15 @@ the lower figure."""
 
 
 def known(name: str) -> Gpu | None:
-    """Return the GPU with a driver's name, such as `NVIDIA H100 80GB HBM3`.
-
-    None if it is not in the table, or is a slice of a GPU (MIG).
-    """
+    """Return the GPU with a driver's name, such as `NVIDIA H100 80GB HBM3`; None if it is not in the table,
+    or is a slice of a GPU (MIG)."""
     bare = name.removeprefix("NVIDIA ").removeprefix("GeForce ").strip()
     return next((gpu for gpu in GPUS if re.fullmatch(gpu.pattern, bare) and "MIG" not in bare), None)
 
 
 def share(flops: Mapping[str, float], seconds: float, peaks: Peaks) -> float | None:
     """Return the fraction of the peak: ideal seconds for these FLOPs, by format, over the measured seconds.
-
-    None if the peak of one of the formats is unknown.
-    """
+    None if the peak of one of the formats is unknown."""
     if any(name not in peaks for name in flops):
         return None
     return sum(count / peaks[name] for name, count in flops.items()) / seconds

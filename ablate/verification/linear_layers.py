@@ -98,10 +98,8 @@ def shapes_of(model: str, tokens: int) -> list[Shape]:
 def refused(
     recipe: Recipe, shapes: Sequence[Shape], device: str, machine: Machine, engine: str = NATIVE
 ) -> Refusal | None:
-    """Return the reason why an engine cannot compute a recipe at these shapes on this machine.
-
-    None if it can, or if nothing is quantised.
-    """
+    """Return the reason why an engine cannot compute a recipe at these shapes on this machine. None if it
+    can, or if nothing is quantised."""
     other = "--engine emulated computes it on any device"
     if recipe.plain or engine == EMULATED:
         return None
@@ -124,10 +122,8 @@ def refused(
 
 
 def multiplied(products: Products, engine: str, dtype: str) -> dict[str, str]:
-    """Return the format in which each of the three products is multiplied, by its name.
-
-    The emulator multiplies in its storage type, the others in the format of the operands where they fit.
-    """
+    """Return the format in which each of the three products is multiplied, by its name. The emulator
+    multiplies in its storage type, the others in the format of the operands if they fit."""
     formats = {name: _format(getattr(products, name), engine, dtype) for name in DIRECTIONS["all"]}
     if module_name(engine) == SCALED:
         for name, given in scaled_mapping.plan(products, backend_of(engine)).items():
@@ -203,11 +199,9 @@ def _passes(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> dict[str, Cal
 
 
 def _casts(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> dict[str, Call]:
-    """Return functions that make the operands of the three products, and multiply nothing.
-
-    On an engine `scaled_mm` also their bytes. An operand that starts from the forward pass's quantised copy
-    is made from the original, which takes as long.
-    """
+    """Return functions that make the operands of the three products, and multiply nothing; on an engine
+    `scaled_mm` also their bytes. An operand that starts from the forward pass's quantised copy is made from
+    the original, which takes as long."""
     import torch
 
     from ablate.engines.products import DTYPES
@@ -242,10 +236,8 @@ def _casts(layer: "EmulatedLinear", x: "Tensor", dy: "Tensor") -> dict[str, Call
 
 def matmul(side: int, device: str) -> Call:
     """Return torch's square bf16 product a b^T, as a layer computes it: the yardstick if no peak is known.
-
     Without bf16 instructions the operands are converted to fp32, as in the layers: oneDNN's bf16 product then
-    takes several times as long, and a hundred times in the layout a b.
-    """
+    takes several times as long, and a hundred times in the layout a b."""
     import torch
 
     from ablate.numerics.product import linear
@@ -258,12 +250,8 @@ def matmul(side: int, device: str) -> Call:
 
 
 def side(device: str, seconds: Callable[[int], float]) -> int:
-    """Return the side of the yardstick's product: the largest that stays below the time limit.
-
-    Args:
-        device: Device class.
-        seconds: Function that measures the product of a given side.
-    """
+    """Return the side of the yardstick's product: the largest whose measured `seconds` stay below the time
+    limit."""
     size, largest = SIDES[device]
     while size < largest and 8 * seconds(size) <= _PRODUCT_SECONDS:
         size *= 2
@@ -286,14 +274,10 @@ def line(
 ) -> Line:
     """Return a line of the table, by column.
 
-    Args:
-        shape: Shape of the layer.
-        case: Names of the recipe and of the engine that computed it.
-        recipe: The recipe.
-        seconds: Measured seconds of the `forward` and the `backward` pass; and of the operands alone,
-            `forward casts` and `backward casts`, if the engine shows them and there are any.
-        peaks: Reference speeds, FLOP/s by format.
-        unit: Name of the unit of speed, and its FLOP/s.
+    `case`: names of the recipe and of the engine that computed it; `seconds`: measured, of the `forward` and
+    the `backward` pass; and of the operands alone, `forward casts` and `backward casts`, if the engine shows
+    them and there are any; `peaks`: reference speeds, FLOP/s by format; `unit`: name of the unit of speed,
+    and its FLOP/s.
     """
     formats = multiplied(recipe.products, case[1], recipe.dtype)
     ways: dict[str, Line] = {}
@@ -328,11 +312,9 @@ class LayerSpeeds(NamedTuple):
 def layer_speeds(
     recipes: Mapping[Case, Recipe], shapes: Sequence[Shape], device: str, weights: str, rounds: int
 ) -> LayerSpeeds:
-    """Return the speed of forward and backward of each layer in each recipe.
-
-    The backward pass takes the seconds of both passes less those of the forward pass. `weights`: type of the
-    weights, `bf16` or `fp32`.
-    """
+    """Return the speed of forward and backward of each layer in each recipe. The backward pass takes the
+    seconds of both passes less those of the forward pass. `weights`: type of the weights, `bf16` or
+    `fp32`."""
     import torch
 
     from ablate.numerics.product import multiplies_bf16

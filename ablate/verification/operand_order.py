@@ -53,13 +53,8 @@ class Order(StrEnum):
 
 
 def compare(first: RecipeErrors, second: RecipeErrors, margin: float = MARGIN) -> Order:
-    """Return the relation of two recipes that were measured on the same layers and batches.
-
-    Args:
-        first: one recipe's errors.
-        second: the other's.
-        margin: least difference that counts, in parts of the smaller error.
-    """
+    """Return the relation of two recipes that were measured on the same layers and batches. `margin`: least
+    difference that counts, in parts of the smaller error."""
     if first.passes != second.passes or first.passes == (False, False):
         return Order.GROUP
     if _unrotated(first.recipe) == _unrotated(second.recipe):
@@ -75,10 +70,8 @@ def compare(first: RecipeErrors, second: RecipeErrors, margin: float = MARGIN) -
 
 
 def _sign(differences: NDArray[np.float64], least: float) -> int:
-    """Return the sign of the mean difference over layers.
-
-    It is 0 if the difference is not apart from 0, is below `least`, or is of fewer than `FEWEST` layers.
-    """
+    """Return the sign of the mean difference over layers; 0 if the difference is not apart from 0, is below
+    `least`, or is of fewer than `FEWEST` layers."""
     if len(differences) < FEWEST:
         return 0
     mean = differences.mean()

@@ -77,7 +77,6 @@ def _record(checked: Mapping[str, object]) -> Path:
 
 
 def _digest() -> str:
-    """Return a hash of this package's code and kernels."""
     folder, digest = Path(ablate.__file__).parent, hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".so")):
         digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
@@ -109,7 +108,6 @@ def gpus(driver: Path = Path("/proc/driver/nvidia")) -> list[str]:
 
 
 def _processor() -> list[str]:
-    """Return the processor's model and instructions."""
     lines = [platform.machine(), platform.processor()]
     try:
         described = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()

@@ -30,11 +30,9 @@ Arrays = tuple[Tensor, ...]
 
 @contextmanager
 def shells(package: str, *subpackages: str) -> Iterator[None]:
-    """Replace a package and some of its subpackages by empty modules within the block.
-
-    Their submodules can then be imported, for a library whose `__init__` needs something that is missing.
-    Afterwards sys.modules is restored, so that a real import still works.
-    """
+    """Replace a package and some of its subpackages by empty modules within the block. Their submodules can
+    then be imported, for a library whose `__init__` needs something that is missing. Afterwards sys.modules
+    is restored, so that a real import still works."""
 
     def loaded() -> list[str]:
         return [name for name in sys.modules if name.partition(".")[0] == package]
@@ -93,8 +91,7 @@ def compared(what: str, ours: Callable, theirs: Callable, without: str = "", inp
 
 def cast(element: str, theirs: Callable[[Tensor], Tensor]) -> Row:
     """Compare the cast to an element format, to nearest: Gaussians, every finite bf16 number (all numbers and
-    halfway points of a small format are such), and its fp32 neighbours.
-    """
+    halfway points of a small format are such), and its fp32 neighbours."""
     exact = torch.arange(0x7F80, dtype=torch.int16).view(torch.bfloat16).float()
     near = [torch.nextafter(exact, torch.tensor(end)) for end in (0.0, float("inf"))]
     y = torch.cat((exact, *near, torch.randn(8192, generator=torch.Generator().manual_seed(21))))
@@ -119,10 +116,8 @@ class _Quantizer:
 @cache
 def te_reference() -> SimpleNamespace:
     """Return Transformer Engine's reference modules `nvfp4`, `current_scaling` and `gemm`, and its `formats`.
-
     The wheel without extras has no native part, so that a plain import fails. These modules need only three
-    names of that part.
-    """
+    names of that part."""
     root = "transformer_engine.pytorch"
     with shells("transformer_engine", "pytorch", "pytorch.custom_recipes", "pytorch.tensor"):
         shell(f"{root}.quantized_tensor", Quantizer=_Quantizer, QuantizedTensorStorage=object)
@@ -135,11 +130,9 @@ def te_reference() -> SimpleNamespace:
 
 
 def te_quantizer(tile: tuple[int, int] = (1, 16), rht: bool = False, **options: Any) -> Any:
-    """Return TE's reference quantiser for 1x16 or 16x16 tiles.
-
-    `rht` turns on its column-wise random Hadamard transform. `options` are TE's own: row_scaled_nvfp4,
-    nvfp4_use_4over6, nvfp4_e4m3_max, nvfp4_4over6_err_mode.
-    """
+    """Return TE's reference quantiser for 1x16 or 16x16 tiles. `rht` turns on its column-wise random Hadamard
+    transform. `options` are TE's own: row_scaled_nvfp4, nvfp4_use_4over6, nvfp4_e4m3_max,
+    nvfp4_4over6_err_mode."""
     te = te_reference()
     return te.nvfp4.NVFP4QuantizerRef(dtype=te.formats.E2M1, quant_tile_shape=tile, with_rht=rht, **options)
 
@@ -200,10 +193,8 @@ def transformer_engine() -> Iterator[Row]:
 
 
 def torchao() -> Iterator[Row]:
-    """Compare with PyTorch's MX formats, scales by floor and by ceil, and its E2M1 cast.
-
-    Its NVFP4 divides in another order, so that ties differ (docs/project/conformance.md).
-    """
+    """Compare with PyTorch's MX formats, scales by floor and by ceil, and its E2M1 cast. Its NVFP4 divides in
+    another order, so that ties differ (docs/project/conformance.md)."""
     for name in ("torchao", "torch.utils._pytree"):  # they log missing GPU libraries, and deprecations
         logging.getLogger(name).setLevel(logging.ERROR)
     from torchao.prototype.mx_formats import constants, kernels, mx_tensor

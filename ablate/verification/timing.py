@@ -45,12 +45,8 @@ def interleaved(
     Every round runs all calls in turn, so that slow drifts of the machine affect all of them alike. Within a
     round, runs before the measured ones compile, allocate and bring the data into the cache.
 
-    Args:
-        calls: Functions to measure, by name.
-        rounds: Number of rounds.
-        least: Seconds for which a short call is repeated in each round.
-        before: Function that runs before each call; its own time is measured, too, and subtracted.
-        clock: Clock in seconds; None: torch's, which waits for a GPU.
+    `least`: seconds for which a short call is repeated in each round; `before` runs before each call; its own
+    time is measured, too, and subtracted; `clock`, in seconds; None: torch's, which waits for a GPU.
     """
     from torch.utils import benchmark
 
@@ -75,10 +71,8 @@ def on_device(
     calls: Mapping[Key, Callable[[], object]], rounds: int, device: str, least: float = 0.0
 ) -> "dict[Key, Measurement]":
     """Measure as `interleaved`; on a GPU with an empty L2 cache, without launches, and for 20 ms a round.
-
     Before each call the cache is overwritten, and the GPU kept busy while kernels are launched. In a training
-    step launches overlap with kernels in the same way.
-    """
+    step launches overlap with kernels in the same way."""
     if device != "cuda":
         return interleaved(calls, rounds, least)
     import torch
@@ -108,14 +102,11 @@ def cuda_peak(call: Callable[[], object]) -> float:
 def profile(
     call: Callable[[], object], trace: Path | None = None, layers: "Iterable[EmulatedLinear]" = ()
 ) -> dict[str, float]:
-    """Return the fraction of a call's time in each of GROUPS and the `rest`, and the `peak` of its memory.
+    """Return the fraction of a call's time in each of GROUPS and the `rest`, and the `peak` of its memory, in
+    bytes of tensors above those that existed before the call.
 
-    The peak is in bytes of tensors, above those that existed before the call.
-
-    Args:
-        call: Function to profile.
-        trace: File to write a trace to, for chrome://tracing or Perfetto.
-        layers: Layers whose quantisers are counted as such, from now on under a name.
+    `trace`: file to write a trace to, for chrome://tracing or Perfetto; `layers`: those whose quantisers are
+    counted as such, from now on under a name.
     """
     import torch
     from torch.profiler import ProfilerActivity, record_function

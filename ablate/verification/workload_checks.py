@@ -71,14 +71,10 @@ class Runs:
     ) -> None:
         """Make no run yet.
 
-        Args:
-            workload: the user's code, with the number of steps to run.
-            device: device to compute on.
-            recipe: the recipe of the runs; None: nvfp4.
-            metrics: names that the experiment compares arms by.
-            anneals: the experiment forks the code's checkpoint, and the rate falls to zero or not; None: it
-                trains whole runs.
-            show: called with the progress of the present run, when it begins and after each record.
+        `workload`: the user's code, with the number of steps to run; `recipe`: None for nvfp4; `metrics`:
+        names that the experiment compares arms by; `anneals`: the experiment forks the code's checkpoint, and
+        the rate falls to zero or not; None: it trains whole runs; `show`: called with the progress of the
+        present run, when it begins and after each record.
         """
         self.workload, self.device, self.metrics, self.anneals = workload, device, metrics, anneals
         self.recipe = recipe or PRESETS["nvfp4"]()
@@ -105,10 +101,8 @@ class Runs:
         again: bool = False,
         anneal: bool | None = None,
     ) -> list[Record]:
-        """Return the records of a run; `again` runs it once more.
-
-        `anneal`: of one window from the code's own checkpoint instead, with a falling rate or not.
-        """
+        """Return the records of a run; `again` runs it once more. `anneal`: of one window from the code's own
+        checkpoint instead, with a falling rate or not."""
         key = (recipe, seed, telemetry, again, anneal)
         if key not in self._kept:
             window = {"trunk": None, "positions": (0,), "windows": (self.workload.steps,), "anneal": anneal}

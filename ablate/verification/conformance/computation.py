@@ -94,11 +94,8 @@ class Computation:
     """Scaled elements of tiles, block scale, S and the tensor's statistic."""
 
     def run(self, x: Tensor, quant: Quant) -> Numbers:
-        """Cast x [rows, columns], bf16 or fp32.
-
-        Raises:
-            NoComputationError: the recipe has something that these steps have not.
-        """
+        """Cast x [rows, columns], bf16 or fp32; NoComputationError if the recipe has something that these
+        steps have not."""
         if (
             quant.scale is None
             or quant.scale.micro_exponents

@@ -159,11 +159,7 @@ def suggestions(declared: Iterable[str]) -> Iterator[tuple[str, ...]]:
 
 
 def check(variants: Mapping[str, str], properties: Iterable[str]) -> None:
-    """Refuse what declares nothing.
-
-    Raises:
-        InputError: a key is no property, or a word is unknown.
-    """
+    """Refuse what declares nothing: InputError if a key is not a property, or a word is unknown."""
     known, problems = {*properties}, []
     for key, value in variants.items():
         if key != ALL and key not in known:

@@ -48,11 +48,8 @@ def faulty() -> Subject:
 
 
 def packed_scales(made: list[Operand]) -> list[Operand]:
-    """Return operands whose scales were laid out over all experts' tokens, and read as each expert's own.
-
-    Args:
-        made: The experts' operands [rows, tokens of the expert], with E4M3 scales in blocks of one row.
-    """
+    """Return operands [rows, tokens of the expert], with E4M3 scales in blocks of one row, whose scales were
+    laid out over all experts' tokens, and read as each expert's own."""
     scales = [operand.block_scale[:, 0, :, 0] for operand in made if operand.block_scale is not None]
     if len(scales) != len(made) or any(scale.shape[1] % 4 for scale in scales):
         return made

@@ -50,10 +50,7 @@ class DumpedLayer:
 
 def read(folder: Path) -> list[DumpedLayer]:
     """Return the layers of a folder of dumps, by rank, step and name, numbers in names by their size.
-
-    Raises:
-        InputError: there is no dump, or a file cannot be read or does not fit.
-    """
+    InputError if there is no dump, or a file cannot be read or does not fit."""
     if not folder.is_dir():
         raise InputError(f"{folder} is no folder: give the one that the dumps were written to")
     gathered: dict[tuple[int, int, str], tuple[dict[str, Tensor], list[Path]]] = {}
@@ -85,7 +82,6 @@ def _order(rank: int, step: int, name: str) -> tuple[int, int, list[tuple[str, i
 
 
 def _of_file(path: Path) -> Iterator[tuple[str, int, int, dict[str, Tensor]]]:
-    """Yield name, step, rank and tensors of each layer of a file."""
     places = {
         name: next((int(match[1]) for part in reversed(path.parts) if (match := pattern.search(part))), 0)
         for name, pattern in _PLACES.items()
@@ -149,7 +145,6 @@ def _matrix(tensor: Tensor) -> Tensor:
 
 
 def _misfits(layer: DumpedLayer) -> Iterator[str]:
-    """Yield why tensors of a layer do not fit together."""
     sizes: dict[str, tuple[int, str]] = {}
     roles = {"x": ("tokens", "in"), "w": ("out", "in"), "dy": ("tokens", "out"), "y": ("tokens", "out")}
     roles |= {"dx": ("tokens", "in"), "dw": ("out", "in")}

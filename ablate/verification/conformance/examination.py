@@ -128,8 +128,7 @@ class Examination:
 
     def cut_short(self, quant: Quant, shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return those shapes, in sizes that the subject takes, whose last block is cut short; [] if it
-        declares no such sizes.
-        """
+        declares no such sizes."""
         step = self.subject.columns or quant.tile[1]
         sizes = {(self.rows(rows), -(-columns // step) * step) for rows, columns in shapes}
         return sorted(size for size in sizes if size[1] % quant.tile[1])
@@ -161,11 +160,7 @@ class Examination:
         return function  # type: ignore[no-any-return]
 
     def call(self, name: str, *tensors: Tensor, what: str = "", **more: Any) -> Any:
-        """Call one of the subject's functions with tensors on its device.
-
-        Raises:
-            RefusedError: the function raised.
-        """
+        """Call one of the subject's functions with tensors on its device; RefusedError if it raises."""
         function = self.function(name)
         handed = [tensor.to(self.subject.device) for tensor in tensors]
         try:
@@ -188,11 +183,7 @@ class Examination:
         return ""
 
     def cast(self, x: Tensor, quant: Quant, name: str = "cast", **more: Any) -> Numbers:
-        """Call a cast and return its numbers.
-
-        Raises:
-            RefusedError: the function raised, or returned something unreadable.
-        """
+        """Call a cast and return its numbers; RefusedError if it raises, or returns something unreadable."""
         result = self.call(name, x, **more)
         try:
             return read(result, x.shape[0], x.shape[1], quant, self.subject.swizzled)
@@ -277,16 +268,8 @@ def reference(x: Tensor, quant: Quant) -> Numbers:
 def judged(
     name: str, differ: Tensor, x: Tensor | None, expected: Tensor, got: Tensor, where: str = ""
 ) -> Row:
-    """Return the row of a comparison of two matrices, with the first element that differs.
-
-    Args:
-        name: Property.
-        differ: Mask of the elements that differ.
-        x: Input of each element, if it has one.
-        expected: Matrix of the recipe.
-        got: Matrix of the subject.
-        where: Matrix in words, with a colon.
-    """
+    """Return the row of a comparison of two matrices, with the first element that differs. `differ`: mask of
+    the elements that differ; `x`: input of each, if it has one; `where`: matrix in words, with a colon."""
     if not differ.any():
         return Row(name, Outcome.PASS, differ.numel())
     row, column = differ.nonzero()[0].tolist()

@@ -40,10 +40,8 @@ def outliers(rows: int, columns: int, seed: int) -> Tensor:
 
 
 def element_ties(rows: int, columns: int, quant: Quant, seed: int) -> Tensor:
-    """Return grid values and their midpoints, in blocks whose scales are powers of two; exact in bf16.
-
-    Every block contains the largest element, and the tensor's amax is such that dividing by it is exact.
-    """
+    """Return grid values and their midpoints, in blocks whose scales are powers of two; exact in bf16. Every
+    block contains the largest element, and the tensor's amax is such that dividing by it is exact."""
     element, (_, length) = ELEMENTS[quant.element], quant.tile
     generator = torch.Generator().manual_seed(seed + 3)
     points = grid(quant.element)
@@ -88,11 +86,9 @@ def _orders(a: Tensor, amax: Tensor, quant: Quant, top: float) -> tuple[Tensor, 
 
 
 def scale_order(quant: Quant, rows: int, columns: int) -> list[Tensor]:
-    """Return bf16 tensors with blocks whose scale depends on the order of its two multiplications.
-
-    Enumerates all pairs of a tensor's amax and a block's amax, as bf16 significands, and takes the amaxes
-    with the most such blocks.
-    """
+    """Return bf16 tensors with blocks whose scale depends on the order of its two multiplications: of all
+    pairs of a tensor's amax and a block's amax, as bf16 significands, the amaxes with the most such
+    blocks."""
     if quant.outer is None or quant.scale is None:
         return []
     amax = _mantissas()[:, None, None]
@@ -109,10 +105,8 @@ def scale_order(quant: Quant, rows: int, columns: int) -> list[Tensor]:
 
 
 def factor_order(quant: Quant, rows: int, columns: int) -> list[Tensor]:
-    """Return bf16 tensors with elements whose code depends on how the factor 1/(s (1/S)) is computed.
-
-    The other ways are S/s, and division by s times amax/2688.
-    """
+    """Return bf16 tensors with elements whose code depends on how the factor 1/(s (1/S)) is computed. The
+    other ways are S/s, and division by s times amax/2688."""
     if quant.outer is None or quant.scale is None:
         return []
     grid_scale, element, length = SCALES[quant.scale.format], ELEMENTS[quant.element], quant.tile[1]
@@ -169,9 +163,8 @@ def _from_scales(scales: Tensor, bound: float, quant: Quant, rows: int, columns:
 
 def scale_midpoints(quant: Quant, rows: int, columns: int) -> Tensor:
     """Return a tensor with block scales exactly halfway between two scales, and next to it; exact in bf16.
-
-    The tensor's amax is a power of two times 6 x bound, so that S is a power of two and nothing else rounds.
-    """
+    The tensor's amax is a power of two times 6 x bound, so that S is a power of two and nothing else
+    rounds."""
     assert quant.scale is not None
     kind, bound = SCALES[quant.scale.format], quant.outer.bound if quant.outer else 2.0**8
     steps = 2.0**kind.mantissa
@@ -182,10 +175,8 @@ def scale_midpoints(quant: Quant, rows: int, columns: int) -> Tensor:
 
 
 def every_scale(quant: Quant, rows: int, columns: int) -> Tensor:
-    """Return a tensor with a block for every value of the scale's format, of an element format's maximum.
-
-    S is a power of two, so a block's amax is exactly 6 s / S. Rounded to bf16, it is s itself.
-    """
+    """Return a tensor with a block for every value of the scale's format, of an element format's maximum. S
+    is a power of two, so a block's amax is exactly 6 s / S. Rounded to bf16, it is s itself."""
     assert quant.scale is not None
     kind, bound = SCALES[quant.scale.format], quant.outer.bound if quant.outer else 2.0**8
     steps = torch.arange(2**kind.mantissa) / 2.0**kind.mantissa

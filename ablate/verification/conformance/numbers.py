@@ -82,17 +82,12 @@ def over_elements(scales: Tensor, length: int, columns: int) -> Tensor:
 
 
 def read(result: object, rows: int, columns: int, quant: Quant, swizzled: bool = False) -> Numbers:
-    """Return what a subject returned as fp32 numbers on the CPU.
+    """Return what a subject returned as fp32 numbers on the CPU; UnreadableError if it has another form or
+    shape.
 
-    Args:
-        result: Quantised; a tensor of values; or a tuple (codes, scales) or (codes, scales, outer).
-        rows: Rows of the tensor that was cast.
-        columns: Its columns.
-        quant: Recipe of the cast, which names the formats of codes and scales that come as bytes.
-        swizzled: Scales are in the 128 x 4 layout.
-
-    Raises:
-        UnreadableError: the result has another form or shape.
+    `result`: Quantised; a tensor of values; or a tuple (codes, scales) or (codes, scales, outer). `rows`,
+    `columns`: those of the tensor that was cast. `quant` names the formats of codes and scales that come as
+    bytes. `swizzled`: scales are in the 128 x 4 layout.
     """
     if isinstance(result, Tensor):
         result = Quantised(values=result)
@@ -233,11 +228,8 @@ class Differences:
 
 
 def differences(got: Numbers, expected: Numbers, length: int) -> Differences:
-    """Compare what a subject returned with the complete numbers of a computation.
-
-    Codes count where the block scale is not zero: under a zero scale every code has the value zero. +0 equals
-    -0, and NaN equals NaN.
-    """
+    """Compare what a subject returned with the complete numbers of a computation. Codes count if the block
+    scale is not zero: under a zero scale every code has the value zero. +0 equals -0, and NaN equals NaN."""
     assert expected.codes is not None
     assert expected.values is not None
     rows, columns = expected.codes.shape

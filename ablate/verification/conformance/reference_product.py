@@ -94,11 +94,9 @@ def _cast(z: Tensor, how: tuple[Quant, Hadamard | None] | None, seed: int, slot:
 
 
 def operands(products: Products, x: Tensor, w: Tensor, dy: Tensor, seed: int = 0) -> dict[str, Operand]:
-    """Quantise x [tokens, in], w [out, in] and dy [tokens, out] for the three products, by slot.
-
-    The backward pass casts x and w, or the forward pass's copies of them in values, where the recipe says so.
-    The forward pass is then taken as not rotated.
-    """
+    """Quantise x [tokens, in], w [out, in] and dy [tokens, out] for the three products, by slot. The backward
+    pass casts x and w, or, if the recipe says so, the forward pass's copies of them in values. The forward
+    pass is then taken as not rotated."""
     given, cast = sources(x, w, dy), quantisers(products)
     for slot, forward in FORWARD_COPY.items():
         quant = products.slot(slot)

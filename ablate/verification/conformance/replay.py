@@ -84,16 +84,9 @@ class Replayed:
 
 
 def replay(folder: Path, recipe: Recipe, seed: int | None = None) -> list[Replayed]:
-    """Return a finding for each product of each layer of a folder of dumps.
-
-    Args:
-        folder: dumps, as dumps.py reads them.
-        recipe: recipe that the layers should compute.
-        seed: seed of the run, if this package's emulator wrote the dumps: its rotations are drawn by it.
-
-    Raises:
-        InputError: the folder has no dumps, or a file cannot be read.
-    """
+    """Return a finding for each product of each layer of a folder of dumps; InputError if it has no dumps, or
+    a file cannot be read. `seed`: the run's, if this package's emulator wrote the dumps: its rotations are
+    drawn by it."""
     return [finding for layer in read(folder) for finding in findings(layer, recipe.products, seed)]
 
 
@@ -104,15 +97,8 @@ def findings(layer: DumpedLayer, products: Products, seed: int | None = None) ->
 
 
 class RedrawnLayer(Redrawn):
-    """A layer that rounds its operands by the random bits of one draw.
-
-    Args:
-        features: inputs and outputs.
-        name: name of the layer, by which it draws the signs of rotations.
-        products: its products.
-        clock: moment of its draws.
-        number: number of the draw.
-    """
+    """A layer of `features` (inputs and outputs) that rounds its operands by the random bits of draw
+    `number`. By its `name` it draws the signs of rotations; `clock`: moment of its draws."""
 
     def __init__(
         self, features: tuple[int, int], name: str, products: Products, clock: Clock, number: int
@@ -240,13 +226,8 @@ class _Product:
         return made
 
     def close(self, measured: Tensor, draws: Sequence[Tensor], rounded: float = 0.0) -> bool:
-        """Return True if a product is as far from the draws as one more draw is.
-
-        Args:
-            measured: the product.
-            draws: the emulator's.
-            rounded: norm of what was rounded to bf16 before a bias was taken from it.
-        """
+        """Return True if a product is as far from the emulator's draws as one more draw is. `rounded`: norm
+        of what was rounded to bf16 before a bias was taken from it."""
         m, made = measured.double(), [draw.double() for draw in draws]
         if not m.isfinite().all() or _zero_tiles(m, made[0]):
             return False

@@ -35,11 +35,8 @@ _PARAMETERS = {
 
 
 def as_subject(thing: object, name: str) -> Subject:
-    """Return a Subject: itself, or the one of a function, by the names of its parameters.
-
-    Raises:
-        InputError: it is no Subject and no function, or its parameters have other names.
-    """
+    """Return a Subject: itself, or the one of a function, by the names of its parameters. InputError if it is
+    neither, or its parameters have other names."""
     if isinstance(thing, Subject):
         return thing
     if not callable(thing):
@@ -78,15 +75,11 @@ def _called(function: Callable[[], object], name: str) -> object:
 
 
 def find(text: str, recipe: str, device: str = "cpu") -> Subject:
-    """Return the subject that a user names.
+    """Return the subject that a user names: `module:function`, `file.py:function`, `module:OBJECT`, `ablate`,
+    or the name of an entry point. InputError if nothing of that name can be imported, or it is not a subject.
 
-    Args:
-        text: `module:function`, `file.py:function`, `module:OBJECT`, `ablate`, or the name of an entry point.
-        recipe: Name of the recipe that our emulator computes.
-        device: Device on which tensors are handed to it.
-
-    Raises:
-        InputError: nothing of that name can be imported, or it is no subject.
+    `recipe`: name of the one that our emulator computes; `device`: on which tensors are handed to the
+    subject.
     """
     place, colon, name = text.rpartition(":")
     subject = as_subject(_imported(place, name, text), name) if colon else _named(text, recipe)
@@ -133,7 +126,6 @@ def _imported(place: str, name: str, text: str) -> object:
 
 
 def _opened(place: str, text: str) -> ModuleType:
-    """Import a module or a file. InputError if it raises."""
     try:
         return _file(Path(place)) if place.endswith(".py") else _module(place)
     except InputError:
@@ -156,7 +148,6 @@ def _file(path: Path) -> ModuleType:
 
 
 def _beside(folder: str) -> None:
-    """Let modules of a folder be imported."""
     if folder not in sys.path:
         sys.path.insert(0, folder)
 

@@ -107,10 +107,8 @@ class ParityRun:
         ]
 
     def groups(self, report: Callable[[str], None] | None = None) -> Iterator[tuple[str, list[Row]]]:
-        """Run the checks; yield each heading with its rows, as soon as its checks end.
-
-        `report` is called with a line about each check before it runs.
-        """
+        """Run the checks; yield each heading with its rows, as soon as its checks end. `report` is called
+        with a line about each check before it runs."""
         checks = self.checks()
         for group in dict.fromkeys(check.group for _, check in checks):
             rows = []
@@ -169,8 +167,7 @@ class ParityRun:
 
     def verdict(self) -> str:
         """Return the verdict in words: families that agree or are off, the first row that is off, families
-        left out.
-        """
+        left out."""
         judged = [row for _, _, row in self.rows if row.ok is not None]
         off = [(family, row) for family, _, row in self.rows if row.ok is False]
         subject = f"{self.label} on {self.environment().get('gpu', 'this machine')}"

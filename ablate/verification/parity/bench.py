@@ -1,6 +1,4 @@
-"""Inputs of the parity checks: sizes, data, and the recipes that Transformer Engine computes, all rounded to
-nearest.
-"""
+"""Inputs of the parity checks: sizes, data, and recipes of Transformer Engine, all rounded to nearest."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -1,6 +1,5 @@
 """Comparison of Transformer Engine's casts with the emulator's reference, bit for bit: codes, block scales
-and amax of both copies.
-"""
+and amax of both copies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,10 +20,8 @@ from ablate.verification.parity.bench import Bench, data
 
 @dataclass(frozen=True)
 class Case:
-    """Quantiser of TE and its equivalent in the emulator.
-
-    The columnwise copy is that of the transpose, with `rotation` if there is one.
-    """
+    """Quantiser of TE and its equivalent in the emulator. The columnwise copy is that of the transpose, with
+    `rotation` if there is one."""
 
     name: str
     copy: CopyFormat
@@ -101,10 +98,8 @@ class _Tally:
 
 
 def _compared(case: Case, bench: Bench) -> Iterator[Row]:
-    """Compare codes, scales, and the amax if TE stores one.
-
-    TE rounds the scale of FP8 twice, the emulator does not, so that they differ by up to 2^-22.
-    """
+    """Compare codes, scales, and the amax if TE stores one. TE rounds the scale of FP8 twice, the emulator
+    does not, so that they differ by up to 2^-22."""
     codes, scales, amaxes = (_Tally(f"{case.name}: {part}") for part in ("codes", "block scales", "amax"))
     tensorwise = case.quant.scale is None
     for shape in bench.shapes:

@@ -40,9 +40,8 @@ EXPERTS = (0, 17, 128, 200)
 
 
 class Sample(NamedTuple):
-    """Weight [out, in], input [tokens, in] and output gradient [tokens, out] of one layer, bf16 on the
-    device.
-    """
+    """Weight [out, in], input [tokens, in] and output gradient [tokens, out] of a layer, bf16 on the
+    device."""
 
     w: Tensor
     x: Tensor
@@ -60,9 +59,7 @@ class Case(NamedTuple):
 
 def exact_products(bench: Bench, family: Family) -> Iterator[Check]:
     """Yield two checks for each recipe of a family: y, dx and dw of layers, and of experts, over all shapes.
-
-    Experts have no delayed scaling on this engine.
-    """
+    Experts have no delayed scaling on this engine."""
     for recipe_family, name, products in recipes(bench.families):
         if recipe_family != family:
             continue
@@ -160,8 +157,7 @@ def pair(sample: Sample, products: Products) -> Iterator[EmulatedLinear]:
 
 def computed(layer: EmulatedLinear, sample: Sample) -> dict[str, Tensor]:
     """Return y, dx and dw of a layer; with delayed scaling those of a second step, scaled by the first's
-    amax.
-    """
+    amax."""
     delayed = "fp8_delayed" in families([layer.products])
     for step in range(1 + delayed):
         layer.clock.step = step

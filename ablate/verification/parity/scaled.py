@@ -86,14 +86,9 @@ def bench_of(engine: str, machine: Machine) -> Bench:
 
 
 class ScaledRun(ParityRun):
-    """One comparison of an engine `scaled_mm`.
-
-    Args:
-        machine: the machine, for the record.
-        bench: device, families and sizes.
-        fast: True to leave out the training.
-        native: the functions that multiply; None: those of the libraries.
-    """
+    """One comparison of an engine `scaled_mm`. `machine`: for the record; `bench`: device, families and
+    sizes; `fast`: leave out the training; `native`: the functions that multiply; None: those of the
+    libraries."""
 
     names: Mapping[Any, str] = NAMES
     question = "Does scaled_mm train as the emulator does?"
@@ -150,10 +145,8 @@ class Recorded(ScaledLinear):
 
 
 def recipes(bench: Bench, family: str) -> Iterator[tuple[str, Products]]:
-    """Yield names and products of every preset whose native products are in these families, each once.
-
-    A preset stands under the first family that it needs.
-    """
+    """Yield names and products of every preset whose native products are in these families, each once. A
+    preset stands under the first family that it needs."""
     backend = backend_of(bench.engine)
     seen: set[Products] = set()
     for name, make in PRESETS.items():

@@ -96,8 +96,7 @@ class Curves:
     @property
     def yardstick(self) -> float:
         """Distance of the furthest twin, at least the fp32 resolution of a loss; infinite if a twin ended
-        early.
-        """
+        early."""
         return max(*(self.distance(name) for name in TWINS), 2.0**-22 * max(self.losses["emulated"]))
 
     def excess(self, name: str) -> float:

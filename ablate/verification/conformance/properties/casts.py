@@ -104,10 +104,7 @@ def _views(bench: Examination) -> Made:
 
 def byte_scales(bench: Examination, *, powers: bool = False) -> Quant:
     """Return the quantiser, whose scales are a byte each; `powers`: they may be powers of two.
-
-    Raises:
-        NotApplicableError: the recipe has other scales.
-    """
+    NotApplicableError if the recipe has other scales."""
     quant = bench.nearest
     if quant.scale is None:
         raise NotApplicableError("the recipe has no block scales")

@@ -123,10 +123,8 @@ def _exact_experts(bench: Examination) -> Experts:
 
 
 def _exact(bench: Examination, one: Property) -> Row:
-    """Compare with the exact product of the tensors, to the last addition.
-
-    This needs no reference: x, w and dy are exact in the format, so that dw is dy^T x.
-    """
+    """Compare with the exact product of the tensors, to the last addition. This needs no reference: x, w and
+    dy are exact in the format, so that dw is dy^T x."""
     products, rows = products_of(bench), []
     for where, layer, mine in results(bench, one.inputs(bench)):
         plain, made = plain_products(*layer), exact_products(products, *layer)

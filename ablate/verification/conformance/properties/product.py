@@ -92,10 +92,7 @@ def products_of(bench: Examination) -> Products:
 
 def certain_gradient(bench: Examination, products: Products, tokens: int, out: int) -> Tensor:
     """Return a dy [tokens, out] whose rounding draws nothing: random if the recipe is not stochastic.
-
-    Raises:
-        NotApplicableError: the recipe leaves no such gradient.
-    """
+    NotApplicableError if the recipe leaves no such gradient."""
     cast = quantisers(products)
     slots = {slot: one for slot, one in cast.items() if slot.endswith(".g")}
     if any(quant.draws for slot, (quant, _) in cast.items() if slot not in slots):
@@ -158,15 +155,8 @@ def call(
 
 
 def judged(name: str, key: str, got: Tensor, exact: Exact, where: str = "") -> Row:
-    """Return the row of one result: up to the order of fp32 additions, and one rounding.
-
-    Args:
-        name: Property.
-        key: `y`, `dx` or `dw`.
-        got: The subject's result.
-        exact: The reference's.
-        where: Layer or expert in words, with a colon.
-    """
+    """Return the row of one result, `y`, `dx` or `dw`: up to the order of fp32 additions, and one rounding.
+    `where`: layer or expert in words, with a colon."""
     far = exact.far(got)
     row = of_elements(name, far, None, exact.values, got, f"{where}{key}: ")
     if row.outcome == Outcome.PASS:

@@ -25,7 +25,6 @@ def _rotate(bench: Examination, x: Tensor) -> Tensor:
 
 
 def _units(bench: Examination) -> Tensor:
-    """Make the unit vectors of one group."""
     bench.function("rotate")
     size = bench.rotation.size
     unit = torch.zeros(bench.rows(size), bench.columns(size))

@@ -38,7 +38,6 @@ class Draws:
 
 
 def _drawn(bench: Examination, x: Tensor, seed: int) -> tuple[Tensor, Numbers]:
-    """Return the values of one draw, and all of its numbers."""
     return bench.values(x, bench.stochastic, "cast_stochastic", seed=seed)
 
 
@@ -148,10 +147,9 @@ def _moment(
     """Return the comparison of a moment of draws at each position: five standard deviations of the counts,
     and 2^-8 for the random bits.
 
-    Args:
-        of: Draws, 1 for those that round up, and their position, to the numbers whose mean is the moment.
-        expected: Moment of a position.
-        allowed: Largest difference, of the position, the number of draws and the random bits.
+    `of` takes draws, 1 for those that round up, and their position to the numbers whose mean is the moment;
+    `expected`: moment of a position; `allowed`: largest difference, of the position, the number of draws and
+    the random bits.
     """
 
     def compare(bench: Examination, one: Property) -> Row:

@@ -33,12 +33,8 @@ def wrong_numbers(where: str, wrong: Tensor, source: Tensor, right: Tensor, got:
 
 
 def ratio_text(got: Tensor, right: Tensor) -> str:
-    """Return what all wrong numbers have in common: zero, NaN, or a factor; '' if nothing.
-
-    Args:
-        got: Wrong numbers of the subject, [n], n at least 1.
-        right: Those of the recipe.
-    """
+    """Return what all wrong numbers, [n] with n at least 1, have in common: zero, NaN, or a factor; '' if
+    nothing."""
     for word, hit in (("all zero", got == 0), ("all NaN", got.isnan())):
         if bool(hit.all()):
             return word
@@ -66,10 +62,7 @@ def number_ranges(hit: Tensor, most: int = 4) -> str:
 
 def moved(seen: Sequence[tuple[Tensor, Tensor]]) -> str:
     """Return that numbers are the right ones at other places, with one of the places; '' if they are not.
-
-    Args:
-        seen: Matrices of the subject and of the recipe that differ, [rows, columns] each.
-    """
+    `seen`: matrices [rows, columns] of the subject and of the recipe that differ."""
     if not all(torch.equal(*(z.flatten().sort().values for z in pair)) for pair in seen):
         return ""
     got, right = max(seen, key=lambda pair: len(pair[1].unique()))

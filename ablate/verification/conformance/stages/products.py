@@ -22,13 +22,8 @@ _ROUNDED = 2.0**-8
 
 
 def wrong_product(exact: Exact, got: Tensor, words: tuple[str, str]) -> str:
-    """Return what is measured of a product that is wrong.
-
-    Args:
-        exact: The recipe's product, with its operands.
-        got: The subject's, [M, N], with one wrong number at least.
-        words: Names of the two operands.
-    """
+    """Return what is measured of a product [M, N] with one wrong number at least. `words`: names of its
+    operands."""
     wrong, target = exact.far(got), got.double()
     row, column = wrong.nonzero()[0].tolist()
     example = f"such as {float(got[row, column]):.6g}, not {float(exact.values[row, column]):.6g}"
@@ -89,10 +84,8 @@ def wrong_terms(left: Operand, right: Operand, got: Tensor) -> str:
 
 
 def wrong_operand(left: Operand, right: Operand, got: Tensor, words: tuple[str, str]) -> str:
-    """Return which operand is not the recipe's, if the other one is, and how far it is off; or ''.
-
-    The other dimension of the result has to be larger than the contraction.
-    """
+    """Return which operand is not the recipe's, if the other one is, and how far it is off; or ''. The other
+    dimension of the result has to be larger than the contraction."""
     a, b = _values(left, right)
     fitting = []
     for word, own, other, result in ((words[0], a, b, got.double()), (words[1], b, a, got.double().t())):
