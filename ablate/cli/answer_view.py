@@ -67,12 +67,8 @@ def print_answer(
 ) -> None:
     """Print the answer, its checks, the comparisons that the question names and what would settle it.
 
-    Args:
-        experiment: the experiment.
-        settings: settings of the command.
-        screen: the terminal.
-        below: number of lines that the command prints after these, of `MOST_LINES`.
-        everything: print all tables below instead of a few rows.
+    `below`: number of lines that the command prints after these, of `MOST_LINES`; `everything`: print all
+    tables below instead of a few rows.
     """
     with closing(open_ledger(settings.state, experiment.name)) as ledger:
         compared = Comparisons(ledger)
@@ -85,15 +81,8 @@ def print_answer(
 def print_lines(
     compared: Comparisons, screen: Screen, most: int, state_option: str = "", rows: bool = True
 ) -> Headline:
-    """Print the answer in a few lines, and return it.
-
-    Args:
-        compared: comparisons of the sweep.
-        screen: the terminal.
-        most: largest number of lines.
-        state_option: option that a command needs for this state folder.
-        rows: print rows of the table, too, if there is space.
-    """
+    """Print the answer in at most `most` lines, and return it. `state_option`: option that a command needs
+    for this state folder; `rows`: print rows of the table, too, if there is space."""
     answer = headline_of(compared)
     checks = _checks(answer.checks, screen)
     remedy = _remedy(answer, screen, state_option) if most > _LEAST_FOR_REMEDY else []
@@ -108,7 +97,6 @@ def print_lines(
 
 
 def _stated(answer: Headline, screen: Screen, most: int) -> list[Text]:
-    """Return lead and sentences in at most `most` lines."""
     style = "green" if answer.answered else "red" if not answer.valid else "yellow"
     rest = one_line(" ".join(filter(None, (answer.text, answer.simplest))))
     text = Text.assemble((answer.lead, f"bold {style}"), " " if answer.lead else "", rest)
@@ -126,10 +114,8 @@ def _checks(checks: tuple[Check, ...], screen: Screen) -> list[Text]:
 
 
 def _remedy(answer: Headline, screen: Screen, state_option: str) -> list[Text]:
-    """Return the command that settles the question with its cost, or why there is none.
-
-    `state_option`: option that the command needs for this state folder.
-    """
+    """Return the command that settles the question with its cost, or why there is none. `state_option`:
+    option that the command needs for this state folder."""
     if answer.command:
         cost = wrapped(Text(f"{answer.cost[0].upper()}{answer.cost[1:]}:"), screen, _MOST_REMEDY - 1)
         return [*cost, Text(f"  {answer.command}{state_option}")]
@@ -137,14 +123,9 @@ def _remedy(answer: Headline, screen: Screen, state_option: str) -> list[Text]:
 
 
 def _few_rows(compared: Comparisons, valid: bool, most: int, width: int) -> RichTable:
-    """Return the comparisons that the question names, else the first arms of the table, a line each.
-
-    Args:
-        compared: comparisons of the sweep.
-        valid: False if a check failed, so that nothing may be coloured.
-        most: largest number of rows.
-        width: columns of the terminal.
-    """
+    """Return the comparisons that the question names, else the first arms of the table, a line each. `valid`:
+    False if a check failed, so that nothing may be coloured; `most`: rows; `width`: columns of the
+    terminal."""
     if compared.asked_effects:
         asked = [line for line in lines(compared) if line.asked]
         colours = [line.verdict.kind for line in asked] if valid else []
@@ -202,9 +183,7 @@ def _print_tables(
 
 
 def _width_that_came(experiment: Experiment, settings: Settings, arms: list[ArmSummary]) -> str:
-    """Return the half-width that a calibration expected beside the one that came; empty without a
-    calibration.
-    """
+    """Return the half-width that a calibration expected beside the one that came; empty without one."""
     if not (expected := expected_width(experiment, settings.state)):
         return ""
     widths = [

@@ -73,14 +73,11 @@ class Output:
         about: Mapping[str, object] | None = None,
         hidden: Collection[str] = (),
     ) -> None:
-        """Draw the figure and print the lines.
+        """Draw the lines by `figure`, a function of `ablate.reports.figures`, with its further arguments
+        `axes`, and print them.
 
-        Args:
-            lines: the measurements.
-            figure: function of `ablate.reports.figures` that draws them.
-            axes: its further arguments.
-            about: what JSON has beside the lines; None: nothing, it is a list of lines.
-            hidden: columns that the table leaves out.
+        `about`: what JSON has beside the lines; None: nothing, it is a list of lines. `hidden`: columns that
+        the table leaves out.
         """
         if self.png:
             from ablate.reports import figures
@@ -300,11 +297,8 @@ def _device(asked: str | None) -> str:
 def _within_memory(asked: str, least: int, device: str) -> Iterator[None]:
     """Raise InputError if the block needs more memory than there is.
 
-    Args:
-        asked: Sizes as they were given.
-        least: Bytes of its largest tensors. More than are free are not tried: Linux would grant them and end
-            a process when they are written.
-        device: Class of device.
+    `asked`: sizes as they were given; `least`: bytes of its largest tensors. More than are free are not
+    tried: Linux would grant them and end a process when they are written.
     """
     import psutil
     import torch
@@ -365,11 +359,9 @@ def _layers(asked: LayerOptions, device: str) -> list[linear_layers.Shape]:
 def _engines(
     asked: str, recipes: dict[str, Recipe], shapes: list[linear_layers.Shape], device: str
 ) -> dict[linear_layers.Case, Recipe]:
-    """Return the recipes to time, by their names and engines.
-
-    `auto` prints why it uses the emulator, and several engines what each of them skips. InputError if the one
-    given engine cannot run a recipe, if nothing is left of several, or if there is no such engine.
-    """
+    """Return the recipes to time, by their names and engines. `auto` prints why it uses the emulator, and
+    several engines what each of them skips. InputError if the one given engine cannot run a recipe, if
+    nothing is left of several, or if there is no such engine."""
     names = list(dict.fromkeys(asked.split(",")))
     if wrong := _unknown("engine", names, [AUTO, *ENGINES], "--engine "):
         raise InputError(*wrong)
@@ -407,7 +399,6 @@ def _with_bf16(names: list[str]) -> list[str]:
 
 
 def _unknown(kind: str, names: Iterable[str], valid: Collection[str], option: str = "") -> list[str]:
-    """Return a sentence for each name that is not valid."""
     return [f"{option}{name}: no such {kind}; {nearest(name, valid)}" for name in names if name not in valid]
 
 

@@ -103,7 +103,6 @@ def _run(path: Path, settings: Settings, flags: DeviceFlags, workers: int | None
 
 
 def _sharpest(chosen: "Candidate", seeds: int, arms: int) -> str:
-    """Return the chosen design, its intervals and its cost in words."""
     return (
         f"Sharpest: {chosen.name}. With {seeds} seeds of {arms} arms a 95 % interval is expected to be"
         f" ±{chosen.half_width(seeds):.2g} wide (at most ±{chosen.half_width(seeds, True):.2g} with a chance"

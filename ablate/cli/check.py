@@ -97,7 +97,6 @@ class ProgressLine:
         self.shown = clock()
 
     def __call__(self, text: str) -> None:
-        """Show the progress of the present run."""
         self.status.update(text)
         if not self.screen.is_terminal and self.clock() - self.shown > _SILENT_SECONDS:
             self.shown = self.clock()
@@ -119,8 +118,8 @@ def _refuse_missing(file: Path, function: str) -> None:
 def _workload(
     file: Path, function: str, pairs: list[str]
 ) -> tuple[Workload, Recipe | None, tuple[str, ...], bool | None]:
-    """Return workload, recipe and metrics of an experiment, or the workload of a Python file; and whether a
-    design that forks its start lets the rate fall, None without such a design.
+    """Return workload, recipe and metrics of an experiment, or the workload of a Python file; and, of a
+    design that forks its start, True if the rate falls, None without such a design.
 
     The recipe is that of the first arm that quantises, or the baseline's if none does; None for a file. The
     check then compares it with bf16. InputError with every reason if there is no such workload.

@@ -96,7 +96,6 @@ def _new_app() -> typer.Typer:
 
 
 def _add(app: typer.Typer, verb: str, file: str, **shown: Any) -> None:
-    """Import the file of a verb and add the verb to the command."""
     module = import_module(f"ablate.cli.{file}")
     if function := getattr(module, verb.replace("-", "_"), None):
         app.command(verb, **shown)(function)
@@ -106,8 +105,7 @@ def _add(app: typer.Typer, verb: str, file: str, **shown: Any) -> None:
 
 def _listing() -> typer.Typer:
     """Return the command with the names and lines of help of its verbs, none of which runs: their files are
-    not imported.
-    """
+    not imported."""
     app = _new_app()
     for heading, verbs in VERBS.items():
         for verb, (_, about) in verbs.items():

@@ -38,8 +38,7 @@ def summary_of(ledger: "Ledger") -> str:
 
 def run(command: Callable[[], None]) -> None:
     """Run a command. On an InputError, print one sentence for each mistake, without a traceback, and exit
-    with status 2.
-    """
+    with status 2."""
     if note := ensure_home():
         print(note, file=sys.stderr)
     try:
@@ -83,8 +82,7 @@ def _closed_pipe_exits() -> Iterator[None]:
 
 def _unusable(error: OSError | sqlite3.OperationalError) -> str | None:
     """Return a sentence on a file of the state folder that cannot be used: a folder, a link that leads
-    nowhere, or a file that cannot be written is in its place. None for any other error.
-    """
+    nowhere, or a file that cannot be written is in its place. None for any other error."""
     path: str | None
     why: str | None
     if isinstance(error, sqlite3.OperationalError):
@@ -104,8 +102,7 @@ def _unusable(error: OSError | sqlite3.OperationalError) -> str | None:
 
 class Terminated(KeyboardInterrupt):
     """SIGTERM, with which SLURM, Docker and systemd end a command. Handled like Ctrl-C, with its own exit
-    status.
-    """
+    status."""
 
     received = False
     """True after a SIGTERM. Calls of Ray that it interrupts raise KeyboardInterrupt in place of this."""
@@ -114,8 +111,7 @@ class Terminated(KeyboardInterrupt):
 @contextmanager
 def raise_on_sigterm() -> Iterator[None]:
     """Raise Terminated at the first SIGTERM within the block. Ignore later ones: they would interrupt the
-    clean-up.
-    """
+    clean-up."""
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -140,10 +136,8 @@ def interruption(error: KeyboardInterrupt) -> tuple[int, str]:
 
 
 def run_program(command: Callable[..., None]) -> None:
-    """Run one command as a program, such as `python -m ablate.sweep`.
-
-    A crash prints no local variables, since they may hold a password.
-    """
+    """Run one command as a program, such as `python -m ablate.sweep`. A crash prints no local variables,
+    since they may hold a password."""
     app = App(add_completion=False, pretty_exceptions_enable=False)
     app.command()(command)
     run(app)
@@ -155,20 +149,15 @@ def print_json(document: object) -> None:
 
 
 def print_starting(task: str, quiet: bool = False) -> None:
-    """Print `Starting: TASK ...` to standard error, before slow imports: the first result can take a minute.
-
-    Print nothing if `quiet`, for output that a program reads.
-    """
+    """Print `Starting: TASK ...` to standard error, before slow imports: the first result can take a minute;
+    nothing if `quiet`, for output that a program reads."""
     if not quiet:
         print(f"Starting: {task} ...", file=sys.stderr, flush=True)
 
 
 class Screen(Console):
-    """Console that prints text literally: no markup, no emoji codes, no control characters.
-
-    Otherwise brackets in the name of an arm or in a question would be read as markup. Styles come from rich's
-    Text.
-    """
+    """Console that prints text literally: no markup, no emoji codes, no control characters. Otherwise
+    brackets in the name of an arm or in a question would be read as markup. Styles come from rich's Text."""
 
     def __init__(
         self,
@@ -188,10 +177,8 @@ class Screen(Console):
         )
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Yield the segments to print, with control characters within text as escapes.
-
-        Control codes of rich itself are separate segments and stay as they are.
-        """
+        """Yield the segments to print, with control characters within text as escapes. Control codes of rich
+        itself are separate segments and stay as they are."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(printable(segment.text), segment.style)
 
@@ -202,18 +189,15 @@ class Screen(Console):
 
 
 def console() -> Screen:
-    """Return a console on standard output. It is 160 columns wide if that is no terminal, so that tables fit
-    in a log.
-    """
+    """Return a console on standard output, 160 columns wide if that is not a terminal: tables fit in a
+    log."""
     screen = Screen()
     return screen if screen.is_terminal else Screen(width=160)
 
 
 def plain_table(*names: str, right: Collection[str] = (), style: str = "bold") -> Table:
     """Return a table without rules and with these heads, in a style; without any, it has no line of heads.
-
-    `right`: columns that are aligned right.
-    """
+    `right`: columns that are aligned right."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style=style, show_header=bool(names))
     for name in names:
         table.add_column(name, justify="right" if name in right else "left")
@@ -222,6 +206,5 @@ def plain_table(*names: str, right: Collection[str] = (), style: str = "bold") -
 
 def program(name: str) -> str:
     """Return the command for a program of this environment: its name if it is on PATH, else its path from the
-    current folder.
-    """
+    current folder."""
     return name if shutil.which(name) else os.path.relpath(Path(sys.executable).parent / name)

@@ -135,7 +135,6 @@ def _examined(
 
 
 def _replayed(folder: Path, name: str, recipe: Recipe, seed: int | None) -> "Findings":
-    """Return the findings on the products of dumped layers."""
     from ablate.verification.conformance.replay import replay
     from ablate.verification.conformance.run import Findings
 
@@ -144,7 +143,6 @@ def _replayed(folder: Path, name: str, recipe: Recipe, seed: int | None) -> "Fin
 
 
 def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
-    """Return the findings on an injected fault."""
     from ablate.verification.conformance import demo
     from ablate.verification.conformance.run import conform as examine
 
@@ -157,10 +155,8 @@ def _demonstrated(screen: Screen, show: Any, as_json: bool) -> "Findings":
 
 
 def print_row(screen: Screen, row: "Row", known: bool = False) -> None:
-    """Print one property in a line, and below it what differs, with the first block.
-
-    Of a row whose wrong stage and declaration are `known` from one above, the stage alone is shown.
-    """
+    """Print one property in a line, and below it what differs, with the first block; of a row whose wrong
+    stage and declaration are `known` from one above, the stage alone."""
     from ablate.verification.conformance.result import counts
 
     counted = "" if row.outcome == "report" else counts(row)

@@ -1,6 +1,5 @@
-"""`ablate data prepare`: convert text to token shards. `ablate data show`: describe a data source. Without
-torch.
-"""
+"""`ablate data prepare`: convert text to token shards. `ablate data show`: describe a source. Without
+torch."""
 
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -105,7 +104,7 @@ def prepare(
 
 
 def _job(inputs: list[str], text: TextOptions, dataset: DatasetOptions) -> jobs.Job:
-    """Return what is to be prepared; ValueError if it cannot be."""
+    """Return the job; ValueError if it cannot be prepared."""
     if not inputs[0].startswith(_HUB):
         return jobs.of_files(inputs, text.val, text.column, text.val_fraction)
     if len(inputs) > 1 or text.val:

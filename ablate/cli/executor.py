@@ -46,12 +46,8 @@ class StartingExecutor:
             self._pool = self._thread.submit(self._start_pool)
 
     def __call__(self) -> Executor:
-        """Return the executor once the check has passed.
-
-        Raises:
-            Unfit: the check has not passed; the executor is closed.
-            ClusterError: Ray cannot be started or reached.
-        """
+        """Return the executor once the check has passed. Unfit if it has not: the executor is closed;
+        ClusterError if Ray cannot be started or reached."""
         self.begin()
         executor: Executor = self._inline() if self._pool is None else self._pool.result()
         try:
@@ -87,16 +83,9 @@ class StartingExecutor:
 
 
 class View:
-    """One line of progress: updated in place in a terminal, elsewhere printed once a minute.
-
-    Failures, warnings and other news that is not routine get a line of their own when they come.
-
-    Args:
-        console: where to print.
-        quiet: print nothing.
-        everything: print routine news, too.
-        clock: seconds, from any start.
-    """
+    """One line of progress: updated in place in a terminal, elsewhere printed once a minute. Failures,
+    warnings and other news that is not routine get a line of their own when they come, routine news with
+    `everything`. `clock`: seconds, from any start."""
 
     def __init__(
         self,
@@ -138,7 +127,6 @@ class View:
             self.console.print(self._renderable())
 
     def _renderable(self) -> Text:
-        """Return the line of progress, as of now."""
         if self._shown is None:
             return Text()
         progress, since = self._shown
@@ -146,10 +134,8 @@ class View:
 
 
 def progress_line(progress: Progress, age: float = 0.0) -> str:
-    """Return the state of a sweep in one line: what is cut off in a narrow terminal comes last.
-
-    `age`: seconds since this was the state.
-    """
+    """Return the state of a sweep, as it was `age` seconds ago, in one line: what is cut off in a narrow
+    terminal comes last."""
     failed = f", {progress.failed} failed" if progress.failed else ""
     left = f", {time_left(progress.seconds_left - age)}" if progress.running else ""
     running = ", ".join(f"{one_line(run.title)} step {run.step}/{run.steps}" for run in progress.running)

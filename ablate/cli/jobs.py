@@ -63,10 +63,7 @@ def export_jobs(
     options: JobOptions,
 ) -> None:
     """Write the missing trials of a sweep as job arrays into a folder, and print what to type next.
-
-    Raises:
-        InputError: the sweep is a search, nothing is missing, or the folder cannot be written.
-    """
+    InputError if the sweep is a search, nothing is missing, or the folder cannot be written."""
     if experiment.keys.search:
         raise InputError(
             f"{file}: search: a search chooses trials by the results of earlier ones, which a job array"

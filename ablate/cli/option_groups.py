@@ -61,7 +61,6 @@ def with_fields(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _fields(group: Any) -> list[Parameter]:
-    """Return the fields of a group as parameters."""
     hints = get_type_hints(group, include_extras=True)
     return [
         Parameter(

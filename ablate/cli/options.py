@@ -84,11 +84,8 @@ class Flags:
     ] = None
 
     def settings(self, **more: Any) -> Settings:
-        """Return the settings: these options before environment, profile and defaults.
-
-        Args:
-            more: values of further options, by field of `Settings`.
-        """
+        """Return the settings: these options before environment, profile and defaults. `more`: values of
+        further options, by field of `Settings`."""
         return find_settings(**vars(self) | more)
 
 

@@ -1,6 +1,5 @@
 """`ablate plan X.yaml`: arms, trials, finished trials, and an estimate for the rest. Runs no trial, and
-imports torch only to try functions that recipes name.
-"""
+imports torch only to try functions that recipes name."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -41,15 +40,8 @@ if TYPE_CHECKING:
 
 
 def machine_of(capability: str | None, device: str | None) -> Machine | None:
-    """Return the machine that `--capability` describes; None without it.
-
-    Args:
-        capability: compute capability, such as `10.0`.
-        device: what `--device` says.
-
-    Raises:
-        InputError: there is no such capability, or the device is a CPU.
-    """
+    """Return the machine that `--capability` (such as `10.0`) describes; None without it. InputError if there
+    is no such capability, or `--device` is a CPU."""
     if capability is None:
         return None
     if device == "cpu":
@@ -69,13 +61,8 @@ def require_contracts(file: Path, experiment: Experiment, device: str) -> None:
 
 
 def settings_for(machine: Machine | None, flags: DeviceFlags | SweepFlags, **more: object) -> Settings:
-    """Return the settings of a command; for another machine, as if this one had its GPU.
-
-    Args:
-        machine: what `--capability` describes; None without it.
-        flags: the command's options.
-        more: values of further options, by field of `Settings`.
-    """
+    """Return the settings of a command; for another machine, which `--capability` describes, as if this one
+    had its GPU. `more`: values of further options, by field of `Settings`."""
     if machine is None:
         return flags.settings(**more)
     return replace(flags.settings(**more | {"device": "cuda"}), device_note="")
@@ -219,7 +206,6 @@ def _time_needed(experiment: Experiment, settings: Settings, result: Forecast) -
 
 
 def _windows(forks: Forks) -> str:
-    """Return the windows of a forked design in words."""
     *rest, last = map(str, forks.windows)
     lengths = f"{', '.join(rest)} and {last} steps" if rest else f"{last} steps"
     where = (
@@ -233,8 +219,7 @@ def _windows(forks: Forks) -> str:
 
 def expected_width(experiment: Experiment, state: Path) -> str:
     """Return the half-width that the experiment's calibration promises for its design and seeds, as text;
-    empty without a calibration.
-    """
+    empty without a calibration."""
     chosen = _planned(experiment, state)
     if chosen is None:
         return ""

@@ -94,10 +94,8 @@ def _rebuild(experiment: Experiment, file: Path, folder: Path, state: Path, devi
 
 
 def _compare(path: Path, state: Path) -> tuple[str | None, list[str]]:
-    """Compare a readable ledger with the trial folders, and move damaged trial folders aside.
-
-    Return how the ledger differs, or None, and one sentence for each folder that was moved.
-    """
+    """Compare a readable ledger with the trial folders, and move damaged trial folders aside. Return how the
+    ledger differs, or None, and one sentence for each folder that was moved."""
     store = Store(state)
     retired: list[str] = []
     try:

@@ -114,13 +114,8 @@ def show(
 
 
 def recipe_file(recipe: Recipe, folder: Path, as_json: bool) -> str:
-    """Return the text of a recipe file, and print the functions' files that it needs to standard error.
-
-    Args:
-        recipe: the recipe.
-        folder: folder of the file, to which files of the user's functions are relative.
-        as_json: canonical JSON instead of YAML.
-    """
+    """Return the text of a recipe file in `folder`, to which files of the user's functions are relative, as
+    YAML or canonical JSON, and print the functions' files that it needs to standard error."""
     text = recipe.model_dump_json(indent=2) + "\n"
     for word in sorted({word for _, word in own_words(recipe)}):
         near, quoted = word.seen_from(folder), json.dumps(word, ensure_ascii=False)
@@ -157,13 +152,8 @@ def print_differences(
 
 
 def resolve(source: str, turned: list[str], flags: Flags | None = None) -> Recipe:
-    """Return a recipe with changed knobs (`knob=value`); InputError with all reasons.
-
-    Args:
-        source: a preset, a recipe file, or SWEEP:ARM.
-        turned: knobs and their values.
-        flags: options that say where the state folder is.
-    """
+    """Return the recipe of a preset, a recipe file, or SWEEP:ARM with changed knobs (`knob=value`);
+    InputError with all reasons. `flags` say where the state folder is."""
     try:
         recipe = _of_arm(source, flags or Flags()) if _names_arm(source) else recipe_source.load(source)
     except ValueError as error:
@@ -200,9 +190,7 @@ def _of_arm(source: str, flags: Flags) -> Recipe:
 
 
 def layers_of(model: str, recipe: Recipe) -> tuple[Layer, ...]:
-    """Return the linear layers of a model; InputError if they cannot be listed, or if a rule
-    selects none.
-    """
+    """Return the linear layers of a model; InputError if they cannot be listed, or if a rule selects none."""
     from ablate.training.models.described import outline
 
     try:

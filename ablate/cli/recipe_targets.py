@@ -185,11 +185,8 @@ def _put(text: str, out: Path | None, what: str) -> None:
 
 
 def _comparable(one: Recipe, other: Recipe, model: Model) -> tuple[dict[str, Json], dict[str, Json]]:
-    """Return both recipes as data in which equal placements of layers are equal.
-
-    Layers are compared one by one if they are known, by block if all rules name blocks, else as they are
-    written.
-    """
+    """Return both recipes as data in which equal placements of layers are equal. Layers are compared one by
+    one if they are known, by block if all rules name blocks, else as they are written."""
     layers, depth = model.layers, model.depth
     rules = (*one.layers.rules, *other.layers.rules)
     if (
@@ -222,8 +219,7 @@ def _assigned(products: Products | None, recipe: Recipe) -> Json:
 
 def _counted(recipe: Recipe, side: str, model: Model) -> Recipe:
     """Return a recipe whose layer counts are numbers of blocks at both ends; Lost, which names the side, if
-    it counts a share of an unknown number.
-    """
+    it counts a share of an unknown number."""
     share = recipe.layers.last_fraction
     if not share:
         return recipe

@@ -88,8 +88,7 @@ def _sweep_names(state: Path) -> list[str]:
 
 def _refuse_unknown(state: Path, name: str) -> None:
     """Raise InputError if the experiment was never run, unless the name is that of the notebook without
-    experiment.
-    """
+    experiment."""
     folder = state / "sweeps" / name
     if folder.is_dir():
         if why := absent(folder / "ledger.db"):
@@ -110,19 +109,12 @@ def make(
     pdf: bool = False,
     out: Path | None = None,
 ) -> Report:
-    """Run the notebooks of a sweep and write its report.
+    """Run the notebooks of a sweep and write its report. InputError if there is no such sweep, its records
+    are damaged, or no report can be written; NotebookError if a notebook failed.
 
-    Args:
-        state: State folder.
-        name: Name of the sweep.
-        notebooks: Names of the notebooks; None: those that fit the question of the sweep.
-        mlflow: Address of MLflow, to attach the report.
-        pdf: Also print the first page as PDF, if a browser is installed.
-        out: Folder for the reports; None: `reports` in the state folder.
-
-    Raises:
-        InputError: There is no such sweep, its records are damaged, or no report can be written.
-        NotebookError: A notebook failed.
+    `notebooks`: None for those that fit the question of the sweep; `mlflow`: address, to attach the report;
+    `pdf`: also print the first page as PDF, if a browser is installed; `out`: folder for the reports; None:
+    `reports` in the state folder.
     """
     writable = os.access(state, os.W_OK) or not state.exists()
     if not (writable or out):
@@ -153,8 +145,7 @@ def make(
 
 def _verified(ledger: Ledger, state: Path, name: str) -> str:
     """Compare a ledger with the records of its trials, and return the result in words; InputError if they
-    differ.
-    """
+    differ."""
     if judged := Judged.alone(ledger):
         return changed_since(judged)
     verified = verify(ledger, Store(state))
@@ -179,8 +170,7 @@ def _annotate_study(state: Path, name: str, folder: Path) -> None:
 
 def _attach(mlflow: str, ledger: Ledger, made: Report) -> str | None:
     """Attach the report to the sweep's run in MLflow. Return a sentence if that fails, since the report
-    itself is complete.
-    """
+    itself is complete."""
     from ablate.execution.tracking.attach import log_report
 
     try:

@@ -82,8 +82,7 @@ class Settings:
 
     def shown(self) -> dict[str, str]:
         """Return every value as text that is safe to print: without passwords, and of a notification URL only
-        scheme and host.
-        """
+        scheme and host."""
         defaults = {
             "ray": "started here",
             "mlflow": "none",
@@ -97,10 +96,8 @@ class Settings:
         return texts | ({"notify": destination(self.notify)} if self.notify else {})
 
     def environment(self) -> dict[str, str]:
-        """Return environment variables that give a child process the same settings.
-
-        Variables instead of arguments, because every user of a machine can list the arguments of a process.
-        """
+        """Return environment variables that give a child process the same settings. They are not arguments,
+        because every user of a machine can list the arguments of a process."""
         values = {
             "state": str(self.state.resolve()),
             "ray": self.ray or "local",
@@ -114,15 +111,9 @@ class Settings:
 
 
 def find_settings(profile: str | None = None, **flags: object) -> Settings:
-    """Resolve the settings.
-
-    Args:
-        profile: Name of a profile; None: the one that ABLATE_PROFILE names, else `default`.
-        flags: Values of command-line options by key; None: the option was not used.
-
-    Raises:
-        InputError: The profile file or a value is wrong. All mistakes of the file are listed at once.
-    """
+    """Resolve the settings. `profile`: None for the one that ABLATE_PROFILE names, else `default`; `flags`:
+    values of command-line options by key; None: the option was not used. InputError if the profile file or a
+    value is wrong; all mistakes of the file are listed at once."""
     name = profile or os.environ.get(PROFILE) or None
     file, table = _profile(name)
     values: dict[str, Any] = {}  # as KEYS checked them, or as typer parsed them
@@ -159,8 +150,7 @@ def _resolve(key: str, flag: object, table: Mapping[str, object], origin: str) -
 
 def _profile(name: str | None) -> tuple[Path, dict[str, object]]:
     """Return the profile file that applies and its table of this name; an InputError lists all mistakes of
-    the file.
-    """
+    the file."""
     file = next((path for path in (Path(FILE), Path.home() / ".config" / FILE) if path.exists()), None)
     if file is None:
         if name:
@@ -252,9 +242,7 @@ def _expand(value: object, location: str) -> object:
 
 
 def _parse_boolean(value: bool | str) -> bool:
-    """Return a switch that the environment may set as text; InputError for text other than true, false, 1 and
-    0.
-    """
+    """Return a switch that the environment may set as text; InputError unless it is true, false, 1 or 0."""
     if isinstance(value, bool):
         return value
     if value.lower() not in ("true", "false", "1", "0"):
@@ -263,18 +251,11 @@ def _parse_boolean(value: bool | str) -> bool:
 
 
 def writable(state: Path, shared: bool = False) -> str | None:
-    """Create the state folder and check that files can be written and locked there.
+    """Create the state folder and check that files can be written and locked there; InputError if not. Return
+    a note for the user if others can read an existing folder, else None.
 
-    Args:
-        state: The folder.
-        shared: If False, a new folder is accessible to this user only. The permissions of an existing one
-            never change.
-
-    Returns:
-        A note for the user if others can read an existing folder, else None.
-
-    Raises:
-        InputError: The folder cannot be created, written to, or its files cannot be locked.
+    Unless it is `shared`, a new folder is accessible to this user only. The permissions of an existing one
+    never change.
     """
     try:
         permissions = make_folder(state, shared)
@@ -294,8 +275,7 @@ def writable(state: Path, shared: bool = False) -> str | None:
 
 def _lock(probe: Path) -> None:
     """Lock a file by flock, as this package does, and by fcntl, as SQLite does; InputError if the file system
-    has no locks.
-    """
+    has no locks."""
     try:
         with probe.open("a") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -319,10 +299,7 @@ def mlflow_uri(given: str | None, state: Path) -> str | None:
 
 def destination(hook: str) -> str:
     """Return a notification hook as text that is safe to print: the name of a command, or scheme and host of
-    a URL.
-
-    The path of such a URL is often a key.
-    """
+    a URL, whose path is often a key."""
     if not hook.startswith(("http://", "https://")):
         return hook.partition(" ")[0]
     scheme, _, rest = redact(hook).partition("://")

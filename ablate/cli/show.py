@@ -185,8 +185,7 @@ def _write_tables(
 
 def _compare(first: str, second: str, state: Path, as_json: bool) -> None:
     """Print what differs in two arms, or in all arms that two sweeps have by the same name: recipe, workload,
-    data and versions; and the second minus the first, paired by seed.
-    """
+    data and versions; and the second minus the first, paired by seed."""
     from ablate.reports.table import Column, Table
     from ablate.results.compare_runs import Side, arms_of, side
     from ablate.results.compare_runs import compare as compared

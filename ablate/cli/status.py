@@ -160,7 +160,6 @@ def _page(sweeps: list[Status], named: bool, state: Path) -> Group:
 
 
 def _sweep(sweep: Status) -> list[RenderableType]:
-    """Return all lines and tables about one sweep."""
     head = Text.assemble((sweep.name, "bold"), "  ", (sweep.question, "dim"))
     if sweep.trouble:
         return [head, Text(sweep.trouble, "red")]
@@ -184,8 +183,7 @@ def _sweep(sweep: Status) -> list[RenderableType]:
 
 def _state(sweep: Status) -> Text:
     """Return a line with the process that runs the sweep, the time left and that to the next result, and how
-    far MLflow is behind.
-    """
+    far MLflow is behind."""
     if sweep.controller:
         text = Text.assemble(("● ", "green"), f"runs ({sweep.controller})")
         text.append(f", {time_left(sweep.seconds_left)}" if sweep.seconds_left is not None else "")

@@ -1,6 +1,4 @@
-"""`ablate stop` and `ablate workers`: send orders to the controller of a running sweep. Names are checked
-first.
-"""
+"""`ablate stop`, `ablate workers`: orders to the controller of a running sweep. Names are checked first."""
 
 import time
 from contextlib import closing
@@ -125,8 +123,7 @@ def _trials(number: int, state: str) -> str:
 
 def _send(folder: Path, order: Order, effect: str) -> None:
     """Write the order, print its effect, and wait until the controller accepts it; withdraw it if the
-    controller has ended.
-    """
+    controller has ended."""
     screen = console()
     order_file = give(folder, order)
     screen.lines(effect)

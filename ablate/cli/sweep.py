@@ -146,8 +146,7 @@ def sweep(
 
 def _require_runnable(file: Path, experiment: Experiment, settings: Settings) -> list[str]:
     """Return notes on the state folder and the device; InputError if the sweep cannot be run with these
-    settings.
-    """
+    settings."""
     if experiment.keys.budget.cost is not None and settings.price is None:
         raise InputError(
             f"{file}: budget.cost: no price of a worker-hour; set it with --price, or in a profile"
@@ -172,10 +171,7 @@ def _sweep_busy(file: Path, holder: str) -> InputError:
 
 def _detach(file: Path, folder: Path, settings: Settings, options: SweepOptions) -> int:
     """Start the same sweep in a new session, wait until it has its lock and a sound ledger, and return the
-    exit status.
-
-    If the process ends before that, print its output and return its exit status.
-    """
+    exit status. If the process ends before that, print its output and return its exit status."""
     if running := holder(folder):
         raise _sweep_busy(file, str(running))
     folder.mkdir(parents=True, exist_ok=True)
@@ -211,11 +207,8 @@ def _detach(file: Path, folder: Path, settings: Settings, options: SweepOptions)
 
 
 def detached_command(file: Path, settings: Settings, options: SweepOptions) -> list[str]:
-    """Return the command of a detached sweep.
-
-    Addresses are passed in its environment, since every user of a machine can list the arguments of a
-    process.
-    """
+    """Return the command of a detached sweep. Addresses are passed in its environment, since every user of a
+    machine can list the arguments of a process."""
     values = {
         "--executor": settings.executor,
         "--device": settings.device,

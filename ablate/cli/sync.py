@@ -65,10 +65,7 @@ def sync(
 
 def _refuse_damaged(settings: Settings, rebuild: bool, named: bool) -> None:
     """Handle a local database that SQLite cannot open: raise InputError or, with --rebuild for all sweeps,
-    move it aside.
-
-    The database holds all sweeps, so all of them have to be sent again.
-    """
+    move it aside. The database holds all sweeps, so all of them have to be sent again."""
     path = path_of(settings.mlflow)
     if path is None:
         return
@@ -88,10 +85,8 @@ def _refuse_damaged(settings: Settings, rebuild: bool, named: bool) -> None:
 def _sync_all(
     sweeps: list[Path], named: bool, settings: Settings, rebuild: bool, timeout: float, screen: Screen
 ) -> int:
-    """Send the records of one sweep after another and return the exit status.
-
-    A sweep that cannot be sent is an InputError if it was named, and otherwise a printed line.
-    """
+    """Send the records of one sweep after another and return the exit status. A sweep that cannot be sent is
+    an InputError if it was named, and otherwise a printed line."""
     status = DONE
     for number, folder in enumerate(sweeps):
         try:

@@ -31,10 +31,8 @@ Server = TypeVar("Server")
 
 @dataclass(frozen=True)
 class Served:
-    """One of the three servers: its name, its address and a hint at its content.
-
-    If `address` is None, the server does not run, and `hint` says why.
-    """
+    """One of the three servers: its name, its address and a hint at its content. If `address` is None, the
+    server does not run, and `hint` says why."""
 
     name: str
     address: str | None
@@ -72,8 +70,7 @@ def _free(port: int) -> bool:
 
 class MlflowServer:
     """MLflow's server for a local store: a child process that ends with this one. A remote MLflow is only
-    named.
-    """
+    named."""
 
     def __init__(self, settings: Settings, given: int | None) -> None:
         self._uri, self._given = settings.mlflow, given

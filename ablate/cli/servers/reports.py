@@ -1,6 +1,5 @@
-"""Web server of the reports for `ablate ui`, and the check of the Host header that it shares with Optuna's
-dashboard.
-"""
+"""Web server of the reports for `ablate ui`, and the check of the Host header, which Optuna's dashboard
+shares."""
 
 import io
 import ipaddress
@@ -29,8 +28,7 @@ from ablate.store.ledger import Ledger
 
 def own_names(host: str, more: str) -> frozenset[str]:
     """Return the host names of this server: of this machine, of the address it listens on, and those of
-    `more`, separated by commas.
-    """
+    `more`, separated by commas."""
     names = ("localhost", socket.gethostname(), socket.getfqdn(), host, *more.split(","))
     return frozenset(name.strip().lower() for name in names if name.strip())
 
@@ -115,11 +113,9 @@ class ReportHandler(SimpleHTTPRequestHandler):
         return None
 
     def _inside(self) -> bool:
-        """Return True if the path is plain and leads to something in the folder, links followed.
-
-        The base class drops `..` from what it opens, but not from where it redirects to: a browser would take
-        `/\\host/..` for the address of another server.
-        """
+        """Return True if the path is plain and leads to something in the folder, links followed. The base
+        class drops `..` from what it opens, but not from where it redirects to: a browser would take
+        `/\\host/..` for the address of another server."""
         path = unquote(self.path.partition("?")[0].partition("#")[0], errors="surrogatepass")
         _, *parts = path.removesuffix("/").split("/")
         if not path.startswith("/") or "\\" in path or {"", ".", ".."} & {*parts}:
@@ -198,8 +194,7 @@ _CHIPS = {
 
 def index(state: Path) -> str:
     """Return a page of all sweeps: running ones first, then the last that were run, with question, answer,
-    verdict and runs.
-    """
+    verdict and runs."""
     sweeps = sorted(folders(state, None), key=changed, reverse=True)
     sweeps.sort(key=lambda folder: holder(folder) is None)
     return _PAGE.format(items="\n".join(_item(state, folder) for folder in sweeps))
