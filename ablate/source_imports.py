@@ -6,7 +6,7 @@
     from . import beside                                # a name relative to the file's package
     importlib.import_module(f"{KIND}.small")            # a name, if that of KIND can be computed
 
-Of an expression, only strings and paths are computed, from a list of functions of `os.path` and `pathlib`.
+Only strings and paths of an expression are computed, from a list of functions of `os.path` and `pathlib`.
 Not found: names and folders that need anything else, such as a loop's variable or an environment variable.
 """
 

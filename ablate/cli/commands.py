@@ -131,7 +131,6 @@ def _first_word() -> str:
 
 
 def main() -> None:
-    """Run the command line."""
     files = {verb: file for verbs in VERBS.values() for verb, (file, _) in verbs.items()}
     verb = _first_word()
     if verb not in files and verb != "--version":

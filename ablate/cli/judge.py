@@ -90,7 +90,6 @@ class QuestionFlags:
 
     @property
     def question(self) -> "Question":
-        """The comparison."""
         from ablate.judging.answer import metric_of_text
         from ablate.judging.chosen_runs import Question
 

@@ -1,6 +1,6 @@
 """`ablate recipe show` and `diff`: recipes as three products with six operands. Without torch.
 
-What `show --yaml` and `--json` print are recipe files, which `show`, `diff` and experiments read back.
+`show --yaml` and `--json` print recipe files, which `show`, `diff` and experiments read back.
 """
 
 import inspect

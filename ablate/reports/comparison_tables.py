@@ -23,7 +23,6 @@ MOST_ARMS = 24
 
 
 def needed_cell(verdict: Verdict) -> Cell:
-    """Return the cell of the seeds that a verdict needs."""
     needed = verdict.needed
     return None if needed is None else (needed_text(needed), needed.count or MOST_SEEDS + 1)
 

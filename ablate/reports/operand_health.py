@@ -195,7 +195,6 @@ class LayerMaps:
         return "\n".join((self._note, "", *(f"- {arm}: {low}" for arm, low in self._lines())))
 
     def save(self, folder: Path) -> None:
-        """Write all values as a CSV file."""
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "layers.csv").open("w", newline="") as file:
             writer = csv.writer(file)
@@ -255,7 +254,6 @@ class ErrorSplit:
         return sorted(groups, key=lambda group: float(group[1]["grid"].min()))
 
     def save(self, folder: Path) -> None:
-        """Write all values as a CSV file."""
         folder.mkdir(parents=True, exist_ok=True)
         text = self.operands.assign(arm=self.operands["arm"].map(lambda arm: csv_cell(str(arm))))
         text.to_csv(folder / "error_split.csv", index=False, float_format="%.6g", lineterminator="\n")

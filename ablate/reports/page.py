@@ -72,7 +72,6 @@ class Answered(WithoutData):
     """True if the answer is that nothing differs by as much as matters."""
 
     def html(self) -> str:
-        """Return one paragraph."""
         kind = "answered" if self.decided else "open" if self.valid else "none"
         kind = "even" if self.decided and self.even else kind
         kind = "running" if self.running else kind
@@ -93,7 +92,6 @@ class Chips(WithoutData):
     """Kind (passed, warning, failed or note) and text."""
 
     def html(self) -> str:
-        """Return a list of chips."""
         items = "".join(
             f'<li class="{kind}">{inline(f"{_MARKS[kind]} {text}".strip())}</li>' for kind, text in self.chips
         )
@@ -124,7 +122,6 @@ class Command(WithoutData):
         )
 
     def markdown(self) -> str:
-        """Return a code block."""
         comment = f"  # {self.comment}" if self.comment else ""
         return f"```sh\n{one_line(self.command + comment)}\n```"
 
@@ -138,7 +135,6 @@ class Code(WithoutData):
     """Language for syntax highlighting, such as `yaml`."""
 
     def html(self) -> str:
-        """Return preformatted text."""
         return f'<pre class="file">{html_text(self.text, quote=False)}</pre>'
 
     def markdown(self) -> str:
@@ -173,7 +169,6 @@ class Gallery:
         return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(links), links))
 
     def save(self, folder: Path) -> None:
-        """Copy the pictures."""
         folder.mkdir(parents=True, exist_ok=True)
         for copy, (_, path) in zip(self._copies(), self.pictures, strict=True):
             shutil.copyfile(path, folder / copy)
@@ -208,14 +203,12 @@ class Section:
         return f'<h2 id="{slug(self.title)}">{inline(self.title)}</h2>'
 
     def markdown(self) -> str:
-        """Return the heading and the parts as Markdown."""
         if not self.parts:
             return ""
         heading = [f"## {markdown_cell(self.title)}"] if self.title else []
         return "\n\n".join([*heading, *(part.markdown() for part in self.parts)])
 
     def save(self, folder: Path) -> None:
-        """Save the parts."""
         for part in self.parts:
             part.save(folder)
 

@@ -108,7 +108,6 @@ def cell(value: "Cell | Difference", form: str = "") -> Cell:
 
 
 def content(row: object, source: Source) -> Cell:
-    """Return the cell of a row."""
     path, form = source if isinstance(source, tuple) else (source, "")
     return cell(attrgetter(path)(row) if isinstance(path, str) else path(row), form)
 

@@ -178,7 +178,6 @@ class Part(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name for people."""
         count = len(self.positions)
         return f"{count} position{'s' if count > 1 else ''}, windows up to {self.longest} steps"
 

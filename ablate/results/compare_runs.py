@@ -52,7 +52,6 @@ class Compared:
 
 
 def arms_of(ledger: Ledger) -> list[str]:
-    """Return the names of a sweep's arms."""
     return [arm.name for arm in ledger.arms()]
 
 

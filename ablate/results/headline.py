@@ -83,7 +83,6 @@ class Headline:
 
 
 def headline_of(sweep: Comparisons) -> Headline:
-    """Return the answer of a sweep."""
     lead, text, verdicts = _answer(sweep)
     text += _by_routes(sweep) if verdicts else ""
     found = tuple(checks(sweep.ledger, sweep.arms))

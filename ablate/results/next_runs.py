@@ -80,7 +80,6 @@ class Settling:
 
     @property
     def text(self) -> str:
-        """The number as a sentence."""
         if not self.known and self.floored == self.undecided:
             return (
                 "No number of seeds settles this: the error of the evaluation, which all seeds share, is as"

@@ -130,7 +130,6 @@ class Sensitivity:
 
     @property
     def columns(self) -> list[str]:
-        """Columns of the map."""
         return list(dict.fromkeys(cell.part for cell in self.cells))
 
 

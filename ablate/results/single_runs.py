@@ -43,7 +43,6 @@ class Curves:
 
     @property
     def text(self) -> str:
-        """The curves in words."""
         if not self.above + self.below:
             return f"equal at all {self.steps} steps"
         side = "above" if self.above >= self.below else "below"

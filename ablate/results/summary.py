@@ -406,7 +406,7 @@ class Gaps:
         the baseline is not over.
 
         The verdict cannot be overturned by arms that are still running: they count as comparisons without a
-        result. When all arms are over it is that of `summaries`, with the same number of seeds. No seeds are
+        result. After all arms are over it is that of `summaries`, with the same number of seeds. No seeds are
         planned for a search's proposal. There may be thousands of proposals, so only this one and its
         baseline are read, and its p-value is multiplied by the number of proposals.
         """

@@ -166,7 +166,6 @@ class Accuracy(NamedTuple):
     high: float
 
     def __str__(self) -> str:
-        """Return coverage and accuracy in words."""
         share = f"{self.right / self.decided:.2f}, {self.low:.2f} to {self.high:.2f}"
         return (
             f"{self.decided} of {self.pairs} pairs, {self.right} of these right ({share}), and refused"

@@ -1,8 +1,8 @@
 """Differential tests of the quantiser against Transformer Engine's reference, torchao and ml_dtypes.
 
 Each is optional and imported inside its own function. Both sides quantise the same tensors, and no number may
-differ: +0 equals -0, NaN equals nothing. What a library deliberately computes otherwise is left out. Other
-public libraries are in benchmarks/libraries.py.
+differ: +0 equals -0, NaN equals nothing. Deliberate differences of a library are left out. Other public
+libraries are in benchmarks/libraries.py.
 """
 
 import importlib

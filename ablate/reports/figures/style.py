@@ -138,7 +138,6 @@ class Picture:
         self.figure.clear()
 
     def html(self) -> str:
-        """Return the figure as an HTML element."""
         return f"<figure>{self.svg}</figure>"
 
     def markdown(self) -> str:

@@ -116,7 +116,6 @@ class _Product:
         self.random, self.slack = draws_of(products, product), SLACK
 
     def finding(self) -> Replayed:
-        """Return the finding."""
         about = partial(Replayed, self.layer.name, self.product, self.layer.step, self.layer.rank)
         needed = [*OPERANDS[self.product], RESULTS[self.product]]
         if self.products.backward_needs and self.product != "fprop":
@@ -205,7 +204,6 @@ class _Product:
         return RedrawnLayer((inside, out), self.layer.name, products or self.products, clock, number)
 
     def result(self, emulated: RedrawnLayer) -> Tensor:
-        """Return the product that a layer computes."""
         tensors, products = self.layer.tensors, emulated.products
         x, w = (tensors[name].to(torch.bfloat16) if name in tensors else None for name in ("x", "w"))
         with torch.no_grad():
