@@ -91,7 +91,7 @@ def _shown(value: object) -> list[Mapping[str, Any]]:
 
 def page(cells: list[Cell], template: Path, **values: object) -> str:
     """Return cells, as `run` returns them, as an HTML page, with links to its headings. The Jinja template
-    has `cells`, `values` and the filter `markdown`, and no automatic escapes."""
+    has `cells`, the further values and the filter `markdown`, and no automatic escapes."""
     from jinja2 import Environment, FileSystemLoader
     from markdown_it import MarkdownIt
 

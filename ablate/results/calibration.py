@@ -84,9 +84,12 @@ class Candidate:
         return effect / math.hypot(self.deviation * math.sqrt(self.seconds(arms) / 3600), self.error)
 
     def half_width(self, seeds: int, careful: bool = False, interval: Interval = SINGLE_LOOK) -> float:
-        """Return half the width of a 95 % interval of one comparison with 2 seeds or more. `careful`: use the
-        deviation that is exceeded with a probability of 20 % only, or the largest of the contrasts'
-        deviations: some comparisons spread more than others."""
+        """Return half the width of a 95 % interval of one comparison with 2 seeds or more, of the kind that
+        the sweep will have.
+
+        `careful`: use the deviation that is exceeded with a probability of 20 % only, or the largest of the
+        contrasts' deviations: some comparisons spread more than others.
+        """
         deviation = self.deviation
         if careful:
             free = self.seeds - 1

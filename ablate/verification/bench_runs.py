@@ -69,8 +69,8 @@ def back_ends(every: bool, device: "torch.device") -> dict[str, CDLL | None]:
 def quantiser_speeds(
     sizes: Iterable[Sequence[int]], device: str, rounds: int, every: bool = False
 ) -> list[Line]:
-    """Return the speed of each quantiser beside that of a copy of the tensor: the median of interleaved
-    rounds.
+    """Return the speed of each quantiser on `cpu` or `cuda`, beside that of a copy of the tensor: the median
+    of interleaved rounds.
 
     `sizes`: rows and columns of each tensor, which is timed in bf16 and in fp32; `every`: time every compiled
     build that this CPU can run.
@@ -167,9 +167,9 @@ def stepper(
 def step_speeds(
     steppers: Mapping[str, Stepper], tokens: int, device: str, rounds: int, trace: Path | None = None
 ) -> list[Line]:
-    """Return the speed of each training step (the median of interleaved rounds), its peak memory and, on a
-    CPU, its time by operation. `tokens`: those of a step; `trace`: folder for a profiler trace of each
-    step."""
+    """Return the speed of each training step on `cpu` or `cuda` (the median of interleaved rounds), its peak
+    memory and, on a CPU, its time by operation. `tokens`: those of a step; `trace`: folder for a profiler
+    trace of each step."""
     found = timing.interleaved({name: run.step for name, run in steppers.items()}, rounds)
     if trace:
         trace.mkdir(parents=True, exist_ok=True)

@@ -20,8 +20,8 @@ _VOCABULARY = 64
 
 
 def difference(device: str, folder: Path, deterministic: bool = True) -> str:
-    """Return where the first resumed run differs from the one without a stop; "" if none does. `folder`: an
-    empty one for data and checkpoints; `deterministic`: the workload's field."""
+    """Return where the first resumed run on `cpu` or `cuda` differs from the one without a stop; "" if none
+    does. `folder`: an empty one for data and checkpoints; `deterministic`: the workload's field."""
     tokens = np.random.default_rng(1).integers(0, _VOCABULARY, 6000).astype(np.uint16)
     (folder / "data").mkdir()
     tokens[:5000].tofile(folder / "data" / "train.bin")
