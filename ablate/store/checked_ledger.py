@@ -29,16 +29,8 @@ _CHECK = "ledger agrees with its seals, 1"
 
 
 def open_ledger(state: Path, sweep: str) -> Ledger:
-    """Open the ledger of a sweep for reading, compared with its seals.
-
-    Args:
-        state: State folder.
-        sweep: Name of the sweep.
-
-    Raises:
-        FileNotFoundError: The sweep has not been run.
-        InputError: The ledger differs from its seals.
-    """
+    """Open the ledger of a sweep for reading, compared with its seals. FileNotFoundError if the sweep has not
+    been run; InputError if the ledger differs from its seals."""
     path = state / "sweeps" / sweep / "ledger.db"
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path}: no such sweep has been run")
@@ -46,11 +38,8 @@ def open_ledger(state: Path, sweep: str) -> Ledger:
 
 
 def open_checked(path: Path) -> Ledger:
-    """Open a ledger for reading, compared with its seals.
-
-    Raises:
-        InputError: It differs from its seals, is no database, or has no tables yet.
-    """
+    """Open a ledger for reading, compared with its seals. InputError if it differs from them, is no database,
+    or has no tables yet."""
     if why := absent(path):
         raise InputError(why)
     try:
@@ -70,10 +59,8 @@ def open_checked(path: Path) -> Ledger:
 
 
 def difference(ledger: Ledger) -> str | None:
-    """Return a description of the first difference between a ledger and its seals; None if there is none.
-
-    A difference in the records of a trial names the trial. What has no seal does not differ (`unverified`).
-    """
+    """Return a description of the first difference between a ledger and its seals; None if there is none. A
+    difference in the records of a trial names the trial. What has no seal does not differ (`unverified`)."""
     try:
         if ledger.foreign:  # before the note, since a link has the stamp of the file that it leads to
             return ledger.foreign
@@ -109,11 +96,7 @@ def _difference(ledger: Ledger) -> str | None:
 
 def absent(path: Path, empty: bool = False) -> str | None:
     """Return a sentence on a sweep's folder in which the ledger is missing; None if something is there.
-
-    Args:
-        path: File of the ledger.
-        empty: True for one that has no tables, which is as good as none.
-    """
+    `empty`: the file is known to have no tables, which is as good as no file."""
     files = (path, path.with_name(f"{path.name}-wal"))
     if not empty and (path.is_symlink() or any(file.exists() and file.stat().st_size for file in files)):
         return None
@@ -122,9 +105,7 @@ def absent(path: Path, empty: bool = False) -> str | None:
 
 def unverified(ledger: Ledger) -> str:
     """Return a sentence on the trials whose records have no seal to be compared with; empty if all have one.
-
-    Trials that wait or run have none, as their status says, and do not count.
-    """
+    Trials that wait or run have none, as their status says, and do not count."""
     over = [row for row in ledger.wanted_trials() if row.status in OVER]
     without = [row for row in over if ledger.records_seal(row.trial) is None]
     if not without:
@@ -141,13 +122,8 @@ def refusal(path: Path, why: str, file: str = "", ledger: Ledger | None = None) 
 
 
 def remedy(path: Path, file: str = "", ledger: Ledger | None = None) -> str:
-    """Return a sentence on what makes a lost or damaged ledger again.
-
-    Args:
-        path: File of the ledger.
-        file: YAML file of the sweep; empty for one with the sweep's name.
-        ledger: The ledger, if its facts can be read.
-    """
+    """Return a sentence on what makes a lost or damaged ledger again. `file` is the YAML file of the sweep;
+    empty for one with the sweep's name. `ledger` is given if its facts can be read."""
     folder = path.absolute().parent
     if kept_alone(folder) or (ledger and Judged.alone(ledger)):
         return "the same `ablate judge` command writes it again"

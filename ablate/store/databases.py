@@ -29,10 +29,8 @@ def readonly_uri(path: Path) -> str:
     """Return the address by which SQLite opens a file for reading only.
 
     In a folder that cannot be written, SQLite opens no database in WAL mode. A database that was closed is
-    complete without its log, and is opened as a file that does not change.
-
-    Raises:
-        sqlite3.OperationalError: The folder cannot be written, and the log has content that the file lacks.
+    complete without its log, and is opened as a file that does not change. sqlite3.OperationalError if the
+    folder cannot be written, and the log has content that the file lacks.
     """
     address = f"file:{quote(os.fsencode(path))}?mode=ro"
     if not path.exists() or os.access(path.parent, os.W_OK) or path.read_bytes()[18:19] != b"\x02":
@@ -46,18 +44,11 @@ def readonly_uri(path: Path) -> str:
 
 
 def open_readonly(path: Path, seconds: float = 60.0) -> sqlite3.Connection:
-    """Open a database for reading.
+    """Open a database for reading, and wait up to `seconds` for a writer.
 
     A process that was killed in a transaction leaves a rollback journal, which only a writing connection can
-    undo: one is opened first. The journal of a running process is locked, and stays.
-
-    Args:
-        path: File of the database.
-        seconds: Longest time to wait for a writer.
-
-    Raises:
-        sqlite3.Error: The file cannot be opened.
-        sqlite3.DatabaseError: A folder or a link is in the place of one of its files.
+    undo: one is opened first. The journal of a running process is locked, and stays. sqlite3.Error if the
+    file cannot be opened; sqlite3.DatabaseError if a folder or a link is in the place of one of its files.
     """
     if why := misplaced(path):
         raise sqlite3.DatabaseError(why)
@@ -71,10 +62,7 @@ def open_readonly(path: Path, seconds: float = 60.0) -> sqlite3.Connection:
 
 def misplaced(path: Path) -> str | None:
     """Return a sentence on what is in the place of a database's file or of its logs and is not a file; None
-    if nothing is.
-
-    SQLite reports all of this as `unable to open database file`.
-    """
+    if nothing is. SQLite reports all of this as `unable to open database file`."""
     for part in ("", "-wal", "-shm", "-journal"):
         file = f"{path}{part}"  # a log may vanish between two looks at it, which os.path allows
         if os.path.isdir(file):
@@ -99,11 +87,8 @@ def quick_check(db: sqlite3.Connection) -> str | None:
 
 def url(path: Path) -> str:
     """Return the address of a database for SQLAlchemy and MLflow: `sqlite:///` and the path, which has `%`
-    and `?` escaped.
-
-    With an escape the driver is named too, since MLflow makes the unescaped path's folder for whatever begins
-    with `sqlite:///`.
-    """
+    and `?` escaped. With an escape the driver is named too, since MLflow makes the unescaped path's folder
+    for whatever begins with `sqlite:///`."""
     escaped = str(path).replace("%", "%25").replace("?", "%3F")
     return (_SQLITE if escaped == str(path) else _WITH_DRIVER) + escaped
 
@@ -131,15 +116,8 @@ def file_system(path: Path, mounts: str) -> str:
 
 
 def network_file_system(path: Path, mounts: str | None = None) -> str | None:
-    """Return the type of the network file system that holds a path.
-
-    Args:
-        path: A file or a folder.
-        mounts: Text of a mounts table; default: this machine's.
-
-    Returns:
-        The type, such as `nfs4`; None for a local file system.
-    """
+    """Return the type of the network file system that holds a path, such as `nfs4`; None for a local one.
+    `mounts` is the text of a mounts table; default: this machine's."""
     if mounts is None:
         mounts = _MOUNTS.read_text(errors="surrogateescape") if _MOUNTS.exists() else ""
     kind = file_system(Path(path).resolve(), mounts)
@@ -148,18 +126,11 @@ def network_file_system(path: Path, mounts: str | None = None) -> str | None:
 
 def set_journal(db: sqlite3.Connection, path: Path, mounts: str | None = None) -> None:
     """Set the journal mode of an open database: WAL on a local file system, a rollback journal on a network
-    file system.
+    file system. `mounts` as for `network_file_system`.
 
     A database that was written in WAL mode elsewhere is opened exclusively to be converted, since that needs
-    no shared memory.
-
-    Args:
-        db: Connection to the database.
-        path: Its file.
-        mounts: Text of a mounts table; default: this machine's.
-
-    Raises:
-        sqlite3.OperationalError: The mode cannot be set, because another process has the database open.
+    no shared memory. sqlite3.OperationalError if another process has the database open, so that the mode
+    cannot be set.
     """
     if network_file_system(path, mounts) is None:
         db.execute("PRAGMA journal_mode = WAL")

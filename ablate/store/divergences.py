@@ -20,7 +20,6 @@ class Divergence:
 
     @property
     def of_baseline(self) -> str:
-        """Return what became of the baseline."""
         if self.member.baseline is None:
             return "it is the baseline"
         words = {"diverged": "diverged too", "done": "did not diverge", None: "has no run of this seed"}

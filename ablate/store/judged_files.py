@@ -71,19 +71,9 @@ def kept_alone(folder: Path) -> JudgedFile | None:
 
 
 def keep(ledger: Ledger, store: Store) -> list[str]:
-    """Make a ledger and the files of its judged runs agree.
-
-    Args:
-        ledger: Ledger that is open for writing.
-        store: Trial store of the state folder.
-
-    Returns:
-        Sentences on what was restored.
-
-    Raises:
-        InputError: A run is whole nowhere, or the ledger lost the runs and the file that names them is
-            damaged.
-    """
+    """Make a ledger, open for writing, and the files of its judged runs agree; return sentences on what was
+    restored. InputError if a run is whole nowhere, or the ledger lost the runs and the file that names them
+    is damaged."""
     folder, news, kept = ledger.path.absolute().parent, list[str](), None
     lost = ledger.facts.judged is None
     try:
@@ -123,11 +113,8 @@ def _restore(ledger: Ledger, store: Store, kept: JudgedFile) -> None:
 
 
 def _agree(ledger: Ledger, store: Store, member: Member) -> list[str]:
-    """Make ledger and folder of a run agree, and return a sentence on what was damaged.
-
-    Raises:
-        Damaged: The run is whole in neither.
-    """
+    """Make ledger and folder of a run agree, and return a sentence on what was damaged; Damaged if the run is
+    whole in neither."""
     folder, damage, events = store.folder(member.id), "missing", list[Event]()
     try:
         if found := store.result(member.id):

@@ -40,10 +40,8 @@ class Ledger(RecordQueries, TrialStates, ShippingState):
     own."""
 
     def unwant(self) -> None:
-        """Mark all arms and members as not wanted, until they are added again. Their runs are kept.
-
-        Arms whose runs were not started here stay, behind all others.
-        """
+        """Mark all arms and members as not wanted, until they are added again. Their runs are kept. Arms
+        whose runs were not started here stay, behind all others."""
         self.db.execute(f"UPDATE arms SET place = CASE role WHEN 'foreign' THEN {_LAST} + arm END")
         own = "arm IN (SELECT arm FROM arms WHERE role != 'foreign')"
         self.db.execute(f"UPDATE members SET wanted = 0 WHERE {own}")
@@ -62,17 +60,13 @@ class Ledger(RecordQueries, TrialStates, ShippingState):
         repeats: int | None = None,
         reason: str | None = None,
     ) -> int:
-        """Add a wanted arm behind those that are wanted already, and return its number.
+        """Add a wanted arm behind those that are wanted already, and return its number. The arm keeps its
+        place if its name is wanted already.
 
-        Args:
-            name: Unique name of the arm.
-            knobs: Its settings.
-            baseline: Number of the arm that it is compared with, None for a baseline.
-            optuna: Its number in the study, None if it is not part of one.
-            role: Its role in the sweep.
-            repeats: Number of the arm whose trials it shares, if a search proposed the same point again. Such
-                a point is not an arm of its own.
-            reason: Reason why a refused arm cannot be run.
+        `baseline` is the number of the arm that it is compared with, None for a baseline; `optuna` its number
+        in the study, None if it is not part of one; `repeats` the number of the arm whose trials it shares,
+        if a search proposed the same point again (such a point is not an arm of its own); `reason` why a
+        refused arm cannot be run.
         """
         place = self.db.execute("SELECT count(place) FROM arms").fetchone()[0]
         values = {
@@ -96,16 +90,9 @@ class Ledger(RecordQueries, TrialStates, ShippingState):
         return number
 
     def add_member(self, arm: int, seed: int, trial_id: str, spec: str) -> int:
-        """Record that an arm at a seed is the trial with this id, and return the trial's number.
-
-        A member whose spec has changed refers to the new trial from then on.
-
-        Args:
-            arm: Number of the arm.
-            seed: The seed.
-            trial_id: Id of the trial: the hash of its spec.
-            spec: Resolved spec of the trial, as JSON.
-        """
+        """Record that an arm at a seed is the trial with this id (the hash of `spec`, its resolved spec as
+        JSON), and return the trial's number. A member whose spec has changed refers to the new trial from
+        then on."""
         with self.atomic():
             self.db.execute("INSERT OR IGNORE INTO trials (id, spec) VALUES (?, ?)", (trial_id, spec))
             query = "SELECT trial FROM trials WHERE id = ?"
@@ -126,12 +113,7 @@ class Ledger(RecordQueries, TrialStates, ShippingState):
 
     def _redraw(self, condition: str, *values: str | int | None) -> None:
         """Have the MLflow runs of these members replaced: they show another trial, or another gap, than the
-        present one.
-
-        Args:
-            condition: Condition on members, arms and trials in SQL.
-            values: Values of its parameters.
-        """
+        present one. `condition` is in SQL, on members, arms and trials, with parameters `values`."""
         query = (
             "SELECT members.arm, seed, trials.id FROM members JOIN trials USING (trial)"
             f" JOIN arms USING (arm) WHERE {condition}"

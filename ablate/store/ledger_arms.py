@@ -50,11 +50,9 @@ class ArmQueries(LedgerFile):
         return self._select_members("" if arm is None else "AND arms.arm = :arm", arm=arm)
 
     def counterparts(self, arm: int, seed: int) -> list[Member]:
-        """Return the members at a seed that a member is a pair with.
-
-        These are its arm's baseline, or, for a member of a baseline, all members that are compared with it.
-        Runs from elsewhere are compared unpaired: an equal seed means nothing there.
-        """
+        """Return the members at a seed that a member is a pair with. These are its arm's baseline, or, for a
+        member of a baseline, all members that are compared with it. Runs from elsewhere are compared
+        unpaired: an equal seed means nothing there."""
         return self._select_members(
             "AND seed = :seed AND (arms.baseline = :arm AND arms.role != 'foreign' OR members.arm ="
             " (SELECT baseline FROM arms WHERE arm = :arm AND role != 'foreign'))",

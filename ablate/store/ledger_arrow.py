@@ -18,16 +18,8 @@ _NULL = -sys.float_info.max
 
 
 def record_table(ledger: LedgerFile, trials: Sequence[int], names: Sequence[int]) -> pa.Table:
-    """Return the records of these trials and metrics.
-
-    Args:
-        ledger: Open ledger.
-        trials: Numbers of the trials in this ledger.
-        names: Numbers of the metrics' names in this ledger.
-
-    Returns:
-        Columns trial, name, step (integers) and value (double, NaN for NULL).
-    """
+    """Return the records of these trials and metrics, both given by their numbers in this ledger: columns
+    trial, name, step (integers) and value (double, NaN for NULL)."""
     inside = [
         f"{column} IN ({','.join(map(str, numbers))})"
         for column, numbers in (("trial", trials), ("name", names))

@@ -23,18 +23,9 @@ class LedgerFile:
     """Open file of a ledger."""
 
     def __init__(self, path: Path, readonly: bool = False, mounts: str | None = None) -> None:
-        """Open the ledger; create the file unless `readonly`.
-
-        Args:
-            path: File of the ledger.
-            readonly: True to open it for reading only.
-            mounts: Text of a mounts table, which decides the journal mode; default: this machine's.
-
-        Raises:
-            InputError: Another version of this package wrote it, in another format.
-            sqlite3.Error: The file cannot be opened, or is not a database.
-            sqlite3.DatabaseError: A metric's name is not text.
-        """
+        """Open the ledger; create the file unless `readonly`. `mounts` as for `databases.set_journal`.
+        InputError if another version of this package wrote it, in another format; sqlite3.Error if the file
+        cannot be opened, or is not a database; sqlite3.DatabaseError if a metric's name is not text."""
         self.path = path
         try:
             if readonly:
@@ -76,11 +67,9 @@ class LedgerFile:
         self.db.close()
 
     def move_log(self) -> None:
-        """Move the write-ahead log into the file, unless another process reads it just now.
-
-        SQLite ignores everything after a damaged byte of the log, and does not miss a log that is gone: the
-        ledger would silently be that of an earlier moment.
-        """
+        """Move the write-ahead log into the file, unless another process reads it just now. SQLite ignores
+        everything after a damaged byte of the log, and does not miss a log that is gone: the ledger would
+        silently be that of an earlier moment."""
         self.db.execute("PRAGMA busy_timeout = 0")
         try:
             self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
@@ -107,11 +96,9 @@ class LedgerFile:
 
     @contextmanager
     def snapshot(self) -> Iterator[None]:
-        """Read one state of the ledger within the block, whatever a running sweep writes meanwhile.
-
-        Queries that are compared with each other need it: a trial that ends between two of them would be
-        done with the records of an earlier moment. Write nothing within the block.
-        """
+        """Read one state of the ledger within the block, whatever a running sweep writes meanwhile. Queries
+        that are compared with each other need it: a trial that ends between two of them would be done with
+        the records of an earlier moment. Write nothing within the block."""
         if self.db.in_transaction:
             yield
             return
@@ -149,19 +136,14 @@ class LedgerFile:
         return identity
 
     def discard(self, runs: Iterable[tuple[str, str]]) -> None:
-        """Record that MLflow's present runs of these trials are to be removed.
-
-        Args:
-            runs: Trial's id and member's key; the key "" stands for all members of the trial.
-        """
+        """Record that MLflow's present runs of these are to be removed: pairs of a trial's id and a member's
+        key, in which the key "" stands for all members of the trial."""
         now = int(time.time() * 1000)
         self.facts.mlflow_discarded = [*self.discarded(), *((trial, now, member) for trial, member in runs)]
 
     def discarded(self, gone: Collection[tuple[str, int, str]] = ()) -> list[tuple[str, int, str]]:
-        """Return the runs that `discard` recorded, without those in `gone`.
-
-        Each is a trial's id, the moment (milliseconds) before which the runs began, and a member's key.
-        """
+        """Return the runs that `discard` recorded, without those in `gone`. Each is a trial's id, the moment
+        (milliseconds) before which the runs began, and a member's key."""
         noted = self.facts.mlflow_discarded
         if gone and {*gone} & {*noted}:
             noted = [run for run in noted if run not in gone]

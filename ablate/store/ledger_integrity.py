@@ -17,11 +17,8 @@ from ablate.store.trial_store import Event, Tally
 
 
 def tally(ledger: Ledger, trial: int) -> Tally:
-    """Return number and digest of a trial's records.
-
-    Raises:
-        ValueError: A cell has a value of another type than its column, so its records cannot be read.
-    """
+    """Return number and digest of a trial's records. ValueError if a cell has a value of another type than
+    its column, so that the records cannot be read."""
     result, cursor = Tally(), ledger.db.cursor()
     cursor.row_factory = None
     names = ledger.names()
@@ -67,11 +64,8 @@ def strays(ledger: Ledger, trial: int, events: Iterable[Event]) -> bool:
 
 def flaw(ledger: Ledger) -> str | None:
     """Return a description of the first row that differs from what was written, by table and row; None if
-    there is none.
-
-    The ledger of another sweep agrees with its own seals, so its name is compared first. Records are not
-    checked here, but by `tally`.
-    """
+    there is none. The ledger of another sweep agrees with its own seals, so its name is compared first.
+    Records are not checked here, but by `tally`."""
     try:
         if ledger.foreign:
             return ledger.foreign
@@ -87,10 +81,7 @@ _UNSEALED = (("members", "mlflow"), ("compared", "id"), ("compared", "signature"
 
 def _not_text(db: sqlite3.Connection) -> str | None:
     """Return a sentence on a cell without a seal that is not text; None if there is none.
-
-    Raises:
-        sqlite3.OperationalError: A text is in no encoding.
-    """
+    sqlite3.OperationalError if a text is in no encoding."""
     for table, column in (*_UNSEALED, ("row_seals", "seal")):
         for (cell,) in db.execute(f"SELECT {column} FROM {table}"):
             if not isinstance(cell, str | None):

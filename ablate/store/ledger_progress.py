@@ -55,13 +55,8 @@ def last_attempt(ledger: Ledger, trial: int) -> int | None:
 
 
 def pace(ledger: Ledger, trial: int, started: float) -> Pace:
-    """Return a trial's progress, and its speed over its last records.
-
-    Args:
-        ledger: Ledger of the sweep.
-        trial: Number of the trial.
-        started: Start of the attempt (seconds since 1970). Earlier records do not count for the speed.
-    """
+    """Return a trial's progress, and its speed over its last records since `started` (seconds since 1970),
+    the start of the attempt."""
     # One index lookup for each name: a trial's records are ordered by name, then step.
     query = (
         "SELECT name, (SELECT max(step) FROM records WHERE trial = ? AND records.name = names.name) AS step"
@@ -82,18 +77,13 @@ def pace(ledger: Ledger, trial: int, started: float) -> Pace:
 
 
 def record_count(ledger: Ledger) -> int:
-    """Return the number of records."""
     count: int = ledger.db.execute("SELECT count(*) FROM records").fetchone()[0]
     return count
 
 
 def unshipped_records(ledger: Ledger, shown: Callable[[str], bool]) -> int:
-    """Return the number of records that the runs of wanted members in MLflow lack.
-
-    Args:
-        ledger: Ledger of the sweep.
-        shown: Predicate on a metric's name: True if MLflow is sent the metric.
-    """
+    """Return the number of records that the runs of wanted members in MLflow lack. `shown` returns True for
+    the name of a metric that MLflow is sent."""
     names = [number for number, text in ledger.names().items() if shown(text)]
     members = ledger.db.execute("SELECT trial, shipped FROM members WHERE wanted AND NOT closed").fetchall()
     query = "SELECT count(*) FROM records WHERE trial = ? AND name = ? AND step > ?"

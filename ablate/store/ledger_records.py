@@ -12,10 +12,8 @@ WANTED = "SELECT DISTINCT trial FROM members WHERE wanted"
 
 
 class RecordQueries(LedgerFile):
-    """Read-only part of `Ledger`: records, and texts on interventions. A NaN is stored as NULL.
-
-    Trials are given by their numbers in this ledger, metrics by their names; times are seconds since 1970.
-    """
+    """Read-only part of `Ledger`: records, and texts on interventions. A NaN is stored as NULL. Trials are
+    given by their numbers in this ledger, metrics by their names; times are seconds since 1970."""
 
     def events(self) -> list[Intervention]:
         """Return the texts on interventions by arm, seed and step."""
@@ -27,12 +25,7 @@ class RecordQueries(LedgerFile):
         return [Intervention(*row) for row in rows]
 
     def records(self, trial: int, after: int = -1) -> Iterator[tuple[int, str, float, float]]:
-        """Yield (step, metric, value, time) of a trial's records, by step.
-
-        Args:
-            trial: Number of the trial.
-            after: Step of the last record that is left out.
-        """
+        """Yield (step, metric, value, time) of a trial's records behind step `after`, by step."""
         rows = self.db.execute(
             "SELECT step, text, value, time FROM records JOIN names USING (name) WHERE trial = ?"
             " AND step > ? ORDER BY step",
@@ -55,15 +48,7 @@ class RecordQueries(LedgerFile):
         return record[1] if record else math.nan
 
     def last_record(self, trial: int, name: str) -> tuple[int, float, float] | None:
-        """Return a trial's last record of one metric.
-
-        Args:
-            trial: Number of the trial.
-            name: Name of the metric.
-
-        Returns:
-            Step, value and time; None if there is no record.
-        """
+        """Return step, value and time of a trial's last record of one metric; None if there is no record."""
         query = (
             "SELECT step, value, time FROM records JOIN names USING (name) WHERE trial = ? AND text = ?"
             " ORDER BY step DESC LIMIT 1"
@@ -104,11 +89,7 @@ class RecordQueries(LedgerFile):
 
     def finals(self, wanted: Callable[[Name], bool]) -> dict[int, dict[str, float]]:
         """Return the last values of every wanted trial, by its number and by metric, without per-layer
-        series.
-
-        Args:
-            wanted: Predicate on the parsed name of a metric.
-        """
+        series; `wanted` chooses metrics by their parsed names."""
         parsed = ((number, text, parse(text)) for number, text in self.names().items())
         names = [(number, text) for number, text, name in parsed if name.layer is None and wanted(name)]
         lasts: dict[int, dict[str, float]] = {trial: {} for (trial,) in self.db.execute(WANTED)}
@@ -123,10 +104,8 @@ class RecordQueries(LedgerFile):
 
     def rates(self, metric: str) -> dict[int, float]:
         """Return the mean rate over all steps of each wanted trial that recorded one, by the trial's number.
-
         It is the sum of the steps over the sum of their times. A record's rate covers the steps since the
-        record before, so a record of ten steps counts ten times as much as a record of one.
-        """
+        record before, so a record of ten steps counts ten times as much as a record of one."""
         rows = self.db.execute(
             "WITH intervals AS (SELECT trial, value, step - lag(step, 1, 0) OVER (PARTITION BY trial"
             f" ORDER BY step) AS steps FROM records JOIN names USING (name) WHERE trial IN ({WANTED})"
@@ -144,13 +123,8 @@ class RecordQueries(LedgerFile):
         return step or 0
 
     def beyond(self, metric: str, limit: float, above: bool) -> list[tuple[str, int, int, float]]:
-        """Return (arm, seed, first step, worst value) of the runs with values of a metric beyond a limit.
-
-        Args:
-            metric: its name.
-            limit: the last value that is within.
-            above: True if larger values are beyond it; False if smaller ones are.
-        """
+        """Return (arm, seed, first step, worst value) of the runs with values of a metric beyond a limit:
+        above it, or below it if `above` is False. A value at the limit is within."""
         worst, sign = ("max", ">") if above else ("min", "<")
         query = (
             f"SELECT arms.name, seed, min(step), {worst}(value) FROM members JOIN arms USING (arm)"

@@ -33,7 +33,6 @@ class ArmRow:
     place: int | None
     """Position among the wanted arms, None if it is not wanted."""
     role: Role
-    """Its role in the sweep."""
     repeats: int | None
     """Number of the arm whose trials it shares, if a search proposed the same point again."""
     reason: str | None
@@ -62,7 +61,6 @@ class Member:
     baseline: int | None
     """Number of the arm that its arm is compared with, None for a baseline."""
     role: Role
-    """Role of its arm."""
     against: str | None
     """Name of the arm that its arm is compared with, None for a baseline."""
     id: str

@@ -16,11 +16,7 @@ _SCHEMA = Path(__file__).with_name("ledger.sql")
 
 def check(db: sqlite3.Connection, path: Path) -> bool:
     """Return True for a ledger that this code can read, False for a file without a ledger's tables.
-
-    Raises:
-        InputError: The ledger has another format.
-        sqlite3.Error: The file is not a database.
-    """
+    InputError if the ledger has another format; sqlite3.Error if the file is not a database."""
     # Tables first: another process may create the ledger between the two statements, and version 0 read
     # before it and tables read after it would be those of a ledger without a version.
     if "sweep" not in databases.tables(db):
@@ -39,11 +35,7 @@ def check(db: sqlite3.Connection, path: Path) -> bool:
 
 def create(db: sqlite3.Connection, path: Path) -> None:
     """Create the tables of a new ledger, all or none; define the triggers that write seals. Existing content
-    stays.
-
-    Raises:
-        InputError: The ledger has another format.
-    """
+    stays. InputError if the ledger has another format."""
     db.execute("BEGIN IMMEDIATE")
     try:
         new = not check(db, path)

@@ -86,14 +86,9 @@ def _define(db: sqlite3.Connection) -> None:
 
 
 def difference(db: sqlite3.Connection) -> tuple[str, str, str] | None:
-    """Return the first row that differs from its seal, None if there is none.
-
-    Returns:
-        Name of the table, key of the row, and the difference: `is gone`, for example.
-
-    Raises:
-        sqlite3.OperationalError: A cell cannot be read.
-    """
+    """Return the first row that differs from its seal, as name of the table, key of the row, and the
+    difference (`is gone`, for example); None if there is none. sqlite3.OperationalError if a cell cannot be
+    read."""
     _define(db)
     for name, table in SEALED.items():
         rows = f"(SELECT CAST({table.key()} AS TEXT) AS key, {table.digest} AS seal FROM {name})"

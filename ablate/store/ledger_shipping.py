@@ -5,10 +5,8 @@ from ablate.store.ledger_rows import Member
 
 
 class ShippingState(ArmQueries):
-    """Part of `Ledger` on what MLflow has been sent.
-
-    It has no seals: `ablate sync --rebuild` sends everything again.
-    """
+    """Part of `Ledger` on what MLflow has been sent. It has no seals: `ablate sync --rebuild` sends
+    everything again."""
 
     def to_ship(self) -> list[Member]:
         """Return the wanted members whose MLflow run exists or is due, and is not complete."""
@@ -18,15 +16,8 @@ class ShippingState(ArmQueries):
         )
 
     def shipped(self, arm: int, seed: int, run: str, step: int, closed: bool) -> None:
-        """Record the state of a member's MLflow run.
-
-        Args:
-            arm: Number of the arm.
-            seed: Seed of the member.
-            run: Id of the run.
-            step: Step up to which the run has all records.
-            closed: True if the run is complete.
-        """
+        """Record a member's MLflow run, the step up to which it has all records, and True if it is
+        complete."""
         self.db.execute(
             "UPDATE members SET mlflow = ?, shipped = ?, closed = ? WHERE arm = ? AND seed = ?",
             (run, step, closed, arm, seed),

@@ -11,9 +11,7 @@ from ablate.store.trial_store import Event
 
 class TrialStates(LedgerFile):
     """Part of `Ledger` that reads and writes trials, given by their numbers, with their attempts and records.
-
-    Moments are seconds since 1970.
-    """
+    Moments are seconds since 1970."""
 
     def start_attempt(self, trial: int, attempt: int, now: float) -> None:
         """Record that an attempt starts, under the number that the trial store gave it."""
@@ -26,27 +24,19 @@ class TrialStates(LedgerFile):
     def end_attempt(
         self, trial: int, attempt: int, now: float, outcome: str, reason: str | None = None
     ) -> None:
-        """Record the end of an attempt.
-
-        Args:
-            trial: Number of the trial.
-            attempt: Number of the attempt.
-            now: Time of the end.
-            outcome: done, diverged, failed, interrupted, or the ending that was ordered.
-            reason: Reason for the outcome.
-        """
+        """Record the end of an attempt: done, diverged, failed, interrupted, or the ending that was
+        ordered."""
         self.db.execute(
             "UPDATE attempts SET ended = ?, outcome = ?, reason = ? WHERE trial = ? AND attempt = ?",
             (now, outcome, reason, trial, attempt),
         )
 
     def trial(self, trial: int) -> TrialRow:
-        """Return a trial's row."""
         query = f"SELECT {TRIAL_COLUMNS} FROM trials WHERE trial = ?"
         return TrialRow.of(self.db.execute(query, (trial,)).fetchone())
 
     def status(self, trial: int) -> str:
-        """Return a trial's status: pending, running, done, diverged or failed."""
+        """Return a trial's status; `settle` lists them."""
         row = self.db.execute("SELECT status FROM trials WHERE trial = ?", (trial,)).fetchone()
         status: str = row["status"]
         return status
@@ -65,15 +55,9 @@ class TrialStates(LedgerFile):
         seconds: float | None = None,
         reused: bool = False,
     ) -> None:
-        """Set a trial's status.
-
-        Args:
-            trial: Number of the trial.
-            status: pending, running, done, diverged, failed, oom, pruned or stopped.
-            reason: Reason for the status.
-            seconds: Seconds that the trial took; None keeps the present value.
-            reused: True if an earlier sweep ran the trial.
-        """
+        """Set a trial's status: pending, running, done, diverged, failed, oom, pruned or stopped. `seconds`
+        is the time that the trial took, None keeps the present value; `reused` is True if an earlier sweep
+        ran it."""
         self.db.execute(
             "UPDATE trials SET status = ?, reason = ?, seconds = coalesce(?, seconds), reused = ?"
             " WHERE trial = ?",
@@ -83,12 +67,8 @@ class TrialStates(LedgerFile):
             self.db.execute("UPDATE members SET closed = 0 WHERE trial = ?", (trial,))
 
     def note_context_free(self, trial: int, loss: float | None) -> None:
-        """Record the loss of a model that ignores its input, so that no reader needs the trial's files.
-
-        Args:
-            trial: Number of the trial.
-            loss: The loss on the trial's validation data; None: its workload reports none.
-        """
+        """Record the validation loss of a model that ignores its input, so that no reader needs the trial's
+        files. None: the workload reports none."""
         self.db.execute("INSERT OR REPLACE INTO context_free VALUES (?, ?)", (trial, loss))
 
     def context_free(self) -> dict[int, float | None]:
@@ -127,11 +107,9 @@ class TrialStates(LedgerFile):
             self.record(trial, events)
 
     def _put_in_order(self, table: str) -> None:
-        """Write the rows of a table again in the order of their keys, if they are in another.
-
-        A flipped bit in a key moves no row. A search by key then misses the rows behind it, which could be
-        neither deleted nor replaced. Rows of no trial are dropped.
-        """
+        """Write the rows of a table again in the order of their keys, if they are in another. A flipped bit
+        in a key moves no row. A search by key then misses the rows behind it, which could be neither deleted
+        nor replaced. Rows of no trial are dropped."""
         if self.db.execute(f"PRAGMA integrity_check({table})").fetchone()[0] == "ok":
             return
         of_trials = "+trial IN (SELECT trial FROM trials)"  # with +, not a search by key
@@ -141,11 +119,9 @@ class TrialStates(LedgerFile):
         self.db.execute("DROP TABLE kept")
 
     def _drop_records(self, trial: int) -> None:
-        """Delete a trial's records, and have the MLflow runs removed that show them.
-
-        New records have other times, so MLflow would show them beside the old ones. Files that were made from
-        this ledger's records before belong to an earlier edition.
-        """
+        """Delete a trial's records, and have the MLflow runs removed that show them. New records have other
+        times, so MLflow would show them beside the old ones. Files that were made from this ledger's records
+        before belong to an earlier edition."""
         self.db.execute("INSERT OR REPLACE INTO sweep VALUES ('edition', lower(hex(randomblob(16))))")
         self.seal_records(trial, None)
         for table in ("records", "events"):
@@ -156,12 +132,7 @@ class TrialStates(LedgerFile):
         )
 
     def record(self, trial: int, events: Iterable[Event]) -> None:
-        """Add events of a trial. Existing records stay, so recording twice is recording once.
-
-        Args:
-            trial: Number of the trial.
-            events: Its records by step.
-        """
+        """Add events of a trial. Existing records stay, so recording twice is recording once."""
         events = list(events)
         texts = [(trial, event["step"], text) for event in events for text in event.get("events", ())]
         rows = [
@@ -193,15 +164,8 @@ class TrialStates(LedgerFile):
         return self._names[text]
 
     def files_seen(self, trial_id: str, signature: str | None = None) -> str | None:
-        """Return the signature that a trial's files had when they were last compared with its result.
-
-        Args:
-            trial_id: Id of the trial.
-            signature: A new signature to store (see `Store.signature`).
-
-        Returns:
-            The signature; None if the files were never compared.
-        """
+        """Return the signature (`Store.signature`) that a trial's files had when they were last compared with
+        its result, None if they never were. A new `signature` is stored, and returned."""
         if signature is not None:
             self.db.execute("INSERT OR REPLACE INTO compared VALUES (?, ?)", (trial_id, signature))
             return signature

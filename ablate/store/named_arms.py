@@ -9,15 +9,8 @@ from ablate.store.ledger_rows import Member
 
 
 def members_of(words: str, state: Path) -> list[Member]:
-    """Return the members of an arm.
-
-    Args:
-        words: SWEEP:ARM; the sweep by its name or its file.
-        state: state folder.
-
-    Raises:
-        InputError: there is no such sweep or arm.
-    """
+    """Return the members of an arm, named as SWEEP:ARM, with the sweep by its name or its file. InputError if
+    there is no such sweep or arm."""
     name, colon, arm = words.partition(":")
     name = Path(name).stem if name.endswith((".yaml", ".yml")) else name
     known = sorted(path.parent.name for path in state.glob("sweeps/*/ledger.db"))

@@ -67,13 +67,8 @@ class Judgement:
 
 @dataclass(frozen=True)
 class ProposalHistory:
-    """Checked content of a history.
-
-    Attributes:
-        declaration: What was declared.
-        judgements: Judgements, the first one first.
-        digests: Digest of each line, that of the declaration first.
-    """
+    """Checked content of a history: its judgements, the first one first, and the digest of each line, that of
+    the declaration first."""
 
     declaration: Declaration
     judgements: tuple[Judgement, ...]
@@ -112,13 +107,9 @@ def append(path: Path, history: ProposalHistory, judgement: Judgement) -> Propos
 
 
 def read(path: Path) -> ProposalHistory | None:
-    """Return a history after checking every line; None if it was not begun.
-
-    A history may be one line longer than its head says, since a process may end between two writes.
-
-    Raises:
-        InputError: the file or its head is damaged, was changed or shortened, or one of them is missing.
-    """
+    """Return a history after checking every line; None if it was not begun. A history may be one line longer
+    than its head says, since a process may end between two writes. InputError if the file or its head is
+    damaged, was changed or shortened, or one of them is missing."""
     if path.is_dir():
         raise InputError(f"{path}: a folder: name the file of a history, such as {path.name}/loop.jsonl")
     head = _read_head(path)

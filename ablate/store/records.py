@@ -54,7 +54,6 @@ def _plain(part: pd.DataFrame) -> pd.DataFrame:
 
 
 def _frame(ledger: Ledger, metrics: Collection[str] | None) -> pd.DataFrame:
-    """Return the frame of one ledger."""
     members, names = ledger.members(), ledger.names()
     wanted = sorted(number for number, text in names.items() if metrics is None or parse(text).like(metrics))
     if not members or not wanted:
@@ -105,14 +104,8 @@ def _facts(ledger: Ledger, members: Sequence[Member]) -> list[dict[str, object]]
 
 
 def tokens_per_step(spec: RecordedSpec) -> int | None:
-    """Return the number of tokens that a step of a trial trains on.
-
-    Args:
-        spec: Resolved spec of the trial.
-
-    Returns:
-        The number; None if its workload counts no tokens, or is not one of this version.
-    """
+    """Return the number of tokens that a step of a trial trains on; None if its workload counts no tokens, or
+    is not one of this version."""
     workload = WORKLOADS.get(spec.workload)
     try:
         return (
@@ -128,14 +121,8 @@ def tokens_per_step(spec: RecordedSpec) -> int | None:
 
 
 def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
-    """Return (trial, name, step, value) by trial, in the ledger's numbers, from the cache as far as it is
-    valid.
-
-    Args:
-        ledger: Ledger of the sweep.
-        everything: True if all metrics are read, so that the rows can be cached.
-        names: Numbers of the metrics' names.
-    """
+    """Return (trial, name, step, value) by trial and step, in the ledger's numbers, from the cache as far as
+    it is valid. `everything`: `names` are all metrics, so that the rows can be cached."""
     folder, edition = ledger.path.parent / "records", ledger.facts.edition
     wanted = {member.trial: member for member in ledger.members()}
     texts, cached = ledger.names(), list[pa.Table]()
@@ -172,17 +159,12 @@ def _rows(ledger: Ledger, everything: bool, names: Sequence[int]) -> pa.Table:
 
 
 def _numbers(written: bytes, now: Mapping[str, int]) -> dict[int, int]:
-    """Return the ledger's present number for each number in a file.
-
-    Args:
-        written: JSON object of the file: text by number.
-        now: Present number by text. Other texts are left out.
-    """
+    """Return the ledger's present number for each number in a file. `written` is the file's JSON object of
+    texts by number, `now` the present number by text; other texts are left out."""
     return {int(then): now[text] for then, text in json.loads(written).items() if text in now}
 
 
 def _renumbered(column: pa.ChunkedArray, numbers: Mapping[int, int]) -> pa.ChunkedArray:
-    """Return a column with each number replaced."""
     positions = pc.index_in(column, value_set=pa.array(list(numbers), pa.int64()))
     return pc.take(pa.array(list(numbers.values()), pa.int64()), positions)
 

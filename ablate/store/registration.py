@@ -1,11 +1,9 @@
 """Pre-registration: which question and design were recorded before which results existed.
 
-The problem. A design that was chosen, or a `min_effect` that was set, after a look at results makes its own
-p-values too small, and nothing in a table shows it.
-
-The idea. Before anything runs, the hash of question, design and metrics is recorded with the number of the
-design's trials that are finished by then, in whatever sweep. A later run with another hash adds an entry. The
-report prints them, so that "registered before its first trial" is a fact, and a change half-way is visible.
+A design that was chosen, or a `min_effect` that was set, after a look at results makes its own p-values too
+small, and nothing in a table shows it. So before anything runs, the hash of question, design and metrics is
+recorded with the number of the design's trials that are finished by then, in whatever sweep. A later run with
+another hash adds an entry. The report prints all entries, so that a change half-way is visible.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -59,13 +57,9 @@ def register(
 ) -> None:
     """Record a question and design, unless they are those of the last registration.
 
-    Args:
-        ledger: ledger of the sweep, opened for writing.
-        digest: hash of question, design and metrics.
-        time: Unix time.
-        trials: number of trials of the design that are known now.
-        finished: counts those of them that are finished; called only if there is something to record.
-        parts: hashes of parts of the design, as keywords of `Registration`.
+    `digest` is the hash of question, design and metrics; `time` is Unix time; `trials` counts the trials of
+    the design that are known now. `finished` counts those of them that are finished, and is called only if
+    there is something to record. `parts` has hashes of parts of the design, as keywords of `Registration`.
     """
     known = registrations(ledger)
     if not known or known[-1].digest != digest:
@@ -74,17 +68,9 @@ def register(
 
 
 def late_changes(ledger: Ledger) -> Iterator[tuple[str, Registration]]:
-    """Yield each part of a design (`question`, `metrics`) that was fixed after results existed.
-
-    That is a part that a later run changed while results were there; or all of a design whose trials had all
-    finished before it was first recorded, unless a search proposes more of them.
-
-    Args:
-        ledger: ledger of the sweep.
-
-    Yields:
-        The part, and its last such registration.
-    """
+    """Yield each part of a design (`question`, `metrics`) that was fixed after results existed, with its last
+    such registration. That is a part that a later run changed while results were there; or all of a design
+    whose trials had all finished before it was first recorded, unless a search proposes more of them."""
     entries, search = registrations(ledger), bool(ledger.facts.search)
     for part in ("question", "metrics"):
         late = [
@@ -102,6 +88,6 @@ def late_changes(ledger: Ledger) -> Iterator[tuple[str, Registration]]:
 
 
 def registered_text(ledger: Ledger) -> str:
-    """Return the registrations in words, with what changed between them; "" if there are none."""
+    """Return the registrations in words, each later one behind "changed to"; "" if there are none."""
     first, *later = [each.text for each in registrations(ledger)] or [""]
     return "; changed to ".join((first, *later))

@@ -78,11 +78,8 @@ class Tally:
             self.add(event)
 
     def add(self, event: Event) -> None:
-        """Count an event's records. If a metric comes twice at one step, the first counts.
-
-        Raises:
-            ValueError: A metric's step is smaller than its last one.
-        """
+        """Count an event's records. If a metric comes twice at one step, the first counts. ValueError if a
+        metric's step is smaller than its last one."""
         step, moment = event["step"], event["time"]
         for name, value in event["metrics"].items():
             last = self._last.get(name, -1)
@@ -127,11 +124,8 @@ def line(event: Event, trial: str) -> bytes:
 
 
 def parsed(text: bytes, trial: str) -> Event:
-    """Return the event of a line of a trial's file.
-
-    Raises:
-        ValueError: The line is not what was written, or belongs to another trial.
-    """
+    """Return the event of a line of a trial's file. ValueError if the line is not what was written, or
+    belongs to another trial."""
     body, mark, crc = text.rpartition(_CRC)
     if not mark or crc != b'%08x"}\n' % _checksum(body + b"}", trial):
         raise ValueError("its checksum does not match")
@@ -139,11 +133,8 @@ def parsed(text: bytes, trial: str) -> Event:
 
 
 def as_event(content: object) -> Event:
-    """Return `content` if it is an event: an integer `step`, a number `time`, a mapping `metrics`.
-
-    Raises:
-        ValueError: It is anything else.
-    """
+    """Return `content` if it is an event: an integer `step`, a number `time`, a mapping `metrics`; else
+    ValueError."""
     if (
         not isinstance(content, dict)
         or not isinstance(content.get("metrics"), dict)
@@ -160,11 +151,7 @@ def _checksum(text: bytes, trial: str) -> int:
 
 
 class Store:
-    """Trial store of a state folder.
-
-    Args:
-        root: The state folder.
-    """
+    """Trial store of a state folder."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(root)
@@ -174,11 +161,8 @@ class Store:
         return self.root / "trials" / trial
 
     def result(self, trial: str) -> Result | None:
-        """Return the result of a finished trial, None for one that is not finished.
-
-        Raises:
-            Damaged: The file is not what was committed.
-        """
+        """Return the result of a finished trial, None for one that is not finished; Damaged if the file is
+        not what was committed."""
         path = self.folder(trial) / "result.json"
         try:
             result = read_json(path)
@@ -217,42 +201,21 @@ class Store:
             return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
     def commit(self, trial: str, result: Result) -> None:
-        """Store the result of a finished trial, completely or not at all, also if the power fails.
-
-        The trial's events files are synced to disk first.
-
-        Args:
-            trial: Id of the trial.
-            result: Its result, without a checksum.
-        """
+        """Store the result (without a checksum) of a finished trial, completely or not at all, also if the
+        power fails. The trial's events files are synced to disk first."""
         for path in (*self._events_files(trial), self.folder(trial)):
             synced(path)
         write(self.folder(trial) / "result.json", result | {"sha256": _digest(result)})
 
     def store_again(self, trial: str, other: str, spec: Mapping[str, Json]) -> None:
-        """Store a finished trial under another id, too. Its result names the trial that it was run as.
-
-        Args:
-            trial: Id of the finished trial.
-            other: The other id.
-            spec: Resolved spec with that id.
-
-        Raises:
-            Damaged: The trial is not what was written.
-        """
+        """Store a finished trial under another id, too, with the resolved spec of that id. The result names
+        the trial that it was run as. Damaged if the trial is not what was written."""
         result = self.result(trial)
         assert result is not None
         self.add(other, spec, self.proven(trial, result), result | {"run_as": trial})
 
     def add(self, trial: str, spec: Mapping[str, Json], events: Sequence[Event], about: Result) -> None:
-        """Store a finished trial that was not run here.
-
-        Args:
-            trial: Id of the trial.
-            spec: Its resolved spec.
-            events: Its records by step.
-            about: Its result, without id and records.
-        """
+        """Store a finished trial that was not run here; `about` is its result, without id and records."""
         attempt = self.begin(trial)
         write(self.folder(trial) / "spec.json", spec)
         content = b"".join(line(event, trial) for event in events)
@@ -260,10 +223,8 @@ class Store:
         self.commit(trial, about | {"id": trial, "records": Tally(events).sealed()})
 
     def begin(self, trial: str) -> int:
-        """Return a new attempt's number, larger than all before it in any sweep, and create its log file.
-
-        The number is unique even if two controllers ask at once, so no attempt replaces another's records.
-        """
+        """Return a new attempt's number, larger than all before it in any sweep, and create its log file. The
+        number is unique even if two controllers ask at once, so no attempt replaces another's records."""
         folder = self.folder(trial)
         folder.mkdir(parents=True, exist_ok=True)
         attempt = self.last_attempt(trial) + 1
@@ -279,19 +240,13 @@ class Store:
         return max(map(_number, self._by_attempt(trial, "log-*.txt")), default=0)
 
     def retire(self, trial: str) -> Path | None:
-        """Move the trial's folder to `retired/`, so that the trial is run again from the start.
-
-        Returns:
-            Its new path, None if there was no folder.
-        """
+        """Move the trial's folder to `retired/`, so that the trial is run again from the start. Return its
+        new path, None if there was no folder."""
         return self.put_aside(self.folder(trial)) if self.folder(trial).exists() else None
 
     def put_aside(self, path: Path) -> Path | None:
-        """Move a file or a folder to `retired/`.
-
-        Returns:
-            Its new path, None if another process moved it first.
-        """
+        """Move a file or a folder to `retired/`. Return its new path, None if another process moved it
+        first."""
         retired = self.root / "retired"
         retired.mkdir(exist_ok=True)
         aside = retired / f"{path.name}-{time.time_ns()}"
@@ -304,10 +259,8 @@ class Store:
         return self.root / "checkpoints" / f"{name}.pt"
 
     def checkpoint_step(self, trial: str) -> int:
-        """Return the step of the trial's own checkpoint, 0 if there is none that it can resume from.
-
-        Only the footer is read.
-        """
+        """Return the step of the trial's own checkpoint, 0 if there is none that it can resume from. Only the
+        footer is read."""
         path = self.folder(trial) / "checkpoint.pt"
         with suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
             about = read_footer(file, path)
@@ -320,13 +273,8 @@ class Store:
         return max((path.stat().st_size for path in self._checkpoints()), default=0)
 
     def collect(self, free: int) -> bool:
-        """Delete shared checkpoints, the least recently used first, until the disk has `free` bytes free.
-
-        Only time is lost: a trial that would have started from one starts earlier.
-
-        Returns:
-            True if the disk has that many bytes free.
-        """
+        """Delete shared checkpoints, the least recently used first, until the disk has `free` bytes free;
+        return True if it has. Only time is lost: a trial that would have started from one starts earlier."""
         for path in sorted(self._checkpoints(), key=lambda path: path.stat().st_mtime):
             if shutil.disk_usage(self.root).free >= free:
                 break
@@ -334,12 +282,8 @@ class Store:
         return shutil.disk_usage(self.root).free >= free
 
     def trim(self, names: Collection[str], share: float) -> None:
-        """Delete the least recently used of some shared checkpoints until they take no more of the disk.
-
-        Args:
-            names: Their names.
-            share: Largest share of the disk's free space that they may take.
-        """
+        """Delete the least recently used of the shared checkpoints `names` until they take at most `share` of
+        the disk's free space."""
         paths = [self.shared(name) for name in names if self.shared(name).exists()]
         sizes = {path: path.stat() for path in paths}
         total = sum(about.st_size for about in sizes.values())
@@ -357,29 +301,14 @@ class Store:
         return [*(self.root / "checkpoints").glob("*.pt"), *(self.root / "checkpoints").glob("*.pt.damaged")]
 
     def fork(self, trial: str, attempt: int, trunk: Mapping[str, Json]) -> None:
-        """Record that an attempt starts from the state of another trial.
-
-        Args:
-            trial: Id of the trial.
-            attempt: Number of the attempt.
-            trunk: Id of the other trial (`trial`), and the number of steps after which its state is used
-                (`step`).
-        """
+        """Record that an attempt starts from the state of trial `trunk["trial"]` after `trunk["step"]`
+        steps."""
         write(self.folder(trial) / f"trunk-{attempt}.json", trunk)
 
     def events(self, trial: str, until: float = math.inf, strict: bool = True) -> Iterator[Event]:
-        """Yield the trial's events up to a step, by step, including those of its trunks.
-
-        Of a record that several attempts made, the last counts. A last line torn by a crash is left out.
-
-        Args:
-            trial: Id of the trial.
-            until: Last step that is returned.
-            strict: False to skip damaged lines.
-
-        Raises:
-            Damaged: A line is not what was written, and `strict` is set.
-        """
+        """Yield the trial's events through step `until`, by step, including those of its trunks. Of a record
+        that several attempts made, the last counts. A last line torn by a crash is left out. A line that is
+        not what was written raises Damaged, or is skipped without `strict`."""
         layers: dict[int, list[tuple[Path, Event]]] = {}
         self._lay(layers, trial, until, strict)
         for step in sorted(layers):
@@ -388,11 +317,9 @@ class Store:
     def _lay(
         self, layers: dict[int, list[tuple[Path, Event]]], trial: str, until: float, strict: bool
     ) -> None:
-        """Collect the events of a trial and of its trunks in `layers`, by step.
-
-        Two trials may each have started from a state of the other, and a trial from one of its own, so each
-        trunk is read up to its own step alone.
-        """
+        """Collect the events of a trial and of its trunks in `layers`, by step. Two trials may each have
+        started from a state of the other, and a trial from one of its own, so each trunk is read up to its
+        own step alone."""
         for trunk in self._trunks(trial, strict):
             if trunk["step"] < until:
                 self._lay(layers, trunk["trial"], trunk["step"], strict)
@@ -431,15 +358,8 @@ class Store:
         return len(self._events_files(trial)) + len(list(self._trunks(trial, strict=False)))
 
     def proven(self, trial: str, result: Result) -> list[Event]:
-        """Return the events of a finished trial, after comparing them with the digest in its result.
-
-        Args:
-            trial: Id of the trial.
-            result: Its result.
-
-        Raises:
-            Damaged: The events are not those that the result was committed with.
-        """
+        """Return the events of a finished trial, after comparing them with the digest in its result. Damaged
+        if they are not those that the result was committed with."""
         folder = self.folder(trial)
         if lacking := _RESULT_KEYS - result.keys():
             raise Damaged(folder / "result.json", f"damaged: it has no {', '.join(sorted(lacking))}")
@@ -498,19 +418,9 @@ class Store:
 
     @contextmanager
     def claim(self, trial: str, attempt: int, wait: bool = True) -> Iterator[Callable[[], bool]]:
-        """Hold the trial's lock within the block. The lock ends with the process, however it ends.
-
-        Yields a function that returns True while this attempt still holds the lock: an attempt that lost
-        contact with the file system may have lost it.
-
-        Args:
-            trial: Id of the trial.
-            attempt: Number of the attempt.
-            wait: True to wait for another process that holds it.
-
-        Raises:
-            Busy: Another process holds the lock, and `wait` is False.
-        """
+        """Hold the trial's lock within the block. The lock ends with the process, however it ends. If another
+        process holds it, wait, or raise Busy without `wait`. Yields a function that returns True while this
+        attempt still holds the lock: an attempt that lost contact with the file system may have lost it."""
         with lock(self.folder(trial) / "lock", wait, attempt) as held:
             yield held
 
@@ -532,10 +442,8 @@ def _lines(path: Path, strict: bool) -> Iterator[Event]:
 
 
 def _put(layer: list[tuple[Path, Event]], path: Path, event: Event) -> None:
-    """Add an event to those of its step.
-
-    A later attempt's records replace earlier ones; of one attempt, the first record of a metric counts.
-    """
+    """Add an event to those of its step. A later attempt's records replace earlier ones; of one attempt, the
+    first record of a metric counts."""
     kept: list[tuple[Path, Event]] = []
     texts = set(event.get("events", ()))
     for source, old in layer:
@@ -559,7 +467,6 @@ def _put(layer: list[tuple[Path, Event]], path: Path, event: Event) -> None:
 
 
 def _counted(sealed: Mapping[str, Json]) -> str:
-    """Return number and digest of records as text."""
     return f"{sealed['count']:,} records of digest {str(sealed['sha256'])[:8]}"
 
 

@@ -51,12 +51,7 @@ class Verified:
 
 
 def verify(ledger: Ledger, store: Store) -> Verified:
-    """Compare a ledger with its seals, and all finished trials with their folders.
-
-    Args:
-        ledger: Ledger of the sweep.
-        store: Trial store of the state folder.
-    """
+    """Compare a ledger with its seals, and all finished trials with their folders."""
     again, why = remedy(ledger.path, ledger=ledger), flaw(ledger)
     mismatches = [Mismatch("", str(ledger.path), f"{ledger.path}: {why}", again)] if why else []
     trials = [] if why else ledger.wanted_trials()
