@@ -116,11 +116,8 @@ class StartingPoint:
         return self.arm({"recipe": "bf16"}).config
 
     def arm(self, knobs: Knobs, name: str | None = None, *, at_end: bool = False) -> Arm:
-        """Build the arm with these knobs set. KnobError with every reason if that is not possible.
-
-        `at_end`: the values are ends of ranges, not proposals; a phase that never begins with them is then
-        accepted.
-        """
+        """Build the arm with these knobs set. KnobError with every reason if that is not possible. `at_end`:
+        the values are ends of ranges, not proposals; a phase that never begins with them is then accepted."""
         start, recipe, paths = self._turned(knobs)
         config = paths.apply("workload", deepcopy(dict(self.values)), WORKLOADS[self.workload], None)
         if config is not None and self.folder is not None:

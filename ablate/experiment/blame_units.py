@@ -87,17 +87,9 @@ def _first_line(error: ValueError) -> str:
 
 
 def units_of(keys: Blame, layers: tuple[Layer, ...], whole: Recipe, base: Recipe) -> Units:
-    """Return the units of a search.
-
-    Args:
-        keys: the file's `blame`.
-        layers: all layers of the model; empty if the workload does not know them.
-        whole: the recipe whose gap is searched.
-        base: the baseline's recipe.
-
-    Raises:
-        ValueError: there are no such units; the message says why.
-    """
+    """Return the units of a search for what causes the gap of `whole`, a recipe, to `base`, its baseline's.
+    `layers`: all layers of the model; empty if the workload does not know them. ValueError, which says why,
+    if there are no such units."""
     if keys.what == "parts":
         if base.plain:
             raise ValueError(
@@ -131,15 +123,9 @@ def _parts(whole: Recipe, base: Recipe) -> dict[str, list[Change]]:
 
 
 def blamed(file: ExperimentFile, arms: Sequence[Arm]) -> tuple[BlameDesign, Units, BlameNames]:
-    """Return the search for a cause that a file asks for, its units, and their names.
-
-    Args:
-        file: keys of a file with `blame`.
-        arms: the recipe's arm, its baseline, and others that are checks.
-
-    Raises:
-        ValueError: there are no such units; the message says why.
-    """
+    """Return the search for a cause that a file with `blame` asks for, its units, and their names. `arms`:
+    the recipe's arm, its baseline, and others that are checks. ValueError, which says why, if there are no
+    such units."""
     keys = file.blame
     assert keys is not None, "the file has `blame`"
     whole = next((arm for arm in arms if arm.baseline is not None and not arm.outside), None)

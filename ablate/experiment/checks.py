@@ -81,7 +81,6 @@ Check = Callable[[Draft], Iterator[Problem]]
 
 
 def all_of(checks: tuple[Check, ...], draft: Draft) -> Reading[None]:
-    """Yield the problems of several checks."""
     for check in checks:
         yield from check(draft)
 
@@ -214,10 +213,8 @@ def _geometric(rungs: tuple[int, ...]) -> bool:
 
 
 def _answer(draft: Draft) -> Iterator[Problem]:
-    """Yield why the comparison that the question is about cannot be made.
-
-    It is fixed before anything runs, so that an answer is never picked among comparisons by its size.
-    """
+    """Yield why the comparison that the question is about cannot be made. It is fixed before anything runs,
+    so that an answer is never picked among comparisons by its size."""
     asked, document, search = draft.file.answer, draft.document, draft.file.search
     if asked is None:
         return
@@ -244,7 +241,6 @@ def _answer(draft: Draft) -> Iterator[Problem]:
 
 
 def _asked_family(family: str, draft: Draft) -> Iterator[Problem]:
-    """Yield why a family of comparisons cannot be the answer."""
     search = draft.file.search
     wrong = ""
     if family == "winner" and (search is None or search.confirm is None):
@@ -340,7 +336,6 @@ def _blame(draft: Draft) -> Iterator[Problem]:
 
 
 def _size(draft: Draft) -> Iterator[Problem]:
-    """Yield that there are too many trials."""
     if (trials := len(draft.file.first_seeds) * len(draft.arms)) > MOST_TRIALS:
         why = f"make {trials} trials of all arms; an experiment has at most {MOST_TRIALS}"
         yield draft.document.problem(("seeds",), why)

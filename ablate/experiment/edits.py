@@ -65,11 +65,8 @@ def redefinition(names: Collection[str]) -> str:
 
 def edits(before: Members, now: Members, without: Collection[str] = (), seeds: bool = True) -> list[str]:
     """Return a sentence on added and removed arms and seeds, and one on redefined arms, each if there are
-    any.
-
-    `without`: names of earlier arms that are in no file, such as the rerun of a winner; `seeds`: the file
-    alone decides the seeds, so that differences are edits.
-    """
+    any. `without`: names of earlier arms that are in no file, such as the rerun of a winner; `seeds`: the
+    file alone decides the seeds, so that differences are edits."""
     if not before:
         return []
     earlier = {name for name, _ in before} - set(without)

@@ -51,26 +51,17 @@ def choose(
     layout: Layout = Layout(),  # noqa: B008 - frozen
     machine: Machine | None = None,
 ) -> Choice:
-    """Return the engine for these arms.
+    """Return the engine for these arms, and the reason why `auto` did not select Transformer Engine.
 
     `auto` selects Transformer Engine if it can compute all arms and a comparison found that its kernels agree
     with the emulator: on such a GPU, in these versions, for every family of kernels that the arms need.
     Otherwise it selects `scaled_mm`, on the same condition, if tensor cores can multiply a product of an arm.
-    Else the emulator, with the reason why it is not Transformer Engine.
+    Else the emulator, with the reason why it is not Transformer Engine. ValueError, with the reason, if an
+    engine that was asked for by name cannot compute the arms.
 
-    Args:
-        asked: name of an engine, or `auto`.
-        arms: the arms. Those of a search are not known yet: the arms at the ends of its knobs stand for them,
-            and `misfit` checks each arm that it proposes.
-        device: class of device (`cpu` or `cuda`); None: that of this machine.
-        layout: ranks that compute a trial.
-        machine: description of the machine; None: this machine.
-
-    Returns:
-        The engine, and the reason why `auto` did not select Transformer Engine.
-
-    Raises:
-        ValueError: the requested engine cannot compute the arms; with the reason.
+    The arms of a search are not known yet: those at the ends of its knobs stand for them, and `misfit` checks
+    each arm that it proposes. `device` is a class of device (`cpu` or `cuda`); None: that of this machine.
+    `layout` has the ranks that compute a trial. `machine` None: this machine.
     """
     if asked == "emulated":
         return Choice(asked)

@@ -28,11 +28,9 @@ from ablate.recipes import PRESETS, Recipe
 def arms_and_ends(
     file: ExperimentFile, base: StartingPoint, knobs: Mapping[str, Dimension], document: Document
 ) -> Reading[tuple[tuple[Arm, ...], tuple[Arm, ...]]]:
-    """Return the arms of a grid or of a list, and the arms at the ends of a search's ranges.
-
-    One of the two is empty: the arms of a search are not known yet. The arms at its ends stand for
-    them, so that mistakes show before the search starts.
-    """
+    """Return the arms of a grid or of a list, and the arms at the ends of a search's ranges. One of the two
+    is empty: the arms of a search are not known yet. The arms at its ends stand for them, so that mistakes
+    show before the search starts."""
     points: list[tuple[str | None, Knobs, dict[str, Path_]]]
     if file.blame:
         points = [(None, {}, {})]
@@ -87,16 +85,9 @@ def build_arm(
     document: Document,
     at_end: bool = False,
 ) -> Reading[Arm | None]:
-    """Build an arm. Return None, with each reason yielded, if that is not possible.
-
-    Args:
-        base: what the arm starts from.
-        knobs: values by knob.
-        name: the arm's name; None: one made from its knobs.
-        positions: path in the file of each knob's value.
-        document: file that the values stand in.
-        at_end: the values are ends of ranges, not proposals (see `StartingPoint.arm`).
-    """
+    """Build an arm. Return None, with each reason yielded, if that is not possible. `name` None: one made
+    from the knobs. `positions` has the path in the file of each knob's value. `at_end`: the values are ends
+    of ranges, not proposals (see `StartingPoint.arm`)."""
     try:
         return base.arm(knobs, name, at_end=at_end)
     except KnobError as error:
@@ -167,11 +158,9 @@ class Against:
 def read_against(
     file: ExperimentFile, base: StartingPoint, arms: tuple[Arm, ...], document: Document
 ) -> Reading[Against]:
-    """Read the baseline: a preset, an arm by its name, or knobs. Exactly an arm's knobs name that arm.
-
-    A preset's name under `against` means the preset. An arm of the same name must therefore have the preset's
-    recipe.
-    """
+    """Read the baseline: a preset, an arm by its name, or knobs. Exactly an arm's knobs name that arm. A
+    preset's name under `against` means the preset. An arm of the same name must therefore have the preset's
+    recipe."""
     value, arms_by_name = file.against, {arm.name: arm for arm in arms}
     if isinstance(value, dict):
         built = yield from build_arm(
@@ -206,11 +195,9 @@ def read_against(
 
 
 def baseline_of(base: StartingPoint, against: Against, knobs: Knobs) -> Arm:
-    """Return the baseline of an arm with these knobs. KnobError if it cannot be built.
-
-    It is the arm that the file names, or the baseline's knobs at the arm's workload values, except for values
-    that the baseline sets itself.
-    """
+    """Return the baseline of an arm with these knobs. KnobError if it cannot be built. It is the arm that the
+    file names, or the baseline's knobs at the arm's workload values, except for values that the baseline sets
+    itself."""
     if against.arm is not None:
         return against.arm
     workload = {
@@ -229,19 +216,9 @@ def compared(arm: Arm, baseline: Arm) -> Arm:
 def with_added(
     listed: tuple[Arm, ...], file: ExperimentFile, base: StartingPoint, against: Against, document: Document
 ) -> tuple[tuple[Arm, ...], tuple[Arm, ...], ExperimentFile]:
-    """Return all arms, baselines first; the baselines among them that the file does not list; and the file's
-    keys with the name of the known-bad arm as `design.bad`.
-
-    Args:
-        listed: arms that the file lists.
-        file: keys of the file.
-        base: what the arms start from.
-        against: baseline that the file names.
-        document: the file as it was parsed.
-
-    Raises:
-        InputError: a baseline cannot be built, or another arm that the file asks for cannot be added.
-    """
+    """Return all arms, baselines first; the baselines among them that the file does not list (in `listed`);
+    and the file's keys with the name of the known-bad arm as `design.bad`. InputError if a baseline cannot be
+    built, or another arm that the file asks for cannot be added."""
     added, arms = settled(_with_baselines(listed, file, base, against, document))
     arms = [*added, *arms]
     bad_name, bad = settled(_known_bad(arms, file, base, against, document))

@@ -23,15 +23,8 @@ earlier."""
 
 
 def resolved(design: Design, config: Workload) -> Forks:
-    """Return the windows of the trials of an arm.
-
-    Args:
-        design: the file's `design`.
-        config: the arm's workload, which can be forked.
-
-    Raises:
-        ValueError: there is no such design for a run of so few steps; the message names the field.
-    """
+    """Return the windows of the trials of an arm, whose workload `config` can be forked. ValueError, whose
+    message begins with the field, if there is no such design for a run of so few steps."""
     windows = tuple(max(1, round(design.window * config.steps)) * times for times in design.horizons)
     if design.trunk == START:
         return Forks(trunk=None, positions=(0,), windows=windows, anneal=design.anneal)
@@ -59,13 +52,7 @@ def _positions(design: Design, config: Workload) -> tuple[int, ...]:
 
 
 def misfits(design: Design, config: Workload, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (field, reason) for each reason why an arm cannot be run in a forked design.
-
-    Args:
-        design: the file's `design`.
-        config: the arm's workload.
-        recipe: the arm's recipe.
-    """
+    """Yield (field, reason) for each reason why an arm cannot be run in a forked design."""
     if not config.forks:
         yield "design", "forks need a workload that trains from a checkpoint: gpt, mae, finetune or python"
         return

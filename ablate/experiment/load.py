@@ -117,29 +117,15 @@ class Experiment:
         return blamed(self.keys, self.arms) if self.keys.blame else None
 
     def group(self, name: str, units: frozenset[int]) -> Arm:
-        """Return the arm that quantises some units of the search for a cause.
-
-        Args:
-            name: the arm's name.
-            units: numbers of the units.
-        """
+        """Return the arm that quantises some units (by number) of the search for a cause."""
         assert self.blamed is not None, "the file has `blame`"
         _, parts, names = self.blamed
         whole = next(arm for arm in self.arms if arm.name == names.whole)
         return replace(whole, name=name, recipe=parts.recipe(units))
 
     def propose(self, knobs: Knobs) -> tuple[Arm, Arm]:
-        """Build the arm that a sampler proposed, and its baseline.
-
-        Args:
-            knobs: value of each knob.
-
-        Returns:
-            The arm and its baseline.
-
-        Raises:
-            KnobError: one of the two cannot be run; with every reason.
-        """
+        """Build the arm that a sampler proposed, and its baseline. KnobError, with the reasons, if one of the
+        two cannot be run."""
         arm, baseline = self.base.arm(knobs), baseline_of(self.base, self.against, knobs)
         resources, design = self.keys.resources, self.keys.design
         for candidate in (arm, baseline):
@@ -181,20 +167,13 @@ def sweep_name(path: Path) -> str:
 def load(
     path: Path, device: str | None = None, count: int | None = None, machine: Machine | None = None
 ) -> Experiment:
-    """Read, check and expand an experiment file.
+    """Read, check and expand an experiment file. Every arm that it names can be built and computed by its
+    engine. InputError if the file cannot be run as it is; with every problem, each at its line and column.
 
-    Args:
-        path: the YAML file. Its name without the suffix is the name of the sweep.
-        device: class of device that trials will run on (`cpu` or `cuda`), on which `engine: auto` depends;
-            None: that of this machine.
-        count: number of seeds in place of the file's, as if it were written there; None: the file's.
-        machine: description of the machine that the engine is chosen for; None: this machine.
-
-    Returns:
-        The experiment. Every arm that it names can be built and computed by its engine.
-
-    Raises:
-        InputError: the file cannot be run as it is; with every problem, each at its line and column.
+    The file's name without the suffix is the name of the sweep. `device`: class of device that trials will
+    run on (`cpu` or `cuda`), on which `engine: auto` depends; None: that of this machine. `count`: number of
+    seeds in place of the file's, as if it were written there; None: the file's. `machine`: description of the
+    machine that the engine is chosen for; None: this machine.
     """
     name = sweep_name(path)
     document = read(path)

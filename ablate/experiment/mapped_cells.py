@@ -16,16 +16,9 @@ EVERYTHING = "everything"
 
 
 def cells(asked: Map, layers: tuple[Layer, ...], recipe: Recipe) -> Mapping[str, Cell]:
-    """Return the cells of a map by name.
-
-    Args:
-        asked: the file's `map`.
-        layers: the layers of the workload's model; empty if only the user's own code knows it.
-        recipe: the recipe that is mapped.
-
-    Raises:
-        ValueError: there are none, or the layers are not known; the message begins with the field.
-    """
+    """Return the cells of a map of this recipe by name. `layers`: those of the workload's model; empty if
+    only the user's own code knows it. ValueError if there are no such cells, or the layers are not known; its
+    message then begins with `layers`."""
     if isinstance(asked.layers, tuple):
         if recipe.layers != Layers():
             raise ValueError(
@@ -41,13 +34,7 @@ def cells(asked: Map, layers: tuple[Layer, ...], recipe: Recipe) -> Mapping[str,
 
 
 def cell_knobs(asked: Map, base: StartingPoint, document: Document) -> Reading[dict[str, Knobs]]:
-    """Return the knobs of the map's arms by name.
-
-    Args:
-        asked: the file's `map`.
-        base: what the arms start from.
-        document: the file.
-    """
+    """Return the knobs of the map's arms by name."""
     try:
         arm = base.arm({})
         found = cells(asked, arm.layers, arm.recipe)

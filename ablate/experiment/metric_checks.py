@@ -35,13 +35,8 @@ _OF_GRADIENT = frozenset({"grad/cosine_to_bf16", "grad/noise_ratio", VARIANCE, S
 def metrics_in(
     file: ExperimentFile, base: StartingPoint | None, document: Document
 ) -> Reading[tuple[Metric, ...]]:
-    """Return the file's metrics, one or a list. Those that the workload does not measure are problems.
-
-    Args:
-        file: experiment file.
-        base: its workload and recipe; None if they could not be read.
-        document: the file as it was parsed.
-    """
+    """Return the file's metrics, one or a list. Those that the workload does not measure are problems. `base`
+    None: workload and recipe could not be read."""
     if not isinstance(file.metric, list):
         return ((yield from _metric(file.metric, ("metric",), base, document)),)
     if not file.metric:
@@ -71,14 +66,8 @@ def _metric(
 def metric_problems(
     name: str, path: tuple[str | int, ...], base: StartingPoint | None, document: Document
 ) -> Iterator[Problem]:
-    """Yield why a metric is no result of the workload's trials.
-
-    Args:
-        name: name of the metric.
-        path: its place in the document.
-        base: the experiment's workload and recipe; None if they could not be read.
-        document: the file as it was parsed.
-    """
+    """Yield why a metric is no result of the workload's trials. `path`: its place in the document; `base`
+    None: workload and recipe could not be read."""
     if target_of(name) is not None:
         if path == ("metric", "name") or path[:2] == ("metric", 0) or path[0] != "metric":
             yield document.problem(

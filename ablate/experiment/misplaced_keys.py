@@ -29,12 +29,7 @@ _SEED_BY_SEED = "the arms of a grid are compared seed by seed, and none of them 
 
 def paths_of(key: str, workload: str | None) -> list[str]:
     """Return the full paths at which an experiment file takes a key: the least deep ones, and that of its
-    knob under `ablate` if it has one.
-
-    Args:
-        key: name of the key.
-        workload: workload of the file; None: it names none, and all workloads are searched.
-    """
+    knob under `ablate` if it has one. `workload` None: the file names none, so all are searched."""
     paths = [path for path in _every_path(workload) if path[-1] == key]
     least = min(map(_depth, paths), default=0)
     named = [".".join(path) for path in paths if _depth(path) == least]
@@ -47,12 +42,8 @@ def _depth(path: tuple[str, ...]) -> int:
 
 
 def misplaced(problem: ErrorDetails, workload: str | None) -> str:
-    """Return one of pydantic's errors about a file as a reason, with the paths of a misplaced key.
-
-    Args:
-        problem: the error, located from the top level of the file.
-        workload: workload of the file; None: it names none.
-    """
+    """Return one of pydantic's errors about a file, located from its top level, as a reason, with the paths
+    of a misplaced key. `workload` None: the file names none."""
     usual = reason(problem, ExperimentFile)
     if problem["type"] != "extra_forbidden":
         return usual
@@ -62,16 +53,9 @@ def misplaced(problem: ErrorDetails, workload: str | None) -> str:
 
 
 def without_alternatives(problems: Iterable[ErrorDetails], content: Json) -> list[ErrorDetails]:
-    """Return pydantic's errors, located by keys and items alone.
-
-    A value that fits none of several types has an error for each, whose location has the name of the type
-    (`min_effect.constrained-float`). Kept are those of one type: for which the value is of the right kind, or
-    that it fits furthest.
-
-    Args:
-        problems: the errors.
-        content: what was validated.
-    """
+    """Return pydantic's errors, located by keys and items alone. A value that fits none of several types has
+    an error for each, whose location has the name of the type (`min_effect.constrained-float`). Kept are
+    those of one type: for which the value is of the right kind, or that it fits furthest."""
     kept: list[ErrorDetails] = []
     of_types: dict[tuple[int | str, ...], dict[int | str, list[ErrorDetails]]] = {}
     for problem in problems:
@@ -119,13 +103,8 @@ def _fit(problem: ErrorDetails) -> tuple[bool, int]:
 
 def with_paths(usual: str, key: str, workload: str | None, valid: Sequence[str]) -> str:
     """Return the reason why a key is refused, with the paths at which the file takes it, if there are any.
-
-    Args:
-        usual: reason with the nearest of the siblings; kept if one of them is similar, or there is no path.
-        key: the unknown key.
-        workload: workload of the file; None: it names none.
-        valid: keys that are valid at this place.
-    """
+    `usual` names the nearest of the keys that are `valid` at this place; it is kept if one of them is
+    similar, or there is no path. `workload` None: the file names none."""
     paths = paths_of(key, workload)[:_MOST_PATHS]
     if key in ExperimentFile.model_fields and key not in valid:
         return f"no such key here; write {key} at the top level"

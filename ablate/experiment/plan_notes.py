@@ -35,7 +35,7 @@ def remarks(experiment: Experiment, device: str = "cpu") -> Iterator[str]:
 
 
 def on_slow_reference(experiment: Experiment, device: str) -> str:
-    """Return a sentence if this installation has no compiled quantisers for the experiment's operands."""
+    """Return a sentence if compiled quantisers for the experiment's operands are not installed, else ""."""
     config = experiment.base.config
     elsewhere = (config.own_code and not config.in_process) or not makes_operands(experiment.engine)
     if device != "cpu" or elsewhere or all(arm.recipe.plain for arm in experiment.arms):
@@ -105,10 +105,8 @@ def _uncovered(experiment: Experiment) -> Iterator[str]:
 
 def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield names of arms whose layer policies select the same layers, and one line for each part of the
-    policy.
-
-    Arms without a layer policy, checks beside the file's arms, and the cells of a map are left out.
-    """
+    policy. Arms without a layer policy, checks beside the file's arms, and the cells of a map are left
+    out."""
     if experiment.keys.map:
         return
     arms: dict[tuple[str, ...], list[str]] = {}
@@ -120,11 +118,8 @@ def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def commands(experiment: Experiment, device: str) -> tuple[dict[str, str], str]:
-    """Return the command of each arm's first seed, by the arm's name, as a shell takes it.
-
-    Empty unless commands get exports. Each begins with the variables that differ between arms; the text has
-    the others.
-    """
+    """Return the command of each arm's first seed, by the arm's name, as a shell takes it. Empty unless
+    commands get exports. Each begins with the variables that differ between arms; the text has the others."""
     made = {
         arm.name: found
         for arm in experiment.arms
@@ -142,10 +137,8 @@ def commands(experiment: Experiment, device: str) -> tuple[dict[str, str], str]:
 
 
 def memory(experiment: Experiment, device: str) -> tuple[str, MemoryEstimate] | None:
-    """Return the name of the arm whose trials need most memory on a GPU, and how much.
-
-    None for a CPU, several ranks, another engine than the emulated one, or where nothing is known.
-    """
+    """Return the name of the arm whose trials need most memory on a GPU, and how much. None for a CPU,
+    several ranks, another engine than the emulated one, or where nothing is known."""
     ranks = experiment.keys.resources.layout(device).ranks
     if device != "cuda" or experiment.engine != "emulated" or ranks > 1:
         return None

@@ -19,13 +19,9 @@ from ablate.training.workloads.base import Workload
 def keep(
     config: Workload | None, recipes: Collection[Recipe], before: Collection[tuple[Recipe, Recipe]]
 ) -> None:
-    """Keep an order in the place of an earlier one of the same model.
-
-    Args:
-        config: workload whose operands were cast; None: the built-in model.
-        recipes: all recipes that were compared.
-        before: pairs that were ordered, the first of them before the second.
-    """
+    """Keep an order in the place of an earlier one of the same model. `config`: workload whose operands were
+    cast; None: the built-in model. `recipes`: all that were compared; `before`: pairs that were ordered, the
+    first of them before the second."""
     pairs = [(_digest(first), _digest(second)) for first, second in before]
     with suppress(OSError):  # without a cache, plans name the command
         note(_key(config), json.dumps({"recipes": [*map(_digest, recipes)], "before": pairs}))
@@ -33,10 +29,8 @@ def keep(
 
 def predicted_order(experiment: Experiment) -> Iterator[str]:
     """Yield a line with the kept order of the experiment's recipes, or with the command that finds it.
-
     Nothing unless two or more presets or recipe files are compared: rank turns no knobs. An order on the
-    experiment's own model counts before one on the built-in model.
-    """
+    experiment's own model counts before one on the built-in model."""
     compared = [arm for arm in experiment.arms if not (arm.outside or arm.recipe.plain)]
     arms = [arm.recipe for arm in compared]
     names = {_digest(own): name for name, make in PRESETS.items() if (own := make()) in arms}

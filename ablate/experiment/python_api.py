@@ -62,8 +62,8 @@ def convert(
 
     Raises:
         ValueError: the recipe is wrong or does not fit the model, nothing would be converted, or a layer of
-            `linears` computes something else. A warning
-            names the largest layers left out if less than half of the weights are converted.
+            `linears` computes something else. A warning names the largest layers left out if less than half
+            of the weights are converted.
     """
     from ablate.training.conversion import convert as converted
     from ablate.training.conversion_options import ConversionOptions

@@ -38,16 +38,8 @@ _EXPERIMENT = {"schema", "workload"}
 
 
 def resolve(source: RecipeSource, knobs: Mapping[str, Json]) -> Recipe:
-    """Return a recipe with knobs turned.
-
-    Args:
-        source: name of a preset, path of a recipe file, content of one, a recipe, or a recipe object of
-            Transformer Engine.
-        knobs: short names or full paths under `recipe.`, and their values.
-
-    Raises:
-        ValueError: there is no such preset or file, or a field or knob is wrong; with every reason.
-    """
+    """Return a recipe with knobs turned: short names, or full paths with or without `recipe.`. ValueError if
+    there is no such preset or file, or a field or knob is wrong; with every reason."""
     recipe = load(source)
     if not knobs:
         return recipe
@@ -100,15 +92,11 @@ def load(source: RecipeSource) -> Recipe:
 
 
 def parse(content: Mapping[str, Json], where: str = "", folder: Path | None = None) -> Recipe:
-    """Return the recipe of a file's content.
+    """Return the recipe of a file's content: all fields; with `from`, those that differ from the recipe that
+    it names. ValueError, with every reason, if a field is wrong.
 
-    Args:
-        content: fields of a recipe; with `from`, those that differ from the recipe that it names.
-        where: file or source that the error's sentences name; empty if the caller names it.
-        folder: folder to which files of functions are relative; None: the working directory.
-
-    Raises:
-        ValueError: a field is wrong; with every reason.
+    `where`: file or source that the error's sentences name; empty if the caller names it. `folder`: folder to
+    which files of functions are relative; None: the working directory.
     """
     own, before = dict(content), f"{where}: " * bool(where)
     start = own.pop("from", None)
@@ -127,11 +115,7 @@ def parse(content: Mapping[str, Json], where: str = "", folder: Path | None = No
 
 def _reason(problem: ErrorDetails, start: str | None) -> str:
     """Return one of pydantic's errors about a recipe as a reason, with what a strange key may stand for.
-
-    Args:
-        problem: the error.
-        start: preset that the recipe changes; None: it is written whole.
-    """
+    `start`: preset that the recipe changes; None: it is written whole."""
     usual, parts = reason(problem, Recipe), [str(part) for part in problem["loc"]]
     key = parts[-1] if parts else ""
     if problem["type"] != "extra_forbidden":

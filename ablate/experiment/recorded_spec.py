@@ -31,7 +31,6 @@ class RecordedSpec:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> Self:
-        """Return the parts of a spec."""
         chosen = content.get("workload")
         ((workload, config),) = chosen.items() if isinstance(chosen, dict) and chosen else (("", {}),)
         texts = (content.get(key, "") for key in ("engine", "device", "data"))

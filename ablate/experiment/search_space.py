@@ -64,10 +64,7 @@ def alike(a: Json, b: Json) -> bool:
 
 def spelled_out(document: Document) -> Reading[Document]:
     """Return the document with full paths in place of short names of workload fields, wherever a file names
-    knobs: `workload.lr` for `lr`.
-
-    A short name beside its own full path is a problem.
-    """
+    knobs: `workload.lr` for `lr`. A short name beside its own full path is a problem."""
     written: dict[Path_, str] = {}
     given_twice: list[tuple[Path_, str]] = []
 

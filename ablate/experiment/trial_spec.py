@@ -54,12 +54,8 @@ class TrialSpec(Spec):
         return self.forks.steps if self.forks else self.config.steps
 
     def records(self, telemetry: Telemetry, checkpoints: "Checkpoints | None" = None) -> Iterator["Record"]:
-        """Run the trial and yield its records; see `Workload.records`.
-
-        Args:
-            telemetry: intervals between measurements.
-            checkpoints: the trial's checkpoint files, on rank 0.
-        """
+        """Run the trial and yield its records; see `Workload.records`. `checkpoints` are the trial's
+        checkpoint files, on rank 0."""
         return self.config.records(self.trial_run(telemetry, checkpoints))
 
     def trial_run(self, telemetry: Telemetry, checkpoints: "Checkpoints | None" = None) -> TrialRun:
@@ -92,11 +88,8 @@ class TrialSpec(Spec):
     @cached_property
     def segments(self) -> tuple[tuple[int, str], ...]:
         """Recipes in the order in which they apply: the first step of each, and the recipe as JSON; empty if
-        the workload cannot be forked.
-
-        The first step of a measured phase is not known before the run, so a schedule with such phases is part
-        of the recipe from step 0.
-        """
+        the workload cannot be forked. The first step of a measured phase is not known before the run, so a
+        schedule with such phases is part of the recipe from step 0."""
         if self.config.training is None:
             return ()
         if self.forks:
@@ -161,10 +154,8 @@ class TrialSpec(Spec):
 
     @property
     def _identity(self) -> dict[str, Json]:
-        """Return the workload's fields that determine the numbers on this device.
-
-        `deterministic` changes none on a CPU.
-        """
+        """Return the workload's fields that determine the numbers on this device. `deterministic` changes
+        none on a CPU."""
         fields: dict[str, Json] = self.config.identity()
         if self.device == "cpu" and self.config.training:
             del fields["deterministic"]
@@ -186,17 +177,12 @@ class TrialSpec(Spec):
     def parse(
         cls, wire: str, loads: Callable[[str], Any] = json.loads, *, id: str | None = None
     ) -> "TrialSpec":
-        """Return the spec that `wire` describes.
+        """Return the spec that `wire` describes; `loads` reads JSON and is called once. ValueError if `wire`
+        was written by other versions of the code, or for other data, or a function of the user's was edited
+        since.
 
-        JSON has lists in place of tuples, so types are not checked strictly; the id is compared instead.
-
-        Args:
-            wire: `TrialSpec.wire` of the spec.
-            loads: reader of JSON; called once.
-            id: the id that the spec must have; None: the one in `wire`.
-
-        Raises:
-            ValueError: `wire` was written by other versions of the code, or for other data.
+        JSON has lists in place of tuples, so types are not checked strictly; instead the id is compared with
+        `id`, or with the one in `wire` if that is None.
         """
         content = loads(wire)
         ((name, config),) = content["workload"].items()

@@ -131,7 +131,6 @@ def _line_and_column(before: str) -> tuple[int, int]:
 
 
 def _at(name: str, start: Event | Node, message: str) -> Problem:
-    """Return a problem at the start of an event or a node."""
     return Problem(name, start.start_mark.line + 1, start.start_mark.column + 1, one_line(message))
 
 
@@ -270,12 +269,8 @@ def _styled(part: Json) -> object:
 
 
 def with_values(text: str, values: Mapping[str, Json]) -> str:
-    """Return an experiment's text with other values of some top-level keys; comments and order stay.
-
-    Args:
-        text: YAML that `parse` accepts.
-        values: values by key; None removes the key.
-    """
+    """Return an experiment's text, which `parse` accepts, with other values of some top-level keys; None
+    removes the key. Comments and order stay."""
     yaml = YAML()
     yaml.preserve_quotes, yaml.width = True, _LARGEST_FILE  # no line is folded
     content = yaml.load(text)

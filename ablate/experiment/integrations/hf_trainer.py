@@ -69,7 +69,7 @@ class HFCallback(TrainerCallback, ExportableState):
             The trial writes checkpoints itself, and a loss that is not finite ends it.
 
     Attributes:
-        run: the `Conversion`; None before training has begun, and with a trial.
+        run: the `Conversion`; None before training has begun, after it with `restore`, and with a trial.
         resume_from: folder of the checkpoint from which an interrupted trial continues; else None.
 
     Example:

@@ -32,13 +32,11 @@ class _Open:
         self.evaluation: AbstractContextManager[object] | None = None
 
     def leave_evaluation(self) -> None:
-        """End the evaluation, if one is open."""
         evaluation, self.evaluation = self.evaluation, None
         if evaluation:
             evaluation.__exit__(None, None, None)
 
     def abandon(self) -> None:
-        """End what is open. A step does not count."""
         self.leave_evaluation()
         step, self.step = self.step, None
         if step:
@@ -46,11 +44,9 @@ class _Open:
 
 
 class Position:
-    """The step or evaluation of a handle that is in progress.
-
-    What is open when the process ends, or when nothing refers to this object any more, is left then: a
-    generator that the interpreter closes at its exit would print errors.
-    """
+    """The step or evaluation of a handle that is in progress. What is open when the process ends, or when
+    nothing refers to this object any more, is left then: a generator that the interpreter closes at its exit
+    would print errors."""
 
     def __init__(self, handle: Steps) -> None:
         self._handle, self._open = handle, _Open()
@@ -97,10 +93,6 @@ def _entered(context: AbstractContextManager[object]) -> AbstractContextManager[
 
 
 def logged(metrics: Mapping[str, float], per_layer: bool) -> dict[str, float]:
-    """Return the metrics of a `Conversion` that a logger gets: without those of single layers, unless wanted.
-
-    Args:
-        metrics: by name: `quant/<slot>/<metric>`, `quant/<slot>/<layer>/<metric>` and others.
-        per_layer: keep the metrics of single layers.
-    """
+    """Return the metrics of a `Conversion` that a logger gets: without those of single layers
+    (`quant/<slot>/<layer>/<metric>` beside `quant/<slot>/<metric>`), unless wanted."""
     return {name: value for name, value in metrics.items() if per_layer or parse(name).layer is None}
