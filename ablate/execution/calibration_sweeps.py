@@ -73,20 +73,11 @@ def write_fitting(
     workers: int = 1,
 ) -> tuple[int, list[Path]]:
     """Write the sweeps' files with as many seeds as fit into the hours; return their number and the files.
+    TooLong if not even three seeds of the forks fit.
 
-    Args:
-        file: file of the experiment.
-        experiment: the experiment.
-        seeds: number of seeds that are wanted.
-        bad: preset of the known-bad arm.
-        full: calibrate full runs, too.
-        hours: longest time; None: any.
-        state: state folder, whose measurements the forecast is based on.
-        device: `cpu` or `cuda`.
-        workers: trials at once.
-
-    Raises:
-        TooLong: not even three seeds of the forks fit.
+    `file` is that of the experiment; `seeds` the number that is wanted; `bad` the preset of the known-bad
+    arm; `full`: calibrate full runs, too; `hours` None: any. The forecast is based on the measurements in
+    `state`. `workers`: trials at once.
     """
     for count, both in ((seeds, full), (FEWEST_SEEDS, full), (FEWEST_SEEDS, False)):
         files, total = _sweeps(file, experiment, count, bad, both), 0.0

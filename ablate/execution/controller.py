@@ -89,22 +89,17 @@ class Controller:
         self._code = PlannedCode(experiment.arms)
         self._halt: tuple[Literal["stopped", "disk", "failed"], str] | None = None
         """Status and sentence that explain why no more trials start: the sweep was stopped, the disk is full,
-        or all trials fail by the same exception.
-        """
+        or all trials fail by the same exception."""
 
     # The run
 
     def run(self) -> Generator[Progress | Outcome, None, None]:
-        """Run the missing trials. After Ctrl-C, or if the generator is closed, the next run resumes
-        everything.
+        """Run the missing trials; yield a Progress after every event, and one Outcome at the end. After
+        Ctrl-C, or if the generator is closed, the next run resumes everything.
 
-        Yields:
-            A Progress after every event, and one Outcome at the end.
-
-        Raises:
-            InputError: if finished trials come from other versions of the code, or an earlier sweep that is
-                named is missing.
-            OSError, sqlite3.OperationalError: if files cannot be written for a reason other than a full disk.
+        InputError if finished trials come from other versions of the code, an earlier sweep that is named is
+        missing, code or data are edited meanwhile, or a trial has not logged what is compared. OSError or
+        sqlite3.OperationalError if files cannot be written for a reason other than a full disk.
         """
         executor = None
         status: Status | Literal["killed"] = "killed"
@@ -159,20 +154,12 @@ class Controller:
             self.ledger.close()
 
     def adopt(self, points: Sequence[Mapping[str, Json]] = (), given_up: Mapping[int, int] = {}) -> list[str]:
-        """Reuse the results in the trial folders without running anything, and close the ledger.
+        """Reuse the results in the trial folders without running anything, and close the ledger; return lines
+        of news for the user. InputError as `run`.
 
-        Args:
-            points: knobs that a search had proposed, for a ledger that lost them.
-            given_up: step at which the pruner ended a point, by the point's number, for a ledger that lost
-                these decisions.
-                Without them those points would run again, and more seeds or a winner to confirm would be
-                missing until then.
-
-        Returns:
-            Lines of news for the user.
-
-        Raises:
-            InputError: as `run`.
+        For a ledger that lost them: `points` are the knobs that a search had proposed, `given_up` the step at
+        which the pruner ended a point, by the point's number. Without these decisions those points would run
+        again, and more seeds or a winner to confirm would be missing until then.
         """
         self._want(points)
         for point in self.ledger.points():
@@ -183,14 +170,9 @@ class Controller:
         return self.news + self.scheduler.news
 
     def stages(self) -> list[list[TrialRequest]]:
-        """Return requests for the missing trials without running any, and close the ledger.
-
-        The trials of a stage may run at the same time; those of the next one start from states that they
-        leave. The number of the attempt is 0: a task takes the next one when it begins.
-
-        Raises:
-            InputError: as `run`.
-        """
+        """Return requests for the missing trials without running any, and close the ledger. InputError as
+        `run`. The trials of a stage may run at the same time; those of the next one start from states that
+        they leave. The number of the attempt is 0: a task takes the next one when it begins."""
         self._want()
         stages: list[list[TrialRequest]] = []
         while self.scheduler.queue:
@@ -261,8 +243,7 @@ class Controller:
 
     def _extend(self) -> None:
         """Request more seeds, or the confirmation of a winner, if the results so far call for it; once after
-        each change.
-        """
+        each change."""
         now = self._ran, self.scheduler.proposed, len(self._running)
         if self.scheduler.queue or self._halt or self._extended == now:
             return
@@ -343,8 +324,7 @@ class Controller:
 
     def _stop_for_space(self, amount: str) -> None:
         """Start no more trials, because the disk is full or nearly full. `amount`: space to free, for the
-        message.
-        """
+        message."""
         if not self._halt:
             self._halt = (
                 "disk",
@@ -426,8 +406,7 @@ class Controller:
 
     def _prune(self, executor: Executor, trial: int) -> None:
         """End the arms that the pruner gives up after this trial's values, except for trials that other arms
-        need.
-        """
+        need."""
         for arm, decision in self.projections.judge(trial).items():
             own = self.ledger.own_trials(arm)
             self._end_trials(executor, partial(_belongs, own), "pruned", decision.reason)

@@ -50,12 +50,8 @@ class Failures:
         return error.certain or self._attempts[error.identity] > 1
 
     def settled(self, trial: int, error: UserError) -> bool:
-        """Note that a trial failed for good; return True if it is the first that failed by this exception.
-
-        Args:
-            trial: the trial's number in the ledger.
-            error: the exception of its last attempt.
-        """
+        """Note that a trial (by its number) failed for good; return True if it is the first that failed by
+        this exception, that of its last attempt."""
         first = error.identity not in self._errors
         self._errors.setdefault(error.identity, error)
         self._trials[error.identity].add(trial)
@@ -70,11 +66,7 @@ class Failures:
 
     def hopeless(self, ledger: Ledger, proposals: int) -> bool:
         """Return True if every baseline, or every arm that is compared, failed by one repeated exception.
-
-        Args:
-            ledger: the sweep's ledger.
-            proposals: number of arms that a search may still propose.
-        """
+        `proposals`: number of arms that a search may still propose."""
         members = ledger.members()
         baselines = {member.baseline for member in members} - {None}
         compared = {member.arm for member in members if member.role != "null"} - baselines
@@ -93,7 +85,7 @@ class Failures:
 
 
 def _failed(members: Iterable[Member], arm: int | None, trials: set[int]) -> bool:
-    """Return True if one of these trials is the arm's, and none of the arm's trials has a result."""
+    """Return True if one of these trials is the arm's, and none of the arm's trials is done or was pruned."""
     own = [member for member in members if member.arm == arm]
     return any(m.trial in trials for m in own) and not any(m.status in ("done", "pruned") for m in own)
 

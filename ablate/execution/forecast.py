@@ -21,8 +21,7 @@ from ablate.store.trial_store import Store
 
 _START_SECONDS = {"ray": 8.0, "inline": 6.0}
 """Start-up time by executor: imports and the check of the numerics; with Ray also its start, and torch in
-each worker.
-"""
+each worker."""
 
 
 @dataclass
@@ -62,10 +61,8 @@ class Forecast:
 
 
 def forecast(experiment: Experiment, state: Path, device: str, paces: MachinePaces | None = None) -> Forecast:
-    """Forecast a run of the experiment, from the trial store and the ledger of the sweep.
-
-    `paces`: what this machine has measured for other state folders; None to leave it out.
-    """
+    """Forecast a run of the experiment, from the trial store and the ledger of the sweep. `paces`: what this
+    machine has measured for other state folders; None to leave it out."""
     store = Store(state)
     result = Forecast(known=not experiment.base.config.own_code)
     recorded = _recorded(experiment, state / "sweeps" / experiment.name / "ledger.db", store, device)
@@ -121,7 +118,6 @@ class _Recorded:
     members: dict[tuple[str, int], Member] = field(default_factory=dict)
     """Members of the ledger, by name of arm and seed."""
     proposed: int = 0
-    """Number of points that the search has proposed."""
     finished: set[str] = field(default_factory=set)
     """Ids of the finished trials of proposed arms, which `arms` leaves out."""
     pruned: set[str] = field(default_factory=set)
@@ -195,13 +191,9 @@ def time_needed(
 ) -> TimeNeeded | None:
     """Return the estimated duration of the run; None if there is nothing to base it on.
 
-    Args:
-        result: the forecast.
-        device: `cpu` or `cuda`.
-        ranks: processes that compute one trial.
-        executor: `ray` or `inline`.
-        workers: trials at once; None: one for each core, or for each GPU.
-        cluster: True if Ray runs elsewhere, of whose cores nothing is known.
+    `ranks`: processes that compute one trial; `executor`: `ray` or `inline`; `workers`: trials at once, None
+    for as many as this machine's cores take, on GPUs for one; `cluster`: Ray runs elsewhere, of whose cores
+    nothing is known, so that None is one.
     """
     missing = result.trials + result.later
     if not missing:

@@ -14,8 +14,8 @@ and a stage starts once the one before it is over.
     FOLDER/state/                trial folders, as in any state folder
 
 A task runs its trial under a supervisor, from the last checkpoint; told to end, it waits for the next one
-first. `collect` copies finished trial folders
-into the sweep's state folder, where the sweep reuses them like any other results.
+first. `collect` copies finished trial folders into the sweep's state folder, where the sweep reuses them like
+any other results.
 
 Refused: searches, which choose trials by the results of earlier ones, and trials on several machines.
 """
@@ -104,13 +104,8 @@ class Need:
 
     @classmethod
     def of(cls, file: Path, resources: Resources, device: str) -> "Need":
-        """Return what a trial needs. InputError if it needs a GPU that this machine does not have.
-
-        Args:
-            file: experiment file, which the error names.
-            resources: what the file asks for.
-            device: `cpu` or `cuda`.
-        """
+        """Return what a trial needs. InputError, which names the experiment's file, if it needs a GPU that
+        this machine does not have."""
         gpus = math.ceil(resources.gpus_of(device))
         if resources.gpus and not gpus:
             raise InputError(
@@ -121,25 +116,15 @@ class Need:
         return cls(1 if gpus else resources.layout(device).ranks, gpus)
 
     def __str__(self) -> str:
-        """Return CPUs and GPUs in words."""
         return f"{counted(self.cpus, 'CPU')}, {counted(self.gpus, 'GPU') if self.gpus else 'no GPU'}"
 
 
 def export(
     folder: Path, jobs: Jobs, requests: Sequence[Sequence[TrialRequest]], need: Need, options: Sequence[str]
 ) -> list[Path]:
-    """Write the folder of a sweep's jobs, and return the scripts.
-
-    Args:
-        folder: folder that does not exist yet, or is empty.
-        jobs: the manifest.
-        requests: requests of each stage, as in `jobs.stages`.
-        need: resources of one task.
-        options: further options of sbatch, such as `--partition=gpu`.
-
-    Raises:
-        InputError: the folder holds something, or an option is none or is set here.
-    """
+    """Write the folder of a sweep's jobs, which is new or empty, and return the scripts. `requests` has those
+    of each stage, as in `jobs.stages`; `need` is one task's; `options` are further ones of sbatch, such as
+    `--partition=gpu`. InputError if the folder holds something, or an option is none or is set here."""
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"{folder}: the folder is not empty; name one that does not exist yet")
     for option in options:
@@ -168,15 +153,8 @@ def export(
 
 def request_of(folder: Path, stage: int, task: int) -> TrialRequest:
     """Return the request of a task, with the state folder as an absolute path and a new attempt's number.
-
-    Args:
-        folder: the exported folder.
-        stage: number of the stage, from 1 on.
-        task: index of the task in the stage's array, from 0 on.
-
-    Raises:
-        InputError: there is no such task, or its request cannot be read.
-    """
+    `stage` counts from 1, `task`, the index in the stage's array, from 0. InputError if there is no such
+    task, or its request cannot be read."""
     stages = Jobs.read(folder).stages
     if not (1 <= stage <= len(stages) and 0 <= task < len(stages[stage - 1])):
         sizes = ", ".join(f"stage {number} has {len(each)}" for number, each in enumerate(stages, 1))
@@ -234,11 +212,9 @@ class Collected:
 
 
 def collect(folder: Path, jobs: Jobs, store: Store) -> Iterator[Collected]:
-    """Copy the finished trials of a folder into a state folder, and yield what was found of each trial.
-
-    An unfinished folder of the same trial is moved to `retired/`. A damaged one is not copied, and neither is
-    one with links: their targets, anywhere on this machine, would be copied and sent to MLflow.
-    """
+    """Copy the finished trials of a folder into a state folder, and yield what was found of each trial. An
+    unfinished folder of the same trial is moved to `retired/`. A damaged one is not copied, and neither is
+    one with links: their targets, anywhere on this machine, would be copied and sent to MLflow."""
     source = Store(folder / STATE)
     for trial in jobs.trials:
         try:

@@ -63,7 +63,6 @@ class GangPart(_Closed):
     address: str
     """IP address of the first node, to which all ranks connect."""
     port: int
-    """Port there."""
     local: int
     """Ranks on this node."""
 
@@ -208,8 +207,7 @@ def message_of(recorded: Event | Waiting) -> Events | Waiting:
 
 def send(pipe: BinaryIO, message: PipeMessage) -> None:
     """Write a message into a pipe, after a line break: another writer may have been killed in the middle of a
-    line.
-    """
+    line."""
     content = {"kind": message.kind} | vars(message)
     pipe.write(b"\n" + json.dumps(content, default=vars).encode() + b"\n")
     pipe.flush()
@@ -217,8 +215,7 @@ def send(pipe: BinaryIO, message: PipeMessage) -> None:
 
 def parse_line(line: bytes) -> PipeMessage:
     """Return the message of a line that `send` wrote; raise TornLine for part of one, MalformedMessage for
-    any other.
-    """
+    any other."""
     return _validated(_PIPE_MESSAGE, line, "message of a trial's process")
 
 

@@ -1,10 +1,9 @@
 """Watch over the files of a user's code and data while a sweep runs.
 
-The problem. A trial's id has the content of these files. Once one is edited, no trial that is left can end
-under the id that was planned: each would run for hours and then be discarded.
-
-The idea. Sizes and times of the files are compared with those at the start, a few times a minute; only if one
-differs are contents read. A file that was saved without a change does not matter.
+A trial's id has the content of these files. Once one is edited, no trial that is left can end under the id
+that was planned: each would run for hours and then be discarded. So sizes and times of the files are compared
+with those at the start, every two seconds or so; only if one differs are contents read. A file that was saved
+without a change does not matter.
 
     code = PlannedCode(experiment.arms)
     code.edited()             # () while nothing has changed, else the paths of the files that have
@@ -32,12 +31,8 @@ class PlannedCode:
     """Files of a sweep's own code, as they were when it began."""
 
     def __init__(self, arms: Collection[Arm]) -> None:
-        """Read the files.
-
-        Args:
-            arms: all arms. Workloads that are not the user's own code have no files here; recipes have those
-                of the functions that their quantisers call.
-        """
+        """Read the files of all arms: of workloads that are the user's own code, and of the functions that
+        the recipes' quantisers call."""
         own: list[Workload | Own] = [arm.config for arm in arms if arm.config.own_code]
         own += [word for arm in arms for _, word in own_words(arm.recipe)]
         self._configs = {_fingerprint(config): config for config in own}
@@ -45,11 +40,8 @@ class PlannedCode:
         self._due = 0.0
 
     def edited(self, now: bool = False) -> tuple[Path, ...]:
-        """Return the files whose edit changes a fingerprint; nothing until it is time for another look.
-
-        Args:
-            now: look in any case.
-        """
+        """Return the files whose edit changes a fingerprint; nothing until it is time for another look,
+        unless `now`."""
         began = time.monotonic()
         if not self._configs or (began < self._due and not now):
             return ()
@@ -94,13 +86,8 @@ def _fingerprint(config: Workload | Own) -> str | None:
 
 
 def edited_error(name: str, files: Iterable[Path], discarded: int) -> InputError:
-    """Return the error of a sweep whose code or data were edited.
-
-    Args:
-        name: the sweep's name.
-        files: files that were edited; none if only a trial noticed.
-        discarded: number of trials that ran, and may have read the edited files.
-    """
+    """Return the error of a sweep whose code or data were edited. `files` is empty if only a trial noticed.
+    `discarded` counts the trials that ran, and may have read the edited files."""
     listed = [*map(str, files)]
     shown = ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
     verb = "were" if len(listed) != 1 else "was"

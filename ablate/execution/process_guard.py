@@ -31,13 +31,9 @@ _POLL_SECONDS = 0.5
 def exit_with_parent(
     closed: Callable[[float], bool] | None = None, before: Callable[[], None] = lambda: None
 ) -> None:
-    """Start a thread that exits this process, with status 1, once its parent has ended.
-
-    Args:
-        closed: function that waits for at most the given seconds and returns True if the process has to exit
-            although its parent lives; None for no such reason.
-        before: called before the exit.
-    """
+    """Start a thread that exits this process, with status 1, once its parent has ended. `before` is called
+    before the exit. `closed` waits for at most the given seconds and returns True if the process has to exit
+    although its parent lives; None: there is no such reason."""
     parent = os.getppid()
 
     def watch() -> None:
@@ -88,14 +84,9 @@ def adopt_orphans() -> None:
 
 
 def end_orphans(keep: Collection[int] = ()) -> None:
-    """Kill the descendants that are left, and wait for their ends.
-
-    Guards and their commands are left alone: a guard whose standard input has closed ends its command itself,
-    and lets it save its work.
-
-    Args:
-        keep: ids of child processes that stay, with their descendants.
-    """
+    """Kill the descendants that are left, and wait for their ends. Guards and their commands are left alone:
+    a guard whose standard input has closed ends its command itself, and lets it save its work. `keep`: ids of
+    child processes that stay, with their descendants."""
     if not keep and not _has_children():
         return
     import psutil  # slow to import: only if there is one

@@ -38,8 +38,7 @@ _SETTLING_SHARE = 0.05
 
 class Mirror:
     """Projection into MLflow. The controller's thread, which alone writes the ledger, records here what was
-    shipped.
-    """
+    shipped."""
 
     def __init__(self, uri: str, ledger: Ledger, state: Path, folder: Path, name: str, busy: bool) -> None:
         """Start the MLflow thread if trials will run (`busy`), or if records were not shipped yet."""
@@ -93,8 +92,7 @@ class Mirror:
 
     def pages(self, runs: Iterable[str | None]) -> list[str]:
         """Return the addresses of these runs' pages; none if MLflow is not a server, since only a server's
-        addresses are stable.
-        """
+        addresses are stable."""
         experiment = self._ledger.facts.mlflow_experiment
         if not experiment or not self._target[0].startswith(("http://", "https://")):
             return []
@@ -103,13 +101,8 @@ class Mirror:
         return [page(self._target[0], experiment, run) for run in runs if run]
 
     def finish(self, status: str, note: str, seconds: float) -> str | None:
-        """Ship the rest and close the parent run; return a sentence about missing records, or None.
-
-        Args:
-            status: Status of the run, in MLflow's words.
-            note: Description of the parent run, in Markdown.
-            seconds: Longest wait.
-        """
+        """Ship the rest, for at most `seconds`, and close the parent run with a status in MLflow's words and
+        a description in Markdown (`note`); return a sentence about missing records, or None."""
         if self.tracker is None or self._follower is None:
             return None
         deadline, again = time.monotonic() + seconds, True
@@ -130,8 +123,7 @@ class Mirror:
 
     def _forget_deleted(self, uri: str) -> None:
         """Ship everything again if the database was deleted or another server is named. The address may hold
-        a password: hash it.
-        """
+        a password: hash it."""
         digest = hashlib.sha256(uri.encode()).hexdigest()
         path = path_of(uri)
         gone = path is not None and not path.exists()
@@ -183,12 +175,10 @@ class Projections:
         """Arms that may be over: one of their trials ended."""
         self._waiting: dict[int, int] = {}
         """Finished arms that wait for their runs in MLflow, keyed by point; checked when MLflow has news of
-        the arm.
-        """
+        the arm."""
         self._late: set[int] = set()
         """Finished arms whose baseline is not finished. Those of a grid wait for it: a settled point cannot
-        be changed.
-        """
+        be changed."""
 
     @property
     def trouble(self) -> str | None:
@@ -203,8 +193,7 @@ class Projections:
 
     def settled(self, trial: int) -> None:
         """Mark the arms that need this finished trial, and the arms that wait for such an arm as their
-        baseline.
-        """
+        baseline."""
         for arm in self._ledger.arms_of(trial):
             self.due(arm)
         if self._late:
@@ -258,8 +247,7 @@ class Projections:
 
     def finish(self, status: str, seconds: float) -> str | None:
         """Bring all projections up to date, waiting at most `seconds`; return sentences about missing
-        records, or None.
-        """
+        records, or None."""
         note = self._describe(self._ledger) if self.mirror or self._followers else ""
         for follower in self._followers.values():
             follower.ask_to_finish(status, note)
@@ -274,8 +262,7 @@ class Projections:
 
     def judge(self, trial: int) -> dict[int, GivenUp]:
         """Report to the pruner the values of all arms that need this trial. Return the decisions to end an
-        arm, by its number.
-        """
+        arm, by its number."""
         given_up: dict[int, GivenUp] = {}
         search = self._experiment.keys.search
         if search is None or search.pruner is None:
@@ -347,8 +334,7 @@ def _follow(trackers: Mapping[str, "Tracker"], ledger: Path) -> dict[str, "Follo
 
 def _compared(member: Member, gaps: Gaps) -> dict[str, Json]:
     """Return an arm's gap and verdict so far; an arm of a search may be settled before its baseline is
-    over.
-    """
+    over."""
     estimate = gaps.of(member.arm)
     if estimate is None or not estimate[0].pairs:
         return {}

@@ -29,9 +29,8 @@ IMPORTS = ("torch.distributed.launcher.api", "ablate.training.distributed")
 SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
 """Further slow imports of a sharded trial: FSDP imports the second at its first use."""
 _LOOPBACK = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Environment of ranks on one machine: they exchange addresses by files and use the loopback interface.
-
-A TCPStore of torch has no password and listens on all interfaces."""
+"""Environment of ranks on one machine: they exchange addresses by files and use the loopback interface. A
+TCPStore of torch has no password and listens on all interfaces."""
 if sys.platform == "linux":
     _LOOPBACK |= dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo")
 _PEER_LOST = ("gloo/transport", "NCCL")
@@ -44,16 +43,9 @@ _END_SECONDS = 5
 
 
 def launch(request: TrialRequest, pipe: BinaryIO, method: StartMethod = "fork") -> RankDied | None:
-    """Compute this node's part of a trial in processes of its own.
-
-    Args:
-        request: the trial, with `ranks`, and for a gang this node's part.
-        pipe: rank 0 writes the trial's messages here.
-        method: way in which the ranks start. A fork is quick; on a GPU each needs a fresh interpreter.
-
-    Returns:
-        The rank whose death ended the others; None if all ranks are done.
-    """
+    """Compute this node's part of a trial in processes of its own, the ranks. Rank 0 writes the trial's
+    messages to the pipe. Return the rank whose death ended the others; None if all ranks are done. `method`:
+    a fork is quick; on a GPU each rank needs a fresh interpreter."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -102,13 +94,8 @@ def _gang(gang: GangPart) -> dict[str, object]:
 
 
 def _run_rank(request: TrialRequest, path: str, meeting: str | None) -> None:
-    """Run the rank that the launcher's environment variables name.
-
-    Args:
-        request: the trial, or this node's part of it.
-        path: path of the pipe for the trial's messages.
-        meeting: file through which the ranks of one machine find each other.
-    """
+    """Run the rank that the launcher's environment variables name. `path`: of the pipe for the trial's
+    messages; `meeting`: file through which the ranks of one machine find each other, None for a gang."""
     # A fork has inherited the launcher's handlers.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)

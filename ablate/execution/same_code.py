@@ -1,11 +1,9 @@
 """Trials of edited code that its owner declares to compute the same: `ablate sweep X --same-code`.
 
-The problem. A trial's id has the content of the user's code, so a corrected comment makes all trials new.
-
-The idea. What has run is not run again under the declaration: the finished trial is stored a second time,
-under the id of the edited code, with the id that it was run under. So ids keep their meaning, other sweeps
-and a rebuilt ledger see an ordinary trial, and every report says how many trials were taken over, and that
-nobody checked the claim.
+A trial's id has the content of the user's code, so a corrected comment makes all trials new. Under the
+declaration a finished trial is stored a second time, under the id of the edited code, with the id that it was
+run under. So ids keep their meaning, other sweeps and a rebuilt ledger see an ordinary trial, and every
+report says how many trials were taken over, and that nobody checked the claim.
 
 Refused: code with data or starting weights, whose content is in the same fingerprint and may have changed.
 """
@@ -31,21 +29,9 @@ def take_over(
     device: str,
     before: Mapping[tuple[str, int], Member],
 ) -> list[str]:
-    """Store finished trials again under the ids of edited code, and record that.
-
-    Args:
-        ledger: Ledger of the sweep, opened for writing.
-        experiment: The experiment, with the edited code.
-        store: The trial store.
-        device: Class of device.
-        before: Members of the ledger, by arm and seed.
-
-    Returns:
-        A line of news; none if no trial differs in its code alone.
-
-    Raises:
-        InputError: The workload is not the user's own code, or reads data or weights that the id contains.
-    """
+    """Store finished trials again under the ids of edited code, and record that in the ledger. `before`: its
+    members by arm and seed. Return a line of news; none if no trial differs in its code alone. InputError if
+    the workload is not the user's own code, or reads data or weights that the id contains."""
     config = experiment.base.config
     if not config.own_code:
         raise InputError("--same-code: the workload is no code of your own, whose edits could matter")

@@ -58,14 +58,9 @@ class Scheduler:
         fork: bool,
         fresh: float | None,
     ) -> None:
-        """Start without members; call `everything` to request those of the experiment.
-
-        Args:
-            experiment, ledger, store: the experiment, the sweep's ledger, and the trial folders.
-            device: class of device, `cpu` or `cuda`.
-            fork: run a prefix that several trials share only once.
-            fresh: Unix time in seconds; results that were started before it are put aside. None reuses all.
-        """
+        """Start without members; call `everything` to request those of the experiment. `fork`: run a prefix
+        that several trials share only once. `fresh`: Unix time in seconds; results that were started before
+        it are put aside; None reuses all."""
         self.experiment, self.ledger, self.store, self.device = experiment, ledger, store, device
         self.reused: set[str] = set()
         self.queue = TrialQueue(experiment, ledger, store, device, fork)
@@ -93,20 +88,13 @@ class Scheduler:
     def everything(
         self, accept: bool = False, points: Sequence[Mapping[str, Json]] = (), same_code: bool = False
     ) -> list[str]:
-        """Request all members that the experiment names now.
+        """Request all members that the experiment names now; return lines about members added, removed and
+        changed since the last run. Members that the file named once and names no more stay in the ledger,
+        outside of the answer.
 
-        Members that the file named once and names no more stay in the ledger, outside of the answer.
-
-        Args:
-            accept: allow finished trials of other versions of the code, which are then run again.
-            points: knobs that a search had proposed, used if the ledger has none of its points.
-            same_code: take finished trials over whose code alone was edited.
-
-        Returns:
-            Lines about members added, removed and changed since the last run.
-
-        Raises:
-            InputError: if finished trials were computed by other versions of the code and `accept` is False.
+        `accept`: allow finished trials of other versions of the code, which are then run again; else they are
+        an InputError. `points`: knobs that a search had proposed, used if the ledger has none of its points.
+        `same_code`: take finished trials over whose code alone was edited.
         """
         before = {(member.name, member.seed): member for member in self.ledger.members()}
         taken: list[str] = []
@@ -147,17 +135,9 @@ class Scheduler:
         seeds: Iterable[int] | None = None,
         role: Role | None = None,
     ) -> int:
-        """Request an arm on its seeds: reuse finished results, and queue the other trials.
-
-        Args:
-            arm: the arm.
-            optuna: its number in the study; None if it is not in the study.
-            seeds: seeds to request; by default the experiment's.
-            role: by default the role of the file's own arms, which in a search is `baseline`.
-
-        Returns:
-            The arm's number in the ledger.
-        """
+        """Request an arm on its seeds, by default the experiment's: reuse finished results, and queue the
+        other trials. Return the arm's number in the ledger. `optuna`: its number in the study; None if it is
+        not in the study. `role`: by default that of the file's own arms, which in a search is `baseline`."""
         added = self.experiment.keys.search or arm.name in self.experiment.added
         own: Role = "baseline" if added else "listed"
         own = "null" if arm.twin else "bad" if arm.known_bad else own
@@ -186,10 +166,8 @@ class Scheduler:
         self.queue.add(work)
 
     def _renew(self, trial: int, trial_id: str) -> None:
-        """Delete an unfinished trial's records in the ledger if its event files lack them.
-
-        The records of a pruned trial, which does not run again, are read from its event files instead.
-        """
+        """Delete an unfinished trial's records in the ledger if its event files lack them. The records of a
+        pruned trial, which does not run again, are read from its event files instead."""
         pruned, seal = self._status[trial] == "pruned", self.ledger.records_seal(trial)
         if not self.ledger.recorded(trial) and not (pruned and seal):
             return
@@ -209,8 +187,7 @@ class Scheduler:
 
     def _look_again(self) -> None:
         """Check reused trials again after folders were put aside: a trial that started from such a folder has
-        lost its prefix.
-        """
+        lost its prefix."""
         while self._retired:
             self._retired = set()
             for trial_id in sorted(self.reused):
@@ -226,8 +203,7 @@ class Scheduler:
 
     def grow(self) -> list[str]:
         """Request more seeds for undecided arms and their baselines; return a line for each arm. Nothing
-        without `growth`.
-        """
+        without `growth`."""
         from ablate.results.next_runs import undecided  # imports pandas: only if seeds grow
 
         growth, lines = self.experiment.keys.growth, []
@@ -270,11 +246,8 @@ class Scheduler:
 
     def confirm(self) -> list[str]:
         """Request the winner of a search and its baseline on fresh seeds, which took no part in choosing it.
-
-        Returns:
-            One line that names the winner, or says that no arm qualifies; nothing if the experiment asks for
-            no confirmation.
-        """
+        Return one line that names the winner, or says that no arm qualifies; nothing if the experiment asks
+        for no confirmation."""
         from ablate.results.next_runs import fresh_seeds, winner
 
         search = self.experiment.keys.search
@@ -299,19 +272,9 @@ class Scheduler:
         self.want(arm, next(row.optuna for row in self.ledger.arms() if row.arm == number), seeds)
 
     def propose(self, knobs: Mapping[str, Json], number: int) -> int:
-        """Request a proposed arm and its baseline.
-
-        Args:
-            knobs: values of the search space's knobs at this point.
-            number: the point's number in the study.
-
-        Returns:
-            The arm's number in the ledger, or that of the earlier arm that this point repeats.
-
-        Raises:
-            KnobError: if the knobs contradict each other; the ledger then notes the refusal, and nothing is
-                requested.
-        """
+        """Request a proposed arm and its baseline; return the arm's number in the ledger, or that of the
+        earlier arm that this point repeats. `number`: the point's in the study. KnobError if the knobs
+        contradict each other; the ledger then notes the refusal, and nothing is requested."""
         self.proposed += 1
         point = json.dumps(knobs, sort_keys=True)
         if inside(knobs, self.experiment.space) is not None:
@@ -337,17 +300,8 @@ class Scheduler:
         return self._first[arm.content]
 
     def adopt(self, trial: int, trial_id: str) -> bool:
-        """Reuse a result from the store, computed by this sweep or any other.
-
-        Its records are compared with the result. A folder that does not agree is put aside.
-
-        Args:
-            trial: the trial's number in the ledger.
-            trial_id: its id, the name of its folder.
-
-        Returns:
-            True if there is a result that can be trusted; False if the trial has to run.
-        """
+        """Reuse a result from the store, computed by this sweep or any other; return False if the trial has
+        to run. Its records are compared with the result. A folder that does not agree is put aside."""
         self.reused.discard(trial_id)
         try:
             result = self.store.result(trial_id)
@@ -367,10 +321,8 @@ class Scheduler:
         return True
 
     def _take_over(self, trial: int, trial_id: str, result: Result) -> None:
-        """Bring the ledger up to date with a trial's folder. Damaged if the folder contradicts itself.
-
-        Files compared earlier are read again only if their sizes or times have changed.
-        """
+        """Bring the ledger up to date with a trial's folder. Damaged if the folder contradicts itself. Files
+        compared earlier are read again only if their sizes or times have changed."""
         row, signature = self.ledger.trial(trial), self.store.signature(trial_id)
         finished = row.finished
         agrees = finished and self._agrees(trial, result)
@@ -396,8 +348,7 @@ class Scheduler:
 
     def _agrees(self, trial: int, result: Result) -> bool:
         """Return True if the ledger's records of a trial match the digest in its result and the ledger's own
-        seal. Records without a seal get one if they agree.
-        """
+        seal. Records without a seal get one if they agree."""
         records, kept = digest(self.ledger, trial), self.ledger.records_seal(trial)
         if records is None or records != result["records"]["sha256"]:
             return False
@@ -411,16 +362,9 @@ class Scheduler:
             self.ledger.seal_records(trial, records)
 
     def confirm_records(self, trial: int, trial_id: str, result: Result) -> str | None:
-        """Compare the records received from a trial that has just finished with its result.
-
-        Args:
-            trial: the trial's number in the ledger.
-            trial_id: its id.
-            result: the result that it committed.
-
-        Returns:
-            None if they agree, or could be read again from its files; else the reason to run the trial again.
-        """
+        """Compare the records received from a trial that has just finished with the result that it committed.
+        Return None if they agree, or could be read again from its files; else the reason to run the trial
+        again."""
         try:
             if self._agrees(trial, result):
                 self.ledger.files_seen(trial_id, self.store.signature(trial_id))
@@ -439,13 +383,8 @@ class Scheduler:
 
     def _holes(self, arm: int | None, ended: int | None = None) -> Iterator[tuple[Member, Damaged]]:
         """Yield the finished members of an arm that were interrupted, and lack steps that other seeds have.
-
         Only a command can be ahead of its records when it is killed: it continues from its own checkpoint.
-
-        Args:
-            arm: number of the arm.
-            ended: number of a trial that has ended, and is not settled yet.
-        """
+        `ended`: number of a trial that has ended, and is not settled yet."""
         if self.experiment.base.config.in_process:
             return
         names = {"train/loss", *(metric.name for metric in self.experiment.metrics)}
@@ -473,10 +412,8 @@ class Scheduler:
         self.news.append(f"{error}. {kept} trial runs again")
 
     def discard(self, trial: int, trial_id: str) -> None:
-        """Put aside what a trial wrote whose process is ending; the trial is pending again.
-
-        If another process holds the trial, its files stay.
-        """
+        """Put aside what a trial wrote whose process is ending; the trial is pending again. If another
+        process holds the trial, its files stay."""
         deadline = time.monotonic() + _END_SECONDS
         while True:
             try:
@@ -498,15 +435,13 @@ class Scheduler:
     @property
     def asks_left(self) -> int:
         """Number of arms that the search may still propose; 0 once all its trials, or all points of its
-        space, were proposed.
-        """
+        space, were proposed."""
         search, most = self.experiment.keys.search, self.experiment.most_searched
         return min(search.trials - self.proposed, most - len(self._distinct)) if search else 0
 
     def _arm_number(self, name: str | None) -> int | None:
         """Return a baseline's number in the ledger; add it if its turn has not come, since arms are listed in
-        any order.
-        """
+        any order."""
         if name is None:
             return None
         number = self.ledger.arm(name)
@@ -517,8 +452,7 @@ class Scheduler:
 
     def _refuse_other_versions(self, before: Mapping[tuple[str, int], Member]) -> None:
         """Raise InputError if part of this sweep was computed by other versions of the code, and trials would
-        run: its arms could not be compared.
-        """
+        run: its arms could not be compared."""
         outdated: Counter[str] = Counter()
         changes = set()
         for member in self.ledger.members():
@@ -570,10 +504,8 @@ class Scheduler:
         self.count[status] += 1
 
     def give_up(self, arm: int, step: int) -> None:
-        """Mark an arm's waiting trials as pruned, and read their records from their folders.
-
-        Needed if the ledger was lost after the pruner had ended the arm at `step`.
-        """
+        """Mark an arm's waiting trials as pruned, and read their records from their folders. Needed if the
+        ledger was lost after the pruner had ended the arm at `step`."""
         search, own = self.experiment.keys.search, self.ledger.own_trials(arm)
         reason = GivenUp(search.pruner if search else None, step).reason
         for work in self.queue.drop(lambda work: work.trial in own):

@@ -14,17 +14,13 @@ from ablate.training.trial_run import Telemetry
 
 def note(telemetry: Telemetry) -> str:
     """Return the suffix of a shared state's name: how often records before it were made, which its trial's
-    history lacks.
-    """
+    history lacks."""
     return f"-{telemetry.every}-{telemetry.shadow}-{telemetry.log}"
 
 
 class Family:
-    """All trials of a sweep, grouped by their common prefixes.
-
-    `note` is the suffix of every shared state's name, for everything else that a state depends on, such as
-    how often it is recorded.
-    """
+    """All trials of a sweep, grouped by their common prefixes. `note` is the suffix of every shared state's
+    name, for everything else that a state depends on, such as how often it is recorded."""
 
     def __init__(self, specs: Iterable[TrialSpec] = (), note: str = "") -> None:
         self._note = note
@@ -46,8 +42,7 @@ class Family:
 
     def points(self, spec: TrialSpec) -> list[tuple[int, str]]:
         """Return the steps at which `spec` separates from others, and those at which windows leave a trunk
-        that it passes through, furthest first, with the name of the state after each.
-        """
+        that it passes through, furthest first, with the name of the state after each."""
         if not spec.segments:
             return []
         steps = set(spec.kept_steps)
@@ -59,12 +54,8 @@ class Family:
 
     def steps(self, run: Collection[str] | None = None, left: Collection[str] = ()) -> dict[str, int]:
         """Return the number of steps that each trial computes, by id, if trials run in the order in which
-        they were added.
-
-        Args:
-            run: ids of the trials that run; None for all.
-            left: names of the states that earlier runs left in the store.
-        """
+        they were added. `run`: ids of the trials that run; None for all. `left`: names of the states that
+        earlier runs left in the store."""
         computed: dict[str, int] = {}
         for group in self._groups.values():
             before: list[str] = []
@@ -105,8 +96,7 @@ class Family:
 
 def wanted_elsewhere(state: Path, sweep: str) -> set[str] | None:
     """Return the names of the shared states that other unfinished sweeps need; None if one of them does not
-    record its needs.
-    """
+    record its needs."""
     names: set[str] = set()
     for path in _other_ledgers(state, sweep):
         try:

@@ -61,8 +61,7 @@ def over(members: Iterable[Member]) -> bool:
 
 def outcome(ledger: Ledger, members: Sequence[Member], experiment: Experiment) -> ArmResult:
     """Compute the result of an arm. A member that diverged or ran out of memory counts as infinitely bad, a
-    failed one as NaN.
-    """
+    failed one as NaN."""
     finals = [ledger.last_values(member.trial) for member in members]
     by_seed = tuple(
         [_final(member, last, metric) for member, last in zip(members, finals, strict=True)]
@@ -97,10 +96,8 @@ def _broke_off(member: Member) -> bool:
 
 
 def violations(constraints: Iterable[Constraint], finals: Mapping[str, float]) -> list[float]:
-    """Return the amount by which a member's last values break each constraint.
-
-    It is at most 0 if the constraint is kept, and infinite if there is no value.
-    """
+    """Return the amount by which a member's last values break each constraint. It is at most 0 if the
+    constraint is kept, and infinite if there is no value."""
     broken = []
     for constraint in constraints:
         value, excess = finals.get(constraint.metric, math.nan), math.nan
@@ -113,11 +110,9 @@ def violations(constraints: Iterable[Constraint], finals: Mapping[str, float]) -
 
 
 def reports(ledger: Ledger, members: Iterable[Member], experiment: Experiment) -> dict[int, float]:
-    """Return the values reported to an arm's pruner so far, in order.
-
-    These are its first seed's metric at the rungs, or each seed's last value once that seed is over. For an
-    arm that was given up: the reports until then, whatever it recorded before it stopped.
-    """
+    """Return the values reported to an arm's pruner so far, in order. These are its first seed's metric at
+    the rungs, or each seed's last value once that seed is over. For an arm that was given up: the reports
+    until then, whatever it recorded before it stopped."""
     search = experiment.keys.search
     if search is None or search.pruner is None:
         return {}
@@ -143,8 +138,7 @@ def infeasible(ledger: Ledger, experiment: Experiment) -> set[str]:
 @dataclass(frozen=True)
 class GivenUp:
     """Decision of a pruner to end an arm, with the last report that it was based on. Stored as a pruned
-    trial's reason, as JSON.
-    """
+    trial's reason, as JSON."""
 
     pruner: str | None
     """Name of the pruner; None if the experiment file names none any more."""
@@ -165,7 +159,6 @@ class GivenUp:
             return None
 
     def __str__(self) -> str:
-        """Return the decision as a sentence, for a line of news."""
         return f"given up by {self.pruner} at {self.step}"
 
 
@@ -196,11 +189,8 @@ def _reported(
 
 def warm(ledger: Ledger, state: Path, experiment: Experiment) -> tuple[list[Point], int]:
     """Return the arms of the earlier sweeps that a search names, as points of its space, and the number of
-    arms outside of it.
-
-    They are read once, when this sweep first names them, and kept in its ledger, so that the study can be
-    made again even if those sweeps change. InputError if there is no such sweep.
-    """
+    arms outside of it. They are read once, when this sweep first names them, and kept in its ledger, so that
+    the study can be made again even if those sweeps change. InputError if there is no such sweep."""
     if experiment.keys.search is None or not experiment.keys.search.warm:
         return [], 0
     asked = {

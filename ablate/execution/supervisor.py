@@ -18,8 +18,7 @@ then from the exit status of the process, and its reason from the exception of t
 the last line of the log.
 
 A trial is hung after a silence longer than `SilenceTimer.limit`, which follows the pace of the trial's own
-steps.
-Its processes then write their stacks into the log and are killed.
+steps. Its processes then write their stacks into the log and are killed.
 
 Refused: a second trial at the same time, and a child that sends a malformed message: the child is ended and
 the trial failed. The supervisor does not retry and does not decide what a failure means. No Ray here:
@@ -140,14 +139,8 @@ class Supervisor:
         """True if that process computes the trial; False if its children, the ranks, do."""
 
     def run(self, request: TrialRequest) -> Iterator[Message]:
-        """Run one trial to its end and yield its messages. The child's death is a message, not an exception.
-
-        Args:
-            request: the trial, or this node's part of it.
-
-        Yields:
-            Events, Waiting and Heartbeat as they come; one Ended at last.
-        """
+        """Run one trial, or this node's part of it, to its end and yield its messages: Events, Waiting and
+        Heartbeat as they come, one Ended at last. The child's death is a message, not an exception."""
         try:
             yield from self._run(request)
         except MalformedMessage as error:  # no later message of this child can be relied on
@@ -187,8 +180,7 @@ class Supervisor:
 
     def _computing(self) -> list[int]:
         """Return ids of the processes that compute the trial: its own, or those of its ranks, whose end it
-        reports.
-        """
+        reports."""
         if self._one_rank or self.trial_process is None:
             return [self.trial_process] if self.trial_process else []
         with suppress(psutil.NoSuchProcess):
@@ -198,8 +190,7 @@ class Supervisor:
 
     def _send(self, request: TrialRequest) -> subprocess.Popen[bytes]:
         """Send the request to the child, or to a new one if the child has died since the last trial; return
-        it.
-        """
+        it."""
         child = self.warm(request.device)
         assert child.stdin
         try:
@@ -210,10 +201,8 @@ class Supervisor:
         return child
 
     def _bury(self) -> None:
-        """End and forget a child whose pipe is closed.
-
-        It is dying, but `poll` may not report that for a while, and the next request would be sent to it.
-        """
+        """End and forget a child whose pipe is closed. It is dying, but `poll` may not report that for a
+        while, and the next request would be sent to it."""
         child, self.child = self.child, None
         assert child
         assert child.stdin
@@ -227,11 +216,9 @@ class Supervisor:
         child.stdout.close()
 
     def warm(self, device: str) -> subprocess.Popen[bytes]:
-        """Return the child for trials on a class of device, `cpu` or `cuda`, started if there is none.
-
-        It ends when its standard input closes, at the latest with this process. The child of trials on CPUs
-        sees no GPU: torch would start threads for it, and the child could not be forked.
-        """
+        """Return the child for trials on a class of device, `cpu` or `cuda`, started if there is none. It
+        ends when its standard input closes, at the latest with this process. The child of trials on CPUs sees
+        no GPU: torch would start threads for it, and the child could not be forked."""
         if self.child is not None and self._device not in ("", device):
             self._bury()
         if self.child is None or self.child.poll() is not None:
@@ -248,10 +235,8 @@ class Supervisor:
         return self.child
 
     def stop(self) -> None:
-        """End the running trial, if there is one.
-
-        Called from another thread than `run`, which yields the trial's Ended.
-        """
+        """End the running trial, if there is one. Called from another thread than `run`, which yields the
+        trial's Ended."""
         for pid in self._computing():
             _kill(pid)
 
@@ -269,10 +254,8 @@ def _forwarded(received: Iterable[PipeMessage]) -> Iterator[Events | Waiting]:
 
 
 def _batches(pipe: int) -> Iterator[tuple[list[PipeMessage], bool]]:
-    """Yield (messages, True at the end of the pipe): batches of 0.2 s, or an empty list after a silence.
-
-    A line torn by a kill is dropped: it is the last one of a dead child, trial or rank.
-    """
+    """Yield (messages, True at the end of the pipe): batches of 0.2 s, or an empty list after a silence. A
+    line torn by a kill is dropped: it is the last one of a dead child, trial or rank."""
     rest, over = b"", False
     while not over:
         if not _readable(pipe, HEARTBEAT_SECONDS):
@@ -290,10 +273,8 @@ def _batches(pipe: int) -> Iterator[tuple[list[PipeMessage], bool]]:
 
 
 def _readable(pipe: int, seconds: float) -> bool:
-    """Return True if data or the end arrive within `seconds`.
-
-    `select` cannot watch descriptors above 1023; `poll` can.
-    """
+    """Return True if data or the end arrive within `seconds`. `select` cannot watch descriptors above 1023;
+    `poll` can."""
     watch = select.poll()
     watch.register(pipe, select.POLLIN)
     return bool(watch.poll(seconds * 1000))
@@ -307,8 +288,7 @@ def _parsed(lines: Iterable[bytes]) -> Iterator[PipeMessage]:
 
 def _dump_and_kill(pids: list[int]) -> None:
     """Make the processes write the stacks of their threads into their log, then kill them; a stopped one
-    writes none.
-    """
+    writes none."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGUSR1)
@@ -332,13 +312,10 @@ def end_of_attempt(
 ) -> Ended:
     """Return the end of an attempt: its committed result, or why there is none.
 
-    Args:
-        request: the attempt.
-        exited: exit of the trial's process; None if the pipe ended instead.
-        hung: why the supervisor ended the trial; None if it did not.
-        starved: True if the kernel has killed a process for lack of memory since the trial began.
-        died: of several ranks, the one that ended first.
-        raised: exception of the user's code that ended the trial.
+    `exited`: exit of the trial's process; None if the pipe ended instead. `hung`: why the supervisor ended
+    the trial; None if it did not. `starved`: the kernel has killed a process for lack of memory since the
+    trial began. `died`: the one of several ranks that ended first. `raised`: exception of the user's code
+    that ended the trial.
     """
     store = Store(Path(request.root))
     try:
@@ -371,9 +348,7 @@ def end_of_attempt(
 
 def run_inline(request: TrialRequest) -> Generator[Message, None, None]:
     """Run a trial in this process, for debuggers and tests; yield the same messages as `Supervisor.run`.
-
-    Exceptions other than OutOfMemory pass through.
-    """
+    Exceptions other than OutOfMemory pass through."""
     spec, store = TrialSpec.parse(request.spec), Store(Path(request.root))
     try:
         for recorded in run(spec, store, request.attempt, request.telemetry, request.fork):

@@ -38,8 +38,7 @@ class Order(TypedDict, total=False):
 
 def folders(state: Path, words: Iterable[str] | None) -> list[Path]:
     """Return the folders of sweeps given by name or YAML file; of all sweeps if none is given. InputError if
-    one is missing.
-    """
+    one is missing."""
     known = {path.name: path for path in sorted(state.glob("sweeps/*")) if path.is_dir()}
     names = [Path(word).stem if word.endswith((".yaml", ".yml")) else word for word in words or known]
     unknown = [name for name in names if name not in known]
@@ -51,8 +50,7 @@ def folders(state: Path, words: Iterable[str] | None) -> list[Path]:
 
 def changed(folder: Path) -> float:
     """Return the Unix time at which the sweep's ledger was last written. An empty log beside it comes from a
-    reader.
-    """
+    reader."""
     files = [path.stat() for path in (folder / "ledger.db", folder / "ledger.db-wal") if path.exists()]
     return max((file.st_mtime for file in files if file.st_size), default=0.0)
 
@@ -86,8 +84,7 @@ def damage(path: Path) -> str | None:
 
 def _flaw(path: Path) -> str | None:
     """Return a description of wrong content in an intact SQLite file, also of names that are not text; None
-    if it is not a ledger, or only begun.
-    """
+    if it is not a ledger, or only begun."""
     try:
         with closing(Ledger(path, readonly=True)) as ledger:
             return flaw(ledger)
@@ -108,8 +105,7 @@ def put_aside(path: Path) -> Path:
 
 def check(folder: Path, file: str) -> None:
     """Raise InputError if the sweep's ledger is damaged. Call it before the ledger is opened, holding the
-    sweep's lock.
-    """
+    sweep's lock."""
     found = damage(folder / "ledger.db")
     if found:
         raise InputError(refusal(folder / "ledger.db", found, file))
@@ -120,10 +116,8 @@ def check(folder: Path, file: str) -> None:
 
 def give(folder: Path, order: Order) -> Path:
     """Write an order for the sweep's controller, and return its file, which the controller removes when it
-    takes the order.
-
-    {"stop": "sweep"}, {"stop": "arm", "name": ...}, {"stop": "trial", "id": ...}, {"workers": N}
-    """
+    takes the order. {"stop": "sweep"}, {"stop": "arm", "name": ...}, {"stop": "trial", "id": ...},
+    {"workers": N}"""
     orders = folder / "orders"
     orders.mkdir(exist_ok=True)
     path = orders / f"{time.time_ns():020}-{os.getpid()}.json"
@@ -133,10 +127,7 @@ def give(folder: Path, order: Order) -> Path:
 
 def take(folder: Path) -> list[Order]:
     """Return the orders since the last call, in order of arrival, and remove them. Only the controller calls
-    this.
-
-    A controller that starts takes the orders to its predecessor and discards them.
-    """
+    this. A controller that starts takes the orders to its predecessor and discards them."""
     taken: list[Order] = []
     with suppress(FileNotFoundError):
         for path in sorted(path for path in (folder / "orders").iterdir() if path.suffix == ".json"):

@@ -19,10 +19,8 @@ from ablate.training.metric_names import is_added
 
 
 def describe(ledger: Ledger, experiment: Experiment, device: str = "cpu") -> None:
-    """Store the experiment's facts, its text, and the code and machine that run it from now on.
-
-    InputError for a ledger of runs from elsewhere, which has the same name.
-    """
+    """Store the experiment's facts, its text, and the code and machine that run it from now on. InputError
+    for a ledger of runs from elsewhere, which has the same name."""
     if (judged := Judged.alone(ledger)) or kept_alone(ledger.path.absolute().parent):
         origin = judged.text if judged else "that were judged"
         raise InputError(f"{ledger.name}: holds runs {origin}; give the experiment another name")
@@ -55,10 +53,8 @@ def blame_facts(experiment: Experiment) -> dict[str, Json]:
 
 def register_design(ledger: Ledger, experiment: Experiment, store: Store, device: str) -> None:
     """Record the hash of question, design and metrics before anything runs, unless it is the last recorded.
-
     The design is what is run: every arm's baseline and trials, whose ids have workload, data, recipe and
-    seed; and the search's settings and space.
-    """
+    seed; and the search's settings and space."""
     trials = {
         (arm.name, seed): experiment.spec(arm, seed, device).id
         for arm in experiment.arms
@@ -87,10 +83,8 @@ def register_design(ledger: Ledger, experiment: Experiment, store: Store, device
 
 
 def require_metrics(experiment: Experiment, ledger: Ledger, trial: int, title: str) -> None:
-    """Raise InputError if a finished trial of a user's own code has not logged what is compared.
-
-    Only the code knows its metrics, so that a misspelt one is not seen before.
-    """
+    """Raise InputError if a finished trial of a user's own code has not logged what is compared. Only the
+    code knows its metrics, so that a misspelt one is not seen before."""
     if not experiment.base.config.own_code:
         return
     logged = ledger.last_values(trial)

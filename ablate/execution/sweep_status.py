@@ -98,13 +98,8 @@ class Status:
 
 
 def read(folder: Path, store: Store, about_of: AboutOf = lambda folder, ledger: {}) -> Status:
-    """Return the status of one sweep, from its ledger and its lock.
-
-    Args:
-        folder: folder of the sweep.
-        store: trials of the state folder.
-        about_of: reads the answer from the sweep's report.
-    """
+    """Return the status of one sweep, from its ledger and its lock. `about_of` reads the answer from the
+    sweep's report."""
     process, path = holder(folder), folder / "ledger.db"
     controller = str(process) if process else None
     if why := absent(path):
@@ -206,11 +201,9 @@ def _failure(ledger: Ledger, store: Store, member: Member) -> Failure:
 
 
 def _seconds_left(ledger: Ledger, now: float, running: Iterable[RunningTrialStatus]) -> float | None:
-    """Return the controller's estimate less the time since then, and at least what a running trial needs.
-
-    The controller learns from trials that ended; one that runs may be slower than they were. None while it
-    has no estimate.
-    """
+    """Return the controller's estimate less the time since then, and at least what a running trial needs. The
+    controller learns from trials that ended; one that runs may be slower than they were. None while it has no
+    estimate."""
     at, seconds = ledger.facts.left
     if seconds is None:
         return None

@@ -51,16 +51,14 @@ _MEASURABLE = 0.1
 """Share of its steps after which a trial's own speed is used to estimate its end."""
 _SAME = ("model", "capture")
 """Workload fields that its cost may have to read files for: trials that differ in one of them, or in data,
-are not read.
-"""
+are not read."""
 _MOST_LOADS, _MOST_PACES = 300, 8
 
 
 @dataclass(frozen=True)
 class Load:
     """Work of one trial: the workload's own cost, and the properties that decide how far that is from the
-    time needed.
-    """
+    time needed."""
 
     kind: tuple[str, str, str]
     """Workload, engine, class of device."""
@@ -71,7 +69,6 @@ class Load:
 
     @classmethod
     def of(cls, arm: Arm, experiment: Experiment, device: str) -> "Load":
-        """Return the load of an arm's trials."""
         kind = (experiment.base.workload, experiment.engine, device)
         return cls.made(kind, arm.config, arm.recipe, experiment.forks(arm))
 
@@ -79,18 +76,15 @@ class Load:
     def made(
         cls, kind: tuple[str, str, str], config: Any, recipe: Recipe, forks: Forks | None = None
     ) -> "Load":
-        """Return the load of a workload's configuration, of a class in WORKLOADS, under a recipe.
-
-        `forks`: windows of a forked trial, whose cost is taken to be that of as many steps of a full run.
-        """
+        """Return the load of a workload's configuration, of a class in WORKLOADS, under a recipe. `forks`:
+        windows of a forked trial, whose cost is taken to be that of as many steps of a full run."""
         steps = forks.steps if forks else config.steps
         cost = config.cost(not recipe.plain) * steps / config.steps
         return cls(kind, recipe.model_dump_json(), recipe.plain, cost, steps)
 
     def distance(self, other: "Load") -> float:
         """Return the difference in the logarithm of cost per step, plus a constant if recipe or precision
-        differ.
-        """
+        differ."""
         difference = abs(
             math.log(max(self.cost, 1e-9) / self.steps) - math.log(max(other.cost, 1e-9) / other.steps)
         )
@@ -128,7 +122,6 @@ class TimeModel:
 
     @property
     def measured(self) -> int:
-        """Number of trials that were measured."""
         return len(self._measured)
 
     def learn(self, load: Load, seconds: float) -> None:
@@ -181,14 +174,10 @@ def time_left(
 
     All that waits is taken to be as many times slower than estimated as the running trials with a speed are.
     There, the estimate counts as a tenth of a trial: at first, most of the time that a trial has spent is its
-    start. A trial with a speed takes at least another second: it has yet to end.
-
-    Args:
-        waiting: estimated seconds of all waiting trials, one after the other.
-        longest: those of the longest of them.
-        running: of each running trial the estimated seconds, the seconds that it has run, and the share of
-            its steps that are done, in [0, 1].
-        slots: trials that run at once.
+    start. A trial with a speed takes at least another second: it has yet to end. `waiting`: estimated seconds
+    of all waiting trials, one after the other; `longest`: those of the longest of them. `running`: of each
+    running trial the estimated seconds, the seconds that it has run, and the share of its steps that are
+    done, in [0, 1]. `slots`: trials that run at once.
     """
     running = list(running)
     known = [trial for trial in running if _has_speed(*trial)]
@@ -218,11 +207,8 @@ class Timed(NamedTuple):
 
 
 class Countdown:
-    """Remaining time of one run of a sweep.
-
-    It is computed at most once a second and counts down in between. The ledger fact `left` has it too, so
-    that `ablate status` shows the same.
-    """
+    """Remaining time of one run of a sweep. It is computed at most once a second and counts down in between.
+    The ledger fact `left` has it too, so that `ablate status` shows the same."""
 
     def __init__(self, experiment: Experiment, ledger: Ledger, store: Store, device: str) -> None:
         self.pace = TimeModel(experiment, store, device)
@@ -232,14 +218,8 @@ class Countdown:
 
     def left(self, running: Iterable[Timed], slots: int, asks: int, confirmed: bool) -> float:
         """Return the seconds until everything that runs, waits or may still be proposed is over; 0 as
-        `time_left` says.
-
-        Args:
-            running: trials in flight.
-            slots: trials that run at once.
-            asks: points that a search may still propose.
-            confirmed: True if the winner's run on fresh seeds is already among the waiting trials.
-        """
+        `time_left` says. `slots`: trials that run at once; `asks`: points that a search may still propose;
+        `confirmed`: the winner's run on fresh seeds is already among the waiting trials."""
         now = time.time()
         if not 0 <= now - self._at < _CLOCK_SECONDS:  # negative if the clock was set back
             members = self._ledger.members() if self._experiment.keys.blame else ()
@@ -260,8 +240,7 @@ class Countdown:
 
 def _results(root: Path, kind: tuple[str, str, str], config: Any) -> Iterator[tuple[Load, float]]:
     """Yield load and seconds of the newest finished trials of this kind, newest first; seconds as if it
-    computed all steps. `config`: the experiment's workload, of a class in WORKLOADS.
-    """
+    computed all steps. `config`: the experiment's workload, of a class in WORKLOADS."""
     ours, data = config.model_dump(mode="json"), config.fingerprint()
     ended: list[tuple[float, Path]] = []
     for folder in (root / "trials").iterdir() if (root / "trials").exists() else ():
@@ -323,13 +302,8 @@ class MachinePaces:
 
     @classmethod
     def of(cls, experiment: Experiment, device: str, cluster: bool) -> "MachinePaces | None":
-        """Return the paces that an experiment's trials can be compared with; None if there are none.
-
-        Args:
-            experiment: the experiment.
-            device: class of device, `cpu` or `cuda`.
-            cluster: True if the trials run on a cluster, whose machines may be others.
-        """
+        """Return the paces that an experiment's trials can be compared with. None if there are none: for a
+        user's own code, and for trials that run on a cluster, whose machines may be others."""
         return None if cluster or experiment.base.config.own_code else cls(device)
 
     def read(self) -> list[Measured]:
@@ -343,8 +317,7 @@ class MachinePaces:
 
     def keep(self, learnt: Iterable[Measured]) -> None:
         """Add trials that have run here. Does nothing if the cache cannot be written: an estimate is worth no
-        error.
-        """
+        error."""
         if not (new := [*learnt]):
             return
         with suppress(OSError), lock(self._path.with_suffix(".lock")):
@@ -359,14 +332,9 @@ def unproposed(experiment: Experiment, device: str, asks: int, confirms: bool, g
     """Return the largest number of trials that a search may still add.
 
     Repeated points add no trial, so the size of a finite space is a limit. If knobs change the workload, each
-    of its values needs a baseline of its own.
-
-    Args:
-        experiment: the experiment.
-        device: class of device, `cpu` or `cuda`.
-        asks: points that the search may still propose.
-        confirms: include the winner's run on fresh seeds.
-        groups: number of runs of groups of units that a search for a cause has requested.
+    of its values needs a baseline of its own. `asks`: points that the search may still propose. `confirms`:
+    include the winner's run on fresh seeds. `groups`: number of runs of groups of units that a search for a
+    cause has requested.
     """
     search, found = experiment.keys.search, Trials()
     if experiment.blamed:
@@ -391,8 +359,7 @@ def unproposed(experiment: Experiment, device: str, asks: int, confirms: bool, g
 
 def _typical(experiment: Experiment) -> tuple[Arm, Arm]:
     """Return an arm and its baseline, with each unconditional knob at its middle value; the file's own values
-    if that fails.
-    """
+    if that fails."""
     knobs = {knob: dimension.middle for knob, dimension in experiment.space.items() if not dimension.when}
     try:
         return experiment.propose(knobs)

@@ -55,11 +55,8 @@ from ablate.training.trial_run import Telemetry, TrialRun
 
 
 def main(parse: Callable[[str], TrialSpec] = TrialSpec.parse) -> None:
-    """Run trials until standard input closes.
-
-    Args:
-        parse: parser of a spec's JSON text, called in the process that computes the trial.
-    """
+    """Run trials until standard input closes. `parse` reads a spec's JSON text, in the process that computes
+    the trial."""
     adopt_orphans()
     with _ending_early():
         tune_process()
@@ -92,10 +89,8 @@ def _run_request(line: bytes, parse: Callable[[str], TrialSpec]) -> Exited:
 
 @contextmanager
 def _ending_early() -> Iterator[None]:
-    """End this process with its supervisor while the block runs, which may take seconds.
-
-    One thread is left after it.
-    """
+    """End this process with its supervisor while the block runs, which may take seconds. One thread is left
+    after it."""
     warm = os.eventfd(0)
     watcher = threading.Thread(target=_end_early, args=(warm,), daemon=True)
     watcher.start()
@@ -106,10 +101,8 @@ def _ending_early() -> Iterator[None]:
 
 
 def _end_early(warm: int) -> None:
-    """Exit if the supervisor is gone before the event `warm` is set.
-
-    POLLHUP alone is watched: a waiting request does not count.
-    """
+    """Exit if the supervisor is gone before the event `warm` is set. POLLHUP alone is watched: a waiting
+    request does not count."""
     events = select.poll()
     events.register(0, 0)
     events.register(warm, select.POLLIN)
@@ -120,8 +113,7 @@ def _end_early(warm: int) -> None:
 
 def tune_process() -> None:
     """Set one thread for torch, and make glibc keep freed memory: by default it returns large tensors at
-    every free.
-    """
+    every free."""
     import ctypes
 
     import torch
@@ -136,8 +128,7 @@ def tune_process() -> None:
 
 def rehearse() -> None:
     """Run one step of the smallest model: torch loads much at first use, about a second, which forked trials
-    then share.
-    """
+    then share."""
     from ablate.recipes import PRESETS
     from ablate.training.workloads.gpt import Gpt
 
@@ -148,10 +139,8 @@ def rehearse() -> None:
 
 
 def import_slow(request: TrialRequest) -> None:
-    """Import the request's slow modules for this and all later trials.
-
-    A missing module is the trial's own error.
-    """
+    """Import the request's slow modules for this and all later trials. A missing module is the trial's own
+    error."""
     several = (IMPORTS if request.ranks > 1 else ()) + (SHARDING if request.sharded else ())
     with redirect_stdout(sys.stderr):  # standard output is for messages
         for module in (*request.imports, *several):
@@ -160,10 +149,8 @@ def import_slow(request: TrialRequest) -> None:
 
 
 def wait_for(pid: int) -> int:
-    """Return the trial's wait status; kill it and exit if standard input closes first.
-
-    Any event on standard input means that it closed: no request comes while a trial runs.
-    """
+    """Return the trial's wait status; kill it and exit if standard input closes first. Any event on standard
+    input means that it closed: no request comes while a trial runs."""
     over = os.pidfd_open(pid)
     ready, _, _ = select.select([0, over], [], [])
     os.close(over)
@@ -185,14 +172,8 @@ def compute(
     request: TrialRequest, parse: Callable[[str], TrialSpec] = TrialSpec.parse, method: StartMethod = "fork"
 ) -> NoReturn:
     """Run the trial in this process and exit: its messages go to standard output, what it prints to its log.
-
-    The process ends as soon as standard input closes.
-
-    Args:
-        request: the trial.
-        parse: parser of a spec's JSON text.
-        method: way in which the ranks of a trial start.
-    """
+    The process ends as soon as standard input closes. `parse` as for `main`; `method`: way in which the ranks
+    of a trial start."""
     exit_with_parent(_supervisor_gone, end_orphans)
     status = 1
     try:

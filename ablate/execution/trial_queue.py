@@ -47,8 +47,7 @@ class TrialQueue:
         self._ledger, self._store, self._fork = ledger, store, fork
         self._shared: set[str] = set()
         """Names of the states that trials of this run share; the ledger keeps them for sweeps that end
-        meanwhile.
-        """
+        meanwhile."""
         self._begun: list[str] = []
         """Ids of the trials queued in this run: later trials can start from their states."""
         self._ranked: list[tuple[tuple[int, int, int], Work]] = []
@@ -61,16 +60,11 @@ class TrialQueue:
         return len(self._ranked) + len(self._arrived)
 
     def add(self, work: Work) -> None:
-        """Add a trial that has to run."""
         self._arrived.append(work)
 
     def next(self, coming: set[str]) -> Work | None:
         """Remove and return the trial to start now; None if all should wait for a state that running trials
-        will leave.
-
-        Args:
-            coming: names of the shared states that running trials will write.
-        """
+        will leave. `coming`: names of the shared states that they will write."""
         self._rank_arrived()
         postponed = []
         chosen = None
@@ -101,10 +95,8 @@ class TrialQueue:
         return self.countdown.left(running, slots, asks, confirmed)
 
     def fork_points(self, spec: TrialSpec) -> list[tuple[int, str]]:
-        """Return step and name of each state that this trial shares with others, furthest first.
-
-        Records before such a state are as frequent as the telemetry settings say.
-        """
+        """Return step and name of each state that this trial shares with others, furthest first. Records
+        before such a state are as frequent as the telemetry settings say."""
         return self.family.points(spec) if self._fork else []
 
     def tidy(self) -> None:
@@ -151,8 +143,7 @@ class TrialQueue:
 
     def _ready(self, work: Work, coming: set[str]) -> bool:
         """Return True unless a running trial will leave a state further along this trial than those in the
-        store.
-        """
+        store."""
         for _, name in self.fork_points(work.spec):
             if self._store.shared(name).exists():
                 return True

@@ -59,14 +59,8 @@ def start_cuda(index: int | None = None) -> None:
 
 
 def exit_status(work: Callable[[], None], raised: Callable[[UserError], None] = lambda error: None) -> int:
-    """Run the work of a process and return its exit status.
-
-    An error goes to standard error, which is the log.
-
-    Args:
-        work: the work.
-        raised: called with an exception of the user's code.
-    """
+    """Run the work of a process and return its exit status. An error goes to standard error, which is the
+    log; `raised` is called with an exception of the user's code."""
     try:
         work()
     except OutOfMemory as error:
@@ -113,8 +107,7 @@ class EventsFile:
 
     def begin(self, start: int) -> list[Event]:
         """Return the records up to step `start`, from which this attempt resumes, of earlier attempts and
-        trunks.
-        """
+        trunks."""
         try:
             events = list(self.store.events(self.trial))
         except Damaged as error:
@@ -132,8 +125,7 @@ class EventsFile:
 
     def add(self, event: Event) -> list[Event]:
         """Write an event, after the records of earlier attempts up to its step; return all records written
-        since the last call.
-        """
+        since the last call."""
         # The first record after a checkpoint carries `resumed`.
         if "resumed" in event and self._ahead and self._ahead[0]["step"] <= event["step"]:
             self._ahead[0]["resumed"] = event["resumed"]
@@ -153,10 +145,8 @@ class EventsFile:
 
     def reach(self, step: int) -> dict[str, Json] | None:
         """Flush all records up to a step to disk, before a checkpoint is written; return their number and
-        digest.
-
-        The step may lie before the last record: a trial whose trunk's states are gone trains the trunk again.
-        """
+        digest. The step may lie before the last record: a trial whose trunk's states are gone trains the
+        trunk again."""
         self._catch_up(step)
         os.fsync(self._file.fileno())
         return self._tally.sealed() if step >= self._step else self.recorded(self.trial, step)
@@ -174,7 +164,6 @@ class EventsFile:
             return None
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def _catch_up(self, step: int) -> None:
@@ -205,23 +194,18 @@ def run(
     ranks: int = 1,
 ) -> Iterator[Event | Waiting]:
     """Run a trial from its furthest checkpoint, or replay it if it is finished; end when its result is
-    committed.
+    committed. A non-finite loss is a result (`diverged`). With several ranks, rank 0 alone calls this.
 
-    A non-finite loss is a result (`diverged`). Of a trial with several ranks, rank 0 alone calls this.
+    `attempt` is the number of this one; a later attempt supersedes it. `telemetry` has arguments of
+    `Telemetry`. `fork` has (step, name) of each shared checkpoint: the trial resumes from the furthest that
+    exists, and writes the others. `ranks`: processes that compute the trial.
 
-    Args: spec: the trial. store: trial store, where its folder is. attempt: number of this attempt; a later
-        attempt supersedes it. telemetry: arguments of `Telemetry`. fork: (step, name) of each shared
-        checkpoint: the trial resumes from the furthest that exists, and writes the others. ranks: processes
-        that compute the trial.
+    Yields events {step, time, metrics}, and a Waiting once while another process runs the same trial. Events
+    recorded before the step to resume from come first, with `again`; the first after it has `resumed`, that
+    step. An event with alarms has `alarms`.
 
-    Yields: Events {step, time, metrics}, and a Waiting once while another process runs the same trial. Events
-        recorded before the step to resume from come first, with `again`; the first after it has `resumed`,
-        that step. An event with alarms has `alarms`.
-
-    Raises:
-        Edited: code or data of the trial changed while it ran; its records and checkpoints are deleted.
-        OutOfMemory: the trial needs more memory than there is.
-        Superseded: a later attempt holds the trial.
+    Raises Edited if code or data of the trial changed while it ran, and deletes its records and checkpoints;
+    OutOfMemory if the trial needs more memory than there is; Superseded if a later attempt holds the trial.
     """
     with ExitStack() as stack:
         try:
@@ -246,8 +230,7 @@ def run(
 
 def _replayed(spec: TrialSpec, store: Store) -> list[Event] | None:
     """Return the events of a finished trial; None if it is not finished or its files are damaged, which the
-    log notes.
-    """
+    log notes."""
     try:
         result = store.result(spec.id)
         return None if result is None else store.proven(spec.id, result)
@@ -313,10 +296,8 @@ def _refuse_superseded(held: Callable[[], bool], spec: TrialSpec, attempt: int) 
 
 
 def _refuse_edited(spec: TrialSpec, folder: Path) -> None:
-    """Delete what the trial wrote and raise Edited if its code or data are no longer those of its id.
-
-    Code is read while a trial runs: modules that a function imports late, files that it opens.
-    """
+    """Delete what the trial wrote and raise Edited if its code or data are no longer those of its id. Code is
+    read while a trial runs: modules that a function imports late, files that it opens."""
     if spec.unchanged:
         return
     for path in (*folder.glob("events-*.jsonl"), *folder.glob("checkpoint*"), *folder.glob("command")):
@@ -337,12 +318,8 @@ def out_of_memory(error: Exception) -> bool:
 
 
 def within_memory(events: Iterator[Event], device: str) -> Iterator[Event]:
-    """Yield the events.
-
-    Raises:
-        OutOfMemory: torch or Python ran out of memory.
-        InputError: an operation of the model has no deterministic implementation.
-    """
+    """Yield the events. OutOfMemory if torch or Python ran out of memory; InputError if an operation of the
+    model has no deterministic implementation."""
     step = 0
     try:
         for event in events:

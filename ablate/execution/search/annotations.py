@@ -47,16 +47,8 @@ class TrialFacts(TypedDict, total=False):
 
 def decorate(journal: Path, sweep: str, note: str, arms: Iterable[ArmSummary], metric: Metric) -> None:
     """Write a sweep's results into its study; do nothing without such a study, or if its journal is damaged.
-
-    It takes about a second and works from any process, after the sweep or while it runs.
-
-    Args:
-        journal: the study's journal file.
-        sweep: name of the sweep and of its study.
-        note: note of the study, in Markdown.
-        arms: summaries of the arms, for their notes and the figure of gaps.
-        metric: the main metric.
-    """
+    It takes about a second and works from any process, after the sweep or while it runs. `note` is the
+    study's, in Markdown; `metric` the main one."""
     loaded = opened(journal, sweep)
     if loaded is not None:
         with suppress(Exception):  # the replay of a torn last line fails once an operation follows it
@@ -118,11 +110,7 @@ def _note(arm: ArmSummary, facts: TrialFacts) -> str:
 
 def _forest(arms: list[ArmSummary], metric: Metric) -> dict[str, Any]:
     """Draw every arm's gap to its baseline with its interval, the best on top; the grey band is the margin of
-    no effect.
-
-    Returns:
-        The figure as plotly's JSON, written out here: importing plotly takes a third of a second.
-    """
+    no effect. The result is plotly's JSON, written out here: importing plotly takes a third of a second."""
     sign = 1 if metric.direction == "minimize" else -1
     gaps = [(arm, arm.gap) for arm in arms if arm.gap and arm.gap.pairs]
     gaps.sort(key=lambda pair: -sign * pair[1].mean)

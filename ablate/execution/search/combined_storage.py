@@ -134,10 +134,8 @@ def _key(key: str, trial: Callable[[int], int]) -> str:
 
 def dashboard(state: Path) -> tuple[Callable[..., Iterable[bytes]], Callable[[str], int | None]]:
     """Return Optuna's dashboard over all sweeps as a WSGI application, and a function from a sweep to its
-    study's number.
-
-    The dashboard shows studies and accepts notes; all other requests that write are refused with status 403.
-    """
+    study's number. The dashboard shows studies and accepts notes; all other requests that write are refused
+    with status 403."""
     from optuna_dashboard import wsgi
 
     storage = JournalStorage(CombinedStorage(state))

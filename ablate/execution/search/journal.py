@@ -28,11 +28,9 @@ REPEATS = "repeats"
 
 
 class StudyJournal(BaseJournalBackend):
-    """Optuna's journal file, written by one process: the one that holds the sweep's lock.
-
-    It takes no lock and does not wait for the disk, which is most of an operation's cost, and reads the file
-    once. Operations lost in a power failure are written again from the ledger.
-    """
+    """Optuna's journal file, written by one process: the one that holds the sweep's lock. It takes no lock
+    and does not wait for the disk, which is most of an operation's cost, and reads the file once. Operations
+    lost in a power failure are written again from the ledger."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -73,8 +71,7 @@ class StudyJournal(BaseJournalBackend):
 
 def _intact(journal: Path) -> list[Operation]:
     """Return the journal's operations. Cut off everything after a torn line, and remove a lock that a crash
-    left.
-    """
+    left."""
     for lock in journal.parent.glob(f"{journal.name}.lock*"):
         lock.unlink()
     journal.touch()
@@ -94,15 +91,13 @@ def _intact(journal: Path) -> list[Operation]:
 
 def encode(value: Json) -> Category:
     """Convert a value to a category that Optuna accepts: None, bool, int, float or str; other values become
-    JSON text.
-    """
+    JSON text."""
     return (
         value if value is None or isinstance(value, bool | int | float | str) else "json:" + json.dumps(value)
     )
 
 
 def decode(value: Category) -> Json:
-    """Return the value that was encoded."""
     return (
         json.loads(value.removeprefix("json:"))
         if isinstance(value, str) and value.startswith("json:")
@@ -129,8 +124,7 @@ def opened(
     journal: Path, name: str, backend: Callable[[str], BaseJournalBackend] = JournalFileBackend
 ) -> tuple[optuna.Study, JournalStorage] | None:
     """Open the study of a sweep and its storage, by default as Optuna does, without repairing or creating
-    anything; None if there is none.
-    """
+    anything; None if there is none."""
     if not journal.exists():
         return None
     try:

@@ -1,9 +1,8 @@
 """Private names of Optuna and the format of its journal: the only file that may use them.
 
 Optuna's public interface has no way to write a note on a finished trial, or a note without importing all of
-its dashboard, to add a trial to a generation of
-NSGA-II, or to read a journal's operations. A new version of Optuna may rename any of these; each has a test
-in tests/store/test_private_names.py.
+its dashboard, to add a trial to a generation of NSGA-II, or to read a journal's operations. A new version of
+Optuna may rename any of these; each has a test in tests/store/test_private_names.py.
 """
 
 import optuna
@@ -23,15 +22,8 @@ def trial_id(trial: FrozenTrial) -> int:
 
 def note_of(storage: BaseStorage, study: int, trial: int | None) -> str:
     """Return the note of a study or of one of its trials in the format of optuna-dashboard; empty if there is
-    none.
-
-    The dashboard's own functions would be imported with all of the dashboard and scikit-learn: a second.
-
-    Args:
-        storage: the study's storage.
-        study: the storage's id of the study.
-        trial: the storage's id of the trial; None: the note of the study.
-    """
+    none. The dashboard's own functions would be imported with all of the dashboard and scikit-learn: a
+    second. `study` and `trial` are the storage's ids; `trial` None: the note of the study."""
     attributes, prefix = storage.get_study_system_attrs(study), _dashboard(trial) + "note_str:"
     pieces = [key for key in attributes if key.startswith(prefix)]
     return "".join(attributes[f"{prefix}{number}"] for number in range(len(pieces)))
@@ -46,14 +38,8 @@ def save_note(storage: BaseStorage, study: int, trial: int | None, text: str) ->
 
 
 def save_figure(storage: BaseStorage, study: int, name: str, figure: str) -> None:
-    """Write a figure of a study, as plotly's JSON, in the format of optuna-dashboard.
-
-    Args:
-        storage: the study's storage.
-        study: the storage's id of the study.
-        name: id of the figure; a figure with this id is replaced.
-        figure: result of plotly's `to_json`.
-    """
+    """Write a figure of a study (by the storage's id), the result of plotly's `to_json`, in the format of
+    optuna-dashboard. It replaces a figure with the id `name`."""
     _save_pieces(storage, study, f"{_dashboard(None)}plot_data:{name}:", figure)
 
 

@@ -75,10 +75,8 @@ def distribution(dimension: Dimension) -> BaseDistribution:
 
 def _shown(dimension: Dimension) -> Dimension | None:
     """Return the form in which a grid's list of values appears in its study, from which nothing is sampled.
-
     Optuna repeats the categories in every trial, so a long list becomes a range, or None if its values are
-    not numbers.
-    """
+    not numbers."""
     values = dimension.choices
     if len(values) <= _MOST_CHOICES:
         return dimension
@@ -246,8 +244,7 @@ class Study:
 
     def add(self, point: Point) -> None:
         """Add a point of the ledger as the next number, with its reports. Pruning is not decided again: the
-        ledger has the decision.
-        """
+        ledger has the decision."""
         state = TrialState.FAIL if point.refused else TrialState.RUNNING
         self._add(point, state, user_attrs={"arm": point.name})
         number = len(self._trials()) - len(self._warm) - 1
@@ -280,10 +277,7 @@ class Study:
 
     def report(self, number: int, step: int, value: float) -> None:
         """Report a point's value at a rung, or of the seed at this position, to the pruner, which decides at
-        once.
-
-        A second report for the same step is ignored.
-        """
+        once. A second report for the same step is ignored."""
         trial = self._trial(number)
         known = self._storage.get_trial(trial)
         if self.prunes(number) or known.state.is_finished() or step in known.intermediate_values:
@@ -308,14 +302,10 @@ class Study:
     ) -> None:
         """Settle a point.
 
-        Args:
-            number: the point's number.
-            values: mean of each objective; a NaN marks the point as failed.
-            steps: mean of the main metric by step; ignored if there is a pruner, whose reports are shown
-                instead.
-            facts: user attributes, such as arm, seeds, MLflow runs.
-            violations: amount by which it breaks each constraint, the last of which is ENDED.
-            pruned: True if the pruner gave it up; it then has no values.
+        `values`: mean of each objective; a NaN marks the point as failed. `steps`: mean of the main metric by
+        step; ignored for several objectives, and if there is a pruner, whose reports are shown instead.
+        `facts`: user attributes, such as arm, seeds, MLflow runs. `violations`: amount by which it breaks
+        each constraint, the last of which is ENDED. `pruned`: the pruner gave it up; it then has no values.
         """
         with self._file.together():  # about thirty operations
             trial = self._trial(number)  # of the storage, since to make an optuna.Trial is to ask the sampler
@@ -347,8 +337,7 @@ def _suggest(trial: optuna.Trial, knob: str, known: BaseDistribution) -> Categor
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Silence Optuna's warnings about experimental features, infinite values, and constraints that a sampler
-    ignores.
-    """
+    ignores."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         warnings.simplefilter("ignore", UserWarning)

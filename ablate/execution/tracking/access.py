@@ -61,8 +61,7 @@ def is_active(client: "MlflowClient", run: str) -> bool:
 
 def check_login(uri: str | None) -> None:
     """Raise InputError, in one sentence, if a server refuses access. A server that does not answer is not an
-    error here.
-    """
+    error here."""
     if not uri or not uri.startswith(("http://", "https://")) or _answer(uri) not in _REFUSED:
         return
     # Importing MLflow takes seconds; it has more ways to log in than `_answer` tries.
@@ -79,8 +78,7 @@ def check_login(uri: str | None) -> None:
 
 def refusal(error: Exception) -> str | None:
     """Return the reason and the remedy if MLflow's error means that its server refuses access; None for
-    another error.
-    """
+    another error."""
     status = getattr(error, "get_http_status_code", lambda: 0)()
     if status not in _REFUSED:
         return None
@@ -99,8 +97,7 @@ def refusal(error: Exception) -> str | None:
 
 def plainly(error: Exception) -> str | None:
     """Return a plain sentence if MLflow's error means that its server refuses access or does not answer; else
-    None.
-    """
+    None."""
     unanswered = re.search(r"HTTPS?Connection.*(?:\[Errno -?\d+\] (?P<cause>[^\"')]+)|timed out)", str(error))
     why = unanswered and (unanswered["cause"] or "timed out")
     return refusal(error) or (f"MLflow's server does not answer: {why}" if why else None)
@@ -164,8 +161,7 @@ def _errors() -> tuple[type[Exception], ...]:
 
 def look(uri: str) -> None:
     """Raise InputError if a SQLite store cannot be opened. MLflow would create a missing one, and retry a
-    locked one for minutes.
-    """
+    locked one for minutes."""
     path = path_of(uri)
     if path is None:
         return

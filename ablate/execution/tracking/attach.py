@@ -13,10 +13,8 @@ _FIRST = "index.html"
 
 def log_report(uri: str, ledger: Ledger, folder: Path) -> None:
     """Upload all files of a folder to the sweep's run, below `report/`, and link them in its description;
-    replace older files.
-
-    Do nothing if the sweep is not in MLflow. InputError, in one sentence, if MLflow cannot store the files.
-    """
+    replace older files. Do nothing if the sweep is not in MLflow. InputError, in one sentence, if MLflow
+    cannot store the files."""
     run = ledger.facts.mlflow_parent
     if not run or not folder.is_dir():
         return

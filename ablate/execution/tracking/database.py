@@ -3,9 +3,8 @@ leaves nothing half-made there.
 
 MLflow migrates a fresh database through some hundred revisions, which takes seconds; so an empty one of each
 version of MLflow is cached and copied. Killed while it migrates, it leaves a file that no MLflow opens again.
-A database that such a kill left (by a server of the user's) holds no experiment,
-not even the one that every complete database begins with: it is put aside. Whatever holds an experiment is
-never touched here.
+A database that such a kill left (by a server of the user's) holds no experiment, not even the one that
+every complete database begins with: it is put aside. Whatever holds an experiment is never touched here.
 
 Call `prepare` with `lock_path` locked, and before a client is made: two processes that open a fresh database
 crash each other.
@@ -30,22 +29,19 @@ _EMPTY = "mlflow.db"
 """Name of the empty database in the cache."""
 _TABLES = {"alembic_version", "experiments", "runs", "metrics", "params", "tags"}
 """Tables by which a database is known as MLflow's; which of them are there depends on how far a migration
-came.
-"""
+came."""
 
 
 def lock_path(uri: str, state: Path) -> Path:
     """Return the lock file for whoever makes or opens a database: beside it, or in the state folder for one
-    without a path.
-    """
+    without a path."""
     path = path_of(uri)
     return state / "mlflow.lock" if path is None else path.with_suffix(".lock")
 
 
 def half_made(path: Path) -> bool:
     """Return True if a file is a database of MLflow's whose first migration did not end.
-    sqlite3.DatabaseError for another file.
-    """
+    sqlite3.DatabaseError for another file."""
     if not path.exists() or not path.stat().st_size:
         return False
     with closing(open_readonly(path)) as db:
@@ -58,8 +54,7 @@ def half_made(path: Path) -> bool:
 
 def unusable(path: Path) -> str | None:
     """Return why MLflow cannot use a database, or None if it can, or if there is none: damaged, half-made, or
-    of another version.
-    """
+    of another version."""
     found = damage(path)
     if found or not path.exists() or not path.stat().st_size:
         return found
@@ -80,10 +75,8 @@ def unusable(path: Path) -> str | None:
 
 def prepare(uri: str, artifacts: Path) -> Path | None:
     """Make a database where there is none; return where a half-made one was put aside, None if there was
-    none.
-
-    `artifacts`: where MLflow's own first experiment, which sweeps do not use, would keep its artifacts.
-    """
+    none. `artifacts`: where MLflow's own first experiment, which sweeps do not use, would keep its
+    artifacts."""
     path = path_of(uri)
     if path is None:
         return None
@@ -96,8 +89,7 @@ def prepare(uri: str, artifacts: Path) -> Path | None:
 
 def _check_address(uri: str, path: Path) -> None:
     """Raise InputError if SQLAlchemy reads another file out of the address: MLflow would write it outside of
-    the state folder.
-    """
+    the state folder."""
     if "%" not in uri:  # how `?` and `%` are written in an address; SQLAlchemy takes long to import
         return
     from sqlalchemy import make_url
@@ -111,8 +103,7 @@ def _check_address(uri: str, path: Path) -> None:
 
 def _make(path: Path, artifacts: Path) -> None:
     """Copy an empty database under another name, and rename it in. What an earlier process left under such
-    names goes: the lock is held.
-    """
+    names goes: the lock is held."""
     path.parent.mkdir(parents=True, exist_ok=True)
     for old in path.parent.glob(f".{path.stem}-*.new*"):
         old.unlink()
@@ -134,8 +125,7 @@ def _make(path: Path, artifacts: Path) -> None:
 
 def migrate(path: Path, artifacts: Path) -> None:
     """Have MLflow open a database, which makes its tables, and leave no connection to a file that is renamed
-    afterwards.
-    """
+    afterwards."""
     import_client()
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
@@ -158,7 +148,6 @@ def identity(path: Path | None) -> tuple[int, int] | None:
 
 def wait_less(path: Path) -> None:
     """Set the journal mode of our own database: one disk wait per transaction instead of four, and readers
-    beside the writer.
-    """
+    beside the writer."""
     with closing(sqlite3.connect(path)) as db:
         set_journal(db, path)

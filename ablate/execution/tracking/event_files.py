@@ -37,11 +37,8 @@ def folders_of(place: Path) -> list[Path]:
 
 
 def read_events(folder: Path) -> EventRun:
-    """Return what the event files of a folder hold.
-
-    Raises:
-        InputError: TensorBoard is not installed, or a file is damaged.
-    """
+    """Return what the event files of a folder hold. InputError if TensorBoard is not installed, or a file is
+    damaged."""
     run = EventRun([])
     for path in sorted(path for path in folder.glob(PATTERN) if path.is_file()):
         for step, value in _values(path, run):

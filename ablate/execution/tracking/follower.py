@@ -22,14 +22,8 @@ class Follower:
     def __init__(
         self, tracker: Tracker, ledger: Path, name: str, stop: threading.Event | None = None
     ) -> None:
-        """Start the thread.
-
-        Args:
-            tracker: Used by this thread alone from now on.
-            ledger: Path of the ledger.
-            name: Name of the thread.
-            stop: Set by the tracker if it cannot continue, or here if its time is over.
-        """
+        """Start the thread, which has this name and alone uses the tracker from now on. `stop` is set by the
+        tracker if it cannot continue, or here if its time is over."""
         self.trouble: str | None = None
         """Reason for the tracker's delay; None while there is none."""
         self._tracker, self._ledger = tracker, ledger
@@ -45,13 +39,8 @@ class Follower:
         self._wake.set()
 
     def finish(self, status: str, note: str, seconds: float) -> bool:
-        """Close the sweep and end the thread; return True if the tracker has everything.
-
-        Args:
-            status: As for `Tracker.finish`.
-            note: As for `Tracker.finish`.
-            seconds: Longest time to wait.
-        """
+        """Close the sweep and end the thread, within `seconds`; return True if the tracker has everything.
+        Other arguments as for `Tracker.finish`."""
         self.ask_to_finish(status, note)
         self._thread.join(seconds)
         self._stop.set()

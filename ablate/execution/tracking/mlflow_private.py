@@ -8,14 +8,12 @@ import sys
 
 
 def close_database(address: str) -> None:
-    """Close this process's connections of MLflow to a database.
+    """Close this process's connections of MLflow to a database, by the address that `SqlAlchemyStore` was
+    given.
 
     Otherwise a client that is made later would use the connections of a file that was replaced meanwhile.
     Does nothing before MLflow's store is imported: an import here would come before the settings of
     `access.import_client`.
-
-    Args:
-        address: address of the database, as it was given to `SqlAlchemyStore`.
     """
     stores = sys.modules.get("mlflow.store.tracking.sqlalchemy_store")
     # The engine stays in the map: MLflow's clients share one store per address, which keeps its engine, and

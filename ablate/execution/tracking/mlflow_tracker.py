@@ -59,8 +59,7 @@ _VIEW_TAG = f"mlflow.sharedViewState.{runs.VIEW}"
 @dataclass(frozen=True)
 class Shipped:
     """Progress of one member's run, for the ledger: the step up to which it is complete, and True in `closed`
-    if it has ended.
-    """
+    if it has ended."""
 
     arm: int
     seed: int
@@ -85,23 +84,15 @@ class MlflowTracker(Tracker):
     """Projection into MLflow. The controller reads `news` and writes it to the ledger."""
 
     def __init__(self, uri: str, state: Path, sweep: str, identity: str, stop: threading.Event) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            uri: Address of MLflow.
-            state: State folder.
-            sweep: Name of the sweep.
-            identity: Unique id of its ledger.
-            stop: Ends a refresh between two members; set here once the sweep's runs are gone.
-        """
+        """Connect to nothing yet. `identity`: unique id of the sweep's ledger. `stop` ends a refresh between
+        two members, and is set here once the sweep's runs are gone."""
         self.news: queue.SimpleQueue[Shipped] = queue.SimpleQueue()
         self.parent: str | None = None
         self.experiment: str | None = None
         """Id of the sweep's experiment in MLflow."""
         self.forgotten = False
         """True if MLflow lacks runs that the ledger names: everything has to be sent again, by another
-        tracker.
-        """
+        tracker."""
         self.discarded: tuple[tuple[str, int, str], ...] = ()
         """Entries of the ledger's `discarded` whose runs were deleted in MLflow."""
         self.behind = 0
@@ -111,8 +102,7 @@ class MlflowTracker(Tracker):
         self._shipped: dict[tuple[int, int], Shipped] = {}
         self._orphans: dict[tuple[str | None, str | None], str] = {}
         """Runs that were created and never recorded, because the controller or the server died; by member and
-        trial.
-        """
+        trial."""
         self._made: dict[str, RunInfo] = {}
         """Runs created here, which saves a call each."""
         self._stop = stop
@@ -147,8 +137,7 @@ class MlflowTracker(Tracker):
 
     def trouble(self, ledger: Ledger, error: Exception) -> str:
         """Return why MLflow cannot be written. The next refresh connects anew, which finds a run whose
-        creation was not answered.
-        """
+        creation was not answered."""
         self._release()
         self.behind = behind(ledger)
         return redact(plainly(error) or super().trouble(ledger, error), self._uri)
@@ -192,11 +181,9 @@ class MlflowTracker(Tracker):
         return client
 
     def _experiment_id(self, client: "MlflowClient", moves: bool) -> str:
-        """Return the id of the sweep's experiment; create it, or restore one that a user has deleted.
-
-        MLflow cannot move artifacts. If the database `moves` with the state folder and this has another place
-        now, the experiment is renamed and deleted, and everything is sent again to a new one.
-        """
+        """Return the id of the sweep's experiment; create it, or restore one that a user has deleted. MLflow
+        cannot move artifacts. If the database `moves` with the state folder and this has another place now,
+        the experiment is renamed and deleted, and everything is sent again to a new one."""
         folder = self._state / "artifacts" / self._sweep
         location = folder.resolve().as_uri() if self._path else None
         known = client.get_experiment_by_name(self._sweep)
@@ -220,8 +207,7 @@ class MlflowTracker(Tracker):
 
     def _adopt(self, client: "MlflowClient", experiment: str) -> bool:
         """Move the child runs of deleted parents of this sweep below the present parent; return True if there
-        were any.
-        """
+        were any."""
         from mlflow.entities import ViewType
 
         wanted, adopted = f"tags.`ablate.sweep_id` = '{self._identity}'", False
@@ -251,8 +237,7 @@ class MlflowTracker(Tracker):
         self, client: "MlflowClient", noted: set[str]
     ) -> dict[tuple[str | None, str | None], str]:
         """Return created but unrecorded runs. They are among the latest, so stop at the first page without
-        any.
-        """
+        any."""
         orphans: dict[tuple[str | None, str | None], str] = {}
         wanted, order = f"tags.`{runs.PARENT}` = '{self.parent}'", ["attributes.start_time DESC"]
         token = None
@@ -283,7 +268,6 @@ class MlflowTracker(Tracker):
         return client.create_run(experiment, tags=tags, run_name=self._sweep).info.run_id
 
     def _save_view(self, client: "MlflowClient", experiment: str, ledger: Ledger) -> None:
-        """Write the saved view of the sweep's runs."""
         minimize, now = ledger.facts.metric.direction == "minimize", int(time.time() * 1000)
         parts = bool(ledger.facts.design) and "val/loss_bf16" in ledger.names().values()
         shown = runs.view(ledger.arms(), _metrics(ledger), minimize, now, parts)
@@ -358,10 +342,8 @@ class MlflowTracker(Tracker):
         return Shipped(known.arm, known.seed, run, step, over)
 
     def _gaps(self, ledger: Ledger, member: Member, run: str) -> dict[str, list[_Point]]:
-        """Return gaps to the baseline, by run, that can be computed because this member has ended.
-
-        Of two members that are compared, the one sent last adds the gap; sent twice, it is stored once.
-        """
+        """Return gaps to the baseline, by run, that can be computed because this member has ended. Of two
+        members that are compared, the one sent last adds the gap; sent twice, it is stored once."""
         found = {}
         for one, step, moment, metrics in runs.gaps(ledger, member, ledger.facts.metric.name):
             own = (one.arm, one.seed) == (member.arm, member.seed)
@@ -398,8 +380,7 @@ class MlflowTracker(Tracker):
         tags: Mapping[str, str] = {},
     ) -> None:
         """Add values, params and tags to a run, in as many calls as MLflow's limits require. A value that the
-        run has already is stored once.
-        """
+        run has already is stored once."""
         from mlflow.entities import Metric, Param, RunTag
 
         client.log_batch(
@@ -410,10 +391,8 @@ class MlflowTracker(Tracker):
         )
 
     def _log_artifacts(self, info: "RunInfo", member: Member) -> None:
-        """Store the resolved spec, the result with its environment, and the trial's own artifacts.
-
-        What is a link, a folder or a device in their place is left out: MLflow would get what lies elsewhere.
-        """
+        """Store the resolved spec, the result with its environment, and the trial's own artifacts. What is a
+        link, a folder or a device in their place is left out: MLflow would get what lies elsewhere."""
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
         artifacts = get_artifact_repository(info.artifact_uri, tracking_uri=self._uri)

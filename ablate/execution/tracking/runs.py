@@ -37,8 +37,7 @@ VIEW = "arms"
 """Id of the saved view of a sweep's runs; `?viewStateShareKey=` opens it."""
 PAGES = "ABLATE_MLFLOW_PAGES"
 """Environment variable with the server's address for browsers, if it differs from the sweep's, as it does
-between containers.
-"""
+between containers."""
 _COLOURS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#56b4e9", "#ece133", "#fbafe4")
 """Safe for colour-blind readers, as in this project's figures."""
 _BASELINE_COLOUR = "#595959"
@@ -59,21 +58,17 @@ _MOST_CHARACTERS = 5000
 
 
 def shown(name: str, metrics: Collection[str]) -> bool:
-    """Return True for a metric that TensorBoard gets: those that compare arms, and those of every run.
-
-    A name that MLflow refuses, such as `val/loss@nvfp4`, stays in the ledger.
-    """
+    """Return True for a metric that TensorBoard gets: those that compare arms, and those of every run. A name
+    that MLflow refuses, such as `val/loss@nvfp4`, stays in the ledger."""
     return trackable(name) and (name in metrics or parse(name).for_tracker)
 
 
 def key(name: str, metrics: Sequence[str]) -> str | None:
     """Return MLflow's key of a recorded metric; None for one that MLflow does not get.
 
-    Args:
-        name: Name in the ledger.
-        metrics: Metrics of the experiment, the main one first. They are sent, as is what a user's own code
-            records; from this package's metrics of a run, a few that all arms have, the counts of NaN, and
-            the errors of quantised operands.
+    `metrics` are those of the experiment, the main one first. They are sent, as is what a user's own code
+    records; from this package's metrics of a run, a few that all arms have, the counts of NaN, and the errors
+    of quantised operands.
     """
     if name == metrics[0]:
         return _main_key(name)
@@ -91,16 +86,14 @@ def gap_key(metric: str) -> str:
 
 def _main_key(metric: str) -> str:
     """Return MLflow's key of the main metric: its name without `@`, which MLflow refuses, and outside the
-    folder of all others, which may have `x` beside a main metric `watch/x`.
-    """
+    folder of all others, which may have `x` beside a main metric `watch/x`."""
     plain = metric.replace("@", ".")
     return plain.replace("/", ".", 1) if plain.startswith(f"{WATCH}/") else plain
 
 
 def page(server: str, experiment: str, run: str | None = None) -> str:
     """Return the address of a run's page, or of the saved view of an experiment's runs; as browsers need it,
-    without password.
-    """
+    without password."""
     where = f"{redact(os.environ.get(PAGES) or server).rstrip('/')}/#/experiments/{experiment}/runs"
     return f"{where}/{run}?{_WORKFLOW}" if run else f"{where}?{_WORKFLOW}&viewStateShareKey={VIEW}"
 
@@ -110,8 +103,7 @@ def page(server: str, experiment: str, run: str | None = None) -> str:
 
 def tags(member: Member, sweep: str, parent: str | None, against: str | None) -> dict[str, str]:
     """Return the tags by which a member's run is found and grouped. `against`: its baseline's name, None if
-    it is a baseline.
-    """
+    it is a baseline."""
     spec = member.resolved
     found = {
         PARENT: parent,
@@ -183,10 +175,8 @@ def gaps(
     ledger: Ledger, member: Member, metric: str
 ) -> Iterator[tuple[Member, int, float, dict[str, float]]]:
     """Yield the gaps that can be computed once this member is done: its own, or, if it is a baseline, those
-    of members it serves, and its gap to itself, 0, so that no run of the sweep lacks the key.
-
-    Each is (member, step, time, metrics), with step and time of the member's last value.
-    """
+    of members it serves, and its gap to itself, 0, so that no run of the sweep lacks the key. Each is
+    (member, step, time, metrics), with step and time of the member's last value."""
     itself = [member] if member.against is None and member.role != "foreign" else []
     for other in [*itself, *ledger.counterparts(member.arm, member.seed)]:
         compared, baseline = (member, other) if member.baseline == other.arm else (other, member)
@@ -229,14 +219,9 @@ def view(
     tag.
 
     It lists members only, by arm with means over their seeds, in groups that are closed if there is room.
-    Columns are the results, and the knobs that every arm has: none is empty.
-
-    Args:
-        arms: Arms of the sweep.
-        metrics: Metrics of the experiment, the main one first.
-        minimize: True if less of the main metric is better.
-        now_ms: Time of the view, in milliseconds since 1970.
-        forked: True if runs have the parts of their damage.
+    Columns are the results, and the knobs that every arm has: none is empty. `metrics`: those of the
+    experiment, the main one first; `minimize`: less of it is better; `now_ms`: time of the view, in
+    milliseconds since 1970; `forked`: runs have the parts of their damage.
     """
     first, *others = filter(None, (key(name, metrics) for name in metrics))
     results = [f"metrics.`{name}`" for name in (first, gap_key(metrics[0]), *others)]

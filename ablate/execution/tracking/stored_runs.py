@@ -46,15 +46,9 @@ def _variables_kept() -> Iterator[None]:
 
 @_variables_kept()
 def stored_runs(uri: str, experiment: str | None) -> tuple[str, list[StoredRun]]:
-    """Return the name of an experiment and its runs.
-
-    Args:
-        uri: address of a server or database, or a folder `mlruns`.
-        experiment: name of the experiment; None for the only one that has runs.
-
-    Raises:
-        InputError: MLflow cannot be read there, or there is no such experiment, or several have runs.
-    """
+    """Return the name of an experiment and its runs. `uri`: address of a server or database, or a folder
+    `mlruns`; `experiment` None: the only one that has runs. InputError if MLflow cannot be read there, or
+    there is no such experiment, or several have runs."""
     if "://" not in uri:
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 reads folders only if asked
     with errors_explained(uri):

@@ -95,8 +95,7 @@ class TensorBoard(Tracker):
 
     def _events(self, ledger: Ledger, member: Member, last: int) -> "Iterator[Event]":
         """Yield a member's events up to a step: the version of the format, a start that replaces what
-        TensorBoard has read from an earlier file, the knobs, and one scalar per record.
-        """
+        TensorBoard has read from an earlier file, the knobs, and one scalar per record."""
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams.summary_v2 import hparams_pb
@@ -123,8 +122,7 @@ class TensorBoard(Tracker):
 
 def _folder_name(arm: str) -> str:
     """Return the name of an arm's folder. Names that differ have folders that differ, none above the sweep's:
-    a long one is cut and ends in digits of its hash, and a first dot is escaped.
-    """
+    a long one is cut and ends in digits of its hash, and a first dot is escaped."""
     name = quote(arm, safe="=+,. ()[]")
     name = f"%2E{name[1:]}" if name.startswith(".") else name
     if len(name) <= _LONGEST_NAME:

@@ -36,18 +36,14 @@ GROUP = "ablate.trackers"
 
 
 class Tracker(ABC):
-    """Projection of one sweep's ledger. One thread calls all operations, which may take their time.
-
-    An installed or own tracker is constructed with the state folder and the sweep's name.
-    """
+    """Projection of one sweep's ledger. One thread calls all operations, which may take their time. An
+    installed or own tracker is constructed with the state folder and the sweep's name."""
 
     @abstractmethod
     def refresh(self, ledger: Ledger) -> None:
-        """Bring the tracker up to date with the ledger, which is open for reading.
-
-        It is called every second or so from the first record on, and again some seconds after an exception.
-        A call that repeats an earlier one must change nothing.
-        """
+        """Bring the tracker up to date with the ledger, which is open for reading. It is called every second
+        or so from the first record on, and again some seconds after an exception. A call that repeats an
+        earlier one must change nothing."""
 
     @abstractmethod
     def finish(self, ledger: Ledger, status: str, note: str) -> None:
@@ -67,17 +63,9 @@ class Tracker(ABC):
 
 
 def open_trackers(names: str | None, state: Path, sweep: str) -> dict[str, Tracker]:
-    """Return the trackers of a sweep by name.
-
-    Args:
-        names: Names of `TRACKERS`, of entry points, or `module:class`, separated by commas; None or `none`:
-            no tracker. Modules are looked for in the current folder first.
-        state: State folder.
-        sweep: Name of the sweep.
-
-    Raises:
-        InputError: There is no such tracker, or it cannot be imported.
-    """
+    """Return the trackers of a sweep by name. `names`: those of `TRACKERS`, of entry points, or
+    `module:class`, separated by commas; None or `none`: no tracker. Modules are looked for in the current
+    folder first. InputError if there is no such tracker, or it cannot be imported."""
     wanted = [name.strip() for name in (names or "").split(",") if name.strip() not in ("", "none")]
     return {name: _find(name)(state, sweep) for name in wanted}
 

@@ -86,11 +86,9 @@ class Actor:
         self.supervisor.warm(device)
 
     def describe(self, root: str, nonce: str) -> WorkerFacts:
-        """Return this worker's node, address, versions, and access to the state folder.
-
-        Args: root: the controller's state folder. nonce: path of a file that the controller has just made in
-            it. A worker that finds the file shares the folder.
-        """
+        """Return this worker's node, address, versions, and access to the state folder. `root`: that of the
+        controller, in which it has just made the file `nonce`. A worker that finds the file shares the
+        folder."""
         import ray
 
         with socket.socket() as probe:
@@ -106,20 +104,15 @@ class Actor:
         }
 
     def start(self, request: TrialRequest, remote: bool) -> None:
-        """Begin a trial in a thread; `messages` returns what it sends.
-
-        Args: request: the trial, or this node's part of it. remote: True for a worker that does not see the
-            state folder; the trial then runs in a scratch folder.
-        """
+        """Begin a trial, or this node's part of it, in a thread; `messages` returns what it sends. `remote`:
+        the worker does not see the state folder; the trial then runs in a scratch folder."""
         self._stopped = False
         request = replace(request, root=str(self._scratch_folder())) if remote else request
         threading.Thread(target=self._run, args=(request, remote), daemon=True).start()
 
     def _run(self, request: TrialRequest, remote: bool) -> None:
-        """Queue the supervisor's messages, each with the checkpoints that existed before it.
-
-        A checkpoint is listed one message late, after the events that precede it.
-        """
+        """Queue the supervisor's messages, each with the checkpoints that existed before it. A checkpoint is
+        listed one message late, after the events that precede it."""
         checkpoints: CheckpointTimes = {}
         folder = Store(Path(request.root)).folder(request.id)
         trunk = folder / f"trunk-{request.attempt}.json" if remote else None
@@ -138,10 +131,7 @@ class Actor:
 
     def messages(self) -> tuple[list[Message], CheckpointTimes]:
         """Return the messages since the last call, and the checkpoints whose events are among all those
-        returned so far.
-
-        Waits for the first message; returns no messages after a long silence.
-        """
+        returned so far. Waits for the first message; returns no messages after a long silence."""
         batch = []
         with suppress(queue.Empty):
             batch.append(self._queue.get(timeout=2 * HEARTBEAT_SECONDS))
@@ -150,7 +140,6 @@ class Actor:
         return [message for message, _ in batch], batch[-1][1] if batch else {}
 
     def stop(self) -> None:
-        """End the trial that runs."""
         self._stopped = True
         self.supervisor.stop()
 
@@ -164,11 +153,9 @@ class Actor:
             file.write(piece)
 
     def read_piece(self, name: str, offset: int) -> tuple[bytes, int]:
-        """Return the next piece of a file, and the file's modification time in ns.
-
-        Offset 0 opens the file, which stays open until its last piece, shorter than PIECE, is read. So a file
-        that is replaced meanwhile is still read as it was.
-        """
+        """Return the next piece of a file, and the file's modification time in ns. Offset 0 opens the file,
+        which stays open until its last piece, shorter than PIECE, is read. So a file that is replaced
+        meanwhile is still read as it was."""
         if offset == 0:
             self._open[name] = (self._scratch_folder() / name).open("rb")
         file = self._open[name]

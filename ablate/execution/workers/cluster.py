@@ -92,18 +92,14 @@ class ClusterError(Exception):
 
 
 class ClusterLost(Exception):
-    """Ray's head, or its process on this machine, is gone: no trial can be started.
-
-    The text says which in one sentence.
-    """
+    """Ray's head, or its process on this machine, is gone: no trial can be started. The text says which in
+    one sentence."""
 
 
 class Head:
-    """Watch on Ray's head and on Ray's process on this machine, by connecting to their ports.
-
-    Left alone, Ray ends this process a minute after it lost the head, and waits without an end for its
-    process on this machine.
-    """
+    """Watch on Ray's head and on Ray's process on this machine, by connecting to their ports. Left alone, Ray
+    ends this process a minute after it lost the head, and waits without an end for its process on this
+    machine."""
 
     def __init__(self, ray: ModuleType, patience: float) -> None:
         """`patience`: seconds of silence after which `look` raises."""
@@ -115,10 +111,8 @@ class Head:
         self._last_answer = time.monotonic()
 
     def look(self) -> None:
-        """Raise ClusterLost if one of them has been silent for too long.
-
-        Call this before any call of Ray, which blocks without a head.
-        """
+        """Raise ClusterLost if one of them has been silent for too long. Call this before any call of Ray,
+        which blocks without a head."""
         now = time.monotonic()
         gone = [
             f"{part} at {address} is gone ({why})"
@@ -145,10 +139,8 @@ def silence(address: str) -> str | None:
 @contextmanager
 def sigterm_kept() -> Iterator[None]:
     """Set the C handler of SIGTERM again after the block, in any thread; `signal.signal` needs the main one.
-
     `ray.init` sets a handler that prints a C++ stack and lets the process abort later; `ray.shutdown` sets
-    the default, by which a second SIGTERM ends the process at once.
-    """
+    the default, by which a second SIGTERM ends the process at once."""
     get_handler, set_handler = ctypes.pythonapi.PyOS_getsig, ctypes.pythonapi.PyOS_setsig
     get_handler.restype, set_handler.argtypes = ctypes.c_void_p, [ctypes.c_int, ctypes.c_void_p]
     handler = get_handler(signal.SIGTERM)
@@ -161,16 +153,11 @@ def sigterm_kept() -> Iterator[None]:
 def connect(
     address: str | None, workers: int | None, say: Callable[[str], object] = print, pause: float = 1.0
 ) -> ModuleType:
-    """Return the `ray` module, connected to the cluster at an address, or to a local Ray started here.
+    """Return the `ray` module, connected to the cluster at an address (host:port, auto, or ray://host:port),
+    or to a local Ray started here (None). ClusterError if Ray cannot be reached or started.
 
-    Args:
-        address: host:port, auto, or ray://host:port; None starts a local Ray.
-        workers: CPUs of a local Ray; None for all of this machine.
-        say: called with one line before another attempt.
-        pause: seconds before the second attempt by Ray's client; doubled before each further one.
-
-    Raises:
-        ClusterError: Ray cannot be reached or started.
+    `workers`: CPUs of a local Ray; None for all of this machine. `say` is called with one line before another
+    attempt. `pause`: seconds before the second attempt by Ray's client; doubled before each further one.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -246,8 +233,7 @@ def _join(
 
 def _private_token() -> None:
     """Create Ray's token file if there is none, readable by its owner alone: Ray writes it with the rights
-    that the umask leaves.
-    """
+    that the umask leaves."""
     try:
         path = Path.home() / ".ray" / "auth_token"
         keep_file(path)

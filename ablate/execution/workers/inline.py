@@ -31,10 +31,8 @@ class Inline:
         self._running[request.id] = run_inline(request)
 
     def wait(self, seconds: float) -> list[tuple[str, Message]]:
-        """Return the next message of each accepted trial.
-
-        `seconds` is not used: each message is computed here.
-        """
+        """Return the next message of each accepted trial. `seconds` is not used: each message is computed
+        here."""
         answers: list[tuple[str, Message]] = [(trial, Ended("failed", "stopped")) for trial in self._stopped]
         self._stopped = []
         for trial, messages in list(self._running.items()):

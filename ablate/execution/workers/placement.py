@@ -35,8 +35,7 @@ class Need:
     @classmethod
     def of(cls, gpus: float, ranks: int | None) -> "Need":
         """Return the need of a trial on `gpus` GPUs: one rank a GPU, part of one GPU, all for one rank if
-        `ranks` is 1, or `ranks` ranks on CPUs.
-        """
+        `ranks` is 1, or `ranks` ranks on CPUs."""
         if gpus > 1 and ranks != 1:
             return cls(1.0, round(gpus))
         return cls(float(gpus), ranks or 1)
@@ -57,15 +56,9 @@ class Need:
         return f"{self.ranks * self.units:g} {self.kind}{'s' if self.ranks * self.units > 1 else ''}"
 
     def fit(self, free: Room) -> Place | None:
-        """Find a placement for one trial in free units.
-
-        It takes one node if one is large enough, else equal parts on as few nodes as possible, else the
-        largest nodes. Among nodes that are large enough it takes the fullest, so that the others stay free
-        for gangs.
-
-        Returns:
-            Ranks by node, or None if the trial does not fit.
-        """
+        """Return a placement for one trial in free units; None if the trial does not fit. It takes one node
+        if one is large enough, else equal parts on as few nodes as possible, else the largest nodes. Among
+        nodes that are large enough it takes the fullest, so that the others stay free for gangs."""
         fits = {node: math.floor(units / self.units + _SLACK) for node, units in free.items()}
         for parts in range(1, self.ranks + 1):
             each = self.ranks // parts
@@ -82,20 +75,14 @@ class Need:
 def placements(
     need: Need, wants: int, room: Room, unused: Room, held: Iterable[Place], late: Iterable[Place] = ()
 ) -> list[Place]:
-    """Return the placements that a sweep's trials may use now, one for each trial.
+    """Return the placements that a sweep's trials may use now, one for each trial, at most `wants`: those
+    held whose nodes are all in `room`, then new ones in units that are unused. Each one in `late` is replaced
+    if there are such units.
 
-    Args:
-        need: what each trial needs.
-        wants: the most placements to return.
-        room: all units of each node that the sweep may use.
-        unused: units of each node that no program uses now.
-        held: placements of the sweep's trials and waiting actors; if there are too many, the first stay.
-        late: those of them whose trials have waited for long: others took their units at the same moment, and
-            may keep them to their end.
-
-    Returns:
-        Those held whose nodes are all in `room`, then new ones in units that are unused. Each one in `late`
-        is replaced if there are such units.
+    `room`: all units of each node that the sweep may use. `unused`: units of each node that no program uses
+    now. `held`: placements of the sweep's trials and waiting actors; if there are too many, the first stay.
+    `late`: those of them whose trials have waited for long: others took their units at the same moment, and
+    may keep them to their end.
     """
     places = [place for place in held if place.keys() <= room.keys()][:wants]
     free = dict(room)

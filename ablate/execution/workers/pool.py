@@ -89,10 +89,8 @@ class Placements:
         return set(self._lost)
 
     def lose(self, nodes: Iterable[str]) -> None:
-        """Forget the placements on nodes that do not answer, and count again soon.
-
-        Ray lists such a node for a while, and the next trial would wait for it.
-        """
+        """Forget the placements on nodes that do not answer, and count again soon. Ray lists such a node for
+        a while, and the next trial would wait for it."""
         nodes = [*nodes]
         self._lost |= dict.fromkeys(nodes, time.monotonic() + _LOST_NODE_SECONDS)
         self.places = [place for place in self.places if not place.keys() & self._lost.keys()]
@@ -110,17 +108,11 @@ class Pool:
         ranks: int | None = None,
         say: Callable[[str], object] = print,
     ) -> None:
-        """Connect to a cluster, or start a local Ray.
+        """Connect to a cluster at an address (host:port, auto, or ray://host:port), or start a local Ray
+        (None). ClusterError if the cluster cannot be used, or a trial needs more than it has.
 
-        Args:
-            address: of a cluster: host:port, auto, or ray://host:port; None starts a local Ray.
-            workers: most trials at once; None for as many as there is room for.
-            gpus: GPUs of one trial: 0, a fraction of one, or several, with one rank each.
-            ranks: processes of a trial without GPUs, one CPU each; None for one.
-            say: called with one line before another attempt to connect.
-
-        Raises:
-            ClusterError: the cluster cannot be used, or a trial needs more than it has.
+        `workers`: most trials at once; None for as many as there is room for. `gpus` and `ranks` of one trial
+        as for `Need.of`. `say` is called with one line before another attempt to connect.
         """
         ray = self._ray = connect(address, workers, say)
         self._address, self._need = address, Need.of(gpus, ranks)
@@ -161,14 +153,9 @@ class Pool:
 
     @property
     def slots(self) -> int:
-        """Number of trials that may run at once now, at most `workers`.
-
-        It includes nodes that joined meanwhile. On a cluster that other programs use it may be 0 until units
-        are free. Counted again after two seconds at the earliest.
-
-        Raises:
-            ClusterLost: Ray's head is gone.
-        """
+        """Number of trials that may run at once now, at most `workers`. ClusterLost if Ray's head is gone. It
+        includes nodes that joined meanwhile. On a cluster that other programs use it may be 0 until units are
+        free. Counted again after two seconds at the earliest."""
         now = time.monotonic()
         if now >= self._placements.counted + LOOK_SECONDS:
             if self._head:
@@ -191,8 +178,7 @@ class Pool:
 
     def _room(self) -> dict[str, float]:
         """Return units of CPU or GPU by node id, without nodes that do not answer or cannot run this sweep's
-        trials.
-        """
+        trials."""
         lost = self._placements.lost_nodes()
         units_of = {node["NodeID"]: node["Resources"].get(self._need.kind, 0.0) for node in self._nodes()}
         return {
@@ -203,8 +189,7 @@ class Pool:
 
     def _refuse_impossible(self) -> None:
         """Raise ClusterError for a trial that needs more than the cluster has: Ray would let it wait without
-        an end.
-        """
+        an end."""
         room = self._room()
         if self._need.fit(room) is None:
             each = ", ".join(f"{units:g}" for units in room.values())
@@ -243,8 +228,7 @@ class Pool:
 
     def _settle(self) -> None:
         """Dismiss actors at placements that this sweep may not use any more; start actors at each that is
-        free.
-        """
+        free."""
         placed = [
             (trial_id, _key(trial.actors.place), trial.started) for trial_id, trial in self._running.items()
         ]
@@ -299,18 +283,9 @@ class Pool:
         self._answers.append((trial, Ended("failed", "stopped")))
 
     def wait(self, seconds: float) -> list[Answer]:
-        """Return messages that have arrived; the death of a worker is a message too.
-
-        Args:
-            seconds: longest wait for the first message.
-
-        Returns:
-            (trial id, message) pairs, empty after `seconds` without a message.
-
-        Raises:
-            ClusterLost: the connection of a Ray client is gone.
-            ClusterError: no node is left that can run this sweep's trials.
-        """
+        """Return the (trial id, message) pairs that have arrived, after at most `seconds` none; the death of
+        a worker is a message too. ClusterLost if the connection of a Ray client is gone; ClusterError if no
+        node is left that can run this sweep's trials."""
         deadline = time.monotonic() + seconds
         ready: set[ObjectRef] = set()
         try:
@@ -327,8 +302,7 @@ class Pool:
 
     def _ready(self, waits: list[Waits], seconds: float) -> "set[ObjectRef]":
         """Return the references that have arrived, after the first of them; soon, if a trial waits for a
-        thread or a lock.
-        """
+        thread or a lock."""
         refs = [ref for group in waits for ref in group]
         pause = seconds if waits and all(waits) else min(seconds, _POLL_SECONDS)
         if not refs:
@@ -435,15 +409,12 @@ def _key(place: Place) -> tuple[tuple[str, int], ...]:
 
 
 def by_use(trials: Iterable[tuple[Place, bool]], idle: Iterable[Place]) -> list[Place]:
-    """Return a sweep's placements, those that it can use at once first: of the ones beyond what it wants,
-    the last go.
+    """Return a sweep's placements, those that it can use at once first: of the ones beyond what it wants, the
+    last go. `trials`: (placement, True if it has started) of each running trial; `idle`: placements of actors
+    without a trial.
 
     A trial that waits may do so to the end of another sweep, which took its units at the same moment. So an
     idle placement stays rather than the waiting trial's, and the trial moves there.
-
-    Args:
-        trials: (placement, True if it has started) of each running trial.
-        idle: placements of actors without a trial.
     """
     trials = list(trials)
     return [
@@ -457,11 +428,8 @@ def unseated(places: Iterable[Hashable], trials: Iterable[tuple[str, Hashable, b
     """Return the trials that wait for a placement which this sweep does not have any more.
 
     Nodes come and go while a gang waits for its resources; a trial that has started keeps its placement to
-    its end.
-
-    Args:
-        places: the placements that this sweep may use, each as often as trials may run there.
-        trials: (trial id, its placement, True if it has started) of each running trial.
+    its end. `places`: those that this sweep may use, each as often as trials may run there; `trials`: (trial
+    id, its placement, True if it has started) of each running trial.
     """
     trials, free = list(trials), Counter(places)
     free.subtract(place for _, place, started in trials if started)
@@ -474,11 +442,8 @@ def unseated(places: Iterable[Hashable], trials: Iterable[tuple[str, Hashable, b
 
 
 def _leave_nonce(root: Path) -> str:
-    """Create a file with a random name in the state folder and return its path.
-
-    A worker that finds it shares the folder: another machine's folder of the same path has no file of that
-    name.
-    """
+    """Create a file with a random name in the state folder and return its path. A worker that finds it shares
+    the folder: another machine's folder of the same path has no file of that name."""
     folder = root / ".seen"
     folder.mkdir(exist_ok=True)
     for old in folder.iterdir():

@@ -27,8 +27,7 @@ def unused_units(kind: str) -> dict[str, float]:
 
 def temporary_folder_argument() -> dict[str, str]:
     """Return the argument of `ray.init` for a temporary folder short enough for sockets; empty if Ray's
-    default is short enough.
-    """
+    default is short enough."""
     short = short_for_sockets(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "")
     return {"_temp_dir": str(short / "ray")} if short else {}
 
@@ -51,10 +50,8 @@ def as_one_machine(ray: ModuleType) -> Iterator[None]:
 
 
 def _reduced(node: type) -> type:
-    """Return a class of nodes without dashboard, autoscaler and collection of logs.
-
-    `ray.init` starts them even if told to include no dashboard: three processes, 250 MB and a second.
-    """
+    """Return a class of nodes without dashboard, autoscaler and collection of logs. `ray.init` starts them
+    even if told to include no dashboard: three processes, 250 MB and a second."""
 
     class Reduced(node):  # type: ignore[misc,valid-type]
         def __init__(self, *arguments: object, **named: object) -> None:

@@ -34,8 +34,7 @@ class ScratchFolder(Protocol):
 
 class RemoteStore:
     """Files of one attempt of a remote trial, copied between the controller's trial store and scratch
-    folders.
-    """
+    folders."""
 
     def __init__(self, request: TrialRequest) -> None:
         self.trial, self.attempt, self._request = request.id, request.attempt, request
@@ -53,10 +52,8 @@ class RemoteStore:
     # Before it starts
 
     def claim(self) -> str | None:
-        """Lock the trial, as its own process does on a node that sees the folder.
-
-        Return the holder if another process has the lock.
-        """
+        """Lock the trial, as its own process does on a node that sees the folder. Return the holder if
+        another process has the lock."""
         try:
             self._holds_lock = self._stack.enter_context(
                 self.store.claim(self.trial, self.attempt, wait=False)
@@ -79,10 +76,8 @@ class RemoteStore:
             return []
 
     def send_inputs(self, workers: Iterable[ScratchFolder]) -> None:
-        """Empty each worker's scratch folder and copy there the checkpoints and records to resume from.
-
-        Slow: call it in a thread.
-        """
+        """Empty each worker's scratch folder and copy there the checkpoints and records to resume from. Slow:
+        call it in a thread."""
         write(self.folder / "spec.json", RecordedSpec.parse(self._request.spec).content)
         for torn in (*self.folder.glob("*.json.*"), *self.folder.glob("*.pt.*")):
             torn.unlink()
@@ -112,11 +107,8 @@ class RemoteStore:
     # While it runs
 
     def record(self, message: Message) -> list[Message]:
-        """Write a message's records into the store; return the messages for the controller.
-
-        Raises:
-            PermissionError: a later attempt holds the trial.
-        """
+        """Write a message's records into the store; return the messages for the controller. PermissionError
+        if a later attempt holds the trial."""
         if self._holds_lock and not self._holds_lock():
             raise PermissionError(
                 f"attempt {self.attempt} of trial {self.trial} was superseded by a later one, and ends"
@@ -131,11 +123,7 @@ class RemoteStore:
 
     def missing(self, available: CheckpointTimes) -> list[str]:
         """Return names of the checkpoints to fetch; move fetched ones into the store once all events before
-        them are there.
-
-        Args:
-            available: checkpoints on the worker whose events have arrived.
-        """
+        them are there. `available`: checkpoints on the worker whose events have arrived."""
         for name, (modified, path) in list(self._arrived.items()):
             if available.get(name, 0) >= modified:
                 path.replace(self.store.root / name)
@@ -148,10 +136,8 @@ class RemoteStore:
         ]
 
     def fetch(self, worker: ScratchFolder, names: Iterable[str]) -> None:
-        """Fetch checkpoints into temporary files, which `missing` moves into the store.
-
-        Slow: call it in a thread.
-        """
+        """Fetch checkpoints into temporary files, which `missing` moves into the store. Slow: call it in a
+        thread."""
         for name in names:
             path = self.store.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,11 +152,8 @@ class RemoteStore:
     # At its end
 
     def finish(self, worker: ScratchFolder, end: Ended, available: CheckpointTimes) -> Ended:
-        """Fetch the remaining files, then commit the result. Slow: call it in a thread.
-
-        Returns:
-            `end`, or a failure if records are missing.
-        """
+        """Fetch the remaining files, then commit the result; return `end`, or a failure if records are
+        missing. Slow: call it in a thread."""
         names = self.missing(available)
         self.fetch(worker, [name for name in names if end.result is None or name != self._own])
         self.missing(available)

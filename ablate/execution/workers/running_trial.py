@@ -59,11 +59,8 @@ _Returned = TypeVar("_Returned")
 
 
 class Unusable(Exception):
-    """A node that cannot run this sweep's trials; the text says why and what would be right.
-
-    Attributes:
-        node: Ray's id of the node.
-    """
+    """A node, by Ray's id `node`, that cannot run this sweep's trials; the text says why and what would be
+    right."""
 
     def __init__(self, node: str, why: str) -> None:
         super().__init__(why)
@@ -82,15 +79,11 @@ class RunningTrial:
         threads: Executor,
         node_of: Callable[[str], Node | None],
     ) -> None:
-        """Prepare the trial; the first `pump` starts it.
+        """Prepare the trial; the first `pump` starts it. The idle actors belong to it until it is over.
 
-        Args:
-            ray: the connected `ray` module.
-            request: the trial.
-            actors: idle actors, which belong to this trial until it is over.
-            nonce: path of a file in the state folder, by which a worker recognises that folder.
-            threads: executor for slow file transfers.
-            node_of: function that returns Ray's description of a node id, or None for an unknown node.
+        `nonce`: path of a file in the state folder, by which a worker recognises that folder. `threads`:
+        executor for slow file transfers. `node_of` returns Ray's description of a node id, or None for an
+        unknown node.
         """
         self._ray, self.request, self.actors = ray, request, actors
         self._threads, self._node_of = threads, node_of
@@ -124,17 +117,9 @@ class RunningTrial:
         return self.sees is not None
 
     def pump(self, ready: "set[ObjectRef]") -> tuple[list[Message], Waits]:
-        """Advance as far as possible without blocking.
-
-        Args:
-            ready: Ray references that have arrived.
-
-        Returns:
-            The messages for the controller, and the references to wait for.
-
-        Raises:
-            Unusable: a node cannot run this sweep's trials.
-        """
+        """Advance as far as possible without blocking, given the Ray references that have arrived (`ready`);
+        return the messages for the controller, and the references to wait for. Unusable if a node cannot run
+        this sweep's trials."""
         self._ready, self._out, waits = ready, [], []
         try:
             waits = next(self._steps)
@@ -189,8 +174,7 @@ class RunningTrial:
 
     def _start(self, requests: list[TrialRequest]) -> Iterator[Waits]:
         """Start the trial on every actor and wait for all of them: later calls of an actor may overtake its
-        `start`.
-        """
+        `start`."""
         pairs = zip(self.actors.actors, requests, strict=True)
         self._pending = {
             actor.start.remote(request, not self.sees): number
@@ -211,11 +195,8 @@ class RunningTrial:
 
     def _described(self, nonce: str) -> Generator[Waits, None, list[WorkerFacts]]:
         """Wait until all actors have started; return their `describe`, or an empty list if the trial was
-        stopped.
-
-        A single actor is asked once: its answers hold while its trials have results, and asking takes a
-        round trip. The actors of a gang draw a free port at each call.
-        """
+        stopped. A single actor is asked once: its answers hold while its trials have results, and asking
+        takes a round trip. The actors of a gang draw a free port at each call."""
         if self.actors.facts:
             return self.actors.facts
         self._pending = {
@@ -291,10 +272,8 @@ class RunningTrial:
         self._out.append(end)
 
     def _pass_on(self, messages: list[Message]) -> bool:
-        """Pass messages on, of a remote trial through the store.
-
-        Return False if a later attempt holds the trial.
-        """
+        """Pass messages on, of a remote trial through the store. Return False if a later attempt holds the
+        trial."""
         for message in messages:
             if isinstance(message, Ended):
                 continue
@@ -312,18 +291,10 @@ class RunningTrial:
     def _fetch(
         self, remote: RemoteStore, available: CheckpointTimes, fetching: Future | None, due: float
     ) -> tuple[Future | None, float]:
-        """Fetch checkpoints in a thread: shared ones at once since other trials wait for them, the trial's
-        own now and then.
-
-        Args:
-            remote: copies the files.
-            available: checkpoints on the worker.
-            fetching: the last fetch; None if there is none.
-            due: time from which the trial's own checkpoint may be fetched again.
-
-        Returns:
-            The current fetch, None if there is none, and the new `due`.
-        """
+        """Fetch checkpoints that are on the worker (`available`) in a thread: shared ones at once since other
+        trials wait for them, the trial's own now and then. Return the current fetch, None if there is none,
+        and the time from which the trial's own may be fetched again; `fetching` and `due` are what the last
+        call returned."""
         if fetching and not fetching.done():
             return fetching, due
         if fetching:
@@ -345,8 +316,7 @@ class RunningTrial:
 
     def _outcome(self) -> tuple[Ended, CheckpointTimes]:
         """Return the trial's end: the first node's result; without one, an out-of-memory failure of any node,
-        or else the first failure.
-        """
+        or else the first failure."""
         first, available = self._ended.get(
             0, (Ended("failed", "its first node did not end with the others"), {})
         )
@@ -359,8 +329,7 @@ class RunningTrial:
 
     def _explained(self, number: int, reason: str) -> str:
         """Return the reason of a failure, replaced if it names data that exist on this machine but not on the
-        node.
-        """
+        node."""
         config = dict(RecordedSpec.parse(self.request.spec).config)
         path = next(
             (

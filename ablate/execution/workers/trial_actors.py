@@ -25,14 +25,8 @@ class TrialActors:
     """Actors that wait for a trial, or run one."""
 
     def __init__(self, ray: ModuleType, need: Need, place: Place, addresses: dict[str, str]) -> None:
-        """Start the actors.
-
-        Args:
-            ray: the connected `ray` module.
-            need: resources of the trial.
-            place: number of ranks on each node, by Ray's node id.
-            addresses: IP address of each of those nodes, by node id.
-        """
+        """Start the actors. `place`: number of ranks on each node, by Ray's node id; `addresses`: IP address
+        of each of those nodes, by the same id."""
         self._ray, self.need, self.place = ray, need, place
         self.nodes = list(place)
         """Node id of each actor: as planned, then as the actor reports it. The first actor reports the
@@ -73,12 +67,8 @@ class TrialActors:
         return self._ray.remote(Actor).options(**resources, **options).remote()
 
     def requests(self, request: TrialRequest, facts: list[WorkerFacts]) -> list[TrialRequest]:
-        """Return the request for each actor: the whole trial, or the node's part of a gang.
-
-        Args:
-            request: the trial.
-            facts: result of `Actor.describe` of each actor, in the order of `actors`.
-        """
+        """Return the request for each actor: the whole trial, or the node's part of a gang. `facts`: result
+        of `Actor.describe` of each actor, in the order of `actors`."""
         request = replace(request, ranks=self.need.ranks)
         if len(self.nodes) == 1:
             return [request]
@@ -99,15 +89,9 @@ class TrialActors:
             remove_placement_group(self._group)
 
     def why_gone(self, number: int, error: Exception, node_of: Callable[[str], Node | None]) -> str:
-        """Return the probable reason why an actor does not answer.
-
-        The node itself is probed: Ray reports a lost node much later.
-
-        Args:
-            number: index of the actor.
-            error: exception that Ray raised for a call of it.
-            node_of: function that returns Ray's description of a node id, or None for an unknown node.
-        """
+        """Return the probable reason why an actor, by its index, does not answer; `error` is Ray's for a call
+        of it. The node itself is probed: Ray reports a lost node much later. `node_of` as for
+        `RunningTrial`."""
         node = node_of(self.nodes[number])
         if (
             node is None
