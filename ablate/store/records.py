@@ -32,17 +32,13 @@ _FIRST = ("sweep", "arm", "baseline", "seed", "trial", "status", "step", "tokens
 
 
 def frame(*ledgers: Ledger, metrics: Collection[str] | None = None) -> pd.DataFrame:
-    """Return every record as one row. A trial that several members share has its rows once for each of them.
+    """Return every record of the ledgers of one or several sweeps as one row. A trial that several members
+    share has its rows once for each of them. `metrics`: names, or patterns such as `quant/*/sqnr_db`; None
+    for all.
 
-    Args:
-        ledgers: Ledgers of one or several sweeps.
-        metrics: Names of metrics, or patterns such as `quant/*/sqnr_db`; None for all.
-
-    Returns:
-        Columns sweep, arm, baseline, seed, trial (its id), status, step, tokens (trained on so far; NaN if
-        the
-            workload counts none), metric, value, and one for each knob (NaN if an arm does not set it, or
-            sets it to null). All but step, tokens and value are categorical in the frame of one ledger.
+    Columns: sweep, arm, baseline, seed, trial (its id), status, step, tokens (trained on so far; NaN if the
+    workload counts none), metric, value, and one for each knob (NaN if an arm does not set it, or sets it to
+    null). All but step, tokens and value are categorical in the frame of one ledger.
     """
     frames = [_frame(ledger, metrics) for ledger in ledgers]
     return frames[0] if len(frames) == 1 else pd.concat(map(_plain, frames), ignore_index=True)
