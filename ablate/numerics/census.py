@@ -14,11 +14,8 @@ from ablate.numerics.spec import Quant
 
 @dataclass(frozen=True)
 class Census:
-    """Sums and counts of one operand.
-
-    x is the tensor that was quantised (rotated and padded), q its quantised values, and y the scaled x before
-    rounding.
-    """
+    """Sums and counts of one operand: x is the tensor that was quantised (rotated and padded), q its
+    quantised values, and y the scaled x before rounding."""
 
     elements: int
     power: float
@@ -48,10 +45,8 @@ class Census:
 
 
 def last_step(quant: Quant) -> float:
-    """Return the distance between the two largest grid values.
-
-    A value less than half of it above the largest is rounded rather than clipped.
-    """
+    """Return the distance between the two largest grid values; less than half of it above them is rounded,
+    not clipped."""
     grid = element_format(quant.element)
     return grid.step(torch.tensor([grid.max], dtype=torch.float32)).item()
 
@@ -132,8 +127,8 @@ def reference(operand: Operand) -> Census:
 def parts_of_error(operand: Operand) -> dict[str, float]:
     """Return two of the three parts of the energy of the error e = x - q, which add up to it exactly.
 
-    The parts are those of arXiv 2605.20402. Of every scale with its block of x and q, let a = <x, q> / <q, q>
-    be the factor by which its values should have been larger, in least squares. Then
+    The parts are those of arXiv 2605.20402. For every scale with its block of x and q, let a = <x, q> / <q,
+    q> be the factor by which its values should have been larger, in least squares. Then
 
         e = x [q = 0]  +  (a - 1) q  +  (x - a q) [q != 0]
             dead zone     scale bias    noise of the grid
@@ -141,10 +136,9 @@ def parts_of_error(operand: Operand) -> dict[str, float]:
     There are no cross terms: the first part lives on other elements than the others, and the third is
     orthogonal to q in every block by the choice of a. So the three energies sum to |e|^2. The paper measures
     the second part from a scale that is not rounded, which leaves a cross term. Noise without any bias has
-    some of its energy in the second part, since a is fitted to it: up to 3/n in Gaussian blocks of n.
-
-    Returns:
-        `dead`: sum of x^2 over the elements with q = 0; `scale_bias`: sum over blocks of (a - 1)^2 <q, q>.
+    some of its energy in the second part, since a is fitted to it: up to 3/n in Gaussian blocks of n. Keys:
+    `dead`, the sum of x^2 over the elements with q = 0; `scale_bias`, the sum over blocks of (a - 1)^2 <q,
+    q>.
     """
     assert operand.source is not None
     x, q = operand.source.to(torch.float32), operand.dequantize()

@@ -72,16 +72,11 @@ class Encoded:
 
 
 def encode(operand: Operand, family: Family, eight: str = "e4m3", columns: int = 0) -> Encoded:
-    """Return a quantised operand as bytes.
+    """Return a quantised operand as bytes of a layout that can hold it (`recipes.scaled_mapping.fit`).
 
-    Args:
-        operand: from `quantize`; its values are code times block scale, exact.
-        family: layout, which must hold the operand (`recipes.scaled_mapping.fit`).
-        eight: eight-bit element of the families fp8 and mxfp8, `e4m3` or `e5m2`.
-        columns: least number of columns, for an operand that is multiplied by a longer one.
-
-    Raises:
-        ValueError: a block scale stands for a number of elements that is no multiple of the layout's.
+    `eight` is the element of the families fp8 and mxfp8, `e4m3` or `e5m2`; `columns` the least number of
+    columns, for an operand that is multiplied by a longer one. ValueError if a block scale stands for a
+    number of elements that is not a multiple of the layout's.
     """
     rows, own = operand.values.shape
     width = max(own, columns)
@@ -115,13 +110,8 @@ def can_pack(values: Tensor) -> bool:
 
 
 def packed_by_kernel(operand: Operand, family: Family, shape: tuple[int, int]) -> Encoded:
-    """Return what `encode` returns, in one pass, by Triton.
-
-    Args:
-        operand: as for `encode`, bf16.
-        family: nvfp4 or mxfp4.
-        shape: padded rows and columns.
-    """
+    """Return what `encode` returns for bf16 values in nvfp4 or mxfp4, in one pass, by Triton. `shape`: padded
+    rows and columns."""
     from ablate.numerics.kernels import packing
 
     tiles = None if operand.block_scale is None else operand.block_scale[:, 0, :, 0]

@@ -41,11 +41,8 @@ def _kept(operand: Operand) -> tuple[Quant, Tensor]:
 
 
 def slope(operand: Operand) -> Tensor:
-    """Return the factor of every element of the gradient of a cast, fp32 like its scaled elements.
-
-    Args:
-        operand: Result of the cast, which kept its source and whose quantiser names an estimator.
-    """
+    """Return the factor of every element of the gradient of a cast, fp32 like its scaled elements. The
+    operand kept its source, and its quantiser names an estimator."""
     assert operand.quant is not None
     name = operand.quant.estimator
     return ESTIMATORS[name if isinstance(name, str) else type(name).__name__.lower()](operand)

@@ -70,20 +70,8 @@ def _constant_signs(spec: Hadamard, device: torch.device) -> Tensor:
 
 
 def signs(spec: Hadamard, device: torch.device, clock: Clock | None = None, where: int = 0) -> Tensor:
-    """Return the signs of a rotation.
-
-    Args:
-        spec: Size of the rotation and rule for its signs.
-        device: Device of the result.
-        clock: Seed, stream, step and micro-batch; needed if the signs are drawn.
-        where: Draw site of the product (`philox.site`).
-
-    Returns:
-        fp32 [size] of +1 and -1.
-
-    Raises:
-        ValueError: The signs are drawn, and there is no clock.
-    """
+    """Return the signs of a rotation, fp32 [size] of +1 and -1; ValueError if they are drawn and there is no
+    clock. `where` is the draw site of the product (`philox.site`)."""
     if not choices.SIGNS[spec.signs].drawn:
         return _constant_signs(spec, device)
     if clock is None:
@@ -97,12 +85,8 @@ _WORD = 32
 
 
 def filled(signs: Tensor, device: torch.device) -> Tensor:
-    """Return signs on a device without a copy, which waits for a GPU: as bits of integers filled there.
-
-    Args:
-        signs: fp32 [size] of +1 and -1, on the CPU.
-        device: Device of the result.
-    """
+    """Return signs, fp32 [size] of +1 and -1 on the CPU, on a device without a copy, which waits for a GPU:
+    as bits of integers filled there."""
     minus = [sign < 0 for sign in signs.tolist()]
     words = torch.empty(-(-len(minus) // _WORD), 1, dtype=torch.int64, device=device)
     for number in range(len(words)):
@@ -115,18 +99,11 @@ def filled(signs: Tensor, device: torch.device) -> Tensor:
 def rotate(
     z: Tensor, spec: Hadamard, clock: Clock | None = None, where: int = 0, *, back: bool = False
 ) -> Tensor:
-    """Return z R along the last dimension, rounded to the dtype of `z`, as hardware does.
+    """Return z R along the last dimension, or z R^T if `back`, rounded to the dtype of `z`, as hardware does.
 
-    Args:
-        z: [rows, columns], bf16, fp16 or fp32; zeros are appended up to a multiple of `spec.size` columns.
-        spec: Size of the rotation and rule for its signs.
-        clock: Seed, stream, step and micro-batch; needed if the signs are drawn.
-        where: Draw site of the product.
-        back: Undo the rotation: return z R^T.
-
-    Returns:
-        [rows, padded columns] in the dtype of `z`. R R^T = I holds exactly for sizes 4, 16 and 64, whose
-        factor 1 / sqrt(size) is a power of two.
+    `z` is [rows, columns], bf16, fp16 or fp32; zeros are appended up to a multiple of `spec.size` columns.
+    `clock` is needed if the signs are drawn; `where` is the draw site of the product. R R^T = I holds exactly
+    for sizes 4, 16 and 64, whose factor 1 / sqrt(size) is a power of two.
     """
     flips = signs(spec, z.device, clock, where)
     if general.can_rotate(z):
@@ -138,17 +115,9 @@ def rotate(
 
 
 def butterflies(z: Tensor) -> Tensor:
-    """Return z H / sqrt(size): sums and differences at distances 1, 2, 4, ..., then the factor.
-
-    A matrix product would add in an order that depends on the library and the machine; this order is the same
-    everywhere.
-
-    Args:
-        z: fp32 [blocks, size], `size` a power of two.
-
-    Returns:
-        fp32 [blocks, size].
-    """
+    """Return z H / sqrt(size), fp32 [blocks, size], the size a power of two: sums and differences at
+    distances 1, 2, 4, ..., then the factor. A matrix product would add in an order that depends on the
+    library and the machine; this order is the same everywhere."""
     blocks, size = z.shape
     distance = 1
     while distance < size:

@@ -40,10 +40,8 @@ class History:
             self.amax.pop(clock.step - steps - 1, None)
 
     def held(self, current: Tensor, clock: Clock, steps: int) -> Tensor:
-        """Return the amax of the first training call in the current period of `steps` steps.
-
-        Before that call, return the amax of the last period.
-        """
+        """Return the amax of the first training call in the current period of `steps` steps; before that
+        call, that of the last period, or `current` if there is none."""
         period, amax = clock.step - clock.step % steps, _finite(current)
         if clock.stream == "training":
             self.amax = {period: _or(self.amax[period], amax) if period in self.amax else amax}

@@ -147,14 +147,9 @@ class Own(str):
 def resolved(field: str, value: object, known: Collection[str], folder: Path | None) -> Own | None:
     """Return the function that a field's value names; None if the value is one of our words, or none at all.
 
-    Args:
-        field: key of `KINDS`, or `element`.
-        value: the value, as somebody wrote it or as an `Own`.
-        known: our words, before their colon.
-        folder: folder to which a path is relative; None: the working directory.
-
-    Raises:
-        ValueError: there is no such file, module or function, or it takes other arguments.
+    `field` is a key of `KINDS`, or `element`; `known` are our words, before their colon; a path is relative
+    to `folder`, or else to the working directory. ValueError if there is no such file, module or function, or
+    it takes other arguments.
     """
     if not isinstance(value, str) or value.partition(":")[0] in known:
         return None
@@ -188,13 +183,9 @@ def resolved(field: str, value: object, known: Collection[str], folder: Path | N
 
 
 def or_own(field: str, words: Collection[str], ours: object) -> object:
-    """Return the type of a field that takes one of our words, or a function of the user's (`own.Own`).
-
-    Args:
-        field: key of `own.KINDS`, or `element`.
-        words: our words, without numbers behind a colon.
-        ours: type of our words.
-    """
+    """Return the type of a field that takes one of our words, of type `ours`, or a function of the user's
+    (`own.Own`). `field` is a key of `own.KINDS`, or `element`; `words` are ours, without numbers behind a
+    colon."""
 
     def either(value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
         return resolved(field, value, words, (info.context or {}).get(FOLDER)) or handler(value)
@@ -310,11 +301,8 @@ def _fp32(value: float | str) -> float:
 
 
 def kind_of(path: Path, name: str) -> str:
-    """Return the field that a function or a tuple of a file is for, by the arguments that it takes.
-
-    Raises:
-        ValueError: it is for none, or there is none; SyntaxError, OSError if the file cannot be read.
-    """
+    """Return the field that a function or a tuple of a file is for, by the arguments that it takes;
+    ValueError if it is for none, or there is none; SyntaxError, OSError if the file cannot be read."""
     functions, constants = own_source.functions(path), own_source.constants(path)
     if name in constants and name not in functions:
         if not isinstance(constants[name], ast.Tuple | ast.List):

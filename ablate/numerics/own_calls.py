@@ -45,21 +45,8 @@ _WORD_BYTES = 4
 
 
 def rounded(word: Own, y: Tensor, grid: Format, bits: Tensor | None, width: int) -> Tensor:
-    """Round elements by the user's function.
-
-    Args:
-        word: the function.
-        y: scaled elements, fp32.
-        grid: format whose values are allowed.
-        bits: random bits like `y`, if it draws.
-        width: random bits of one draw.
-
-    Returns:
-        fp32 like `y`, on the grid.
-
-    Raises:
-        InputError: the function raises, or breaks its contract.
-    """
+    """Round scaled elements by the user's function, to fp32 like `y` on the grid; InputError if it raises, or
+    breaks its contract."""
     made = call("rounding", word, y, y.shape, grid=grid, bits=bits, width=width)
     _refuse_off_grid("rounding", word, y, made, grid.neighbours(made.abs())[0] != made.abs(), "grid")
     return made
@@ -74,22 +61,11 @@ def scales(
     element: Format,
     nearest: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Round block scales by the user's function.
+    """Round block scales by the user's function, to fp32 like `exact`, values of the format; InputError if it
+    raises, or breaks its contract.
 
-    Args:
-        word: the function.
-        exact: scales that map each block's statistic to the top of the element grid, fp32.
-        grid: format of the scales.
-        bits: 24 random bits for each scale, if it draws.
-        tiles: elements of the blocks, fp32, which a scale of 1 would leave as they are.
-        element: format of the elements.
-        nearest: rounds to the scale format, whose values it leaves as they are.
-
-    Returns:
-        fp32 like `exact`, values of the format.
-
-    Raises:
-        InputError: the function raises, or breaks its contract.
+    `exact` are the scales that map each block's statistic to the top of the element grid; a scale of 1 would
+    leave `tiles` as they are; `nearest` rounds to the scale format, whose values it leaves as they are.
     """
     more = {"grid": grid, "bits": bits, "width": 24, "tiles": tiles, "element": element}
     made = call("scale.rounding", word, exact, exact.shape, **more)
@@ -100,20 +76,9 @@ def scales(
 
 
 def statistic(field: str, word: Own, of: Tensor, amaxes: Tensor) -> Tensor:
-    """Return the user's statistic of each block (`range.statistic`) or of a tensor (`outer.statistic`).
-
-    Args:
-        field: one of the two.
-        word: the function.
-        of: tiles, or the tensor.
-        amaxes: largest magnitudes, fp32.
-
-    Returns:
-        fp32 like `amaxes`, or a scalar.
-
-    Raises:
-        InputError: the function raises, or breaks its contract.
-    """
+    """Return the user's statistic of each block (`range.statistic`), fp32 like `amaxes`, or of a tensor
+    (`outer.statistic`), a scalar; InputError if the function raises, or breaks its contract. `of`: the tiles,
+    or the tensor."""
     blocks = field == "range.statistic"
     made = call(field, word, of, amaxes.shape if blocks else torch.Size(), amaxes=amaxes)
     given = amaxes if blocks else amaxes.amax()
@@ -122,20 +87,8 @@ def statistic(field: str, word: Own, of: Tensor, amaxes: Tensor) -> Tensor:
 
 
 def quantised(word: Own, x: Tensor, bits: Tensor | None, width: int) -> Tensor:
-    """Return the values that the user's quantiser makes of a matrix.
-
-    Args:
-        word: the function.
-        x: [rows, columns], fp32, rotated.
-        bits: random bits like `x`, if it draws.
-        width: random bits of one draw.
-
-    Returns:
-        fp32 like `x`.
-
-    Raises:
-        InputError: the function raises, or breaks its contract.
-    """
+    """Return the values, fp32 like `x`, that the user's quantiser makes of a rotated matrix; InputError if it
+    raises, or breaks its contract."""
     made = call("own", word, x, x.shape, bits=bits, width=width)
     bad = ~made.isfinite() & x.isfinite().all()  # a block with an infinity may lose its other elements
     _refuse_off_grid("own", word, x, made, bad, "range of fp32")
@@ -144,14 +97,7 @@ def quantised(word: Own, x: Tensor, bits: Tensor | None, width: int) -> Tensor:
 
 def call(field: str, word: Own, main: Tensor, shape: torch.Size, **more: object) -> Tensor:
     """Call a user's function with those of its arguments that it names; InputError if it breaks its contract.
-
-    Args:
-        field: field that names it, for the sentence.
-        word: the function.
-        main: its first argument (`Kind.key`).
-        shape: shape that it must return.
-        more: its other arguments.
-    """
+    `main` is its first argument (`Kind.key`), and the result must have `shape`."""
     function, names = _loaded(word)
     offered = {KINDS[field].key: main, **more}
     given = {name: value for name, value in offered.items() if name in names}

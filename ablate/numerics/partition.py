@@ -17,11 +17,9 @@ from ablate.numerics.spec import Hadamard, Quant, grain
 
 @dataclass(frozen=True)
 class Partition:
-    """Division of a matrix into `count` equal parts, one for each process of `group`.
-
-    This process has part `index`. Axis 0 divides the rows, axis 1 the columns (the contraction). `largest`
-    and `gathered` are collective: every process of the group calls them in the same order.
-    """
+    """Division of a matrix into `count` equal parts, one for each process of `group`; this one has part
+    `index`. Axis 0 divides the rows, axis 1 the columns (the contraction). `largest` and `gathered` are
+    collective: every process of the group calls them in the same order."""
 
     axis: int
     index: int

@@ -49,11 +49,8 @@ class Clock:
         self.micro_batch, self.calls = micro_batch, {}
 
     def called(self, layer: str) -> int:
-        """Return the micro-batch by which a layer's next call draws: call k adds k * 2^20 to it.
-
-        Raises:
-            RuntimeError: the number would be that of another micro-batch or call.
-        """
+        """Return the micro-batch by which a layer's next call draws: call k adds k * 2^20 to it. RuntimeError
+        if the number would be that of another micro-batch or call."""
         if self.calls is None:
             return self.micro_batch
         number = self.calls.get(layer, 0)
@@ -81,17 +78,8 @@ def site(layer: str, slot: str) -> int:
 
 
 def philox(counter: Tensor, key: tuple[int, int]) -> Tensor:
-    """Apply ten rounds to counters.
-
-    The 32x32-bit products wrap in int64; their high and low words are still exact.
-
-    Args:
-        counter: int64 [4, n], each word in [0, 2^32).
-        key: Two 32-bit words.
-
-    Returns:
-        int64 [4, n] of 32-bit words.
-    """
+    """Apply ten rounds to counters, int64 [4, n] of words in [0, 2^32), by a key of two 32-bit words; return
+    the like. The 32x32-bit products wrap in int64; their high and low words are still exact."""
     multiplier, keys = schedule(key, counter.device)
     even, odd = counter[0::2], counter[1::2]  # words (0, 2) and (1, 3)
     for round_key in keys:
@@ -117,22 +105,13 @@ def philox_key(clock: Clock, purpose: int = 0, call: int = 0) -> tuple[int, int]
 def random_bits(
     clock: Clock, where: int, rows: int, columns: int, width: int, device: torch.device, purpose: int = 0
 ) -> Tensor:
-    """Return uniform integers in [0, 2^width) for a matrix.
+    """Return uniform integers in [0, 2^width), fp32 [rows, columns], `columns` a multiple of GROUP; `width`
+    is 8, 16 or 24.
 
-    One Philox call gives 128 bits, which is enough for one group of 16 consecutive elements at width 8. Wider
-    draws take more calls; the second key word distinguishes them.
-
-    Args:
-        clock: Seed, stream, step and micro-batch.
-        where: Draw site (`site`).
-        rows: Rows of the result.
-        columns: Columns of the result, a multiple of GROUP.
-        width: Bits of each integer: 8, 16 or 24.
-        device: Device of the result.
-        purpose: 0 for elements, 1 for block scales, 2 for noise, 3 for the order of permuted errors.
-
-    Returns:
-        fp32 [rows, columns]. Counter: (row-major index of the group, step, micro-batch, site).
+    The counter is (row-major index of the group, step, micro-batch, draw site `where`). One Philox call gives
+    128 bits, enough for one group of 16 consecutive elements at width 8. Wider draws take more calls; the
+    second key word distinguishes them. `purpose`: 0 for elements, 1 for block scales, 2 for noise, 3 for the
+    order of permuted errors.
     """
     groups = rows * columns // GROUP
     if device.type == "cpu" and (kernels := builds.build()):

@@ -21,12 +21,9 @@ Gradients = TypeVar("Gradients")
 
 
 def alpha(a: Operand, b: Operand) -> Tensor | None:
-    """Return amax_a * amax_b / (36 bound_a bound_b), the factor of the product.
-
-    Returns:
-        fp32 scalar, or a tensor that broadcasts to [M, N] if rows have their own amax; None if the factor is
-        1.
-    """
+    """Return amax_a * amax_b / (divisor_a divisor_b), which is 36 bound_a bound_b for E2M1, the factor of the
+    product: an fp32 scalar, or a tensor that broadcasts to [M, N] if rows have their own amax; None if it is
+    1."""
     divisor = a.divisor * b.divisor
     factors = [f for f in (a.amax, None if b.amax is None else b.amax.t()) if f is not None]
     if not factors:
@@ -40,16 +37,11 @@ def alpha(a: Operand, b: Operand) -> Tensor | None:
 
 
 def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
-    """Return a b^T, accumulated in fp32 and rounded once.
+    """Return a b^T, [M, N] from [M, K] and [N, K], accumulated in fp32 and rounded once to `out`.
 
-    Args:
-        a: Operand [M, K].
-        b: Operand [N, K]. If the two are padded to different lengths, the shorter is padded with zeros.
-        out: Dtype of the result. fp32 keeps the accumulator of a tensor core; on a CPU this takes fp32
-            operands, at about twice the cost, since torch has no bf16 product with fp32 output there.
-
-    Returns:
-        [M, N] of dtype `out`.
+    If the two are padded to different lengths, the shorter is padded with zeros. `out` fp32 keeps the
+    accumulator of a tensor core; on a CPU this takes fp32 operands, at about twice the cost, since torch has
+    no bf16 product with fp32 output there.
     """
     left, right = _aligned(a, b)
     if cuda.can_scale(left, a.amax, b.amax, out):
@@ -73,14 +65,8 @@ def product(a: Operand, b: Operand, out: torch.dtype) -> Tensor:
 def split_product(
     a: Sequence[Operand], b: Sequence[Operand], out: torch.dtype, first: Tensor | None = None
 ) -> Tensor:
-    """Return the product of two operands that are sums of parts (`transform.split`), rounded once.
-
-    Args:
-        a: Parts of the first operand.
-        b: Parts of the second one.
-        out: Dtype of the result.
-        first: Product of the two first parts, in fp32 if there are more; None: it is computed here.
-    """
+    """Return the product of two operands that are sums of parts (`transform.split`), rounded once to `out`.
+    `first` is the product of the two first parts, in fp32 if there are more; None: it is computed here."""
     if len(a) == len(b) == 1:
         return product(a[0], b[0], out) if first is None else first
     pairs = [(left, right) for left in a for right in b]
@@ -150,11 +136,8 @@ same operands as fp32.
 
 
 def mode() -> str:
-    """Return the mode in force: that of `multiplying`, of the environment, or this CPU's own.
-
-    Raises:
-        InputError: the environment names another word.
-    """
+    """Return the mode in force: that of `multiplying`, of the environment (InputError for another word), or
+    this CPU's own."""
     if _FORCED:
         return _FORCED[-1]
     asked = os.environ.get(MODE_VARIABLE)
@@ -194,10 +177,8 @@ def multiplying(how: str) -> Iterator[None]:
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return x w^T + bias in the dtype of x, rounded once.
-
-    On a CPU without bf16 instructions, bf16 operands are multiplied as fp32.
-    """
+    """Return x w^T + bias in the dtype of x, rounded once; on a CPU without bf16 instructions, bf16 operands
+    are multiplied as fp32."""
     if x.dtype != torch.bfloat16 or x.is_cuda or multiplies_bf16():
         return F.linear(x, w, bias)
     return F.linear(x.float(), w.float(), None if bias is None else bias.float()).to(x.dtype)

@@ -86,13 +86,8 @@ def compare(y: Tensor, exact: Tensor) -> Sums:
 
 
 def compared(products: Sequence[Tensor], a: Tensor, b: Tensor) -> list[Sums]:
-    """Return the sums over each of several products and the exact a b^T, which is accumulated in fp32.
-
-    Args:
-        products: products [rows, columns] in any dtype.
-        a: unquantised first operand [rows, contraction].
-        b: unquantised second operand [columns, contraction].
-    """
+    """Return the sums over each of several products [rows, columns], of any dtype, and the exact a b^T of the
+    unquantised operands [rows, contraction] and [columns, contraction], which is accumulated in fp32."""
     totals = [Sums(0.0, 0.0, 0.0)] * len(products)
     for start in range(0, a.shape[0], ROWS):
         exact = product(Operand(a[start : start + ROWS]), Operand(b), torch.float32)
@@ -113,11 +108,9 @@ def bounded(quant: Quant) -> bool:
 def spread(y: Tensor, a: Sequence[Operand], b: Sequence[Operand]) -> float:
     """Return S of the roundings of both operands: the sum of the squares by which each can move <y_q, y>.
 
-    Args:
-        y: the exact product of the unquantised two [rows, columns]. A draw of it may lack what was rounded
-            to zero, and with it the width for all that other draws have there.
-        a: parts whose sum is the first operand [rows, contraction].
-        b: parts whose sum is the second operand [columns, contraction].
+    `y` is the exact product of the unquantised two [rows, columns]: a draw of it may lack what was rounded to
+    zero, and with it the width for all that other draws have there. `a` and `b` are parts whose sums are the
+    operands [rows, contraction] and [columns, contraction].
     """
     y, total = y.to(torch.float32), 0.0
     for one, other, z in ((a, b, y), (b, a, y.t())):
@@ -170,7 +163,6 @@ def _tiles(operand: Operand, z: Tensor) -> Tensor:
 
 
 def _factor(operand: Operand) -> Tensor | float:
-    """Return the factor of an operand's values."""
     return (1.0 if operand.amax is None else operand.amax) / operand.divisor
 
 
@@ -190,14 +182,9 @@ class Expected:
 
     @classmethod
     def of(cls, drawn: Sums, spread: float = 0.0, slack: float = SLACK, alpha: float = ALPHA) -> "Expected":
-        """Return the intervals of another draw of a product.
-
-        Args:
-            drawn: the emulator's product.
-            spread: what `spread` returns; 0 if the recipe draws nothing.
-            slack: half-width that is always given.
-            alpha: probability that the gain of a correct product lies outside.
-        """
+        """Return the intervals of another draw of the product whose emulated draw is `drawn`. `spread` is
+        what `spread` returns, 0 if the recipe draws nothing; `slack` a half-width that is always given;
+        `alpha` the probability that the gain of a correct product lies outside."""
         width = math.sqrt(spread * math.log(2 / alpha)) / drawn.power if drawn.power else 0.0
         relative = RELATIVE * drawn.rel_l2 if spread else 0.0
         return cls(drawn.gain, width + slack, drawn.rel_l2, relative + width + slack)

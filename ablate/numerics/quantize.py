@@ -99,10 +99,8 @@ class Operand:
         return element_format(self.quant.element).max * self.quant.outer.bound * self.quant.range.prescale
 
     def transposed(self) -> "Operand":
-        """Return the operand of the transpose.
-
-        Only valid for square blocks without padding, with one outer scale or none.
-        """
+        """Return the operand of the transpose. Only valid for square blocks without padding, with one outer
+        scale or none."""
         assert self.block_scale is not None
         return Operand(
             self.values.t(), self.quant, self.amax, self.block_scale.permute(2, 1, 0, 3), self.largest
@@ -173,30 +171,19 @@ def quantize(
     keep: Keep = False,
     partition: Partition | None = None,
 ) -> Operand:
-    """Quantise one operand of a product.
+    """Quantise one operand of a product: `x`, [rows, columns] in bf16, fp16 or fp32. Blocks run along the
+    columns, which are the contraction.
 
-    Args:
-        x: [rows, columns], bf16, fp16 or fp32. The columns are the contraction, along which blocks run.
-        quant: Format, scaling and rounding.
-        rotation: Hadamard rotation of the product; the columns are padded to a multiple of its size.
-        clock: Seed, stream, step and micro-batch of everything that is drawn.
-        where: Draw site of the operand's roundings (`philox.site`).
-        product: Draw site of the signs of the rotation, the same for both operands.
-        history: Earlier amaxes of this operand, for the statistics `delayed` and `hold`.
-        target: Tensor like `x`: each element is rounded to the neighbour nearer to it (Q-EMA), in place of
-            `quant.rounding`.
-        keep: True keeps all intermediate tensors in the result; "source" keeps the quantised tensor, which
-            telemetry needs.
-        partition: Given if `x` is one part of a matrix. The result is that part of the whole matrix's;
-            collective.
+    `clock` and the draw site `where` (`philox.site`) place the random bits of the roundings, and `product`,
+    the same for both operands, those of the signs of the rotation. `history` has the earlier amaxes of this
+    operand, for the statistics `delayed` and `hold`. `target`, like `x`: each element is rounded to the
+    neighbour nearer to it (Q-EMA), in place of `quant.rounding`. `keep` True keeps all intermediate tensors
+    in the result; "source" keeps the quantised tensor, which telemetry needs. `partition` is given if `x` is
+    one part of a matrix; the result is then that part of the whole matrix's (collective).
 
-    Returns:
-        Operand whose values are [rows, columns], the columns padded to whole blocks and groups of 16.
-
-    Raises:
-        TypeError: `x` has another dtype.
-        ValueError: `x` is not a matrix, a draw or a history has no clock, ms_eden has no rotation, or the
-            part cuts a block.
+    The values are [rows, columns], the columns padded to a multiple of the rotation's size, to whole blocks
+    and to groups of 16. TypeError if `x` has another dtype; ValueError if it is not a matrix, a draw or a
+    history has no clock, ms_eden has no rotation, or the part cuts a block.
     """
     _refuse(x, quant, rotation, clock, history, partition)
     if quant.altered:
@@ -241,20 +228,12 @@ def quantize_both(
     product: int,
     histories: tuple[History | None, History | None],
 ) -> tuple[Operand, Operand] | None:
-    """Quantise `x` and the rotated `x.t()` in one read, to the bits that two calls of `quantize` give.
+    """Quantise `x` and the rotated `x.t()` in one read, to the bits that two calls of `quantize` give; None
+    if no kernel makes both at once.
 
-    Args:
-        x: [rows, columns], bf16 or fp32, on a GPU.
-        first: Quantiser of `x`.
-        second: Quantiser of `x.t()`.
-        rotation: Rotation of `x.t()` along the rows of `x`.
-        clock: Seed, stream, step and micro-batch of everything that is drawn.
-        where: Draw sites of the two copies.
-        product: Draw site of the signs of the rotation.
-        histories: Earlier amaxes of the two operands.
-
-    Returns:
-        The two operands; None if no kernel makes both at once.
+    `x` is [rows, columns], bf16 or fp32, on a GPU. `rotation` runs along the rows of `x`, and `product` is
+    the draw site of its signs; `where` and `histories` have the draw sites and the earlier amaxes of the two
+    operands.
     """
     if not cuda.can_quantize_both(x, first, second, rotation):
         return None
@@ -287,10 +266,8 @@ def _compiled(
     keep: bool,
     reduced: Tensor | None,
 ) -> Operand | None:
-    """Return the operand from the kernels of x's device; None if they cannot make it.
-
-    `reduced` is the amax of the whole matrix if `x` is a part of it.
-    """
+    """Return the operand from the kernels of x's device; None if they cannot make it. `reduced` is the amax
+    of the whole matrix if `x` is a part of it."""
     if cuda.can_quantize(x, quant):
         return _on_device(x, quant, rotation, clock, where, product, history, keep, reduced)
     if x.device.type != "cpu" or (reduced is not None and not reduced.isfinite()):
@@ -319,10 +296,8 @@ def _on_device(
     keep: bool,
     reduced: Tensor | None,
 ) -> Operand | None:
-    """Return the operand from the kernels of a GPU; None if a source is to be kept that has to be padded.
-
-    A rotation that they lack, or whose result is to be kept, is computed before them.
-    """
+    """Return the operand from the kernels of a GPU; None if a source is to be kept that has to be padded. A
+    rotation that they lack, or whose result is to be kept, is computed before them."""
     word = None
     if rotation is not None and not keep and cuda.can_rotate(x, quant, rotation):
         word = _sign_word(rotation, clock, product)
@@ -435,15 +410,8 @@ def _cast(
 
 
 def _with_error(cast: Operand, source: Tensor, error: Error, clock: Clock | None, where: int) -> Operand:
-    """Return a quantised operand with its error amplified or permuted.
-
-    Args:
-        cast: the quantised operand.
-        source: what was quantised [rows, columns]: rotated, and without the padding of blocks.
-        error: factor of the error, and whether its elements change places.
-        clock: seed, stream, step and micro-batch of the permutation.
-        where: draw site of the operand.
-    """
+    """Return a quantised operand with its error amplified or permuted; `source` is what was quantised [rows,
+    columns]: rotated, and without the padding of blocks."""
     rows, columns = source.shape
     difference = cast.dequantize()[:, :columns] - source
     if error.permuted:
@@ -462,7 +430,6 @@ def _with_error(cast: Operand, source: Tensor, error: Error, clock: Clock | None
 def _by_users_quantiser(
     x: Tensor, quant: Quant, word: Own, clock: Clock | None, where: int, keep: bool
 ) -> Operand:
-    """Return the operand that the user's function makes."""
     rows, columns = x.shape
     source, bits = x.to(torch.float32), None
     if word.draws:
@@ -475,7 +442,6 @@ def _by_users_quantiser(
 
 
 def _scaled(tiles: Tensor, factor: Tensor, quant: Quant) -> Tensor:
-    """Return elements on the scale of the element's grid."""
     scaled = tiles * factor
     return scaled if quant.range.prescale == 1 else scaled * quant.range.prescale
 
@@ -488,11 +454,8 @@ def _bits(
     elements: bool,
     width: int,
 ) -> Tensor:
-    """Return random bits for every element, or for every block scale, shaped to broadcast against the tiles.
-
-    For a part of a matrix they are drawn for the whole and cut, so that they do not depend on the number of
-    parts.
-    """
+    """Return random bits for every element, or for every block scale, shaped to broadcast against the tiles;
+    for a part of a matrix drawn for the whole and cut, so that they do not depend on the number of parts."""
     assert clock is not None
     row_tiles, rows, column_tiles, columns = tiles.shape
     high, wide = (row_tiles * rows, column_tiles * columns) if elements else (row_tiles, column_tiles)
@@ -514,10 +477,8 @@ def _bits(
 
 
 def lasts(quant: Quant, rotation: Hadamard | None) -> bool:
-    """Return True if quantising a tensor again gives the same bits at any step.
-
-    That holds if nothing is drawn anew and no statistic depends on earlier steps.
-    """
+    """Return True if quantising a tensor again gives the same bits at any step: nothing is drawn anew, and no
+    statistic depends on earlier steps."""
     earlier = quant.outer is not None and statistic_of(quant.outer.statistic).earlier
     return not (quant.draws or earlier or (rotation is not None and not SIGNS[rotation.signs].lasting))
 
@@ -528,19 +489,10 @@ def ms_eden(
     """Correct block scales so that a rotated tensor rounded to nearest is unbiased on average.
 
     Quartet II (arXiv 2601.22813): all block scales of one rotated group are multiplied by <y, y> / <y, q>,
-    with y the scaled elements and q their codes, and then rounded stochastically. The factor is 1 if <y, q>
-    is 0.
-
-    Args:
-        scaled: y, fp32 [rows, 1, column tiles, columns].
-        codes: q, fp32 like `scaled`.
-        block_scale: Scales by which y was scaled, fp32 [rows, 1, column tiles, 1].
-        group: Elements of one rotation, a multiple of the block length.
-        quant: Scale format.
-        bits: 24 random bits for each block scale, as fp32.
-
-    Returns:
-        Corrected scales, fp32 like `block_scale`, holding values of the scale format.
+    with y the scaled elements and q their codes, fp32 [rows, 1, column tiles, columns], and then rounded
+    stochastically by `bits`, 24 for each block scale as fp32. The factor is 1 if <y, q> is 0. `block_scale`,
+    fp32 [rows, 1, column tiles, 1], are the scales by which y was scaled, and `group` is the number of
+    elements of one rotation, a multiple of the block length.
     """
     assert quant.scale is not None
     y = torch.where(block_scale == 0, 0.0, scaled)

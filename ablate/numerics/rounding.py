@@ -29,9 +29,7 @@ def nearest(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0)
 
     Args:
         y: fp32 values of any shape, already scaled.
-        grid: Format whose values are allowed.
-        bits: Ignored; all roundings have the same signature.
-        width: Ignored.
+        bits, width: Ignored; all roundings have the same signature.
 
     Returns:
         fp32 tensor like `y` on the grid. NaN stays NaN, and zero keeps its sign.
@@ -49,19 +47,8 @@ def nearest(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0)
 
 
 def away(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
-    """Round to the nearest neighbour, ties away from zero, saturating at the largest magnitude.
-
-    Quartet II's Triton kernels round like this (arXiv 2601.22813).
-
-    Args:
-        y: fp32 values of any shape, already scaled.
-        grid: Format whose values are allowed.
-        bits: Ignored.
-        width: Ignored.
-
-    Returns:
-        fp32 tensor like `y` on the grid.
-    """
+    """Round scaled fp32 of any shape to the nearest neighbour, ties away from zero, saturating at the largest
+    magnitude. Quartet II's Triton kernels round like this (arXiv 2601.22813)."""
     if isinstance(grid, Levels):
         return _of_levels(y, grid, lambda f, lower: f >= 0.5)
     magnitude = y.abs().clamp_(max=grid.max)
@@ -74,19 +61,11 @@ def away(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) ->
 def stochastic(y: Tensor, grid: Format, bits: Tensor, width: int) -> Tensor:
     """Round away from zero with probability floor(2^width f) / 2^width, else toward zero.
 
-    f in [0, 1) is the position of the magnitude between its two neighbours. The floor is Transformer
-    Engine's: the result is biased by at most 2^-width of a step toward zero. Magnitudes beyond the grid
-    saturate, which biases them too; the headroom of the block scale (docs/reference/numerics.md, section 3)
-    exists to avoid that.
-
-    Args:
-        y: fp32 values of any shape, already scaled.
-        grid: Format whose values are allowed.
-        bits: fp32 tensor that broadcasts to `y` with one uniform integer in [0, 2^width) for each element.
-        width: Random bits of one draw: 8, 16 or 24.
-
-    Returns:
-        fp32 tensor like `y` on the grid; zero keeps its sign.
+    f in [0, 1) is the position of the magnitude of `y`, scaled fp32 of any shape, between its two neighbours.
+    The floor is Transformer Engine's: the result is biased by at most 2^-width of a step toward zero.
+    Magnitudes beyond the grid saturate, which biases them too; the headroom of the block scale
+    (docs/reference/numerics.md, section 3) exists to avoid that. `bits` are uniform integers in [0, 2^width),
+    one for each element, as fp32 that broadcasts to `y`; `width` is 8, 16 or 24. Zero keeps its sign.
     """
     if isinstance(grid, Levels):
         return _of_levels(y, grid, lambda f, lower: (f * 2.0**width).floor() > bits)
@@ -102,34 +81,15 @@ def stochastic(y: Tensor, grid: Format, bits: Tensor, width: int) -> Tensor:
 
 
 def floor(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
-    """Round to the neighbour toward zero, saturating at the largest magnitude.
-
-    Args:
-        y: fp32 values of any shape.
-        grid: Format whose values are allowed.
-        bits: Ignored.
-        width: Ignored.
-
-    Returns:
-        fp32 tensor like `y` on the grid.
-    """
+    """Round fp32 of any shape to the neighbour toward zero, saturating at the largest magnitude."""
     y = y.clamp(-grid.max, grid.max)
     step = grid.step(y)
     return y.div_(step).trunc_().mul_(step)
 
 
 def ceil(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
-    """Round non-negative values to the neighbour away from zero, saturating at the largest magnitude.
-
-    Args:
-        y: Non-negative fp32 values of any shape.
-        grid: Format whose values are allowed.
-        bits: Ignored.
-        width: Ignored.
-
-    Returns:
-        fp32 tensor like `y` on the grid.
-    """
+    """Round non-negative fp32 of any shape to the neighbour away from zero, saturating at the largest
+    magnitude."""
     y = y.clamp(max=grid.max)
     step = grid.step(y)
     return y.div_(step).ceil_().mul_(step)
@@ -147,18 +107,9 @@ def _of_levels(y: Tensor, grid: Levels, up: Callable[[Tensor, Tensor], Tensor]) 
 
 
 def toward(y: Tensor, target: Tensor, grid: Format) -> Tensor:
-    """Round to the neighbour of `y` that is nearer to `target`, ties away from zero.
-
-    TetraJet's Q-EMA rounds weights like this (arXiv 2502.20853).
-
-    Args:
-        y: fp32 values of any shape, already scaled.
-        target: fp32 tensor like `y`, on the same scale: the moving average of the weight.
-        grid: Format whose values are allowed.
-
-    Returns:
-        fp32 tensor like `y` on the grid.
-    """
+    """Round scaled fp32 of any shape to the neighbour that is nearer to `target`, ties away from zero.
+    TetraJet's Q-EMA rounds weights like this (arXiv 2502.20853): `target`, fp32 on the same scale, is a
+    weight's moving average."""
     magnitude = y.abs()
     lower, upper = grid.neighbours(magnitude)
     sign = torch.where(y < 0, -1.0, 1.0).to(y.dtype)

@@ -88,16 +88,8 @@ def _block_mean(tiles: Tensor) -> Tensor:
 
 
 def tree_sum(terms: Tensor) -> Tensor:
-    """Add along the last dimension: the second half to the first, and so on, on every device alike.
-
-    Torch's own order depends on the machine.
-
-    Args:
-        terms: fp32 [..., n], n a power of two.
-
-    Returns:
-        fp32 [...].
-    """
+    """Add along the last dimension, fp32 [..., n] with n a power of two: the second half to the first, and so
+    on, on every device alike. Torch's own order depends on the machine."""
     while terms.shape[-1] > 1:
         first, second = terms.chunk(2, dim=-1)
         terms = first + second
@@ -110,17 +102,9 @@ BLOCK_STATISTICS = {
 
 
 def block_statistic(tiles: Tensor, amaxes: Tensor, statistic: str) -> Tensor:
-    """Return the number that the block scale maps to the top of the element grid.
-
-    Args:
-        tiles: fp32 [row tiles, rows, column tiles, columns].
-        amaxes: Largest magnitude of each block, fp32 [row tiles, 1, column tiles, 1].
-        statistic: `amax`, `rms:c`, `std:c` or a function of the user's (`Range.statistic`).
-
-    Returns:
-        fp32 like `amaxes`: the amaxes, or c times the root mean square or the standard deviation of each
-            block.
-    """
+    """Return the number that the block scale maps to the top of the element grid, fp32 like `amaxes`, the
+    largest magnitudes [row tiles, 1, column tiles, 1]: these, c times the root mean square (`rms:c`) or the
+    standard deviation (`std:c`) of each block of the fp32 tiles, or what a function of the user's returns."""
     if isinstance(statistic, Own):
         return own_calls.statistic("range.statistic", statistic, tiles, amaxes)
     factor = argument(statistic)
@@ -137,10 +121,8 @@ def amax(
 def percentile(
     x: Tensor, amaxes: Tensor, p: Fraction | None, history: History | None, clock: Clock | None
 ) -> Tensor:
-    """Return the order statistic k = ceil(p n) of the n magnitudes, without interpolation, fp32.
-
-    Blocks whose largest magnitude is above it get the largest block scale, and their elements saturate.
-    """
+    """Return the order statistic k = ceil(p n) of the n magnitudes, without interpolation, fp32. Blocks whose
+    largest magnitude is above it get the largest block scale, and their elements saturate."""
     assert p is not None
     if amaxes.ndim == 1:
         return order_statistic(x, math.ceil(p * x.numel()))
@@ -169,12 +151,8 @@ def order_statistic(x: Tensor, k: int) -> Tensor:
 
 
 def histogram(values: Tensor, size: int) -> Tensor:
-    """Return the number of each integer from 0 to size - 1 in `values`, int64, without a wait for a GPU.
-
-    Args:
-        values: integers of any type [n], all in that range.
-        size: length of the result.
-    """
+    """Return the number of each integer from 0 to size - 1 in `values` [n], integers of any type in that
+    range, as int64, without a wait for a GPU."""
     ones = torch.ones((), dtype=torch.int64, device=values.device).expand(values.shape)
     counts = torch.zeros(size, dtype=torch.int64, device=values.device)
     return counts.scatter_add_(0, values.to(torch.int64), ones)
@@ -232,21 +210,14 @@ def outer_statistic(
     clock: Clock | None,
     partition: Partition | None = None,
 ) -> Tensor:
-    """Return the outer statistic of the copy `x` that is quantised (after rotation and padding).
+    """Return the outer statistic of the copy `x` that is quantised, [rows, columns] in bf16, fp16 or fp32
+    (after rotation and padding).
 
-    Args:
-        x: [rows, columns], bf16, fp16 or fp32.
-        tiles: `x` as fp32 tiles; None is enough for granularity `tensor`.
-        amaxes: Largest magnitude of each block; the largest of all is enough for granularity `tensor`.
-        outer: Granularity and statistic.
-        history: Earlier amaxes, for `delayed` and `hold`; None: the current one is used.
-        clock: Seed, stream, step and micro-batch; needed with a history.
-        partition: Given if `x` is one part of a matrix: the statistic is then that of the whole matrix
-            (collective).
-
-    Returns:
-        fp32: a scalar (`tensor`), [row tiles, 1, 1, 1] (`row`, `rows:n`) or [rows, 1, column tiles, 1]
-            (`block:128`); 0 for an empty tensor.
+    fp32: a scalar (`tensor`), [row tiles, 1, 1, 1] (`row`, `rows:n`) or [rows, 1, column tiles, 1]
+    (`block:128`); 0 for an empty tensor. `tiles` are `x` in fp32, `amaxes` the largest magnitude of each
+    block; for granularity `tensor`, None and the largest of all are enough. `delayed` and `hold` read earlier
+    amaxes from `history`, which needs a clock; None: the current one is used. `partition` is given if `x` is
+    one part of a matrix: the statistic is then that of the whole matrix (collective).
     """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
@@ -286,15 +257,8 @@ def _of_rows(amaxes: Tensor, each: int) -> Tensor:
 
 
 def encode_scale(amax: Tensor, quant: Quant) -> Tensor:
-    """Return S = 6 * bound / amax, at most FLT_MAX; 1 if amax is 0 or infinite (Transformer Engine 2.20).
-
-    Args:
-        amax: Outer statistic, fp32 of any shape.
-        quant: Its element's maximum stands for 6, and `outer.bound` for 448.
-
-    Returns:
-        fp32 like `amax`.
-    """
+    """Return S = 6 * bound / amax, fp32 like `amax`, at most FLT_MAX; 1 if amax is 0 or infinite (Transformer
+    Engine 2.20). 6 stands for the element's maximum."""
     assert quant.outer is not None
     # A tensor, not a Python number: torch computes `number / tensor` as number * reciprocal, which rounds
     # twice.
@@ -309,17 +273,10 @@ def block_scales(
     """Return each block's scale: largest * (S * fp32(1/6) * headroom), rounded once to the scale format.
 
     Transformer Engine up to 2.14, and the equation of arXiv 2509.25149, compute `largest / 6 * S` instead.
-    That differs in about 0.1 % of cases, at exact ties, which bf16 data hits.
-
-    Args:
-        largest: Block statistic, fp32 [row tiles, 1, column tiles, 1].
-        scale: S, fp32, broadcasting to `largest`.
-        quant: Scale format, its rounding, and `range`.
-        bits: 24 random bits for each block, as fp32 like `largest`, if scales are rounded stochastically.
-        tiles: fp32 [row tiles, rows, column tiles, columns], for a rounding of the user's.
-
-    Returns:
-        fp32 like `largest`, holding values of the scale format.
+    That differs in about 0.1 % of cases, at exact ties, which bf16 data hits. `largest`, the block statistic,
+    is fp32 [row tiles, 1, column tiles, 1], like the result; S broadcasts to it. `bits` are 24 random bits
+    for each block, as fp32 like `largest`, if scales are rounded stochastically; a rounding of the user's
+    needs the fp32 `tiles`.
     """
     assert quant.scale is not None
     top = quant.range.map_to or element_format(quant.element).max
@@ -339,16 +296,9 @@ def block_scales(
 
 
 def round_scale(scale: Tensor, to: BlockScale, bits: Tensor | None = None) -> Tensor:
-    """Round scales to their format, saturating, and apply the format's rule for zero.
-
-    Args:
-        scale: Non-negative fp32 of any shape.
-        to: Format, rounding and rule for a scale that rounds to zero.
-        bits: 24 random bits for each scale, as fp32 like `scale`, if it is rounded stochastically.
-
-    Returns:
-        fp32 like `scale`, holding values of the format.
-    """
+    """Round scales, non-negative fp32 of any shape, to their format, saturating, and apply the format's rule
+    for zero. `bits` are 24 random bits for each scale, as fp32 like `scale`, if it is rounded
+    stochastically."""
     grid = SCALES[to.format]
     if not grid.zero and not grid.mantissa:
         return _power_of_two(scale, to, grid, bits)
@@ -386,10 +336,8 @@ def _by_users_rule(exact: Tensor, quant: Quant, bits: Tensor | None, tiles: Tens
 
 
 def _power_of_two(scale: Tensor, to: BlockScale, grid: Format, bits: Tensor | None) -> Tensor:
-    """Round to E8M0, from 2^-127 to 2^127.
-
-    Small scales are multiplied by 2^40 first, since the smallest E8M0 values are subnormal in fp32.
-    """
+    """Round to E8M0, from 2^-127 to 2^127. Small scales are multiplied by 2^40 first, since the smallest E8M0
+    values are subnormal in fp32."""
     lift = torch.where(scale < 2.0**-60, scale.new_full((), 2.0**40), 1.0)
     rounded = SCALE_ROUNDINGS[to.rounding](scale.clamp(min=_SMALLEST) * lift, grid, bits, 24)
     return (rounded / lift).clamp(_SMALLEST, grid.max)
@@ -404,15 +352,10 @@ def micro_scales(
     bf16(1/7)), rounded to the scale format, and r = bf16(1/s). The first exponent is 1 in a sub-block whose
     largest magnitude times r is 4 or more, the second where what then remains is 2 or more.
 
-    Args:
-        tiles: fp32 [row tiles, 1, column tiles, columns].
-        amaxes: Largest magnitude of each block, fp32 [row tiles, 1, column tiles, 1].
-        quant: Scale format, its rounding, and the lengths of the sub-blocks.
-        bits: 24 random bits for each block, as fp32 like `amaxes`, if scales are rounded stochastically.
-
-    Returns:
-        Block scales, fp32 like `amaxes`; factor of every element before rounding, and power of two by which
-        its code is multiplied after it, fp32 like `tiles`.
+    `tiles` are fp32 [row tiles, 1, column tiles, columns], `amaxes` (a), the block scales and the 24 random
+    `bits` of a stochastic rounding fp32 [row tiles, 1, column tiles, 1]. The other two results are fp32 like
+    `tiles`: the factor of every element before rounding, and the power of two by which its code is multiplied
+    after it.
     """
     assert quant.scale is not None
     assert quant.scale.micro_exponents is not None
@@ -434,15 +377,6 @@ def _bf16(x: Tensor) -> Tensor:
 
 
 def element_scales(block_scale: Tensor, scale: Tensor) -> Tensor:
-    """Return the factor of every element before rounding: 1 / (s * (1/S)), at most FLT_MAX.
-
-    A block scale of zero gives FLT_MAX.
-
-    Args:
-        block_scale: s, fp32 [row tiles, 1, column tiles, 1].
-        scale: S, fp32, broadcasting to `block_scale`.
-
-    Returns:
-        fp32 like `block_scale`.
-    """
+    """Return the factor of every element before rounding: 1 / (s * (1/S)), at most FLT_MAX, which an s of
+    zero gives. s and the result are fp32 [row tiles, 1, column tiles, 1]; S, fp32, broadcasts to them."""
     return (1.0 / (block_scale * (1.0 / scale))).clamp(max=FLT_MAX)

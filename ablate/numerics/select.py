@@ -32,15 +32,9 @@ class Candidate:
 def select(tiles: Tensor, amaxes: Tensor, scale: Tensor, amax: Tensor | None, quant: Quant) -> Candidate:
     """Return the candidate with the smallest error in each block, the first one if errors are equal.
 
-    Args:
-        tiles: fp32 [row tiles, rows, column tiles, columns].
-        amaxes: Largest magnitude of each block, fp32 [row tiles, 1, column tiles, 1].
-        scale: S, fp32, broadcasting to `amaxes`.
-        amax: Outer statistic from which S was computed; None without one.
-        quant: Candidates, criterion and scale format.
-
-    Returns:
-        Candidate with block scales, scaled elements and codes of the chosen quantisation.
+    `tiles` are fp32 [row tiles, rows, column tiles, columns], `amaxes` the largest magnitude of each block,
+    fp32 [row tiles, 1, column tiles, 1]. `scale` is S, fp32, broadcasting to `amaxes`, and `amax` the outer
+    statistic from which it was computed; None without one.
     """
     assert quant.select is not None
     candidates = CANDIDATES[quant.select.among](tiles, amaxes, scale, quant)
@@ -60,11 +54,9 @@ def select(tiles: Tensor, amaxes: Tensor, scale: Tensor, amax: Tensor | None, qu
 
 
 def scales(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterator[Candidate]:
-    """Yield Four Over Six's two candidates (arXiv 2512.02010): the largest magnitude maps to 6, or to 4.
-
-    Its order of operations: (amax / 6) * S, and 1.5 times that; for another pair of `select.map_to`, 6 over
-    its values times that.
-    """
+    """Yield Four Over Six's two candidates (arXiv 2512.02010): the largest magnitude maps to 6, or to 4. Its
+    order of operations: (amax / 6) * S, and 1.5 times that; for another pair of `select.map_to`, 6 over its
+    values times that."""
     assert quant.scale is not None
     assert quant.select is not None
     base, grid = _base(amaxes, scale), ELEMENTS["e2m1"]
@@ -83,10 +75,8 @@ def grids(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterato
 
 
 def search(tiles: Tensor, amaxes: Tensor, scale: Tensor, quant: Quant) -> Iterator[Candidate]:
-    """Yield the scale codes around amax / 6, a bound on what any rule for block scales reaches.
-
-    Slow: this is a reference for comparisons, not a recipe.
-    """
+    """Yield the scale codes around amax / 6, a bound on what any rule for block scales reaches. Slow: this is
+    a reference for comparisons, not a recipe."""
     assert quant.scale is not None
     grid = SCALES[quant.scale.format]
     base = round_scale(_base(amaxes, scale), quant.scale)
@@ -118,11 +108,9 @@ def _candidate(tiles: Tensor, block_scale: Tensor, scale: Tensor, element: Forma
 
 
 def block_error(candidate: Candidate, tiles: Tensor, amax: Tensor | None, quant: Quant) -> Tensor:
-    """Return the error of each block in the original domain, fp32 [row tiles, 1, column tiles, 1].
-
-    In Transformer Engine's order: values are q * s * amax / (6 * bound); errors are summed along a row one by
-    one, then over 16 rows as a tree.
-    """
+    """Return the error of each block in the original domain, fp32 [row tiles, 1, column tiles, 1]. In
+    Transformer Engine's order: values are q * s * amax / (6 * bound); errors are summed along a row one by
+    one, then over 16 rows as a tree."""
     assert quant.select is not None
     values = candidate.codes * candidate.block_scale
     if amax is not None and quant.outer is not None:

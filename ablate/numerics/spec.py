@@ -61,9 +61,7 @@ def tag(tagged: str) -> str:
 
 def argument(tagged: str) -> Fraction | None:
     """Return the number behind the colon, exactly as written: 7/100 for "percentile:0.07", None for "amax".
-
-    In binary 0.07 * 100 is above 7, and its ceiling 8.
-    """
+    In binary 0.07 * 100 is above 7, and its ceiling 8."""
     _, colon, text = tagged.partition(":")
     return Fraction(text) if colon else None
 
@@ -80,11 +78,8 @@ class Spec(BaseModel):
     of earlier releases stay valid."""
 
     def canonical(self, exclude: Collection[str] = ()) -> dict[str, Json]:
-        """Return the JSON data that identifies this description.
-
-        That is its fields without `exclude` and, at every depth, without LATER fields that have their
-        defaults, and without the folders of users' functions.
-        """
+        """Return the JSON data that identifies this description: its fields without `exclude` and, at every
+        depth, without LATER fields that have their defaults, and without the folders of users' functions."""
         data = self.model_dump(mode="json", exclude=set(exclude))
         _drop_later(self, data)
         return data
@@ -426,10 +421,8 @@ class Quant(Spec):
 
     @property
     def wide(self) -> bool:
-        """Return True if code times scale may need more than bf16's 8 significant bits.
-
-        The product then takes fp32 operands.
-        """
+        """Return True if code times scale may need more than bf16's 8 significant bits: the product takes
+        fp32 operands."""
         if self.own is not None:
             return True
         significant = element_format(self.element).significant + (
@@ -560,10 +553,8 @@ class Hadamard(Spec):
 
 
 def grain(quant: Quant, rotation: Hadamard | None, axis: int) -> int:
-    """Return the number of which the rows (axis 0) or columns (1) of a part must be a multiple.
-
-    Only then can the part be quantised to the same bits as the whole matrix.
-    """
+    """Return the number of which the rows (axis 0) or columns (1) of a part must be a multiple. Only then can
+    the part be quantised to the same bits as the whole matrix."""
     if axis == 0:
         shared = quant.outer is not None and tag(quant.outer.granularity) == "rows"
         return (quant.outer.rows if shared and quant.outer else None) or quant.tile[0]

@@ -35,20 +35,12 @@ FORMAT, VERSION = "ablate-nvfp4", 1
 
 
 def pack(values: Tensor) -> Tensor:
-    """Pack E2M1 values two to a byte; the even column is the low nibble.
+    """Pack E2M1 values, fp32 [rows, columns] on the grid, two to a byte: uint8 [rows, columns / 2], the even
+    column in the low nibble.
 
     A zero keeps its sign, as in the hardware conversion, so -0 and negative values that were rounded to zero
     are code 8. Transformer Engine's reference differs for an input of -0, for which it writes 0. E2M1 has no
-    NaN: NaN becomes 6, and the NaN in the block's scale shows it.
-
-    Args:
-        values: fp32 [rows, columns], already on the E2M1 grid.
-
-    Returns:
-        uint8 [rows, columns / 2].
-
-    Raises:
-        ValueError: The number of columns is odd.
+    NaN: NaN becomes 6, and the NaN in the block's scale shows it. ValueError if the number of columns is odd.
     """
     if values.shape[1] % 2:
         raise ValueError(
@@ -203,10 +195,8 @@ class Packed:
         )
 
     def column_slice(self, start: int, stop: int) -> "Packed":
-        """Return columns [start, stop) of the contraction as views, the last with its padding.
-
-        Raises ValueError if they cut a tile or a rotated group, or are out of range.
-        """
+        """Return columns [start, stop) of the contraction as views, the last with its padding; ValueError if
+        they cut a tile or a rotated group, or are out of range."""
         tile = self.quant.tile[1]
         _check_slice(
             "columns", start, stop, self.columns, math.lcm(tile, self.rotation.size if self.rotation else 1)
@@ -244,10 +234,8 @@ class Stored:
 
     def row_slice(self, start: int, stop: int) -> "Stored":
         """Return rows [start, stop) of x in both copies, as views; the amaxes stay those of the whole tensor.
-
-        These rows are the contraction of the column-wise copy. Raises ValueError if they cut a tile or a
-        rotated group.
-        """
+        These rows are the contraction of the column-wise copy. ValueError if they cut a tile or a rotated
+        group."""
         return Stored(self.row.row_slice(start, stop), self.column and self.column.column_slice(start, stop))
 
     def save(self, path: str | Path) -> None:
@@ -278,23 +266,14 @@ def store(
     where: tuple[int, int] = (0, 1),
     product: int = 0,
 ) -> Stored:
-    """Quantise x by `quant`, and x transposed by `transposed_quant`.
+    """Quantise x, [rows, columns] in bf16, fp16 or fp32, by `quant`, and x transposed by `transposed_quant`
+    unless that is None.
 
     Both copies are quantised from x, never one from the other; with 16x16 blocks, nearest rounding and no
-    rotation they hold the same numbers.
-
-    Args:
-        x: [rows, columns], bf16, fp16 or fp32.
-        quant: Quantiser of the row-wise copy.
-        transposed_quant: Quantiser of the column-wise copy; None leaves it out.
-        rotation: Rotation of the transposed copy along the rows of x, as in wgrad of NVIDIA's recipe.
-        clock: Seed, stream, step and micro-batch of everything that is drawn, as in `quantize`.
-        where: Draw sites of the row-wise and the column-wise copy.
-        product: Draw site of the signs of the rotation.
-
-    Raises:
-        ValueError: A quantiser cannot be stored, a rotation has no transposed copy, or both copies draw at
-            one site.
+    rotation they hold the same numbers. `rotation` acts on the transposed copy along the rows of x, as in
+    wgrad of NVIDIA's recipe; `product` is the draw site of its signs, and `where` has those of the row-wise
+    and the column-wise copy. ValueError if a quantiser cannot be stored, a rotation has no transposed copy,
+    or both copies draw at one site.
     """
     if x.ndim != 2:
         raise ValueError(f"store takes a matrix, not {x.ndim} dimensions; flatten the leading ones into rows")
@@ -325,24 +304,12 @@ def store_one(
     product: int = 0,
     partition: Partition | None = None,
 ) -> Packed:
-    """Quantise one copy of a tensor.
+    """Quantise one copy of a tensor; the arguments are those of `quantize`.
 
     The codes are those to which quantize rounded, also under a block scale of zero: Transformer Engine writes
-    +-6 there (smaller codes for subnormal inputs), which code times scale would lose.
-
-    Args:
-        x: [rows, columns], bf16, fp16 or fp32.
-        quant: Quantiser.
-        rotation: Hadamard rotation along the columns.
-        clock: Seed, stream, step and micro-batch of everything that is drawn, as in `quantize`.
-        where: Draw site of the roundings.
-        product: Draw site of the signs of the rotation.
-        partition: Given if `x` is one part of a matrix, as in `quantize`; collective.
-
-    Raises:
-        TypeError: `x` has another dtype.
-        ValueError: The quantiser cannot be stored, the outer statistic would hide a NaN or an infinity, or
-            `quantize` refuses the arguments.
+    +-6 there (smaller codes for subnormal inputs), which code times scale would lose. ValueError if the
+    quantiser cannot be stored, or the outer statistic would hide a NaN or an infinity; other errors are those
+    of `quantize`.
     """
     refuse(quant)
     operand = quantize(
@@ -395,14 +362,11 @@ def refuse(quant: Quant) -> None:
 
 
 def load(path: str | Path, device: torch.device | str = "cpu") -> Stored:
-    """Return the tensor that `Stored.save` wrote to `path`, bit for bit, on `device`.
+    """Return the tensor that `Stored.save` wrote to `path`, bit for bit, on `device`. No code from the file
+    is run.
 
-    No code from the file is run.
-
-    Raises:
-        ValueError: The file is of another kind or version, truncated or altered; the message has the path and
-            the reason.
-        OSError: The file cannot be read.
+    ValueError if the file is of another kind or version, truncated or altered, with the path and the reason;
+    OSError if it cannot be read.
     """
     data = Path(path).read_bytes()
     try:
@@ -453,10 +417,8 @@ def _check_slice(what: str, start: int, stop: int, size: int, step: int) -> None
 
 
 def _flat(name: str, packed: Packed | None) -> dict[str, object]:
-    """Return a copy as plain entries `row.codes`, `row.quant`, ...
-
-    The tensors are copied, since torch.save writes the whole storage behind a view.
-    """
+    """Return a copy as plain entries `row.codes`, `row.quant`, ...; tensors are copied, since torch.save
+    writes the whole storage behind a view."""
     if packed is None:
         return {}
     plain = {field.name: getattr(packed, field.name) for field in fields(packed)}

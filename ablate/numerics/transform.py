@@ -33,16 +33,9 @@ class Part(NamedTuple):
 
 
 def split(x: Tensor, quant: Quant, channels: int) -> list[Part]:
-    """Split `x` into parts that sum to it.
-
-    Args:
-        x: [rows, columns], bf16, fp16 or fp32.
-        quant: Quantiser of the operand, with its transform.
-        channels: Dimension of the features: 1 if tokens are rows, 0 if they are columns.
-
-    Returns:
-        The parts. The first is the rest, which `quant` quantises.
-    """
+    """Split `x`, [rows, columns] in bf16, fp16 or fp32, into parts that sum to it, but for what `clamp` cuts
+    off without `residual`. The first is the rest, which `quant` quantises. `channels` is the dimension of the
+    features: 1 if tokens are rows, 0 if they are columns."""
     if quant.transform is None:
         return [Part(x, quant)]
     transform, rest, taken = quant.transform, x.to(torch.float32), []
@@ -74,10 +67,8 @@ def mean(x: Tensor, channels: int) -> Tensor:
 
 
 def low_rank(x: Tensor, rank: int) -> Tensor:
-    """Return the leading `rank` singular components of x, by subspace iteration from a fixed start.
-
-    Not modelled: Metis (arXiv 2509.00404) also quantises the factors; here they keep the operand's precision.
-    """
+    """Return the leading `rank` singular components of x, by subspace iteration from a fixed start. Not
+    modelled: Metis (arXiv 2509.00404) also quantises the factors; here they keep the operand's precision."""
     x = x.contiguous()  # the order of additions follows the layout
     rank = min(rank, *x.shape)
     if not x.numel() or not x.isfinite().all():
@@ -105,28 +96,22 @@ def only(x: Tensor, kept: Tensor, channels: int) -> Tensor:
 
 
 def patch(x: Tensor, quantised: Tensor, fraction: float, channels: int, dtype: torch.dtype) -> Part:
-    """Return what quantisation lost of the `fraction` of channels of largest L2 norm, zero in the others.
+    """Return what quantisation lost of the `fraction` of channels of largest L2 norm, at least one, zero in
+    the others.
 
     Added to the quantised operand, it makes those channels as exact as the dtype of `x` (Hot-Channel Patch,
     arXiv 2602.02047, from its abstract). Not modelled: how the paper scores channels, one set of channels for
     both operands of a product, and a set that stays for some steps; here each operand and call has its own.
-
-    Args:
-        x: what was quantised, fp32 [rows, columns].
-        quantised: what it became, fp32 like `x`, not rotated.
-        fraction: share of the channels, at least one.
-        channels: dimension of the features: 1 if tokens are rows, 0 if they are columns.
-        dtype: dtype to which the part is rounded.
+    `x` is what was quantised, fp32 [rows, columns], and `quantised` what it became, fp32 like `x`, not
+    rotated; `channels` is as in `split`, and the part is rounded to `dtype`.
     """
     kept = largest_channels(x, fraction, channels)
     return Part(only(x - quantised, kept, channels).to(dtype), None, kept)
 
 
 def quantile(x: Tensor, q: float) -> Tensor:
-    """Return the order statistic ceil(q n) of the n magnitudes.
-
-    Not modelled: the code of arXiv 2501.17116 takes one quantile of each sign.
-    """
+    """Return the order statistic ceil(q n) of the n magnitudes, fp32, 0 if there are none. Not modelled: the
+    code of arXiv 2501.17116 takes one quantile of each sign."""
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
     return order_statistic(x, math.ceil(Fraction(repr(q)) * x.numel()))

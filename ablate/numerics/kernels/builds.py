@@ -137,12 +137,8 @@ def path(name: str) -> Path:
 
 
 def load(path: Path) -> ctypes.CDLL:
-    """Load one build and declare its functions.
-
-    Raises:
-        OSError: the build is missing, for another machine, or of other sources: another version of `form`
-            would be read at wrong places, which would give wrong numbers.
-    """
+    """Load one build and declare its functions; OSError if it is missing, for another machine, or of other
+    sources: another version of `form` would be read at wrong places, which would give wrong numbers."""
     library, pointer, integer = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_int64
     if not hasattr(library, "form_size") or library.form_size() != ctypes.sizeof(Form):
         raise OSError(f"{path.name} was compiled from other sources")

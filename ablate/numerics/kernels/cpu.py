@@ -21,10 +21,8 @@ TILES = {"rows": (1, 16), "columns": (16, 1), "tiles": (16, 16)}
 
 
 def can_quantize(x: Tensor, quant: Quant, rotation: Hadamard | None) -> bool:
-    """Return True if `quantize` can compute this: a known form, x stored by rows or by columns.
-
-    A rotated x must be bf16 and stored by columns.
-    """
+    """Return True if `quantize` can compute this: a known form, x stored by rows or by columns. A rotated x
+    must be bf16 and stored by columns."""
     return (
         forms.nvidia(quant)
         and (rotation is None or _rotates(x, quant, rotation))
@@ -41,11 +39,8 @@ def _rotates(x: Tensor, quant: Quant, rotation: Hadamard) -> bool:
 
 
 class Made(NamedTuple):
-    """Result of `quantize`.
-
-    Values are [rows, columns padded to blocks], bf16 or, of a wide form, fp32; block scales are fp32
-    [row tiles, 1, column tiles, 1].
-    """
+    """Result of `quantize`. Values are [rows, columns padded to blocks], bf16 or, of a wide form, fp32; block
+    scales are fp32 [row tiles, 1, column tiles, 1]."""
 
     values: Tensor
     amax: Tensor | None
@@ -66,21 +61,14 @@ def quantize(
     keep: bool = False,
     statistic: float | Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Made | None:
-    """Quantise x, after a rotation along its columns if there are signs.
+    """Quantise x, [rows, columns] in bf16 or fp32, stored by rows or by columns; `forms.nvidia` accepts the
+    quantiser.
 
-    Args:
-        x: [rows, columns], bf16 or fp32, stored by rows or by columns.
-        quant: Quantiser that `forms.nvidia` accepts.
-        signs: Signs of the rotation, fp32 [16]; None: no rotation.
-        clock: Seed, stream, step and micro-batch; needed for stochastic rounding.
-        where: Draw site.
-        keep: Keep the quantised tensor in the result.
-        statistic: Outer statistic, as a number, or as a function of the quantised tensor and its largest
-            magnitude; None: the largest magnitude.
-
-    Returns:
-        The parts of the operand; None if the reference must make it: x is not finite, or it was padded and
-        `keep` or a function as `statistic` needs the quantised tensor.
+    x is first rotated along its columns if there are signs, fp32 [16]. Stochastic rounding needs the clock;
+    `keep` keeps the quantised tensor in the result. `statistic` is the outer statistic, as a number, or as a
+    function of the quantised tensor and its largest magnitude; None: the largest magnitude. None is returned
+    if the reference must make the operand: x is not finite, or it was padded and `keep` or a function as
+    `statistic` needs the quantised tensor.
     """
     assert quant.outer is not None
     by_columns = not x.is_contiguous()
@@ -145,19 +133,13 @@ class Part(NamedTuple):
 def quantize_parts(
     memory: Tensor, kernel: str, quant: Quant, parts: Sequence[Part], clock: Clock, signs: int | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """Quantise parts of one matrix, each as `quantize` would.
+    """Quantise parts of one matrix, each as `quantize` would, with statistic amax.
 
-    Args:
-        memory: bf16 [rows, columns], contiguous, with a multiple of 16 columns.
-        kernel: key of TILES: `columns` quantises the transpose of each part.
-        quant: Quantiser that `forms.nvidia` accepts, with statistic amax.
-        parts: The parts; for `columns` and `tiles`, multiples of 16 rows. One of 0 rows is left out.
-        clock: Seed, stream, step and micro-batch.
-        signs: Signs of a rotation down the columns, as `sign_word` has them; None: no rotation.
-
-    Returns:
-        Values, bf16 like `memory` (undefined outside of the parts), and the largest magnitude of each part,
-        fp32 [parts], 0 for one left out; None if one is not finite.
+    `memory` is bf16 [rows, columns], contiguous, with a multiple of 16 columns. `kernel` is a key of TILES:
+    `columns` quantises the transpose of each part. For `columns` and `tiles`, parts are multiples of 16 rows.
+    One of 0 rows is left out. `signs` are those of a rotation down the columns, as `sign_word` has them.
+    Return the values, bf16 like `memory` (undefined outside of the parts), and the largest magnitude of each
+    part, fp32 [parts], 0 for one left out; None if one is not finite.
     """
     assert quant.outer is not None
     values = torch.empty_like(memory)
@@ -203,15 +185,9 @@ def can_decode(values: Tensor, block_scale: Tensor, amax: Tensor | None) -> bool
 def decode(
     values: Tensor, tile: tuple[int, int], block_scale: Tensor, amax: Tensor | None, factor: Tensor
 ) -> Tensor:
-    """Return value(code) * ((s * amax) * factor), fp32 like `values`.
-
-    Args:
-        values: Code times block scale, bf16 [rows, columns].
-        tile: Rows and columns that share a block scale.
-        block_scale: s, fp32 [row tiles, 1, column tiles, 1].
-        amax: fp32 scalar; None: 1.
-        factor: 1 / divisor, fp32 scalar.
-    """
+    """Return value(code) * ((s * amax) * factor), fp32 like `values`, which are code times block scale, bf16
+    [rows, columns]. s is fp32 [row tiles, 1, column tiles, 1], one for a tile of `tile` rows and columns;
+    amax (None: 1) and factor, 1 / divisor, are fp32 scalars."""
     out, scales = torch.empty(values.shape, dtype=torch.float32), block_scale.contiguous()
     whole = 1.0 if amax is None else amax.item()
     builds.built().decode(
@@ -223,19 +199,12 @@ def decode(
 def census(
     source: Tensor, values: Tensor, scales: Tensor, amax: Tensor, inverse: Tensor, factor: Tensor
 ) -> tuple[dict[str, float], dict[str, int], Tensor, Tensor, Tensor]:
-    """Return sums and counts over an operand that `quantize` kept.
+    """Return sums and counts over an operand that `quantize` kept: SUMS by name, COUNTS by name, the largest
+    magnitude of each block (fp32), the power of each block (fp64), and the mean row (fp64 [columns]).
 
-    Args:
-        source: Tensor that was quantised, bf16 or fp32 [rows, columns].
-        values: Code times block scale, bf16 [rows, columns].
-        scales: Block scales, fp32 [row tiles, 1, column tiles, 1].
-        amax: fp32 scalar.
-        inverse: 1 / S, fp32 scalar, as the reference computes it.
-        factor: 1 / divisor, fp32 scalar, as the reference computes it.
-
-    Returns:
-        SUMS by name, COUNTS by name, the largest magnitude of each block (fp32), the power of each block
-        (fp64), and the mean row (fp64 [columns]).
+    `source` is the tensor that was quantised, bf16 or fp32 [rows, columns], and `values` code times block
+    scale, bf16 like it; `scales` are fp32 [row tiles, 1, column tiles, 1]. `amax`, `inverse` (1 / S) and
+    `factor` (1 / divisor) are fp32 scalars, as the reference computes them.
     """
     by_columns = not source.is_contiguous()
     memory, quantised, scales = (z.t() if by_columns else z for z in (source, values, scales.flatten(1, 3)))

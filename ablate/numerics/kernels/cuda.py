@@ -71,12 +71,9 @@ Cast = Callable[[Tensor, Form, Clock | None], Quantized]
 
 @cache
 def kernels() -> ModuleType | None:
-    """Return nvfp4.py, or None without a Triton that can be exact.
-
-    Torch's CUDA builds have one since 2.10, those for CPUs have none.
-
-    Before 3.6 Triton flushes subnormals in divisions, and ignores the option not to.
-    """
+    """Return nvfp4.py, or None without a Triton that can be exact. Torch's CUDA builds have one since 2.10,
+    those for CPUs have none. Before 3.6 Triton flushes subnormals in divisions, and ignores the option not
+    to."""
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
 
@@ -156,11 +153,8 @@ def problem(
     """Launch each kernel once on a small matrix, and return why they cannot be used; empty if they can.
 
     Triton compiles on the user's machine, with a compiler, headers and a driver that this project does not
-    choose. So nothing trusts a kernel before its bits were once those of the reference in this process.
-
-    Args:
-        device: GPU, or a CPU in Triton's interpreter.
-        cast: `quantize`, or another function to compare.
+    choose. So nothing trusts a kernel before its bits were once those of the reference in this process. The
+    device is a GPU, or a CPU in Triton's interpreter; `cast` is `quantize`, or another function to compare.
     """
     try:
         found = _trial(trial_matrix().to(device), cast or quantize)
@@ -229,10 +223,8 @@ def can_quantize_both(x: Tensor, first: Quant, second: Quant, rotation: Hadamard
 
 
 def quantize(x: Tensor, form: Form, clock: Clock | None) -> Quantized:
-    """Quantise x [rows, columns] in blocks along its columns, rotated along them first if there are signs.
-
-    A rotated x is stored by columns (`can_rotate`).
-    """
+    """Quantise x [rows, columns] in blocks along its columns, rotated along them first if there are signs. A
+    rotated x is stored by columns (`can_rotate`)."""
     down = not x.is_contiguous()
     memory = x.t() if down else x
     amax, largest = _statistic(memory, form, None)
@@ -244,12 +236,9 @@ def quantize(x: Tensor, form: Form, clock: Clock | None) -> Quantized:
 
 
 def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> tuple[Quantized, Quantized]:
-    """Quantise x [rows, columns], and x.t() rotated by the signs of `second`, as `quantize` does.
-
-    x is read twice, not four times, unless a statistic is a percentile.
-
-    The first read is for the two amaxes: that of a rotated copy is its own.
-    """
+    """Quantise x [rows, columns], and x.t() rotated by the signs of `second`, as `quantize` does. x is read
+    twice, not four times, unless a statistic is a percentile; the first read is for the two amaxes: that of a
+    rotated copy is its own."""
     rows, columns = x.shape
     largest = amax_both(x, second.signs)
     mine, mine_largest = _statistic(x, first, largest[0])
@@ -286,15 +275,9 @@ def can_scale(x: Tensor, first: Tensor | None, second: Tensor | None, out: torch
 def scaled(
     y: Tensor, first: Tensor | None, second: Tensor | None, divisor: float, out: torch.dtype
 ) -> Tensor:
-    """Return y * (first * second / divisor), rounded once to `out`, in one launch.
-
-    Args:
-        y: fp32, contiguous; it is overwritten if `out` is fp32.
-        first: amax, fp32 scalar on the device; None: 1.
-        second: the same of the other operand; one of the two is given.
-        divisor: product of the operands' divisors.
-        out: bf16 or fp32.
-    """
+    """Return y * (first * second / divisor), rounded once to `out`, bf16 or fp32, in one launch. y is fp32,
+    contiguous, and overwritten if `out` is fp32; `first` and `second` are the operands' amaxes, fp32 scalars
+    on the device, None (one of them at most) for 1; `divisor` is the product of the operands' divisors."""
     from ablate.numerics.kernels import result as device_code
 
     if first is None:
@@ -319,15 +302,11 @@ def amax_both(x: Tensor, signs: int | None) -> Tensor:
 
 
 def percentile(x: Tensor, signs: int | None, p: Fraction) -> tuple[Tensor, Tensor]:
-    """Return the order statistic ceil(p n) of the magnitudes of x, as it lies in memory, and the largest one.
+    """Return the order statistic ceil(p n) of the magnitudes of x, as it lies in memory, and the largest one:
+    fp32 scalars, NaN where the rank falls on one.
 
-    Args:
-        x: bf16 or fp32 [rows, columns], contiguous; bf16 if it is rotated.
-        signs: those of a rotation of the columns, which is then padded to sixteen rows, all of which count.
-        p: above 0, at most 1.
-
-    Returns:
-        Two fp32 scalars, NaN where the rank falls on one.
+    x is bf16 or fp32 [rows, columns], contiguous, and bf16 if it is rotated. `signs` are those of a rotation
+    of the columns, which is then padded to sixteen rows, all of which count. p is above 0, at most 1.
     """
     rows = x.shape[0] if signs is None else x.shape[0] + -x.shape[0] % 16
     return order_statistic(x, signs, math.ceil(p * (rows * x.shape[1])))

@@ -11,10 +11,8 @@ from ablate.numerics.spec import BlockScale, Hadamard, Quant, Range
 
 @cache
 def nvidia(quant: Quant) -> bool:
-    """Return True for NVIDIA's forms, whatever their outer statistic.
-
-    E2M1 elements, E4M3 scales to nearest, one outer scale a tensor, blocks of 16 or 16x16.
-    """
+    """Return True for NVIDIA's forms, whatever their outer statistic: E2M1 elements, E4M3 scales to nearest,
+    one outer scale a tensor, blocks of 16 or 16x16."""
     drawn = quant.rounding == "stochastic"
     return (
         not quant.owned
@@ -31,10 +29,8 @@ def nvidia(quant: Quant) -> bool:
 
 
 def on_gpu(quant: Quant) -> bool:
-    """Return True if kernels quantise this form on a GPU, with any rotation and any outer statistic.
-
-    A rotation that the kernels do not have is made by torch's operations before them.
-    """
+    """Return True if kernels quantise this form on a GPU, with any rotation and any outer statistic. A
+    rotation that the kernels do not have is made by torch's operations before them."""
     return nvidia(quant)
 
 

@@ -82,20 +82,12 @@ def quantize(
     keep: bool = False,
     statistic: float | Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Made | None:
-    """Quantise x, which is rotated already.
+    """Quantise x, [rows, columns] in bf16 or fp32, which is rotated already; `covers` accepts the quantiser.
 
-    Args:
-        x: [rows, columns], bf16 or fp32.
-        quant: Quantiser that `covers` accepts.
-        rotated: Size of its rotation, which MS-EDEN needs; 0: none.
-        clock: Seed, stream, step and micro-batch; needed for what is drawn.
-        where: Draw site.
-        keep: Keep the quantised tensor in the result, for a census.
-        statistic: Outer statistic of the tensor, as in `cpu.quantize`.
-
-    Returns:
-        The parts of the operand; None if the reference must make it: something on the way is not finite, or
-        `keep` asks for a tensor that was padded or has no census here (`can_keep`).
+    `rotated` is the size of its rotation, which MS-EDEN needs; 0: none. The clock is needed for what is
+    drawn; `keep` keeps the quantised tensor in the result, for a census; `statistic` is as in `cpu.quantize`.
+    None is returned if the reference must make the operand: something on the way is not finite, or `keep`
+    asks for a tensor that was padded or has no census here (`can_keep`).
     """
     x = by_rows(x)
     rows, columns = x.shape
@@ -140,11 +132,7 @@ def quantize(
 
 def described(quant: Quant, rotated: int) -> Form:
     """Return the description of a form that `covers` accepts, without what changes from call to call.
-
-    Args:
-        quant: Quantiser.
-        rotated: Size of the rotation of its operand, 0 for none.
-    """
+    `rotated` is the size of the rotation of its operand, 0 for none."""
     return Form.from_buffer_copy(_form(quant, rotated))
 
 
@@ -207,16 +195,9 @@ def can_rotate(z: Tensor) -> bool:
 
 
 def rotate(z: Tensor, signs: Tensor, back: bool = False) -> Tensor:
-    """Return z R, or z R^T if `back`, along the columns, padded with zeros to a multiple of the size.
-
-    Args:
-        z: [rows, columns], bf16 or fp32.
-        signs: fp32 [size] of +1 and -1; the size is a power of two from 4 to 128.
-        back: Undo the rotation.
-
-    Returns:
-        Tensor of the dtype of `z`, [rows, padded columns].
-    """
+    """Return z R, or z R^T if `back`, along the columns, padded with zeros to a multiple of the size; z is
+    [rows, columns], bf16 or fp32, and signs are fp32 [size] of +1 and -1, the size a power of two from 4 to
+    128."""
     z, size = by_rows(z), signs.shape[0]
     rows, columns = z.shape
     width = columns + -columns % size

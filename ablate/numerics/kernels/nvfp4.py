@@ -252,9 +252,7 @@ def columns_of(
 @triton.jit(do_not_specialize=["out", "signs"])
 def amaxes(x, signs, out, rows, columns, COLUMNS: tl.constexpr):
     """Find the amax of x [rows, columns], and of x with rotated columns if there are signs, in one read.
-
-    `out` [2], int32 zeros at first: the bits of both.
-    """
+    `out` [2], int32 zeros at first: the bits of both."""
     slab, first = place(columns, COLUMNS)
     loaded = load_slab(x, slab, first + tl.arange(0, COLUMNS), rows, columns)
     tl.atomic_max(out, tl.max(largest_of(loaded), axis=0))

@@ -34,16 +34,12 @@ def counted(
     x, signs, counts, found, largest, rows, columns,
     SHIFT: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add one digit of the magnitudes of x [rows, columns] to a histogram, rotated first if there are signs.
+    """Add one digit, WIDTH bits from SHIFT on, of the magnitudes of x [rows, columns] to a histogram.
 
-    A rotated copy is padded to sixteen rows, and what the rotation makes of the padding counts.
-
-    Args:
-        x: bf16, or fp32 without signs.
-        counts: int32 [2**WIDTH], zeros at first: one digit of those with the digits found[0] before it.
-        largest: int32, zero at first: receives the bits of the largest magnitude with the first digit.
-        SHIFT: lowest bit of the digit.
-        WIDTH: its bits.
+    x is bf16, or fp32 without signs; with signs it is rotated first and padded to sixteen rows, and what the
+    rotation makes of the padding counts. `counts`, int32 [2**WIDTH], zeros at first: one digit of those with
+    the digits found[0] before it. `largest`, int32, zero at first: receives the bits of the largest magnitude
+    with the first digit.
     """
     FIRST: tl.constexpr = SHIFT + WIDTH == 31
     slab, first = place(columns, COLUMNS)

@@ -52,10 +52,8 @@ def packed(
     HAS_SCALES: tl.constexpr, TALL: tl.constexpr, RATIO: tl.constexpr, LENGTH: tl.constexpr,
     E8M0: tl.constexpr, HEIGHT: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write codes [padded rows, blocks * LENGTH / 2] and tiled scales of values [rows, columns].
-
-    Scale (r, b) of the layout is that of the tile (r / TALL, b / RATIO).
-    """
+    """Write codes [padded rows, blocks * LENGTH / 2] and tiled scales of values [rows, columns]. Scale (r, b)
+    of the layout is that of the tile (r / TALL, b / RATIO)."""
     row = tl.program_id(0) * HEIGHT + tl.arange(0, HEIGHT)
     block = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     inside = (row < rows)[:, None] & (block < blocks)[None, :]
@@ -95,18 +93,13 @@ def pack(
     e8m0: bool,
     shape: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes and the tiled scales of an operand.
+    """Return the codes, uint8 [padded rows, padded columns / 2], and the tiled scales, uint8, flat, of an
+    operand.
 
-    Args:
-        values: code times scale, bf16 [rows, columns], in any layout.
-        block_scale: fp32 [row tiles, column tiles]; None for scales of 1.
-        tile: rows and columns of a scale, the columns a multiple of `length`.
-        length: elements of a scale in the layout: 16 or 32.
-        e8m0: True for scales in e8m0, False for e4m3.
-        shape: padded rows and columns.
-
-    Returns:
-        uint8 [padded rows, padded columns / 2], and uint8 scales, flat.
+    `values` are code times scale, bf16 [rows, columns], in any layout. `block_scale` is fp32 [row tiles,
+    column tiles], None for scales of 1, and `tile` the rows and columns of one, the columns a multiple of
+    `length`, which is the layout's: 16 or 32. Scales are e8m0 or, if `e8m0` is False, e4m3. `shape`: padded
+    rows and columns.
     """
     rows, columns = values.shape
     tall, blocks = shape[0], shape[1] // length

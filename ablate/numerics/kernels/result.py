@@ -11,14 +11,12 @@ SIZE = 4096
 
 @triton.jit(do_not_specialize=["first", "second"])
 def scaled(y, out, first, second, divisor, count, SIZE: tl.constexpr):
-    """Write y times the product's factor, rounded once to bf16, or not if `out` is fp32.
+    """Write y times the product's factor, rounded once to bf16, or not if `out` is fp32. The factor is first
+    * second / divisor in fp32, in this order, as in `product.alpha`.
 
-    The factor is first * second / divisor in fp32, in this order, as in `product.alpha`.
-
-    Args:
-        y: fp32, stored without gaps; `out` lies alike, and may be y itself.
-        first, second: amaxes of the operands, fp32 scalars in memory; None: 1.
-        divisor: product of the operands' divisors.
+    y is fp32, stored without gaps; `out` lies alike, and may be y itself. `first` and `second` are the
+    operands' amaxes, fp32 scalars in memory, `second` None for 1; `divisor` is the product of the operands'
+    divisors.
     """
     numerator = tl.load(first)
     if second is not None:
