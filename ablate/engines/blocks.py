@@ -55,15 +55,9 @@ class LayerRow(NamedTuple):
 
 
 def find_blocks(model: nn.Module, pattern: str | None = None) -> tuple[str, ...]:
-    """Return the names of a model's blocks, in its order; none lies in another.
-
-    Args:
-        model: the model, converted or not.
-        pattern: glob on the names of modules that are the blocks; None: find them by structure.
-
-    Raises:
-        ValueError: no module with a linear layer has a name that matches `pattern`.
-    """
+    """Return the names of a model's blocks, converted or not, in its order; none lies in another. `pattern`
+    is a glob on the names of modules that are the blocks (ValueError if it matches none with a linear layer);
+    None: find them by structure."""
     # Under all its names: a block that a model calls several times is a block each time.
     modules = model.named_modules(remove_duplicate=False)
     holders = [name for name, module in modules if name and _linears(module)]
@@ -92,13 +86,9 @@ def block_finder(blocks: Collection[str]) -> BlockOf:
 
 
 def layer_table(model: nn.Module, block: BlockOf, left_out: Collection[str] = ()) -> list[LayerRow]:
-    """Return a row for every matrix of a converted model, embeddings and convolutions excepted.
-
-    Args:
-        model: the model, after its conversion.
-        block: returns the name of the block that a module lies in, None for none.
-        left_out: names of the layers that the user's filter left out.
-    """
+    """Return a row for every matrix of a converted model, embeddings and convolutions excepted. `left_out`
+    are the layers that the user's filter left out. ValueError if a parameter has no shape before the first
+    call."""
     rows, seen = [], set()
     for name, module in model.named_modules():
         for parameter, weight in module.named_parameters(recurse=False):
@@ -125,13 +115,8 @@ def layer_table(model: nn.Module, block: BlockOf, left_out: Collection[str] = ()
 
 
 def why_left(model: nn.Module, name: str, block: str | None) -> str:
-    """Return why the matrices of a module stay in high precision; "" if they do not.
-
-    Args:
-        model: the model.
-        name: qualified name of the module that has them as parameters of its own.
-        block: name of the block that it lies in, None for none.
-    """
+    """Return why the matrices that a module has as parameters of its own stay in high precision; "" if they
+    do not. `block` is the one that it lies in, None for none."""
     module = model.get_submodule(name)
     kind = type(module).__name__
     if isinstance(module, EmulatedLinear) or experts.is_attached(module):
@@ -189,11 +174,8 @@ def left(rows: Iterable[LayerRow]) -> str:
 
 def summary(rows: Sequence[LayerRow], placements: Sequence[Placement]) -> str:
     """Describe a converted model: numbers of layers and stacks of experts, their share, and what is left.
-
-    Args:
-        rows: all matrices of the model.
-        placements: its converted layers, by the part of the recipe that decides about them.
-    """
+    `rows` are all its matrices, `placements` its converted layers, by the part of the recipe that decides
+    about them."""
     done = [row for row in rows if row.converted]
     stacks = [row for row in done if len(row.shape) > 2]
     parts = [f"{len(done) - len(stacks)} layers"] if len(done) > len(stacks) or not stacks else []

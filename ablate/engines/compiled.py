@@ -103,22 +103,13 @@ def operator(layer: EmulatedLinear) -> Callable[[Tensor, Tensor, Tensor | None],
 
 
 def _output(number: int, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    """Return y alone."""
     return torch.ops.ablate.linear(x, w, bias, number)[0]
 
 
 def compile_model(model: nn.Module, engine: Engine) -> None:
-    """Compile a model in place.
-
-    torch caches compiled code in TORCHINDUCTOR_CACHE_DIR, and later trials of the same shapes reuse it.
-
-    Args:
-        model: the model to compile, with fixed shapes and without graph breaks.
-        engine: the engine that drives its layers.
-
-    Raises:
-        RuntimeError: the model is on a CPU, and there is no C++ compiler.
-    """
+    """Compile a model with fixed shapes and without graph breaks in place; RuntimeError on a CPU without a
+    C++ compiler. torch caches compiled code in TORCHINDUCTOR_CACHE_DIR, and later trials of the same shapes
+    reuse it."""
     if next(model.parameters()).device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         raise RuntimeError(
             "compile: true needs a C++ compiler on the worker: install g++ or clang++, or leave it out"

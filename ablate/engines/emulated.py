@@ -71,25 +71,16 @@ class EngineState(TypedDict):
 
 
 class Muted(Probe):
-    """Probe that records nothing, in force while a block that a probe measured is recomputed.
-
-    Experts save other tensors with a probe than without, and a recomputed block must save the same ones.
-    """
+    """Probe that records nothing, in force while a block that a probe measured is recomputed: experts save
+    other tensors with a probe than without, and a recomputed block must save the same ones."""
 
 
 class Engine:
     """A model's quantised layers under one recipe: follows its schedule and collects measurements.
 
-    Made by `convert`.
-
-    Args:
-        model: a model whose layers are `EmulatedLinear` already.
-        recipe: products, layer rules, schedule and weight rules.
-        clock: the clock that the layers draw by; the training loop advances it.
-        block: returns the name of the block that a module lies in, None for none.
-
-    Raises:
-        ValueError: a rule selects no layer, or a layer's names are quantised differently.
+    Made by `convert`, for a model whose layers are `EmulatedLinear` already. The layers draw by the clock,
+    which the training loop advances. ValueError if a rule selects no layer, or a layer's names are quantised
+    differently.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, clock: Clock, block: BlockOf = block_name) -> None:
@@ -126,16 +117,9 @@ class Engine:
                 raise ValueError(f"layers.rules.{number}.match: {reason}")
 
     def at(self, step: int, run: Run, *, counted: bool = True) -> Recipe:
-        """Put the recipe of one step in force in every layer.
-
-        Args:
-            step: optimizer step, from 0.
-            run: length of the run, which the schedule's fractions refer to.
-            counted: add the step's products to `fp4_share`.
-
-        Returns:
-            The recipe as it is at that step, with the phases of its schedule applied.
-        """
+        """Put the recipe of one optimizer step, from 0, in force in every layer, and return it, with the
+        phases of its schedule applied. The schedule's fractions refer to the length of `run`; `counted` adds
+        the step's products to `fp4_share`."""
         recipe = self.recipe.at(step, run, self.tripped)
         made = self._made(recipe, self._deciders)
         for name, layer in self.layers.items():
@@ -150,21 +134,14 @@ class Engine:
         return recipe
 
     def end(self, remedy: str) -> None:
-        """Leave the step in force: until the next `at`, a call of a layer raises an error.
-
-        Args:
-            remedy: end of the error's sentence.
-        """
+        """Leave the step in force: until the next `at`, a call of a layer raises an error, whose sentence
+        ends in `remedy`."""
         for layer in self.layers.values():
             layer.products = NotInForce(remedy=remedy)
 
     def fall_back(self, layers: Sequence[str], safer: Callable[[Products], Products]) -> None:
-        """Use safer products in some layers from the next step on.
-
-        Args:
-            layers: globs of layer names.
-            safer: returns the products to use, given those that the schedule has in force.
-        """
+        """Use safer products in some layers, by globs of their names, from the next step on. `safer` returns
+        the products to use, given those that the schedule has in force."""
         self._fallback = (
             frozenset(
                 layer.name for name in layers for layer in select(Match(name=name), self.placed).layers
@@ -184,7 +161,7 @@ class Engine:
     def _agreed(
         self, made: Mapping[Decider, Products], deciders: Mapping[str, Decider], name: str
     ) -> Products:
-        """Return the products that a recipe gives to all names of a layer."""
+        """Return the products that a recipe gives to all names of a layer; ValueError if they differ."""
         products, *others = (made[deciders[alias]] for alias in self.names[name])
         if any(other != products for other in others):
             raise ValueError(
@@ -194,19 +171,14 @@ class Engine:
         return products
 
     def fp4_share(self) -> float:
-        """Return the fraction, in [0, 1], of the training FLOPs so far that were in FP4.
-
-        Counts the linear layers of the blocks alone, not the output head or attention.
-        """
+        """Return the fraction, in [0, 1], of the training FLOPs so far that were in FP4. Counts the linear
+        layers of the blocks alone, not the output head or attention."""
         return self._fp4 / self._work if self._work else 0.0
 
     def state(self) -> EngineState:
-        """Return the state that later steps depend on, apart from parameters and optimizer, for a checkpoint.
-
-        Returns:
-            Nested dicts and lists of tensors, numbers and strings: amax histories, tripped triggers, counts
-            and the state of the weight rules.
-        """
+        """Return the state that later steps depend on, apart from parameters and optimizer, for a checkpoint:
+        amax histories, tripped triggers, counts and the state of the weight rules, in nested dicts, lists and
+        tuples of tensors, numbers and strings."""
         layers: dict[str, LayerState] = {
             name: {
                 "nonfinite": int(layer.nonfinite),
@@ -243,9 +215,7 @@ class Engine:
     @contextmanager
     def still_weights(self) -> Iterator[None]:
         """Inside this context, quantise each weight once and reuse the cast; no parameter may change there.
-
-        Casts that draw random bits or depend on a history are still made for every call.
-        """
+        Casts that draw random bits or depend on a history are still made for every call."""
         for layer in self.layers.values():
             layer.casts.begin()
         try:
@@ -272,13 +242,8 @@ class Engine:
         may lack it.
 
         Nothing of the training is used or changed: scales that depend on earlier steps are those of a first
-        step, and a weight is rounded without regard to its target.
-
-        Args:
-            recipe: products and layer rules; its schedule and weight rules have no part.
-
-        Raises:
-            ValueError: a layer's names are quantised differently.
+        step, and a weight is rounded without regard to its target. The recipe's schedule and weight rules
+        have no part. ValueError if a layer's names are quantised differently.
         """
         deciders = recipe.layers.deciders(self.placed)
         before = {
@@ -303,9 +268,8 @@ class Engine:
 
     def first_nonfinite(self) -> tuple[int, str, str] | None:
         """Return step, slot and layer of the first operand so far that held a NaN or an infinity; None: none.
-
-        Of one step, forward operands come first, in the model's order, then backward ones in the reverse.
-        """
+        Within one step, forward operands come first, in the model's order, then backward ones in the
+        reverse."""
         self.nonfinite()  # reads the counts of all layers at once
         seen = []
         for number, (name, layer) in enumerate(self.layers.items()):
@@ -327,10 +291,8 @@ class Engine:
         return result
 
     def weight_casts(self) -> Iterator[tuple[str, tuple[Tensor, Operand]]]:
-        """Yield every weight that fprop quantises, by layer name: itself [out, in], and its present cast.
-
-        A cast with what it keeps takes several times the memory of its weight, so they are made one by one.
-        """
+        """Yield every weight that fprop quantises, by layer name: itself [out, in], and its present cast. A
+        cast with what it keeps takes several times the memory of its weight, so they are made one by one."""
         for name, layer in self.layers.items():
             if layer.products.fprop.w:
                 yield name, (layer.whole_weight(), layer.weight_cast())
@@ -345,11 +307,9 @@ class Engine:
             self.context.divided = None
 
     def shard(self, mesh: "DeviceMesh") -> set[nn.Parameter]:
-        """Shard the rows of each layer's weight over the ranks of `mesh`, and return the sharded weights.
-
-        A layer whose number of rows is not a multiple of the number of ranks keeps its whole weight, and so
-        does one whose parameter is transposed.
-        """
+        """Shard the rows of each layer's weight over the ranks of `mesh`, and return the sharded weights. A
+        layer whose number of rows is not a multiple of the number of ranks keeps its whole weight, and so
+        does one whose parameter is transposed. ValueError for a model with experts."""
         if self.experts:
             raise ValueError("a model with experts cannot be sharded over ranks; leave sharding out")
         even = [
@@ -377,11 +337,8 @@ class Engine:
 
     @contextmanager
     def unrecorded(self, *, unless_completed: bool = False) -> Iterator[None]:
-        """Restore amax histories and counts at the end of this context.
-
-        Args:
-            unless_completed: restore them only if the context ends in an exception.
-        """
+        """Restore amax histories and counts at the end of this context; `unless_completed`: only if it ends
+        in an exception."""
         counts = self._count_apart()
         work = self._fp4, self._work
         histories = [
@@ -414,11 +371,8 @@ class Engine:
     @contextmanager
     def again(self, moment: Clock | None = None) -> Iterator[None]:
         """Inside this context, recompute activations: operands are neither counted nor given to the probe.
-
-        Args:
-            moment: copy of the clock before the first computation, whose random bits are drawn again; None:
-                the clock is right.
-        """
+        `moment` is a copy of the clock before the first computation, whose random bits are drawn again; None:
+        the clock is right."""
         before = self.clock.micro_batch, self.clock.calls
         if moment:  # a layer's backward pass, which has a clock of its own call, may ask for an activation
             self.clock.micro_batch, self.clock.calls = moment.micro_batch, moment.calls
@@ -436,9 +390,7 @@ class Engine:
 
 def described(model: nn.Module, names: Iterable[str], block: BlockOf = block_name) -> tuple[Layer, ...]:
     """Return name, block, surrounding classes and size of the layers of these names, which layer rules match.
-
-    ValueError for a layer that `block` finds in no block.
-    """
+    ValueError for a layer that `block` finds in no block."""
     return located(
         {name: _classes(model, name) for name in names},
         block,
@@ -464,24 +416,16 @@ def convert(
     """Replace every nn.Linear inside a transformer block, and the matrices of packed experts there, in place.
 
     Parameter names, values, state dicts and hooks stay as they are. Linears outside the blocks (the output
-    head) are left alone. A layer that is registered under several names is replaced under all of them. Until
-    `Engine.at` puts a step in force, a call of a layer that the recipe may quantise raises RuntimeError.
+    head) are left alone. A layer that is registered under several names is replaced under all of them. Call
+    `Engine.at` before each step: until it puts one in force, a call of a layer that the recipe may quantise
+    raises RuntimeError.
 
-    Args:
-        model: any model whose blocks are numbered (`blocks.0`, `model.layers.0`, ...); changed in place.
-        recipe: the recipe to apply. `recipe.dtype` is the dtype of the products that it does not quantise.
-        clock: seed, step and micro-batch of all random draws; advance it as training advances.
-        block: returns the name of the block that a module lies in, None for none; by default, its name tells.
-        wanted: returns False for a layer, or a module of experts, given its name and itself, that is to be
-            left alone.
-        linears: classes of layers, and globs on names, that are replaced too (linears.py).
-
-    Returns:
-        The engine. Call `Engine.at` before each step.
-
-    Raises:
-        ValueError: a layer cannot be replaced (see `quantisable`), nothing of the model would be replaced, or
-            the recipe does not fit the model's layers.
+    `clock` has seed, step and micro-batch of all random draws; advance it as training advances. `block` is by
+    default the numbered one in a module's name (`blocks.0`, `model.layers.0`, ...). `wanted` returns False
+    for a layer, or a module of experts, given its name and itself, that is to be left alone. `linears` are
+    classes of layers, and globs on names, that are replaced too (linears.py). ValueError if a layer cannot be
+    replaced (see `quantisable`), nothing of the model would be replaced, or the recipe does not fit the
+    model's layers.
     """
     dtype = DTYPES[recipe.dtype]
     names = quantisable(model, block, linears)

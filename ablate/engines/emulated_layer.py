@@ -70,10 +70,8 @@ def work_of(layer: nn.Module) -> int:
 
 
 class NotInForce(Products):
-    """Products of a converted layer outside of every step: a call of the layer raises an error.
-
-    Without it, such a call would compute in high precision, and nothing would say so.
-    """
+    """Products of a converted layer outside of every step: a call of the layer raises an error. Without it,
+    such a call would compute in high precision, and nothing would say so."""
 
     remedy: str = "call engine.at(step, run) before the model, or use engine.high_precision()"
     """End of the error's sentence."""
@@ -107,11 +105,9 @@ class Context:
 class EmulatedLinear(Replacement):
     """An nn.Linear that computes its products by a recipe and shares the parameters of the layer it replaces.
 
-    Args:
-        linear: the layer to replace; its parameters, hooks and attributes are taken over, not copied.
-        name: qualified name in the model; with `clock` it determines every random bit that the layer draws.
-        clock: seed, stream, step and micro-batch of the draws; shared by all layers of an engine.
-        dtype: dtype of the products that are not quantised.
+    Its parameters, hooks and attributes are taken over, not copied. Its qualified name in the model and the
+    clock, which all layers of an engine share, determine every random bit that it draws. `dtype` is that of
+    the products that are not quantised.
     """
 
     shared = frozenset({"clock", "_sites", "_turns"})
@@ -167,11 +163,9 @@ class EmulatedLinear(Replacement):
         return self.context.divided
 
     def redrawn(self) -> "Redrawn":
-        """Return an emulated layer that rounds by other random bits, for calls at the same moment.
-
-        It has the products in force, rotates by the same signs, and begins with the same amax histories. It
-        has no weight, no probe, and leaves this layer as it is.
-        """
+        """Return an emulated layer that rounds by other random bits, for calls at the same moment. It has the
+        products in force, rotates by the same signs, and begins with the same amax histories. It has no
+        weight, no probe, and leaves this layer as it is."""
         bare = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
         other = Redrawn(bare, self.name, self.clock, self.dtype)
         other.products, other.target = self.products, self.target
@@ -188,11 +182,8 @@ class EmulatedLinear(Replacement):
         )
 
     def begin_call(self) -> int:
-        """Begin a forward pass: report it to `called`, and return the micro-batch that it belongs to.
-
-        Raises:
-            OutsideStepError: no step of the recipe is in force.
-        """
+        """Begin a forward pass: report it to `called`, and return the micro-batch that it belongs to;
+        OutsideStepError if no step of the recipe is in force."""
         self.follow()
         if isinstance(self.products, NotInForce):
             raise OutsideStepError(
@@ -209,10 +200,8 @@ class EmulatedLinear(Replacement):
             self.context.returned(self, micro_batch)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x w^T + bias, [..., in] to [..., out], in the dtype of `x`; autocast is disabled inside.
-
-        The bias is added in high precision. RuntimeError if the engine has put no step in force yet.
-        """
+        """Return x w^T + bias, [..., in] to [..., out], in the dtype of `x`; autocast is disabled inside. The
+        bias is added in high precision. RuntimeError if the engine has put no step in force yet."""
         if torch.is_autocast_enabled(x.device.type):
             with torch.autocast(x.device.type, enabled=False):
                 return self.forward(x)
@@ -238,17 +227,11 @@ class EmulatedLinear(Replacement):
     def operand(
         self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: Keep = False
     ) -> list[Operand]:
-        """Return `x` as the operand `slot` of a product: rotated and quantised as the recipe has it.
+        """Return `x`, bf16 [rows, contraction], as the operand `slot` of a product, rotated along the
+        contraction and quantised.
 
-        Args:
-            x: bf16 [rows, contraction].
-            slot: one of SLOTS.
-            quant: format of the operand; None leaves it in bf16.
-            rotation: the product's Hadamard rotation along the contraction, if any.
-            keep: what to keep in the operand: "source" is enough for an estimator's slope.
-
-        Returns:
-            Parts that sum to the operand: one, or more if `quant.transform` takes something out of it.
+        Return parts that sum to the operand: one, or more if `quant.transform` takes something out of it.
+        `quant` None leaves it in bf16; `keep` "source" is enough for an estimator's slope.
         """
         if quant is None:
             return [Operand(self.rotated(x, slot, rotation))]
@@ -270,14 +253,8 @@ class EmulatedLinear(Replacement):
     def gradients(
         self, dy: Tensor, products: Products, dx: bool, dw: bool
     ) -> tuple[list[Operand], list[Operand]]:
-        """Return dgrad's operand of `dy` and wgrad's of its transpose; one kernel makes both if it can.
-
-        Args:
-            dy: gradient of the output, bf16 [tokens, out].
-            products: the products in force.
-            dx: whether the input's gradient is needed; without it the first list is empty.
-            dw: whether the weight's gradient is needed; without it the second list is empty.
-        """
+        """Return dgrad's operand of `dy`, bf16 [tokens, out], and wgrad's of its transpose; one kernel makes
+        both if it can. A list is empty if its gradient is not needed (`dx`, `dw`)."""
         rows, columns = products.dgrad, products.wgrad
         apart = (
             rows.hadamard
@@ -308,18 +285,13 @@ class EmulatedLinear(Replacement):
         weight: Tensor,
         keep: Keep = False,
     ) -> list[Operand]:
-        """Return the weight as the operand `slot`, from the cache `casts` if possible.
+        """Return the weight as the operand `slot`, `fprop.w` or `dgrad.w`, from the cache `casts` if
+        possible.
 
         A cast may not be reused if it draws random bits or depends on a history, or if `keep` or a probe asks
-        for its input.
-
-        Args:
-            slot: `fprop.w` or `dgrad.w`.
-            quant: format of the operand; None leaves it in bf16.
-            rotation: the product's Hadamard rotation, if any.
-            weight: the weight of this call [out, in], in any dtype; of a sharded one, this rank's rows. It
-                may be another tensor than `self.weight`: a functional call brings its own.
-            keep: as in `operand`.
+        for its input. The weight is that of this call [out, in], in any dtype; of a sharded one, this rank's
+        rows. It may be another tensor than `self.weight`: a functional call brings its own. `quant` and
+        `keep` are as in `operand`.
         """
         inspected = keep or self.context.probe is not None
         reusable = (
@@ -411,10 +383,8 @@ class EmulatedLinear(Replacement):
         ]
 
     def weight_cast(self) -> Operand:
-        """Return the weight as fprop would quantise it now, without what a transform takes out of it.
-
-        Its error is not amplified or permuted. Advances no draw, history or count.
-        """
+        """Return the weight as fprop would quantise it now, without what a transform takes out of it. Its
+        error is not amplified or permuted. Advances no draw, history or count."""
         with self._unobserved():
             self.clock.micro_batch = 0  # it differs between ranks, which must draw the same bits here
             return self._weight()[0]

@@ -26,13 +26,7 @@ from ablate.engines.emulated_layer import EmulatedLinear
 
 
 def exempt(model: nn.Module, name: str, block: str) -> str:
-    """Return why a layer inside a block stays in high precision; "" if a recipe applies to it.
-
-    Args:
-        model: the model.
-        name: qualified name of the linear layer.
-        block: name of the block that it lies in.
-    """
+    """Return why a linear layer inside a block stays in high precision; "" if a recipe applies to it."""
     path = name.split(".")
     parts = path[block.count(".") + 1 :] or path[-1:]  # without the names of the lists of blocks
     owner = model.get_submodule(".".join(path[:-1]))
@@ -66,12 +60,8 @@ def _chooses(model: nn.Module, path: list[str]) -> bool:
 
 def altered(linear: nn.Module, taken: bool = True) -> str | None:
     """Return the reason why a layer cannot be replaced by one that has its parameters; None if it can.
-
-    Args:
-        linear: the layer.
-        taken: False for a class that is not to be replaced, of which only a parametrization is told: that of
-            a layer gives it a class of its own.
-    """
+    `taken` is False for a class that is not to be replaced, of which only a parametrization is reported: that
+    of a layer gives it a class of its own."""
     if is_parametrized(linear):
         chains = linear.parametrizations.values()
         kinds = sorted({type(step).__name__.lstrip("_") for chain in chains for step in chain})
@@ -90,17 +80,12 @@ def altered(linear: nn.Module, taken: bool = True) -> str | None:
 
 
 def refuse_bypassed(layers: Collection[EmulatedLinear]) -> None:
-    """Refuse a quantised layer whose weight has a gradient, though no forward pass of the layer ever began.
+    """Raise ValueError for a quantised layer whose weight has a gradient, though no forward pass of the layer
+    ever began.
 
-    Its module multiplies by the weight itself, so nothing of it is quantised. Call it after a backward pass.
-    Several ranks are not checked, since another rank may have called the layer, nor are layers of tensor
-    cores, which do not report their calls.
-
-    Args:
-        layers: all layers of a model, with the products of the step.
-
-    Raises:
-        ValueError: there is such a layer.
+    Its module multiplies by the weight itself, so nothing of it is quantised. Call it after a backward pass,
+    with all layers of a model and the products of the step in force. Several ranks are not checked, since
+    another rank may have called the layer, nor are layers of tensor cores, which do not report their calls.
     """
     divided = dist.is_initialized() and dist.get_world_size() > 1
     if divided or all(layer.begun or not layer.emulates for layer in layers):

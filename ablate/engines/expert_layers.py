@@ -42,15 +42,8 @@ DENSE = {"Llama4TextExperts": dict(zip(_LAYOUT[1:6], (True, False, True, True, F
 
 
 def loads(index: Tensor, experts: int) -> Tensor:
-    """Return the number of times that each expert is chosen, without a wait for a GPU.
-
-    Args:
-        index: numbers of experts, any integers, of any shape; those that no expert has are left out.
-        experts: number of experts.
-
-    Returns:
-        int64 [experts].
-    """
+    """Return the number of times that each expert is chosen, int64 [experts], without a wait for a GPU.
+    `index` has numbers of experts, any integers, of any shape; those that no expert has are left out."""
     # The ends take what is out of range.
     return histogram(index.flatten().clamp(-1, experts) + 1, experts + 2)[1:-1]
 
@@ -61,10 +54,8 @@ def is_packed(module: nn.Module) -> bool:
 
 
 def incomplete(module: nn.Module) -> str:
-    """Return which attributes a module with packed experts' weights lacks; "" if it has none or all.
-
-    Modules of transformers, which nobody could complete, have "".
-    """
+    """Return which attributes a module with packed experts' weights lacks; "" if it has none or all. Modules
+    of transformers, which nobody could complete, have ""."""
     if type(module).__module__.startswith("transformers."):
         return ""
     weights = (getattr(module, name, None) for name in ("gate_up_proj", "up_proj", "down_proj"))
@@ -93,16 +84,7 @@ def chosen_experts(module: nn.Module) -> int:
 
 class EmulatedExpert(EmulatedLinear):
     """One matrix of one expert, whose weight [out, in] is a view of the parameter that holds all experts'.
-
-    Args:
-        module: the module that owns the parameter.
-        parameter: name of the parameter in it.
-        expert: number of the expert.
-        part: `all`, or the rows of `gate` or `up` within gate and up.
-        name: qualified name of the layer.
-        clock: as in `EmulatedLinear`.
-        dtype: as in `EmulatedLinear`.
-    """
+    `module` owns the parameter; `part` is `all`, or the rows of `gate` or `up` within gate and up."""
 
     def __init__(
         self,
@@ -168,25 +150,15 @@ def _matrices(packed: Tensor, module: nn.Module, part: str) -> Tensor:
 
 
 class Group:
-    """The layers of all experts that one grouped product multiplies by.
-
-    Args:
-        layers: one layer of each expert, alike.
-    """
+    """The layers of all experts that one grouped product multiplies by: one of each expert, alike."""
 
     def __init__(self, layers: Sequence[EmulatedExpert]) -> None:
         self.layers = list(layers)
 
     def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the products of each expert's rows with its weight.
-
-        Args:
-            rows: tokens sorted by expert [rows, in].
-            counts: number of rows of each expert.
-
-        Returns:
-            [rows, out] in the dtype of `rows`, without a bias.
-        """
+        """Return the products of each expert's rows with its weight, [rows, out] in the dtype of `rows`,
+        without a bias. `rows` are tokens sorted by expert [rows, in], `counts` the numbers of each
+        expert's."""
         batches = [layer.begin_call() for layer in self.layers]
         first = self.layers[0]
         products = [layer.products for layer in self.layers]

@@ -48,13 +48,8 @@ class Routing(Protocol):
     """Receives, and may change, where tokens go."""
 
     def route(self, name: str, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return index and weights to use.
-
-        Args:
-            name: name of the module of experts.
-            index: expert of each token, int64 [tokens, k].
-            weights: weight of each, [tokens, k].
-        """
+        """Return index and weights to use in a module of experts, given by name, for its own: the expert of
+        each token, int64 [tokens, k], and the weight of each, [tokens, k]."""
         ...
 
 
@@ -63,14 +58,8 @@ class Expert(nn.Module):
 
 
 class ExpertsForward:
-    """The forward pass of a module of experts, by a recipe: `forward` of the instance.
-
-    Args:
-        module: the module.
-        name: its qualified name.
-        groups: the grouped products before the activation, and the one behind it.
-        experts: the recipe's treatment of experts.
-    """
+    """The forward pass of a module of experts, by a recipe: `forward` of the instance. `groups` are the
+    grouped products before the activation, and the one behind it."""
 
     _untraced: ClassVar[Callable[..., Tensor]]
 
@@ -106,18 +95,11 @@ class ExpertsForward:
         return not all(products.plain for products in in_force.values())
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts.
+        """Return the weighted sum of each token's experts, [tokens, width] in the dtype of `hidden_states`
+        [tokens, width].
 
-        Args:
-            hidden_states: [tokens, width].
-            top_k_index: expert of each token, int64 [tokens, k].
-            top_k_weights: weight of each, [tokens, k].
-
-        Returns:
-            [tokens, width] in the dtype of `hidden_states`.
-
-        Raises:
-            ValueError: the experts are divided among ranks, or the router names one that does not exist.
+        `top_k_index` has the experts of each token, int64 [tokens, k], and `top_k_weights` their weights.
+        ValueError if the experts are divided among ranks, or the router names one that does not exist.
         """
         return self._untraced(self, hidden_states, top_k_index, top_k_weights)
 
@@ -168,10 +150,8 @@ class ExpertsForward:
         return y[places[: tokens * k]].view(tokens, k, y.shape[-1]).sum(1).to(hidden_states.dtype)
 
     def _counts(self, targets: Tensor) -> list[int]:
-        """Return the number of rows of each expert; waits for a GPU, once.
-
-        ValueError if the router names an expert that does not exist.
-        """
+        """Return the number of rows of each expert; waits for a GPU, once. ValueError if the router names an
+        expert that does not exist."""
         counts: list[int] = loads(targets, self.module.num_experts).tolist()
         if sum(counts) != len(targets):
             most = self.module.num_experts - 1
@@ -179,11 +159,9 @@ class ExpertsForward:
         return counts
 
     def _sorted(self, sources: Tensor, targets: Tensor, k: int) -> tuple[Tensor, Tensor]:
-        """Return the experts of all pairs in ascending order, and the pairs in that order.
-
-        Quantised tokens of an expert keep their order, which decides what shares a block. Unquantised ones
-        are added up in the order that transformers adds them in.
-        """
+        """Return the experts of all pairs in ascending order, and the pairs in that order. Quantised tokens
+        of an expert keep their order, which decides what shares a block. Unquantised ones are added up in the
+        order that transformers adds them in."""
         if self.quantised or self.implementation is None:
             order = torch.argsort(targets * len(sources) + sources, stable=True)
             return targets[order], order
@@ -194,10 +172,8 @@ class ExpertsForward:
         return targets, by_choice[order]
 
     def _by_expert(self, function: Callable[[Tensor], Tensor], x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return `function` of rows sorted by expert; as `eager` calls it, for one expert after the other.
-
-        The order decides how gradients are added up in bf16.
-        """
+        """Return `function` of rows sorted by expert; as `eager` calls it, for one expert after the other:
+        the order decides how gradients are added up in bf16."""
         if self.implementation != "eager" or not len(x):
             return function(x)
         return torch.cat([function(part) for part in x.split(list(counts)) if len(part)])
@@ -238,17 +214,12 @@ class ExpertsForward:
 
 
 class DenseForward(ExpertsForward):
-    """The forward pass of Llama 4's experts: each receives all tokens, those of other experts as zeros.
-
-    A block along tokens is of all of them, zeros included, as the module multiplies them.
-    """
+    """The forward pass of Llama 4's experts: each receives all tokens, those of other experts as zeros. A
+    block along tokens is of all of them, zeros included, as the module multiplies them."""
 
     def __call__(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the outputs of all experts for tokens sorted by expert, [experts * tokens, width].
-
-        Raises:
-            ValueError: a quantised product needs the tokens of other ranks.
-        """
+        """Return the outputs of all experts for tokens sorted by expert, [experts * tokens, width];
+        ValueError if a quantised product needs the tokens of other ranks."""
         if self._divided() is not None:
             raise ValueError(f"{self.name}: experts that each receive all tokens need to be on one rank")
         module, experts = self.module, self.module.num_experts
@@ -264,10 +235,8 @@ def packed(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def outlined(model: nn.Module) -> list[str]:
-    """Give every module of packed experts in a numbered block its layers, for a description of the model.
-
-    Returns the names of the layers.
-    """
+    """Give every module of packed experts in a numbered block its layers, for a description of the model;
+    return their names."""
     make = partial(EmulatedExpert, clock=Clock(seed=0), dtype=torch.float32)
     for name, module in packed(model).items():
         if block_name(name):
@@ -286,18 +255,11 @@ def attached(model: nn.Module) -> dict[str, ExpertsForward]:
 
 
 def attach(module: nn.Module, name: str, make: MakeExpert, experts: Experts) -> None:
-    """Give a module of experts a layer for each matrix of each expert, and a forward pass that calls them.
+    """Give a module of experts (`is_packed`) a layer for each matrix of each expert, and a forward pass that
+    calls them.
 
-    Its parameters, and the state dict, stay as they are.
-
-    Args:
-        module: the module; `is_packed` holds.
-        name: its qualified name.
-        make: returns a layer.
-        experts: the recipe's treatment of experts.
-
-    Raises:
-        ValueError: its forward was replaced, or its experts are divided among ranks.
+    Its parameters, and the state dict, stay as they are. ValueError if its forward was replaced, its experts
+    are divided among ranks, or each of them receives all tokens and `experts` has padding or routing.
     """
     if "forward" in vars(module):
         raise ValueError(

@@ -18,11 +18,7 @@ _MOST = 0.05
 
 def refuse_other(module: nn.Module, name: str) -> None:
     """Raise ValueError if a module that is not transformers' own computes something else than its experts.
-
-    Args:
-        module: the module, whose instance has the new forward pass, with products in high precision.
-        name: its qualified name.
-    """
+    Its instance has the new forward pass, with products in high precision."""
     weight = module.down_proj
     if type(module).__module__.startswith("transformers.") or weight.is_meta:
         return
@@ -52,14 +48,9 @@ def refuse_other(module: nn.Module, name: str) -> None:
 
 
 def refuse_parts(stacks: Mapping[str, nn.Module], wanted: Callable[[str, nn.Module], bool]) -> None:
-    """Raise ValueError if a filter takes a stack of experts and leaves out layers of it, which it cannot do.
-
-    The stacks are as before their conversion then.
-
-    Args:
-        stacks: the modules of experts that it takes, with their layers, by name.
-        wanted: the filter, as in `emulated.convert`.
-    """
+    """Raise ValueError if a filter, as in `emulated.convert`, takes a stack of experts and leaves out layers
+    of it, which it cannot do. The stacks, by name, have their layers; with the error, they are as before
+    their conversion."""
     for name, module in stacks.items():
         left = [layer.name for layer in module.forward.layers if not wanted(layer.name, layer)]
         if left:

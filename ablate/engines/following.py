@@ -32,11 +32,7 @@ from ablate.recipes.recipe import Products
 
 
 class Replacement(nn.Linear):
-    """An nn.Linear with the parameters, hooks and attributes of another linear layer.
-
-    Args:
-        linear: the layer to replace.
-    """
+    """An nn.Linear with the parameters, hooks and attributes of the linear layer that it replaces."""
 
     shared: ClassVar[frozenset[str]]
     """Attributes that a copy has in common with its leader."""
@@ -60,11 +56,8 @@ class Replacement(nn.Linear):
             self.__class__ = _instance_of(type(self), original, is_transposed(linear))  # type: ignore[arg-type]
 
     def plain_but(self, own: Iterable[str]) -> nn.Module:
-        """Return a layer of the original class with this one's parameters, hooks and attributes.
-
-        Args:
-            own: names of attributes that are this layer's alone.
-        """
+        """Return a layer of the original class with this one's parameters, hooks and attributes but `own`,
+        the names of attributes that are this layer's alone."""
         plain = object.__new__(self.original)
         nn.Module.__init__(plain)
         sizes = set() if issubclass(self.original, nn.Linear) else {"in_features", "out_features"}
@@ -135,9 +128,7 @@ def _instance_of(kind: type[Replacement], original: type[nn.Module], transposed:
 
 def _move(source: nn.Module, target: nn.Module, names: Iterable[str]) -> None:
     """Give `target` the attributes of `source` with these names: parameters, mode, hooks and a user's own.
-
-    The dictionaries of hooks are the same objects, so that existing handles still remove their hooks.
-    """
+    The dictionaries of hooks are the same objects, so that existing handles still remove their hooks."""
     target.__dict__.update({name: vars(source)[name] for name in names})
     target._parameters, target._buffers = dict(source._parameters), dict(source._buffers)
     for hook in target._load_state_dict_pre_hooks.values():

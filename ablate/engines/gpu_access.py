@@ -96,11 +96,8 @@ class Place(NamedTuple):
     """True if there is a GPU."""
 
     def note(self, asked: str = "auto") -> str:
-        """Return a note for the user; empty if there is nothing to say.
-
-        Args:
-            asked: class of device that the user asked for: `auto`, `cpu` or `cuda`.
-        """
+        """Return a note for a user who asked for a class of device, `auto`, `cpu` or `cuda`; empty if there
+        is nothing to say."""
         if asked == "cuda" and self.why:
             return f"trials on a GPU cannot run on this machine: {self.why}"
         if asked == "auto" and self.present and self.why:
@@ -109,14 +106,8 @@ class Place(NamedTuple):
 
 
 def device_class(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Place:
-    """Return `cuda` if this machine has an NVIDIA GPU that this Python's torch can use, else `cpu`.
-
-    The tests are files and a call of CUDA's driver, since importing torch takes seconds.
-
-    Args:
-        environment: environment variables.
-        root: root of the file system.
-    """
+    """Return `cuda` if this machine has an NVIDIA GPU that this Python's torch can use, else `cpu`. The tests
+    are files below `root` and a call of CUDA's driver, since importing torch takes seconds."""
     devices = sorted((root / "dev").glob("nvidia[0-9]*")) or sorted((root / "dev").glob("dxg"))
     if not devices:
         return Place("cpu", NO_GPU, present=False)
@@ -127,12 +118,9 @@ def device_class(environment: Mapping[str, str] = os.environ, root: Path = Path(
 
 
 def torch_problem(cuda: str | None, supported: tuple[int, int] | None) -> str | None:
-    """Return why this torch cannot use a GPU; None if nothing speaks against it.
-
-    Args:
-        cuda: CUDA version that torch was built for, such as `13.0`; None: it was built for CPUs.
-        supported: CUDA version of the driver; None: its library cannot be loaded.
-    """
+    """Return why this torch cannot use a GPU; None if nothing speaks against it. `cuda` is the CUDA version
+    that torch was built for, such as `13.0`, None for CPUs; `supported` is the driver's, None if its library
+    cannot be loaded."""
     if cuda is None:
         return "torch is built for CPUs; install a build for CUDA (pytorch.org, Get Started)"
     if supported is None:
@@ -171,14 +159,8 @@ def driver_cuda() -> tuple[int, int] | None:
 
 
 def start(index: int | None = None) -> None:
-    """Start CUDA in this process.
-
-    Args:
-        index: GPU of this process among those that it sees; None: the current one.
-
-    Raises:
-        InputError: it cannot start; the text says why and what would be right.
-    """
+    """Start CUDA in this process, on one of the GPUs that it sees, or on the current one for None; InputError
+    if it cannot start: the text says why and what would be right."""
     import torch
 
     try:
@@ -192,12 +174,7 @@ def start(index: int | None = None) -> None:
 
 
 def explained(message: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the reason behind an error message of torch's start of CUDA, with a remedy.
-
-    Args:
-        message: torch's message.
-        environment: environment variables of the process.
-    """
+    """Return the reason behind an error message of torch's start of CUDA, with a remedy."""
     text, value = " ".join(message.split()), environment.get(VISIBLE)
     if "busy or unavailable" in text:
         return (

@@ -89,17 +89,9 @@ def _plain(quant: Quant) -> bool:
 def forward(
     layers: Sequence[EmulatedLinear], rows: Tensor, weights: Tensor, counts: Sequence[int]
 ) -> tuple[Tensor, Kept] | None:
-    """Compute fprop of all experts; None if an operand is not finite.
-
-    Args:
-        layers: one layer of each expert; `covers` holds.
-        rows: tokens sorted by expert [rows, in].
-        weights: [experts, out, in].
-        counts: rows of each expert.
-
-    Returns:
-        y [rows, out] in the dtype of `rows`, and what `backward` needs.
-    """
+    """Compute fprop of all experts: y [rows, out] in the dtype of `rows`, and what `backward` needs; None if
+    an operand is not finite. `layers` are one of each expert (`covers` holds), `rows` tokens sorted by expert
+    [rows, in], `counts` the rows of each, and the weights [experts, out, in]."""
     quants = dict(layers[0].products.quantised())
     x, w = _padded(rows, counts), weights.to(torch.bfloat16).contiguous()
     cast = _cast(layers, "fprop.x", quants["fprop.x"], x, _spans(counts, 16), counts)
@@ -132,16 +124,9 @@ def backward(
 ) -> tuple[Tensor | None, Tensor | None] | None:
     """Compute dgrad and wgrad of all experts; None if an operand is not finite.
 
-    Args:
-        layers: the layers of `forward`.
-        kept: what it kept.
-        dy: gradient of its result [rows, out].
-        counts: rows of each expert.
-        needs: whether dx and dw are needed.
-        products: the products of the forward pass.
-
-    Returns:
-        dx, bf16 [rows, in], and dw [experts, out, in] in its dtype; None for one that is not needed.
+    Return dx, bf16 [rows, in], and dw [experts, out, in] in its output type; None for one that is not needed.
+    `layers`, `counts` and `products` are those of `forward`, `kept` what it kept, and `dy` the gradient of
+    its result [rows, out].
     """
     quants = dict(products.quantised())
     spans, places = list(_spans(counts)), list(_spans(counts, 16))
@@ -220,20 +205,12 @@ def _cast(
     across: bool = False,
     word: int | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Quantise each expert's rows; None if one is not finite.
+    """Quantise each expert's rows: values, bf16 like `memory`, and each expert's largest magnitude, fp32
+    [experts]; None if one is not finite.
 
-    Args:
-        layers: one layer of each expert.
-        slot: slot of the operand.
-        quant: its quantiser.
-        memory: bf16 [rows, columns], contiguous.
-        spans: first row and end of each expert.
-        sizes: number of rows to quantise of each; 0: none.
-        across: blocks run down the columns.
-        word: signs of a rotation down the columns.
-
-    Returns:
-        Values, bf16 like `memory`, and the largest magnitude of each expert, fp32 [experts].
+    `memory` is bf16 [rows, columns], contiguous; `spans` are first row and end of each expert, `sizes` the
+    numbers of rows to quantise of each, 0 for none. `across`: blocks run down the columns; `word`: signs of a
+    rotation down them.
     """
     kernel = "tiles" if quant.block == "16x16" else "columns" if across else "rows"
     parts = [

@@ -57,10 +57,7 @@ def this_machine() -> Machine:
 def rented_machine(capability: str) -> Machine:
     """Return the properties of a machine with a GPU of this compute capability, such as `10.0`, with the
     oldest Transformer Engine that the engine takes, and with FlashInfer; it need not be this machine.
-
-    Raises:
-        ValueError: The text is not two numbers with a point between them.
-    """
+    ValueError if the text is not two numbers with a point between them."""
     match = re.fullmatch(r"(\d+)\.(\d+)", capability)
     if match is None:
         raise ValueError(f"{capability!r} is no compute capability; one is 10.0, that of a B200")
@@ -92,12 +89,8 @@ EMULATE = "engine: emulated computes the recipe on any device"
 
 
 def refusal(machine: Machine, families: Collection[str]) -> Refusal | None:
-    """Return the reason why a machine cannot train in some families of formats; None if it can.
-
-    Args:
-        machine: from `this_machine`, or another machine's.
-        families: keys of NAMES; `high`, the family of unquantised operands, is allowed everywhere.
-    """
+    """Return the reason why a machine cannot train in some families of formats, keys of NAMES; None if it
+    can. `high`, the family of unquantised operands, is allowed everywhere."""
     if machine.capability is None:
         return Refusal("there is no GPU with CUDA here", EMULATE)
     if machine.version is None:
@@ -159,16 +152,12 @@ SCALED_NAMES = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "fp8": "FP8", "mxfp8": "MXFP
 def scaled_refusal(
     machine: Machine, device: str, families: Collection[str], backend: str = "cublaslt"
 ) -> Refusal | None:
-    """Return the reason why torch's scaled products cannot multiply some families; None if they can.
+    """Return the reason why torch's scaled products cannot multiply some families, keys of SCALED_NAMES; None
+    if they can.
 
     torch 2.13.0 multiplies FP8 on CPUs and from SM 8.9 on; MXFP8 and NVFP4 from SM 10.0 on; MXFP4 on SM 10.0
     and 10.3 alone, by MSLK's kernels. FlashInfer's `mm_fp4` takes SM 10.0, 10.3, 11.0, 12.0 and 12.1.
-
-    Args:
-        machine: from `this_machine`, or another machine's.
-        device: class of device, `cpu` or `cuda`.
-        families: keys of SCALED_NAMES.
-        backend: library that multiplies FP4 operands.
+    `device` is `cpu` or `cuda`; `backend` multiplies FP4 operands.
     """
     if machine.torch is not None and _number(machine.torch) < SCALED_TORCH:
         least = ".".join(map(str, SCALED_TORCH))

@@ -68,13 +68,8 @@ def needs_proof(kind: type[nn.Module]) -> bool:
 
 
 def is_taken(module: nn.Module, name: str, linears: Linears = ()) -> bool:
-    """Return True for a linear layer that a recipe may apply to.
-
-    Args:
-        module: the layer.
-        name: its qualified name.
-        linears: classes and names that are taken too.
-    """
+    """Return True for a linear layer that a recipe may apply to. `linears`: classes and names that are taken
+    too."""
     kind = type(module)
     return not needs_proof(kind) or _path(kind) in KNOWN or any(_fits(each, module, name) for each in linears)
 
@@ -110,11 +105,7 @@ def refuse_other(linear: nn.Module, name: str) -> None:
 
     A copy of the layer without its hooks is called on random input with random weights, in its own dtype, in
     training and in evaluation. The weights are random since a weight of zeros, as many projections begin
-    with, hides what a layer does. The state of torch's generators stays as it is.
-
-    Args:
-        linear: the layer; it is not changed.
-        name: its qualified name.
+    with, hides what a layer does. The layer and the state of torch's generators stay as they are.
     """
     kind = type(linear).__name__
     every = {each for each, _ in (*linear.named_parameters(), *linear.named_buffers())}
@@ -184,11 +175,8 @@ def _results(function: Callable[..., Tensor], leaves: list[Tensor], dy: Tensor) 
 
 
 def _difference(mine: Tensor | None, right: Tensor | None) -> str:
-    """Return how a result differs from the right one; "" if only by rounding.
-
-    A result in low precision is rounded twice where the bias is added apart. In fp32 and above, the order of
-    additions differs.
-    """
+    """Return how a result differs from the right one; "" if only by rounding. A result in low precision is
+    rounded twice where the bias is added apart. In fp32 and above, the order of additions differs."""
     assert right is not None
     if mine is None or (mine.shape, mine.dtype) != (right.shape, right.dtype):
         other = "missing" if mine is None else f"{list(mine.shape)} in {mine.dtype}"

@@ -47,13 +47,8 @@ class NonfiniteCount:
 
     def add(self, largest: Tensor, step: int, slot: str, evaluates: bool = False) -> None:
         """Count an operand by its largest magnitude, fp32 scalar, which is NaN if the operand holds one.
-
-        Args:
-            largest: the magnitude.
-            step: optimizer step.
-            slot: one of SLOTS, or `output` for an engine whose operands are not seen.
-            evaluates: True for an operand of an evaluation, which is no part of the step.
-        """
+        `slot` is one of SLOTS, or `output` for an engine whose operands are not seen; an operand that
+        `evaluates` is not part of the step."""
         magnitude = Magnitude(step, slot, largest)
         self._unread.append(magnitude)
         if not evaluates:
@@ -100,10 +95,8 @@ def _moment(magnitude: Magnitude) -> int:
 
 @lru_cache(maxsize=1024)
 def _on(device: torch.device, moments: tuple[int, ...]) -> Tensor:
-    """Return moments after the first of them on a device.
-
-    The copy waits for a GPU. Training repeats a few patterns of slots and steps; each is copied once.
-    """
+    """Return moments after the first of them on a device. The copy waits for a GPU. Training repeats a few
+    patterns of slots and steps; each is copied once."""
     return torch.tensor(moments, device=device)
 
 

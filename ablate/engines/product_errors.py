@@ -43,15 +43,9 @@ class ProductError(NamedTuple):
 
 
 def of_output(layer: Casting, products: Products, x: Tensor, w: Tensor, y: Tensor) -> Iterator[ProductError]:
-    """Yield the error of fprop, if an operand of it is quantised.
-
-    Args:
-        layer: the layer, whose clock is at the call.
-        products: the products in force.
-        x: unquantised input [tokens, in].
-        w: unquantised weight [out, in].
-        y: the measured output [tokens, out], without the bias.
-    """
+    """Yield the error of fprop, if an operand of it is quantised. The layer's clock is at the call; x
+    [tokens, in] and w [out, in] are unquantised, and y [tokens, out] is the measured output, without the
+    bias."""
     x, w = x.to(torch.bfloat16), w.detach().to(torch.bfloat16)
     if _quantised(products, "fprop"):
 
@@ -73,14 +67,10 @@ def of_gradients(
 ) -> Iterator[ProductError]:
     """Yield the errors of dgrad and wgrad, of those that were needed and have a quantised operand.
 
-    Args:
-        layer: the layer, whose clock is at the call.
-        products: the products of the forward pass.
-        x: unquantised input [tokens, in].
-        w: unquantised weight [out, in].
-        kept: what the forward pass kept, if the backward pass starts from more than x and w; None: computed.
-        dy: gradient of the output [tokens, out].
-        results: the measured dx [tokens, in] and dw [out, in].
+    The layer's clock is at the call, and the products are those of the forward pass; x [tokens, in], w [out,
+    in] and dy [tokens, out] are unquantised. `kept` is what the forward pass kept, if the backward pass
+    starts from more than x and w; None: computed. `results` are the measured dx [tokens, in] and dw [out,
+    in].
     """
     x, w, dy = (z.detach().to(torch.bfloat16) for z in (x, w, dy))
     sources = {"dgrad": (dy, w.t()), "wgrad": (dy.t(), x.t())}
@@ -124,13 +114,8 @@ def _error(
 
 
 def slack_of(products: Products, name: str, terms: int) -> float:
-    """Return the half-width for the order of additions of a product; FP8 on Hopper GPUs adds with fewer bits.
-
-    Args:
-        products: the products of a layer.
-        name: `fprop`, `dgrad` or `wgrad`.
-        terms: length of the contraction.
-    """
+    """Return the half-width for the order of additions of a product (`fprop`, `dgrad` or `wgrad`) with a
+    contraction of so many terms; FP8 on Hopper GPUs adds with fewer bits."""
     slots = [f"{name}.{operand}" for operand in getattr(products, name).operands]
     quants = [quant for slot in slots if (quant := products.slot(slot))]
     fast = any(quant.scale is None and not quant.four_bits for quant in quants)
@@ -143,12 +128,8 @@ def _quantised(products: Products, name: str) -> bool:
 
 
 def draws(products: Products, name: str) -> bool:
-    """Return True if an operand of a product, or the forward copy that it starts from, is rounded at random.
-
-    Args:
-        products: the products of a layer.
-        name: `fprop`, `dgrad` or `wgrad`.
-    """
+    """Return True if an operand of a product (`fprop`, `dgrad` or `wgrad`), or the forward copy that it
+    starts from, is rounded at random."""
     return any(quant.draws for quant in _multiplied(products, name))
 
 

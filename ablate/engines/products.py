@@ -31,36 +31,22 @@ class Probe(Protocol):
     """Receives what the layers of a model compute in a training step, while it is in force."""
 
     def operand(self, layer: str, slot: str, operand: Operand) -> None:
-        """Receive a quantised operand with its source.
-
-        Args:
-            layer: name of the layer.
-            slot: one of SLOTS.
-            operand: the operand without what a transform takes out of it.
-        """
+        """Receive a quantised operand with its source, without what a transform takes out of it; `slot` is
+        one of SLOTS."""
         return
 
     def product(self, layer: str, product: str, result: Tensor) -> None:
-        """Receive the result of a product that has quantised operands.
+        """Receive the result of a product (`fprop`, `dgrad` or `wgrad`) that has quantised operands.
 
-        Args:
-            layer: name of the layer.
-            product: `fprop`, `dgrad` or `wgrad`.
-            result: y [tokens, out] without the bias, dx [tokens, in] or dw [out, in], rounded once to the
-                output type of the product. With tokens divided among ranks, dw is this rank's part, fp32.
+        It is y [tokens, out] without the bias, dx [tokens, in] or dw [out, in], rounded once to the output
+        type of the product. With tokens divided among ranks, dw is this rank's part, fp32.
         """
         return
 
     def output(self, layer: "Casting", products: Products, x: Tensor, w: Tensor, y: Tensor) -> None:
-        """Receive a forward pass, with its unquantised operands. Not called if ranks divide the layer.
-
-        Args:
-            layer: the layer, whose clock is at the call.
-            products: the products in force.
-            x: input [tokens, in].
-            w: weight [out, in].
-            y: output [tokens, out] without the bias.
-        """
+        """Receive a forward pass, with its unquantised operands x [tokens, in] and w [out, in], and y
+        [tokens, out] without the bias; the layer's clock is at the call. Not called if ranks divide the
+        layer."""
         return
 
     def gradients(
@@ -71,15 +57,9 @@ class Probe(Protocol):
         dy: Tensor,
         results: tuple[Tensor | None, Tensor | None],
     ) -> None:
-        """Receive a backward pass. Not called if ranks divide the layer.
-
-        Args:
-            layer: the layer, whose clock is at the call.
-            products: the products of the forward pass.
-            kept: what that kept (`forward`).
-            dy: gradient of the output [tokens, out].
-            results: dx [tokens, in] and dw [out, in]; None for one that was not needed.
-        """
+        """Receive a backward pass: the products of the forward pass and what that kept (`forward`), dy
+        [tokens, out], and the results dx [tokens, in] and dw [out, in], None for one that was not needed. The
+        layer's clock is at the call. Not called if ranks divide the layer."""
         return
 
 
@@ -91,10 +71,8 @@ class Observed(Protocol):
 
 
 class Casting(Protocol):
-    """A layer, as its products see it: its name, clock and context, and the casts of its operands.
-
-    The methods are those of `EmulatedLinear`, which documents them.
-    """
+    """A layer, as its products see it: its name, clock and context, and the casts of its operands. The
+    methods are those of `EmulatedLinear`, which documents them."""
 
     name: str
     clock: Clock
@@ -139,11 +117,9 @@ class Redrawing(Casting, Protocol):
 
 
 class Call(torch.autograd.Function):
-    """The autograd function of one call: fprop in its forward pass, dgrad and wgrad in its backward pass.
-
-    The backward pass starts from the saved x and w, or from their quantised forward copies, and quantises
-    them again for each product.
-    """
+    """The autograd function of one call: fprop in its forward pass, dgrad and wgrad in its backward pass,
+    which starts from the saved x and w, or from their quantised forward copies, and quantises them again for
+    each product."""
 
     @staticmethod
     def forward(
@@ -182,17 +158,8 @@ A slope is None if its cast passes the gradient straight through.
 
 
 def forward(layer: Casting, products: Products, x: Tensor, w: Tensor) -> tuple[Tensor, Kept]:
-    """Compute fprop.
-
-    Args:
-        layer: the layer, for its name, clock, histories and probe.
-        products: the products in force.
-        x: input [tokens, in].
-        w: weight [out, in]; of a sharded layer, this rank's rows.
-
-    Returns:
-        y = x w^T [tokens, out] in the dtype of `x`, and the tensors that `backward` needs.
-    """
+    """Compute fprop: y = x w^T [tokens, out] in the dtype of `x` [tokens, in], and the tensors that
+    `backward` needs. w is [out, in]; of a sharded layer, this rank's rows."""
     xb, spec = x.to(torch.bfloat16), products.fprop
     keep: dict[str, Keep] = {
         name: "source" if quant is not None and quant.estimator is not None else False
@@ -223,18 +190,11 @@ def forward(layer: Casting, products: Products, x: Tensor, w: Tensor) -> tuple[T
 def backward(
     layer: Casting, products: Products, kept: Kept, dy: Tensor, needs: Sequence[bool]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Compute dgrad and wgrad.
+    """Compute dgrad and wgrad of the layer and products that `forward` was called with, from the tensors that
+    it returned and `dy`, the gradient of the output [tokens, out].
 
-    Args:
-        layer: the layer that `forward` was called with.
-        products: the products of that call.
-        kept: the tensors that `forward` returned.
-        dy: gradient of the output [tokens, out].
-        needs: whether dx and dw are needed.
-
-    Returns:
-        dx [tokens, in] and dw [out, in] in the output types of their products; None for one not needed. Of a
-        sharded layer, dw is this rank's rows of the sum over ranks.
+    Return dx [tokens, in] and dw [out, in] in the output types of their products; None for one not needed.
+    For a sharded layer, dw is this rank's rows of the sum over ranks.
     """
     x, w, x_slope, w_slope = kept
     assert x is not None
@@ -289,10 +249,8 @@ def _from_forward(products: Products, slot: str) -> bool:
 def _through(
     gradient: Tensor, factor: Tensor | None, layer: Casting, slot: str, products: Products
 ) -> Tensor:
-    """Return the gradient of a cast's input, given that of its output and the cast's slope `factor`.
-
-    The product with the slope is taken in the rotated domain, where the cast was.
-    """
+    """Return the gradient of a cast's input, given that of its output and the cast's slope `factor`. The
+    product with the slope is taken in the rotated domain, where the cast was."""
     if factor is None:
         return gradient
     rotation, width = products.fprop.hadamard, gradient.shape[1]

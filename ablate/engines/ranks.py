@@ -28,20 +28,16 @@ class DrawArguments(TypedDict):
 
 
 def in_parts(tensor: object) -> bool:
-    """Return True for a tensor that is divided among ranks, a DTensor.
-
-    DTensor's module takes a second to import; if nothing has imported it, there is no DTensor.
-    """
+    """Return True for a tensor that is divided among ranks, a DTensor. DTensor's module takes a second to
+    import; if nothing has imported it, there is no DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Return all ranks' rows of a sharded tensor, without its graph; any other tensor as it is. Collective.
-
     DTensor's own `full_tensor` is not used: it calls torch 2.13's functional collectives, which corrupt
-    memory with gloo, once in some hundred thousand calls.
-    """
+    memory with gloo, once in some hundred thousand calls."""
     if not in_parts(tensor):
         return tensor
     part, mesh, rows = tensor.detach().to_local(), tensor.device_mesh, tensor.shape[0]
@@ -51,41 +47,28 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 class Divided:
-    """Division of a micro-batch's sequences among ranks.
-
-    Args:
-        index: number of this rank's part, from 0; every operand's tokens are divided alike.
-        count: number of parts.
-        group: process group of the ranks.
-    """
+    """Division of a micro-batch's sequences among the ranks of `group` into `count` parts; every operand's
+    tokens are divided alike. This rank has part `index`, from 0."""
 
     def __init__(self, index: int, count: int, group: dist.ProcessGroup | None) -> None:
         self.index, self.count, self.group = index, count, group
         self.shares = {slot: Partition(axis, index, count, group) for slot, axis in TOKEN_AXES.items()}
 
     def total(self, dw: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the sum of all ranks' dw, rounded once to `dtype`, or zeros. Collective.
-
-        The first rank gets the sum and the others zeros, because the ranks' gradients are added later.
-
-        Args:
-            dw: this rank's gradient of the weight, fp32 [out, in]; overwritten.
-            dtype: output type of the product.
-        """
+        """Return the sum of all ranks' dw, fp32 [out, in] and overwritten, rounded once to `dtype`, or zeros.
+        Collective. The first rank gets the sum and the others zeros, because the ranks' gradients are added
+        later."""
         dw = dw.contiguous()
         dist.all_reduce(dw, group=self.group)
         return dw.to(dtype) if self.index == 0 else torch.zeros_like(dw, dtype=dtype)
 
 
 class Sharded:
-    """A layer's weight [out, in] of which every rank keeps an equal number of rows.
+    """A layer's weight [out, in], which becomes a DTensor, of which every rank of `mesh` keeps an equal
+    number of rows.
 
-    It is gathered for each product and freed afterwards: as codes and block scales if the product takes it
-    in NVFP4, in bf16 otherwise.
-
-    Args:
-        layer: the layer, whose weight becomes a DTensor.
-        mesh: the ranks; their number divides the number of rows.
+    It is gathered for each product and freed afterwards: as codes and block scales if the product takes it in
+    NVFP4, in bf16 otherwise.
     """
 
     def __init__(self, layer: nn.Linear, mesh: "DeviceMesh") -> None:
@@ -112,18 +95,9 @@ class Sharded:
         rotation: Hadamard | None,
         draws_at: DrawArguments,
     ) -> Operand | None:
-        """Return the weight as an operand, gathered as codes and block scales. Collective.
-
-        Args:
-            part: this rank's rows, bf16 [out / ranks, in]; for `dgrad.w` their transpose.
-            slot: `fprop.w` or `dgrad.w`.
-            quant: format of the operand, if any.
-            rotation: the product's Hadamard rotation, if any.
-            draws_at: clock and draw sites of the operand.
-
-        Returns:
-            The operand; None if it cannot be gathered so (see `packs`), on all ranks alike.
-        """
+        """Return the weight as an operand, gathered as codes and block scales; None if it cannot be gathered
+        so (see `packs`), on all ranks alike. Collective. `part` is this rank's rows, bf16 [out / ranks, in];
+        for `dgrad.w` their transpose."""
         partition = self.shares[slot]
         if quant is None or not packs(quant, rotation, part, partition):
             return None
@@ -169,11 +143,9 @@ class _Whole(torch.autograd.Function):
 
 
 def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, partition: Partition) -> bool:
-    """Return True if a weight can be gathered as the quantised parts of all ranks.
-
-    It cannot if the cast depends on the micro-batch, which differs between ranks, or if its statistic has a
-    history or hides a NaN.
-    """
+    """Return True if a weight can be gathered as the quantised parts of all ranks. It cannot if the cast
+    depends on the micro-batch, which differs between ranks, or if its statistic has a history or hides a
+    NaN."""
     if quant is None or quant.from_forward or quant.estimator is not None or quant.outer is None:
         return False
     if (

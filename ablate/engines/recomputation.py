@@ -19,9 +19,7 @@ Output = TypeVar("Output")
 
 def recompute(model: nn.Module, engine: Engine) -> None:
     """Checkpoint the activations of every block: keep its input alone and recompute it in the backward pass.
-
-    The same bits, for less memory and more time.
-    """
+    The same bits, for less memory and more time."""
     for name in {block_name(name) for name in engine.layers}:
         block = model.get_submodule(name)
         block.forward = partial(_recomputed, block.forward, engine)

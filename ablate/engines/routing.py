@@ -38,12 +38,9 @@ Key = tuple[int, str, int]
 
 
 class Recorder:
-    """Record of the experts of every token, in the calls of one step.
-
-    Args:
-        engine: the engine whose clock numbers the micro-batches.
-        inner: by module, what decides where its tokens go before they are recorded; None: the router.
-    """
+    """Record of the experts of every token, in the calls of one step, whose micro-batches the engine's clock
+    numbers. `inner`: by module, what decides where its tokens go before they are recorded; None: the
+    router."""
 
     def __init__(self, engine: Engine, inner: Mapping[str, Routing | None]) -> None:
         self.engine, self.inner = engine, inner
@@ -77,10 +74,8 @@ def recorded(engine: Engine) -> Iterator[Recorder]:
 
 
 class Routes:
-    """Experts of every token of a training, for another training of the same batches.
-
-    They are kept in the memory of the CPU as int16: 2 bytes for each token, expert of it, layer and step.
-    """
+    """Experts of every token of a training, for another training of the same batches. They are kept in the
+    memory of the CPU as int16: 2 bytes for each token, expert of it, layer and step."""
 
     def __init__(self) -> None:
         self._index: dict[tuple[int, int, str], Tensor] = {}
@@ -93,10 +88,8 @@ class Routes:
         self._attach(engine, model, _Recorded)
 
     def replay(self, engine: Engine, model: nn.Module) -> None:
-        """Send every token that a model trains on from now on to the recorded experts.
-
-        Evaluations are left alone. A call of the model raises ValueError if a token would go elsewhere.
-        """
+        """Send every token that a model trains on from now on to the recorded experts. Evaluations are left
+        alone. A call of the model raises ValueError if a token would go elsewhere."""
         self._attach(engine, model, _Replayed)
 
     def _attach(self, engine: Engine, model: nn.Module, kind: "type[_Recorded | _Replayed]") -> None:

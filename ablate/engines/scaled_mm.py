@@ -203,10 +203,8 @@ class ScaledProducts(EmulatedLinear):
     """The functions that multiply."""
 
     def multiply(self, a: list[Operand], b: list[Operand], out: torch.dtype) -> Tensor:
-        """Return the product a b^T of two operands, each given as its parts, rounded once to `out`.
-
-        The first parts, which the operands' own quantisers made, are multiplied by tensor cores if they fit.
-        """
+        """Return the product a b^T of two operands, each given as its parts, rounded once to `out`. The first
+        parts, which the operands' own quantisers made, are multiplied by tensor cores if they fit."""
         family = self.family_of(a, b, out)
         if family is None:
             return super().multiply(a, b, out)
@@ -240,15 +238,7 @@ class ScaledProducts(EmulatedLinear):
 
 
 class ScaledLinear(ScaledProducts):
-    """A linear layer of the engine.
-
-    Args:
-        linear: the layer to replace.
-        name: qualified name in the model.
-        clock: the clock that the layer draws by.
-        dtype: dtype of the products that are not quantised.
-        native: the functions that multiply.
-    """
+    """A linear layer of the engine, which `native` multiplies."""
 
     def __init__(
         self, linear: nn.Module, name: str, clock: Clock, dtype: torch.dtype, native: Native
@@ -276,21 +266,10 @@ def convert(
 ) -> Engine:
     """Replace every nn.Linear inside a transformer block, and the matrices of packed experts there, in place.
 
-    Args:
-        model: a model whose blocks are numbered; changed in place. Names and state dicts stay. Its device
-            decides what can be multiplied.
-        recipe: the recipe to apply.
-        clock: seed, step and micro-batch of all random draws; advance it as training advances.
-        backend: library that multiplies FP4 operands.
-        native: the functions that multiply; None: those of the library.
-        machine: the machine; None: this one.
-
-    Returns:
-        The engine. Call `Engine.at` before each step.
-
-    Raises:
-        ValueError: the device lacks a family that the recipe needs, the back end cannot write what the recipe
-            wants, or as the emulated engine's `convert` does.
+    All is as in the emulated engine's `convert`, its errors too, but that the model's device decides what can
+    be multiplied: ValueError if it lacks a family that the recipe needs, or the back end cannot write what
+    the recipe wants. `backend` is the library that multiplies FP4 operands; `native` has the functions that
+    multiply, None: those of the library; `machine` None: this one.
     """
     native = native or Native(backend)
     device = next(model.parameters()).device.type

@@ -41,17 +41,8 @@ def replaced(
     left_out: Collection[str] = (),
 ) -> None:
     """Replace layers, given by their first names, under all their names, by `make(layer, first name)`.
-
-    Args:
-        model: the model.
-        first: the first names.
-        make: makes a layer.
-        block: returns the name of the block that a module lies in, None for none.
-        left_out: names of layers that a user's filter left out.
-
-    Raises:
-        ValueError: there is none, or a layer is shown to be no linear layer; nothing is replaced then.
-    """
+    `left_out` are those that a user's filter left out. ValueError if there is no layer, one is shown not to
+    be a linear layer, or one with a transposed parameter has adapters already; nothing is replaced then."""
     if not first:
         raise ValueError(_why_nothing(model, block, left_out))
     for name in first:
@@ -89,17 +80,10 @@ def quantisable(model: nn.Module, block: BlockOf = block_name, linears: Linears 
     """Return the names of the layers that `convert` replaces: every nn.Linear in a block, but for those that
     are `exempt`, such as routers.
 
-    Of other classes, those of linears.py are among them. A layer that has several names is listed by its
-    first.
-
-    Args:
-        model: the model.
-        block: returns the name of the block that a module lies in, None for none.
-        linears: classes of layers, and globs on names, that are among them too.
-
-    Raises:
-        ValueError: the weight of a layer is computed before each call, or its `forward` was replaced, which
-            conversion would bypass; a layer is used outside the blocks too; or one of `linears` selects none.
+    Among other classes, those of linears.py are replaced, and those that `linears` selects, by class or by
+    globs on names. A layer that has several names is listed by its first. ValueError if the weight of a layer
+    is computed before each call, or its `forward` was replaced, which conversion would bypass; a layer is
+    used outside the blocks too; or one of `linears` selects none.
     """
     result, present = [], []
     for name, names in all_names(model, is_linear).items():

@@ -114,9 +114,7 @@ class DelayedScale:
 
 class Once(torch.autograd.Function):
     """Identity on both inputs of a product that raises for a second derivative, which TE does not compute.
-
-    Its backward pass gives the gradients to an observer, if there is one.
-    """
+    Its backward pass gives the gradients to an observer, if there is one."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, seen: "Seen | None" = None) -> tuple[Tensor, Tensor]:
@@ -176,10 +174,8 @@ class NativeLinear(EmulatedLinear):
             self.histories[column] = self.histories[row]  # TE makes both copies by one cast
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x w^T + bias, [..., in] to [..., out], in the dtype of `x`; autocast is disabled inside.
-
-        The bias is added in high precision. ValueError if the number of tokens is no multiple of MULTIPLE.
-        """
+        """Return x w^T + bias, [..., in] to [..., out], in the dtype of `x`; autocast is disabled inside. The
+        bias is added in high precision. ValueError if the number of tokens is not a multiple of MULTIPLE."""
         if self.emulated or isinstance(self.products, NotInForce):  # the emulated layer raises for the latter
             return super().forward(x)
         description = described(self.products)
@@ -222,10 +218,8 @@ class NativeLinear(EmulatedLinear):
 
 
 class NativeExpert(EmulatedExpert):
-    """One matrix of one expert, which `NativeGroup` multiplies with those of the other experts.
-
-    The arguments are those of `EmulatedExpert`, then `draws`.
-    """
+    """One matrix of one expert, which `NativeGroup` multiplies with those of the other experts. The arguments
+    are those of `EmulatedExpert`, then `draws`."""
 
     emulates = False
 
@@ -252,10 +246,8 @@ class NativeGroup(Group):
         self.built: Built = {}
 
     def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the products of each expert's rows with its weight; see `Group`.
-
-        ValueError if experts have different products in force.
-        """
+        """Return the products of each expert's rows with its weight; see `Group`. ValueError if experts have
+        different products in force."""
         first, products = self.first, self.first.products
         if first.emulated or not len(rows) or all(layer.products.plain for layer in self.layers):
             return super().__call__(rows, counts)
@@ -327,18 +319,9 @@ class NativeEngine(Engine):
 def convert(model: nn.Module, recipe: Recipe, clock: Clock) -> NativeEngine:
     """Replace every nn.Linear inside a transformer block, and the matrices of packed experts there, in place.
 
-    Args:
-        model: a model on a GPU, whose blocks are numbered; changed in place. Names and state dicts stay.
-        recipe: the recipe to apply.
-        clock: seed, step and micro-batch of all random draws; advance it as training advances.
-
-    Returns:
-        The engine. Call `Engine.at` before each step.
-
-    Raises:
-        ValueError: TE cannot train by the recipe, on this machine or at all; an environment variable would
-            change TE's numbers; a layer's size is no multiple of MULTIPLE; or as the emulated engine's
-            `convert` does.
+    All is as in the emulated engine's `convert`, its errors too, but that the model is on a GPU. ValueError
+    if TE cannot train by the recipe, on this machine or at all; an environment variable would change TE's
+    numbers; or a layer's size is not a multiple of MULTIPLE.
     """
     reason = all_of(recipe_refusals(recipe)) or refusal(this_machine(), families(variants(recipe)))
     if reason:
@@ -384,9 +367,7 @@ def multiplied(
     name: str, module: nn.Module, recipe: TeObject, weights: dict[str, Tensor], *inputs: Tensor
 ) -> Tensor:
     """Return the output of a module of TE with given weights under a recipe, differentiable in both.
-
-    RuntimeError if TE has used another recipe.
-    """
+    RuntimeError if TE has used another recipe."""
     with library().te.autocast(enabled=True, recipe=recipe):
         y = torch.func.functional_call(module, weights, inputs)
     applied = module.fp8 and all(
@@ -418,14 +399,9 @@ def formats(description: Builtin | Custom) -> set[str]:
 def factory(
     custom: Custom, delayed: Mapping[str, DelayedScale] | None = None
 ) -> Callable[[TeObject], TeObject]:
-    """Return the function that TE calls for the quantiser of each tensor of a layer.
-
-    Outputs of the layer get a quantiser that leaves them as they are.
-
-    Args:
-        custom: the formats of the three tensors.
-        delayed: scales by tensor, for those with delayed scaling.
-    """
+    """Return the function that TE calls for the quantiser of each tensor of a layer. Outputs of the layer get
+    a quantiser that leaves them as they are. `delayed` has the scales by tensor, for those with delayed
+    scaling."""
 
     def for_role(role: TeObject) -> TeObject:
         copies = getattr(custom, role.tensor_type, None) if role is not None and role.tensor_type else None

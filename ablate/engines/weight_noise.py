@@ -16,16 +16,9 @@ _PURPOSE = 2
 
 
 def gaussian(clock: Clock, where: int, count: int) -> Tensor:
-    """Draw standard normal numbers by counter: Box-Muller in float64 on the CPU, rounded to fp32.
-
-    Args:
-        clock: Seed, stream, step and micro-batch.
-        where: Draw site (`philox.site`).
-        count: Numbers to draw.
-
-    Returns:
-        fp32 [count] on the CPU. The magnitude is at most 5.9, since a uniform number has 24 bits.
-    """
+    """Draw standard normal numbers by counter, fp32 [count] on the CPU: Box-Muller in float64, rounded to
+    fp32. The magnitude is at most 5.9, since a uniform number has 24 bits. `where` is the draw site
+    (`philox.site`)."""
     columns = count + -count % GROUP
     bits = random_bits(clock, where, 2, columns, 24, torch.device("cpu"), purpose=_PURPOSE).double()
     radius = (-2 * ((bits[0] + 0.5) * 2.0**-24).log()).sqrt()
@@ -33,17 +26,11 @@ def gaussian(clock: Clock, where: int, count: int) -> Tensor:
 
 
 class NormNoise:
-    """Noise of a run on its model's norms.
+    """Noise of a run on its model's norms: modules whose class name ends in `Norm`.
 
-    Args:
-        noise: Standard deviations over the run.
-        model: The model. Modules whose class name ends in `Norm` are norms.
-        layers: Its converted linear layers by name. A norm has noise if it lies in a block with one of them
-            and is as long as that layer's input; norms of queries and keys usually are not.
-        clock: Clock of the run; each norm draws at its own site.
-
-    Raises:
-        ValueError: the model has no such norm.
+    A norm has noise if it lies in a block with one of the converted linear `layers`, by name, and is as long
+    as that layer's input; norms of queries and keys usually are not. Each norm draws at its own site, by the
+    clock of the run. `noise` has standard deviations over the run. ValueError if the model has no such norm.
     """
 
     def __init__(self, noise: Noise, model: nn.Module, layers: Mapping[str, nn.Module], clock: Clock) -> None:
@@ -68,13 +55,8 @@ class NormNoise:
 
     @contextmanager
     def added(self, steps: int) -> Iterator[None]:
-        """Inside this context, the norms have the noise of the clock's step and micro-batch.
-
-        At its end they have the very bits that they had before.
-
-        Args:
-            steps: Steps of the run.
-        """
+        """Inside this context, the norms have the noise of the clock's step and micro-batch, in a run of so
+        many steps. At its end they have the very bits that they had before."""
         sigma = self.noise.sigma(self.clock.step, steps)
         if sigma == 0:
             yield

@@ -223,13 +223,9 @@ def _moved(state: Nested, device: torch.device) -> Nested:
 
 
 class WeightRules:
-    """All weight rules of a recipe; call `before` and `after` around every optimizer step.
-
-    Args:
-        spec: the recipe's weight rules.
-        model: the model, whose trainable parameters `master: bf16` rounds after their optimizer's step.
-        layers: the quantised layers by name.
-    """
+    """All weight rules of a recipe; call `before` and `after` around every optimizer step. `master: bf16`
+    rounds the trainable parameters of the model after their optimizer's step; `layers` are the quantised ones
+    by name."""
 
     def __init__(self, spec: Weights, model: nn.Module, layers: Mapping[str, EmulatedLinear]) -> None:
         self.spec, self.model, self.layers = spec, model, layers
