@@ -55,9 +55,8 @@ class LayerRow(NamedTuple):
 
 
 def find_blocks(model: nn.Module, pattern: str | None = None) -> tuple[str, ...]:
-    """Return the names of a model's blocks, converted or not, in its order; none lies in another. `pattern`
-    is a glob on the names of modules that are the blocks (ValueError if it matches none with a linear layer);
-    None: find them by structure."""
+    """Return the names of a model's blocks, converted or not, in its order; none lies in another. `pattern`:
+    glob on names (ValueError if it matches no module with a linear layer); None: by structure."""
     # Under all its names: a block that a model calls several times is a block each time.
     modules = model.named_modules(remove_duplicate=False)
     holders = [name for name, module in modules if name and _linears(module)]
@@ -86,9 +85,8 @@ def block_finder(blocks: Collection[str]) -> BlockOf:
 
 
 def layer_table(model: nn.Module, block: BlockOf, left_out: Collection[str] = ()) -> list[LayerRow]:
-    """Return a row for every matrix of a converted model, embeddings and convolutions excepted. `left_out`
-    are the layers that the user's filter left out. ValueError if a parameter has no shape before the first
-    call."""
+    """Return a row for every matrix of a converted model, embeddings and convolutions excepted. `left_out`:
+    layers that the user's filter left out. ValueError for a parameter that has no shape yet."""
     rows, seen = [], set()
     for name, module in model.named_modules():
         for parameter, weight in module.named_parameters(recurse=False):
@@ -174,8 +172,7 @@ def left(rows: Iterable[LayerRow]) -> str:
 
 def summary(rows: Sequence[LayerRow], placements: Sequence[Placement]) -> str:
     """Describe a converted model: numbers of layers and stacks of experts, their share, and what is left.
-    `rows` are all its matrices, `placements` its converted layers, by the part of the recipe that decides
-    about them."""
+    `rows`: all its matrices; `placements`: its converted layers, by the part of the recipe that decides."""
     done = [row for row in rows if row.converted]
     stacks = [row for row in done if len(row.shape) > 2]
     parts = [f"{len(done) - len(stacks)} layers"] if len(done) > len(stacks) or not stacks else []

@@ -107,9 +107,8 @@ def _output(number: int, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def compile_model(model: nn.Module, engine: Engine) -> None:
-    """Compile a model with fixed shapes and without graph breaks in place; RuntimeError on a CPU without a
-    C++ compiler. torch caches compiled code in TORCHINDUCTOR_CACHE_DIR, and later trials of the same shapes
-    reuse it."""
+    """Compile a model of fixed shapes without graph breaks; RuntimeError on a CPU without a C++ compiler.
+    torch caches the code in TORCHINDUCTOR_CACHE_DIR, and later trials of the same shapes reuse it."""
     if next(model.parameters()).device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++"))):
         raise RuntimeError(
             "compile: true needs a C++ compiler on the worker: install g++ or clang++, or leave it out"

@@ -79,8 +79,8 @@ class Engine:
     """A model's quantised layers under one recipe: follows its schedule and collects measurements.
 
     Made by `convert`, for a model whose layers are `EmulatedLinear` already. The layers draw by the clock,
-    which the training loop advances. ValueError if a rule selects no layer, or a layer's names are quantised
-    differently.
+    which the training loop advances. ValueError if a rule selects no layer, or one layer's names are
+    quantised differently.
     """
 
     def __init__(self, model: nn.Module, recipe: Recipe, clock: Clock, block: BlockOf = block_name) -> None:
@@ -117,9 +117,8 @@ class Engine:
                 raise ValueError(f"layers.rules.{number}.match: {reason}")
 
     def at(self, step: int, run: Run, *, counted: bool = True) -> Recipe:
-        """Put the recipe of one optimizer step, from 0, in force in every layer, and return it, with the
-        phases of its schedule applied. The schedule's fractions refer to the length of `run`; `counted` adds
-        the step's products to `fp4_share`."""
+        """Put the recipe of an optimizer step, from 0, in force, and return it with its phases applied. The
+        schedule's fractions refer to `run`; `counted`: add the step's products to `fp4_share`."""
         recipe = self.recipe.at(step, run, self.tripped)
         made = self._made(recipe, self._deciders)
         for name, layer in self.layers.items():
@@ -134,8 +133,7 @@ class Engine:
         return recipe
 
     def end(self, remedy: str) -> None:
-        """Leave the step in force: until the next `at`, a call of a layer raises an error, whose sentence
-        ends in `remedy`."""
+        """Leave the step in force: until the next `at`, calls of layers raise an error with this remedy."""
         for layer in self.layers.values():
             layer.products = NotInForce(remedy=remedy)
 
@@ -177,8 +175,8 @@ class Engine:
 
     def state(self) -> EngineState:
         """Return the state that later steps depend on, apart from parameters and optimizer, for a checkpoint:
-        amax histories, tripped triggers, counts and the state of the weight rules, in nested dicts, lists and
-        tuples of tensors, numbers and strings."""
+        amax histories, tripped triggers, counts and the state of the weight rules, as plain data and
+        tensors."""
         layers: dict[str, LayerState] = {
             name: {
                 "nonfinite": int(layer.nonfinite),
@@ -268,8 +266,7 @@ class Engine:
 
     def first_nonfinite(self) -> tuple[int, str, str] | None:
         """Return step, slot and layer of the first operand so far that held a NaN or an infinity; None: none.
-        Within one step, forward operands come first, in the model's order, then backward ones in the
-        reverse."""
+        In a step, forward operands come first, in the model's order, then backward ones in the reverse."""
         self.nonfinite()  # reads the counts of all layers at once
         seen = []
         for number, (name, layer) in enumerate(self.layers.items()):
@@ -337,8 +334,7 @@ class Engine:
 
     @contextmanager
     def unrecorded(self, *, unless_completed: bool = False) -> Iterator[None]:
-        """Restore amax histories and counts at the end of this context; `unless_completed`: only if it ends
-        in an exception."""
+        """Restore amax histories and counts at the end; `unless_completed`: only after an exception."""
         counts = self._count_apart()
         work = self._fp4, self._work
         histories = [
@@ -371,8 +367,8 @@ class Engine:
     @contextmanager
     def again(self, moment: Clock | None = None) -> Iterator[None]:
         """Inside this context, recompute activations: operands are neither counted nor given to the probe.
-        `moment` is a copy of the clock before the first computation, whose random bits are drawn again; None:
-        the clock is right."""
+        `moment`: copy of the clock before the first computation, to draw the same bits; None: the clock is
+        right."""
         before = self.clock.micro_batch, self.clock.calls
         if moment:  # a layer's backward pass, which has a clock of its own call, may ask for an activation
             self.clock.micro_batch, self.clock.calls = moment.micro_batch, moment.calls
@@ -420,12 +416,12 @@ def convert(
     `Engine.at` before each step: until it puts one in force, a call of a layer that the recipe may quantise
     raises RuntimeError.
 
-    `clock` has seed, step and micro-batch of all random draws; advance it as training advances. `block` is by
-    default the numbered one in a module's name (`blocks.0`, `model.layers.0`, ...). `wanted` returns False
-    for a layer, or a module of experts, given its name and itself, that is to be left alone. `linears` are
-    classes of layers, and globs on names, that are replaced too (linears.py). ValueError if a layer cannot be
-    replaced (see `quantisable`), nothing of the model would be replaced, or the recipe does not fit the
-    model's layers.
+    Products that the recipe does not quantise are in `recipe.dtype`. `clock` has seed, step and micro-batch
+    of all random draws; advance it as training advances. `block` is by default the numbered one in a module's
+    name (`blocks.0`, `model.layers.0`, ...). `wanted` returns False for a layer, or a module of experts,
+    given its name and itself, that is to be left alone. `linears` are classes of layers, and globs on names,
+    that are replaced too (linears.py). ValueError if a layer cannot be replaced (see `quantisable`), nothing
+    would be replaced, or the recipe does not fit the model's layers.
     """
     dtype = DTYPES[recipe.dtype]
     names = quantisable(model, block, linears)

@@ -105,9 +105,9 @@ class Context:
 class EmulatedLinear(Replacement):
     """An nn.Linear that computes its products by a recipe and shares the parameters of the layer it replaces.
 
-    Its parameters, hooks and attributes are taken over, not copied. Its qualified name in the model and the
-    clock, which all layers of an engine share, determine every random bit that it draws. `dtype` is that of
-    the products that are not quantised.
+    The parameters, hooks and attributes of `linear` are taken over, not copied. The qualified name in the
+    model and the clock, which all layers of an engine share, determine every random bit that the layer draws.
+    Products that are not quantised are in `dtype`.
     """
 
     shared = frozenset({"clock", "_sites", "_turns"})
@@ -227,8 +227,7 @@ class EmulatedLinear(Replacement):
     def operand(
         self, x: Tensor, slot: str, quant: Quant | None, rotation: Hadamard | None, keep: Keep = False
     ) -> list[Operand]:
-        """Return `x`, bf16 [rows, contraction], as the operand `slot` of a product, rotated along the
-        contraction and quantised.
+        """Return `x`, bf16 [rows, contraction], as the operand `slot` of a product: rotated and quantised.
 
         Return parts that sum to the operand: one, or more if `quant.transform` takes something out of it.
         `quant` None leaves it in bf16; `keep` "source" is enough for an estimator's slope.
@@ -285,13 +284,11 @@ class EmulatedLinear(Replacement):
         weight: Tensor,
         keep: Keep = False,
     ) -> list[Operand]:
-        """Return the weight as the operand `slot`, `fprop.w` or `dgrad.w`, from the cache `casts` if
-        possible.
+        """Return the weight as the operand `fprop.w` or `dgrad.w`, from the cache `casts` if possible.
 
         A cast may not be reused if it draws random bits or depends on a history, or if `keep` or a probe asks
-        for its input. The weight is that of this call [out, in], in any dtype; of a sharded one, this rank's
-        rows. It may be another tensor than `self.weight`: a functional call brings its own. `quant` and
-        `keep` are as in `operand`.
+        for its input. The weight is this call's [out, in], in any dtype; of a sharded one, this rank's rows.
+        It may not be `self.weight`: a functional call brings its own. `quant` and `keep` are as in `operand`.
         """
         inspected = keep or self.context.probe is not None
         reusable = (

@@ -157,8 +157,7 @@ class Group:
 
     def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """Return the products of each expert's rows with its weight, [rows, out] in the dtype of `rows`,
-        without a bias. `rows` are tokens sorted by expert [rows, in], `counts` the numbers of each
-        expert's."""
+        without a bias. `rows` are tokens sorted by expert [rows, in], `counts` the numbers of each."""
         batches = [layer.begin_call() for layer in self.layers]
         first = self.layers[0]
         products = [layer.products for layer in self.layers]

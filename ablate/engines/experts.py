@@ -95,8 +95,7 @@ class ExpertsForward:
         return not all(products.plain for products in in_force.values())
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, [tokens, width] in the dtype of `hidden_states`
-        [tokens, width].
+        """Return the weighted sum of each token's experts, like `hidden_states` [tokens, width].
 
         `top_k_index` has the experts of each token, int64 [tokens, k], and `top_k_weights` their weights.
         ValueError if the experts are divided among ranks, or the router names one that does not exist.
@@ -235,8 +234,7 @@ def packed(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def outlined(model: nn.Module) -> list[str]:
-    """Give every module of packed experts in a numbered block its layers, for a description of the model;
-    return their names."""
+    """Give packed experts in numbered blocks their layers, to describe the model; return their names."""
     make = partial(EmulatedExpert, clock=Clock(seed=0), dtype=torch.float32)
     for name, module in packed(model).items():
         if block_name(name):
@@ -255,8 +253,7 @@ def attached(model: nn.Module) -> dict[str, ExpertsForward]:
 
 
 def attach(module: nn.Module, name: str, make: MakeExpert, experts: Experts) -> None:
-    """Give a module of experts (`is_packed`) a layer for each matrix of each expert, and a forward pass that
-    calls them.
+    """Give a module of experts (`is_packed`) a layer for each expert's matrices, and a forward to call them.
 
     Its parameters, and the state dict, stay as they are. ValueError if its forward was replaced, its experts
     are divided among ranks, or each of them receives all tokens and `experts` has padding or routing.

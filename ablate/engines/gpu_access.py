@@ -96,8 +96,7 @@ class Place(NamedTuple):
     """True if there is a GPU."""
 
     def note(self, asked: str = "auto") -> str:
-        """Return a note for a user who asked for a class of device, `auto`, `cpu` or `cuda`; empty if there
-        is nothing to say."""
+        """Return a note for a user who asked for `auto`, `cpu` or `cuda`; empty if there is none."""
         if asked == "cuda" and self.why:
             return f"trials on a GPU cannot run on this machine: {self.why}"
         if asked == "auto" and self.present and self.why:
@@ -118,9 +117,9 @@ def device_class(environment: Mapping[str, str] = os.environ, root: Path = Path(
 
 
 def torch_problem(cuda: str | None, supported: tuple[int, int] | None) -> str | None:
-    """Return why this torch cannot use a GPU; None if nothing speaks against it. `cuda` is the CUDA version
-    that torch was built for, such as `13.0`, None for CPUs; `supported` is the driver's, None if its library
-    cannot be loaded."""
+    """Return why this torch cannot use a GPU; None if nothing speaks against it. `cuda`: torch's CUDA
+    version, such as `13.0`, None if built for CPUs; `supported`: the driver's, None if it cannot be
+    loaded."""
     if cuda is None:
         return "torch is built for CPUs; install a build for CUDA (pytorch.org, Get Started)"
     if supported is None:

@@ -205,12 +205,12 @@ def _cast(
     across: bool = False,
     word: int | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Quantise each expert's rows: values, bf16 like `memory`, and each expert's largest magnitude, fp32
-    [experts]; None if one is not finite.
+    """Quantise each expert's rows; None if one is not finite.
 
-    `memory` is bf16 [rows, columns], contiguous; `spans` are first row and end of each expert, `sizes` the
-    numbers of rows to quantise of each, 0 for none. `across`: blocks run down the columns; `word`: signs of a
-    rotation down them.
+    `memory` is bf16 [rows, columns], contiguous; `spans` are first row and end of each expert, `sizes` how
+    many rows to quantise of each, 0 for none. `across`: blocks run down the columns; `word`: signs of a
+    rotation down them. Return values, bf16 like `memory`, and each expert's largest magnitude, fp32
+    [experts].
     """
     kernel = "tiles" if quant.block == "16x16" else "columns" if across else "rows"
     parts = [

@@ -152,8 +152,7 @@ SCALED_NAMES = {"nvfp4": "NVFP4", "mxfp4": "MXFP4", "fp8": "FP8", "mxfp8": "MXFP
 def scaled_refusal(
     machine: Machine, device: str, families: Collection[str], backend: str = "cublaslt"
 ) -> Refusal | None:
-    """Return the reason why torch's scaled products cannot multiply some families, keys of SCALED_NAMES; None
-    if they can.
+    """Return why torch's scaled products cannot multiply families, keys of SCALED_NAMES; None if they can.
 
     torch 2.13.0 multiplies FP8 on CPUs and from SM 8.9 on; MXFP8 and NVFP4 from SM 10.0 on; MXFP4 on SM 10.0
     and 10.3 alone, by MSLK's kernels. FlashInfer's `mm_fp4` takes SM 10.0, 10.3, 11.0, 12.0 and 12.1.

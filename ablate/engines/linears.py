@@ -68,8 +68,7 @@ def needs_proof(kind: type[nn.Module]) -> bool:
 
 
 def is_taken(module: nn.Module, name: str, linears: Linears = ()) -> bool:
-    """Return True for a linear layer that a recipe may apply to. `linears`: classes and names that are taken
-    too."""
+    """Return True for a linear layer that a recipe may apply to, or that `linears` selects."""
     kind = type(module)
     return not needs_proof(kind) or _path(kind) in KNOWN or any(_fits(each, module, name) for each in linears)
 

@@ -44,8 +44,7 @@ class ProductError(NamedTuple):
 
 def of_output(layer: Casting, products: Products, x: Tensor, w: Tensor, y: Tensor) -> Iterator[ProductError]:
     """Yield the error of fprop, if an operand of it is quantised. The layer's clock is at the call; x
-    [tokens, in] and w [out, in] are unquantised, and y [tokens, out] is the measured output, without the
-    bias."""
+    [tokens, in] and w [out, in] are unquantised; y [tokens, out] is the measured output, without bias."""
     x, w = x.to(torch.bfloat16), w.detach().to(torch.bfloat16)
     if _quantised(products, "fprop"):
 
@@ -67,10 +66,9 @@ def of_gradients(
 ) -> Iterator[ProductError]:
     """Yield the errors of dgrad and wgrad, of those that were needed and have a quantised operand.
 
-    The layer's clock is at the call, and the products are those of the forward pass; x [tokens, in], w [out,
-    in] and dy [tokens, out] are unquantised. `kept` is what the forward pass kept, if the backward pass
-    starts from more than x and w; None: computed. `results` are the measured dx [tokens, in] and dw [out,
-    in].
+    The layer's clock is at the call; the products are the forward pass's; x [tokens, in], w [out, in] and dy
+    [tokens, out] are unquantised. `kept` is what the forward pass kept, if the backward pass starts from more
+    than x and w; None: computed. `results` are the measured dx [tokens, in] and dw [out, in].
     """
     x, w, dy = (z.detach().to(torch.bfloat16) for z in (x, w, dy))
     sources = {"dgrad": (dy, w.t()), "wgrad": (dy.t(), x.t())}
@@ -128,8 +126,7 @@ def _quantised(products: Products, name: str) -> bool:
 
 
 def draws(products: Products, name: str) -> bool:
-    """Return True if an operand of a product (`fprop`, `dgrad` or `wgrad`), or the forward copy that it
-    starts from, is rounded at random."""
+    """Return True if an operand of `fprop`, `dgrad` or `wgrad`, or its forward copy, is rounded at random."""
     return any(quant.draws for quant in _multiplied(products, name))
 
 

@@ -31,8 +31,7 @@ class Probe(Protocol):
     """Receives what the layers of a model compute in a training step, while it is in force."""
 
     def operand(self, layer: str, slot: str, operand: Operand) -> None:
-        """Receive a quantised operand with its source, without what a transform takes out of it; `slot` is
-        one of SLOTS."""
+        """Receive a quantised operand of one of SLOTS, with its source, without a transform's parts."""
         return
 
     def product(self, layer: str, product: str, result: Tensor) -> None:
@@ -57,9 +56,9 @@ class Probe(Protocol):
         dy: Tensor,
         results: tuple[Tensor | None, Tensor | None],
     ) -> None:
-        """Receive a backward pass: the products of the forward pass and what that kept (`forward`), dy
-        [tokens, out], and the results dx [tokens, in] and dw [out, in], None for one that was not needed. The
-        layer's clock is at the call. Not called if ranks divide the layer."""
+        """Receive a backward pass: the products of the forward pass and what that kept, dy [tokens, out], and
+        the results dx [tokens, in] and dw [out, in], None if not needed. The layer's clock is at the call.
+        Not called if ranks divide the layer."""
         return
 
 
@@ -117,9 +116,8 @@ class Redrawing(Casting, Protocol):
 
 
 class Call(torch.autograd.Function):
-    """The autograd function of one call: fprop in its forward pass, dgrad and wgrad in its backward pass,
-    which starts from the saved x and w, or from their quantised forward copies, and quantises them again for
-    each product."""
+    """The autograd function of a call: fprop forward, dgrad and wgrad backward, which start from the saved x
+    and w, or from their quantised forward copies, and quantise them again for each product."""
 
     @staticmethod
     def forward(

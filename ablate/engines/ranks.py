@@ -56,16 +56,14 @@ class Divided:
 
     def total(self, dw: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the sum of all ranks' dw, fp32 [out, in] and overwritten, rounded once to `dtype`, or zeros.
-        Collective. The first rank gets the sum and the others zeros, because the ranks' gradients are added
-        later."""
+        Collective. The first rank gets the sum and others zeros, since gradients are added later."""
         dw = dw.contiguous()
         dist.all_reduce(dw, group=self.group)
         return dw.to(dtype) if self.index == 0 else torch.zeros_like(dw, dtype=dtype)
 
 
 class Sharded:
-    """A layer's weight [out, in], which becomes a DTensor, of which every rank of `mesh` keeps an equal
-    number of rows.
+    """A layer's weight [out, in], as a DTensor of which every rank of `mesh` keeps an equal number of rows.
 
     It is gathered for each product and freed afterwards: as codes and block scales if the product takes it in
     NVFP4, in bf16 otherwise.
@@ -95,9 +93,9 @@ class Sharded:
         rotation: Hadamard | None,
         draws_at: DrawArguments,
     ) -> Operand | None:
-        """Return the weight as an operand, gathered as codes and block scales; None if it cannot be gathered
-        so (see `packs`), on all ranks alike. Collective. `part` is this rank's rows, bf16 [out / ranks, in];
-        for `dgrad.w` their transpose."""
+        """Return the weight gathered as codes and block scales; None, on all ranks, if it cannot be
+        (`packs`). Collective. `part` is this rank's rows, bf16 [out / ranks, in]; for `dgrad.w` their
+        transpose."""
         partition = self.shares[slot]
         if quant is None or not packs(quant, rotation, part, partition):
             return None
@@ -143,9 +141,8 @@ class _Whole(torch.autograd.Function):
 
 
 def packs(quant: Quant | None, rotation: Hadamard | None, part: Tensor, partition: Partition) -> bool:
-    """Return True if a weight can be gathered as the quantised parts of all ranks. It cannot if the cast
-    depends on the micro-batch, which differs between ranks, or if its statistic has a history or hides a
-    NaN."""
+    """Return True if a weight can be gathered as the quantised parts of all ranks: not if the cast depends on
+    the micro-batch, which differs between ranks, or its statistic has a history or hides a NaN."""
     if quant is None or quant.from_forward or quant.estimator is not None or quant.outer is None:
         return False
     if (

@@ -39,8 +39,7 @@ Key = tuple[int, str, int]
 
 class Recorder:
     """Record of the experts of every token, in the calls of one step, whose micro-batches the engine's clock
-    numbers. `inner`: by module, what decides where its tokens go before they are recorded; None: the
-    router."""
+    numbers. `inner`: by module, what decides where tokens go before they are recorded; None: the router."""
 
     def __init__(self, engine: Engine, inner: Mapping[str, Routing | None]) -> None:
         self.engine, self.inner = engine, inner

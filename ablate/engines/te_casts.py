@@ -28,9 +28,9 @@ class Cast:
 
 
 def casts(x: Tensor, copy: CopyFormat) -> tuple[Cast, ...]:
-    """Quantise a tensor, bf16 [rows, columns] on a GPU, by TE's quantiser of a format, and read the rowwise
-    and the columnwise copy back. With one amax per row (`copy.rows`), it is the rowwise one alone: TE has
-    that for the forward pass only."""
+    """Quantise a tensor, bf16 [rows, columns] on a GPU, by TE's quantiser of a format; return its rowwise and
+    columnwise copy. With one amax per row (`copy.rows`) the rowwise one alone: TE has that for the forward
+    pass only."""
     maker = quantiser(copy)
     maker.set_usage(rowwise=True, columnwise=not copy.rows)
     made = maker(x)

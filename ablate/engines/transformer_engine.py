@@ -246,8 +246,7 @@ class NativeGroup(Group):
         self.built: Built = {}
 
     def __call__(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the products of each expert's rows with its weight; see `Group`. ValueError if experts have
-        different products in force."""
+        """Return the products of each expert's rows and weight (`Group`); ValueError if recipes differ."""
         first, products = self.first, self.first.products
         if first.emulated or not len(rows) or all(layer.products.plain for layer in self.layers):
             return super().__call__(rows, counts)
@@ -400,8 +399,7 @@ def factory(
     custom: Custom, delayed: Mapping[str, DelayedScale] | None = None
 ) -> Callable[[TeObject], TeObject]:
     """Return the function that TE calls for the quantiser of each tensor of a layer. Outputs of the layer get
-    a quantiser that leaves them as they are. `delayed` has the scales by tensor, for those with delayed
-    scaling."""
+    one that leaves them as they are. `delayed`: scales by tensor, for those with delayed scaling."""
 
     def for_role(role: TeObject) -> TeObject:
         copies = getattr(custom, role.tensor_type, None) if role is not None and role.tensor_type else None

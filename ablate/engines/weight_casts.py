@@ -91,8 +91,7 @@ class WeightCasts:
     def find(
         self, slot: str, quant: Quant, rotation: Hadamard | None, weight: Tensor
     ) -> list[Operand] | None:
-        """Return the weight's operand of a slot, `fprop.w` or `dgrad.w`, as its parts; None if it must be
-        made.
+        """Return the weight's operand `fprop.w` or `dgrad.w`, as its parts; None if it must be made.
 
         dgrad's operand is fprop's transposed for unrotated blocks of 16x16, unless an outer scale belongs to
         rows: those of the transpose are other sets of elements. The weight is [out, in]; of a sharded one,

@@ -16,9 +16,8 @@ _PURPOSE = 2
 
 
 def gaussian(clock: Clock, where: int, count: int) -> Tensor:
-    """Draw standard normal numbers by counter, fp32 [count] on the CPU: Box-Muller in float64, rounded to
-    fp32. The magnitude is at most 5.9, since a uniform number has 24 bits. `where` is the draw site
-    (`philox.site`)."""
+    """Draw standard normal numbers at draw site `where`, fp32 [count] on the CPU: Box-Muller in float64, then
+    rounded. The magnitude is at most 5.9, since a uniform number has 24 bits."""
     columns = count + -count % GROUP
     bits = random_bits(clock, where, 2, columns, 24, torch.device("cpu"), purpose=_PURPOSE).double()
     radius = (-2 * ((bits[0] + 0.5) * 2.0**-24).log()).sqrt()

@@ -224,8 +224,7 @@ def _moved(state: Nested, device: torch.device) -> Nested:
 
 class WeightRules:
     """All weight rules of a recipe; call `before` and `after` around every optimizer step. `master: bf16`
-    rounds the trainable parameters of the model after their optimizer's step; `layers` are the quantised ones
-    by name."""
+    rounds all trainable parameters of the model after it; `layers` are the quantised ones by name."""
 
     def __init__(self, spec: Weights, model: nn.Module, layers: Mapping[str, EmulatedLinear]) -> None:
         self.spec, self.model, self.layers = spec, model, layers

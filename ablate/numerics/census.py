@@ -45,8 +45,7 @@ class Census:
 
 
 def last_step(quant: Quant) -> float:
-    """Return the distance between the two largest grid values; less than half of it above them is rounded,
-    not clipped."""
+    """Return the distance between the two largest grid values; values up to half of it above are rounded."""
     grid = element_format(quant.element)
     return grid.step(torch.tensor([grid.max], dtype=torch.float32)).item()
 

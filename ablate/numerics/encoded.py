@@ -110,8 +110,7 @@ def can_pack(values: Tensor) -> bool:
 
 
 def packed_by_kernel(operand: Operand, family: Family, shape: tuple[int, int]) -> Encoded:
-    """Return what `encode` returns for bf16 values in nvfp4 or mxfp4, in one pass, by Triton. `shape`: padded
-    rows and columns."""
+    """Return what `encode` returns for bf16 in nvfp4 or mxfp4, in one pass; `shape`: as padded."""
     from ablate.numerics.kernels import packing
 
     tiles = None if operand.block_scale is None else operand.block_scale[:, 0, :, 0]

@@ -184,8 +184,7 @@ def resolved(field: str, value: object, known: Collection[str], folder: Path | N
 
 def or_own(field: str, words: Collection[str], ours: object) -> object:
     """Return the type of a field that takes one of our words, of type `ours`, or a function of the user's
-    (`own.Own`). `field` is a key of `own.KINDS`, or `element`; `words` are ours, without numbers behind a
-    colon."""
+    (`Own`). `field` is a key of `KINDS`, or `element`; `words` are ours, without numbers behind a colon."""
 
     def either(value: object, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> object:
         return resolved(field, value, words, (info.context or {}).get(FOLDER)) or handler(value)

@@ -45,8 +45,7 @@ _WORD_BYTES = 4
 
 
 def rounded(word: Own, y: Tensor, grid: Format, bits: Tensor | None, width: int) -> Tensor:
-    """Round scaled elements by the user's function, to fp32 like `y` on the grid; InputError if it raises, or
-    breaks its contract."""
+    """Round scaled elements by the user's function; InputError if it raises or breaks its contract."""
     made = call("rounding", word, y, y.shape, grid=grid, bits=bits, width=width)
     _refuse_off_grid("rounding", word, y, made, grid.neighbours(made.abs())[0] != made.abs(), "grid")
     return made
@@ -61,8 +60,7 @@ def scales(
     element: Format,
     nearest: Callable[[Tensor], Tensor],
 ) -> Tensor:
-    """Round block scales by the user's function, to fp32 like `exact`, values of the format; InputError if it
-    raises, or breaks its contract.
+    """Round block scales by the user's function; InputError if it raises or breaks its contract.
 
     `exact` are the scales that map each block's statistic to the top of the element grid; a scale of 1 would
     leave `tiles` as they are; `nearest` rounds to the scale format, whose values it leaves as they are.
@@ -76,9 +74,8 @@ def scales(
 
 
 def statistic(field: str, word: Own, of: Tensor, amaxes: Tensor) -> Tensor:
-    """Return the user's statistic of each block (`range.statistic`), fp32 like `amaxes`, or of a tensor
-    (`outer.statistic`), a scalar; InputError if the function raises, or breaks its contract. `of`: the tiles,
-    or the tensor."""
+    """Return the user's statistic of each block (`range.statistic`; `of`: tiles), fp32 like `amaxes`, or of a
+    tensor (`outer.statistic`), a scalar; InputError if the function raises, or breaks its contract."""
     blocks = field == "range.statistic"
     made = call(field, word, of, amaxes.shape if blocks else torch.Size(), amaxes=amaxes)
     given = amaxes if blocks else amaxes.amax()
@@ -87,8 +84,7 @@ def statistic(field: str, word: Own, of: Tensor, amaxes: Tensor) -> Tensor:
 
 
 def quantised(word: Own, x: Tensor, bits: Tensor | None, width: int) -> Tensor:
-    """Return the values, fp32 like `x`, that the user's quantiser makes of a rotated matrix; InputError if it
-    raises, or breaks its contract."""
+    """Return the user's quantiser's values of a matrix; InputError if it raises or breaks its contract."""
     made = call("own", word, x, x.shape, bits=bits, width=width)
     bad = ~made.isfinite() & x.isfinite().all()  # a block with an infinity may lose its other elements
     _refuse_off_grid("own", word, x, made, bad, "range of fp32")

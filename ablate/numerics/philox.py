@@ -105,13 +105,12 @@ def philox_key(clock: Clock, purpose: int = 0, call: int = 0) -> tuple[int, int]
 def random_bits(
     clock: Clock, where: int, rows: int, columns: int, width: int, device: torch.device, purpose: int = 0
 ) -> Tensor:
-    """Return uniform integers in [0, 2^width), fp32 [rows, columns], `columns` a multiple of GROUP; `width`
-    is 8, 16 or 24.
+    """Return uniform integers in [0, 2^width), fp32 [rows, columns], the columns a multiple of GROUP.
 
     The counter is (row-major index of the group, step, micro-batch, draw site `where`). One Philox call gives
-    128 bits, enough for one group of 16 consecutive elements at width 8. Wider draws take more calls; the
-    second key word distinguishes them. `purpose`: 0 for elements, 1 for block scales, 2 for noise, 3 for the
-    order of permuted errors.
+    128 bits, enough for one group of 16 consecutive elements at width 8; `width` 16 and 24 take more calls,
+    which the second key word distinguishes. `purpose`: 0 elements, 1 block scales, 2 noise, 3 order of
+    permuted errors.
     """
     groups = rows * columns // GROUP
     if device.type == "cpu" and (kernels := builds.build()):

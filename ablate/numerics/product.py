@@ -21,9 +21,8 @@ Gradients = TypeVar("Gradients")
 
 
 def alpha(a: Operand, b: Operand) -> Tensor | None:
-    """Return amax_a * amax_b / (divisor_a divisor_b), which is 36 bound_a bound_b for E2M1, the factor of the
-    product: an fp32 scalar, or a tensor that broadcasts to [M, N] if rows have their own amax; None if it is
-    1."""
+    """Return amax_a * amax_b / (divisor_a divisor_b), 36 bound_a bound_b for E2M1, the factor of the product:
+    an fp32 scalar, or a tensor that broadcasts to [M, N] if rows have their own amax; None for 1."""
     divisor = a.divisor * b.divisor
     factors = [f for f in (a.amax, None if b.amax is None else b.amax.t()) if f is not None]
     if not factors:
@@ -136,8 +135,7 @@ same operands as fp32.
 
 
 def mode() -> str:
-    """Return the mode in force: that of `multiplying`, of the environment (InputError for another word), or
-    this CPU's own."""
+    """Return the mode in force: of `multiplying`, the environment (InputError if unknown), or this CPU's."""
     if _FORCED:
         return _FORCED[-1]
     asked = os.environ.get(MODE_VARIABLE)

@@ -171,8 +171,7 @@ def quantize(
     keep: Keep = False,
     partition: Partition | None = None,
 ) -> Operand:
-    """Quantise one operand of a product: `x`, [rows, columns] in bf16, fp16 or fp32. Blocks run along the
-    columns, which are the contraction.
+    """Quantise one operand of a product: `x`, [rows, contraction] in bf16, fp16 or fp32.
 
     `clock` and the draw site `where` (`philox.site`) place the random bits of the roundings, and `product`,
     the same for both operands, those of the signs of the rotation. `history` has the earlier amaxes of this
@@ -181,9 +180,9 @@ def quantize(
     in the result; "source" keeps the quantised tensor, which telemetry needs. `partition` is given if `x` is
     one part of a matrix; the result is then that part of the whole matrix's (collective).
 
-    The values are [rows, columns], the columns padded to a multiple of the rotation's size, to whole blocks
-    and to groups of 16. TypeError if `x` has another dtype; ValueError if it is not a matrix, a draw or a
-    history has no clock, ms_eden has no rotation, or the part cuts a block.
+    The values are [rows, columns]: the contraction, along which blocks run, padded to a multiple of the
+    rotation's size, to whole blocks and to groups of 16. TypeError if `x` has another dtype; ValueError if it
+    is not a matrix, a draw or a history has no clock, ms_eden has no rotation, or the part cuts a block.
     """
     _refuse(x, quant, rotation, clock, history, partition)
     if quant.altered:
@@ -228,12 +227,10 @@ def quantize_both(
     product: int,
     histories: tuple[History | None, History | None],
 ) -> tuple[Operand, Operand] | None:
-    """Quantise `x` and the rotated `x.t()` in one read, to the bits that two calls of `quantize` give; None
-    if no kernel makes both at once.
+    """Quantise `x` and the rotated `x.t()` in one read, to the bits of `quantize`; None if no kernel can.
 
-    `x` is [rows, columns], bf16 or fp32, on a GPU. `rotation` runs along the rows of `x`, and `product` is
-    the draw site of its signs; `where` and `histories` have the draw sites and the earlier amaxes of the two
-    operands.
+    `x` is [rows, columns], bf16 or fp32, on a GPU. `rotation` runs along its rows, and `product` is the draw
+    site of its signs; `where` and `histories` have the draw sites and the earlier amaxes of both operands.
     """
     if not cuda.can_quantize_both(x, first, second, rotation):
         return None

@@ -88,8 +88,7 @@ def floor(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -
 
 
 def ceil(y: Tensor, grid: Format, bits: Tensor | None = None, width: int = 0) -> Tensor:
-    """Round non-negative fp32 of any shape to the neighbour away from zero, saturating at the largest
-    magnitude."""
+    """Round non-negative fp32 of any shape away from zero, saturating at the largest magnitude."""
     y = y.clamp(max=grid.max)
     step = grid.step(y)
     return y.div_(step).ceil_().mul_(step)

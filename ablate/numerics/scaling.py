@@ -210,14 +210,14 @@ def outer_statistic(
     clock: Clock | None,
     partition: Partition | None = None,
 ) -> Tensor:
-    """Return the outer statistic of the copy `x` that is quantised, [rows, columns] in bf16, fp16 or fp32
-    (after rotation and padding).
+    """Return the outer statistic of the copy `x` that is quantised (after rotation and padding).
 
     fp32: a scalar (`tensor`), [row tiles, 1, 1, 1] (`row`, `rows:n`) or [rows, 1, column tiles, 1]
-    (`block:128`); 0 for an empty tensor. `tiles` are `x` in fp32, `amaxes` the largest magnitude of each
-    block; for granularity `tensor`, None and the largest of all are enough. `delayed` and `hold` read earlier
-    amaxes from `history`, which needs a clock; None: the current one is used. `partition` is given if `x` is
-    one part of a matrix: the statistic is then that of the whole matrix (collective).
+    (`block:128`); 0 for an empty tensor. `x` is [rows, columns], bf16, fp16 or fp32, `tiles` the same in
+    fp32, `amaxes` the largest magnitude of each block; for granularity `tensor`, None and the largest of all
+    are enough. `delayed` and `hold` read earlier amaxes from `history`, which needs a clock; None: the
+    current one is used. `partition` is given if `x` is one part of a matrix: the statistic is then the whole
+    matrix's (collective).
     """
     if x.numel() == 0:
         return torch.zeros((), dtype=torch.float32, device=x.device)
@@ -296,9 +296,8 @@ def block_scales(
 
 
 def round_scale(scale: Tensor, to: BlockScale, bits: Tensor | None = None) -> Tensor:
-    """Round scales, non-negative fp32 of any shape, to their format, saturating, and apply the format's rule
-    for zero. `bits` are 24 random bits for each scale, as fp32 like `scale`, if it is rounded
-    stochastically."""
+    """Round scales, non-negative fp32 of any shape, to their format, saturating, and apply its rule for zero.
+    `bits` are 24 random bits for each scale, as fp32 like `scale`, if rounding is stochastic."""
     grid = SCALES[to.format]
     if not grid.zero and not grid.mantissa:
         return _power_of_two(scale, to, grid, bits)

@@ -421,8 +421,7 @@ class Quant(Spec):
 
     @property
     def wide(self) -> bool:
-        """Return True if code times scale may need more than bf16's 8 significant bits: the product takes
-        fp32 operands."""
+        """Return True if code times scale may exceed bf16's 8 significant bits: products take fp32."""
         if self.own is not None:
             return True
         significant = element_format(self.element).significant + (

@@ -35,12 +35,12 @@ FORMAT, VERSION = "ablate-nvfp4", 1
 
 
 def pack(values: Tensor) -> Tensor:
-    """Pack E2M1 values, fp32 [rows, columns] on the grid, two to a byte: uint8 [rows, columns / 2], the even
-    column in the low nibble.
+    """Pack E2M1 values, fp32 [rows, columns], two to a byte: uint8 [rows, columns / 2].
 
-    A zero keeps its sign, as in the hardware conversion, so -0 and negative values that were rounded to zero
-    are code 8. Transformer Engine's reference differs for an input of -0, for which it writes 0. E2M1 has no
-    NaN: NaN becomes 6, and the NaN in the block's scale shows it. ValueError if the number of columns is odd.
+    The even column is the low nibble. A zero keeps its sign, as in the hardware conversion, so -0 and
+    negative values that were rounded to zero are code 8. Transformer Engine's reference differs for an input
+    of -0, for which it writes 0. E2M1 has no NaN: NaN becomes 6, and the NaN in the block's scale shows it.
+    ValueError if the number of columns is odd.
     """
     if values.shape[1] % 2:
         raise ValueError(
@@ -266,14 +266,13 @@ def store(
     where: tuple[int, int] = (0, 1),
     product: int = 0,
 ) -> Stored:
-    """Quantise x, [rows, columns] in bf16, fp16 or fp32, by `quant`, and x transposed by `transposed_quant`
-    unless that is None.
+    """Quantise x, [rows, columns] in bf16, fp16 or fp32, and its transpose if it has a quantiser too.
 
     Both copies are quantised from x, never one from the other; with 16x16 blocks, nearest rounding and no
     rotation they hold the same numbers. `rotation` acts on the transposed copy along the rows of x, as in
-    wgrad of NVIDIA's recipe; `product` is the draw site of its signs, and `where` has those of the row-wise
-    and the column-wise copy. ValueError if a quantiser cannot be stored, a rotation has no transposed copy,
-    or both copies draw at one site.
+    wgrad of NVIDIA's recipe; `product` is the draw site of its signs, and `where` has both copies'.
+    ValueError if a quantiser cannot be stored, a rotation has no transposed copy, or both copies draw at one
+    site.
     """
     if x.ndim != 2:
         raise ValueError(f"store takes a matrix, not {x.ndim} dimensions; flatten the leading ones into rows")
@@ -362,10 +361,9 @@ def refuse(quant: Quant) -> None:
 
 
 def load(path: str | Path, device: torch.device | str = "cpu") -> Stored:
-    """Return the tensor that `Stored.save` wrote to `path`, bit for bit, on `device`. No code from the file
-    is run.
+    """Return the tensor that `Stored.save` wrote to `path`, bit for bit; no code from the file is run.
 
-    ValueError if the file is of another kind or version, truncated or altered, with the path and the reason;
+    ValueError with the path and the reason if the file is of another kind or version, truncated or altered;
     OSError if it cannot be read.
     """
     data = Path(path).read_bytes()

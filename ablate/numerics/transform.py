@@ -96,8 +96,7 @@ def only(x: Tensor, kept: Tensor, channels: int) -> Tensor:
 
 
 def patch(x: Tensor, quantised: Tensor, fraction: float, channels: int, dtype: torch.dtype) -> Part:
-    """Return what quantisation lost of the `fraction` of channels of largest L2 norm, at least one, zero in
-    the others.
+    """Return what quantisation lost of the `fraction` of channels (at least one) of largest L2 norm; else 0.
 
     Added to the quantised operand, it makes those channels as exact as the dtype of `x` (Hot-Channel Patch,
     arXiv 2602.02047, from its abstract). Not modelled: how the paper scores channels, one set of channels for

@@ -61,14 +61,13 @@ def quantize(
     keep: bool = False,
     statistic: float | Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> Made | None:
-    """Quantise x, [rows, columns] in bf16 or fp32, stored by rows or by columns; `forms.nvidia` accepts the
-    quantiser.
+    """Quantise x, [rows, columns] in bf16 or fp32, stored by rows or by columns, if `forms.nvidia` holds.
 
     x is first rotated along its columns if there are signs, fp32 [16]. Stochastic rounding needs the clock;
     `keep` keeps the quantised tensor in the result. `statistic` is the outer statistic, as a number, or as a
-    function of the quantised tensor and its largest magnitude; None: the largest magnitude. None is returned
-    if the reference must make the operand: x is not finite, or it was padded and `keep` or a function as
-    `statistic` needs the quantised tensor.
+    function of the quantised tensor and its largest magnitude; None: the latter. None is returned if the
+    reference must make the operand: x is not finite, or was padded and `keep` or a function as `statistic`
+    needs it.
     """
     assert quant.outer is not None
     by_columns = not x.is_contiguous()

@@ -72,8 +72,7 @@ Cast = Callable[[Tensor, Form, Clock | None], Quantized]
 @cache
 def kernels() -> ModuleType | None:
     """Return nvfp4.py, or None without a Triton that can be exact. Torch's CUDA builds have one since 2.10,
-    those for CPUs have none. Before 3.6 Triton flushes subnormals in divisions, and ignores the option not
-    to."""
+    those for CPUs none. Before 3.6, Triton flushes subnormals in divisions, whatever the option says."""
     try:
         from triton.backends.nvidia.compiler import CUDAOptions
 
@@ -237,8 +236,7 @@ def quantize(x: Tensor, form: Form, clock: Clock | None) -> Quantized:
 
 def quantize_both(x: Tensor, first: Form, second: Form, clock: Clock | None) -> tuple[Quantized, Quantized]:
     """Quantise x [rows, columns], and x.t() rotated by the signs of `second`, as `quantize` does. x is read
-    twice, not four times, unless a statistic is a percentile; the first read is for the two amaxes: that of a
-    rotated copy is its own."""
+    twice, not four times, unless a statistic is a percentile; first for the amaxes of both."""
     rows, columns = x.shape
     largest = amax_both(x, second.signs)
     mine, mine_largest = _statistic(x, first, largest[0])

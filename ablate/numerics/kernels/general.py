@@ -195,9 +195,8 @@ def can_rotate(z: Tensor) -> bool:
 
 
 def rotate(z: Tensor, signs: Tensor, back: bool = False) -> Tensor:
-    """Return z R, or z R^T if `back`, along the columns, padded with zeros to a multiple of the size; z is
-    [rows, columns], bf16 or fp32, and signs are fp32 [size] of +1 and -1, the size a power of two from 4 to
-    128."""
+    """Return z R, or z R^T if `back`, along the columns, padded with zeros to a multiple of the size. z is
+    [rows, columns], bf16 or fp32; signs are fp32 [size] of +1 and -1, the size a power of two, 4 to 128."""
     z, size = by_rows(z), signs.shape[0]
     rows, columns = z.shape
     width = columns + -columns % size

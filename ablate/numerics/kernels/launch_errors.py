@@ -6,8 +6,8 @@ from pathlib import Path
 
 
 def reason(error: Exception, headers: Path | None = None) -> str:
-    """Return a sentence for an error from a launch of Triton's, with the way out. `headers`: folder of
-    Python.h; None: that of this Python."""
+    """Return a sentence for an error of a launch, with the way out. `headers`: folder of Python.h; None: that
+    of this Python."""
     text = str(error)
     headers = headers or Path(sysconfig.get_paths()["include"])
     if "C compiler" in text:

@@ -93,13 +93,12 @@ def pack(
     e8m0: bool,
     shape: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes, uint8 [padded rows, padded columns / 2], and the tiled scales, uint8, flat, of an
-    operand.
+    """Return an operand's codes, uint8 [padded rows, padded columns / 2], and tiled scales, uint8, flat.
 
     `values` are code times scale, bf16 [rows, columns], in any layout. `block_scale` is fp32 [row tiles,
     column tiles], None for scales of 1, and `tile` the rows and columns of one, the columns a multiple of
-    `length`, which is the layout's: 16 or 32. Scales are e8m0 or, if `e8m0` is False, e4m3. `shape`: padded
-    rows and columns.
+    `length`, which is the layout's: 16 or 32. Scales are e8m0, or else e4m3. `shape`: padded rows and
+    columns.
     """
     rows, columns = values.shape
     tall, blocks = shape[0], shape[1] // length

@@ -15,8 +15,7 @@ def scaled(y, out, first, second, divisor, count, SIZE: tl.constexpr):
     * second / divisor in fp32, in this order, as in `product.alpha`.
 
     y is fp32, stored without gaps; `out` lies alike, and may be y itself. `first` and `second` are the
-    operands' amaxes, fp32 scalars in memory, `second` None for 1; `divisor` is the product of the operands'
-    divisors.
+    operands' amaxes, fp32 scalars in memory, `second` None for 1; `divisor` is the product of their divisors.
     """
     numerator = tl.load(first)
     if second is not None:
