@@ -133,7 +133,7 @@ class Engine:
         return recipe
 
     def end(self, remedy: str) -> None:
-        """Leave the step in force: until the next `at`, calls of layers raise an error with this remedy."""
+        """Leave the step in force: until `at`, a call of a layer raises an error that ends in `remedy`."""
         for layer in self.layers.values():
             layer.products = NotInForce(remedy=remedy)
 
@@ -175,8 +175,7 @@ class Engine:
 
     def state(self) -> EngineState:
         """Return the state that later steps depend on, apart from parameters and optimizer, for a checkpoint:
-        amax histories, tripped triggers, counts and the state of the weight rules, as plain data and
-        tensors."""
+        amax histories, tripped triggers, counts and the weight rules' state, as plain data and tensors."""
         layers: dict[str, LayerState] = {
             name: {
                 "nonfinite": int(layer.nonfinite),

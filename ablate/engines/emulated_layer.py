@@ -287,8 +287,9 @@ class EmulatedLinear(Replacement):
         """Return the weight as the operand `fprop.w` or `dgrad.w`, from the cache `casts` if possible.
 
         A cast may not be reused if it draws random bits or depends on a history, or if `keep` or a probe asks
-        for its input. The weight is this call's [out, in], in any dtype; of a sharded one, this rank's rows.
-        It may not be `self.weight`: a functional call brings its own. `quant` and `keep` are as in `operand`.
+        for its input. The weight is that of this call [out, in], in any dtype; of a sharded one, this rank's
+        rows. It may be another tensor than `self.weight`: a functional call brings its own. `quant` and
+        `keep` are as in `operand`.
         """
         inspected = keep or self.context.probe is not None
         reusable = (

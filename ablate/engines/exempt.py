@@ -80,8 +80,7 @@ def altered(linear: nn.Module, taken: bool = True) -> str | None:
 
 
 def refuse_bypassed(layers: Collection[EmulatedLinear]) -> None:
-    """Raise ValueError for a quantised layer whose weight has a gradient, though none of its calls ever
-    began.
+    """Raise ValueError if a quantised layer's weight has a gradient, and no forward pass of it ever began.
 
     Its module multiplies by the weight itself, so nothing of it is quantised. Call it after a backward pass,
     with all layers of a model and the products of the step in force. Several ranks are not checked, since

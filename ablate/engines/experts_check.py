@@ -49,7 +49,7 @@ def refuse_other(module: nn.Module, name: str) -> None:
 
 def refuse_parts(stacks: Mapping[str, nn.Module], wanted: Callable[[str, nn.Module], bool]) -> None:
     """Raise ValueError if a filter, as in `emulated.convert`, takes a stack of experts and leaves out layers
-    of it, which it cannot do. The stacks, by name, have layers, and none after the error."""
+    of it, which it cannot do. The stacks, by name, have their layers; before the error, all are detached."""
     for name, module in stacks.items():
         left = [layer.name for layer in module.forward.layers if not wanted(layer.name, layer)]
         if left:
