@@ -318,12 +318,12 @@ class _Casting:
     """Casts of operands that arrive one by one."""
 
     products: Sequence[Callable[[str], Products]]
-    """Of each recipe, the products of a layer by its name."""
+    """Functions from a layer's name to its products, by recipe."""
     caster: Caster
     progress: Callable[[int], None]
     titles: Sequence[str]
     errors: list[dict[str, NDArray[np.float64]]] = field(default_factory=lambda: [{}])
-    """Of each batch, by layer: error and bias [2, recipes, slots]."""
+    """Error and bias [2, recipes, slots] by layer, of each batch."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Elements of each layer's weight."""
     routed: set[str] = field(default_factory=set)

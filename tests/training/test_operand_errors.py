@@ -170,7 +170,7 @@ def test_the_same_numbers_come_again_and_do_not_depend_on_the_other_recipes():
 
 
 def test_casts_of_weights_that_stay_are_made_once_and_have_the_errors_of_every_batch(monkeypatch):
-    """Of all presets: also those that draw, turn by signs, or remember amaxes."""
+    """All presets, also those that draw, turn by signs, or remember amaxes."""
     first, weights = operands(0), []
     batches = [[replace(operands(seed), w=first.w)] for seed in range(2)]
     recipes = [make() for make in PRESETS.values()]
@@ -326,7 +326,7 @@ FAMILIES = {
 def test_a_stream_of_a_saved_model_has_the_operands_of_a_backward_pass_that_keeps_all(
     tmp_path, family, dtype
 ):
-    """Of the same weights in fp32 with gradients, without recomputation."""
+    """Those of the same weights in fp32 with gradients, without recomputation."""
     sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 300}
     causal = pytest.importorskip("ablate.training.models.causal")
     model = causal.build({"model_type": family, **sizes, **FAMILIES[family]}, 300, 1, torch.device("cpu"))
