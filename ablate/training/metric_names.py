@@ -231,7 +231,8 @@ def cell_of(metric: str) -> tuple[int, int, str] | None:
     family, _, rest = metric.partition("/")
     position, _, rest = rest.partition("/")
     window, _, own = rest.partition("/")
-    return (int(position), int(window), own) if family == FORK and own else None
+    is_cell = family == FORK and own and _is_number(position) and _is_number(window) and int(window) > 0
+    return (int(position), int(window), own) if is_cell else None
 
 
 def part_metric(number: int, metric: str) -> str:
@@ -243,4 +244,9 @@ def part_of(metric: str) -> tuple[int, str] | None:
     """Return number and reading of a metric of one part of the validation data; None for any other metric."""
     family, _, rest = metric.partition("/")
     number, _, own = rest.partition("/")
-    return (int(number), own) if family == EVALUATED and own else None
+    return (int(number), own) if family == EVALUATED and own and _is_number(number) else None
+
+
+def _is_number(part: str) -> bool:
+    """Return True for a number as records have it: a user's own metric may be `evaluated/gsm8k/accuracy`."""
+    return part.isascii() and part.isdecimal()

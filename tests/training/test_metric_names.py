@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from support.cases import every
 
 from ablate.recipes.recipe import SLOTS
+from ablate.results.forked import readings_of
 from ablate.store.ledger import Ledger
 from ablate.training import metric_names
 from ablate.training.metric_names import (
@@ -22,7 +23,12 @@ from ablate.training.metric_names import (
     TOKENS_MIN,
     VARIANCE,
     Name,
+    cell_of,
     parse,
+    part_metric,
+    part_of,
+    recordable,
+    window_metric,
 )
 from ablate.training.operand_metrics import OPERAND_METRICS
 from ablate.training.workloads import WORKLOADS
@@ -96,6 +102,28 @@ def test_any_text_is_a_name_and_survives(text):
     assert Name(*(getattr(parse(text), field) for field in ("family", "slot", "layer", "metric"))) == parse(
         text
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("evaluated/gsm8k/loss", "evaluated/-1/loss", "evaluated/1_0/loss", "evaluated//loss"),
+        *("fork/a/b/loss", "fork/3/b/loss", "fork/3/0/loss", "fork/\u0663/4/loss", "fork/\u00b2/4/loss"),
+        *("evaluated/3", "fork/3/4", "fork/3/4/", "fork", "val/3/4/loss"),
+    ],
+)
+def test_a_metric_of_a_users_own_in_a_family_of_windows_is_no_reading_of_a_window(text):
+    assert cell_of(text) is None
+    assert part_of(text) is None
+    assert readings_of([(0, {text: 1.0, "fork/3/4/loss": 2.0})], "loss").windows == [4]
+
+
+@given(st.integers(0, 10**9), st.integers(1, 10**9), st.sampled_from(["loss", "loss@nvfp4", "my/own"]))
+def test_a_reading_of_a_window_has_its_numbers(position, window, own):
+    names = window_metric(position, window, own), part_metric(position, own)
+    assert all(map(recordable, names))
+    assert cell_of(names[0]) == (position, window, own)
+    assert part_of(names[1]) == (position, own)
 
 
 @given(st.none() | PART, st.none() | PART, st.none() | PART, PART)
