@@ -57,6 +57,14 @@ def acknowledge(applied: Recipe) -> None:
         _note(f"ablate.convert got another recipe than that of {RECIPE}; give it ablate.recipe()")
 
 
+def number(value: object, title: str) -> float:
+    """Return a value that a user's code logs, as a float. ValueError if it is no number."""
+    try:
+        return float(value)  # type: ignore[arg-type]  # a tensor or anything that has __float__
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{title} is {value!r}, which is no number: {error}") from None
+
+
 def log(metrics: Mapping[str, object], step: int) -> None:
     """Append metrics to the file of the environment; of several ranks, rank 0 alone does. ValueError if a
     value is no number, a name is empty, or `step` is no integer from 1."""
@@ -66,10 +74,7 @@ def log(metrics: Mapping[str, object], step: int) -> None:
     for name, value in metrics.items():
         if not isinstance(name, str) or not name.strip() or name == "step":
             raise ValueError(f"ablate.log: {name!r} is no name of a metric")
-        try:
-            values[name] = float(value)  # type: ignore[arg-type]  # a tensor or anything that has __float__
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"ablate.log: {name} is {value!r}, which is no number") from None
+        values[name] = number(value, f"ablate.log: {name}")
     if os.environ.get("RANK", "0") == "0":
         _append({"step": index(step)} | values)
 

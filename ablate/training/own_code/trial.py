@@ -45,6 +45,7 @@ from ablate.training.fork_design import parts_of
 from ablate.training.loop import Record, move_by_ulp
 from ablate.training.metric_names import FIRST_NONFINITE, part_metric
 from ablate.training.metrics import of_machine
+from ablate.training.own_code.process_environment import number
 from ablate.training.trial_run import TrialRun
 
 if TYPE_CHECKING:
@@ -279,10 +280,7 @@ class Trial:
         for name, value in metrics.items():
             if not isinstance(name, str) or not name.strip():
                 raise ValueError(f"trial.log: {name!r} is no name of a metric")
-            try:
-                self._metrics[name] = float(value)
-            except (TypeError, ValueError, OverflowError):
-                raise ValueError(f"trial.log: {name} is {value!r}, which is no number") from None
+            self._metrics[name] = number(value, f"trial.log: {name}")
         if not math.isfinite(self._metrics.get("train/loss", 0.0)):
             self._metrics[FIRST_NONFINITE] = float(max(1, self._done) + self._before)
             self._flush(origin=next(filter(None, map(Conversion.origin, self._conversions)), None))
@@ -303,8 +301,9 @@ class Trial:
         """
         if not losses:
             raise ValueError(f"trial.log_batches: {name} has no losses; give that of each validation batch")
-        parts = parts_of([float(loss) for loss in losses]) if self.forked else []
-        self.log({name: math.fsum(losses) / len(losses)})
+        values = [number(loss, f"trial.log_batches: a loss of {name}") for loss in losses]
+        parts = parts_of(values) if self.forked else []
+        self.log({name: math.fsum(values) / len(values)})
         self._metrics |= {part_metric(number, name): value for number, value in enumerate(parts)}
 
     def checkpoint(self, **objects: Stateful | torch.Generator) -> None:

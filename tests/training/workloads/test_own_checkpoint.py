@@ -276,9 +276,22 @@ def test_a_map_by_globs_trains_each_group_of_the_checkpoints_layers_alone(folder
     assert [cell.name for cell in sensitivity(mapped).cells] == globs
 
 
-@pytest.mark.parametrize(("losses", "said"), [([], "val/loss has no losses"), (["x"], "could not convert")])
-def test_losses_that_are_none_are_refused(folder, losses, said):
+def plain(folder: Path) -> list:
+    return list(workload(folder).records(TrialRun(PRESETS["bf16"](), 3, "emulated", "cpu", UNMEASURED)))
+
+
+@pytest.mark.parametrize("records", [forked, plain])
+@pytest.mark.parametrize(
+    ("losses", "said"),
+    [
+        ([], "val/loss has no losses"),
+        (["x"], "could not convert"),
+        ([1.0, None], "None, which is no number"),
+        ([10**400], "too large"),
+    ],
+)
+def test_losses_that_are_none_are_refused(folder, records, losses, said):
     path = folder / "train.py"
     path.write_text(CODE.replace("trial.log_batches(losses(model))", f"trial.log_batches({losses!r})"))
     with pytest.raises(ValueError, match=said):
-        forked(folder)
+        records(folder)
