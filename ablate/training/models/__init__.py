@@ -26,11 +26,12 @@ def library(name: str) -> ModuleType:
 @contextmanager
 def quietly() -> Iterator[None]:
     """Inside this context, suppress log messages, such as hints at import time about other libraries."""
-    logging.disable(logging.WARNING)
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
     try:
         yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)
 
 
 @contextmanager

@@ -1,11 +1,13 @@
-"""A library that is installed and cannot be imported is hidden while another is imported, and never longer."""
+"""A library that is installed and cannot be imported is hidden while another is imported, and never longer; so are log
+messages."""
 
+import logging
 import sys
 from importlib.util import find_spec
 
 import pytest
 
-from ablate.training.models import hidden_if_broken
+from ablate.training.models import hidden_if_broken, quietly
 
 
 @pytest.fixture
@@ -35,3 +37,20 @@ def test_a_library_that_is_in_use_stays(broken, monkeypatch):
     monkeypatch.setitem(sys.modules, broken, sys)
     with hidden_if_broken(broken):
         assert sys.modules[broken] is sys
+
+
+@pytest.mark.parametrize("earlier", [logging.NOTSET, logging.DEBUG, logging.CRITICAL])
+def test_log_messages_that_were_disabled_before_stay_disabled(earlier):
+    def levels() -> list[bool]:
+        return [logging.getLogger("x").isEnabledFor(level) for level in (logging.WARNING, logging.ERROR)]
+
+    logging.disable(earlier)
+    try:
+        before = levels()
+        with quietly():
+            with pytest.raises(ValueError, match="inner"), quietly():
+                raise ValueError("inner")
+            assert levels() == [False, before[1]]
+        assert (levels(), logging.root.manager.disable) == (before, earlier)
+    finally:
+        logging.disable(logging.NOTSET)
