@@ -396,6 +396,8 @@ class Conversion:
             RuntimeError: called inside of `step()` or `evaluation()`, or a second time.
             ValueError: `copied` is no copy of the converted model.
         """
+        if self._within == "restored":
+            raise RuntimeError(f"restore(): {_RESTORED} already")
         if self._within:
             raise RuntimeError(f"restore() inside of {self._within}(); leave it first")
         model = self.model if copied is None else copied

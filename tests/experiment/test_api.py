@@ -286,6 +286,8 @@ def test_restored_layers_are_plain_and_have_the_same_parameters_and_hooks():
     assert calls == [1]
     with pytest.raises(RuntimeError, match="restored to plain layers"), run.step():
         pass
+    with pytest.raises(RuntimeError, match="restored to plain layers already"):
+        run.restore()
     trained(model, ablate.convert(model, "nvfp4"))  # and it can be converted again
 
 
