@@ -9,7 +9,7 @@ from ablate.store.ledger import Ledger
 
 def never_began(ledger: Ledger) -> Iterator[str]:
     """Yield a sentence for each phase whose condition no finished run of an arm has met."""
-    # Lowest value of the phase's metric in each run, by arm and start of the phase.
+    # Lowest finite value of the phase's metric in each run, by arm and start of the phase.
     lowest: dict[tuple[str, str], list[float]] = {}
     met = set()
     for member in ledger.members():
@@ -24,8 +24,10 @@ def never_began(ledger: Ledger) -> Iterator[str]:
             key = member.name, phase.start
             if any(value < phase.trigger.limit for value in checked):
                 met.add(key)
-            lowest.setdefault(key, []).append(min(checked, default=math.nan))
+            lowest.setdefault(key, []).append(min(filter(math.isfinite, checked), default=math.inf))
     for (arm, start), values in lowest.items():
         if (arm, start) not in met:
             reason = f"the lowest value measured in {len(values)} runs is {min(values):.4g}"
+            if min(values) == math.inf:
+                reason = f"no finite value was measured in {len(values)} runs"
             yield f"**A phase never began:** {arm}, {start}: {reason}."

@@ -1,6 +1,7 @@
 """Phases and rules that change nothing: refused at their place, noted for a preset's own, or told after the runs."""
 
 import json
+import math
 from contextlib import closing
 
 import pytest
@@ -149,8 +150,16 @@ def test_a_recipe_is_shown_whatever_a_workload_of_it_would_leave_without_effect(
     assert resolve("nvfp4", ["skip_first=100"]).layers.skip_first == 100
 
 
-@pytest.mark.parametrize(("ratios", "began"), [([3.0, 2.0], False), ([3.0, 0.9], True)])
-def test_a_condition_that_no_run_met_is_told_when_the_runs_are_over(ratios, began, tmp_path):
+@pytest.mark.parametrize(
+    ("ratios", "lowest"),
+    [
+        ([3.0, 2.0], "in 2 runs is 2"),
+        ([3.0, 0.9], None),
+        ([math.nan, 2.0], "in 2 runs is 2"),
+        ([math.inf, math.nan], "no finite value was measured in 2 runs"),
+    ],
+)
+def test_a_condition_that_no_run_met_is_told_when_the_runs_are_over(ratios, lowest, tmp_path):
     path = tmp_path / "sweeps" / "x" / "ledger.db"
     spec = {
         "workload": {"gpt": {"steps": 9}},
@@ -160,16 +169,17 @@ def test_a_condition_that_no_run_met_is_told_when_the_runs_are_over(ratios, bega
         arm = book.add_arm("late", {"sr": True}, None, None)
         for seed, ratio in enumerate(ratios):
             trial = book.add_member(arm, seed, f"{seed}", json.dumps(spec))
-            values = {4: ratio, 6: 0.1, 8: 5.0}  # step 6 is a probe's, not the condition's
+            # Step 6 is a probe's, not the condition's.
+            values = {0: math.nan, 4: ratio, 6: 0.1, 8: 5.0 if math.isfinite(ratio) else math.inf}
             book.record(
                 trial,
                 [{"step": s, "time": 0.0, "metrics": {"grad/noise_ratio": v}} for s, v in values.items()],
             )
             book.settle(trial, "done")
         found = list(never_began(book))
-        assert [("late" in line, "noise_ratio:1.0:4" in line) for line in found] == (
-            [] if began else [(True, True)]
-        )
+        assert [
+            all(part in line for part in ("late", "noise_ratio:1.0:4", str(lowest))) for line in found
+        ] == ([True] if lowest else [])
         assert [part.text for part in Answer(book).losses() if "late, noise_ratio" in part.text] == found
 
 
