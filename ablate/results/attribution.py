@@ -253,7 +253,7 @@ def _from_zero(by_seed: Mapping[int, float], interval: Interval) -> Difference:
 def extra_tokens(arm: Mapping[int, float], baseline: Mapping[int, float]) -> float:
     """Return the additional tokens that an arm needs to reach the loss at which its baseline ends, as a
     share: 0.1 for 10 % more; NaN if the curves, loss by tokens seen in ascending order, never reach the same
-    loss.
+    loss. Points at 0 tokens are left out, since they have no logarithm.
 
     The loss of an arm that ends worse at T tokens was reached by the baseline after fewer tokens T': the
     share is T / T' - 1. An arm that ends better reached the baseline's last loss after T'' tokens: T'' / T -
@@ -261,6 +261,7 @@ def extra_tokens(arm: Mapping[int, float], baseline: Mapping[int, float]) -> flo
     tokens. If the learning rate decays at the end, the share is an upper bound: a shorter run would have
     decayed sooner.
     """
+    arm, baseline = ({t: loss for t, loss in curve.items() if t > 0} for curve in (arm, baseline))
     if not arm or not baseline:
         return math.nan
     tokens = min(max(arm), max(baseline))

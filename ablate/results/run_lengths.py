@@ -130,7 +130,8 @@ def lengths(ledger: Ledger, groups: Mapping[int, Sequence[Member]], lasts: Lasts
 
 def steps_to(losses: Mapping[int, float], target: float) -> float:
     """Return the steps after which a loss, by ascending step, is down to a target for the first time; NaN if
-    it never is. Between two evaluations the loss is taken to fall with the logarithm of the steps."""
+    it never is. Between two evaluations the loss is taken to fall with the logarithm of the steps, which an
+    evaluation before the first step does not have."""
     earlier: tuple[int, float] | None = None
     for step, loss in losses.items():
         if loss <= target:
@@ -138,7 +139,7 @@ def steps_to(losses: Mapping[int, float], target: float) -> float:
                 return float(step)
             share = (earlier[1] - target) / (earlier[1] - loss)
             return math.exp(math.log(earlier[0]) + share * math.log(step / earlier[0]))
-        earlier = (step, loss) if math.isfinite(loss) else earlier
+        earlier = (step, loss) if step and math.isfinite(loss) else earlier
     return math.nan
 
 

@@ -152,6 +152,13 @@ def test_steps_to_a_loss_are_interpolated_in_the_logarithm_of_the_steps():
     assert steps_to({10: math.nan, 20: 2.0}, 2.5) == 20
 
 
+@pytest.mark.parametrize("target", [3.5, 3.0, 2.5, 1.5])
+def test_an_evaluation_before_the_first_step_changes_no_steps_to_a_loss(target):
+    curve = {10: 3.0, 20: 2.0}
+    assert steps_to({0: 4.0} | curve, target) == pytest.approx(steps_to(curve, target), nan_ok=True)
+    assert steps_to({0: target} | curve, target) == 0
+
+
 def test_arms_are_compared_by_the_steps_that_they_need(tmp_path):
     metric = [{"name": "val/loss"}, {"name": "steps_to/3.9"}]
     experiment = tiny(tmp_path, shape={"steps": 12, "eval_every": 2, "lr": 1e-2}, metric=metric)

@@ -144,6 +144,13 @@ def test_tokens_to_match_on_curves_that_fall_with_the_logarithm():
     assert extra_tokens(base, base) == pytest.approx(0)
     assert math.isnan(extra_tokens(dict.fromkeys(steps, 99.0), base))
     assert math.isnan(extra_tokens({}, base))
+    start = {0: 9.0}
+    for one, other in ((behind, base), (ahead, base), (dict.fromkeys(steps, 8.0), base)):
+        expected = pytest.approx(extra_tokens(one, other), nan_ok=True)
+        assert extra_tokens(start | one, start | other) == expected
+        assert extra_tokens(start | one, other) == expected
+        assert extra_tokens(one, start | other) == expected
+    assert math.isnan(extra_tokens({0: 1.0}, start | base))
 
 
 def test_the_front_is_what_nothing_beats():
