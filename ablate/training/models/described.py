@@ -13,8 +13,8 @@ from ablate.recipes.layers import Layer
 from ablate.training.models import library
 from ablate.training.models.source import ModelSource, Outline, fingerprint
 
-_MOST = {"layer": 1024, "block": 1024, "expert": 4096}
-"""Largest values of configuration fields whose names contain these words: numbers of modules to build."""
+_MOST = {"layers": 1024, "n_layer": 1024, "blocks": 1024, "experts": 1 << 14}
+"""Largest numbers of modules to build: fields of a configuration whose names, up to `_per_`, end so."""
 _LARGEST = 1 << 40
 """Largest value of any other field."""
 _VERSION = 4
@@ -26,17 +26,18 @@ def outline(source: ModelSource, vocab: int | None = None) -> Outline:
     configuration that gives none. OSError if the model cannot be found or read; ValueError if it is no model
     that `transformers` builds or a recipe applies to, or is too large."""
     if not isinstance(source, str):
-        _refuse_giants(source)
+        refuse_giants(source)
     return _outline(source if isinstance(source, str) else json.dumps(dict(source), sort_keys=True), vocab)
 
 
-def _refuse_giants(fields: Mapping[str, object]) -> None:
+def refuse_giants(fields: Mapping[str, object]) -> None:
     """Raise ValueError for a number so large that building the model's modules would take gigabytes."""
     for name, value in fields.items():
         if isinstance(value, Mapping):
-            _refuse_giants(value)
+            refuse_giants(value)
         elif isinstance(value, int | float):
-            most = next((most for word, most in _MOST.items() if word in name), _LARGEST)
+            counted = name.partition("_per_")[0]
+            most = next((most for end, most in _MOST.items() if counted.endswith(end)), _LARGEST)
             if value > most:
                 raise ValueError(f"{name} {value} of the model is too large; it may be {most} at most")
 

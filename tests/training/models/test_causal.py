@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ablate.numerics.philox import Clock
 from ablate.recipes.layers import blocks_in
 from ablate.training.models import causal
+from ablate.training.models.described import refuse_giants
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"
@@ -43,3 +46,34 @@ def test_a_field_that_no_code_of_the_model_reads_is_refused_with_the_nearest():
             causal.outlined({"model_type": kind, **SHAPE, "hed_dim": 32}, 64)
     with pytest.raises(ValueError, match=r"no field hiden_size; the nearest: hidden_size"):
         causal.outlined({"model_type": "olmoe", "hiden_size": 32}, 64)
+
+
+def test_no_configuration_of_a_causal_model_is_refused_as_too_large():
+    kinds = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if kind in CONFIG_MAPPING]
+    checked = 0
+    for kind in kinds:
+        try:
+            fields = CONFIG_MAPPING[kind]().to_dict()
+        except Exception:  # its own default is refused by transformers
+            continue
+        refuse_giants(fields)
+        checked += 1
+    assert checked > 0.9 * len(kinds) > 90
+    refuse_giants({"block_size": 2048, "moe_shared_expert_intermediate_size": 1 << 16})
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_blocks"),
+        *("num_layers_per_stack", "num_nextn_predict_layers", "num_mem_blocks"),
+        *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts"),
+    ],
+)
+def test_a_number_of_modules_that_would_take_gigabytes_is_refused(field):
+    refuse_giants({field: 1024})
+    for fields in ({field: 1 << 15}, {"text_config": {field: 1 << 15}}):
+        with pytest.raises(ValueError, match=f"{field} 32768 of the model is too large"):
+            refuse_giants(fields)
+    with pytest.raises(ValueError, match="hidden_size"):
+        refuse_giants({"hidden_size": 1 << 41})
