@@ -1,8 +1,9 @@
 """Calls of users' functions in the reference quantiser, with the checks that keep their numbers right.
 
-A function gets those of the following arguments that it names, all fp32 tensors unless said otherwise, and
-must return fp32 on the same device. T stands for [row tiles, rows, column tiles, columns], the elements of
-each block, and B for [row tiles, 1, column tiles, 1], a number for each block.
+A function gets those of the following arguments that it names, and must return fp32 on the same device.
+Tensors are fp32, contiguous and detached, so that NumPy and `view(-1)` take them. T stands for [row tiles,
+rows, column tiles, columns], the elements of each block, and B for [row tiles, 1, column tiles, 1], a number
+for each block.
 
 | field | gets | returns |
 |---|---|---|
@@ -10,7 +11,7 @@ each block, and B for [row tiles, 1, column tiles, 1], a number for each block.
 | `scale.rounding` | `scale` B, exact; `grid` of scales; `bits` B; `width`; `element`, its `Format`; | B |
 | | `tiles` T, which divided by the scale are rounded to elements | |
 | `range.statistic` | `tiles` T; `amaxes` B, the largest magnitudes | B |
-| `outer.statistic` | `tensor` [rows, columns], in its own type; `amaxes` [blocks] | scalar |
+| `outer.statistic` | `tensor` [rows, columns]; `amaxes` [blocks] | scalar |
 | `own` | `x` [rows, columns], rotated; `bits` like x, integers below 2^`width` | like x |
 
 `bits` are the counter-based bits that our own roundings would get, so a run is repeated and continued bit for
@@ -96,7 +97,11 @@ def call(field: str, word: Own, main: Tensor, shape: torch.Size, **more: object)
     `main` is its first argument (`Kind.key`), and the result must have `shape`."""
     function, names = _loaded(word)
     offered = {KINDS[field].key: main, **more}
-    given = {name: value for name, value in offered.items() if name in names}
+    given = {
+        name: value.detach().float().contiguous() if isinstance(value, Tensor) else value
+        for name, value in offered.items()
+        if name in names
+    }
     made = _once(field, word, function, given, main.device)
     for what, value, right in (
         ("dtype", made.dtype, torch.float32),

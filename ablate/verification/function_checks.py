@@ -18,7 +18,7 @@ from ablate.numerics.formats import ELEMENTS, SCALES, Format, element_format
 from ablate.numerics.own import ELEMENT, Own, resolved
 from ablate.numerics.own import kind_of as kind_of_file
 from ablate.numerics.rounding import nearest
-from ablate.numerics.scaling import round_scale
+from ablate.numerics.scaling import block_amax, round_scale
 from ablate.numerics.spec import BlockScale
 from ablate.verification.workload_checks import Promise
 
@@ -144,8 +144,8 @@ class _Trial:
             )
         if self.field == "own":
             return own_calls.quantised(self.word, main, bits, width)
-        amaxes = main.abs()
-        amaxes = amaxes.amax(dim=(1, 3), keepdim=True) if main.ndim == 4 else amaxes.flatten()
+        amaxes = block_amax(main.view(len(main), *_SHAPE[1:]))
+        amaxes = amaxes if main.ndim == len(_SHAPE) else amaxes.flatten()
         return own_calls.statistic(self.field, self.word, main, amaxes)
 
     @property

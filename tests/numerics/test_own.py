@@ -60,6 +60,7 @@ SAME = {
     ),
     "block statistic": (quant("range.statistic", "half_amax"), Quant(range=Range(map_to=12.0))),
     "outer statistic": (quant("outer.statistic", "fixed"), Quant(outer=Outer(statistic="static:2.5"))),
+    "outer statistic of the tensor": (quant("outer.statistic", "largest"), Quant()),
     "element": (quant("element", "E2M1"), Quant()),
     "element, drawn": (quant("element", "E2M1", rounding="stochastic"), Quant(rounding="stochastic")),
     "element, away": (quant("element", "E2M1", rounding="away"), Quant(rounding="away")),

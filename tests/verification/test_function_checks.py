@@ -1,14 +1,18 @@
 """`ablate check FILE:FUNCTION`: a function that keeps its contract passes every row, each way to break it fails one, and the path from `init` to a verdict is three commands."""
 
+import json
 from pathlib import Path
 
 import pytest
+import torch
 from support.cases import every
 from support.commands import here
+from support.linears import layer, run
 
 from ablate.errors import InputError
 from ablate.experiment.load import load
 from ablate.numerics.own import KINDS
+from ablate.recipes.recipe import SLOTS, Recipe
 from ablate.verification.function_checks import CHECKS, promises, subject
 
 SOURCES = Path(__file__).parents[1] / "support" / "own_numerics"
@@ -43,6 +47,54 @@ def test_a_function_that_keeps_its_contract_passes_every_check_that_applies(fiel
     assert outcomes(name) == dict.fromkeys(check for check in CHECKS if check not in others) | dict.fromkeys(
         (check for check in CHECKS if check not in others), "PASS"
     )
+
+
+RECORDER = """import json
+from torch import Tensor
+
+def seen(value):
+    name = type(value).__name__
+    if not isinstance(value, Tensor):
+        return [name]
+    kind = [name, str(value.dtype), value.device.type, value.is_contiguous(), value.requires_grad]
+    return [kind, [*value.shape]]
+
+def record({arguments}):
+    raise ValueError(json.dumps({{name: seen(value) for name, value in locals().items()}}))
+"""
+SIZES = {
+    "fprop.x": (0, 2),
+    "fprop.w": (1, 2),
+    "dgrad.g": (0, 1),
+    "dgrad.w": (2, 1),
+    "wgrad.g": (1, 0),
+    "wgrad.x": (2, 0),
+}
+"""Rows and columns of each operand, among the numbers of tokens, outputs and inputs of a layer."""
+
+
+@every(field=KINDS, slot=SLOTS, columns=(64, 50))
+def test_a_check_and_a_bf16_layer_pass_the_same_arguments(field, slot, columns, tmp_path):
+    """The function's error has what it was given. Columns that fill no whole block change shapes alone."""
+    (tmp_path / "recorder.py").write_text(RECORDER.format(arguments=", ".join(KINDS[field].offered)))
+    word, (part, _, key) = f"{tmp_path}/recorder.py:record", field.rpartition(".")
+    (tried,) = promises(*subject(word))
+    product, _, operand = slot.partition(".")
+    quant = {part: {key: word}} if part else {key: word}
+    sizes = dict(zip(SIZES[slot], (8, columns), strict=True))
+    tokens, outputs, inputs = (sizes.get(number, 16) for number in range(3))
+    made = layer(Recipe.model_validate({product: {operand: quant}}), torch.ones(outputs, inputs))
+    with pytest.raises(InputError) as raised:
+        run(made, torch.ones(tokens, inputs).bfloat16(), torch.ones(tokens, outputs))
+    checked, passed = (
+        json.JSONDecoder().raw_decode(text.partition("ValueError: ")[2])[0]
+        for text in (tried.detail, str(raised.value))
+    )
+    assert passed.keys() == KINDS[field].offered.keys()
+    kinds = [kind for kind, *_ in passed.values() if isinstance(kind, list)]
+    assert kinds == [["Tensor", "torch.float32", "cpu", True, False]] * len(kinds)
+    assert [kind for kind, *_ in checked.values()] == [kind for kind, *_ in passed.values()]
+    assert columns != 64 or checked == passed
 
 
 def test_a_draw_is_found_unbiased_or_said_to_be_biased():

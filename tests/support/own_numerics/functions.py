@@ -57,6 +57,10 @@ def fixed(tensor, amaxes):
     return torch.full_like(amaxes.amax(), 2.5)
 
 
+def largest(tensor):
+    return tensor.abs().amax()
+
+
 def as_bf16(x):
     return x.to(torch.bfloat16).to(torch.float32)
 
