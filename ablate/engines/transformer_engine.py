@@ -176,7 +176,8 @@ class NativeLinear(EmulatedLinear):
     def forward(self, x: Tensor) -> Tensor:
         """Return x w^T + bias, [..., in] to [..., out], in the dtype of `x`; autocast is disabled inside. The
         bias is added in high precision. ValueError if the number of tokens is not a multiple of MULTIPLE."""
-        if self.emulated or isinstance(self.products, NotInForce):  # the emulated layer raises for the latter
+        # The emulated layer takes no tokens too, and raises for `NotInForce`.
+        if self.emulated or not x.numel() or isinstance(self.products, NotInForce):
             return super().forward(x)
         description = described(self.products)
         if description is None:

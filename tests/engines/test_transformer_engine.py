@@ -301,6 +301,19 @@ def test_in_high_precision_a_layer_is_the_emulators_and_asks_nothing_of_te(monke
     assert torch.equal(plain.blocks[0]["a"](x), expected)
 
 
+def test_a_layer_without_tokens_has_an_empty_output_and_gradients_of_zero(monkeypatch):
+    monkeypatch.setattr(native, "library", None)
+    clock = Clock(0)
+    layer = native.NativeLinear(nn.Linear(32, 64), "blocks.0.a", clock, torch.bfloat16, native.Draws(clock))
+    layer.products = PRESETS["nvfp4"]().products
+    x = torch.zeros(2, 0, 32, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    assert y.shape == (2, 0, 64)
+    assert x.grad.shape == x.shape
+    assert not any(parameter.grad.any() for parameter in layer.parameters())
+
+
 def test_layers_are_replaced_and_refused_as_the_emulators_are(monkeypatch):
     monkeypatch.setattr(native, "this_machine", lambda: Machine("2.20.2", native=True, capability=(10, 0)))
     shared, called = model(), []
