@@ -17,8 +17,8 @@ that chooses the experts is replaced, within the module that contains the expert
 the recorded ones: whatever a model computes from its scores, it computes from these. The call is learnt while
 routes are recorded, as the one whose result reached the experts.
 
-Refused: a router that chooses without `torch.topk`, or changes what it returns; and a module of experts that
-is called several times in a micro-batch.
+Refused: a router that chooses without `torch.topk`, or changes what it returns; a module of experts that is
+called several times in a micro-batch; and the replay of a micro-batch that was not recorded.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -155,16 +155,22 @@ class _Recorded(_Site):
 
 
 class _Replayed(_Site):
+    def recorded(self) -> Tensor:
+        if self.key not in self.index:
+            step, micro_batch, _ = self.key
+            raise self.refusal(f"there are no routes of step {step}, micro-batch {micro_batch}")
+        return self.index[self.key]
+
     def route(self, name: str, index: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        if self.training and not _same(self.index[self.key].to(index), index):
+        if self.training and not _same(self.recorded().to(index), index):
             raise self.refusal("it changes the result of torch.topk before the experts receive it")
         return index, weights
 
     def chosen(self, scores: Tensor, result: Any) -> Any:
         super().chosen(scores, result)
-        if len(self.seen) - 1 != self.call[self.name]:
+        if len(self.seen) - 1 != self.call.get(self.name):
             return result
-        index = self.index[self.key].to(result.indices).view(result.indices.shape)
+        index = self.recorded().to(result.indices).view(result.indices.shape)
         return torch.return_types.topk((scores.gather(-1, index), index))
 
 

@@ -269,6 +269,14 @@ def test_a_router_without_topk_and_one_that_changes_its_result_are_refused():
     x = tokens() - 1  # whose own router would send all but the last two to expert 0
     scores = torch.tensor([1.1] * 2 + [0.15, 0.2, 0.3, 0.9, 1.1, 1.3])
     torch.testing.assert_close(model.blocks[0](x), x * scores[:, None], rtol=0.02, atol=0.02)  # of bf16
+    engine.clock.step = 1
+    with pytest.raises(ValueError, match=r"^blocks\.0\.experts: .* no routes of step 1, micro-batch 0"):
+        model.blocks[0](x)
+    never, other = ready(Swapping(1.1))
+    Routes().replay(other, never)
+    with pytest.raises(ValueError, match="no routes of step 0, micro-batch 0"):
+        never.blocks[0](x)
+    engine.clock.step = 0
     model.blocks[0].swap = True
     with pytest.raises(ValueError, match=r"changes the result of torch\.topk"):
         model.blocks[0](tokens())
