@@ -105,14 +105,18 @@ def _uncovered(experiment: Experiment) -> Iterator[str]:
 
 def policies(experiment: Experiment) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield names of arms whose layer policies select the same layers, and one line for each part of the
-    policy. Arms without a layer policy, checks beside the file's arms, and the cells of a map are left
-    out."""
+    policy; a line on how to try it if only the user's code knows the layers. Arms without a layer policy,
+    checks beside the file's arms, and the cells of a map are left out."""
     if experiment.keys.map:
         return
+    unknown = f"your code alone knows them: `ablate check {experiment.file}` shows their share in FP4"
     arms: dict[tuple[str, ...], list[str]] = {}
     for arm in experiment.arms:
-        if arm.recipe.layers != Layers() and arm.layers and not arm.outside:
-            arms.setdefault(tuple(placements(arm.recipe, arm.layers)), []).append(one_line(arm.name))
+        if arm.recipe.layers == Layers() or arm.outside:
+            continue
+        if arm.layers or (arm.config.own_code and arm.config.in_process):
+            lines = tuple(placements(arm.recipe, arm.layers)) or (unknown,)
+            arms.setdefault(lines, []).append(one_line(arm.name))
     for lines, names in arms.items():
         yield ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3), lines
 

@@ -226,6 +226,16 @@ def test_arms_whose_policies_select_alike_are_told_together(tmp_path):
     assert (told[0].count("skip_last=1"), len(told[1])) == (2, 3)
 
 
+def test_layers_that_only_own_code_knows_have_a_line_if_a_recipe_selects_among_them(tmp_path):
+    (tmp_path / "mine.py").write_text("def train(trial): ...\n")
+    keys = {"workload": {"python": {"file": str(tmp_path / "mine.py"), "steps": 2}}, "shape": None}
+    (told,) = policies(tiny(tmp_path, ablate={"skip_last": [0, 1], "rht": [True, False]}, **keys))
+    assert told[0].count("skip_last=1") == 2
+    (line,) = told[1]
+    assert f"`ablate check {tmp_path}" in line
+    assert list(policies(tiny(tmp_path, ablate={"sr": [True, False]}, **keys))) == []
+
+
 def test_a_plan_for_another_machine_takes_its_gpu_and_refuses_what_that_cannot_train(tmp_path):
     shape = {"width": 64, "heads": 2, "context": 32}
     path = write(tmp_path, shape=shape, recipe="nvfp4", engine="transformer_engine", against="bf16")
