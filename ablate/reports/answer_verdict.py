@@ -128,7 +128,7 @@ class VerdictSentences(Measurements):
         if not operand_health.recorded(table) and self._quantised():
             usual = " No operand was measured."  # `telemetry: {every: 0}`
         elif operand_health.recorded(table) and not (odd or alarms):
-            usual = " No operand, layer or share stands out."
+            usual = f" No operand, layer or share stands out{operand_health.most_zero(table)}."
         verdict = Answered(
             "Healthy." if healthy else "To look at.",
             f"{statuses.total()} runs: {runs}. {finite}{usual}",

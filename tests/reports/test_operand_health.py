@@ -9,10 +9,12 @@ from ablate.reports.operand_health import (
     BELOW,
     BEYOND,
     FALL,
+    USUAL_ZERO,
     error_split,
     exceptions,
     gradient_error,
     layer_maps,
+    most_zero,
     shares_tables,
 )
 
@@ -69,6 +71,15 @@ def test_what_crosses_its_limit_is_named_with_its_numbers_and_what_does_not_is_n
     (sentence,) = exceptions(records(**{name: limit}))
     assert sentence.endswith(f": {words}.")
     assert exceptions(records(**{name: limit + better})) == []
+
+
+@pytest.mark.parametrize(
+    ("share", "clause"),
+    [(USUAL_ZERO, ""), (0.277, "; most rounded to zero: fprop.x in b, 27.7%")],
+)
+def test_the_largest_share_rounded_to_zero_is_named_if_it_is_unusual(share, clause):
+    table = records(**{"quant/fprop.x/zero_frac": share})
+    assert (most_zero(table), exceptions(table)) == (clause, [])
 
 
 def test_of_many_the_worst_are_named_and_the_rest_are_counted():
