@@ -259,6 +259,8 @@ class Controller:
         ):
             self._confirmed = True
             self.news += self.scheduler.confirm()
+        if self.scheduler.same_code:
+            self.news += self.scheduler.same_code.news()
 
     def _work_left(self) -> bool:
         return (

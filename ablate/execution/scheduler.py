@@ -24,7 +24,7 @@ from pathlib import Path
 
 from ablate.errors import InputError
 from ablate.execution.messages import Result
-from ablate.execution.same_code import take_over
+from ablate.execution.same_code import SameCode
 from ablate.execution.study_points import GivenUp, infeasible, inside
 from ablate.execution.time_model import Load
 from ablate.execution.trial_queue import TrialQueue, Work
@@ -82,6 +82,8 @@ class Scheduler:
         """Ids of trials whose folders were put aside: other trials may have started from their states."""
         self._works: dict[str, Work] = {}
         """Every requested trial, by its id."""
+        self.same_code: SameCode | None = None
+        """Finished trials that are taken over although the code was edited; None without `--same-code`."""
 
     # Members
 
@@ -97,9 +99,8 @@ class Scheduler:
         `same_code`: take finished trials over whose code alone was edited.
         """
         before = {(member.name, member.seed): member for member in self.ledger.members()}
-        taken: list[str] = []
         if same_code:
-            taken = take_over(self.ledger, self.experiment, self.store, self.device, before)
+            self.same_code = SameCode(self.experiment, self.ledger, self.store)
         proposed = [json.loads(point.knobs) for point in self.ledger.points()] or points
         with self.ledger.transaction():
             self.ledger.unwant()
@@ -126,6 +127,7 @@ class Scheduler:
         gone |= {name for (name, _), row in before.items() if row.role in ("confirmed", *GROUPS)}
         keys = self.experiment.keys
         seeds = not keys.growth and not keys.search  # those add seeds to the file's
+        taken = self.same_code.news() if self.same_code else []
         return taken + edits(before, new, gone, seeds) + keep(self.ledger, self.store)
 
     def want(
@@ -152,6 +154,8 @@ class Scheduler:
                 continue
             self._note(trial, self.ledger.status(trial))
             self._works[spec.id] = Work(trial, arm, seed, optuna, spec, load)
+            if self.same_code:
+                self.same_code.take(spec)
             if not self.adopt(trial, spec.id):
                 self._wait(self._works[spec.id])
         return number

@@ -749,9 +749,9 @@ MUTANTS = (
     ),
     Mistake(
         "execution/same_code.py",
-        "take_over",
-        "if was == now and store.finished(old.id):",
-        "if store.finished(old.id):",
+        "_without_code",
+        '"data": "", "id": ""}',
+        '"data": "", "id": "", "workload": ""}',
         "test_same_code.py",
         "only a trial whose code alone was edited is taken over",
     ),

@@ -132,3 +132,31 @@ def test_what_cannot_be_declared_is_refused(more, workload, sentence, tmp_path):
     refused = swept(tmp_path, "--same-code")
     assert refused.returncode == 2, refused.stdout
     assert sentence in refused.stderr
+
+
+BY_ARMS = "ablate: {workload.config.lr: [0.1, 0.2]}\nagainst: {workload.config.lr: 0.1}\nseeds: 3\n"
+DRAWN = """\
+ablate: {workload.config.lr: {uniform: [0.1, 0.9]}}
+against: bf16
+seeds: 2
+search: {sampler: random, trials: 4}
+"""
+GROWING = BY_ARMS.replace("seeds: 3", "seeds: {start: 2, most: 6, step: 2}")
+
+
+@pytest.mark.parametrize("keys", [DRAWN, GROWING], ids=["search", "growth"])
+def test_trials_that_a_sweep_asked_for_while_it_ran_are_taken_over_too(keys, tmp_path):
+    path = written(tmp_path)
+    path.write_text(path.read_text().replace(BY_ARMS, keys).replace("min_effect: 0.01", "min_effect: 0.2"))
+    code = CODE.replace("3 - lr + seed / 100", "3 - lr + lr * seed**2")  # undecided on few seeds
+    (tmp_path / "train.py").write_text(code)
+    done = swept(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ran = len((tmp_path / "ran").read_text())
+    assert ran > 4
+    (tmp_path / "train.py").write_text(code.replace("# remark", "# another"))
+    done = swept(tmp_path, "--same-code")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len((tmp_path / "ran").read_text()) == ran
+    with closing(Ledger(tmp_path / "state" / "sweeps" / "own" / "ledger.db", readonly=True)) as ledger:
+        assert sum(count for _, count in ledger.facts.same_code) == ran
