@@ -248,8 +248,10 @@ class Design(Spec):
         if list(self.horizons) != sorted(set(self.horizons)):
             raise ValueError(f"horizons {list(self.horizons)} must be different numbers in ascending order")
         shares = (1,) if isinstance(self.positions, int) else self.positions
-        if not shares or not all(0 < share <= 1 for share in shares):
-            raise ValueError(f"positions {list(shares)} must be shares of the steps, above 0 and up to 1")
+        if not shares or not all(0 < share <= 1 for share in shares) or list(shares) != sorted(shares):
+            raise ValueError(
+                f"positions {list(shares)} must be shares of the steps, from above 0 to 1, in ascending order"
+            )
         return self
 
 

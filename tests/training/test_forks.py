@@ -418,6 +418,11 @@ def test_a_search_in_a_forked_design_proposes_and_confirms(tmp_path):
 WRONG = {
     "a preset that is none": ({"design": {"trunk": "fp5"}}, "neither a preset"),
     "positions twice": ({"design": {"positions": [0.5, 0.5]}}, "not different steps"),
+    "positions in descending order": ({"design": {"positions": [0.8, 0.4]}}, "in ascending order"),
+    "a position before the first step behind another": (
+        {"design": {"positions": [0.5, 0.001]}},
+        "in ascending order",
+    ),
     "no position": ({"design": {"positions": []}}, "must be shares of the steps"),
     "positions before the first step": ({"design": {"positions": [0.01, 0.5]}}, "not different steps"),
     "horizons twice": ({"design": {"horizons": [2, 2]}}, "ascending"),
@@ -451,6 +456,7 @@ def test_what_cannot_be_forked_is_refused_at_its_place(case, tmp_path):
     keys = {"shape": {"steps": 12}} | keys
     found = [str(problem) for problem in problems(write(tmp_path, **keys))]
     assert any(why in problem for problem in found), found
+    assert not any("\n" in problem or "validation error" in problem for problem in found), found
 
 
 def test_forks_their_trunk_and_a_twin_are_part_of_the_id(tmp_path):
