@@ -208,6 +208,7 @@ class Published(Spec):
 
 
 Multiple = Annotated[int, Field(ge=1, le=1000)]
+Glob = Annotated[str, Field(min_length=1)]
 START = "start"
 """Trunk of windows that begin from the weights that the workload itself starts from."""
 
@@ -262,7 +263,7 @@ class Map(Spec):
     a cell is amplified, since that of the recipe itself is too small to be seen in one cell.
     """
 
-    layers: Where | Annotated[tuple[str, ...], Field(strict=False, min_length=1)] = "blocks"
+    layers: Where | Annotated[tuple[Glob, ...], Field(strict=False, min_length=1)] = "blocks"
     """Groups of layers: model, blocks, kinds (the same layer of all blocks), layers; or a list of globs on
     names, each a group, for a model that only your own code knows."""
     operands: What = "products"

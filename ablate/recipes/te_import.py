@@ -125,7 +125,10 @@ def _history(options: _Options) -> object:
     own = options.get("scaling_factor_compute_algo", None) is not None
     if algorithm not in ("max", "most_recent") or own:
         raise ValueError("DelayedScaling with functions of one's own for amax or scale is not emulated")
-    return 1 if algorithm == "most_recent" else options.get("amax_history_len", 1024)
+    length = options.get("amax_history_len", 1024)
+    if not isinstance(length, int) or length < 1:
+        raise ValueError(f"DelayedScaling.amax_history_len {length}: a number of 1 or more")
+    return 1 if algorithm == "most_recent" else length
 
 
 def _check(recipe: Recipe, values: dict[str, object], name: str) -> None:

@@ -496,6 +496,13 @@ def test_an_option_that_megatron_ignores_for_want_of_a_format_is_no_recipe(bits)
         assert list(without_effect([f"{own} {option}"])) == []
 
 
+def test_a_history_of_no_step_is_refused_in_one_line():
+    words = "--fp8-format hybrid --fp8-recipe delayed --fp8-amax-compute-algo max --fp8-amax-history-len 0"
+    done = here("recipe", "import", "--megatron-args", words)
+    assert done.returncode == 2
+    assert done.stderr == "DelayedScaling.amax_history_len 0: a number of 1 or more\n"
+
+
 def test_a_share_of_the_blocks_is_counted_by_the_arguments_number_of_layers(tmp_path):
     for blocks in (8, 20):
         last = sum(not PRESETS["nvfp4_paper"]().layers.quantises(block, blocks) for block in range(blocks))

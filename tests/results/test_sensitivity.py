@@ -143,6 +143,7 @@ def test_the_arms_of_a_map_are_its_cells(tmp_path):
     ("keys", "said"),
     [
         ({"map": {"layers": "rows"}}, "map.layers"),
+        ({"map": {"layers": ["*", ""]}}, "map.layers"),
         ({"map": {"times": 0.5}}, "map.times"),
         ({"map": {}, "recipe": "bf16"}, "no layer"),
         ({"map": {}, "ablate": {"rht": [True, False]}}, "give one of"),
