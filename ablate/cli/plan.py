@@ -12,6 +12,7 @@ from ablate.cli.common import Screen, console, plain_table, print_json
 from ablate.cli.options import Capability, DeviceFlags, ExperimentFile, JsonOption, Seeds, SweepFlags
 from ablate.cli.settings import Settings
 from ablate.engines import makes_operands
+from ablate.engines.gpu_access import visible_gpus
 from ablate.engines.hardware import Machine, rented_machine
 from ablate.errors import InputError, one_line
 from ablate.execution.forecast import Forecast, TimeNeeded, forecast, time_needed
@@ -200,9 +201,8 @@ def _forecast(experiment: Experiment, settings: Settings) -> Forecast:
 
 
 def _time_needed(experiment: Experiment, settings: Settings, result: Forecast) -> TimeNeeded | None:
-    ranks = experiment.keys.resources.layout(settings.device).ranks
-    cluster = bool(settings.ray)
-    return time_needed(result, settings.device, ranks, settings.executor, settings.workers, cluster)
+    resources, cluster, gpus = experiment.keys.resources, bool(settings.ray), visible_gpus()
+    return time_needed(result, settings.device, resources, settings.executor, settings.workers, cluster, gpus)
 
 
 def _windows(forks: Forks) -> str:

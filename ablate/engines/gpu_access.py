@@ -33,6 +33,8 @@ NO_GPU = (
     "there is no NVIDIA GPU (no /dev/nvidia0); in a container pass it on (docker run --gpus all), and see"
     " whether nvidia-smi works there"
 )
+_NONE_VISIBLE = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES that hide all GPUs."""
 _CHECK_BY_NVML = "PYTORCH_NVML_BASED_CUDA_CHECK"
 """Variable that makes `torch.cuda.is_available` read the environment before it asks CUDA's driver."""
 _NEEDS_GPU = (
@@ -110,10 +112,18 @@ def device_class(environment: Mapping[str, str] = os.environ, root: Path = Path(
     devices = sorted((root / "dev").glob("nvidia[0-9]*")) or sorted((root / "dev").glob("dxg"))
     if not devices:
         return Place("cpu", NO_GPU, present=False)
-    if environment.get(VISIBLE) in ("", "-1", "NoDevFiles"):
+    if environment.get(VISIBLE) in _NONE_VISIBLE:
         return Place("cpu", f"{VISIBLE} hides it")
     why = torch_problem(torch_cuda(), driver_cuda())
     return Place("cpu", why) if why else Place("cuda")
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> int:
+    """Return the number of this machine's GPUs, without those that CUDA_VISIBLE_DEVICES hides."""
+    devices, visible = len([*(root / "dev").glob("nvidia[0-9]*")]), environment.get(VISIBLE)
+    if visible is None:
+        return devices
+    return 0 if visible in _NONE_VISIBLE else min(devices, len(visible.split(",")))
 
 
 def torch_problem(cuda: str | None, supported: tuple[int, int] | None) -> str | None:

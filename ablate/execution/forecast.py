@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from ablate.execution.shared_prefixes import Family, note
 from ablate.execution.time_model import Load, MachinePaces, TimeModel, Trials, time_left, unproposed
+from ablate.execution.workers.placement import Need, placements
 from ablate.experiment.arms import Arm, KnobError
 from ablate.experiment.edits import PlannedTrial, redefined
 from ablate.experiment.load import Experiment
 from ablate.experiment.roles import GROUPS
+from ablate.experiment.schema import Resources
 from ablate.experiment.trial_spec import TrialSpec
 from ablate.store.ledger import Ledger
 from ablate.store.ledger_rows import Member
@@ -187,23 +189,31 @@ class TimeNeeded(NamedTuple):
 
 
 def time_needed(
-    result: Forecast, device: str, ranks: int, executor: str, workers: int | None, cluster: bool
+    result: Forecast,
+    device: str,
+    resources: Resources,
+    executor: str,
+    workers: int | None,
+    cluster: bool,
+    gpus: int,
 ) -> TimeNeeded | None:
     """Return the estimated duration of the run; None if there is nothing to base it on.
 
-    `ranks`: processes that compute one trial; `executor`: `ray` or `inline`; `workers`: trials at once, None
-    for as many as this machine's cores take, on GPUs for one; `cluster`: Ray runs elsewhere, of whose cores
-    nothing is known, so that None is one.
+    `resources`: those of one trial; `executor`: `ray` or `inline`; `workers`: most trials at once, None for
+    as many as `Pool` places on this machine's cores, or on its `gpus` GPUs. It is one if this machine has no
+    GPU that the trials need, and if Ray runs elsewhere (`cluster`): nothing is known of the units there.
     """
-    missing = result.trials + result.later
+    missing, ranks = result.trials + result.later, resources.layout(device).ranks
     if not missing:
         return TimeNeeded(0.0, 1)
-    local_cpu = device == "cpu" and not cluster
     measured = result.measured + result.recalled
     if not measured and (device == "cuda" or not result.known):
         return None
-    own = max(1, (os.cpu_count() or 1) // ranks) if local_cpu else 1
-    slots = min(missing, 1 if executor == "inline" else workers or own)
+    units = 0 if cluster else gpus if device == "cuda" else workers or os.cpu_count() or 1
+    slots = 1 if executor == "inline" else min(missing, workers or (missing if units else 1))
+    if units:
+        room = {"here": float(units)}
+        slots = max(1, len(placements(Need.of(resources.gpus_of(device), ranks), slots, room, room, ())))
     unmeasured = 1 if measured else ranks  # without measurements, the cost of a workload is that of one core
     seconds = (
         time_left(result.seconds / unmeasured, result.longest / unmeasured, (), slots)

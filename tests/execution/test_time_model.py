@@ -10,7 +10,7 @@ from support.experiments import sweep, tiny, write
 
 from ablate.execution import sweep_status, time_model
 from ablate.execution.controller import Controller
-from ablate.execution.forecast import forecast
+from ablate.execution.forecast import Forecast, forecast, time_needed
 from ablate.execution.progress import RunOptions
 from ablate.execution.time_model import (
     Countdown,
@@ -23,6 +23,7 @@ from ablate.execution.time_model import (
     unproposed,
 )
 from ablate.execution.workers import Inline
+from ablate.experiment.schema import Resources
 from ablate.store.ledger import Ledger
 from ablate.store.trial_store import Store
 
@@ -103,6 +104,36 @@ def test_a_finished_search_says_so_and_an_edited_one_what_is_left(tmp_path):
     assert "At most 8 trials to run, 16 done." in here("plan", path, "--state", tmp_path).stdout
     write(tmp_path, **keys | {"workload": {"idle": {"steps": 4}}})  # what was proposed runs anew
     assert "\n16 trials to run, 0 done." in here("plan", path, "--state", tmp_path).stdout
+
+
+@pytest.mark.parametrize(
+    ("resources", "settings", "at_once"),
+    [
+        ({}, {}, 4),
+        ({"gpus": 2}, {}, 2),
+        ({"gpus": 3}, {}, 1),
+        ({"gpus": 0.25}, {}, 8),
+        ({"gpus": 4, "ranks": 1}, {}, 1),
+        ({}, {"workers": 3}, 3),
+        ({}, {"workers": 6}, 4),
+        ({"gpus": 2}, {"workers": 3}, 2),
+        ({}, {"executor": "inline"}, 1),
+        ({}, {"cluster": True}, 1),
+        ({}, {"cluster": True, "workers": 6}, 6),
+        ({}, {"gpus": 0}, 1),
+        ({}, {"gpus": 0, "workers": 6}, 6),
+        ({"ranks": 2}, {"device": "cpu", "workers": 6}, 3),
+        ({"ranks": 2}, {"device": "cpu", "workers": 6, "cluster": True}, 6),
+    ],
+)
+def test_a_plan_counts_as_many_trials_at_once_as_the_pool_places(resources, settings, at_once):
+    """On a machine of four GPUs, of whose trials one has run."""
+    given = {"device": "cuda", "executor": "ray", "workers": None, "cluster": False, "gpus": 4} | settings
+    planned = Forecast(trials=8, seconds=800.0, longest=100.0, measured=1)
+    needed = time_needed(planned, resources=Resources(**resources), **given)
+    assert needed is not None
+    assert needed.at_once == at_once
+    assert 800 / at_once <= needed.seconds <= 800 / at_once + 10
 
 
 def test_seeds_that_grow_are_planned_at_most_and_none_after_the_end(tmp_path):

@@ -38,6 +38,16 @@ def test_a_command_gets_the_original_setting(value, tmp_path, monkeypatch):
     assert line == f"{value} False"
 
 
+@pytest.mark.parametrize(
+    ("visible", "count"), [(None, 3), ("0,2", 2), ("", 0), ("-1", 0), ("NoDevFiles", 0), ("0,1,2,3", 3)]
+)
+def test_gpus_are_counted_as_ray_counts_them(visible, count, tmp_path):
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl"):
+        (tmp_path / "dev" / name).touch()
+    assert gpu_access.visible_gpus({} if visible is None else {VISIBLE: visible}, tmp_path) == count
+
+
 @pytest.mark.parametrize("name", ["nvidia0", "nvidia3", "dxg"])
 def test_a_gpu_that_torch_cannot_use_is_named(name, tmp_path):
     (tmp_path / "dev").mkdir()
