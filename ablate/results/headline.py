@@ -79,7 +79,8 @@ class Headline:
         """A comment behind the command: its chance of a verdict, its runs and its time."""
         if not self.command or not self.settling:
             return ""
-        return f"80 % chance of a verdict; +{counted(self.settling.runs, 'run')}, about {self.settling.time}"
+        runs = counted(self.settling.runs, "run")
+        return f"80 % chance of a verdict; +{runs}, about {self.settling.time} of one worker"
 
 
 def headline_of(sweep: Comparisons) -> Headline:

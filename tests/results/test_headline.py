@@ -288,7 +288,8 @@ def test_an_undecided_answer_has_the_command_that_adds_its_seeds_and_what_it_cos
     needed = summaries(book)[1].verdict.needed.count
     assert answer.command == f"ablate sweep x.yaml --seeds {needed}"
     runs = 2 * (needed - 4)
-    assert answer.cost == f"80 % chance of a verdict; +{runs} runs, about {runs}.0 h"  # an hour a run
+    cost = f"80 % chance of a verdict; +{runs} runs, about {runs}.0 h of one worker"  # an hour a run
+    assert answer.cost == cost
     other = add(book, "late", {9: 3.0})
     assert headline_of(Comparisons(book)).command == ""  # --seeds would drop seeds that a list names
     book.db.execute("DELETE FROM members WHERE arm = ?", (other,))
