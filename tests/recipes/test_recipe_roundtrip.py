@@ -30,8 +30,8 @@ from ablate.recipes.recipe import Layers, Phase, Products, Rule
 from ablate.recipes.targets import TARGETS, Lost, Model, fouroversix
 from ablate.recipes.targets.megatron import embedded, read
 from ablate.recipes.targets.megatron_precision import modules
+from ablate.recipes.targets.torchao import recipe_of_torchao
 from ablate.recipes.te_mapping import canonical
-from ablate.recipes.torchao_import import recipe_of_torchao
 
 BLOCKS = 4
 NAMED = tuple(

@@ -39,10 +39,9 @@ from ablate.recipes.targets.experts import FUSED, SWITCHES, grouped_switches
 from ablate.recipes.targets.jobs import Job
 from ablate.recipes.targets.megatron import VARIABLES, from_environment, read, standing_in, without_effect
 from ablate.recipes.targets.megatron_precision import modules
-from ablate.recipes.targets.torchao import SIGNS
+from ablate.recipes.targets.torchao import CLASSES, SIGNS, recipe_of_torchao
 from ablate.recipes.te_import import recipe_of
 from ablate.recipes.te_mapping import TENSORS, Custom, te_recipe
-from ablate.recipes.torchao_import import CLASSES, recipe_of_torchao
 from ablate.verification.peers import shells
 
 BLOCKS = 8

@@ -15,8 +15,8 @@ from ablate.errors import InputError
 from ablate.recipes import Recipe
 from ablate.recipes.targets import fouroversix, megatron
 from ablate.recipes.targets.shell import Script, Started
-from ablate.recipes.te_import import is_te_recipe, recipe_of
-from ablate.recipes.torchao_import import is_torchao_config, recipe_of_torchao
+from ablate.recipes.targets.torchao import is_torchao_config, recipe_of_torchao
+from ablate.recipes.te_import import CLASSES, is_te_recipe, recipe_of
 
 _PICKLES = (".pkl", ".pickle", ".pt", ".pth", ".bin")
 _MAGIC = {
@@ -26,7 +26,6 @@ _MAGIC = {
 }
 """First bytes of files that are not text, with a description."""
 _EXPORT = re.compile(r"\s*(?:export\s+|declare -x\s+)?([A-Za-z_]\w*)=(.*?)\s*$")
-TE_CLASSES = ("NVFP4BlockScaling", "MXFP8BlockScaling", "Float8CurrentScaling", "DelayedScaling")
 
 
 @contextmanager
@@ -53,10 +52,8 @@ class Job:
     environment: Path | None = None
 
     def in_force(self) -> tuple[Recipe, dict[str, str]]:
-        """Return the recipe that the job trains by, and its environment variables.
-
-        Raises:
-            InputError: nothing or too much is given, or it cannot be read or has no counterpart.
+        """Return the recipe that the job trains by, and its environment variables; InputError if nothing or
+        too much is given, or it cannot be read or has no counterpart.
         """
         sources = (self.arguments, self.script, self.te, self.made, self.fouroversix)
         if sum(value is not None for value in sources) != 1:
@@ -66,19 +63,15 @@ class Job:
             return self._recipe(variables), variables
 
     def ignored(self) -> list[str]:
-        """Return a sentence for each argument about precision that Megatron-LM accepts and ignores.
-
-        Raises:
-            InputError: the arguments cannot be read.
+        """Return a sentence for each argument about precision that Megatron-LM accepts and ignores;
+        InputError if the arguments cannot be read.
         """
         with _reading():
             return list(megatron.without_effect(self._started.words))
 
     def blocks(self) -> int | None:
-        """Return the number of the model's blocks; None if the arguments do not say it.
-
-        Raises:
-            InputError: the arguments cannot be read.
+        """Return the number of the model's blocks, None if the arguments do not say it; InputError as
+        `ignored`.
         """
         with _reading():
             return megatron.blocks_of(self._started.words)
@@ -99,8 +92,8 @@ class Job:
             with _reading(f"{self.fouroversix}: "):
                 return fouroversix.read(_text(self.fouroversix))
         if self.te is not None:
-            if self.te not in TE_CLASSES:
-                raise ValueError(f"--te {self.te}: one of {', '.join(TE_CLASSES)}")
+            if self.te not in CLASSES:
+                raise ValueError(f"--te {self.te}: one of {', '.join(CLASSES)}")
             return recipe_of(megatron.standing_in(self.te, megatron.from_environment(self.te, variables)))
         layers = None if self.script is None else megatron.embedded(_text(self.script))
         made = {} if layers is None else {variables.get(megatron.FILE, megatron.FILE_NAME): layers}
