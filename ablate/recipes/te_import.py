@@ -13,7 +13,6 @@ Refused, with a ValueError: CustomRecipe and Float8BlockScaling, attention in FP
 of one's own, and options that the emulation has not. This file imports neither torch nor TE.
 """
 
-from dataclasses import dataclass
 from typing import Protocol, TypeGuard
 
 from ablate.recipes.recipe import Recipe
@@ -30,16 +29,8 @@ from ablate.recipes.te_mapping import (
 
 PACKAGE = "transformer_engine"
 CLASSES = (*OPTIONS, "DelayedScaling")
-_DEFAULTS: dict[str, object] = {
-    "row_scaled_activation": False,
-    "nvfp4_4over6": "none",
-    "nvfp4_4over6_e4m3_use_256": "all",
-    "nvfp4_4over6_err_mode": "MAE",
-    "fp8_format": "HYBRID",
-    "enable_2d_quantization": False,
-    "use_power_2_scales": False,
-    "backward_override": None,
-}
+_DEFAULTS = {key: values[0] for options in OPTIONS.values() for key, values in options.items()}
+_DEFAULTS |= {"fp8_format": "HYBRID"}
 """Options of a recipe object that its version of TE lacks have these values."""
 _FLAGS = {
     "disable_rht": ("random_hadamard_transform", "fwd_inp", "bwd_grad"),
@@ -56,25 +47,20 @@ class TERecipe(Protocol):
     fp8_mha: bool
 
 
-@dataclass(frozen=True)
-class _Options:
-    """Options of a TE recipe object."""
+def _option(te: TERecipe, name: str, default: object) -> object:
+    """Return an option of an object: a word for an enumeration's member."""
+    value = getattr(te, name, default)
+    return getattr(value, "name", value)
 
-    te: TERecipe
 
-    def get(self, name: str, default: object) -> object:
-        """Return an option: a word for an enumeration's member."""
-        value = getattr(self.te, name, default)
-        return getattr(value, "name", value)
-
-    def flag(self, name: str) -> bool:
-        """Return an option of _FLAGS, as its tensors' quantisers have it."""
-        fact, *tensors = _FLAGS[name]
-        params = [getattr(self.te, f"fp4_quant_{tensor}", None) for tensor in tensors]
-        flags = {bool(self.get(name, False) if each is None else not getattr(each, fact)) for each in params}
-        if len(flags) > 1:
-            raise ValueError("NVFP4BlockScaling rotates one of wgrad's operands alone, which is no product")
-        return flags.pop()
+def _flag(te: TERecipe, name: str) -> bool:
+    """Return an option of _FLAGS, as its tensors' quantisers have it."""
+    fact, *tensors = _FLAGS[name]
+    params = [getattr(te, f"fp4_quant_{tensor}", None) for tensor in tensors]
+    flags = {bool(getattr(te, name, False) if each is None else not getattr(each, fact)) for each in params}
+    if len(flags) > 1:
+        raise ValueError("NVFP4BlockScaling rotates one of wgrad's operands alone, which is no product")
+    return flags.pop()
 
 
 def is_te_recipe(source: object) -> TypeGuard[TERecipe]:
@@ -83,49 +69,44 @@ def is_te_recipe(source: object) -> TypeGuard[TERecipe]:
 
 
 def recipe_of(te: TERecipe) -> Recipe:
-    """Return the recipe that a TE recipe object stands for.
-
-    Args:
-        te: an object of a class in `transformer_engine.common.recipe`, of TE 2.8 to 2.20.
-
-    Raises:
-        ValueError: the emulation has not what the object says, or not exactly.
+    """Return the recipe that an object of one of CLASSES stands for, of TE 2.8 to 2.20; ValueError if the
+    emulation has not what it says, or not exactly.
     """
-    name, options = type(te).__name__, _Options(te)
+    name = type(te).__name__
     if name not in CLASSES:
         *others, last = CLASSES
         raise ValueError(f"{name}: recipes are read from Transformer Engine's {', '.join(others)} and {last}")
     for option in ("fp8_dpa", "fp8_mha"):
-        if options.get(option, False):
+        if getattr(te, option, False):
             raise ValueError(f"{name}.{option}: attention in FP8 is not emulated; leave it out")
-    if options.get("margin", 0) != 0:
-        raise ValueError(f"{name}.margin {options.get('margin', 0)}: not emulated; leave it at 0")
-    values = {key: options.get(key, default) for key, default in _DEFAULTS.items()}
+    if (margin := getattr(te, "margin", 0)) != 0:
+        raise ValueError(f"{name}.margin {margin}: not emulated; leave it at 0")
+    values = {key: _option(te, key, default) for key, default in _DEFAULTS.items()}
     if name == "DelayedScaling":
-        values["history"] = _history(options)
+        values["history"] = _history(te)
     if name == "NVFP4BlockScaling":
         for key in ("nvfp4_4over6", "nvfp4_4over6_e4m3_use_256"):
             if values[key] not in SCOPES:
                 raise ValueError(f"{name}: a scope of nvfp4_4over6 {values[key]}: one of {', '.join(SCOPES)}")
-        values |= {flag: options.flag(flag) for flag in _FLAGS}
+        values |= {flag: _flag(te, flag) for flag in _FLAGS}
     elif values["fp8_format"] not in FORMATS:
         raise ValueError(f"fp8_format {values['fp8_format']}: {' or '.join(FORMATS)}")
-    if values["backward_override"] not in OVERRIDES:
-        raise ValueError(
-            f"{name}.backward_override {values['backward_override']}: None, high_precision or dequantized"
-        )
+    if (override := values["backward_override"]) not in OVERRIDES:
+        raise ValueError(f"{name}.backward_override {override}: None, high_precision or dequantized")
     recipe = Recipe.of(products_of(copies_of(name, values)))
     _check(recipe, values, name)
     return recipe
 
 
-def _history(options: _Options) -> object:
+def _history(te: TERecipe) -> object:
     """Return the number of steps whose amaxes DelayedScaling looks at."""
-    algorithm = options.get("amax_compute_algo", "max")
-    own = options.get("scaling_factor_compute_algo", None) is not None
-    if algorithm not in ("max", "most_recent") or own:
+    algorithm = _option(te, "amax_compute_algo", "max")
+    if (
+        algorithm not in ("max", "most_recent")
+        or getattr(te, "scaling_factor_compute_algo", None) is not None
+    ):
         raise ValueError("DelayedScaling with functions of one's own for amax or scale is not emulated")
-    length = options.get("amax_history_len", 1024)
+    length = _option(te, "amax_history_len", 1024)
     if not isinstance(length, int) or length < 1:
         raise ValueError(f"DelayedScaling.amax_history_len {length}: a number of 1 or more")
     return 1 if algorithm == "most_recent" else length

@@ -60,6 +60,7 @@ TENSORS = {
 """Slots of each tensor's rowwise and columnwise copy, keyed by TE's name of the tensor."""
 TE_ELEMENTS = {"e2m1": "kFloat4E2M1", "e4m3": "kFloat8E4M3", "e5m2": "kFloat8E5M2"}
 """TE's type of each element that it multiplies."""
+_TE = "Transformer Engine"
 MULTIPLE = 32
 """Number that tokens, in-features and out-features must each be a multiple of."""
 
@@ -119,17 +120,8 @@ Description = Builtin | Custom | None
 
 
 def te_recipe(products: Products) -> Description:
-    """Return the description of the TE recipe that computes these products.
-
-    Args:
-        products: the three products of a layer at one step.
-
-    Returns:
-        A `Builtin` if one of TE's own classes computes exactly this, else a `Custom`; None for products that
-        quantise nothing.
-
-    Raises:
-        ValueError: TE has no such recipe; the message has all of `refusals`.
+    """Return the TE recipe that computes the products of a layer at one step: a `Builtin` if one of TE's own
+    classes computes exactly this, else a `Custom`; ValueError with all of `refusals` if TE has none.
     """
     if reasons := all_of(refusals(products)):
         raise ValueError(reasons)
@@ -140,32 +132,20 @@ def te_recipe(products: Products) -> Description:
 
 
 def products_of(custom: Custom, like: Products | None = None) -> Products:
-    """Return the products that TE's quantisers compute: the inverse of `te_recipe`.
-
-    Args:
-        custom: quantisers of three tensors.
-        like: products whose GEMM types are taken if nothing is quantised, when TE is not used.
+    """Return the products that TE's quantisers compute: the inverse of `te_recipe`. GEMM types are those of
+    `like` if nothing is quantised, when TE is not used.
     """
-    quants: dict[str, Quant | None] = {}
-    for tensor, slots in TENSORS.items():
-        copies: Copies = getattr(custom, tensor)
-        quants[slots[0]] = _quant(copies.row, requantised=False)
-        quants[slots[1]] = _quant(copies.column, copies.requantised)
-    rotated = custom.input.column.rotated or custom.grad_output.column.rotated
-    signs = "fixed" if custom.input.column.signs and custom.grad_output.column.signs else "none"
+    x, w, g = custom.input, custom.weight, custom.grad_output
+    (x_row, x_column), (w_row, w_column), (g_row, g_column) = (
+        (_quant(copies.row, False), _quant(copies.column, copies.requantised)) for copies in (x, w, g)
+    )
+    signs = "fixed" if x.column.signs and g.column.signs else "none"
+    rotation = Hadamard(signs=signs) if x.column.rotated or g.column.rotated else None
+    again = x.requantised and x_column is None
     made = Products(
-        fprop=Fprop(x=quants["fprop.x"], w=quants["fprop.w"]),
-        dgrad=Dgrad(
-            g=quants["dgrad.g"],
-            w=quants["dgrad.w"],
-            dequantised=custom.weight.requantised and quants["dgrad.w"] is None,
-        ),
-        wgrad=Wgrad(
-            g=quants["wgrad.g"],
-            x=quants["wgrad.x"],
-            hadamard=Hadamard(signs=signs) if rotated else None,
-            dequantised=custom.input.requantised and quants["wgrad.x"] is None,
-        ),
+        fprop=Fprop(x=x_row, w=w_row),
+        dgrad=Dgrad(g=g_row, w=w_column, dequantised=w.requantised and w_column is None),
+        wgrad=Wgrad(g=g_column, x=x_column, hadamard=rotation, dequantised=again),
     )
     if like is None or not made.plain:
         return made
@@ -228,23 +208,13 @@ def canonical(products: AnyProducts) -> AnyProducts:
 
 
 def families(products: Iterable[Products]) -> set[Family]:
-    """Return the families of formats that products use; give it `variants(recipe)` for those of a recipe.
-
-    Defined only for products without `refusals`.
-    """
+    """Return the families of formats of products without `refusals`; of a recipe, give it its `variants`."""
     return {_family(quant) for each in products for _, quant in each.quantised()}
 
 
 def recipe_refusals(recipe: Recipe, weights: bool = True) -> Iterator[str]:
-    """Yield every reason why TE cannot train by this recipe, each once.
-
-    Args:
-        recipe: the recipe with its layer rules, schedule and weight rules; all products are considered that
-            may be in force in any layer at any step.
-        weights: False to leave out what is about weight rules.
-
-    Yields:
-        Sentences that begin with the path of the field, such as `wgrad.g.bits 4: ...`.
+    """Yield every reason why TE cannot train by this recipe in some layer at some step, each once, with the
+    field's path first: `wgrad.g.bits 4: ...`. Without `weights`, what is about weight rules is left out.
     """
     for name in ("osci_reset", "q_ema", "q_ramping") if weights else ():
         if getattr(recipe.weights, name):
@@ -255,21 +225,15 @@ def recipe_refusals(recipe: Recipe, weights: bool = True) -> Iterator[str]:
 
 
 def variants(recipe: Recipe) -> Iterator[Products]:
-    """Return all products that may be in force in some layer at some step.
+    """Return all products that may be in force in some layer at some step, each once.
 
     Phases may overlap in any combination, and a later phase overrides an earlier one; so each phase doubles
     the list.
     """
-    states = [[recipe.products, *(rule.use for rule in recipe.layers.rules if rule.use)]]
+    states = [recipe.products, *(rule.use for rule in recipe.layers.rules if rule.use)]
     for phase in recipe.schedule:
-        states.append(
-            [
-                products.replaced(phase.slots, phase.use or Products())
-                for earlier in states
-                for products in earlier
-            ]
-        )
-    return iter(dict.fromkeys(products for state in states for products in state))
+        states += [products.replaced(phase.slots, phase.use or Products()) for products in states]
+    return iter(dict.fromkeys(states))
 
 
 def refusals(products: Products) -> Iterator[str]:
@@ -278,19 +242,17 @@ def refusals(products: Products) -> Iterator[str]:
     If there is none, the quantisers that TE would be given are translated back, and every field that does not
     return is a reason: one that this file does not know is never dropped.
     """
-    named = [*_named_refusals(products)]
-    yield from named
-    if not named:
-        # Nothing above knows a field that was added to a recipe since: the way back finds it.
-        for path, value, _ in changes(
-            as_data(canonical(products)), as_data(products_of(_custom(products), products))
-        ):
-            yield f"{path} {as_word(value)}: Transformer Engine has nothing that this is translated to"
+    if named := [*_named_refusals(products)]:
+        yield from named
+        return
+    made = products_of(_custom(products), products)
+    for path, value, _ in changes(as_data(canonical(products)), as_data(made)):
+        yield f"{path} {as_word(value)}: {_TE} has nothing that this is translated to"
 
 
 def _named_refusals(products: Products) -> Iterator[str]:
     for slot, quant in products.quantised():
-        own = (f"{path} {word}: Transformer Engine cannot call your function" for path, word in quant.owned)
+        own = (f"{path} {word}: {_TE} cannot call your function" for path, word in quant.owned)
         yield from (Reason(slot, f".{why}") for why in [*own] or _quant_refusals(slot, quant))
     if products.plain:  # TE does not compute a layer that quantises nothing
         return
@@ -300,10 +262,8 @@ def _named_refusals(products: Products) -> Iterator[str]:
     for slot, forward in FORWARD_COPY.items():
         again, copied = products.slot(slot), products.slot(forward)
         if again and again.source == "forward" and copied and not _exact_in_bf16(copied):
-            yield (
-                f"{slot}.source forward: Transformer Engine rounds the dequantised copy to bf16 before it"
-                " quantises it again; write forward_bf16"
-            )
+            why = f"{_TE} rounds the dequantised copy to bf16 before it quantises it again"
+            yield f"{slot}.source forward: {why}; write forward_bf16"
 
 
 def _exact_in_bf16(quant: Quant) -> bool:
@@ -325,99 +285,81 @@ def _quant_refusals(slot: str, quant: Quant) -> Iterator[str]:
     """Yield what TE does not have of one operand, each beginning with the field."""
     if quant.element not in TE_ELEMENTS:
         *others, last = TE_ELEMENTS
-        yield f"element {quant.element}: Transformer Engine multiplies {', '.join(others)} and {last}"
+        yield f"element {quant.element}: {_TE} multiplies {', '.join(others)} and {last}"
         return
+    four, limits = quant.element == "e2m1", quant.range
     refusing = {"nvfp4": _nvfp4_refusals, "mxfp8": _mxfp8_refusals}
     yield from refusing.get(_family(quant), _fp8_refusals)(slot, quant)
-    if quant.element != "e2m1" and quant.rounding != "nearest":
-        yield f"rounding {quant.rounding}: Transformer Engine rounds FP8 to nearest"
+    if not four and quant.rounding != "nearest":
+        yield f"rounding {quant.rounding}: {_TE} rounds FP8 to nearest"
     if quant.transform is not None:
-        yield "transform: Transformer Engine takes nothing out of an operand; write null"
+        yield f"transform: {_TE} takes nothing out of an operand; write null"
     if quant.estimator is not None:
-        yield "estimator: Transformer Engine passes the gradient of a cast straight through; write null"
-    if quant.range.headroom != 1:
-        yield f"range.headroom {quant.range.headroom:g}: Transformer Engine's block scale has none; write 1"
-    if quant.range.statistic != "amax" or quant.range.map_to not in (
-        None,
-        6.0 if quant.element == "e2m1" else None,
-    ):
+        yield f"estimator: {_TE} passes the gradient of a cast straight through; write null"
+    if limits.headroom != 1:
+        yield f"range.headroom {limits.headroom:g}: {_TE}'s block scale has none; write 1"
+    if limits.statistic != "amax" or limits.map_to not in (None, 6.0 if four else None):
         yield (
-            "range: Transformer Engine maps a block's largest magnitude to the element's maximum;"
+            f"range: {_TE} maps a block's largest magnitude to the element's maximum;"
             " leave statistic and map_to out"
         )
-    if quant.range.prescale != 1:
-        yield f"range.prescale {quant.range.prescale:g}: Transformer Engine has no such factor; write 1"
+    if limits.prescale != 1:
+        yield f"range.prescale {limits.prescale:g}: {_TE} has no such factor; write 1"
 
 
 def _nvfp4_refusals(slot: str, quant: Quant) -> Iterator[str]:
+    weight, scale, outer, select = slot.endswith(".w"), quant.scale, quant.outer, quant.select
     if quant.block not in ("1x16", "16x16"):
-        yield f"block {quant.block}: Transformer Engine's E2M1 has blocks of 1x16 or 16x16, with E4M3 scales"
-    elif quant.scale is not None and quant.scale != BlockScale():
-        yield (
-            "scale: Transformer Engine's E2M1 has E4M3 block scales, rounded to nearest,"
-            f" not {quant.scale.format} by {quant.scale.rounding}"
-        )
-    elif quant.outer is None:
+        yield f"block {quant.block}: {_TE}'s E2M1 has blocks of 1x16 or 16x16, with E4M3 scales"
+    elif scale is not None and scale != BlockScale():
+        had = f"{scale.format} by {scale.rounding}"
+        yield f"scale: {_TE}'s E2M1 has E4M3 block scales, rounded to nearest, not {had}"
+    elif outer is None:
         yield "outer: NVFP4 has one fp32 scale a tensor; give it one"
-    if quant.block == "16x16" and not slot.endswith(".w"):
-        yield "block 16x16: Transformer Engine has square blocks for weights alone; use 1x16"
-    if quant.outer is not None:
-        yield from _outer_refusals(slot, quant.outer, quant.select is not None)
+    if quant.block == "16x16" and not weight:
+        yield f"block 16x16: {_TE} has square blocks for weights alone; use 1x16"
+    if outer is not None:
+        yield from _outer_refusals(slot, outer, select is not None)
     if quant.rounding not in ("nearest", "stochastic"):
-        yield f"rounding {quant.rounding}: Transformer Engine rounds to nearest or stochastically"
+        yield f"rounding {quant.rounding}: {_TE} rounds to nearest or stochastically"
     if quant.rounding == "stochastic" and quant.bits != 8:
-        yield f"bits {quant.bits}: Transformer Engine draws a number of bits of its own; 8 stands for that"
-    if quant.rounding == "stochastic" and slot.endswith(".w"):
-        yield (
-            "rounding stochastic: Transformer Engine has it for gradients and activations;"
-            " use nearest for weights"
-        )
-    if quant.select and (quant.select.among != "scales" or quant.select.criterion == "absmax"):
-        yield "select: Transformer Engine selects among scales, by mse or mae"
-    elif quant.select and quant.select.map_to != (6.0, 4.0):
-        yield "select.map_to: Transformer Engine maps a block's largest magnitude to 6 or to 4; leave it out"
-    if quant.select and slot.endswith(".g"):
-        yield "select: Transformer Engine never applies Four Over Six to gradients"
+        yield f"bits {quant.bits}: {_TE} draws a number of bits of its own; 8 stands for that"
+    if quant.rounding == "stochastic" and weight:
+        yield f"rounding stochastic: {_TE} has it for gradients and activations; use nearest for weights"
+    if select and (select.among != "scales" or select.criterion == "absmax"):
+        yield f"select: {_TE} selects among scales, by mse or mae"
+    elif select and select.map_to != (6.0, 4.0):
+        yield f"select.map_to: {_TE} maps a block's largest magnitude to 6 or to 4; leave it out"
+    if select and slot.endswith(".g"):
+        yield f"select: {_TE} never applies Four Over Six to gradients"
 
 
 def _outer_refusals(slot: str, outer: Outer, selects: bool) -> Iterator[str]:
+    statistic, granularity = f"outer.statistic {outer.statistic}", f"outer.granularity {outer.granularity}"
     if tag(outer.statistic) == "percentile":
-        yield (
-            f"outer.statistic {outer.statistic}: Transformer Engine scales by the largest magnitude;"
-            " the nearest is amax"
-        )
+        yield f"{statistic}: {_TE} scales by the largest magnitude; the nearest is amax"
     elif outer.statistic != "amax":
-        yield (
-            f"outer.statistic {outer.statistic}: Transformer Engine takes an E2M1 tensor's own amax;"
-            " the nearest is amax"
-        )
+        yield f"{statistic}: {_TE} takes an E2M1 tensor's own amax; the nearest is amax"
     if outer.granularity == "block:128":
-        yield "outer.granularity block:128: Transformer Engine has one fp32 scale a tensor; use tensor"
+        yield f"{granularity}: {_TE} has one fp32 scale a tensor; use tensor"
     if tag(outer.granularity) == "rows":
-        yield (
-            f"outer.granularity {outer.granularity}: Transformer Engine has one fp32 scale a tensor,"
-            " or one a row of the forward pass's activations; use tensor"
-        )
+        some = "or one a row of the forward pass's activations"
+        yield f"{granularity}: {_TE} has one fp32 scale a tensor, {some}; use tensor"
     if outer.granularity == "row" and slot != "fprop.x":
-        yield (
-            "outer.granularity row: Transformer Engine scales only the forward pass's activations by rows;"
-            " use tensor here"
-        )
+        yield f"{granularity}: {_TE} scales only the forward pass's activations by rows; use tensor here"
     if outer.bound != 448 and not (selects and outer.bound == 256):
-        yield (f"outer.bound {outer.bound:g}: Transformer Engine has 448, and 256 if it selects among scales")
+        yield f"outer.bound {outer.bound:g}: {_TE} has 448, and 256 if it selects among scales"
 
 
 def _mxfp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
-    square = quant.block == "32x32" and slot.endswith(".w")
-    if quant.block != "1x32" and not square:
-        yield (
-            f"block {quant.block}: Transformer Engine's {quant.element} has blocks of 1x32"
-            " (weights: 32x32 too), or one scale a tensor"
-        )
-    if quant.scale is not None and quant.scale.halve_below is not None:
-        yield "scale.halve_below: Transformer Engine halves no block scale; leave it out"
-    if quant.scale is None or quant.scale.format != "e8m0" or quant.scale.rounding != "ceil":
-        yield "scale: MXFP8 has e8m0 block scales, which Transformer Engine rounds by ceil"
+    scale = quant.scale
+    if quant.block != "1x32" and not (quant.block == "32x32" and slot.endswith(".w")):
+        has = f"{_TE}'s {quant.element} has blocks of 1x32 (weights: 32x32 too)"
+        yield f"block {quant.block}: {has}, or one scale a tensor"
+    if scale is not None and scale.halve_below is not None:
+        yield f"scale.halve_below: {_TE} halves no block scale; leave it out"
+    if scale is None or scale.format != "e8m0" or scale.rounding != "ceil":
+        yield f"scale: MXFP8 has e8m0 block scales, which {_TE} rounds by ceil"
     if quant.outer is not None:
         yield "outer: MXFP8 has no scale beside its blocks'; write null"
 
@@ -426,64 +368,56 @@ def _fp8_refusals(slot: str, quant: Quant) -> Iterator[str]:
     outer = quant.outer
     if outer is None or outer.granularity != "tensor" or tag(outer.statistic) not in ("amax", "delayed"):
         yield (
-            "outer: Transformer Engine's FP8 has one scale a tensor,"
-            " from its present amax (amax) or from earlier steps (delayed:n)"
+            f"outer: {_TE}'s FP8 has one scale a tensor, from its present amax (amax) or from earlier steps"
+            " (delayed:n)"
         )
 
 
 def _product_refusals(name: str, product: Product) -> Iterator[str]:
     x, w = (getattr(product, operand) for operand in product.operands)
     if (gemm := getattr(product, "gemm", "bf16_out")) != "bf16_out":
-        yield f".gemm {gemm}: Transformer Engine's layer returns bf16; write bf16_out"
+        yield f".gemm {gemm}: {_TE}'s layer returns bf16; write bf16_out"
     if getattr(product, "dw", "bf16") != "bf16":
         yield (
             ".dw fp32: not yet on this engine, whose weight gradients leave the product in bf16"
             " and add up in fp32; write bf16"
         )
-    kinds = {_family(x), _family(w)}
+    kinds, hadamard = {_family(x), _family(w)}, product.hadamard
     if len(kinds) > 1:
         slots = " and ".join(f"{name}.{operand}" for operand in product.operands)
-        yield (
-            f": Transformer Engine multiplies two operands of one kind, and {slots} differ:"
-            " quantise both alike or neither"
-        )
-    if product.hadamard is None:
+        why = f"{_TE} multiplies two operands of one kind, and {slots} differ"
+        yield f": {why}: quantise both alike or neither"
+    if hadamard is None:
         return
     if name != "wgrad":
-        yield ".hadamard: Transformer Engine rotates wgrad alone; write null"
+        yield f".hadamard: {_TE} rotates wgrad alone; write null"
     elif kinds != {"nvfp4"}:
-        yield ".hadamard: Transformer Engine rotates NVFP4 operands alone; write null"
-    elif product.hadamard.size != 16 or product.hadamard.signs not in ("fixed", "none"):
-        yield ".hadamard: Transformer Engine rotates by 16 with its fixed signs, or none"
+        yield f".hadamard: {_TE} rotates NVFP4 operands alone; write null"
+    elif hadamard.size != 16 or hadamard.signs not in ("fixed", "none"):
+        yield f".hadamard: {_TE} rotates by 16 with its fixed signs, or none"
     elif x.select or w.select:
-        yield (
-            ".x.select: Transformer Engine has no Four Over Six together with a Hadamard rotation;"
-            " leave out one of them"
-        )
+        why = f"{_TE} has no Four Over Six together with a Hadamard rotation"
+        yield f".x.select: {why}; leave out one of them"
 
 
 def _together(products: Products) -> Iterator[str]:
     """Yield what TE does not have in several slots at once, though it has each alone."""
     x, w = products.fprop.x, products.fprop.w
     if x and x.outer and x.outer.granularity == "row" and (x.select or (w and w.block != "1x16")):
-        yield "fprop.x.outer.granularity row: Transformer Engine has it with 1x16 weights and without select"
+        yield f"fprop.x.outer.granularity row: {_TE} has it with 1x16 weights and without select"
     for name in DIRECTIONS["all"]:
         operands = [getattr(getattr(products, name), operand) for operand in getattr(products, name).operands]
         if all(quant is not None and quant.element == "e5m2" for quant in operands):
             yield f"{name}: tensor cores multiply no e5m2 with e5m2; let one operand be e4m3"
-    for slots in TENSORS.values():
-        row, column = (products.slot(slot) for slot in slots)
-        families_of_both = {_family(row), _family(column)}
-        if row and column and families_of_both == {"fp8"} and row.element != column.element:
-            yield (
-                f"{slots[1]}.element {column.element}: with one scale a tensor"
-                f" Transformer Engine has one copy, and {slots[0]} differs"
-            )
-        if "fp8_delayed" in families_of_both and row != column:
-            yield (
-                f"{slots[1]}: with delayed scaling both copies of a tensor share one amax history;"
-                f" quantise it and {slots[0]} alike"
-            )
+    for first, second in TENSORS.values():
+        row, column = products.slot(first), products.slot(second)
+        kinds = {_family(row), _family(column)}
+        if row and column and kinds == {"fp8"} and row.element != column.element:
+            had = f"{second}.element {column.element}"
+            yield f"{had}: with one scale a tensor {_TE} has one copy, and {first} differs"
+        if "fp8_delayed" in kinds and row != column:
+            why = "with delayed scaling both copies of a tensor share one amax history"
+            yield f"{second}: {why}; quantise it and {first} alike"
 
 
 def _format(products: Products, slot: str) -> CopyFormat:
@@ -541,12 +475,8 @@ OPTIONS: Mapping[str, Mapping[str, tuple[str | bool | None, ...]]] = {
 
 
 def copies_of(name: str, options: Mapping[str, object]) -> Custom:
-    """Return the copies that one of TE's classes makes, DelayedScaling included.
-
-    Args:
-        name: name of a class in `transformer_engine.common.recipe`.
-        options: all its options in OPTIONS, whose values may be others; of DelayedScaling also `history`, the
-            number of steps.
+    """Return the copies that one of TE's classes makes by all its options in OPTIONS, whose values may be
+    others, and DelayedScaling by `fp8_format` and `history`, the number of steps.
     """
     fp4 = name == "NVFP4BlockScaling"
     kinds: Mapping[str, Family] = {"MXFP8BlockScaling": "mxfp8", "DelayedScaling": "fp8_delayed"}
