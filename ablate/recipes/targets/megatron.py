@@ -8,6 +8,7 @@ import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,7 +19,7 @@ from ablate.recipes.targets import megatron_precision
 from ablate.recipes.targets.experts import has_experts, multiple
 from ablate.recipes.targets.model import Lost, Model, confirmed, skipped, unheld
 from ablate.recipes.te_import import TERecipe, recipe_of
-from ablate.recipes.te_mapping import Builtin, canonical, recipe_refusals, te_recipe
+from ablate.recipes.te_mapping import Builtin, canonical, families, recipe_refusals, te_recipe
 
 VARIABLES = {
     "NVTE_NVFP4_DISABLE_RHT": ("NVFP4BlockScaling", "disable_rht", "0"),
@@ -50,6 +51,7 @@ _HEREDOC = f"""\
 cat > "${FILE}" <<'YAML'
 """
 """Beginning of the lines of a script that write that file."""
+_STAGES, _DEPTH = "--pipeline-model-parallel-size", "--num-layers"
 _FLAGS = {
     "--fp8-format": None,
     "--fp8-recipe": "delayed",
@@ -62,11 +64,11 @@ _FLAGS = {
     "--num-layers-at-start-in-bf16": "1",
     "--num-layers-at-end-in-bf16": "1",
     _LAYERS: None,
-    "--pipeline-model-parallel-size": "1",
-    "--num-layers": None,
+    _STAGES: "1",
+    _DEPTH: None,
 }
 """Arguments with a value that decide about the recipe, and Megatron's defaults (megatron-core 0.16.1 to
-0.19.1).
+0.19.1). The last two are not about precision.
 """
 _IN_FILE = {
     "fp8_quantization_recipe": "--fp8-recipe",
@@ -99,25 +101,20 @@ not read.
 _SWITCHES = ("--bf16", "--first-last-layers-bf16", "--no-fp8-wgrad", *_NEEDS)
 _ALIASES = {"--disable-fp8-wgrad": "--no-fp8-wgrad", "--moe-router-padding-for-fp8": _ROUTED}
 """Other names of the same options."""
-_REFUSED = (
-    "--fp16",
-    "--fp4-quantizer-factory",
-    "--fp8-quantizer-factory",
-    "--kitchen-config-file",
-    "--fp8-dot-product-attention",
-    "--fp8-multi-head-attention",
-    "--fp8-output-proj",
-)
+_REFUSED = [
+    *("--fp16", "--kitchen-config-file", "--fp4-quantizer-factory", "--fp8-quantizer-factory"),
+    *("--fp8-dot-product-attention", "--fp8-multi-head-attention", "--fp8-output-proj"),
+]
 """Arguments that change what is computed in a way that is not read here."""
-_ELSEWHERE = ("--pipeline-model-parallel-size", "--num-layers")
-"""Arguments of `_FLAGS` that are not about precision: words that resemble them are other options."""
 _FORMATS = ("--fp4", "--fp8")
 """First letters of options that belong to a format: each one is read, or refused."""
-VALUED = {name for name, default in _FLAGS.items() if name not in _ELSEWHERE}
+VALUED = _FLAGS.keys() - {_STAGES, _DEPTH}
 """Options about precision that have a value."""
+_OPTIONS = [*(name for name in _FLAGS if name in VALUED), *_SWITCHES, *_REFUSED]
+"""Options about precision."""
 PRECISION = re.compile(
     r"NVTE_\w*|S(?:LURM|RUN)_EXPORT_ENV|--fp[48][\w-]*"
-    rf"|(?:{'|'.join((*VALUED, *_SWITCHES, *_REFUSED, *_ALIASES))})(?![\w-])",
+    rf"|(?:{'|'.join((*_OPTIONS, *_ALIASES))})(?![\w-])",
     re.IGNORECASE,
 )
 """Variables and options about precision, in a text, and Slurm's about what a job gets."""
@@ -194,26 +191,21 @@ def read(
 ) -> Recipe:
     """Return the recipe that Megatron-LM trains by.
 
-    Args:
-        arguments: words of its command line; those that are not about precision are skipped.
-        environment: variables of the job; those of Transformer Engine count.
-        file: returns the text of the file that `--te-precision-config-file` names.
-
-    Raises:
-        ValueError: they contradict each other, ask for something that is not emulated, or look like a
-            mistyped option about precision.
+    Words of its command line that are not about precision are skipped; of the environment the variables of
+    Transformer Engine count. `file` returns the text of the file that `--te-precision-config-file` names.
+    ValueError if they contradict each other, ask for something that is not emulated, or look like a mistyped
+    option about precision.
     """
     said = _said(arguments)
     for name, forms in _NEEDS.items():
         if name in said and not said.keys() & {*forms}:
-            without = f"Megatron does not start without {' or '.join(forms)}"
-            raise ValueError(f"{name}: {without}; give it, or leave {name} out")
+            why = f"Megatron does not start without {' or '.join(forms)}"
+            raise ValueError(f"{name}: {why}; give it, or leave {name} out")
     for name in _REFUSED:
         if name in said:
             raise ValueError(f"{name}: a configuration of its own, which is not read here; leave it out")
     recipe = _counted(said, environment)
-    path = said.get(_LAYERS)
-    if path is None:
+    if (path := said.get(_LAYERS)) is None:
         return recipe
     try:
         text = file(path)
@@ -227,31 +219,23 @@ def read(
         return _made(named, fields[named], fields["fp8_format"] if kind == "fp8" else None, environment)
 
     rules = megatron_precision.rules_of(text, recipe, products)
-    stages = said.get("--pipeline-model-parallel-size") or "1"
+    stages = said.get(_STAGES) or "1"
     if stages != "1" and any(rule.match.blocks for rule in rules):
-        raise ValueError(
-            f"--pipeline-model-parallel-size {stages}: each stage numbers its own blocks from 0, and"
-            f" {path} names blocks by number"
-        )
+        why = f"each stage numbers its own blocks from 0, and {path} names blocks by number"
+        raise ValueError(f"{_STAGES} {stages}: {why}")
     return recipe.model_copy(update={"layers": recipe.layers.model_copy(update={"rules": rules})})
 
 
 def without_effect(arguments: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each option that Megatron accepts and ignores beside the others.
+    """Yield a sentence for each option that Megatron accepts and ignores beside the others; arguments and
+    ValueError as of `read`.
 
     megatron-core 0.16.1 to 0.19.1 looks at `fp4_recipe`, `fp8_recipe` and the like only if `fp4` or `fp8` is
     set, and hands `fp8_wgrad` to DelayedScaling alone (`get_fp8_recipe`).
-
-    Args:
-        arguments: words of its command line, as for `read`.
-
-    Raises:
-        ValueError: one looks like a mistyped option about precision.
     """
     said = _said(arguments)
     for name, value in said.items():
-        form = _format_of(name)
-        if form and form not in said:
+        if name[:5] in _FORMATS and (form := f"{name[:5]}-format") not in said:
             shown = name if value is None else f"{name} {value}"
             yield f"{shown}: Megatron ignores it without {form}; give {form}, or leave {name} out"
     delayed = "--fp8-format" in said and said.get("--fp8-recipe") in (None, "delayed")
@@ -263,18 +247,9 @@ def without_effect(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def blocks_of(arguments: Sequence[str]) -> int | None:
-    """Return the number of blocks that `--num-layers` says; None without it, or if a variable stands there.
-
-    Args:
-        arguments: words of Megatron-LM's command line, as for `read`.
-    """
-    text = _said(arguments).get("--num-layers") or ""
+    """Return the number of blocks by `--num-layers`; None without it, or if a variable stands there."""
+    text = _said(arguments).get(_DEPTH) or ""
     return int(text) if text.isdecimal() and int(text) else None
-
-
-def _format_of(name: str) -> str | None:
-    """Return the option that gives the format which another one belongs to; None if it belongs to none."""
-    return f"{name[:5]}-format" if name[:5] in _FORMATS else None
 
 
 def _counted(said: Mapping[str, str | None], environment: Mapping[str, str]) -> Recipe:
@@ -308,14 +283,8 @@ def _counted(said: Mapping[str, str | None], environment: Mapping[str, str]) -> 
 
 
 def _made(named: str, word: object, form: object, environment: Mapping[str, str], **more: object) -> Products:
-    """Return the products of the class of TE that Megatron makes.
-
-    Args:
-        named: argument or field that names the class: a key of _READ.
-        word: Megatron's name of the class.
-        form: its FP8 format; None for FP4.
-        environment: variables of the job.
-        more: other options of the class.
+    """Return the products of the class of TE that a key of _READ names. `form` is its FP8 format, None for
+    FP4; `more` are other options of the class.
     """
     if word not in _READ[named]:
         known = ", ".join(_READ[named]).rsplit(", ", 1)
@@ -328,12 +297,7 @@ def _made(named: str, word: object, form: object, environment: Mapping[str, str]
 
 
 def from_environment(name: str, environment: Mapping[str, str]) -> dict[str, object]:
-    """Return the options that TE's class takes from the environment, as TE reads them.
-
-    Args:
-        name: name of a class in `transformer_engine.common.recipe`.
-        environment: variables of the job.
-    """
+    """Return the options that a class of TE takes from a job's environment, as TE reads them."""
     options: dict[str, object] = {}
     for variable, (owner, option, default) in VARIABLES.items():
         if owner in ("", name):
@@ -363,13 +327,8 @@ def confirm(
     file: Callable[[str], str],
     what: str,
 ) -> None:
-    """Compare a recipe with the one that Megatron-LM trains by; Lost for each field that differs.
-
-    Args:
-        recipe: the recipe that is intended.
-        model: facts of the model.
-        arguments, environment, file: as for `read`, which may raise ValueError.
-        what: what the arguments are of, for the sentences.
+    """Compare the intended recipe with the one that `read` returns for Megatron-LM; Lost for each field that
+    differs, with `what` the arguments are of, and ValueError as of `read`.
     """
     made, recipe = read(arguments, environment, file), megatron_precision.translated(recipe, model.layers)
     if recipe.layers.rules and model.depth is not None:
@@ -379,13 +338,8 @@ def confirm(
 
 
 def job(recipe: Recipe, model: Model, target: str = "Megatron-LM", rules: bool = True) -> Job:
-    """Return what makes a process train by a recipe; Lost with everything that it cannot say.
-
-    Args:
-        recipe: the recipe.
-        model: facts of the model.
-        target: name of the stack, for the sentences.
-        rules: True if the target has a file on single layers.
+    """Return what makes a process train by a recipe, with rules only if the target has a file on single
+    layers; Lost with everything that it cannot say.
     """
     recipe = megatron_precision.translated(recipe, model.layers) if rules else recipe
     refused = [*recipe_refusals(recipe, weights=False)]
@@ -395,8 +349,7 @@ def job(recipe: Recipe, model: Model, target: str = "Megatron-LM", rules: bool =
         reasons.append(f"layers.rules: the number of blocks is not known; give {model.by[0]}")
     classes: list[Builtin | None] = []
     try:
-        for products in every if not refused else ():
-            classes.append(_builtin(products, target))
+        classes += [_builtin(products, target) for products in every if not refused]
     except Lost as lost:
         reasons += lost.reasons
     if reasons:
@@ -405,10 +358,8 @@ def job(recipe: Recipe, model: Model, target: str = "Megatron-LM", rules: bool =
     variables = _variables([each for each in classes if each])
     options = {"--bf16": ""} | _named(classes[0])
     if first or last:
-        options["--first-last-layers-bf16"] = ""
-        options |= {
-            f"--num-layers-at-{end}-in-bf16": str(count) for end, count in (("start", first), ("end", last))
-        }
+        ends = {f"--num-layers-at-{end}-in-bf16": str(n) for end, n in (("start", first), ("end", last))}
+        options |= {"--first-last-layers-bf16": ""} | ends
     options |= dict.fromkeys(_of_experts(recipe, model), "")
     layers, file = "", {}
     if recipe.layers.rules:
@@ -432,10 +383,7 @@ def _builtin(products: Products, target: str) -> Builtin | None:
     if description is None:
         return None
     if not isinstance(description, Builtin):
-        delayed = all(
-            quant.outer and str(quant.outer.statistic).startswith("delayed")
-            for _, quant in products.quantised()
-        )
+        delayed = families([products]) == {"fp8_delayed"}
         why = (
             "a history of amaxes that TE advances by autocast region" if delayed else "quantizers of its own"
         )
@@ -485,9 +433,8 @@ def _variables(builtins: Sequence[Builtin]) -> dict[str, str]:
         given = [dict(each.options).get(option, default) for each in builtins if owner in ("", each.name)]
         values = {str(int(value) if isinstance(value, bool) else value or "") for value in given}
         if len(values) > 1:
-            raise Lost(
-                f"layers.rules: {variable} is one for the whole job, and its layers need {sorted(values)}"
-            )
+            why = f"is one for the whole job, and its layers need {sorted(values)}"
+            raise Lost(f"layers.rules: {variable} {why}")
         if text := next(iter(values), default):
             variables[variable] = text
     return variables
@@ -503,19 +450,15 @@ def _said(arguments: Sequence[str]) -> dict[str, str | None]:
     """Return the arguments about precision: None for one without a value; ValueError for a mistyped one."""
     words = [word for text in arguments for word in shlex.split(text)]
     said: dict[str, str | None] = {}
-    known = (*_FLAGS, *_SWITCHES, *_REFUSED)
-    for number, word in enumerate(words):
+    for word, following in zip_longest(words, words[1:], fillvalue=""):
         name, equals, value = word.partition("=")
         name = _ALIASES.get(name, name)
-        if name not in known:
+        if name not in (*_FLAGS, *_OPTIONS):
             _refuse_mistyped(name)
             continue
-        if name in _FLAGS and not equals:
-            following = words[number + 1] if number + 1 < len(words) else ""
-            if not following or following.startswith("--"):
-                raise ValueError(f"{name}: its value is missing")
-            value = following
-        said[name] = value if name in _FLAGS else None
+        if name in _FLAGS and not equals and (not following or following.startswith("--")):
+            raise ValueError(f"{name}: its value is missing")
+        said[name] = (value if equals else following) if name in _FLAGS else None
     return said
 
 
@@ -523,11 +466,10 @@ def _refuse_mistyped(name: str) -> None:
     """Raise ValueError if a word that is not read is, or looks like, an option about precision."""
     if name[:1] not in ("-", "\u2013", "\u2014"):  # an editor makes dashes of hyphens
         return
-    options = [each for each in (*_FLAGS, *_SWITCHES, *_REFUSED) if each not in _ELSEWHERE]
     word = "--" + name.lstrip("-\u2013\u2014").lower().replace("_", "-")
-    of_format = [each for each in options if each.startswith(word[:5])] if word[:5] in _FORMATS else []
-    if of_format or get_close_matches(word, options, n=1, cutoff=_MISTYPED):
-        hint = nearest(word, of_format or options, 3)
+    of_format = [each for each in _OPTIONS if word[:5] in _FORMATS and each.startswith(word[:5])]
+    if of_format or get_close_matches(word, _OPTIONS, n=1, cutoff=_MISTYPED):
+        hint = nearest(word, of_format or _OPTIONS, 3)
         raise ValueError(f"{name}: no option about precision that is read here; {hint}")
 
 

@@ -58,12 +58,7 @@ FromFields = Callable[[Mapping[str, object]], Products]
 
 
 def modules(blocks: int, experts: bool = False) -> tuple[Layer, ...]:
-    """Return the linear layers of a Megatron model by their module paths.
-
-    Args:
-        blocks: number of its blocks.
-        experts: True for a model some of whose blocks have experts.
-    """
+    """Return the linear layers of a Megatron model, some of whose blocks may have experts, by module path."""
     return tuple(
         Layer(f"decoder.layers.{block}.{name}", block, frozenset())
         for block in range(blocks)
@@ -76,14 +71,8 @@ def translated(recipe: Recipe, layers: Sequence[Layer]) -> Recipe:
 
     A rule stays as it is if it names blocks alone or selects none of the layers, and so do all rules of a
     model whose blocks have other parts than _TRANSFORMERS. A rule that quantises in another way stays too: a
-    module's one scale is not those of its parts.
-
-    Args:
-        recipe: the recipe.
-        layers: the model's linear layers; empty if they are not known.
-
-    Raises:
-        Lost: a rule selects some parts of a module and not others.
+    module's one scale is not those of its parts. `layers` is empty if they are not known. Lost if a rule
+    selects some parts of a module and not others.
     """
     parts = {part: module for module, each in _TRANSFORMERS.items() for part in each}
     modules = {
@@ -107,23 +96,14 @@ def translated(recipe: Recipe, layers: Sequence[Layer]) -> Recipe:
             if any(counts[module, block] != len(own) for block in found):
                 why = f"Megatron has one {module} for {', '.join(own)}; select all of them"
                 raise Lost(f"layers.rules.{number} {rule.match}: {why}")
-            names = (
-                [f"*.{module}"]
-                if len(found) == len(blocks)
-                else [f"decoder.layers.{b}.{module}" for b in found]
-            )
-            rules += [Rule(match=Match(name=name), use=None) for name in names]
+            every = len(found) == len(blocks)
+            names = ["*"] if every else [f"decoder.layers.{block}" for block in found]
+            rules += [Rule(match=Match(name=f"{name}.{module}"), use=None) for name in names]
     return recipe.model_copy(update={"layers": recipe.layers.model_copy(update={"rules": tuple(rules)})})
 
 
 def written(recipe: Recipe, layers: tuple[Layer, ...], to_fields: ToFields) -> str:
-    """Return the file for a recipe's layer rules; Lost for each rule that it cannot say.
-
-    Args:
-        recipe: the recipe.
-        layers: the model's linear layers, from `modules`.
-        to_fields: see ToFields.
-    """
+    """Return the file for a recipe's rules of `modules`; Lost for each rule that it cannot say."""
     reasons: list[str] = []
     configs: dict[str, dict[str, object]] = {}
     matchers: list[tuple[str, str]] = []
@@ -140,26 +120,17 @@ def written(recipe: Recipe, layers: tuple[Layer, ...], to_fields: ToFields) -> s
         matchers += [(pattern, name) for pattern in patterns]
     if reasons:
         raise Lost(*reasons)
-    return "\n".join(_lines(configs, matchers)) + "\n"
-
-
-def _lines(configs: Mapping[str, Mapping[str, object]], matchers: list[tuple[str, str]]) -> Iterator[str]:
-    yield "configs:"
+    text = "configs:\n"
     for name, fields in configs.items():
-        yield f"  {name}:"
-        yield f"    {_TYPE}: {_PARAMS}"
-        yield "    training_recipe:"
-        for key, value in fields.items():
-            yield f"      {key}: {value}"
-        yield "      override_quantized_autocast: true"
-        yield f"      override_nonquantized_autocast: {'true' if fields else 'false'}"
-    yield "matchers:"
+        inside = fields | {"override_quantized_autocast": "true"}
+        inside |= {"override_nonquantized_autocast": "true" if fields else "false"}
+        text += f"  {name}:\n    {_TYPE}: {_PARAMS}\n    training_recipe:\n"
+        text += "".join(f"      {key}: {value}\n" for key, value in inside.items())
+    text += "matchers:\n"
     for number, (pattern, name) in enumerate(matchers):
-        yield f"  matcher_{number}:"
-        yield "    type: glob"
-        yield f'    pattern: "{pattern}"'
-        yield f"    config: {name}"
-        yield "    enabled: true"
+        text += f'  matcher_{number}:\n    type: glob\n    pattern: "{pattern}"\n'
+        text += f"    config: {name}\n    enabled: true\n"
+    return text
 
 
 def _patterns(match: Match, layers: tuple[Layer, ...]) -> Iterator[str]:
@@ -189,15 +160,8 @@ def _patterns(match: Match, layers: tuple[Layer, ...]) -> Iterator[str]:
 
 
 def rules_of(text: str, recipe: Recipe, from_fields: FromFields) -> tuple[Rule, ...]:
-    """Return the layer rules that a file stands for.
-
-    Args:
-        text: the file.
-        recipe: recipe of the job without the file, with its counts of blocks.
-        from_fields: see FromFields.
-
-    Raises:
-        ValueError: it is no such file, or asks for something that is not emulated.
+    """Return the layer rules that a file stands for in a job of this recipe, with its counts of blocks;
+    ValueError if it is no such file, or asks for something that is not emulated.
     """
     loader = YAML(typ="safe", pure=True)
     loader.version = (1, 1)  # as PyYAML reads: `on` and `yes` are true
@@ -210,11 +174,10 @@ def rules_of(text: str, recipe: Recipe, from_fields: FromFields) -> tuple[Rule, 
     configs, matchers = data.get("configs") or {}, data.get("matchers") or {}
     if not isinstance(configs, Mapping) or not isinstance(matchers, Mapping):
         raise ValueError("--te-precision-config-file: `configs` and `matchers` are mappings")
-    return tuple(
-        rule
-        for name, matcher in matchers.items()
-        for rule in _rules(f"matchers.{name}", matcher, configs, recipe, from_fields)
-    )
+    rules: list[Rule] = []
+    for name, matcher in matchers.items():
+        rules += _rules(f"matchers.{name}", matcher, configs, recipe, from_fields)
+    return tuple(rules)
 
 
 def _rules(
@@ -238,12 +201,11 @@ def _rules(
     pattern = str(matcher["pattern"])
     block = _BLOCK_GLOB.fullmatch(pattern)
     match = Match(blocks=f"{block[1]}-{block[1]}") if block else Match(name=pattern)
-    inside = recipe.products if not recipe.products.plain else None
     counted = use if fields["override_nonquantized_autocast"] else None
-    if inside is None:  # the job's own context is bf16 everywhere
+    if recipe.products.plain:  # the job's own context is bf16 everywhere
         yield Rule(match=match, use=counted)
         return
-    between = use if fields["override_quantized_autocast"] else inside
+    between = use if fields["override_quantized_autocast"] else recipe.products
     if counted != between:
         yield from _at_the_ends(match, counted, recipe)
     yield Rule(match=match, use=between)
